@@ -151,8 +151,8 @@ CODES: dict[str, tuple[str, str]] = {
     "E-PLANNER-ENDED": ("The planner's process has ended.", "None: the next search starts another process."),
     "E-PLAN-LATE": ("A bucket's results are one step late, and its codec sends at most 1 % of the entries. No measured "
                     "training covers this.", "Send more than 1 %, or make the plan without staleness."),
-    "E-PLAN-MEMORY": ("By an estimate, a batch does not fit into a GPU's memory.",
-                      "Use the batch that the message names, a larger GPU, or activation checkpointing."),
+    "E-PLAN-MEMORY": ("By an estimate, a training does not fit into a GPU's memory, even with the smallest micro-batches.",
+                      "Use a GPU with more memory, or what the message names."),
     "E-PLAN-SWITCH": ("The job cannot switch to this plan now.", "Switch between two steps, at the same step on all ranks."),
     "E-PLAN-PATH": ("A bucket's path is invalid.", "The message names which operations are allowed."),
     "E-PLAN-BY-NODE": ("The codecs of one bucket on different nodes cannot be summed together.",

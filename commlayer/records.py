@@ -58,6 +58,34 @@ class TensorInfo(Record, frozen=True):
         return math.prod(self.shape)
 
 
+class ModelInfo(Record, frozen=True):
+    """What a model's structure and its first batch show of its task, without training it."""
+
+    samples: int = 0
+    """Samples of the batch; 0: unknown."""
+    tokens: int = 0
+    """Tokens of a sample, if the model's first layer is an embedding; else 0."""
+    vocabulary: int = 0
+    """Words that the model predicts, if they are those of its embedding; else 0."""
+    image_side: int = 0
+    """Pixels per side of an image of three colors, if the model's first layer is a convolution over images; else 0."""
+    classes: int = 0
+    """Outputs of the last layer, if it is linear; else 0."""
+    frozen: int = 0
+    """Number of parameters that are not trained."""
+
+
+class Work(Record, frozen=True):
+    """What limits a forward and backward pass. They take the longest of these times."""
+
+    product_s: float
+    """Seconds of matrix products and convolutions on a V100."""
+    stream_s: float
+    """Seconds in which a V100's memory reads and writes the bytes of all other kernels."""
+    launch_s: float
+    """Seconds in which the host starts all kernels, whatever the GPU."""
+
+
 class Timing(Record, frozen=True):
     """Times of one rank's step without communication: when backward produces each gradient, and when forward reads each
     parameter. The order is that of the job's tensors."""
@@ -78,18 +106,24 @@ class Timing(Record, frozen=True):
     half: bool = False
     """True: the step computes in bf16 or the GPU's fastest precision; node speeds then refer to that precision."""
     activation_nbytes: float = 0.0
-    """Bytes of activations that a step keeps for its backward pass; 0: unknown."""
+    """Bytes of activations that a backward pass needs; 0: unknown."""
     noise_scale: float = 0.0
     """The gradient noise scale in samples, or in batches if the job's batch is unknown. Batches much smaller than the noise
-    scale profit from more workers, larger ones do not. 0: unknown."""
+    scale profit from more workers, larger ones do not. 0: unknown, but `model` may tell it."""
+    frozen_nbytes: float = 0.0
+    """Bytes of parameters that are not trained."""
+    model: ModelInfo | None = None
+    """None: unknown."""
+    work: Work | None = None
+    """What limits the step, from which node speeds follow; None: the times were measured, or published."""
+    micro_batches: int = 1
+    """Number of backward passes whose gradients a step accumulates before the exchange."""
 
     def scaled(self, factor: float) -> Timing:
         """Returns a copy with all times multiplied by `factor` and the device unknown."""
-        return Timing(
-            tuple(at * factor for at in self.ready_s), tuple(at * factor for at in self.needed_s), self.backward_s * factor,
-            self.forward_s * factor, self.update_s * factor, filled=self.filled, half=self.half,
-            activation_nbytes=self.activation_nbytes, noise_scale=self.noise_scale,
-        )
+        return replace(
+            self, ready_s=tuple(at * factor for at in self.ready_s), needed_s=tuple(at * factor for at in self.needed_s),
+            backward_s=self.backward_s * factor, forward_s=self.forward_s * factor, update_s=self.update_s * factor, device="")
 
 
 class Job(Record, frozen=True):

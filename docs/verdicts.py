@@ -9,11 +9,14 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from commlayer.files import between
+from commlayer.planner.baselines import times
 
+HEADER = '| training | machines | `sync="auto"` | cautious | `sync="step"` | command |'
 BEGIN, END = "<!-- verdicts: begin -->", "<!-- verdicts: end -->"
 
 
@@ -28,7 +31,7 @@ CASES = (
     Case("GPT-2, 124 M", "2 homes, RTX 3060, 100/20 Mb/s", "gpt2", "--homes 2xrtx3060@100/20Mb"),
     Case("GPT-2, 124 M", "3 homes, RTX 3060, 100/20 Mb/s", "gpt2", "--homes 3xrtx3060@100/20Mb"),
     Case("GPT-2, 124 M", "4 homes, RTX 4090, 100/20 Mb/s", "gpt2", "--homes 4xrtx4090@100/20Mb"),
-    Case("Llama 3.2, 1 B", "3 homes, RTX 4090, 250/40 Mb/s", "llama3.2-1b", "--homes 3xrtx4090@250/40Mb"),
+    Case("Llama 3.2, 1 B", "3 homes, RTX 5090, 250/40 Mb/s", "llama3.2-1b", "--homes 3xrtx5090@250/40Mb"),
     Case("LoRA rank 16 of Llama 3.1, 8 B", "3 homes, RTX 4090, 100/20 Mb/s", "llama3.1-8b-lora16",
          "--homes 3xrtx4090@100/20Mb"),
     Case("ResNet-50", "3 homes, RTX 3060, 100/20 Mb/s", "resnet50", "--homes 3xrtx3060@100/20Mb"),
@@ -44,7 +47,7 @@ CASES = (
 
 
 def table() -> str:
-    lines = ["| training | machines | gain | cautious | command |", "| --- | --- | ---: | ---: | --- |"]
+    lines = [HEADER, "| --- | --- | ---: | ---: | ---: | --- |"]
     command = Path(sys.executable).with_name("commlayer")
     with tempfile.TemporaryDirectory() as folder:
         for case in CASES:
@@ -52,10 +55,20 @@ def table() -> str:
             subprocess.run([command, "estimate", case.model, *case.option.split(), "--json", file], check=True,
                            stdout=subprocess.DEVNULL, timeout=300)
             verdict = json.loads(file.read_text())
-            gain, cautious = verdict["gain_over_alone"], verdict["gain_over_alone_cautious"]
-            lines.append(f"| {case.training} | {case.machines} | {f'{gain:.1f}x' if gain >= 1 else 'stay alone'} "
-                         f"| {f'{cautious:.1f}x' if gain >= 1 else ''} | `estimate {case.model} {case.option}` |")
+            lines.append(f"| {case.training} | {case.machines} | {' | '.join(_gains(verdict))} "
+                         f"| `estimate {case.model} {case.option}` |")
     return "\n".join(lines)
+
+
+def _gains(verdict: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The gain of sync="auto" and its cautious estimate, and the gain of sync="step". If the noise scale is unknown, the first
+    is a range that has no cautious estimate."""
+    low, high, step = (verdict[f"gain_over_alone{name}"] for name in ("", "_high", "_step"))
+    if not low:
+        return verdict["verdict"].partition(":")[0].lower(), "", ""
+    if high <= 1:
+        return "stay alone", "", times(step)
+    return times(low, high), times(verdict["gain_over_alone_cautious"]) if low == high else "", times(step)
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def main(epochs: int) -> None:
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     samples = data()
-    with commlayer.attach(model, optimizer) as session:  # commlayer
+    with commlayer.attach(model, optimizer, sync="auto") as session:  # commlayer: local steps where the links are slow
         if session.resume(CHECKPOINT):  # commlayer: from the home that has the newest; a home that joins receives all
             print(f"continuing from step {session.step}", flush=True)
         while session.step < epochs * EPOCH:
@@ -56,7 +56,7 @@ def main(epochs: int) -> None:
             for x, y in DataLoader(samples, BATCH, sampler=sampler, drop_last=True):
                 loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
                 optimizer.zero_grad()
-                loss.backward()  # on return, .grad is the average over all workers
+                loss.backward()
                 optimizer.step()
                 if session.step % EPOCH == 0:
                     break

@@ -1,6 +1,6 @@
 """LoRA between homes with TRL and PEFT: the base model is frozen and stays at home, only adapters are sent.
 
-    torchrun --standalone --nproc-per-node 2 examples/lora_homes.py             # two workers on one machine
+    torchrun --standalone --nproc-per-node 2 examples/lora_homes.py --compression int4      # two workers on one machine
     commlayer join --keys DIR HOST:PORT examples/lora_homes.py                  # in each home
 
 The base, a small Llama, first learns English, alike in each home. Then adapters learn code. commlayer's line is marked.
@@ -24,6 +24,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--base-steps", type=int, default=200)
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--plot")
+parser.add_argument("--compression", help="a codec such as int4; default: commlayer chooses, and uses none within one machine")
 options = parser.parse_args()
 torch.manual_seed(0)
 letters = Tokenizer(models.WordLevel({chr(code): code for code in range(128)}, unk_token=chr(127)))
@@ -47,7 +48,7 @@ trainer = SFTTrainer(
     args=SFTConfig("out", max_steps=options.steps, per_device_train_batch_size=16, learning_rate=1e-2, report_to=[],
                    eval_strategy="steps", eval_steps=10, eval_on_start=True, save_strategy="no", disable_tqdm=True,
                    use_cpu=not torch.cuda.is_available()))
-trainer.add_callback(callback := CommlayerCallback(trainer, compression="int4"))  # commlayer
+trainer.add_callback(callback := CommlayerCallback(trainer, sync="auto", compression=options.compression))  # commlayer
 trainer.train()
 
 trained, frozen = (sum(p.numel() for p in trainer.model.parameters() if p.requires_grad is kind) for kind in (True, False))

@@ -5,7 +5,7 @@ import commlayer
 
 
 def make():
-    """The model, and a function that draws a batch and computes its loss. `commlayer estimate` times both."""
+    """The model, and a function that draws a batch and computes its loss. `commlayer estimate` counts the work of both."""
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
     def loss():

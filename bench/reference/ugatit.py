@@ -14,7 +14,7 @@ FLOP_S = 2 * 2 * 15.47e9 * 32 / 85.3e-3
 def ugatit() -> Job:
     parts = tuple(_ugatit())
     backward_s = 2 * 2 * sum(layer.macs for layer in parts) * PASSES * BATCH / FLOP_S
-    return build("ugatit", parts, BATCH, backward_s / 2, backward_s, SGD_NBYTES, 1.0)
+    return build("ugatit", parts, BATCH, backward_s / 2, backward_s, SGD_NBYTES)
 
 
 def _ugatit() -> Layers:

@@ -14,8 +14,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import typer
 from msgspec import structs
 
 from commlayer import records
@@ -29,19 +30,26 @@ from commlayer.planner.model import Cluster, Profile, bare
 from commlayer.planner.tables import LearningTable, shipped, table_in
 from commlayer.records import Job
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 def job_named(model: str, batch: int | None) -> Job:
-    """The job that MODEL names: a built-in job, a job file, or a model from the user's function, timed on this machine."""
-    if batch is not None and batch < 1:
-        raise InvalidInput("E-CLI-OPTION", f"--batch: got {batch}, allowed: at least 1")
+    """The job that MODEL names: a built-in job, a job file, or a model from the user's function, whose work is counted."""
+    check_batch(batch)
     if model.endswith(".json"):
         return models.on_reference(_of_batch(records.decode(text_of(model, "job").encode(), Job, f"job {model}"), batch, model))
     if model.endswith(".py") or ":" in model:
-        return models.on_reference(job_made_by(made_by(model), model, batch))
+        return counted_job(model, batch)
     try:
         return models.builtin(model, batch)
     except ValueError as error:
         raise InvalidInput("E-CLI-OPTION", f"{error}; or a job file ending in .json, or FILE.py[:FUNCTION]") from None
+
+
+def check_batch(batch: int | None) -> None:
+    if batch is not None and batch < 1:
+        raise InvalidInput("E-CLI-OPTION", f"--batch: got {batch}, allowed: at least 1")
 
 
 def _of_batch(job: Job, batch: int | None, file: str) -> Job:
@@ -283,14 +291,33 @@ def made_by(text: str) -> Callable[..., Any]:
     return function_of(text, "make", "that returns (model, loss)")
 
 
-def job_made_by(make: Callable[..., Any], text: str, batch: int | None) -> Job:
-    """Times one step of the model that `make` returns. `text`: the name of `make` in errors."""
+def timed_job(make: Callable[..., Any], text: str, batch: int | None) -> Job:
+    """Times a few steps of the model that `make` returns. `text`: the name of `make` in errors."""
+    from commlayer.autotune.measure import step_times
+
+    model, loss_of = _model_of(make, text)
+    return of_user(f"{text}: a step", lambda: step_times.timed_job(model, loss_of, batch=batch, name=text))
+
+
+def counted_job(text: str, batch: int | None) -> Job:
+    """Counts one step of the model that the function returns which `text` names. Its times are for a V100."""
+    from commlayer.autotune.measure import shape_tensors, step_counts
+
+    with shape_tensors.on_a_gpu():
+        make = made_by(text)
+    model, loss_of = shape_tensors.without_values(lambda: _model_of(make, text))
+    job, reason = of_user(f"{text}: a step", lambda: step_counts.counted_job(
+        model, loss_of, lambda: _model_of(make, text), batch=batch, name=text))
+    if reason:
+        typer.echo(f"commlayer: {text}: counted while this machine computed a step, because the step reads values ({reason})",
+                   err=True)
+    return job
+
+
+def _model_of(make: Callable[..., Any], text: str) -> tuple[nn.Module, Callable[[], Any]]:
+    """The model and loss function that the user's function returns."""
     from torch import nn
 
-    from commlayer.autotune.measure.step_times import timed_job
-
-    if batch is not None and batch < 1:
-        raise InvalidInput("E-CLI-OPTION", f"batch of {text}: got {batch}, allowed: at least 1")
     result = of_user(text, make)
     try:
         model, loss_of = result
@@ -300,7 +327,7 @@ def job_made_by(make: Callable[..., Any], text: str, batch: int | None) -> Job:
         raise InvalidInput("E-USER-CODE",
                            f"{text}: returned {type(model).__name__} and {type(loss_of).__name__}, expected a model and a "
                            "function that computes a loss")
-    return of_user(f"{text}: a step", lambda: timed_job(model, loss_of, batch=batch, name=text))
+    return model, loss_of
 
 
 def of_user(what: str, call: Callable[[], T]) -> T:
@@ -308,6 +335,8 @@ def of_user(what: str, call: Callable[[], T]) -> T:
     function directly."""
     try:
         return call()
+    except InvalidInput as error:
+        raise InvalidInput(error.code, f"{what}: {error.what}") from None
     except (Exception, SystemExit) as error:
         raise InvalidInput("E-USER-CODE", f"{what}: {type(error).__name__}: {error}".splitlines()[0]) from None
 

@@ -16,7 +16,7 @@ Json = Annotated[Path | None, typer.Option("--json", help="Also write the result
 Out = Annotated[Path, typer.Option(help="Write the result there.", metavar="FILE")]
 Batch = Annotated[int | None, typer.Option(help="Samples per worker; default: the model's usual batch.", metavar="N")]
 NoiseScale = Annotated[float | None, typer.Option(
-    help="Gradient noise scale in samples; default: the measured or published value.", metavar="N")]
+    help="Gradient noise scale in samples; default: as published for such models.", metavar="N")]
 Codecs = Annotated[list[str] | None, typer.Option("--codec", help="Allow only this codec; may be repeated.", metavar="CODEC")]
 Join = Annotated[str, typer.Option(help="host:port of a job's coordinator; default: COMMLAYER_JOIN.", metavar="ADDR")]
 Bind = Annotated[str, typer.Option(help="Address to listen on, or HOST:PORT; default 127.0.0.1.", metavar="HOST")]

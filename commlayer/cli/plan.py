@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -16,8 +16,9 @@ from commlayer.errors import InvalidInput
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from commlayer.cli.plan_output import Unfit
     from commlayer.plan_file import PlanFileInputs
-    from commlayer.planner.baselines import Baseline
+    from commlayer.planner.baselines import Baseline, Gains
     from commlayer.planner.model import Cluster, Policy, Profile
     from commlayer.planner.tables import LearningTable
     from commlayer.records import Job, Plan
@@ -42,6 +43,8 @@ Steps = Annotated[int | None, typer.Option(
 PricedServer = Annotated[str, typer.Option(
     help='The link of the server for --homes; default 1Gb. With --steps also its price per hour: "1Gb,0.04".',
     metavar="RATE[,PRICE]")]
+Costs = Annotated[str, typer.Option(
+    "--profile", help="Costs measured by `commlayer profile`; default: the built-in tables.", metavar="FILE")]
 ALLOWED = ("forward", "fragments", "staleness")
 UNEVEN = 1.2
 """From this ratio of speeds on, `estimate` gives the workers unequal shares of the batch."""
@@ -49,33 +52,53 @@ UNEVEN = 1.2
 
 def estimate(
     model: Model, nodes: Nodes = "", homes: Homes = "", server: PricedServer = "", cluster: ClusterFile = "",
-    batch: Batch = None, optimizer: Optimizer = "", sync: Sync = "auto", noise_scale: NoiseScale = None, steps: Steps = None,
-    json: Json = None,
+    batch: Batch = None, optimizer: Optimizer = "", sync: Sync = "auto", profile: Costs = "", noise_scale: NoiseScale = None,
+    steps: Steps = None, json: Json = None,
     verbose: Annotated[bool, typer.Option("-v", help="Also print the sources of the factors, and the buckets.")] = False,
 ) -> None:
     """Estimate how much faster training is on these machines than on the fastest one alone."""
     from commlayer import records
     from commlayer.cli import arguments, plan_output
-    from commlayer.planner.baselines import Verdict, gains, training_costs, verdict
+    from commlayer.planner.baselines import Verdict, training_costs
+    from commlayer.planner.convergence import measured_local_steps
+    from commlayer.planner.tables import learning_rows
 
     arguments.check_json(json)
     server, price = arguments.server_price(server, steps)
     machines = arguments.cluster_named(cluster, nodes, homes, server)
-    planned = _planned(model, machines, batch, optimizer, _policy(sync, optimizer), noise_scale=noise_scale, shares=True)
-    rows = planned.alternatives()
-    assumptions = tuple(plan_output.assumptions(model, planned.job, planned.machines, planned.policy, named=bool(optimizer)))
+    policy = _policy(sync, optimizer)
+    if not policy.exact:  # as in a running job
+        policy = structs.replace(policy, max_local_steps=measured_local_steps(learning_rows()))
+    measured = arguments.profile_named(profile)
+    planned = _planned(model, machines, batch, optimizer, policy, measured, noise_scale=noise_scale, shares=True)
+    rows, gain = planned.judged()
+    assumptions = planned.assumptions(model, named=bool(optimizer))
     costs = training_costs(rows, planned.machines, steps, price) if steps else ()
-    result = Verdict(verdict(rows), *gains(rows), rows, assumptions, planned.plan, costs)
+    headline, unfit = planned.headline(gain), planned.unfit
+    result = Verdict(headline, *((gain.plan, gain.cautious, gain.high, gain.step) if unfit is None else (0.0,) * 4), rows,
+                     assumptions, planned.plan, costs)
     arguments.write_json(json, records.encode(result).decode())
-    planned.show(rows, assumptions, verbose=verbose, table=arguments.learning_table("", None), buckets=verbose,
-                 training=plan_output.training(steps, costs) if steps else "")
+    console = plan_output.console_of()
+    console.print(headline)
+    if unfit is not None:
+        console.print("\n".join([*plan_output.indented(assumptions, console.width), f"Instead: {unfit.remedy}."]))
+        return
+    if gain.plan:
+        console.print(plan_output.verdicts(gain, auto=not planned.policy.exact, synchronous=planned.synchronous is None))
+    if steps:
+        console.print(plan_output.training(steps, costs))
+    for part in planned.parts(rows, assumptions, plan_output.labels(exact=planned.policy.exact), steps or 0,
+                              table=arguments.learning_table("", measured), verbose=verbose, buckets=verbose):
+        console.print(part)
+    # Each line is copied as a whole, so none is wrapped.
+    console.print("\n".join(plan_output.next_lines(gain, rows, planned.plan, planned.shares)), soft_wrap=True)
 
 
 @app.command()
 def create(
     model: Model, nodes: Nodes = "", homes: Homes = "", server: Server = "", cluster: ClusterFile = "",
     batch: Batch = None, optimizer: Optimizer = "", sync: Sync = "auto", codec: Codecs = None,
-    profile: Annotated[str, typer.Option(help="Measured costs; default: the built-in tables.", metavar="FILE")] = "",
+    profile: Costs = "",
     max_loss: Annotated[str, typer.Option(
         help="Allowed increase of the loss after the same number of steps: 0.01, or 1%.", metavar="PART")] = "",
     loss: Annotated[str, typer.Option(help="A loss model from `commlayer tune`.", metavar="FILE")] = "",
@@ -108,9 +131,13 @@ def create(
     beside = plan_file.sidecar(out)
     arguments.write({beside: records.encode(planned.inputs).decode() + "\n", out: plan_file.written(planned.plan)})
     arguments.write_json(json, records.encode(planned.plan).decode())
-    assumptions = tuple(plan_output.assumptions(model, planned.job, planned.machines, planned.policy, named=bool(optimizer)))
-    planned.show(planned.alternatives(), assumptions, table=arguments.learning_table(learning, measured), buckets=True)
-    plan_output.console_of().print(f"plan {records.digest(planned.plan)} is in {out}, its inputs are in {beside}")
+    rows, gain = planned.judged()
+    console = plan_output.console_of()
+    for part in (planned.headline(gain), *planned.parts(
+            rows, planned.assumptions(model, named=bool(optimizer)), {}, table=arguments.learning_table(learning, measured),
+            buckets=True)):
+        console.print(part)
+    console.print(f"plan {records.digest(planned.plan)} is in {out}, its inputs are in {beside}")
 
 
 def _policy(sync: str, optimizer: str) -> Policy:
@@ -119,7 +146,9 @@ def _policy(sync: str, optimizer: str) -> Policy:
 
     if sync not in ("step", "auto"):
         raise InvalidInput("E-CLI-OPTION", f"--sync {sync}: allowed are step and auto")
-    return Policy(optimizer=arguments.optimizer_named(optimizer or "adamw"), exact=sync == "step", fragments=False)
+    # sync="auto" never takes stale results.
+    return Policy(optimizer=arguments.optimizer_named(optimizer or "adamw"), exact=sync == "step", fragments=False,
+                  staleness=False)
 
 
 class _Planned(NamedTuple):
@@ -140,40 +169,62 @@ class _Planned(NamedTuple):
     def job(self) -> Job:
         return self.inputs.job
 
-    def alternatives(self) -> tuple[Baseline, ...]:
-        from commlayer.planner.baselines import baselines
-
-        return baselines(self.plan, self.job, self.machines, *self.inputs.costs(), self.synchronous)
-
-    def show(self, rows: tuple[Baseline, ...], assumptions: tuple[str, ...], *, table: LearningTable | None, buckets: bool,
-             verbose: bool = False, training: str = "") -> None:
-        """Prints the verdict, the assumptions, and the alternatives. `training`: a line on the cost of the whole training."""
+    @property
+    def unfit(self) -> Unfit | None:
         from commlayer.cli import plan_output
+
+        return plan_output.unfit(self.job, self.machines, self.policy.optimizer)
+
+    def judged(self) -> tuple[tuple[Baseline, ...], Gains]:
+        """The plan and its alternatives, and the gains over one machine alone. If the noise scale is unknown, the alternatives
+        are those of a small one."""
+        from commlayer.planner.baselines import against_alone, baselines, gains, noise_range, one_machine
+        from commlayer.planner.inputs import checked_inputs
+
+        costs, limits, _ = checked_inputs(self.job, self.machines, *self.inputs.costs())
+        low, high = noise_range(self.job, costs, limits)
+        rows = baselines(self.plan, low, self.machines, costs, limits, self.synchronous)
+        most = [*against_alone(self.plan, high, self.machines, costs, limits, self.synchronous),
+                *one_machine(high, self.machines, costs, limits)] if high is not low else ()
+        return rows, gains(rows, most)
+
+    def headline(self, gain: Gains) -> str:
+        from commlayer.errors import coded
         from commlayer.planner.baselines import verdict
+
+        unfit = self.unfit
+        return verdict(gain) if unfit is None else coded("E-PLAN-MEMORY", f"DOES NOT FIT: {unfit.why}: {unfit.remedy}")
+
+    def assumptions(self, model: str, *, named: bool) -> tuple[str, ...]:
+        from commlayer.cli import plan_output
+
+        return tuple(plan_output.assumptions(model, self.job, self.machines, self.policy, self.shares, named=named))
+
+    def parts(self, rows: tuple[Baseline, ...], assumptions: tuple[str, ...], names: Mapping[str, str], steps: int = 0, *,
+              table: LearningTable | None, buckets: bool, verbose: bool = False) -> Iterator[RenderableType]:
+        """The alternatives, the plan and the assumptions. `names`: what to call an alternative; `steps`: length of the
+        training, 0 if unknown."""
+        from commlayer.cli import plan_output
         from commlayer.planner.simulation import simulate
         from commlayer.planner.tables import learning_rows
         from commlayer.planner.tensors import untouched
 
-        console, (costs, limits), known = plan_output.console_of(), self.inputs.costs(), self.plan.steps > 0
+        (costs, limits), known = self.inputs.costs(), self.plan.steps > 0
         timeline = simulate(self.plan, self.job, self.shared, costs, limits)
-        warnings = [line for line in assumptions if line.startswith(plan_output.WARNING)]
-        for line in (verdict(rows), *warnings, *([training] if training else []),
-                     plan_output.title(self.plan, self.job, self.machines), *plan_output.uneven(self.machines, self.shares),
-                     "assumed", *(f"  {line}" for line in assumptions if line not in warnings),
-                     plan_output.summary(self.plan, self.job, self.machines, timeline),
-                     *plan_output.to_a_loss(rows, known)):
-            console.print(line)
-        if known:
-            console.print(plan_output.spread(table, self.policy.optimizer, self.job))
+        yield from plan_output.to_a_loss(rows, known, names, steps)
+        if known and buckets:
+            yield plan_output.spread(table, self.policy.optimizer, self.job)
+        yield plan_output.title(self.plan, self.job, self.machines)
+        yield plan_output.summary(self.plan, self.job, self.machines, timeline)
+        yield from ("assumed", *plan_output.indented(assumptions, plan_output.console_of().width))
         if verbose:
-            console.print("sources of the convergence factors")
+            yield "sources of the convergence factors"
             learning = costs.learning if costs is not None else learning_rows()
-            for line in plan_output.provenance(self.job, self.policy.optimizer, self.machines.ranks, self.plan, learning):
-                console.print(f"  {line}")
+            yield from (f"  {line}" for line in plan_output.provenance(
+                self.job, self.policy.optimizer, self.machines.ranks, self.plan, learning))
         if buckets:
-            console.print(plan_output.by_decision(self.plan, self.job, console.width))
-            for line in untouched(self.plan, self.job):
-                console.print(line)
+            yield plan_output.by_decision(self.plan, self.job, plan_output.console_of().width)
+            yield from untouched(self.plan, self.job)
 
 
 def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, policy: Policy, profile: Profile | None = None,
@@ -183,17 +234,24 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
     from commlayer import plan_file
     from commlayer.balance import loss_model
     from commlayer.cli import arguments, plan_output
+    from commlayer.planner.memory import accumulated
     from commlayer.planner.search import PlanSearch
-    from commlayer.planner.tables import at_precision, rows_in
+    from commlayer.planner.tables import GPUS, at_job_speed, rows_in
 
     job = arguments.with_noise(arguments.job_named(model, batch), noise_scale)
-    machines = structs.replace(machines, nodes=at_precision(machines.nodes, half=job.timing is not None and job.timing.half))
-    # Jobs of homes usually run with --min-workers, which requires exchanges of the whole model.
+    if job.timing is not None:
+        info = job.timing.model
+        if info is not None and (info.tokens or info.image_side):
+            job = structs.replace(job, batch=job.batch or info.samples)
+        job = accumulated(job, [node.device for node in machines.nodes if node.ranks and node.device in GPUS], policy.optimizer)
+    machines = structs.replace(machines, nodes=at_job_speed(machines.nodes, job.timing))
+    shared, by_speed = _by_speed(job, machines) if shares else (machines, ())
+    # Homes of equal speed may leave (--min-workers), which requires exchanges of the whole model. Shares of the batch by speed
+    # require that all stay.
     homes = not machines.reachable and any(node.ranks and not node.server for node in machines.nodes)
-    policy = structs.replace(policy, fragments=policy.fragments or not homes)
+    policy = structs.replace(policy, fragments=policy.fragments or not homes or bool(by_speed))
     inputs = plan_file.PlanFileInputs(job, machines, profile, policy, loss_model.read(Path(loss)) if loss else None,
                                       rows_in(Path(learning)) if learning else ())
-    shared, by_speed = _by_speed(job, machines) if shares else (machines, ())
     search = PlanSearch(job, shared, *inputs.costs())
     result = search.explained(search.best(exact=policy.exact))
     synchronous = None if plan_output.is_synchronous(result) else search.explained(search.best(exact=True))
@@ -270,7 +328,7 @@ def whatif(
     from commlayer.cli import arguments, plan_output
     from commlayer.planner.baselines import what_if
     from commlayer.planner.inputs import nodes_of, rate_of
-    from commlayer.planner.tables import at_precision
+    from commlayer.planner.tables import at_job_speed
 
     arguments.check_json(json)
     values = {"--add": add, "--bandwidth": bandwidth, "--count": count, "--gpu": gpu}
@@ -281,9 +339,8 @@ def whatif(
     inputs = plan_file.inputs_of(plan)
     last = [node for node in inputs.cluster.nodes if node.ranks][-1]
     # New nodes are like the last one: behind NAT if the last one is.
-    grown = at_precision([structs.replace(node, server=last.server) for node in
-                          (nodes_of(add, first=len(inputs.cluster.nodes)) if add else ())],
-                         half=inputs.job.timing is not None and inputs.job.timing.half)
+    grown = at_job_speed([structs.replace(node, server=last.server) for node in
+                          (nodes_of(add, first=len(inputs.cluster.nodes)) if add else ())], inputs.job.timing)
     others = tuple(structs.replace(last, device=name) for name in _listed(gpu))
     curve = what_if(
         inputs.job, inputs.cluster, *inputs.costs((*grown, *others)), add_nodes=grown,
@@ -369,6 +426,6 @@ def _listed(text: str) -> list[str]:
 
 
 def _whole(text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal() or len(text) > 9:
         raise InvalidInput("E-CLI-OPTION", f"--count: got {text!r}, allowed: whole numbers such as 2,4,8")
     return int(text)

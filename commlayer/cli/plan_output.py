@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from commlayer.errors import coded
 from commlayer.planner import models, tables
-from commlayer.planner.baselines import ALONE, Baseline, Curve, TrainingCost, break_even, rate
+from commlayer.planner.baselines import ALONE, PLAN, SYNCHRONOUS, Baseline, Curve, Gains, TrainingCost, break_even, rate, times
 from commlayer.planner.convergence import (
     FAMILIES,
     LIKE,
@@ -27,12 +29,13 @@ from commlayer.planner.convergence import (
     measured_noise,
     published_cost,
 )
-from commlayer.planner.costs import noise_of
 from commlayer.planner.explanation import Difference, Explanation, spelled
+from commlayer.planner.memory import RESERVED_GBYTES, Memory, memory_of
 from commlayer.planner.model import Cluster, Node, Policy
+from commlayer.planner.noise import law_of, noise_of
 from commlayer.planner.plan_rules import codecs_of, sync_mode
 from commlayer.planner.simulation import Timeline
-from commlayer.planner.tables import GPUS, LearningTable, gpu, peak_tflops, speed
+from commlayer.planner.tables import GPUS, LAUNCH_S, LearningTable, gpu, job_limit, job_speed, peak_tflops, stream_bytes_s
 from commlayer.records import Bucket, Job, Plan, Why
 
 PIPE_WIDTH = 120
@@ -92,14 +95,6 @@ def title(plan: Plan, job: Job, cluster: Cluster) -> str:
             f"{cluster.ranks} ranks on {sum(1 for n in cluster.nodes if n.ranks)} nodes\nmode: {mode}")
 
 
-def uneven(cluster: Cluster, shares: Sequence[int]) -> Iterator[str]:
-    """A line with each worker's share of the batch, if shares differ."""
-    if shares:
-        names = [node.name for node in cluster.nodes for _ in range(node.ranks)]
-        each = ", ".join(f"{name} {share}" for name, share in zip(names, shares, strict=True))
-        yield f"shares by speed: {each} of {sum(shares)} samples: commlayer.balance.Sampler(..., shares={list(shares)})"
-
-
 def is_synchronous(plan: Plan) -> bool:
     """True: each step uses the average of all gradients of that step."""
     return not plan.steps_locally and not any(bucket.stale for bucket in plan.buckets)
@@ -108,15 +103,15 @@ def is_synchronous(plan: Plan) -> bool:
 def summary(plan: Plan, job: Job, cluster: Cluster, timeline: Timeline) -> str:
     compute_s = timeline.compute_s / plan.local_steps
     hosts = ", ".join(cluster.nodes[i].name for i in plan.hosts)
-    lines = [
+    parts = [
         f"step {ms(timeline.step_s / plan.local_steps)} ms: computing {ms(compute_s)}, "
         f"exposed communication {ms(timeline.step_s / plan.local_steps - compute_s)}",
     ]
     if job.batch and plan.step_s:
-        lines.append(f"{job.batch * cluster.ranks / plan.step_s:,.1f} samples a second, all ranks together")
+        parts.append(f"{job.batch * cluster.ranks / plan.step_s:,.1f} samples a second together")
     if plan.servers:
-        lines.append(f"summation servers: {hosts or f'{plan.servers} nodes'}")
-    return "\n".join(lines)
+        parts.append(f"summation servers: {hosts or f'{plan.servers} nodes'}")
+    return "; ".join(parts)
 
 
 def factor(steps: float, high: float) -> str:
@@ -129,21 +124,52 @@ def factor(steps: float, high: float) -> str:
     return f"{steps:.2f}" if f"{steps:.2f}" == f"{high:.2f}" else f"{steps:.2f} - {high:.2f}"
 
 
-def to_a_loss(rows: tuple[Baseline, ...], known: bool) -> Iterator[RenderableType]:
+def verdicts(gain: Gains, *, auto: bool, synchronous: bool) -> str:
+    """Both sync modes beside one machine alone. `auto`: local steps were allowed; `synchronous`: the plan has none.
+
+    >>> verdicts(Gains(2.42, 2.0, 2.42, 0.58, 0.58), auto=True, synchronous=False)
+    'sync="auto": 2.4x, sync="step": 0.58x, one machine alone: 1x'
+    >>> verdicts(Gains(1.2, 1.1, 1.9, 1.2, 1.9), auto=True, synchronous=True)
+    'sync="auto" and sync="step": 1.2x to 1.9x, one machine alone: 1x'
+    """
+    modes = f"{AUTO}: {times(gain.plan, gain.high)}, {STEP}: " if auto and not synchronous else \
+        f"{AUTO} and {STEP}: " if auto else f"{STEP}: "
+    return f"{modes}{times(gain.step, gain.step_high)}, one machine alone: 1x"
+
+
+def labels(*, exact: bool) -> Mapping[str, str]:
+    """What to call the plan and the best synchronous one if the plan is what a sync mode takes by itself."""
+    return {PLAN: STEP if exact else AUTO, SYNCHRONOUS: STEP}
+
+
+def next_lines(gain: Gains, rows: Sequence[Baseline], plan: Plan, shares: Sequence[int]) -> Iterator[str]:
+    """What to type, or what to do instead of training on these machines."""
+    alone = next((row.node for row in rows if row.name == ALONE), "")
+    if gain.high <= 1:
+        yield f"Stay alone: run your script {f'on {alone}' if alone else 'as it is'}, without commlayer."
+    else:
+        yield f"In your script{' (docs/how-to/uneven-machines.md)' if shares else ''}:"
+        if shares:
+            yield f"sampler = commlayer.balance.Sampler(data, batch={sum(shares)}, shares={list(shares)})"
+        yield "commlayer.attach(model, optimizer)" if is_synchronous(plan) else f"commlayer.attach(model, optimizer, {AUTO})"
+
+
+def to_a_loss(rows: Sequence[Baseline], known: bool, names: Mapping[str, str], steps: int = 0) -> Iterator[RenderableType]:
     """A table of the plan and its alternatives. If there is only one machine, speed is relative to training without
-    compression."""
+    compression. `names`: what to call a row; `steps`: length of the training, 0 if unknown."""
     alone = next((row for row in rows if row.name == ALONE), next(row for row in rows if row.name == "dense fp32"))
-    grid = table("to a loss" if known else "beside", "", ">step ms", *([">x steps", ">ms to a loss"] if known else []),
-                 ">speed")
+    grid = table("", "", ">step ms", *([">x steps", ">ms to a loss"] if known else []), ">speed", ">GB/month",
+                 *([">GB"] if steps else []))
     for row in rows:
-        steps = [factor(row.steps, row.steps_high), ms(row.to_loss_s)] if known else []
+        factors = [factor(row.steps, row.steps_high), ms(row.to_loss_s)] if known else []
         speed = alone.step_s * alone.steps / (row.step_s * row.steps)
-        grid.add_row(row.name, ms(row.step_s), *steps, f"{speed:.2f} x" if speed >= 0.1 else f"{speed:.1g} x")
+        gbytes = [row.nbytes / row.step_s * MONTH_S / 1e9, *([row.nbytes * steps * row.steps / 1e9] if steps else [])]
+        grid.add_row(names.get(row.name, row.name), ms(row.step_s), *factors,
+                     f"{speed:.2f}x" if speed >= 0.1 else f"{speed:.1g}x", *(_short(each) if each else "" for each in gbytes))
     yield grid
-    if known:
-        yield ("x steps: convergence factor, median and cautious; ms to a loss: step time x cautious factor; speed: to a loss, "
-               f"by median factors, relative to {alone.name}, which uses its own batch or the batch of all, whichever is "
-               "faster")
+    gb = "GB: that one machine sends and receives in a month" + (" and in this training" if steps else "")
+    yield ("x steps: convergence factor, median and cautious; ms to a loss: step time x cautious factor; speed: to a loss, "
+           f"relative to {alone.name}; {gb}" if known else gb)
 
 
 def training(steps: int, costs: tuple[TrainingCost, ...]) -> str:
@@ -181,9 +207,9 @@ def spread(table: LearningTable | None, optimizer: str, job: Job) -> str:
         off = known.get(optimizer, max(known.values()))
         if job.numel >= SHORT_NUMEL and table.provenance.numel:
             trainings = "published trainings" if job.numel > LONG_NUMEL else "our trainings"
-            return (f"x steps: the median error was {LAW_ERROR:.0%} on {trainings} not used for the fit, and "
-                    f"{off:.0%} for codecs, on small models; -v says more")
-        return f"x steps: the median error on held-out tasks was {off:.0%}"
+            return (f"x steps is predicted: half of the predictions for {trainings} that the fit omits were off by less than "
+                    f"{LAW_ERROR:.0%}; those for codecs, on small models, by less than {off:.0%}")
+        return f"x steps is predicted: half of the predictions for tasks that the fit omits were off by less than {off:.0%}"
     seeds = max(row.runs for row in table.rows)
     source = "one seed" if seeds == 1 else f"{seeds} seeds"
     return f"x steps: from {source} of your own task; their error on other tasks is unknown"
@@ -365,20 +391,19 @@ def curve(result: Curve, width: int) -> Iterator[RenderableType]:
         yield break_even(result)
 
 
+AUTO, STEP = 'sync="auto"', 'sync="step"'
+MONTH_S = 30 * 86400
 OPTIMIZER = {"adam": "AdamW", "sgd": "SGD with momentum", "muon": "Muon", "lion": "Lion, which counts like AdamW",
              "": "any, so the worse of AdamW and SGD counts"}
-STATES_NBYTES = {"adam": 8, "sgd": 4, "muon": 4, "lion": 4, "": 8}
-"""Bytes of optimizer state per element."""
-ELEMENT_NBYTES = 4
-WARNING = "WARNING"
-RESERVED_GBYTES = 1.0
-"""GB of memory that a GPU's driver and allocator reserve."""
 
 
-def assumptions(model: str, job: Job, cluster: Cluster, policy: Policy, *, named: bool) -> Iterator[str]:
+def assumptions(
+    model: str, job: Job, cluster: Cluster, policy: Policy, shares: Sequence[int] = (), *, named: bool,
+) -> Iterator[str]:
     """Lines that state the estimate's assumptions. `model`: the user's name for the model. `named`: True if the user named the
-    optimizer."""
+    optimizer. `shares`: each worker's samples; empty if all have the same number."""
     optimizer = policy.optimizer
+    yield f"machines: {_machines(cluster)}"
     yield f"batch: {_batch(model, job)}"
     devices = {node.device: node for node in cluster.nodes if node.ranks}
     for node in devices.values():
@@ -387,72 +412,117 @@ def assumptions(model: str, job: Job, cluster: Cluster, policy: Policy, *, named
     yield f"noise scale: {_noise(model, job, optimizer)}"
     for device in devices:
         if device in GPUS:
-            yield from _memory(model, job, device, optimizer)
+            yield f"memory: {_memory(job, device, optimizer)}"
     yield f"network: {_network(cluster)}"
-    if not policy.fragments and not policy.exact:
-        yield "workers: can leave (--min-workers), so local steps exchange the model as a whole"
+    if shares:
+        names = [node.name for node in cluster.nodes for _ in range(node.ranks)]
+        each = ", ".join(f"{name} {share}" for name, share in zip(names, shares, strict=True))
+        yield f"workers: all stay (without --min-workers); samples of a step by speed: {each}"
+    elif not policy.fragments:
+        yield "workers: can leave (--min-workers), so all have equal batches, and the model is exchanged as a whole"
+
+
+def indented(lines: Sequence[str], width: int) -> Iterator[str]:
+    yield from (textwrap.fill(line, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+                for line in lines)
+
+
+def _machines(cluster: Cluster) -> str:
+    alike = Counter((node.device, node.ranks, node.link.down_bps, node.link.up_bps) for node in cluster.nodes if node.ranks)
+    return "; ".join(
+        f"{count} with {f'{ranks} {device} each' if ranks > 1 else device}, {rate(down)} down and {rate(up)} up"
+        for (device, ranks, down, up), count in alike.items())
 
 
 def _batch(model: str, job: Job) -> str:
-    if model in models.MODELS:
-        return f"{job.batch} {'sample' if job.batch == 1 else 'samples'}{_tokens(model)} per worker and step"
-    samples = "the number of samples that the model's function draws" if job.batch is None else f"{job.batch} samples"
-    return f"{samples} per worker and step; the times are for this batch"
-
-
-def _tokens(model: str) -> str:
-    tokens = models.PRESETS[model].tokens if model in models.PRESETS else models.PUBLISHED[model].tokens
-    return f" of {tokens:,} tokens" if tokens else ""
+    timing = job.timed
+    tokens = f" of {timing.model.tokens:,} tokens" if timing.model and timing.model.tokens else ""
+    count = f"{job.batch:,} {'sample' if job.batch == 1 else 'samples'}{tokens}" if job.batch else \
+        "the number of samples that the model's function draws"
+    pieces = timing.micro_batches
+    parts = f", as {pieces} micro-batches of {-(-(job.batch or 1) // pieces)} (session.no_sync())" if pieces > 1 else ""
+    return f"{count} per worker and step{parts}" + ("" if model in models.MODELS else "; the times are for this batch")
 
 
 def _computing(model: str, job: Job, node: Node) -> str:
-    where, half = node.device, job.timed.half
-    own = "" if node.speed in (0.0, speed(where, half=half) if where in ("cpu", *GPUS) else node.speed) else \
+    where, timing, known = node.device, job.timed, node.device in ("cpu", *GPUS)
+    own = "" if not known or node.speed in (0.0, job_speed(where, timing)) else \
         f", at {node.speed:g} x a V100 as set in the cluster"
+    if timing.work is None:
+        source = "published times of a V100" if model in models.PUBLISHED else f"the times in {model}"
+        precision = "FP32" if model in models.PUBLISHED else "the precision of the measurement"
+        return f"{where} in {precision}, from {source}, converted by data sheets (FP32){own}"
+    counted = "" if model in models.PRESETS else f"counted from {model}, "
+    precision = gpu(where).precision if timing.half and where in GPUS else "FP32"
+    return f"{where} in {precision}, {counted}{_limit(model, job, where) if known else 'as a V100'}{own}"
+
+
+def _limit(model: str, job: Job, where: str) -> str:
+    """What limits the step on this device."""
+    limit, peak = job_limit(where, job.timed), peak_tflops(where)
+    if limit == "stream_s":
+        return f"limited by reading and writing its memory, at {stream_bytes_s(where) / 1e9:.3g} GB/s"
+    if limit == "launch_s":
+        return f"limited by starting kernels, in {1e6 * LAUNCH_S:g} us each"
+    if not job.timed.half:
+        return "from published times of a V100, converted by data sheets"
     if model in models.PRESETS:
-        part, peak = models.PRESETS[model].utilisation, peak_tflops(where) if where in ("cpu", *GPUS) else 0.0
-        precision = "FP32" if where not in GPUS else gpu(where).precision
-        return f"{where} in {precision}, {part * peak:.3g} TFLOP/s: {part:.0%} of its data sheet's {peak:g}{own}"
-    source = "published times of a V100" if model in models.PUBLISHED else \
-        f"the times in {model}" if model.endswith(".json") else "times measured on this machine"
-    precision = "FP32" if model in models.PUBLISHED else "the precision of the measurement"
-    return f"{where} in {precision}, from {source}, converted by data sheets (FP32){own}"
+        part = models.PRESETS[model].utilisation
+        return f"{part * peak:.3g} TFLOP/s: {part:.0%} of its data sheet's {peak:g}"
+    return (f"{models.PRODUCTS * peak:.3g} TFLOP/s: {models.PRODUCTS:.0%} of its data sheet's {peak:g} (convolutions "
+            f"{models.CONVOLUTIONS:.0%})")
 
 
 def _noise(model: str, job: Job, optimizer: str) -> str:
-    noise, timing = noise_of(job), job.timing
-    if timing is None or not noise:
+    noise, info = noise_of(job), job.timed.model
+    law = law_of(info, job.numel)
+    if not noise:
         small = measured_noise(tables.learning_rows(), optimizer)
-        return f"unknown, so the value of small models: {small:.1f} batches of one worker; set it with --noise-scale SAMPLES"
+        what = "unknown for adapters of a frozen model" if info and info.frozen > job.numel else "unknown for such a model"
+        return (f"{what}: {_short(small)} batches of one worker, as in small models, or many more; to measure it, train with "
+                'two workers, read session.metrics()["noise_scale"] (in batches), and set --noise-scale SAMPLES')
     batches = f"{_short(noise)} batches of one worker"
-    if model in models.PRESETS:
-        preset = models.PRESETS[model]
-        unit = "tokens" if preset.tokens else "samples"
-        published = timing.noise_scale * (preset.tokens or 1) == preset.noise_scale
-        return f"{timing.noise_scale * (preset.tokens or 1):,.0f} {unit}{', as published' if published else ''}: {batches}"
-    return f"{batches}" + ("" if model.endswith(".json") else ", at the model's present weights; it grows as the loss falls")
+    if law is None or job.timed.noise_scale:
+        published = model in models.PRESETS and models.PRESETS[model].noise_scale == job.timed.noise_scale
+        samples = f"{noise * job.batch:,.0f} samples{', as published' if published else ''}: " if job.batch else ""
+        return f"{samples}{batches}"
+    scratch = "" if model in models.MODELS else "; less if you fine-tune: then set --noise-scale"
+    return f"{law.scale:,.0f} {law.unit}, {law.source}: {batches}{scratch}"
 
 
-def _memory(model: str, job: Job, device: str, optimizer: str) -> Iterator[str]:
-    frozen = models.PRESETS[model].frozen if model in models.PRESETS else 0
-    sizes = {"frozen weights in bf16": 2 * frozen, "weights": ELEMENT_NBYTES * job.numel,
-             "gradients": ELEMENT_NBYTES * job.numel,
-             "optimizer": STATES_NBYTES[optimizer] * job.numel, "activations": job.timed.activation_nbytes}
-    gbytes = {name: size / 1e9 for name, size in sizes.items()}
-    required_gbytes, available, activation_gbytes = sum(gbytes.values()), gpu(device).memory_gbytes, gbytes["activations"]
+def _memory(job: Job, device: str, optimizer: str) -> str:
+    memory = memory_of(job, device, optimizer)
+    gbytes = {**memory.kept, "activations": memory.activations}
     parts = ", ".join(f"{name} {size:.1f}" for name, size in gbytes.items() if size)
-    unknown = "" if activation_gbytes else "; activations are unknown"
-    yield f"memory: {device} needs about {max(0.1, required_gbytes):.1f} of {available:g} GB ({parts}{unknown})"
-    usable_gbytes = available - RESERVED_GBYTES
-    if required_gbytes <= usable_gbytes:
-        return
-    most = int((usable_gbytes - (required_gbytes - activation_gbytes))
-               / activation_gbytes * (job.batch or 0)) if activation_gbytes else 0
-    other = "train adapters (LoRA)" if required_gbytes - activation_gbytes > usable_gbytes else "checkpoint activations"
-    remedy = f"use a GPU with more memory, or {other}" if most < 1 else \
-        f"--batch {most} fits" if model in models.PRESETS else f"a batch of {most} fits"
-    yield coded("E-PLAN-MEMORY",
-                f"{WARNING}: this does not fit into {device}, whose driver reserves {RESERVED_GBYTES:g} GB: {remedy}")
+    unknown = "" if memory.activations else "; activations are unknown"
+    return f"{device} needs about {max(0.1, memory.required):.1f} of {memory.available:g} GB ({parts}{unknown})"
+
+
+class Unfit(NamedTuple):
+    why: str
+    remedy: str
+
+
+def unfit(job: Job, cluster: Cluster, optimizer: str) -> Unfit | None:
+    """Why the training does not fit into a machine's memory; None if it fits into all of them."""
+    for device in dict.fromkeys(node.device for node in cluster.nodes if node.ranks and node.device in GPUS):
+        memory = memory_of(job, device, optimizer)
+        if not memory.fits:
+            once = " even with one sample at once" if job.batch == job.timed.micro_batches else ""
+            return Unfit(f"this needs {memory.required:.1f} GB{once}, and {device} has {memory.available:g}, of which its "
+                         f"driver reserves {RESERVED_GBYTES:g}", _remedy(job, memory))
+    return None
+
+
+def _remedy(job: Job, memory: Memory) -> str:
+    adapted = job.timed.model is not None and job.timed.model.frozen > job.numel
+    if sum(memory.kept.values()) > memory.available - RESERVED_GBYTES:
+        other = "load the frozen weights in 4 bits (QLoRA)" if adapted else "train adapters (LoRA)"
+    elif job.batch is None:
+        other = "name the batch with --batch, so that it can be divided into micro-batches"
+    else:
+        other = "checkpoint activations"
+    return f"use a GPU with more memory, or {other}"
 
 
 def _network(cluster: Cluster) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from commlayer import records
-from commlayer.cli.arguments import check_out, job_made_by, made_by, write
+from commlayer.cli.arguments import check_batch, check_out, made_by, timed_job, write
 from commlayer.cli.options import Batch, Codecs, Out
 from commlayer.errors import InvalidInput
 from commlayer.planner.model import CodecCost, Line, Profile
@@ -31,6 +31,7 @@ def profile(
     """Measure codecs and a model's step on this machine, for plan create --profile."""
     if batch is not None and not model:
         raise InvalidInput("E-CLI-OPTION", "--batch applies to a model's loss function: give MODEL, too")
+    check_batch(batch)
     for file in (out, job) if model else (out,):
         check_out(file)
     make = made_by(model) if model else None
@@ -45,7 +46,7 @@ def profile(
     if collectives is None:
         return  # rank 0 does the rest
     # The model is timed first: the user's code may fail, and measuring codecs takes longest.
-    timed = job_made_by(make, model, batch) if make is not None else None
+    timed = timed_job(make, model, batch) if make is not None else None
     costs = calibration.measure_codecs(names)
     profile = Profile(costs, Line(0.0, SERVER_BYTE_S), BUCKET_S, PCIE_COPY, *collectives, source="measured")
     files: dict[Path, Record] = {out: profile} if timed is None else {out: profile, job: timed}
@@ -60,9 +61,6 @@ def profile(
         times = timed.timed
         print(f"{len(timed.tensors)} tensors, {timed.numel / 1e6:.1f} M elements; forward "
               f"{1e3 * times.forward_s:.1f} ms, backward {1e3 * times.backward_s:.1f} ms; in {job}")
-        if times.noise_scale:
-            noise = times.noise_scale / (timed.batch or 1)
-            print(f"gradient noise scale: {noise:.2g} of these batches, at the model's present weights")
 
 
 def _among_ranks() -> tuple[Line, Line] | None:

@@ -5,22 +5,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from msgspec import structs
 
 from commlayer.errors import InvalidInput
 from commlayer.planner.buckets import default_plan
-from commlayer.planner.convergence import alone
-from commlayer.planner.costs import noise_of
+from commlayer.planner.convergence import NONE, alone, measured_noise
+from commlayer.planner.costs import Prices, plan_excess
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Line, Link, Node, Policy, Profile
+from commlayer.planner.noise import noise_of
 from commlayer.planner.plan_rules import main_codec, sync_mode
 from commlayer.planner.search import PAYS, plan
-from commlayer.planner.simulation import exact_s
-from commlayer.planner.tables import GPUS, speed
-from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record
+from commlayer.planner.simulation import bucket_template, exact_s, hosts_of
+from commlayer.planner.tables import GPUS, job_speed
+from commlayer.planner.tensors import sent_numel
+from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record, Timing
 
-ALONE = "one machine alone"
+ALONE, PLAN, SYNCHRONOUS = "one machine alone", "this plan", "best synchronous"
+SERVED = ("net.push", "net.pull", "net.forward")
+"""Transfers between a machine and a summation server."""
 DDP_NBYTES = 25 << 20
 """Bucket size of DistributedDataParallel."""
 
@@ -36,6 +41,8 @@ class Baseline(Record, frozen=True):
     steps_high: float = 1.0
     node: str = ""
     """The machine of `ALONE`; empty for all machines."""
+    nbytes: float = 0.0
+    """Bytes that the busiest machine sends and receives per step."""
 
     @property
     def to_loss_s(self) -> float:
@@ -53,6 +60,8 @@ class TrainingCost(Record, frozen=True):
     """Price of the rented servers; 0: there are none, or the price is unknown."""
     kwh: float = 0.0
     """Energy of the GPUs at their data sheets' power; 0: the power of some device is unknown."""
+    gbytes: float = 0.0
+    """GB that the busiest machine sends and receives."""
 
 
 def training_costs(
@@ -68,7 +77,7 @@ def training_costs(
         power = [node.ranks * GPUS[node.device].watts if node.device in GPUS else 0.0 for node in nodes]
         kwh = hours * sum(power) / 1000 if all(power) else 0.0
         result.append(TrainingCost(row.name, hours, hours * sum(node.ranks for node in nodes),
-                                   0.0 if row.node else price * rented * hours, kwh))
+                                   0.0 if row.node else price * rented * hours, kwh, row.nbytes * steps * row.steps / 1e9))
     return tuple(result)
 
 
@@ -77,8 +86,14 @@ class Verdict(Record, frozen=True):
 
     verdict: str
     gain_over_alone: float
-    """The plan's speedup to the same loss over the fastest machine alone, by median factors; 0: there is only one machine."""
+    """The plan's speedup to the same loss over the fastest machine alone, by median factors; 0: there is only one machine, or
+    the training does not fit into memory."""
     gain_over_alone_cautious: float
+    gain_over_alone_high: float
+    """The gain if the gradient noise scale is large. It equals `gain_over_alone` unless the noise scale is unknown, for which
+    that is the gain with the noise scale of small models."""
+    gain_over_alone_step: float
+    """The gain of sync="step"."""
     alternatives: tuple[Baseline, ...]
     assumptions: tuple[str, ...]
     plan: Plan
@@ -86,38 +101,81 @@ class Verdict(Record, frozen=True):
     """With --steps: what the plan takes for the whole training, then what the fastest machine alone takes."""
 
 
-def gains(rows: Sequence[Baseline]) -> tuple[float, float]:
-    """The plan's speedup to the same loss over the fastest machine alone: median and cautious; 0: there is only one machine."""
-    mine, alone = rows[0], next((row for row in rows if row.name == ALONE), None)
-    if alone is None or not mine.step_s:
-        return 0.0, 0.0
-    return alone.step_s * alone.steps / (mine.step_s * mine.steps), alone.to_loss_s / mine.to_loss_s
+class Gains(NamedTuple):
+    """Speedups to the same loss over the fastest machine alone, by median factors; 0: there is only one machine."""
+
+    plan: float
+    cautious: float
+    high: float
+    """The plan's if the gradient noise scale is large, `plan` being with a small one; equal to `plan` if it is known."""
+    step: float
+    """That of the best plan that averages gradients in every step."""
+    step_high: float
+
+    @property
+    def known(self) -> bool:
+        return self.high == self.plan
 
 
-def verdict(rows: Sequence[Baseline]) -> str:
+def gains(rows: Sequence[Baseline], high: Sequence[Baseline] = ()) -> Gains:
+    """`rows` and `high` as `baselines` returns them, for a small and for a large gradient noise scale."""
+    def over_alone(rows: Sequence[Baseline], name: str, *, cautious: bool = False) -> float:
+        row = next((row for row in rows if row.name == name), rows[0])
+        alone = next((row for row in rows if row.name == ALONE), None)
+        if alone is None or not row.step_s:
+            return 0.0
+        return alone.to_loss_s / row.to_loss_s if cautious else alone.step_s * alone.steps / (row.step_s * row.steps)
+
+    return Gains(over_alone(rows, PLAN), over_alone(rows, PLAN, cautious=True), over_alone(high or rows, PLAN),
+                 over_alone(rows, SYNCHRONOUS), over_alone(high or rows, SYNCHRONOUS))
+
+
+def verdict(gain: Gains) -> str:
     """States in one line whether the plan is faster than the fastest machine alone.
 
-    >>> verdict((Baseline("this plan", 1.0, 1.1, 1.2), Baseline(ALONE, 1.0, 2.64, 2.64)))
-    '2.4x faster than your fastest machine alone (2.2x by the cautious estimate)'
-    >>> verdict((Baseline("this plan", 1.0, 1.1, 1.32), Baseline(ALONE, 1.0, 1.21, 1.21)))
+    >>> verdict(Gains(2.4, 2.2, 2.4, 0.5, 0.5)), verdict(Gains(1.3, 1.1, 2.24, 0.5, 0.6))
+    ('2.4x faster than your fastest machine alone (2.2x by the cautious estimate)', \
+'1.3x to 2.2x faster than your fastest machine alone: the noise scale of your training is unknown')
+    >>> verdict(Gains(1.1, 0.92, 1.1, 0.5, 0.5))
     'UNSURE: 1.1x faster than your fastest machine alone, 0.92x by the cautious estimate'
-    >>> verdict((Baseline("this plan", 3.0), Baseline(ALONE, 1.0)))
-    'NOT WORTH IT: your fastest machine alone is 3.0x faster; try a larger batch or faster links'
+    >>> verdict(Gains(0.9, 0.8, 1.4, 0.5, 0.5))
+    'UNSURE: 0.90x to 1.4x as fast as your fastest machine alone: the noise scale of your training is unknown'
+    >>> verdict(Gains(1 / 3, 0.3, 1 / 3, 0.1, 0.1)), verdict(Gains(0.25, 0.25, 0.5, 0.1, 0.2))
+    ('NOT WORTH IT: your fastest machine alone is 3.0x faster; try a larger batch or faster links', \
+'NOT WORTH IT: your fastest machine alone is at least 2.0x faster; try a larger batch or faster links')
     """
-    gain, cautious = gains(rows)
-    if not gain:
+    alone = "your fastest machine alone"
+    if not gain.plan:
         return "one machine: nothing to exchange"
-    if gain <= 1:
-        faster = "as fast" if _times(1 / gain) == "1.0x" else f"{_times(1 / gain)} faster"
-        return f"NOT WORTH IT: your fastest machine alone is {faster}; try a larger batch or faster links"
-    if cautious <= 1:
-        return f"UNSURE: {_times(gain)} faster than your fastest machine alone, {_times(cautious)} by the cautious estimate"
-    spread = f" ({_times(cautious)} by the cautious estimate)" if _times(cautious) != _times(gain) else ""
-    return f"{_times(gain)} faster than your fastest machine alone{spread}"
+    if gain.high <= 1:
+        least = "" if gain.known else "at least "
+        faster = "as fast" if times(1 / gain.high) == "1.0x" else f"{least}{times(1 / gain.high)} faster"
+        return f"NOT WORTH IT: {alone} is {faster}; try a larger batch or faster links"
+    if not gain.known:
+        unsure, how = ("", "faster than") if gain.plan > 1 else ("UNSURE: ", "as fast as")
+        return f"{unsure}{times(gain.plan, gain.high)} {how} {alone}: the noise scale of your training is unknown"
+    if gain.cautious <= 1:
+        return f"UNSURE: {times(gain.plan)} faster than {alone}, {times(gain.cautious)} by the cautious estimate"
+    spread = f" ({times(gain.cautious)} by the cautious estimate)" if times(gain.cautious) != times(gain.plan) else ""
+    return f"{times(gain.plan)} faster than {alone}{spread}"
 
 
-def _times(factor: float) -> str:
-    return f"{factor:.2f}x" if factor < 1 else f"{factor:.1f}x"
+def times(factor: float, high: float = 0.0) -> str:
+    """
+    >>> times(0.581), times(2.42), times(1.3, 2.2), times(1.31, 1.32)
+    ('0.58x', '2.4x', '1.3x to 2.2x', '1.3x')
+    """
+    low, most = (f"{value:.2f}x" if value < 1 else f"{value:.1f}x" for value in (factor, high or factor))
+    return low if low == most else f"{low} to {most}"
+
+
+def noise_range(job: Job, profile: Profile, policy: Policy) -> tuple[Job, Job]:
+    """The job with the noise scale of small models, and with an unlimited one, if its own is unknown; else the job twice."""
+    if noise_of(job):
+        return job, job
+    low, high = ((job.batch or 1) * noise for noise in (measured_noise(profile.learning, policy.optimizer), math.inf))
+    return (structs.replace(job, timing=structs.replace(job.timed, noise_scale=low)),
+            structs.replace(job, timing=structs.replace(job.timed, noise_scale=high)))
 
 
 def baselines(
@@ -126,10 +184,43 @@ def baselines(
     """The plan first, then its baselines. `synchronous`: the best plan that averages gradients in every step, if `planned` is a
     different one."""
     profile, policy, _ = checked_inputs(job, cluster, profile, policy)
-    plans = {"this plan": planned} | ({} if synchronous is None else {"best synchronous": synchronous})
-    return (*(Baseline(name, each.step_s, each.steps or 1.0, each.steps_high or 1.0) for name, each in plans.items()),
-            Baseline("dense fp32", uncompressed(job, cluster, profile, policy).step_s),
-            Baseline("DDP fp16", ddp_fp16_s(job, cluster, profile, policy)), *one_machine(job, cluster, profile, policy))
+    dense = uncompressed(job, cluster, profile, policy)
+    fp16_plan = _ddp_plan(job, cluster)
+    return (*against_alone(planned, job, cluster, profile, policy, synchronous),
+            Baseline("dense fp32", dense.step_s, nbytes=busiest_nbytes(dense, job, cluster, profile)),
+            Baseline("DDP fp16", ddp_fp16_s(job, cluster, profile, policy),
+                     nbytes=busiest_nbytes(fp16_plan, job, cluster, profile) / 2),
+            *one_machine(job, cluster, profile, policy))
+
+
+def against_alone(
+    planned: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy, synchronous: Plan | None = None,
+) -> list[Baseline]:
+    """The plan, and the best one that averages gradients in every step, if that is a different one: with the convergence
+    factors that follow from the job's noise scale."""
+    rows = []
+    for name, each in ((PLAN, planned), *(((SYNCHRONOUS, synchronous),) if synchronous else ())):
+        more = plan_excess(each, job, cluster, profile, policy) if each.steps else NONE
+        rows.append(Baseline(name, each.step_s, 1 + more.steps, 1 + more.high,
+                             nbytes=busiest_nbytes(each, job, cluster, profile)))
+    return rows
+
+
+def busiest_nbytes(plan: Plan, job: Job, cluster: Cluster, profile: Profile) -> float:
+    """Bytes that the training machine with most traffic sends and receives per step, without headers."""
+    prices, nbytes = Prices(cluster, profile, hosts_of(plan, cluster)), dict[str, float]()
+    links = {f"{end}:{node.name}": bps for node in cluster.nodes if node.ranks
+             for end, bps in (("up", node.link.up_bps), ("down", node.link.down_bps))}
+    for bucket in plan.buckets:
+        numel = sent_numel(plan, bucket, job)
+        for task in bucket_template(prices, bucket).tasks:
+            for lane, seconds in task.lanes:
+                if lane in links:
+                    # A collective occupies all links as long as the slowest one; a host's link carries what all others send.
+                    carried = seconds.slope_s * numel * links[lane] / 8 if task.op in SERVED else task.nbytes(numel)
+                    node = lane.partition(":")[2]
+                    nbytes[node] = nbytes.get(node, 0.0) + carried
+    return max(nbytes.values(), default=0.0) / plan.local_steps
 
 
 def uncompressed(job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Plan:
@@ -154,15 +245,20 @@ def one_machine(job: Job, cluster: Cluster, profile: Profile, policy: Policy) ->
 
 def ddp_fp16_s(job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
     """Step time with an all-reduce of fp16 values, modeled as fp32 over links twice as fast. The conversion counts as free."""
-    ranks = {node.ranks for node in cluster.nodes if node.ranks}
-    per_node = ranks.pop() if len(ranks) == 1 else 1
-    ddp_plan = default_plan(job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=per_node, fuse_nbytes=DDP_NBYTES,
-                            cut_nbytes=MAX_BUCKET_NBYTES)
     nodes = tuple(structs.replace(node, intra_bps=2 * node.intra_bps, link=structs.replace(
         node.link, up_bps=2 * node.link.up_bps, down_bps=2 * node.link.down_bps)) for node in cluster.nodes)
     halved = {name: Line(line.floor_s, line.slope_s / 2, line.error)
               for name, line in (("inside", profile.inside), ("across", profile.across))}
-    return exact_s(ddp_plan, job, structs.replace(cluster, nodes=nodes), structs.replace(profile, **halved), policy)
+    faster = structs.replace(cluster, nodes=nodes)
+    return exact_s(_ddp_plan(job, cluster), job, faster, structs.replace(profile, **halved), policy)
+
+
+def _ddp_plan(job: Job, cluster: Cluster) -> Plan:
+    """All-reduces of fp32 values in DDP's buckets."""
+    ranks = {node.ranks for node in cluster.nodes if node.ranks}
+    per_node = ranks.pop() if len(ranks) == 1 else 1
+    return default_plan(job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=per_node, fuse_nbytes=DDP_NBYTES,
+                        cut_nbytes=MAX_BUCKET_NBYTES)
 
 
 LEAST_BPS, MOST_BPS = 1e5, 1e12
@@ -245,12 +341,11 @@ def what_if(
     """Plans for several clusters that differ in one of: link rates (of every training node, both directions, in bit/s), nodes
     added one by one, the number of nodes (copies of the last node), the GPU of all nodes. A profile must cover all clusters."""
     checked_inputs(job, cluster, profile, policy)
-    half = job.timing is not None and job.timing.half
     sweeps: dict[str, tuple[bool, Callable[[], Iterator[tuple[str, float, Cluster]]]]] = {
         "bandwidth": (bool(bandwidths), lambda: ((rate(bps), bps, at_rate(cluster, bps)) for bps in bandwidths)),
         "add_node": (bool(add_nodes), lambda: _grown(cluster, add_nodes)),
         "nodes": (bool(counts), lambda: _counted(cluster, counts)),
-        "gpu": (bool(gpus), lambda: _with_gpus(cluster, gpus, half=half)),
+        "gpu": (bool(gpus), lambda: _with_gpus(cluster, gpus, job.timing)),
     }
     swept = [name for name, (given, _) in sweeps.items() if given]
     if len(swept) != 1:
@@ -305,9 +400,9 @@ def _counted(cluster: Cluster, counts: Sequence[int]) -> Iterator[tuple[str, flo
         yield f"{n} nodes", float(n), structs.replace(cluster, nodes=kept + copies)
 
 
-def _with_gpus(cluster: Cluster, gpus: Sequence[str], *, half: bool) -> Iterator[tuple[str, float, Cluster]]:
+def _with_gpus(cluster: Cluster, gpus: Sequence[str], timing: Timing | None) -> Iterator[tuple[str, float, Cluster]]:
     for i, name in enumerate(gpus):
-        nodes = tuple(structs.replace(node, device=name, speed=speed(name, half=half)) if node.ranks else node
+        nodes = tuple(structs.replace(node, device=name, speed=job_speed(name, timing)) if node.ranks else node
                       for node in cluster.nodes)
         yield name, float(i), structs.replace(cluster, nodes=nodes)
 

@@ -16,6 +16,7 @@ from msgspec import structs
 from commlayer.errors import InvalidInput
 from commlayer.planner.convergence import NONE, Excess, Recipe, excess
 from commlayer.planner.model import ZERO, Cluster, CodecCost, Group, Line, Node, Policy, Profile, bare, fold
+from commlayer.planner.noise import noise_of
 from commlayer.planner.problem import Network, Task, Template
 from commlayer.planner.tree import CODING, Op, Path, parse, served, spell
 from commlayer.records import Job, Plan, Slice
@@ -450,11 +451,6 @@ def recipe_of(plan: Plan, job: Job, cluster: Cluster, policy: Policy) -> Recipe:
     """The settings of a plan that affect convergence, with `late` False."""
     return Recipe(policy.optimizer, plan.codes, plan.local_steps, plan.overlap, False, cluster.ranks, plan.fragments,
                   job.numel, noise_of(job))
-
-
-def noise_of(job: Job) -> float:
-    """The gradient noise scale (McCandlish et al.), in batches of one worker; 0: unknown."""
-    return job.timing.noise_scale / (job.batch or 1) if job.timing is not None else 0.0
 
 
 def plan_excess(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> Excess:

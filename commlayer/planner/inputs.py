@@ -147,9 +147,14 @@ def _twice(names: Sequence[T]) -> list[T]:
     return [name for name, count in Counter(names).items() if count > 1]
 
 
-RATE = re.compile(r"(\d+(?:\.\d+)?)(?:/(\d+(?:\.\d+)?))?(?:([MG])b)?")
-GROUP = re.compile(r"(?:(\d+)x)?(?:(\d+)\*)?([A-Za-z0-9-]+)@(\S+)")
-GROUP_FORM = '"3xrtx3060@100/20Mb" (down/up), "rtx4090@1Gb", "2x8*v100@25g" (2 nodes of 8 ranks)'
+NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"
+UNIT = r"(?:\s*([kmg])(bits?|bytes?|b)(?:ps|/s)?)?"
+RATE = re.compile(rf"{NUMBER}{UNIT}(?:\s*/\s*{NUMBER}{UNIT})?", re.IGNORECASE)
+LINK_FORM = '"100/20Mb" (down/up in Mb/s), "20Mb" (in each direction), "1Gb", "10g" (in one room)'
+GROUP = re.compile(r"(?:(\d{1,4})(?:\s*[x\u00d7]\s*|\s+))?(?:(\d{1,4})\s*\*\s*)?([a-z][a-z0-9 -]*?|\d{4}[a-z ]*?)\s*@\s*(.+)",
+                   re.IGNORECASE)
+GROUP_FORM = '"3xrtx3060@100/20Mb" (3 machines, down/up), "rtx4090@1Gb", "2x8*v100@25g" (2 machines of 8 GPUs)'
+MOST_NODES = 1024
 
 EXAMPLE = """\
 # The machines of the job. Rates in bit/s and seconds, or links by name: "home-DOWN/UP" and "fiber-BOTH" in Mb/s, "10g", "100m".
@@ -213,7 +218,7 @@ def profile_of(text: str, what: str, *, toml: bool) -> Profile:
 def nodes_of(text: str, *, first: int = 0, what: str = "nodes") -> tuple[Node, ...]:
     """Parses a comma-separated list of nodes; `what` names the text in errors.
 
-    >>> [(n.name, n.link.up_bps) for n in nodes_of("2xrtx3060@100/20Mb,rtx4090@1Gb")]
+    >>> [(n.name, n.link.up_bps) for n in nodes_of("2xrtx3060@100/20Mb, RTX 4090 @ 1 Gbit/s")]
     [('rtx3060-0', 20000000.0), ('rtx3060-1', 20000000.0), ('rtx4090-2', 1000000000.0)]
     """
     nodes: list[Node] = []
@@ -221,9 +226,13 @@ def nodes_of(text: str, *, first: int = 0, what: str = "nodes") -> tuple[Node, .
         match = GROUP.fullmatch(group)
         if match is None:
             raise InvalidInput("E-PLAN-INPUT", f"{what}: got {group!r}, allowed: {GROUP_FORM}")
-        count, ranks, device, net = int(match[1] or 1), int(match[2] or 1), match[3].lower(), match[4]
-        for _ in range(count):
-            nodes.append(tables.node(f"{device}-{first + len(nodes)}", device, _table_link(net), ranks=ranks))
+        count, ranks = int(match[1] or 1), int(match[2] or 1)
+        if not (1 <= count <= MOST_NODES - len(nodes) and 1 <= ranks <= MOST_NODES):
+            raise InvalidInput("E-PLAN-INPUT",
+                               f"{what}: got {group!r}, allowed: 1 to {MOST_NODES} machines, and as many GPUs in each")
+        device, link = tables.gpu_named(match[3]), link_of(match[4], what)
+        place = first + len(nodes)
+        nodes += [tables.node(f"{device}-{place + i}", device, link, ranks=ranks) for i in range(count)]
     if not nodes:
         raise InvalidInput("E-PLAN-INPUT", f"{what}: got {text!r}, allowed: {GROUP_FORM}")
     return tuple(nodes)
@@ -244,32 +253,56 @@ def cluster_of_homes(text: str, server: str) -> Cluster:
     """
     homes = (structs.replace(node, name=f"home-{i}", server=False)
              for i, node in enumerate(nodes_of(text, what="homes")))
-    return Cluster((tables.node("server", "cpu", _table_link(server), ranks=0), *homes), reachable=False)
+    return Cluster((tables.node("server", "cpu", link_of(server, "server"), ranks=0), *homes), reachable=False)
 
 
 def rate_of(text: str) -> float:
     """
-    >>> rate_of("20Mb"), rate_of("1Gb")
+    >>> rate_of("20Mb"), rate_of("1 Gbit/s")
     (20000000.0, 1000000000.0)
     """
-    match = RATE.fullmatch(text.strip())
-    if match is None or match[2] or not match[3]:
+    match = _rate_match(text.strip(), "rate")
+    if match is None or match[4] or not match[2]:
         raise InvalidInput("E-PLAN-INPUT", f'rate: got {text!r}, allowed: a number with its unit, such as "20Mb" or "1Gb"')
-    return float(match[1]) * (1e9 if match[3] == "G" else 1e6)
+    return _bps(match[1], match[2])
 
 
-def _table_link(text: str) -> str:
-    """Converts "100/20Mb", "100/20" (also Mb/s) and "1Gb" to the tables' names of links; returns any other text unchanged.
+def link_of(text: str, what: str) -> Link:
+    """Parses a link: rates down/up, one rate for both directions, or the tables' name of a link.
 
-    >>> [_table_link(text) for text in ("100/20", "100/20Mb", "1Gb", "10g", "100")]
-    ['home-100/20', 'home-100/20', 'fiber-1000', '10g', '100']
+    >>> [link_of(text, "").down_bps / 1e6 for text in ("100/20", "100/20Mbps", "1Gb", "1 Gb/50 Mb", "10g")]
+    [100.0, 100.0, 1000.0, 1000.0, 10000.0]
     """
+    text = text.strip()
+    match = _rate_match(text, what)
+    if match is None or not (match[4] or match[2]):
+        try:
+            return tables.link(text)
+        except InvalidInput:
+            raise InvalidInput("E-LINK-NAME", f"{what}: link {text!r}, allowed: {LINK_FORM}") from None
+    if match[4] and match[2] and not match[5]:
+        raise InvalidInput("E-LINK-NAME", f"{what}: link {text!r} has no unit after the second rate, allowed: {LINK_FORM}")
+    down, up, unit = match[1], match[4], match[5] or "m"
+    down_bps = _bps(down, match[2] or unit)
+    up_bps = _bps(up, unit) if up else down_bps
+    if not min(down_bps, up_bps) > 0:
+        raise InvalidInput("E-LINK-NAME", f"{what}: link {text!r}: rates must be above 0")
+    return Link(up_bps, down_bps, tables.HOME_ALPHA_S if up else tables.FIBER_ALPHA_S)
+
+
+def _bps(number: str, unit: str) -> float:
+    return float(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit.lower()]
+
+
+def _rate_match(text: str, what: str) -> re.Match[str] | None:
+    """Matches a rate, or two. Refuses bytes: "100MB" often means 100 Mb/s."""
     match = RATE.fullmatch(text)
-    if match is None or not (match[2] or match[3]):
-        return text
-    unit = 1000 if match[3] == "G" else 1
-    down, up = float(match[1]) * unit, float(match[2] or match[1]) * unit
-    return f"home-{down:g}/{up:g}" if match[2] else f"fiber-{down:g}"
+    if match is not None and any(b == "B" or "y" in b.lower() for b in (match[3], match[6]) if b):
+        numbers, scale = [each for each in (match[1], match[4]) if each], (match[5] or match[2]).upper()
+        bits, same = "/".join(f"{8 * float(each):g}" for each in numbers), "/".join(numbers)
+        raise InvalidInput("E-LINK-NAME", f'{what}: {text!r} is in bytes: write "{bits}{scale}b" in bits, or "{same}{scale}b" '
+                                          "if bits were meant")
+    return match
 
 
 def _nodes(written: WrittenNode, place: int, what: str) -> Iterator[Node]:

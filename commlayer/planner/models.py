@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,8 +15,8 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer.errors import InvalidInput
-from commlayer.planner.tables import GPU_SHARE, GPUS, speed
-from commlayer.records import Job, TensorInfo, Timing
+from commlayer.planner.tables import GPUS, job_speed, speed, stream_bytes_s
+from commlayer.records import Job, ModelInfo, TensorInfo, Timing, Work
 
 
 class Layer(NamedTuple):
@@ -297,26 +296,38 @@ SGD_NBYTES, ADAM_NBYTES = 20, 28
 """Bytes per element that an optimizer step reads and writes: gradient, parameter twice, and its states twice."""
 
 
+IMAGES = ModelInfo(image_side=224, classes=1000)
+
+
+def language(tokens: int, vocabulary: int, frozen: int = 0) -> ModelInfo:
+    """A model that predicts words. `tokens`: per sample; `frozen`: parameters that are not trained."""
+    return ModelInfo(tokens=tokens, vocabulary=vocabulary, frozen=frozen)
+
+
 class Published(NamedTuple):
     """Batch and times of a published paper's job, in FP32 on one V100."""
 
     batch: int
-    tokens: int = 0
-    """Tokens per sample; 0: samples are images."""
+    model: ModelInfo
     backward_s: float | None = None
     """Published seconds of the backward pass; None: computed from the operations."""
 
 
 PUBLISHED: Mapping[str, Published] = {
-    "resnet50": Published(32),
-    "resnet101": Published(32),
-    "vgg16": Published(32, backward_s=85.3e-3),
-    "vit-b16": Published(32),
-    "bert-base": Published(8, 128, 66.3e-3),
-    "bert-large": Published(8, 128),
-    "gpt2": Published(20, 80),
-    "lstm": Published(80, 20, 71.5e-3),
+    "resnet50": Published(32, IMAGES),
+    "resnet101": Published(32, IMAGES),
+    "vgg16": Published(32, IMAGES, backward_s=85.3e-3),
+    "vit-b16": Published(32, IMAGES),
+    "bert-base": Published(8, language(128, 30522), 66.3e-3),
+    "bert-large": Published(8, language(128, 30522)),
+    "gpt2": Published(20, language(80, 50257)),
+    "lstm": Published(80, language(20, 33278), 71.5e-3),
 }
+
+
+PRODUCTS, CONVOLUTIONS = 0.4, 0.2
+"""Fraction of a GPU's half-precision peak that training reaches in models of matrix products, and of convolutions: ResNet-50
+reaches 0.23 on a V100 and 0.19 on an A100 in NVIDIA's published images/s with mixed precision."""
 
 
 class Preset(NamedTuple):
@@ -325,57 +336,39 @@ class Preset(NamedTuple):
     batch: int
     kept_nbytes: float
     """Bytes of activations kept for the backward pass, per sample, or per token if the model reads tokens."""
-    tokens: int = 0
-    """Tokens per sample; 0: samples are images."""
-    utilisation: float = 0.4
-    """Fraction of the GPU's peak that training reaches. For convolutions: ResNet-50 reaches 0.23 on a V100 and 0.19 on an A100
-    in NVIDIA's published images/s with mixed precision."""
+    model: ModelInfo
+    utilisation: float = PRODUCTS
+    """Fraction of the GPU's peak that training reaches."""
     noise_scale: float = 0.0
-    """Gradient noise scale, in tokens or in samples; 0: no value is published."""
-    frozen: int = 0
-    """Number of parameters that are not trained; they are kept in bf16."""
+    """Gradient noise scale in samples; 0: that of other tasks like this one, if one is known (`noise.law_of`)."""
 
 
-CONVOLUTIONS = 0.2
+STREAMED = 6.5
+"""Number of times that a step reads or writes each byte of its kept activations outside of matrix products and convolutions, as
+counted in GPT-2 (6.3) and ResNet-50 (6.6)."""
 KEPT = 34
 """Bytes that a transformer block keeps per token and element of its width, in bf16 with fused attention. A language model
 keeps 6 more bytes per word of its vocabulary."""
-IMAGENET_NOISE = 8192
-"""Gradient noise scale of ImageNet in images: training with batches of 8192 takes as many epochs as with small ones (Goyal et
-al., 1706.02677)."""
-
-BERT_NOISE = 32_768 * 128
-"""Gradient noise scale of BERT's pre-training in tokens: batches of 32,768 sequences, most of them of 128 tokens, take as many
-epochs as batches of 512 (You et al., 1904.00962)."""
-
-
-def language_noise(loss: float) -> float:
-    """Gradient noise scale of language models at this loss, in tokens (Kaplan et al., 2001.08361).
-
-    >>> round(language_noise(3.3), -4)
-    710000.0
-    """
-    return 2.1e8 * math.exp(-math.log(loss) / 0.21)
-
-
+BERT_NOISE = 32_768 * 128 / 512
+"""Gradient noise scale of BERT's pre-training in samples of 512 tokens: batches of 32,768 sequences, most of them of 128
+tokens, take as many epochs as batches of 512 (You et al., 1904.00962)."""
 PRESETS: Mapping[str, Preset] = {
-    "resnet50": Preset(32, 2 * 2 * 11.1e6, utilisation=CONVOLUTIONS, noise_scale=IMAGENET_NOISE),
-    "resnet101": Preset(32, 2 * 2 * 16.2e6, utilisation=CONVOLUTIONS, noise_scale=IMAGENET_NOISE),
-    "vit-b16": Preset(32, KEPT * 12 * 768 * 197, noise_scale=IMAGENET_NOISE),
-    "bert-base": Preset(16, KEPT * 12 * 768 + 6 * 30522, tokens=512, noise_scale=BERT_NOISE),
-    "bert-large": Preset(16, KEPT * 24 * 1024 + 6 * 30522, tokens=512, noise_scale=BERT_NOISE),
-    "gpt2": Preset(8, KEPT * 12 * 768 + 6 * 50257, tokens=1024, noise_scale=language_noise(3.3)),
-    "gpt2-medium": Preset(8, KEPT * 24 * 1024 + 6 * 50257, tokens=1024, noise_scale=language_noise(3.1)),
-    **{name: Preset(batch, DECODERS[name].kept_nbytes, tokens=2048, noise_scale=language_noise(loss))
-       for name, batch, loss in (("qwen2.5-0.5b", 2, 3.0), ("llama3.2-1b", 2, 2.8), ("llama3.2-3b", 1, 2.6),
-                                 ("llama3.1-8b", 1, 2.4))},
-    "whisper-small": Preset(8, KEPT * 12 * 768 * (1500 + 2 * 448) + 6 * 51865 * 448),
-    "sdxl-lora16": Preset(1, 0.0, frozen=SDXL_NUMEL),
-    **{f"{name}-lora{rank}": Preset(2, decoder.kept_nbytes, tokens=1024, frozen=decoder.numel)
+    "resnet50": Preset(32, 2 * 2 * 11.1e6, IMAGES, utilisation=CONVOLUTIONS),
+    "resnet101": Preset(32, 2 * 2 * 16.2e6, IMAGES, utilisation=CONVOLUTIONS),
+    "vit-b16": Preset(32, KEPT * 12 * 768 * 197, IMAGES),
+    "bert-base": Preset(16, KEPT * 12 * 768 + 6 * 30522, language(512, 30522), noise_scale=BERT_NOISE),
+    "bert-large": Preset(16, KEPT * 24 * 1024 + 6 * 30522, language(512, 30522), noise_scale=BERT_NOISE),
+    "gpt2": Preset(8, KEPT * 12 * 768 + 6 * 50257, language(1024, 50257)),
+    "gpt2-medium": Preset(8, KEPT * 24 * 1024 + 6 * 50257, language(1024, 50257)),
+    **{name: Preset(batch, DECODERS[name].kept_nbytes, language(2048, DECODERS[name].words))
+       for name, batch in (("qwen2.5-0.5b", 2), ("llama3.2-1b", 2), ("llama3.2-3b", 1), ("llama3.1-8b", 1))},
+    "whisper-small": Preset(8, KEPT * 12 * 768 * (1500 + 2 * 448) + 6 * 51865 * 448, ModelInfo()),
+    "sdxl-lora16": Preset(1, 0.0, ModelInfo(frozen=SDXL_NUMEL)),
+    **{f"{name}-lora{rank}": Preset(2, decoder.kept_nbytes, language(1024, decoder.words, decoder.numel))
        for name, decoder in DECODERS.items() for rank in LORA_RANKS},
 }
 """BERT reads at most 512 tokens, so its batch has twice as many sequences. ResNet keeps two bf16 values for each output of a
-convolution. Each language model's loss is typical for the middle of its training."""
+convolution. Frozen parameters are kept in bf16."""
 
 
 def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
@@ -385,25 +378,31 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
         return published(name, batch, device)
     _check(name, batch)
     preset = PRESETS[name]
-    parts, batch, reads = layers(name, preset.tokens), batch or preset.batch, preset.tokens or 1
+    model, batch = preset.model, batch or preset.batch
+    parts, reads = layers(name, model.tokens), model.tokens or 1
     flops = 2 * sum(layer.macs for layer in parts) * reads * batch
-    forward_s = flops / (preset.utilisation * GPUS["v100"].peak_tflops * 1e12) / speed(device, half=True)
+    forward_s = flops / (preset.utilisation * GPUS["v100"].peak_tflops * 1e12)
     # The gradients of weights are half of the backward pass; frozen weights need none.
-    backward_s = forward_s if preset.frozen else 2 * forward_s
-    job = build(name, parts, batch, forward_s, backward_s, ADAM_NBYTES, speed(device, half=True))
+    backward_s = forward_s if model.frozen else 2 * forward_s
+    job = build(name, parts, batch, forward_s, backward_s, ADAM_NBYTES)
     kept_nbytes = preset.kept_nbytes * reads * batch
-    return structs.replace(job, timing=structs.replace(
-        job.timed, half=True, activation_nbytes=kept_nbytes, noise_scale=preset.noise_scale / reads))
+    work = Work(forward_s + backward_s, STREAMED * kept_nbytes / stream_bytes_s("v100"), 0.0)
+    timed = structs.replace(
+        job.timed, half=True, activation_nbytes=kept_nbytes, noise_scale=preset.noise_scale, frozen_nbytes=2.0 * model.frozen,
+        model=structs.replace(model, samples=batch), work=work)
+    return structs.replace(job, timing=timed.scaled(1 / job_speed(device, timed)))
 
 
 def published(name: str, batch: int | None = None, device: str = "v100") -> Job:
     """A job in FP32, with the batch and sequence length of the papers that measured it."""
     _check(name, batch)
     job = PUBLISHED[name]
-    parts, batch = layers(name, job.tokens), batch or job.batch
-    flops = 2 * 2 * sum(layer.macs for layer in parts) * (job.tokens or 1) * job.batch
-    backward_s = (job.backward_s or flops / FLOP_S) * batch / job.batch / speed(device)
-    return build(name, parts, batch, backward_s / 2, backward_s, SGD_NBYTES, speed(device))
+    parts, batch = layers(name, job.model.tokens), batch or job.batch
+    flops = 2 * 2 * sum(layer.macs for layer in parts) * (job.model.tokens or 1) * job.batch
+    backward_s = (job.backward_s or flops / FLOP_S) * batch / job.batch
+    timed = build(name, parts, batch, backward_s / 2, backward_s, SGD_NBYTES)
+    return structs.replace(timed, timing=structs.replace(
+        timed.timed.scaled(1 / speed(device)), model=structs.replace(job.model, samples=batch)))
 
 
 def _check(name: str, batch: int | None) -> None:
@@ -418,12 +417,23 @@ def _check(name: str, batch: int | None) -> None:
 
 def build(
     name: str, parts: tuple[Layer, ...], batch: int, forward_s: float, backward_s: float, update_nbytes: int,
-    device_speed: float,
 ) -> Job:
+    """A job with these times on a V100."""
     tensors = tuple(t for layer in parts for t in layer.tensors)
-    memory_bytes_s = GPUS["v100"].memory_gbytes_s * 1e9 * GPU_SHARE * device_speed
-    update_s = sum(t.numel for t in tensors) * update_nbytes / memory_bytes_s
-    return Job(tensors, batch, timing(parts, backward_s, forward_s, update_s), name)
+    update = update_s(sum(t.numel for t in tensors), update_nbytes)
+    return Job(tensors, batch, timing(parts, backward_s, forward_s, update), name)
+
+
+def update_s(numel: int, nbytes: int = ADAM_NBYTES) -> float:
+    """Seconds of the optimizer's step on a V100."""
+    return numel * nbytes / stream_bytes_s("v100")
+
+
+def product_s(flops: float, *, convolution: bool, half: bool) -> float:
+    """Seconds that a V100 takes for operations in matrix products or convolutions of a user's model, as for a built-in one."""
+    if not half:
+        return flops / FLOP_S
+    return flops / ((CONVOLUTIONS if convolution else PRODUCTS) * GPUS["v100"].peak_tflops * 1e12)
 
 
 def on_reference(job: Job) -> Job:

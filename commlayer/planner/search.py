@@ -22,10 +22,11 @@ from commlayer.planner import buckets
 from commlayer.planner.buckets import ELEMENT_NBYTES, LEAST_FRAGMENT_NBYTES, Limits
 from commlayer.planner.choices import Choice, uniform
 from commlayer.planner.convergence import Recipe, late_allowed, late_measured, measured_local_steps
-from commlayer.planner.costs import Prices, noise_of, plan_excess, weights
+from commlayer.planner.costs import Prices, plan_excess, weights
 from commlayer.planner.explanation import explained
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Policy, Profile, bare, condensed
+from commlayer.planner.noise import noise_of
 from commlayer.planner.options import Catalog, allowed_codecs, criteria, options
 from commlayer.planner.placement import Hosts, even, host_sets
 from commlayer.planner.plan_rules import codecs_of

@@ -27,7 +27,7 @@ from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner.codec_sizes import touch
 from commlayer.planner.convergence import LearningRow, row_problem
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
-from commlayer.records import Record, decode, encode
+from commlayer.records import Record, Timing, Work, decode, encode
 
 
 class Gpu(NamedTuple):
@@ -112,8 +112,10 @@ CPU_STREAM_BYTES_S = 9e9
 """Bytes per second of an in-place r += g on one core."""
 GPU_SHARE = 0.7
 """Fraction of a GPU's memory bandwidth that elementwise kernels reach."""
-CPU_FLOOR_S, GPU_FLOOR_S = 10e-6, 30e-6
-"""Seconds per codec call on a CPU and on a GPU; a GPU codec is about three kernel launches of 10 us."""
+LAUNCH_S = 10e-6
+"""Seconds in which the host starts a GPU's kernel."""
+CPU_FLOOR_S, GPU_FLOOR_S = 10e-6, 3 * LAUNCH_S
+"""Seconds per codec call on a CPU and on a GPU; a GPU codec is about three kernels."""
 
 BUCKET_S = 100e-6
 SERVER_BYTE_S = 0.2e-9
@@ -139,7 +141,8 @@ DEFAULT_CODECS = (
 def gpu(name: str) -> Gpu:
     sheet = GPUS.get(name.lower())
     if sheet is None:
-        near = difflib.get_close_matches(name.lower(), GPUS, 3, 0.5)
+        near = sorted(difflib.get_close_matches(name.lower(), GPUS, 6, 0.5),
+                      key=lambda each: sorted(each) != sorted(name.lower()))[:3]  # swapped digits are the likeliest mistake
         raise InvalidInput("E-GPU-NAME",
                            f"GPU {name!r} is unknown; {'similar names' if near else 'known GPUs'}: {', '.join(near or GPUS)}; "
                            "or measure it with `commlayer profile`")
@@ -153,16 +156,38 @@ def speed(device: str, *, half: bool = False) -> float:
     return CPU_SPEED if device == "cpu" else gpu(device).speed
 
 
+def job_speed(device: str, timing: Timing | None) -> float:
+    """The speed relative to a V100 at which a device computes this step: by its precision, and by what limits it on both."""
+    if timing is None or timing.work is None:
+        return speed(device, half=timing is not None and timing.half)
+    return float(max(structs.astuple(timing.work))) / max(_limits_s(device, timing.work, half=timing.half).values())
+
+
+def job_limit(device: str, timing: Timing) -> str:
+    """The field of `Work` that limits this step on a device; empty if it is unknown."""
+    limits_s = {"": 0.0} if timing.work is None else _limits_s(device, timing.work, half=timing.half)
+    return max(limits_s, key=lambda each: limits_s[each])
+
+
+def _limits_s(device: str, work: Work, *, half: bool) -> dict[str, float]:
+    memory = stream_bytes_s(device) / stream_bytes_s("v100")
+    return {"product_s": work.product_s / speed(device, half=half), "stream_s": work.stream_s / memory,
+            "launch_s": work.launch_s}
+
+
+def stream_bytes_s(device: str) -> float:
+    """Bytes per second that elementwise operations read and write."""
+    return CPU_STREAM_BYTES_S if device == "cpu" else gpu(device).memory_gbytes_s * 1e9 * GPU_SHARE
+
+
 def peak_tflops(device: str) -> float:
     return CPU_TFLOPS if device == "cpu" else gpu(device).peak_tflops
 
 
-def at_precision(nodes: Sequence[Node], *, half: bool) -> tuple[Node, ...]:
-    """Switches node speeds to the given precision, unless a node's speed differs from the table's FP32 speed."""
-    if not half:
-        return tuple(nodes)
+def at_job_speed(nodes: Sequence[Node], timing: Timing | None) -> tuple[Node, ...]:
+    """Switches node speeds to those for this step, unless a node's speed differs from the table's FP32 speed."""
     known = ("cpu", *GPUS)
-    return tuple(structs.replace(node, speed=speed(node.device, half=True))
+    return tuple(structs.replace(node, speed=job_speed(node.device, timing))
                  if node.device in known and node.speed == speed(node.device) else node for node in nodes)
 
 
@@ -175,6 +200,19 @@ def device_named(text: str) -> str:
     words = re.findall(r"[a-z0-9]+", text.lower())
     runs = ("".join(words[i : i + n]) for n in (3, 2, 1) for i in range(len(words)))
     return next((run for run in runs if run in GPUS), "")
+
+
+VENDORS = re.compile(r"nvidia|geforce|tesla|amd|instinct|[^a-z0-9]")
+
+
+def gpu_named(text: str) -> str:
+    """The tables' name for a GPU or "cpu", as a user writes it; an unknown name as it is, in lower case.
+
+    >>> gpu_named("RTX 3060 Ti"), gpu_named("NVIDIA GeForce rtx-4090"), gpu_named("3060"), gpu_named("CPU")
+    ('rtx3060ti', 'rtx4090', 'rtx3060', 'cpu')
+    """
+    name = VENDORS.sub("", text.lower())
+    return next((known for known in (name, f"rtx{name}", f"gtx{name}") if known in ("cpu", *GPUS)), text.lower())
 
 
 def link(name: str) -> Link:
@@ -193,11 +231,12 @@ def link(name: str) -> Link:
     return result
 
 
-def node(name: str, device: str, net: str, *, ranks: int = 1, intra: str = "pcie3", server: bool = True) -> Node:
+def node(name: str, device: str, net: str | Link, *, ranks: int = 1, intra: str = "pcie3", server: bool = True) -> Node:
     if intra not in INTRA:
         raise InvalidInput("E-LINK-NAME", f"intra {intra!r}: allowed are {', '.join(INTRA)}")
     intra_bps, intra_alpha_s = INTRA[intra] if ranks > 1 else (0.0, 0.0)
-    return Node(name, ranks, device, link(net), intra_bps, intra_alpha_s, speed(device), server)
+    net = link(net) if isinstance(net, str) else net
+    return Node(name, ranks, device, net, intra_bps, intra_alpha_s, speed(device), server)
 
 
 def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS) -> Profile:
@@ -205,8 +244,7 @@ def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS
     gpus = sorted({n.device for n in cluster.nodes if n.device != "cpu"})
     costs = [_cost(name, "cpu", CPU_STREAM_BYTES_S, CPU_FLOOR_S) for name in codecs]
     for device in gpus:
-        bytes_s = gpu(device).memory_gbytes_s * 1e9 * GPU_SHARE
-        costs += [_cost(name, device, bytes_s, GPU_FLOOR_S) for name in codecs]
+        costs += [_cost(name, device, stream_bytes_s(device), GPU_FLOOR_S) for name in codecs]
     copy = PCIE_COPY if gpus else Line(0.0)
     return Profile(tuple(costs), Line(0.0, SERVER_BYTE_S), BUCKET_S, copy, learning=learning_rows())
 

@@ -52,7 +52,7 @@ ROOMS: dict[str, list[set[str]]] = {
     "planner": [
         {"codec_sizes", "convergence", "tree", "tensors", "model", "buckets", "plan_rules"},
         {"tables"},
-        {"models"},
+        {"memory", "models"},
         {"problem", "costs"},
         {"inputs"},
         {"simulation"},

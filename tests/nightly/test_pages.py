@@ -94,9 +94,10 @@ def test_the_page_shows_what_the_planner_says_of_its_cluster(tmp_path: Path) -> 
     text = CliRunner().invoke(app, line.split(), env={"COLUMNS": "120"})
     assert text.exit_code == 0, text.output
     assert "summation servers: server\n" in text.output
-    rows = dict(re.findall(r"^ (this plan|best synchronous|one machine alone) +([\d.]+ .*) x *$", text.output, re.MULTILINE))
-    shown = dict(re.findall(r"^ (this plan|best synchronous|one machine alone) +([\d.]+ .*) x *$", EVENING, re.MULTILINE))
+    row = re.compile(r'^ (sync="auto"|sync="step"|one machine alone) +([\d.]+ .*?) *$', re.MULTILINE)
+    rows, shown = dict(row.findall(text.output)), dict(row.findall(EVENING))
     assert {name: row.split() for name, row in rows.items()} == {name: row.split() for name, row in shown.items()} != {}
+    assert EVENING[: EVENING.index("```\n\n`--homes` describes")].splitlines()[-1] == text.output.splitlines()[-1]
     assumed = re.findall(r"^  (?:batch|computing|optimizer|memory|network): .*$", EVENING, re.MULTILINE)
     assert len(assumed) == 5
     assert [line for line in assumed if line not in text.output] == []

@@ -312,13 +312,3 @@ def test_on_a_cpu_it_stops_before_the_machine_has_no_memory(
     result = profile(trial, 64, repeats=1)
     assert result.ended == (most < 64)
     assert least <= result.cap <= most
-
-
-@pytest.mark.parametrize(("noise", "batches", "known"), [(2.0, 99, 4.0), (0.0, 99, 0.0), (2.0, 8, 0.0)])
-def test_a_timed_job_has_the_noise_scale_of_its_gradients(noise: float, batches: int, known: float) -> None:
-    """In batches, since the batch is not given; 0 without noise, and if the loss function has too few batches."""
-    torch.manual_seed(0)
-    model = nn.Linear(16384, 1, bias=False)
-    draws = iter([1 + noise * torch.randn(1, 16384) for _ in range(batches)])
-    timing = step_times.timed_job(model, lambda: model(next(draws)).sum()).timed
-    assert timing.noise_scale == pytest.approx(known, rel=0.3)

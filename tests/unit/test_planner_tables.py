@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 from support.plans import cluster
 
 from commlayer import records
+from commlayer.errors import InvalidInput
 from commlayer.planner import tables as machines
-from commlayer.planner.inputs import cluster_from_line, cluster_of, nodes_of, profile_of, rate_of
+from commlayer.planner.inputs import cluster_from_line, cluster_of, link_of, nodes_of, profile_of, rate_of
 from commlayer.planner.model import Cluster, Link
 from commlayer.planner.models import PRESETS, PUBLISHED, builtin, layers, published
-from commlayer.planner.tables import INTRA, at_precision, gpu, link, node, profile_from_tables
-from commlayer.records import Job
+from commlayer.planner.tables import INTRA, at_job_speed, gpu, link, node, profile_from_tables
+from commlayer.records import Job, Work
 
 SIZES = {
     "resnet50": (161, 25_557_032, 4.09e9),
@@ -81,9 +84,9 @@ def test_presets_are_computed_in_bf16_from_operations_and_keep_activations_by_th
     assert two is not None
     assert one.half
     assert two.backward_s == pytest.approx(2 * one.backward_s)
-    assert one.backward_s == pytest.approx(one.forward_s * (1 if PRESETS[name].frozen else 2))
+    assert one.backward_s == pytest.approx(one.forward_s * (1 if PRESETS[name].model.frozen else 2))
     assert two.activation_nbytes == pytest.approx(2 * one.activation_nbytes)
-    if (tokens := PRESETS[name].tokens) and not PRESETS[name].frozen:
+    if (tokens := PRESETS[name].model.tokens) and not PRESETS[name].model.frozen:
         flops = 3 * one.forward_s * PRESETS[name].utilisation * 125e12
         # Attention and a head that shares the embeddings' weight come on top of 6 operations a parameter and token.
         assert 6 * tokens * builtin(name).numel * 0.8 < flops < 6 * tokens * builtin(name).numel * 1.4
@@ -92,12 +95,24 @@ def test_presets_are_computed_in_bf16_from_operations_and_keep_activations_by_th
 def test_speeds_of_a_preset_are_those_of_its_precision() -> None:
     nodes = nodes_of("rtx3060@1Gb,h100@1Gb,gtx1070@1Gb")
     own = structs.replace(nodes[0], speed=0.5)
-    slow, fast, plain, kept = at_precision([*nodes, own], half=True)
+    slow, fast, plain, kept = at_job_speed([*nodes, own], structs.replace(builtin("gpt2").timed, work=None))
     assert slow.speed == pytest.approx(25.4 / 125)
     assert fast.speed / slow.speed == pytest.approx(989 / 25.4)
     assert plain.speed == pytest.approx(6.5 / 125), "without units for halves it computes in FP32"
     assert kept.speed == 0.5, "what a cluster file says stands"
-    assert at_precision(nodes, half=False) == nodes
+    assert at_job_speed(nodes, builtin("lstm").timing) == nodes
+
+
+def test_a_step_is_as_fast_as_what_limits_it_on_a_device() -> None:
+    def speeds(*work: float) -> list[float]:
+        nodes = nodes_of("rtx3060@1Gb,l40s@1Gb")
+        return [node.speed for node in at_job_speed(nodes, structs.replace(builtin("gpt2").timed, work=Work(*work)))]
+
+    products, memory = [25.4 / 125, 362 / 125], [360 / 900, 864 / 900]
+    assert speeds(1.0, 0.01, 0.0) == pytest.approx(products)
+    assert speeds(0.01, 1.0, 0.0) == pytest.approx(memory)
+    assert speeds(0.01, 0.01, 1.0) == pytest.approx([1.0, 1.0]), "the host starts kernels"
+    assert speeds(1.0, 0.5, 0.0) == pytest.approx([products[0], 2 * memory[1]]), "each device has its own limit"
 
 
 # ---- Named machines and links: what the tables say, what profiles are made of them, what is refused
@@ -181,7 +196,54 @@ def test_nodes_in_a_line() -> None:
     assert not cluster_from_line("v100@25g,v100@1Gb").reachable
 
 
-@pytest.mark.parametrize("text", ["", "20", "20Mb/s", "100/20Mb", "-1Mb"])
+HOME, LINE = Link(20e6, 100e6, 10e-3), Link(20e6, 20e6, 4e-3)
+
+
+@pytest.mark.parametrize(("text", "count", "ranks", "device", "net"), [
+    ("3xrtx3060@100/20Mb", 3, 1, "rtx3060", HOME), ("3xRTX 3060@100/20", 3, 1, "rtx3060", HOME),
+    ("3 x rtx3060 @ 100/20 Mb", 3, 1, "rtx3060", HOME), ("3 \u00d7 rtx3060@100Mb/20Mb", 3, 1, "rtx3060", HOME),
+    ("3X rtx-3060@100/20Mbps", 3, 1, "rtx3060", HOME), ("3 rtx3060@100/20 Mbit/s", 3, 1, "rtx3060", HOME),
+    ("3*rtx3060@20Mb", 1, 3, "rtx3060", LINE), ("2 x 3 * 3060@20mbit", 2, 3, "rtx3060", LINE),
+    ("NVIDIA GeForce RTX 3060 Ti@20000 kb/s", 1, 1, "rtx3060ti", LINE), ("cpu@0.02Gb", 1, 1, "cpu", LINE),
+    ("l40s@1Gb/50Mb", 1, 1, "l40s", Link(50e6, 1e9, 10e-3)), ("4090@10g", 1, 1, "rtx4090", Link(1e10, 1e10, 25e-6)),
+])
+def test_a_line_of_machines_is_read_as_people_write_it(text: str, count: int, ranks: int, device: str, net: Link) -> None:
+    nodes = nodes_of(text)
+    assert [node.name for node in nodes] == [f"{device}-{i}" for i in range(count)]
+    assert {(node.ranks, node.device, node.link) for node in nodes} == {(ranks, device, net)}
+
+
+@pytest.mark.parametrize(("text", "code", "values"), [
+    ("@20Mb", "E-PLAN-INPUT", ["'@20Mb'", "3xrtx3060@100/20Mb"]), ("3xRTX 3060", "E-PLAN-INPUT", ["3xrtx3060@100/20Mb"]),
+    ("0xrtx3060@1Gb", "E-PLAN-INPUT", ["1024"]), ("2xrtx3060@1Gb,1023xcpu@1Gb", "E-PLAN-INPUT", ["1024"]),
+    ("rtx3600@1Gb", "E-GPU-NAME", ["similar names: rtx3060,"]), ("rtx5400@1Gb", "E-GPU-NAME", ["similar names: "]),
+    ("rtx3060@12.5MB", "E-LINK-NAME", ['"100Mb"', '"12.5Mb"']), ("rtx3060@100/20MB/s", "E-LINK-NAME", ['"800/160Mb"']),
+    ("rtx3060@1 Gbyte/s", "E-LINK-NAME", ['"8Gb"']), ("rtx3060@100", "E-LINK-NAME", ["'100'", "100/20Mb"]),
+    ("rtx3060@1Gb/20", "E-LINK-NAME", ["unit"]), ("rtx3060@1G", "E-LINK-NAME", ["'1G'", '"10g"']),
+    ("rtx3060@0/20Mb", "E-LINK-NAME", ["above 0"]),
+])
+def test_a_line_that_is_none_is_answered_with_the_right_form(text: str, code: str, values: list[str]) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        nodes_of(text, what="homes")
+    assert caught.value.code == code
+    assert [value for value in values if value not in str(caught.value)] == []
+
+
+PIECES = st.sampled_from([*"0123456789x*@/,. -MmGgkKbB\u212a\u0663\u00b2", "rtx3060", "Mb", "GB/s", "100/20Mb", "9" * 400])
+
+
+@given(st.one_of(st.text(max_size=40), st.lists(PIECES, max_size=12).map("".join)))
+def test_any_line_is_read_or_answered_in_one_line(text: str) -> None:
+    answers = []
+    for read in (cluster_from_line, rate_of, lambda line: link_of(line, "server")):
+        try:
+            read(text)
+        except InvalidInput as error:
+            answers.append(str(error))
+    assert [answer for answer in answers if "\n" in answer] == []
+
+
+@pytest.mark.parametrize("text", ["", "20", "100/20Mb", "-1Mb"])
 def test_rates_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match=f"rate: got '{text}'.*E-PLAN-INPUT"):
         rate_of(text)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,102 +19,67 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
+from commlayer.autotune.measure.model_info import ModelWatch
 from commlayer.engine.optimizers import job_of, parameters_of
 from commlayer.errors import InvalidInput
-from commlayer.observe.noise_scale import NoiseScale
 from commlayer.observe.step_trace import RecordedStep
 from commlayer.planner.tables import device_named
 from commlayer.records import Job, Timing
 
 WARM_STEPS, STEPS = 2, 5
-DRAWS = 8
-"""Number of batches whose gradients are compared."""
+DrawnLoss = Callable[[], torch.Tensor]
+"""Function that draws a batch and returns its loss."""
 
 
-def timed_job(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, batch: int | None = None, name: str = "") -> Job:
+def timed_job(model: nn.Module, loss_of: DrawnLoss, *, batch: int | None = None, name: str = "") -> Job:
     """Returns the model's Job with its Timing: medians of a few steps of loss_of() and backward()."""
     job = job_of(model)
-    watch, activations = _Watch(model, len(job.tensors)), dict[int, int]()
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    cuda = next((p.is_cuda for _, p in parameters_of(model)), False)
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            activations[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def now_s() -> float:
+        if cuda:
+            torch.cuda.synchronize()  # the GPU's work counts for the right tensor
+        return time.perf_counter()
 
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            watch.step(loss_of)
-        for _ in range(WARM_STEPS - 1 + STEPS):
-            model.zero_grad()
-            watch.step(loss_of)
-    finally:
-        watch.remove()
-    timing = structs.replace(watch.timing(), activation_nbytes=float(sum(activations.values())),
-                             noise_scale=(batch or 1) * noise_scale(model, loss_of))
-    return Job(job.tensors, batch, timing, name)
+    with StepHooks(model, now_s) as hooks:
+        _, shown = described_step(hooks, model, loss_of)
+        for _ in range(WARM_STEPS - 1):
+            hooks.step(loss_of)
+        steps = [hooks.step(loss_of) for _ in range(STEPS)]
+    timing = timing_at(PassClock(*(np.median(values, 0) for values in zip(*steps, strict=True))))
+    device = device_named(torch.cuda.get_device_name()) if cuda else "cpu"
+    return Job(job.tensors, batch, structs.replace(timing, device=device, **shown), name)
 
 
-def noise_scale(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
-    """Returns the gradient noise scale of the model's present weights, in batches; 0 if loss_of() always draws the same batch,
-    or if batches or memory do not suffice for the measurement.
+class PassClock(NamedTuple):
+    """What a clock shows in one step: when each gradient is final and the end of backward, since backward began; when each
+    tensor is read and the end of forward, since forward began."""
 
-    Compares the gradients of single batches with their mean (McCandlish et al., 1812.06162, appendix A).
-    """
-    try:
-        return _noise_scale(model, loss_of)
-    except Exception as error:
-        if isinstance(error, StopIteration) or out_of_memory(error):
-            return 0.0
-        raise
-    finally:
-        model.zero_grad()
+    ready: Any
+    needed: Any
+    backward: Any
+    forward: Any
 
 
-def _noise_scale(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-    squares = [0.0] * DRAWS
-    for draw in range(DRAWS):
-        model.zero_grad()
-        loss_of().backward()
-        for total, p in zip(sums, parameters, strict=True):
-            if p.grad is not None:
-                gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-                total += gradient
-                squares[draw] += float(gradient.float().square().sum())
-    return NoiseScale().plus(squares, sum(float((total / DRAWS).square().sum()) for total in sums)).batches
+class StepHooks:
+    """Module and tensor hooks that read a clock: of seconds, or of counted work. The clock's values are numbers or arrays."""
 
-
-class _Watch:
-    """Module and tensor hooks that record times. Each hook synchronizes a GPU, so the GPU's work counts for the right
-    tensor."""
-
-    def __init__(self, model: nn.Module, tensors: int) -> None:
+    def __init__(self, model: nn.Module, now: Callable[[], Any]) -> None:
+        self._model, self._now = model, now
+        self._tensors = len(job_of(model).tensors)
+        self._ready: dict[int, Any] = {}
+        self._needed: dict[int, Any] = {}
         parameters = [p for _, p in parameters_of(model)]
         number = {id(p): i for i, p in enumerate(parameters)}
-        self._tensors = tensors
-        self._cuda = bool(parameters) and parameters[0].is_cuda
-        self._ready: list[dict[int, float]] = []
-        self._needed: list[dict[int, float]] = []
-        self._forward: list[float] = []
-        self._backward: list[float] = []
-        self._begin = 0.0
         self._handles = [p.register_post_accumulate_grad_hook(self._final(i)) for i, p in enumerate(parameters)]
         for module in model.modules():
             own = [number[id(p)] for p in module.parameters(recurse=False) if id(p) in number]
             if own:
                 self._handles.append(module.register_forward_pre_hook(self._reads(own)))
 
-    def _now(self) -> float:
-        if self._cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - self._begin
-
     def _final(self, tensor: int) -> Callable[[torch.Tensor], None]:
         def final(_: torch.Tensor) -> None:
-            self._ready[-1][tensor] = self._now()
+            self._ready[tensor] = self._now()
 
         return final
 
@@ -122,47 +87,75 @@ class _Watch:
         def reads(_module: nn.Module, _args: object) -> None:
             now = self._now()
             for tensor in tensors:
-                self._needed[-1].setdefault(tensor, now)
+                self._needed.setdefault(tensor, now)
 
         return reads
 
-    def step(self, loss_of: Callable[[], torch.Tensor]) -> None:
-        self._ready.append({})
-        self._needed.append({})
-        self._begin = time.perf_counter()
+    def step(self, loss_of: DrawnLoss) -> PassClock:
+        self._model.zero_grad()
+        self._ready.clear()
+        self._needed.clear()
+        begin = self._now()
         loss: object = loss_of()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise InvalidInput("E-USER-CODE",
                                f"the loss is {_said(loss)}, allowed: a tensor of one element with a gradient, "
                                "the one that backward() is called on")
-        self._forward.append(self._now())
-        self._begin = time.perf_counter()
+        middle = self._now()
         loss.backward()
-        self._backward.append(self._now())
+        end = self._now()
+        ready = [self._ready.get(tensor, end) - middle for tensor in range(self._tensors)]
+        needed = [self._needed.get(tensor, begin) - begin for tensor in range(self._tensors)]
+        return PassClock(np.array(ready), np.array(needed), end - middle, middle - begin)
 
-    def timing(self) -> Timing:
-        forward_s, backward_s = median(self._forward[WARM_STEPS:]), median(self._backward[WARM_STEPS:])
-        ready = [_median(self._ready[WARM_STEPS:], tensor, backward_s) for tensor in range(self._tensors)]
-        needed = [_median(self._needed[WARM_STEPS:], tensor, 0.0) for tensor in range(self._tensors)]
-        return Timing(
-            tuple(min(s, backward_s) for s in ready), tuple(min(s, forward_s) for s in needed), backward_s, forward_s,
-            device=device_named(torch.cuda.get_device_name()) if self._cuda else "cpu",
-        )
+    def __enter__(self) -> StepHooks:
+        return self
 
-    def remove(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def described_step(hooks: StepHooks, model: nn.Module, loss_of: DrawnLoss) -> tuple[PassClock, dict[str, Any]]:
+    """Runs a step. Returns what the clock shows, and fields of Timing that do not depend on it."""
+    layers = ModelWatch(model)
+    try:
+        with kept_nbytes(model) as activation_nbytes:
+            clock = hooks.step(loss_of)
+    finally:
+        layers.remove()
+    frozen_nbytes = float(sum(p.nbytes for p in model.parameters() if not p.requires_grad))
+    return clock, {"activation_nbytes": activation_nbytes(), "frozen_nbytes": frozen_nbytes, "model": layers.info()}
+
+
+def timing_at(clock: PassClock) -> Timing:
+    """The Timing of a step whose clock shows seconds."""
+    return Timing(tuple(np.minimum(clock.ready, clock.backward).tolist()),
+                  tuple(np.minimum(clock.needed, clock.forward).tolist()), float(clock.backward), float(clock.forward))
+
+
+@contextlib.contextmanager
+def kept_nbytes(model: nn.Module) -> Iterator[Callable[[], float]]:
+    """Context manager around a forward pass. The function that it returns adds up the bytes of activations that the pass has
+    kept for the backward pass."""
+    def storage(tensor: torch.Tensor) -> Any:
+        return getattr(tensor, "meta", tensor).untyped_storage()
+
+    own, kept = {storage(p)._cdata for p in model.parameters()}, dict[int, int]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if storage(tensor)._cdata not in own:
+            kept[storage(tensor)._cdata] = storage(tensor).nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield lambda: float(sum(kept.values()))
 
 
 def _said(loss: object) -> str:
     if not isinstance(loss, torch.Tensor):
         return f"of type {type(loss).__name__}"
     return f"a Tensor of {loss.numel()}" + ("" if loss.requires_grad else " without a gradient")
-
-
-def _median(steps: list[dict[int, float]], tensor: int, otherwise: float) -> float:
-    values = [step[tensor] for step in steps if tensor in step]
-    return median(values) if values else otherwise
 
 
 def timing_of(steps: Sequence[RecordedStep], tensors: int, places: Mapping[int, int]) -> Timing:

@@ -1,0 +1,177 @@
+"""What is recognized in a model of one's own, and that it is priced as a built-in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from msgspec import structs
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from commlayer.autotune.measure.model_info import ModelWatch
+from commlayer.autotune.measure.step_times import timed_job
+from commlayer.engine.optimizers import job_of
+from commlayer.planner.baselines import Gains, against_alone, gains, noise_range, one_machine
+from commlayer.planner.inputs import checked_inputs, cluster_of_homes
+from commlayer.planner.memory import accumulated, memory_of
+from commlayer.planner.model import Policy
+from commlayer.planner.models import builtin, timing
+from commlayer.planner.noise import law_of, noise_of
+from commlayer.planner.search import plan
+from commlayer.records import Job, ModelInfo, TensorInfo, Timing
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(2, (12, -1)).transpose(1, 2) for part in self.c_attn(self.ln_1(x)).chunk(3, 2))
+        x = x + self.c_proj(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        out: torch.Tensor = x + self.mlp(self.ln_2(x))
+        return out
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary: int = 50257, context: int = 1024, width: int = 768, blocks: int = 12, *,
+                 outputs: int = 0, saves: bool = False) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks, self.ln_f = nn.ModuleList(Block(width) for _ in range(blocks)), nn.LayerNorm(width)
+        self.head, self.saves = nn.Linear(width, outputs or vocabulary, bias=False), saves
+        if not outputs:
+            self.head.weight = self.wte.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.wte(x) + self.wpe(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.saves else block(x)
+        out: torch.Tensor = self.head(self.ln_f(x))
+        return out
+
+
+class Classifier(nn.Module):
+    """Convolutions and a linear head, with the side and the classes of its images."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 7, stride=4), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1))
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(x).flatten(1))
+        return out
+
+
+def shown(model: nn.Module, *shape: int, integer: bool = False) -> ModelInfo:
+    watch = ModelWatch(model)
+    device = next(model.parameters()).device
+    model(torch.zeros(shape, dtype=torch.long if integer else torch.float32, device=device)).sum().backward()
+    return watch.info()
+
+
+def gain(job: Job) -> Gains:
+    machines, policy = cluster_of_homes("3xrtx3060@100/20Mb", "1Gb"), Policy(exact=False, optimizer="adam", fragments=False)
+    machines = structs.replace(machines, nodes=tuple(structs.replace(node, speed=0.2) for node in machines.nodes))
+    costs, limits, _ = checked_inputs(job, machines, None, policy)
+    best = plan(job, machines, costs, limits)
+    low, high = noise_range(job, costs, limits)
+    return gains(*([*against_alone(best, each, machines, costs, limits), *one_machine(each, machines, costs, limits)]
+                   for each in (low, high)))
+
+
+def test_gpt2_from_a_file_is_priced_as_the_built_in_one() -> None:
+    with torch.device("meta"):
+        model = GPT()
+    info, own = shown(model, 8, 1024, integer=True), builtin("gpt2")
+    assert info == ModelInfo(8, 1024, 50257) == own.timed.model
+    tensors = job_of(model).tensors
+    share = [sum(t.numel for t in tensors[:n]) / sum(t.numel for t in tensors) for n in range(len(tensors))]
+    forward_s, backward_s = own.timed.forward_s, own.timed.backward_s
+    job = Job(tensors, 8, Timing(tuple(backward_s * (1 - part) for part in share), tuple(forward_s * part for part in share),
+                                 backward_s, forward_s, own.timed.update_s, half=True, model=info))
+    assert noise_of(job) == pytest.approx(noise_of(own), rel=1e-3)
+    assert 80 < noise_of(own) < 95
+    mine, theirs = gain(job), gain(own)
+    assert mine.known
+    assert mine.plan == pytest.approx(theirs.plan, rel=0.1)
+    assert noise_of(structs.replace(job, batch=16)) == pytest.approx(noise_of(own) / 2), "larger batches of the same samples"
+    assert noise_of(structs.replace(job, batch=None)) == pytest.approx(noise_of(own)), "of the batch that was seen"
+
+
+@pytest.mark.parametrize(("side", "classes", "scale"), [(224, 1000, 8192), (32, 10, 900)])
+def test_an_image_classifier_is_known_by_its_images(side: int, classes: int, scale: float) -> None:
+    info = shown(Classifier(classes), 4, 3, side, side)
+    assert info == ModelInfo(4, image_side=side, classes=classes)
+    law = law_of(info, 10**6)
+    assert law is not None
+    assert law.scale == scale
+    if side == 224:
+        assert noise_of(builtin("resnet50")) == scale / 32, "as the built-in ones"
+
+
+def test_a_small_model_of_characters_has_the_noise_that_such_models_had() -> None:
+    model = GPT(96, 64, 96, 2)
+    info, numel = shown(model, 8, 64, integer=True), sum(p.numel() for p in model.parameters())
+    law = law_of(info, numel)
+    assert law is not None
+    assert law.scale / 512 < 20, "tens of batches of 8 x 64 characters, not hundreds"
+
+
+@pytest.mark.parametrize("make", [
+    lambda: (GPT(50, 16, 24, 1, outputs=2), (2, 16), True),  # a classifier of texts
+    lambda: (nn.Linear(8, 2), (2, 8), False),
+    lambda: (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 3, 3)), (2, 3, 32, 32), False),  # images to images
+])
+def test_other_models_give_a_range(make: Callable[[], tuple[nn.Module, tuple[int, ...], bool]]) -> None:
+    model, shape, integer = make()
+    info = shown(model, *shape, integer=integer)
+    assert info.samples == 2
+    assert law_of(info, 10**8) is None
+    base = builtin("gpt2")
+    verdict = gain(structs.replace(base, timing=structs.replace(base.timed, model=info)))
+    assert not verdict.known
+    assert verdict.plan < verdict.high < 3
+
+
+def test_activation_checkpointing_does_not_hide_the_head() -> None:
+    assert shown(GPT(50, 16, 24, 2, saves=True), 2, 16, integer=True).vocabulary == 50
+
+
+def test_adapters_are_known_by_their_frozen_weights() -> None:
+    model = GPT(50, 16, 24, 1)
+    for p in model.parameters():
+        p.requires_grad = False
+    model.blocks[0].c_proj = nn.Sequential(model.blocks[0].c_proj, nn.Linear(24, 24, bias=False))
+    job = timed_job(model, lambda: model(torch.zeros(2, 16, dtype=torch.long)).sum(), batch=2)
+    assert job.timed.model is not None
+    frozen = sum(p.numel() for p in model.parameters()) - 24 * 24
+    assert (job.timed.model.frozen, job.timed.frozen_nbytes) == (frozen, 4.0 * frozen)
+    assert job.timed.model.vocabulary == 50
+    assert noise_of(job) == 0, "published values are for training from scratch"
+    assert memory_of(job, "rtx3060", "adam").kept["frozen weights"] == pytest.approx(4e-9 * frozen)
+
+
+def test_micro_batches_fit_on_the_smallest_gpu_and_leave_the_step_its_length() -> None:
+    whole, devices = builtin("gpt2", 512), ["rtx4090", "rtx3060"]
+    job = accumulated(whole, devices, "adam")
+    size = -(-512 // job.timed.micro_batches)
+    assert memory_of(job, "rtx3060", "adam").fits
+    one_more = structs.replace(whole, timing=structs.replace(
+        whole.timed, activation_nbytes=whole.timed.activation_nbytes * (size + 2) / 512))
+    assert not memory_of(one_more, "rtx3060", "adam").fits, "the micro-batches are as large as fits"
+    total = job.timed.forward_s + job.timed.backward_s
+    assert total == pytest.approx(whole.timed.forward_s + whole.timed.backward_s)
+    assert max(job.timed.ready_s) == pytest.approx(job.timed.backward_s)
+    assert noise_of(job) == noise_of(whole), "the optimizer sees the whole batch"
+    assert accumulated(whole, ["h200"], "adam").timed.micro_batches < job.timed.micro_batches
+    assert accumulated(builtin("gpt2"), devices, "adam") == builtin("gpt2"), "8 samples fit as they are"
+    assert not memory_of(accumulated(builtin("llama3.1-8b"), devices, "adam"), "rtx4090", "adam").fits
+    unknown = structs.replace(whole, tensors=(TensorInfo("t", (8,)),), timing=timing((), 1.0, 1.0, 0.0))
+    assert accumulated(unknown, devices, "adam") == unknown
