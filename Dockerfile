@@ -22,4 +22,4 @@ RUN pip install --no-cache-dir "$(echo /wheels/*.whl)${EXTRA}" && rm -r /wheels
 COPY examples /work/examples
 WORKDIR /work
 ENTRYPOINT ["commlayer"]
-CMD ["demo", "--quick"]
+CMD ["demo", "--seconds", "20"]

@@ -156,8 +156,6 @@ class Config(Record, frozen=True):
     events: Text = ""
     """Folder in which each rank writes its events, as rank-N.jsonl; for `commlayer serve`, those of the job, as events.jsonl.
     `commlayer top` shows them. Empty: none."""
-    shape: Text = ""
-    """Link shaping inside the process, for the demo only. Empty: none."""
 
 
 GROUPS = {
@@ -167,7 +165,7 @@ GROUPS = {
     "Training": ("max_loss", "servers", "drift", "trace", "events"),
     "Expert": ("carrier", "ranks_per_node", "node", "home", "batch", "join_deadline_s", "heartbeat_s", "journal_required",
                "fuse_nbytes", "cut_nbytes", "ratio_over", "warmup", "backend", "codec_threads", "learning", "loss", "guard",
-               "drift_steps", "shape"),
+               "drift_steps"),
 }
 """Names of settings by subject; few users need those of the last group."""
 ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps",

@@ -1,46 +1,43 @@
-"""`commlayer demo`: trains one model over a slow link twice, uncompressed and compressed, and prints the speedup."""
+"""`commlayer demo`: trains on simulated homes, alone, with DDP, and with commlayer, and shows the losses over seconds."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable
-from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from commlayer.cli.arguments import check_json, write_json
+from commlayer.cli.arguments import check_json, check_out, cluster_named, write_json
 from commlayer.cli.options import Json
-from commlayer.demo.settings import CODEC, DemoSettings, read_settings
-from commlayer.errors import CommError
+from commlayer.demo.settings import COMMLAYER, DDP, DemoSettings
+from commlayer.errors import CommError, InvalidInput
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from commlayer.demo.fleet import Event
-    from commlayer.demo.report import DemoProgress
-
-TICK_S = 0.25
-LINE_S = 2.0
-PIPE_WIDTH = 100
+MOST_HOMES, SHORTEST_S, LONGEST_S = 8, 10, 3600
+FRAME_S, LINE_S = 0.5, 10.0
+"""Seconds between two frames, and between two lines if output is not a terminal."""
+PICTURE = Path("commlayer-demo.png")
+PIPE_WIDTH, BELOW = 100, 12
+"""Width without a terminal; lines below the plot."""
 
 
 def demo(
-    workers: Annotated[int, typer.Option(help="Worker processes, each with its own link.")] = 4,
-    link: Annotated[str, typer.Option(help="Each host's link, up and down.", metavar="RATE")] = "100Mb",
-    rtt: Annotated[float, typer.Option(help="Round-trip time between hosts, in milliseconds.", metavar="MS")] = 30.0,
-    codec: Annotated[str, typer.Option(help="The compressed run's codec.")] = CODEC,
+    links: Annotated[str, typer.Option(help="The line of each home, down/up.", metavar="RATES")] = "100/20Mb",
+    homes: Annotated[int, typer.Option(help="Number of homes.")] = 3,
+    seconds: Annotated[int, typer.Option(help="Seconds of training.")] = 90,
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches.", min=0)] = 0,
+    page: Annotated[bool, typer.Option("--page", help="Also show the running job in the browser.")] = False,
+    png: Annotated[Path, typer.Option(help="File for the picture; needs matplotlib.", metavar="FILE")] = PICTURE,
     json: Json = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Use a small model and at most 100 steps.")] = False,
 ) -> None:
-    """Train a digit classifier over a simulated slow link, uncompressed and compressed; takes under two minutes."""
-    settings = read_settings(workers=workers, link=link, rtt_ms=rtt, codec=codec, quick=quick)
+    """Race one machine alone, DDP, and commlayer on simulated homes to a loss; takes under two minutes."""
+    settings = _settings(links, homes, seconds, seed, page=page)
     check_json(json)
+    check_out(png, "--png ")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        _run(settings, json)
+        _run(settings, png, json, links)
     except CommError as error:
         typer.echo(f"commlayer demo: {error}", err=True)
         raise typer.Exit(1) from None
@@ -49,45 +46,57 @@ def demo(
         raise typer.Exit(130) from None
 
 
-def _run(settings: DemoSettings, path: Path | None) -> None:
+def _settings(links: str, homes: int, seconds: int, seed: int, *, page: bool) -> DemoSettings:
+    for option, value, least, most in (("homes", homes, 2, MOST_HOMES), ("seconds", seconds, SHORTEST_S, LONGEST_S)):
+        if not least <= value <= most:
+            raise InvalidInput("E-CLI-OPTION", f"--{option} {value}: allowed are {least} to {most}")
+    line = cluster_named("", "", f"rtx3060@{links}", "").nodes[-1].link
+    return DemoSettings(homes, line.up_bps, line.down_bps, seconds, seed, page)
+
+
+def _run(settings: DemoSettings, png: Path, json: Path | None, links: str) -> None:
+    # Imported late: they load rich's parts and asyncio, which --help does not need.
+    import msgspec
     from rich.console import Console
+    from rich.live import Live
 
     from commlayer.demo import report
     from commlayer.demo.fleet import Fleet
-    from commlayer.demo.report import DemoProgress, results
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)
-    begin = time.monotonic()
-    progress = DemoProgress(settings)
+    progress, sent_nbytes = report.Progress(settings), dict[str, int]()
+    workers = 2 * settings.homes + 1
+    console.print(f"Starting {workers} workers and a server, which takes some 15 s: each worker loads PyTorch.")
     with Fleet(settings) as fleet:
-        stream = fleet.events(TICK_S)
-        _watch(stream, progress, console, begin)
-        if not progress.over:
-            raise CommError("the workers ended without a result")
-        numel, native = progress.began[0].numel, progress.began[0].native
-        figures = results(settings, numel, progress.latest, progress.reached)
-        console.print(report.table(settings, figures))
-        console.print(report.notes(settings, figures, native=native), markup=False)
-        if path is not None:
-            write_json(path, dumps(figures, indent=1))
-        for _ in stream:
-            pass  # wait until all workers have ended
-    console.print(f"The whole demo took {time.monotonic() - begin:.0f} s.")
-
-
-def _watch(stream: Iterable[Event | None], progress: DemoProgress, console: Console, begin: float) -> None:
-    """Prints a line of progress every LINE_S until both runs are over."""
-    from commlayer.demo.report import line
-
-    due, last_line = begin, ""
-    for event in stream:
-        now = time.monotonic()
-        if event is not None:
+        for event in fleet.begin():
             progress.take(event)
-        if now >= due and last_line != (last_line := line(progress)):
-            console.print(f"{now - begin:4.0f} s  {last_line}")
-            due = now + LINE_S
-        if progress.over:
-            return
+        console.print("Training begins: one machine alone, DDP, and commlayer at the same time.")
+        if fleet.page:
+            console.print(f"The job's page: {fleet.page}", soft_wrap=True)
+        begin = last = time.monotonic()
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            while (elapsed := time.monotonic() - begin) < settings.seconds:
+                for event in fleet.events(FRAME_S):
+                    progress.take(event)
+                for run in (DDP, COMMLAYER):
+                    sent_nbytes[run] = sum(line.up.nbytes for line in fleet.lines[run]) // settings.homes
+                rows = progress.rows(sent_nbytes)
+                if console.is_terminal:
+                    note = f"{elapsed:.0f} of {settings.seconds} s; losses are smoothed; Ctrl-C stops"
+                    live.update(report.screen(progress, rows, note, width=console.width, height=console.height - BELOW),
+                                refresh=True)
+                elif time.monotonic() >= last + LINE_S:
+                    last = time.monotonic()
+                    console.print(report.line(progress, rows, elapsed))
+    rows = progress.rows(sent_nbytes)
+    console.print(report.screen(progress, rows, "", width=console.width, height=min(16, console.height - BELOW))
+                  if console.is_terminal else report.table(progress, rows))
+    console.print(report.notes(progress), markup=False)
+    picture = report.draw(png, progress)
+    write_json(json, msgspec.json.format(msgspec.json.encode(report.results(progress, rows))).decode())
+    console.print(report.verdict(progress, rows), style="bold")
+    console.print(f"Your own model: commlayer estimate FILE.py:make --homes {settings.homes}xrtx3060@{links}", markup=False,
+                  soft_wrap=True)
+    console.print(picture, markup=False, soft_wrap=True)

@@ -57,7 +57,6 @@ from commlayer.transport.protocol import (
     key,
     peer_name,
 )
-from commlayer.transport.shaped_links import shaped_by
 
 log = logging.getLogger("commlayer")
 
@@ -476,8 +475,7 @@ class DataServer:
             raise
         self._hello = msgspec.structs.replace(self._hello, job=decoded.job, rank=SERVER_BASE + server, plan=view.plan)
         self._transport.hello = self._hello
-        transport = shaped_by(self._config.shape, self._transport, view)
-        self._server = SumServer(core, transport, self._members, stall_s=min(STALL_S, self._config.deadline_s / 4),
+        self._server = SumServer(core, self._transport, self._members, stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self._transport.pool.give, replan=self._switch_plan, pace=self._transport.pace,
                                  regroup=functools.partial(self._regroup, newest) if newest is not None else None)
         self._ready.set()

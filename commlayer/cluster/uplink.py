@@ -27,7 +27,6 @@ from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key, peer_name
 from commlayer.transport.reconnect import Dial, ReconnectingTransport, ReconnectPolicy
 from commlayer.transport.secret import new_nonce
-from commlayer.transport.shaped_links import shaped_by
 
 Fail = Callable[[CommError], None]
 OnStalled = Callable[[int, int, tuple[int, ...]], None]
@@ -70,7 +69,7 @@ class Uplink:
         self.pace = self._carrier.pace
         """Sets this machine's measured upload rate in bit/s; 0: unknown."""
         self.transport = ReconnectingTransport(
-            shaped_by(config.shape, self._carrier, self.view), self._carrier,
+            self._carrier, self._carrier,
             ReconnectPolicy(window_s, refused_is_over=self.embedded), self.recycle)
         self.membership.report.fields = lambda: {"missed": self._carrier.missed()}
 

@@ -1,1 +1,2 @@
-"""Implements `commlayer demo`: trains one model over a slow link, uncompressed and compressed, and compares the runs."""
+"""Implements `commlayer demo`: one machine alone, DDP, and commlayer train the same model on simulated
+homes. Also has the small tasks of `commlayer tune` and of examples."""

@@ -1,191 +1,191 @@
-"""Runs the demo's worker processes: starts them under torchrun, reads the events that they report, and ends them."""
+"""Runs the demo's processes over simulated links, reads what the workers report, and ends them."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
-
 from commlayer.config import Config, child_environment
-from commlayer.demo.settings import DemoSettings
+from commlayer.demo.links import LOOPBACK, Link, Relay
+from commlayer.demo.settings import ALONE, COMMLAYER, DDP, RTT_S, DemoSettings, Event, WorkerSettings, read_event
 from commlayer.errors import CommError, DeadlineExceeded
-from commlayer.records import Record, encode
+from commlayer.records import encode
 
 ROOT = Path(__file__).parents[2]
-SILENCE_S = 120.0
-"""Seconds without an event after which the workers count as failed: longer than their startup deadline. The step deadline is
-added."""
-GRACE_S = 4.0
-"""Seconds to wait for workers to end: slightly longer than their servers take."""
-TAIL_LINES = 3
+SCRIPT = Path(__file__).with_name("training.py")
+START_S = 120.0
+"""Seconds that all workers may take to start. They all load torch at the same time."""
+GRACE_S = 20.0
+"""Seconds to wait for the processes to end: longer than workers and server take, also on a busy machine."""
+FORKS = "alone and DDP"
+"""The process whose children are the workers of these runs."""
+LINE = re.compile(r"commlayer join (\S+)@(\S+):(\d+)#(\S+)")
+"""The line that `commlayer serve` prints for each home: name, host, port, token."""
+GLOO_PORTS = range(1 << 12, 1 << 15, 1 << 8)
+"""Ports for the relays of Gloo: the smallest numbers in the byte order of x86 and ARM, see training.Addresses."""
+PAGE = re.compile(r"page: (http\S+)")
+
+
+class Line:
+    """A home's uplink and downlink."""
+
+    def __init__(self, settings: DemoSettings) -> None:
+        self.up, self.down = Link(settings.up_bps), Link(settings.down_bps)
 
 
 class Fleet:
-    """Context manager that starts the worker processes on entry and ends them on exit."""
+    """Context manager that starts the processes of all runs on entry and ends them on exit."""
 
     def __init__(self, settings: DemoSettings) -> None:
+        self._settings = settings
+        self.lines: dict[str, list[Line]] = {run: [Line(settings) for _ in range(settings.homes)] for run in (DDP, COMMLAYER)}
+        self.page = ""
+        """Address of the job's page; "" without."""
         self._folder = tempfile.TemporaryDirectory(prefix="commlayer-demo-")
-        self._settings = msgspec.structs.replace(settings, folder=self._folder.name)
-        self._log = Path(self._folder.name, "torchrun.log")
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._readers: list[threading.Thread] = []
+        self._ports = [0] * settings.homes
+        """Gloo's port of each rank of DDP, from the rank's report."""
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Fleet:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-                   "--nproc-per-node", str(self._settings.workers), "--log-dir", self._folder.name, "--redirects", "2",
-                   "-m", "commlayer.demo.training", encode(self._settings).decode()]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the workers in an orderly way
-            )
-        self._reader = threading.Thread(target=self._read, name="demo-reader", daemon=True)
-        self._reader.start()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._folder.cleanup)
+            relay = stack.enter_context(Relay(RTT_S / 2))
+            stack.callback(self._end)
+            self._start("serve", ["-m", "commlayer", "serve", "--workers", str(self._settings.homes), "--dir", "keys",
+                                  "--invite", ",".join(f"home-{n}" for n in range(1, self._settings.homes + 1)),
+                                  *(["--page", "0"] if self._settings.page else [])])
+            self._start(FORKS, [str(SCRIPT), *map(_text, self._alone_and_ddp(relay))])
+            self._join(relay)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def _alone_and_ddp(self, relay: Relay) -> Iterator[WorkerSettings]:
+        homes, lines, seed = self._settings.homes, self.lines[DDP], self._settings.seed
+        yield WorkerSettings(ALONE, 0, 1, seed)
+        for home in range(homes):
+            ports = [relay.listen(functools.partial(self._ports.__getitem__, to), (lines[home].up, lines[to].down),
+                                  (lines[to].up, lines[home].down), GLOO_PORTS) for to in range(home)]
+            yield WorkerSettings(DDP, home, homes, seed, self._path("store"), tuple(ports))
+
+    def _join(self, relay: Relay) -> None:
+        """Starts `commlayer join` in each home, with the line that the server has printed, at the relay's address."""
+        homes, until = self._settings.homes, time.monotonic() + START_S
+        found: list[tuple[str, str, str, str]] = []
+        while len(found) < homes:
+            self._check(until)
+            time.sleep(0.05)
+            text = Path(self._path("serve.log")).read_text("utf-8", "replace")
+            found = LINE.findall(text)
+        self.page = "".join(PAGE.findall(text))
+        for home, (name, _, port, token) in enumerate(found):
+            line = self.lines[COMMLAYER][home]
+            address = f"{name}@{LOOPBACK}:{relay.listen(functools.partial(int, port), (line.up,), (line.down,))}#{token}"
+            settings = WorkerSettings(COMMLAYER, home, homes, self._settings.seed)
+            self._start(name, ["-m", "commlayer", "join", address, str(SCRIPT), _text(settings)])
+
+    def _start(self, name: str, command: Sequence[str]) -> None:
+        with Path(self._path(f"{name}.log")).open("wb") as log:
+            process = subprocess.Popen([sys.executable, *command], cwd=self._folder.name, env=self._environment(), stderr=log,
+                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                       start_new_session=True)  # Ctrl-C reaches only this process, which ends the others
+        self._processes[name] = process
+        self._readers.append(threading.Thread(target=self._read, args=(process,), name="demo reader", daemon=True))
+        self._readers[-1].start()
+
+    def _environment(self) -> dict[str, str]:
+        """No settings of the user, keys of homes in the demo's folder, one thread for each worker, and this package."""
+        # gRPC needs only the coordinator's port, which each home reaches at another address: that of its line.
+        variables = child_environment(Config(carrier="grpc"))
+        variables |= {"XDG_CONFIG_HOME": self._folder.name, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH", "")]))
+        return variables
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if (event := read_event(line)) is not None:
+                self._events.put(event)
+
+    def begin(self) -> list[Event]:
+        """Starts the training of all workers together, once they are ready. Returns their reports that they are."""
+        ready: list[Event] = []
+        until = time.monotonic() + START_S
+        while len(ready) < 1 + 2 * self._settings.homes:
+            for event in self.events(0.1):
+                if event.port:
+                    self._ports[event.home] = event.port
+                elif event.ready:
+                    ready.append(event)
+            self._check(until)
+        for line in (line for lines in self.lines.values() for line in lines):
+            line.up.nbytes = line.down.nbytes = 0
+        for name, process in self._processes.items():
+            assert process.stdin is not None
+            process.stdin.write(b"\n" * (1 + self._settings.homes if name == FORKS else 1))  # each worker takes one
+            process.stdin.flush()
+        return ready
+
+    def events(self, seconds: float) -> Iterator[Event]:
+        """Yields what workers report within that time. Raises CommError with the end of its log if a process has ended."""
+        until = time.monotonic() + seconds
+        with contextlib.suppress(queue.Empty):
+            while (left_s := until - time.monotonic()) > 0:
+                yield self._events.get(timeout=left_s)
+        self._check()
+
+    def _check(self, until: float | None = None) -> None:
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                lines = Path(self._path(f"{name}.log")).read_text("utf-8", "replace").split("\n")
+                last = next((line for line in reversed(lines) if line.strip()), "no output")
+                raise CommError(f"ended early, with exit code {process.returncode}: {last}", peer=f"process {name!r}")
+        if until is not None and time.monotonic() > until:
+            raise DeadlineExceeded(f"not ready within {START_S:g} s", peer="the demo's workers")
+
+    def _path(self, name: str) -> str:
+        return str(Path(self._folder.name, name))
+
+    def _end(self) -> None:
+        """Ends all processes: closes their standard input, which ends workers, and terminates them."""
         # A second Ctrl-C must not interrupt the cleanup of the first.
         before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-        self._end()
-        self._folder.cleanup()
+        until = time.monotonic() + GRACE_S
+        for process in self._processes.values():
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        for reader in self._readers:
+            reader.join(max(0.0, until - time.monotonic()))
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    def events(self, tick_s: float) -> Iterator[Event | None]:
-        """Yields the workers' events, and None whenever no event arrives for `tick_s` seconds. Raises CommError with the end of
-        the workers' logs if they fail."""
-        quiet_s, limit_s = 0.0, SILENCE_S + self._settings.deadline_s
-        while True:
-            try:
-                line = self._lines.get(timeout=tick_s)
-            except queue.Empty:
-                quiet_s += tick_s
-                if quiet_s > limit_s:
-                    raise DeadlineExceeded(f"sent nothing for {limit_s:g} s", peer="the demo's workers") from None
-                if self._process.poll() is not None:
-                    break
-                yield None
-                continue
-            if not line:
-                break
-            if (event := read(line)) is not None:
-                quiet_s = 0.0
-                yield event
-        if self._process.wait():
-            raise CommError(self._last_words())
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put(b"")
-
-    def _last_words(self) -> str:
-        """An error text: the worker that failed first according to torchrun, and the last lines of each worker's standard
-        error."""
-        text = self._log.read_text("utf-8", "replace")
-        failed = re.search(r"exitcode: (-?\d+)\) local_rank: (\d+)", text)
-        lines_ = [f"worker {failed[2]} ended with code {failed[1]}"] if failed else text.splitlines()[-1:]
-        for log in sorted(Path(self._folder.name).rglob("stderr.log"), key=lambda path: int(path.parent.name)):
-            lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
-            lines_ += [f"worker {log.parent.name}: {line}" for line in lines[-TAIL_LINES:]]
-        return "\n".join(["the workers ended early", *lines_])
-
-    def _end(self) -> None:
-        """Ends the workers by closing their standard input and terminating torchrun; each worker ends its own servers."""
-        process, deadline = self._process, time.monotonic() + GRACE_S
-        assert process.stdin is not None
-        process.stdin.close()
-        if process.poll() is None:
-            process.terminate()
-        try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        self._reader.join(max(0.0, deadline - time.monotonic()))  # standard output closes with the last worker
-
-
-def environment() -> dict[str, str]:
-    """The workers' environment variables: no commlayer settings of the user, one thread per worker, and this package on the
-    path."""
-    variables = child_environment(Config())
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    variables |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    variables |= {"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH", "")]))
-    return variables
-
-
-# ---- events: one line of JSON each, on a worker's standard output
-
-class RunBegan(Record, frozen=True, tag="began"):
-    """Event: the workers and servers of a run are ready, and training starts."""
-
-    run: int
-    numel: int
-    """Number of parameters of the model."""
-    native: bool
-
-
-class Progress(Record, frozen=True, tag="progress"):
-    """Event: progress of a run since its start, as rank 0 measured it."""
-
-    run: int
-    step: int
-    loss: float
-    accuracy: float
-    """Accuracy on the test set at the last evaluation."""
-    train_s: float
-    """Seconds of training, without evaluations."""
-    exposed_s: float
-    """Seconds of `train_s` that were spent waiting for communication."""
-    sent_nbytes: int
-    """Payload bytes that rank 0 sent."""
-
-    @property
-    def step_s(self) -> float:
-        return self.train_s / max(1, self.step)
-
-    @property
-    def step_nbytes(self) -> float:
-        return self.sent_nbytes / max(1, self.step)
-
-    @property
-    def exposed(self) -> float:
-        return self.exposed_s / self.train_s if self.train_s else 0.0
-
-
-class RunEnded(Record, frozen=True, tag="ended"):
-    """Event: a run has ended. The result is in its last Progress event."""
-
-    run: int
-    reached: bool
-
-
-Event = RunBegan | Progress | RunEnded
-_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
-
-
-def report(event: Event) -> None:
-    """Writes an event to a worker's standard output. Uses one write per event, so lines of several processes do not mix."""
-    os.write(1, encode(event) + b"\n")
-
-
-def read(line: bytes) -> Event | None:
-    """Parses a line of a worker's output; None if the line is not an event."""
-    try:
-        return _decoder.decode(line)
-    except msgspec.MsgspecError:
-        return None
+def _text(settings: WorkerSettings) -> str:
+    return encode(settings).decode()

@@ -1,190 +1,208 @@
-"""Formats the demo's output: lines of progress while it runs, then a table with notes, and JSON."""
+"""The demo's losses over seconds: their curves in a terminal and in a picture, the table, and the sentences about them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from commlayer.demo.fleet import Event, Progress, RunBegan, RunEnded
-from commlayer.demo.settings import DENSE, DemoSettings
+from commlayer.demo.settings import ALONE, COMMLAYER, RTT_S, RUNS, STEP_S, DemoSettings, Event
 
-COLUMNS = ("steps", "sent in\nall", "sent a\nstep", "test\naccuracy", "step\ntime", "exposed\ncomm.", "speed-\nup")
-NONE = "-"
-RUN_WIDTH = 16
-"""Width of the first column, in characters."""
-
-
-def table(settings: DemoSettings, results: Mapping[str, Any]) -> Table:
-    grid = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    grid.add_column("run", min_width=RUN_WIDTH)
-    for name in (f"time to\n{settings.target:.1%}", *COLUMNS):
-        grid.add_column(name, justify="right")
-    for row in results["rows"]:
-        grid.add_row(*_cells(row), style="bold" if row["run"] == "compressed" else "")
-    return grid
-
-
-def _cells(row: Mapping[str, Any]) -> Iterator[str]:
-    names = {"dense": f"dense {row['codec']}", "bound": "dense, at the ring's bound (*)"}
-    yield names.get(row["run"], f"{row['run']}\n{row['codec']}")
-    yield f"{row['train_s']:.1f} s" if row["reached"] else "not\nreached"
-    yield str(row["steps"])
-    if row["run"] == "bound":
-        yield from (NONE, NONE, NONE, span(row["step_s"]), NONE)
-    else:
-        yield from (size(row["sent_nbytes"]), size(row["step_nbytes"]), f"{row['accuracy']:.1%}", span(row["step_s"]),
-                    f"{row['exposed']:.0%}")
-    yield NONE if row["speedup"] is None else f"{row['speedup']:.{2 if row['speedup'] < 100 else 0}f}x"
-
-
-def notes(settings: DemoSettings, results: Mapping[str, Any], *, native: bool) -> str:
-    """Notes on the table: how the figures were measured, and their limits."""
-    n, summary = settings.workers, results["summary"]
-    bound = results["rows"][1]
-    text = [
-        f"(*) Computed: on this link a ring all-reduce of the fp16 gradients takes at least {span(bound['step_s'])} a step, "
-        f"2(n-1)/n x bytes x 8 / rate + 2(n-1) x one-way delay with n = {n}."
-    ]
-    if summary["speedup_over_bound"] is not None:
-        text[0] += f" The compressed run reaches the target {summary['speedup_over_bound']:.2f}x as fast."
-    text += [
-        f"Links are simulated inside the processes, without root: each worker is a host ({link_text(settings)}) that shares "
-        "its link with its summation server. Data crosses loopback; the little that PyTorch's Gloo sends is not shaped.",
-        "Both runs start from the same weights and use the same batches; the clock is stopped during evaluation. 'Sent' is "
-        "what one worker pushes.",
-    ]
-    if not native:
-        text.append("The native core is missing: codecs used the slow numpy fallback.")
-    return "\n".join(text)
-
-
-# ---- figures
-
-HALF_NBYTES = 2
-
-
-def ring_bound_s(workers: int, nbytes: float, bps: float, one_way_s: float) -> float:
-    """The least time of a ring all-reduce of `nbytes`: in each of its 2(n-1) phases every host sends 1/n of the bytes.
-
-    >>> round(ring_bound_s(4, 2_252_820, 100e6, 0.015), 3)
-    0.36
-    """
-    turns = 2 * (workers - 1)
-    return turns * (nbytes / workers * 8 / bps + one_way_s)
-
-
-def results(settings: DemoSettings, numel: int, ends: Sequence[Progress], reached: Sequence[bool]) -> dict[str, Any]:
-    """The rows of the table (uncompressed run, computed ring bound, compressed run) and a summary."""
-    dense, compressed = (
-        _row(name, codec, end, whole)
-        for name, codec, end, whole in zip(("dense", "compressed"), (DENSE, settings.codec), ends, reached, strict=True)
-    )
-    bound_s = ring_bound_s(settings.workers, HALF_NBYTES * numel, settings.bps, settings.one_way_s)
-    bound = {"run": "bound", "codec": DENSE, "reached": reached[0], "steps": ends[0].step, "step_s": bound_s,
-             "train_s": ends[0].step * bound_s}
-    rows = [dense, bound, compressed]
-    for row in rows:
-        row["speedup"] = _ratio(dense, row)
-    summary = {
-        "workers": settings.workers, "link_bps": settings.bps, "rtt_s": settings.rtt_s, "target": settings.target,
-        "parameters": numel, "speedup": compressed["speedup"], "speedup_over_bound": _ratio(bound, compressed),
-        "step_speedup": dense["step_s"] / compressed["step_s"], "sent_ratio": dense["step_nbytes"] / compressed["step_nbytes"],
-    }
-    return {"rows": rows, "summary": summary}
-
-
-def _row(name: str, codec: str, end: Progress, reached: bool) -> dict[str, Any]:
-    return {
-        "run": name, "codec": codec, "reached": reached, "train_s": end.train_s, "steps": end.step, "step_s": end.step_s,
-        "sent_nbytes": end.sent_nbytes, "step_nbytes": end.step_nbytes, "accuracy": end.accuracy, "loss": end.loss,
-        "exposed": end.exposed,
-    }
-
-
-def _ratio(slow: dict[str, Any], fast: dict[str, Any]) -> float | None:
-    """The speedup; None unless both runs reached the target."""
-    return slow["train_s"] / fast["train_s"] if slow["reached"] and fast["reached"] else None
-
-
-# ---- progress
-
-NAMES = ("dense", "compressed")
+COLORS: dict[str, str] = dict(zip(RUNS, ("yellow", "red", "green"), strict=True))
+SMOOTHED = 10
+"""A loss is the mean over this fraction of the seconds, 1/10, of all homes' batches."""
+SHOWN_S = 4
+"""The loss axis covers the losses from here on; those before are far above."""
+LATE = 0.1
+"""Above this fraction of late passes, a note says that this machine was too slow."""
+Curve = Sequence[tuple[int, float]]
 
 
 @dataclasses.dataclass
-class DemoProgress:
-    """The progress that workers have reported so far."""
+class RunProgress:
+    """What the workers of a run have reported."""
 
-    settings: DemoSettings
-    began: list[RunBegan] = dataclasses.field(default_factory=list)
-    latest: list[Progress] = dataclasses.field(default_factory=list)
-    """The latest report of each run."""
-    reached: list[bool] = dataclasses.field(default_factory=list)
+    sums: list[float]
+    counts: list[int]
+    """Sum and number of the losses of each second."""
+    steps: int = 0
+    every: int = 1
+    late: float = 0.0
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    run: str
+    steps: int
+    loss: float | None
+    """None before the first step."""
+    sent_nbytes: int
+    """What one home has sent over its uplink, on average."""
+    target_s: int | None
+    """Seconds to the target loss; None if the run has not reached it."""
+
+
+class Progress:
+    """The progress of all runs."""
+
+    def __init__(self, settings: DemoSettings) -> None:
+        self.settings, self.native = settings, True
+        self.runs = {run: RunProgress([0.0] * settings.seconds, [0] * settings.seconds) for run in RUNS}
 
     def take(self, event: Event) -> None:
-        if isinstance(event, RunBegan):
-            self.began.append(event)
-            self.latest.append(Progress(event.run, 0, float("nan"), 0.0, 0.0, 0.0, 0))
-        elif isinstance(event, Progress):
-            self.latest[event.run] = event
-        elif isinstance(event, RunEnded):
-            self.reached.append(event.reached)
+        run = self.runs[event.run]
+        self.native &= event.native
+        if event.step and event.at_s < self.settings.seconds:
+            run.sums[int(event.at_s)] += event.loss
+            run.counts[int(event.at_s)] += 1
+            run.steps, run.every, run.late = max(run.steps, event.step), event.every, max(run.late, event.late)
 
-    @property
-    def over(self) -> bool:
-        return len(self.reached) == len(NAMES)
+    def curve(self, run: str) -> Curve:
+        """The smoothed loss at the end of each second in which a step has ended."""
+        width, (sums, counts) = max(1, self.settings.seconds // SMOOTHED), (self.runs[run].sums, self.runs[run].counts)
+        spans = ((second, slice(max(0, second - width), second)) for second in range(1, self.settings.seconds + 1))
+        return [(second, sum(sums[span]) / sum(counts[span])) for second, span in spans if counts[second - 1]]
 
-    @property
-    def training(self) -> Progress | None:
-        """The last progress of the current run; None while a run starts or after all have ended."""
-        return self.latest[-1] if len(self.latest) > len(self.reached) else None
+    def target(self) -> float | None:
+        """The loss of one machine alone at its end; None before."""
+        curve = self.curve(ALONE)
+        return curve[-1][1] if curve and curve[-1][0] == self.settings.seconds else None
 
-
-def line(progress: DemoProgress) -> str:
-    now = progress.training
-    if now is None:
-        return waiting(progress)
-    if not now.step:
-        return f"{NAMES[now.run]:10}  begins"
-    accuracy = f"{now.accuracy:.1%}" if now.accuracy else "-"  # it is not measured in the first steps
-    costs = f"{span(now.step_s)}, {size(now.step_nbytes)} a step"
-    return (f"{NAMES[now.run]:10}  step {now.step:<4} loss {now.loss:5.3f}   training {now.train_s:4.1f} s  "
-            f"accuracy {accuracy:>5}  {costs}")
+    def rows(self, sent_nbytes: Mapping[str, int]) -> list[Row]:
+        target, rows = self.target(), []
+        for run in RUNS:
+            curve = self.curve(run)
+            reached = next((second for second, loss in curve if target is not None and loss <= target), None)
+            rows.append(Row(run, self.runs[run].steps, curve[-1][1] if curve else None, sent_nbytes.get(run, 0), reached))
+        return rows
 
 
-def waiting(progress: DemoProgress) -> str:
-    if progress.over:
-        return "all runs have ended; waiting for workers and servers to exit"
-    n = progress.settings.workers
-    if progress.reached:
-        return f"starting {n} fresh servers"
-    return f"starting {n} workers and {n} servers; each loads PyTorch"
+def results(progress: Progress, rows: Sequence[Row]) -> dict[str, Any]:
+    """The figures for --json."""
+    return {"settings": progress.settings, "target": progress.target(), "rows": [row._asdict() for row in rows],
+            "curves": {run: progress.curve(run) for run in RUNS}}
 
 
-def link_text(settings: DemoSettings) -> str:
-    return f"{rate(settings.bps)} up and down per host, round trip {span(settings.rtt_s)}"
+# ---- the screen
+
+def screen(progress: Progress, rows: Sequence[Row], note: str, *, width: int, height: int) -> RenderableType:
+    plot = canvas({run: progress.curve(run) for run in RUNS}, progress.settings.seconds, width - 8, max(6, height))
+    return Group(*plot, table(progress, rows), Text(note, style="dim"))
 
 
-def rate(bps: float) -> str:
-    return f"{bps / 1e9:g} Gb/s" if bps >= 1e9 else f"{bps / 1e6:g} Mb/s"
+def canvas(curves: Mapping[str, Curve], seconds: int, width: int, height: int) -> Iterator[Text]:
+    """The curves as lines of text: 2 x 4 dots of Braille in each character."""
+    shown = [loss for curve in curves.values() for second, loss in curve if second >= SHOWN_S] or [0.0, 1.0]
+    low, high = min(shown), max(*shown, min(shown) + 0.1)
+    dots: dict[tuple[int, int], int] = {}
+    styles: dict[tuple[int, int], str] = {}
+    for run, curve in curves.items():
+        points = [(2 * width * (second - 1) // seconds, round((4 * height - 1) * (high - min(high, loss)) / (high - low)))
+                  for second, loss in curve if second >= SHOWN_S]
+        for (x0, y0), (x1, y1) in zip(points, points[1:] or points, strict=False):
+            for i in range(reach := max(abs(x1 - x0), abs(y1 - y0), 1)):
+                x, y = x0 + (x1 - x0) * i // reach, y0 + (y1 - y0) * i // reach
+                cell = x // 2, y // 4
+                dots[cell] = dots.get(cell, 0) | BRAILLE[y % 4][x % 2]
+                styles[cell] = COLORS[run]
+    for y in range(height):
+        line = Text(f"{high - (high - low) * y / (height - 1):5.2f} │", no_wrap=True)
+        for x in range(width):
+            line.append(chr(0x2800 + dots[x, y]) if (x, y) in dots else " ", styles.get((x, y), ""))
+        yield line
+    marks = "".join(f"{seconds * part // 4:<{width // 4}}" for part in range(4))
+    yield Text(f" loss └{'─' * width}\n       {marks}{seconds} s"[: 2 * width + 24])
 
 
-def span(seconds: float) -> str:
-    """Formats a duration with up to three significant digits and a suitable unit."""
-    return f"{_figures(seconds * 1e3)} ms" if seconds < 1 else f"{seconds:.1f} s"
+BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bits of the dots in a character of Braille, by row and column."""
 
 
-def size(nbytes: float) -> str:
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= factor:
-            return f"{_figures(nbytes / factor)} {unit}"
-    return f"{nbytes:.0f} B"
+def table(progress: Progress, rows: Sequence[Row]) -> Table:
+    target = progress.target()
+    grid = Table(box=SIMPLE_HEAD, pad_edge=False)
+    grid.add_column("run", min_width=44)
+    for name in ("steps", "loss", "GB sent\nby a home", f"seconds to\n{f'loss {target:.2f}' if target else 'the target'}"):
+        grid.add_column(name, justify="right")
+    for row in rows:
+        grid.add_row(f"[{COLORS[row.run]}]━━[/] {_name(progress, row.run)}", f"{row.steps:,}",
+                     "-" if row.loss is None else f"{row.loss:.2f}", f"{row.sent_nbytes / 1e9:.3f}", reached(row, target))
+    return grid
 
 
-def _figures(number: float) -> str:
-    """Formats a number with three significant digits and no exponent."""
-    return f"{number:.0f}" if number >= 99.95 else f"{number:.3g}"
+def _name(progress: Progress, run: str) -> str:
+    if run == ALONE:
+        return "one machine alone"
+    if run != COMMLAYER:
+        return f"DDP, fp16 gradients, {progress.settings.homes} homes"
+    every = progress.runs[run].every
+    return f"commlayer, {progress.settings.homes} homes, {f'exchanges every {every} steps' if every > 1 else 'each step'}"
+
+
+def reached(row: Row, target: float | None) -> str:
+    return "-" if target is None else "not reached" if row.target_s is None else str(row.target_s)
+
+
+def line(progress: Progress, rows: Sequence[Row], second: float) -> str:
+    """The progress in one line, for output that is not a terminal."""
+    parts = [f"{row.run} {'-' if row.loss is None else f'{row.loss:.2f}'} ({row.steps} steps)" for row in rows]
+    return f"{second:4.0f} s  loss: {', '.join(parts)}"
+
+
+# ---- the end
+
+def notes(progress: Progress) -> str:
+    """What is simulated and what is measured."""
+    settings, homes = progress.settings, progress.settings.homes
+    text = [
+        f"Simulated: the homes' lines, {settings.down_bps / 1e6:g} Mb/s down, {settings.up_bps / 1e6:g} Mb/s up, "
+        f"{1e3 * RTT_S:g} ms there and back (a relay in this process, which every byte passes); and their GPUs, whose steps "
+        f"take {1e3 * STEP_S:g} ms: this machine computes them in less and sleeps for the rest. Measured: losses, seconds, "
+        "bytes. The runs train at the same time.",
+        'commlayer: `commlayer serve`, and `commlayer join` in each home, TLS and sync="auto", as in real homes; each home '
+        "reaches the server through one port, so its data travels over gRPC. DDP: torch's own, with its fp16 hook, over Gloo, "
+        "without TLS, from home to home through the same lines.",
+        "The model: a character GPT of 1.8 million parameters on Python's handbook. Losses are those of batches that a run had "
+        "not seen, smoothed. A machine's batch, 128 characters, is far below the noise scale: with larger batches, more "
+        f"machines gain less. AdamW's rate is the best for one machine; {homes} homes take {homes ** 0.5:.2f} times as much.",
+    ]
+    late = max(run.late for run in progress.runs.values())
+    if late > LATE:
+        text.append(f"WARNING: this machine is too slow or too busy: {late:.0%} of a worker's passes took longer than those of "
+                    "the simulated GPU. The figures understate what several machines gain.")
+    if not progress.native:
+        text.append("The native core is missing: codecs used the slower numpy fallback.")
+    return "\n".join(text)
+
+
+def verdict(progress: Progress, rows: Sequence[Row]) -> str:
+    target, (alone, *_, ours) = progress.target(), rows
+    if target is None or alone.target_s is None:
+        return "Result: the run alone has no loss to compare with: give --seconds more"
+    gain = f" ({alone.target_s / ours.target_s:.1f}x)" if ours.target_s else ""
+    return f"Result: seconds to loss {target:.2f}: {', '.join(f'{row.run} {reached(row, target)}' for row in rows)}{gain}"
+
+
+def draw(path: Path, progress: Progress) -> str:
+    """Writes the picture, if matplotlib is there. Returns a line that says where it is."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return 'Picture: needs matplotlib: pip install "commlayer[plot]"'
+    figure = Figure(figsize=(7.5, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="seconds", ylabel="loss", title=f"{progress.settings.homes} simulated homes")
+    for run in RUNS:
+        points = [point for point in progress.curve(run) if point[0] >= SHOWN_S]
+        axes.plot(*zip(*points, strict=True), label=_name(progress, run), color=COLORS[run].replace("yellow", "orange"))
+    if (target := progress.target()) is not None:
+        axes.axhline(target, color="gray", linewidth=0.8, linestyle=":")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return f"Picture: {path.absolute()}"

@@ -1,76 +1,67 @@
-"""Parses and validates the demo's settings from the command line."""
+"""The demo's settings, those of one of its workers, and the events that workers report."""
 
 from __future__ import annotations
 
-from commlayer.errors import InvalidInput
+import msgspec
+
 from commlayer.records import Record
 
-DENSE = "fp16()"
-CODEC = "int4()"
-SLOWEST_BPS, FASTEST_BPS = 1e6, 1e11
-LONGEST_RTT_MS = 10000
-MAX_WORKERS = 16
+ALONE, DDP, COMMLAYER = RUNS = ("alone", "DDP fp16", "commlayer")
+STEP_S = 0.2
+"""Seconds that a step of one machine takes: the pace of a small GPU, held by sleeping."""
+RTT_S = 0.04
 
 
 class DemoSettings(Record, frozen=True):
-    """The settings of one demo. Both runs share all of them except the codec."""
+    """What the demo compares: the line of each home, and the seconds that each run trains."""
 
-    workers: int
-    bps: float
-    """Link rate of each host in bit/s, up and down."""
-    rtt_s: float
-    codec: str
-    target: float
-    width: int
-    """Width of the model's hidden layers."""
-    max_steps: int
-    folder: str = ""
-    """A folder for the shared state of shaped links and for the workers' logs."""
-    rate: float = 0.1
-    batch: int = 32
-    """Samples per worker and step."""
-    every: int = 5
-    """Steps between two measurements of the test accuracy."""
+    homes: int
+    up_bps: float
+    down_bps: float
+    seconds: int
     seed: int = 0
-    cut_nbytes: int = 1 << 19
-    """Buckets are cut to this many bytes: small enough for four servers to get equal shares of a model of 4.5 MB."""
-
-    @property
-    def one_way_s(self) -> float:
-        return self.rtt_s / 2
-
-    @property
-    def deadline_s(self) -> float:
-        """Deadline of one step in seconds: about ten times the duration of an uncompressed step."""
-        return max(60.0, 10 * 2 * 8 * 4 * self.width**2 / self.bps)
-
-    def shape(self, run: int) -> str:
-        """The value of the setting `shape` (link simulation) for a run. Each run has new links. The delays of sender and
-        receiver add up."""
-        host = f"up_bps={self.bps!r},down_bps={self.bps!r},delay_s={self.one_way_s / 2!r}"
-        return f"path={self.folder}/links-{run},hosts={self.workers},{host}"
+    page: bool = False
+    """True: `commlayer serve` also serves the job's page."""
 
 
-def read_settings(*, workers: int, link: str, rtt_ms: float, codec: str, quick: bool) -> DemoSettings:
-    """Validates the options and returns the settings. An error states in one line what was given and what is allowed."""
-    # Imported late: they load numpy, which --help does not need.
-    from commlayer.compressors import parse
-    from commlayer.planner.inputs import rate_of
+class WorkerSettings(Record, frozen=True):
+    """What one worker of the demo does."""
 
-    if not 2 <= workers <= MAX_WORKERS:
-        raise InvalidInput("E-CLI-OPTION",
-                           f"--workers {workers}: allowed are 2 to {MAX_WORKERS} (each worker is a process)")
+    run: str
+    home: int
+    homes: int
+    """Number of workers of this run."""
+    seed: int = 0
+    store: str = ""
+    """File through which the ranks of DDP exchange addresses."""
+    ports: tuple[int, ...] = ()
+    """The relay's ports towards the ranks of DDP with smaller numbers, by rank."""
+
+
+class Event(Record, frozen=True):
+    """What a worker reports: Gloo's port, that it is ready to start, or the end of a step."""
+
+    run: str
+    home: int
+    port: int = 0
+    ready: bool = False
+    step: int = 0
+    at_s: float = 0.0
+    """Seconds since the start of training."""
+    loss: float = 0.0
+    every: int = 1
+    """Number of steps between two exchanges of the present plan."""
+    late: float = 0.0
+    """Fraction of the passes that this machine computed slower than the pace."""
+    native: bool = True
+
+
+_decoder = msgspec.json.Decoder(Event)
+
+
+def read_event(line: bytes) -> Event | None:
+    """Parses a line of a worker's output; None if the line is not an event."""
     try:
-        bps = rate_of(link)
-    except ValueError:
-        bps = 0.0
-    if not SLOWEST_BPS <= bps <= FASTEST_BPS:
-        raise InvalidInput("E-CLI-OPTION", f"--link {link!r}: allowed is a rate from 1Mb to 100Gb, such as 100Mb")
-    if not 0 <= rtt_ms <= LONGEST_RTT_MS:
-        raise InvalidInput("E-CLI-OPTION", f"--rtt {rtt_ms:g}: allowed are milliseconds from 0 to {LONGEST_RTT_MS}")
-    try:
-        parse(codec)
-    except (TypeError, ValueError) as error:
-        raise InvalidInput("E-CLI-OPTION", f"--codec: {error}") from None
-    return DemoSettings(workers, bps, rtt_ms / 1e3, codec, target=0.9 if quick else 0.97, width=256 if quick else 1024,
-                        max_steps=100 if quick else 600)
+        return _decoder.decode(line)
+    except msgspec.MsgspecError:
+        return None

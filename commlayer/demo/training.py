@@ -1,132 +1,242 @@
-"""One worker of the demo, under torchrun: trains the same model from the same initial weights twice, uncompressed and
-compressed.
+"""One worker of the demo: trains a small character model at the pace of a GPU, alone, with DDP, or with commlayer.
 
-The worker ends when its standard input closes, because then its parent process has ended.
+It reports events on standard output, one line of JSON each, starts after a line on standard input, and ends when standard input
+closes, because then the demo has ended. Each worker takes one byte of the input.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import select
 import signal
 import sys
 import threading
 import time
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore, Store
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer import native, records
-from commlayer.demo import fleet, problem
-from commlayer.demo.settings import DENSE, DemoSettings
+from commlayer.demo.settings import COMMLAYER, DDP, STEP_S, Event, WorkerSettings
 
-LOST = 130
+WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 192, 4, 4, 32, 4
+"""A GPT of 1.8 million parameters, and 128 characters in each batch: far below its noise scale."""
+RATE, CLIP = 1e-3, 1.0
+"""AdamW's learning rate for one machine, the best of 0.5e-3, 0.7e-3, 1e-3, 1.4e-3 and 2e-3, and the largest norm of gradients.
+N homes take the square root of N times this rate, as is usual for Adam."""
+FORWARD_S, BACKWARD_S = STEP_S / 3, 2 * STEP_S / 3
 GRACE_S = 3.0
-GROUP_TIMEOUT = timedelta(seconds=120)
+"""Seconds that a worker gets to leave its job in order."""
 
 
-def run(number: int, settings: DemoSettings, data: problem.Digits) -> None:
-    """Trains until the model reaches the target accuracy. Evaluations do not count as training time."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = problem.mlp(settings.width, settings.seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate)
-    codec = (DENSE, settings.codec)[number]
-    config = {
-        "ranks_per_node": 1, "servers": "each", "shape": settings.shape(number), "cut_nbytes": settings.cut_nbytes,
-        "deadline_s": settings.deadline_s,
-    }
-    stream = problem.batches(data.train, settings.batch, rank=rank, world=world, seed=settings.seed)
-    with commlayer.attach(model, optimizer, compression=codec, config=config) as session:
-        dist.barrier()
-        if rank == 0:
-            numel = sum(p.numel() for p in model.parameters())
-            fleet.report(fleet.RunBegan(number, numel, native.core is not None))
-        train_s, accuracy, reached = 0.0, 0.0, False
-        for step in range(1, settings.max_steps + 1):
-            begin = time.perf_counter()
-            loss = train_step(model, optimizer, next(stream))
-            train_s += time.perf_counter() - begin
-            if step % settings.every == 0:
-                accuracy = shared(problem.accuracy(model, data.test) if rank == 0 else 0.0)
-                reached = accuracy >= settings.target
-            if rank == 0:
-                stats = session.metrics()
-                sent_nbytes = int(stats["sent_nbytes"])
-                fleet.report(fleet.Progress(number, step, loss, accuracy, train_s, stats["exposed_s"], sent_nbytes))
-            if reached:
-                break
-        if rank == 0:
-            fleet.report(fleet.RunEnded(number, reached))
+def text() -> torch.Tensor:
+    """Python's built-in handbook (the topics of `help()`) as numbers: 460,000 characters of English and Python."""
+    from pydoc_data.topics import topics
+
+    characters = re.sub(r"[^\n -~]", "", "\n".join(topics[name] for name in sorted(topics)))
+    return torch.frombuffer(bytearray(characters.encode()), dtype=torch.uint8).long().sub(31).clamp(0)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: problem.Batch) -> float:
-    optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-    loss.backward()
-    optimizer.step()
-    return loss.item()
+LETTERS = 96
+"""Newline, and the printable characters of ASCII."""
 
 
-def shared(figure: float) -> float:
-    """Broadcasts rank 0's number to every rank, so all ranks stop at the same step."""
-    result = torch.tensor([figure], dtype=torch.float64)
-    dist.broadcast(result, 0)
-    return result.item()
+def batches(seed: int, home: int, homes: int) -> Iterator[torch.Tensor]:
+    """Yields this home's batches. No home sees another home's rows, or a row twice before all others."""
+    rows = text()
+    rows = rows[: len(rows) // (CONTEXT + 1) * (CONTEXT + 1)].unflatten(0, (-1, CONTEXT + 1))
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from rows[torch.randperm(len(rows), generator=generator)[home::homes]].split(BATCH)
 
 
-def warm_up(settings: DemoSettings, data: problem.Digits) -> None:
-    """Runs a few steps first, so torch's one-time initialization does not count against the first run."""
-    model = problem.mlp(settings.width, settings.seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate)
-    stream = problem.batches(data.train, settings.batch, rank=0, world=1, seed=settings.seed)
-    for _ in range(3):
-        train_step(model, optimizer, next(stream))
-    problem.accuracy(model, data.test)
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.feed = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, 2))
+        x = x + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        fed: torch.Tensor = x + self.feed(self.norms[1](x))
+        return fed
 
 
-def end_when_told() -> None:
-    """Ends this process on SIGTERM, or when standard input closes, which means that the parent process has ended.
+class GPT(nn.Module):
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.letters, self.places = nn.Embedding(LETTERS, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, LETTERS))
 
-    The main thread gets GRACE_S seconds to end its servers.
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        predicted: torch.Tensor = self.head(self.blocks(self.letters(x) + self.places.weight))
+        return predicted
+
+
+class Pace:
+    """Lets the passes through a model's blocks take as long as on a GPU, by sleeping for the rest of the time. Gradients become
+    ready block by block, as there."""
+
+    def __init__(self, blocks: nn.Sequential) -> None:
+        self._begin_s = 0.0
+        self.passes = self.late = 0
+        """Passes, and those for which computing took longer than the pace."""
+        for i, block in enumerate(blocks):
+            block.register_forward_hook(self._until(FORWARD_S, (i + 1) / len(blocks)))
+            block.register_full_backward_pre_hook(self._until(BACKWARD_S, 1 - i / len(blocks)))
+
+    def begin(self) -> None:
+        self._begin_s = time.perf_counter()
+
+    def _until(self, pass_s: float, part: float) -> Callable[..., None]:
+        def wait(*_: object) -> None:
+            left_s = self._begin_s + pass_s * part - time.perf_counter()
+            if part == 1:
+                self.passes, self.late = self.passes + 1, self.late + (left_s < 0)
+            time.sleep(max(0.0, left_s))
+
+        return wait
+
+
+class Worker:
+    """The ends of this process that the demo holds: its standard input and output."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings, self._started = settings, threading.Event()
+        threading.Thread(target=self._follow, name="demo", daemon=True).start()
+
+    def report(self, **what: Any) -> None:
+        """Reports an event in one write, so that lines of several processes do not mix."""
+        os.write(1, records.encode(Event(self.settings.run, self.settings.home, **what)) + b"\n")
+
+    def wait(self) -> None:
+        self.report(ready=True, native=native.core is not None)
+        self._started.wait()
+
+    def _follow(self) -> None:
+        if os.read(0, 1):
+            self._started.set()
+            end = select.poll()
+            end.register(0, 0)  # the end of the input; what is left to read is for other workers
+            end.poll()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(GRACE_S)
+        os._exit(0)
+
+
+def train(worker: Worker, gpt: GPT, model: nn.Module, optimizer: torch.optim.Optimizer,
+          session: commlayer.Session | None = None) -> None:
+    """Trains until the process ends. `model`: what runs the passes; the blocks of `gpt` have the pace."""
+    settings, pace = worker.settings, Pace(gpt.blocks)
+    rows = batches(settings.seed, settings.home, settings.homes)
+    worker.wait()
+    begin_s = time.perf_counter()
+    for step, batch in enumerate(rows, 1):
+        pace.begin()
+        loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        pace.begin()
+        loss.backward()
+        if session is None:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        else:
+            session.log_loss(loss)
+        optimizer.step()
+        plan = session and session.inspect.plan
+        worker.report(step=step, at_s=time.perf_counter() - begin_s, loss=loss.item(), every=plan.local_steps if plan else 1,
+                      late=pace.late / pace.passes)
+
+
+class Addresses(Store):
+    """The store of torch's process group. It gives Gloo the relay's addresses in place of those of the other ranks.
+
+    Of two ranks, Gloo's one with the larger address connects to the other one; it compares hosts, then ports as numbers of the
+    machine. The rank with the larger number must find itself to be the larger, so its relays have small numbers as ports; the
+    other one gets a large host, to which it never connects.
     """
 
-    def interrupt(_number: int, _frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        threading.Thread(target=insist, daemon=True).start()
-        raise KeyboardInterrupt
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self._worker, self._store = worker, FileStore(worker.settings.store, worker.settings.homes)
 
-    def insist() -> None:
-        time.sleep(GRACE_S)
-        os._exit(LOST)
+    def set(self, key: str, value: Any) -> None:  # bytes, although torch's stub says str
+        for port in ADDRESS.findall(value):
+            self._store.set(f"rank at {port.hex()}", str(self._worker.settings.home))
+            self._worker.report(port=int.from_bytes(port))
+        self._store.set(key, value)
 
-    def follow() -> None:
-        while os.read(0, 1):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
+    def get(self, key: str) -> bytes:
+        return ADDRESS.sub(self._relayed, self._store.get(key))
 
-    signal.signal(signal.SIGTERM, interrupt)
-    threading.Thread(target=follow, name="demo-parent", daemon=True).start()
+    def _relayed(self, address: re.Match[bytes]) -> bytes:
+        rank = int(self._store.get(f"rank at {address[1].hex()}"))
+        if rank < self._worker.settings.home:
+            return address[0].replace(address[1], self._worker.settings.ports[rank].to_bytes(2))
+        return address[0].replace(OWN, WAITS_FOR) if rank > self._worker.settings.home else address[0]
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait(keys, *timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+
+ADDRESS = re.compile(rb"\x02\x00(..)\x7f\x00\x00\x01", re.DOTALL)
+"""An IPv4 address on loopback as system calls take it, which is how Gloo publishes it. The group is the port."""
+OWN, WAITS_FOR = b"\x7f\x00\x00\x01", b"\x7f\xff\xff\xfe"
+
+
+def run(settings: WorkerSettings) -> None:
+    worker = Worker(settings)
+    for _ in range(3):  # torch's first passes take longer
+        GPT(settings.seed)(next(batches(0, 0, 1))[:, :-1]).sum().backward()
+    gpt = GPT(settings.seed)
+    optimizer = optimizer_of(gpt, settings.homes)
+    if settings.run == COMMLAYER:
+        with commlayer.attach(gpt, optimizer, sync="auto", clip_grad_norm=CLIP) as session:
+            train(worker, gpt, gpt, optimizer, session)
+    model: nn.Module = gpt
+    if settings.run == DDP:
+        dist.init_process_group("gloo", store=Addresses(worker), rank=settings.home, world_size=settings.homes)
+        model = DistributedDataParallel(gpt)
+        model.register_comm_hook(None, fp16_compress_hook)
+    train(worker, gpt, model, optimizer)
+
+
+def optimizer_of(gpt: GPT, homes: int) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(gpt.parameters(), lr=RATE * homes**0.5)
 
 
 def main() -> None:
-    settings = records.decode(sys.argv[1].encode(), DemoSettings, "settings of the demo")
-    code = 0
-    try:
-        end_when_told()
-        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
-        data = problem.digits(settings.seed)
-        warm_up(settings, data)
-        for number in range(2):
-            run(number, settings, data)
-        dist.destroy_process_group()
-    except KeyboardInterrupt:
-        code = LOST
-    except Exception as error:
-        print(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", file=sys.stderr, flush=True)
-        code = 1
-    os._exit(code)  # a process group's destructor would wait for ranks that are gone
+    """Runs one worker, or several in forked processes, which share what torch's modules take to load."""
+    workers = [records.decode(text.encode(), WorkerSettings, "settings of the demo") for text in sys.argv[1:]]
+    torch.set_num_threads(1)
+    if len(workers) > 1:
+        optimizer_of(GPT(0), 1)  # loads torch._dynamo
+        for settings in workers:
+            if not os.fork():
+                workers = [settings]
+                break
+    if len(workers) == 1:
+        run(workers[0])
+    _, status = os.wait()  # of the first that ends: all train until the demo ends
+    os._exit(os.waitstatus_to_exitcode(status) and 1)
 
 
 if __name__ == "__main__":

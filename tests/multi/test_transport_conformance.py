@@ -247,7 +247,7 @@ CASES: dict[str, Callable[[Mesh], None]] = {
 }
 
 
-MANY = ["loopback", "shaped", "tcp", "far"]
+MANY = ["loopback", "tcp", "far"]
 """Of any number of ranks; on the others connections are dear."""
 SIZES = [(name, n) for name in MESHES for n in ([1, 2, 3, 5, 9] if name in MANY else [3])]
 

@@ -25,7 +25,6 @@ from commlayer.transport.endpoint import Address, Settings, StreamTransport
 from commlayer.transport.handshake import Admit, Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import ByteChannel, Header, Kind, Transport, binding_of, key
-from commlayer.transport.shaped_links import HostLink, Shaped, ShapedLinks
 from support.loopback import Hub
 
 PATIENCE_S = 30.0
@@ -145,19 +144,8 @@ def keys() -> Keys:
     return Keys(authority.add(Path(folder.name), "gpu-1"))
 
 
-@contextlib.contextmanager
-def shaped_mesh(n: int) -> Iterator[list[Transport]]:
-    """Infinitely fast: nothing but the machinery. Two ranks share each host."""
-    with tempfile.TemporaryDirectory() as folder:
-        links = ShapedLinks(Path(folder) / "links", [HostLink(math.inf, math.inf)] * n)
-        hosts = {rank: rank // 2 for rank in range(n)}
-        with closing([Shaped(t, links, hosts) for t in Hub().mesh(range(n))]) as mesh:
-            yield mesh
-        links.close()
-
-
 MESHES: dict[str, Mesh] = {
-    "loopback": loopback_mesh, "shaped": shaped_mesh,
+    "loopback": loopback_mesh,
     **{name: wire.mesh for name, wire in WIRES.items()},
 }
 

@@ -7,10 +7,10 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec import structs
 from rich.console import Console
@@ -21,9 +21,8 @@ from commlayer.cli import plan_output
 from commlayer.cli.arguments import counted_job, function_of, job_named, made_by, timed_job
 from commlayer.cli.main import run
 from commlayer.demo import report
-from commlayer.demo.fleet import Progress
-from commlayer.demo.report import DemoProgress, notes, results, ring_bound_s
-from commlayer.demo.settings import CODEC, DemoSettings, read_settings
+from commlayer.demo.report import Progress
+from commlayer.demo.settings import DemoSettings, Event
 from commlayer.engine.regroup import unfit
 from commlayer.planner import builtin, plan
 from commlayer.planner.baselines import Curve, one_machine, what_if
@@ -33,7 +32,6 @@ from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Policy
 from commlayer.planner.tables import device_named, profile_from_tables
 from commlayer.records import Plan
-from commlayer.transport.shaped_links import parse_shape
 
 NODES = "2xrtx3060@100/20Mb,rtx4090@1Gb"
 
@@ -694,72 +692,51 @@ def test_what_fails_in_a_users_model_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-# ---- What a demo may be asked for, and its arithmetic: units, refusals, the shape of its links, the ring's bound, the figures
+# ---- the demo's figures
 
-def settings(**given: Any) -> DemoSettings:
-    options = {"workers": 4, "link": "100Mb", "rtt_ms": 30.0, "codec": CODEC, "quick": False}
-    return read_settings(**{**options, **given})
-
-
-@pytest.mark.parametrize("change", [
-    {"link": "100"}, {"link": "-1Mb"}, {"link": "0.5Mb"}, {"link": "101Gb"}, {"link": "100/20Mb"}, {"rtt_ms": -1.0},
-    {"rtt_ms": float("nan")}, {"rtt_ms": 10001.0}, {"workers": 1}, {"workers": 17}, {"codec": "topq()"},
-])
-def test_what_is_not_allowed_is_named(change: dict[str, Any]) -> None:
-    (name,) = change
-    with pytest.raises(ValueError, match=rf"^--{name.removesuffix('_ms')}\b.*\[E-[A-Z-]+\]$"):
-        settings(**change)
+def progress_of(losses: Mapping[str, Mapping[int, Sequence[float]]], seconds: int = 20) -> Progress:
+    """A demo with these losses of the homes by second."""
+    progress = Progress(DemoSettings(3, 20e6, 100e6, seconds))
+    for name, by_second in losses.items():
+        for step, (second, values) in enumerate(by_second.items(), 1):
+            for home, loss in enumerate(values):
+                progress.take(Event(name, home, step=step, at_s=second + 0.5, loss=loss, late=0.1 * home))
+    return progress
 
 
-def test_a_round_trip_is_both_hosts_delays_there_and_back(tmp_path: Path) -> None:
-    record = msgspec.structs.replace(settings(workers=3, link="8Mb", rtt_ms=40.0), folder=str(tmp_path))
-    links = parse_shape(record.shape(0))
-    try:
-        assert len(links.hosts) == 3
-        nbytes = 1000  # 1 ms at 8 Mb/s
-        out = links.send(0, 100.0, nbytes)
-        arrival = links.receive(0, 1, out, nbytes)
-        assert arrival == pytest.approx(100.001 + record.rtt_s / 2)
-    finally:
-        links.close()
+FALLING = {second: [4 - second / 10] for second in range(20)}
+FASTER = {second: [4 - second / 5, 4.2 - second / 5, 3.8 - second / 5] for second in range(20)}
 
 
-@pytest.mark.parametrize(("workers", "nbytes", "bps", "one_way_s", "bound_s"), [
-    (2, 1_000_000, 8e6, 0.0, 1.0),  # half there, half back
-    (4, 1_000_000, 8e6, 0.0, 1.5),
-    (4, 0, 8e6, 0.015, 0.09),
-    (4, 2_252_820, 1e8, 0.015, 0.3603384),
-    (1, 1_000_000, 8e6, 0.015, 0.0),
-])
-def test_ring_bound(workers: int, nbytes: int, bps: float, one_way_s: float, bound_s: float) -> None:
-    assert ring_bound_s(workers, nbytes, bps, one_way_s) == pytest.approx(bound_s)
+def test_the_target_is_the_loss_of_one_machine_at_its_end() -> None:
+    progress = progress_of({"alone": FALLING, "DDP fp16": {3: [4.0], 19: [3.9]}, "commlayer": FASTER})
+    assert progress.target() == pytest.approx(4 - 18.5 / 10), "the mean of two seconds of twenty"
+    rows = progress.rows({"commlayer": 5_000_000})
+    assert [(row.run, row.steps, row.target_s, row.sent_nbytes) for row in rows] == [
+        ("alone", 20, 20, 0), ("DDP fp16", 2, None, 0), ("commlayer", 20, 11, 5_000_000)]
+    assert rows[1].loss == pytest.approx(3.9)
+    assert "alone 20, DDP fp16 not reached, commlayer 11 (1.8x)" in report.verdict(progress, rows)
+    assert "20%" in report.notes(progress), "the slowest home's late passes"
 
 
-DENSE = Progress(0, 100, 0.1, 0.97, 40.0, 39.0, 200_000_000)
-SPARSE = Progress(1, 120, 0.1, 0.98, 8.0, 6.0, 3_000_000)
+def test_a_run_that_misses_the_target_is_not_compared() -> None:
+    progress = progress_of({"alone": FALLING, "DDP fp16": {}, "commlayer": {0: [4.0], 19: [3.0]}})
+    rows = progress.rows({})
+    assert report.verdict(progress, rows).endswith("DDP fp16 not reached, commlayer not reached")
+    assert (rows[1].loss, rows[1].steps) == (None, 0)
 
 
-def test_figures_of_two_runs_that_reached_the_target() -> None:
-    figures = results(settings(), 1_126_410, [DENSE, SPARSE], [True, True])
-    dense, bound, compressed = figures["rows"]
-    assert [row["run"] for row in figures["rows"]] == ["dense", "bound", "compressed"]
-    assert (dense["speedup"], compressed["speedup"]) == (1.0, 5.0)
-    assert (compressed["step_nbytes"], compressed["exposed"]) == (25_000, 0.75)
-    assert bound["train_s"] == pytest.approx(100 * 0.3603384)
-    assert figures["summary"]["speedup_over_bound"] == pytest.approx(100 * 0.3603384 / 8)
-    assert "4.50x" in notes(settings(), figures, native=True)
+def test_there_is_no_target_before_the_end() -> None:
+    progress = progress_of({"alone": {second: [3.0] for second in range(19)}, "commlayer": FASTER})
+    assert progress.target() is None
+    assert [row.target_s for row in progress.rows({})] == [None] * 3
 
 
-@pytest.mark.parametrize(("accuracy", "shown"), [(0.0, "accuracy     -  "), (0.971, "accuracy 97.1%  ")])
-def test_an_accuracy_that_is_not_measured_yet_is_not_shown_as_0(accuracy: float, shown: str) -> None:
-    progress = DemoProgress(settings())
-    progress.latest.append(msgspec.structs.replace(DENSE, accuracy=accuracy))
-    assert shown in report.line(progress)
-
-
-@pytest.mark.parametrize("reached", [(True, False), (False, True), (False, False)])
-def test_a_run_that_missed_the_target_is_not_compared(reached: tuple[bool, bool]) -> None:
-    figures = results(settings(), 1_126_410, [DENSE, SPARSE], list(reached))
-    assert figures["summary"]["speedup"] is None
-    assert figures["rows"][2]["speedup"] is None
-    assert " as fast " not in notes(settings(), figures, native=True)
+def test_a_curve_falls_from_the_top_left_to_the_bottom_right() -> None:
+    lines = [line.plain for line in report.canvas({"alone": progress_of({"alone": FALLING}).curve("alone")}, 20, 40, 8)]
+    plot = [line.partition("│")[2] for line in lines[:8]]
+    assert [len(line) for line in plot] == [40] * 8
+    places = [[x for x, dots in enumerate(line) if dots != " "] for line in plot]
+    assert all(places)
+    assert [min(line) for line in places] == sorted(min(line) for line in places)
+    assert max(places[-1]) >= 36

@@ -135,7 +135,7 @@ CONFIGS = st.builds(
     Config, join=st.sampled_from(["", "127.0.0.1:7000"]), port=st.integers(0, 65535), insecure=st.booleans(),
     servers=st.sampled_from(["one", "each"]), deadline_s=st.floats(1e-3, 86400), dead_after_s=st.floats(2.0, 86400),
     fuse_nbytes=st.integers(0, MAX_BUCKET_NBYTES), backend=st.sampled_from(["auto", "native", "fallback"]),
-    shape=st.text(st.characters(codec="ascii", exclude_categories=["Cc"])),
+    events=st.text(st.characters(codec="ascii", exclude_categories=["Cc"])),
 )
 
 
