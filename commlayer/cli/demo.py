@@ -89,7 +89,7 @@ def _run(settings: DemoSettings, png: Path, json: Path | None, links: str) -> No
                                 refresh=True)
                 elif time.monotonic() >= last + LINE_S:
                     last = time.monotonic()
-                    console.print(report.line(progress, rows, elapsed))
+                    console.print(report.line(rows, elapsed))
     rows = progress.rows(sent_nbytes)
     console.print(report.screen(progress, rows, "", width=console.width, height=min(16, console.height - BELOW))
                   if console.is_terminal else report.table(progress, rows))

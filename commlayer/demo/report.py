@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
@@ -16,21 +17,20 @@ from commlayer.demo.settings import ALONE, COMMLAYER, RTT_S, RUNS, STEP_S, DemoS
 
 COLORS: dict[str, str] = dict(zip(RUNS, ("yellow", "red", "green"), strict=True))
 SMOOTHED = 10
-"""A loss is the mean over this fraction of the seconds, 1/10, of all homes' batches."""
+"""A loss is the mean of the evaluations in 1/10 of all seconds, for every run."""
 SHOWN_S = 4
 """The loss axis covers the losses from here on; those before are far above."""
 LATE = 0.1
 """Above this fraction of late passes, a note says that this machine was too slow."""
-Curve = Sequence[tuple[int, float]]
+Curve = Sequence[tuple[float, float]]
 
 
 @dataclasses.dataclass
 class RunProgress:
     """What the workers of a run have reported."""
 
-    sums: list[float]
-    counts: list[int]
-    """Sum and number of the losses of each second."""
+    losses: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    """Validation losses, after the seconds at which they were measured."""
     steps: int = 0
     every: int = 1
     late: float = 0.0
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     """None before the first step."""
     sent_nbytes: int
     """What one home has sent over its uplink, on average."""
-    target_s: int | None
+    target_s: float | None
     """Seconds to the target loss; None if the run has not reached it."""
 
 
@@ -54,32 +54,31 @@ class Progress:
 
     def __init__(self, settings: DemoSettings) -> None:
         self.settings, self.native = settings, True
-        self.runs = {run: RunProgress([0.0] * settings.seconds, [0] * settings.seconds) for run in RUNS}
+        self.runs = {run: RunProgress() for run in RUNS}
 
     def take(self, event: Event) -> None:
         run = self.runs[event.run]
         self.native &= event.native
         if event.step and event.at_s < self.settings.seconds:
-            run.sums[int(event.at_s)] += event.loss
-            run.counts[int(event.at_s)] += 1
             run.steps, run.every, run.late = max(run.steps, event.step), event.every, max(run.late, event.late)
+            if event.loss is not None:
+                run.losses.append((event.at_s, event.loss))
 
     def curve(self, run: str) -> Curve:
-        """The smoothed loss at the end of each second in which a step has ended."""
-        width, (sums, counts) = max(1, self.settings.seconds // SMOOTHED), (self.runs[run].sums, self.runs[run].counts)
-        spans = ((second, slice(max(0, second - width), second)) for second in range(1, self.settings.seconds + 1))
-        return [(second, sum(sums[span]) / sum(counts[span])) for second, span in spans if counts[second - 1]]
+        """The smoothed loss at the time of each evaluation."""
+        losses, width_s = self.runs[run].losses, self.settings.seconds / SMOOTHED
+        return [(at_s, fmean(loss for other_s, loss in losses if at_s - width_s < other_s <= at_s)) for at_s, _ in losses]
 
     def target(self) -> float | None:
-        """The loss of one machine alone at its end; None before."""
+        """The loss of one machine alone at its end; None before its first evaluation."""
         curve = self.curve(ALONE)
-        return curve[-1][1] if curve and curve[-1][0] == self.settings.seconds else None
+        return curve[-1][1] if curve else None
 
     def rows(self, sent_nbytes: Mapping[str, int]) -> list[Row]:
         target, rows = self.target(), []
         for run in RUNS:
             curve = self.curve(run)
-            reached = next((second for second, loss in curve if target is not None and loss <= target), None)
+            reached = next((at_s for at_s, loss in curve if target is not None and loss <= target), None)
             rows.append(Row(run, self.runs[run].steps, curve[-1][1] if curve else None, sent_nbytes.get(run, 0), reached))
         return rows
 
@@ -99,13 +98,13 @@ def screen(progress: Progress, rows: Sequence[Row], note: str, *, width: int, he
 
 def canvas(curves: Mapping[str, Curve], seconds: int, width: int, height: int) -> Iterator[Text]:
     """The curves as lines of text: 2 x 4 dots of Braille in each character."""
-    shown = [loss for curve in curves.values() for second, loss in curve if second >= SHOWN_S] or [0.0, 1.0]
+    shown = [loss for curve in curves.values() for at_s, loss in curve if at_s >= SHOWN_S] or [0.0]
     low, high = min(shown), max(*shown, min(shown) + 0.1)
     dots: dict[tuple[int, int], int] = {}
     styles: dict[tuple[int, int], str] = {}
     for run, curve in curves.items():
-        points = [(2 * width * (second - 1) // seconds, round((4 * height - 1) * (high - min(high, loss)) / (high - low)))
-                  for second, loss in curve if second >= SHOWN_S]
+        points = [(int(2 * width * at_s / seconds), round((4 * height - 1) * (high - loss) / (high - low)))
+                  for at_s, loss in curve if at_s >= SHOWN_S]
         for (x0, y0), (x1, y1) in zip(points, points[1:] or points, strict=False):
             for i in range(reach := max(abs(x1 - x0), abs(y1 - y0), 1)):
                 x, y = x0 + (x1 - x0) * i // reach, y0 + (y1 - y0) * i // reach
@@ -147,13 +146,13 @@ def _name(progress: Progress, run: str) -> str:
 
 
 def reached(row: Row, target: float | None) -> str:
-    return "-" if target is None else "not reached" if row.target_s is None else str(row.target_s)
+    return "-" if target is None else "not reached" if row.target_s is None else f"{row.target_s:.0f}"
 
 
-def line(progress: Progress, rows: Sequence[Row], second: float) -> str:
+def line(rows: Sequence[Row], elapsed_s: float) -> str:
     """The progress in one line, for output that is not a terminal."""
     parts = [f"{row.run} {'-' if row.loss is None else f'{row.loss:.2f}'} ({row.steps} steps)" for row in rows]
-    return f"{second:4.0f} s  loss: {', '.join(parts)}"
+    return f"{elapsed_s:4.0f} s  loss: {', '.join(parts)}"
 
 
 # ---- the end
@@ -169,9 +168,10 @@ def notes(progress: Progress) -> str:
         'commlayer: `commlayer serve`, and `commlayer join` in each home, TLS and sync="auto", as in real homes; each home '
         "reaches the server through one port, so its data travels over gRPC. DDP: torch's own, with its fp16 hook, over Gloo, "
         "without TLS, from home to home through the same lines.",
-        "The model: a character GPT of 1.8 million parameters on Python's handbook. Losses are those of batches that a run had "
-        "not seen, smoothed. A machine's batch, 128 characters, is far below the noise scale: with larger batches, more "
-        f"machines gain less. AdamW's rate is the best for one machine; {homes} homes take {homes ** 0.5:.2f} times as much.",
+        "The model: a character GPT of 1.8 million parameters on Python's handbook. Losses are of text that is not trained "
+        "on, smoothed, with the weights that all homes have. A machine's batch, 128 characters, is far below the noise scale: "
+        "with larger batches, more machines gain less. AdamW's rate is the best for one machine; "
+        f"{homes} homes take {homes ** 0.5:.2f} times as much.",
     ]
     late = max(run.late for run in progress.runs.values())
     if late > LATE:

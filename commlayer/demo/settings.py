@@ -48,7 +48,8 @@ class Event(Record, frozen=True):
     step: int = 0
     at_s: float = 0.0
     """Seconds since the start of training."""
-    loss: float = 0.0
+    loss: float | None = None
+    """Validation loss; None after most steps."""
     every: int = 1
     """Number of steps between two exchanges of the present plan."""
     late: float = 0.0

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 192, 4, 4, 32, 4
 RATE, CLIP = 1e-3, 1.0
 """AdamW's learning rate for one machine, the best of 0.5e-3, 0.7e-3, 1e-3, 1.4e-3 and 2e-3, and the largest norm of gradients.
 N homes take the square root of N times this rate, as is usual for Adam."""
+HELD_OUT, EVALUATE_S = 64, 1.5
+"""Rows of the text for evaluation, and seconds between two evaluations, which the first home makes."""
 FORWARD_S, BACKWARD_S = STEP_S / 3, 2 * STEP_S / 3
 GRACE_S = 3.0
 """Seconds that a worker gets to leave its job in order."""
@@ -50,10 +53,21 @@ LETTERS = 96
 """Newline, and the printable characters of ASCII."""
 
 
-def batches(seed: int, home: int, homes: int) -> Iterator[torch.Tensor]:
-    """Yields this home's batches. No home sees another home's rows, or a row twice before all others."""
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of text to train on and to evaluate with."""
     rows = text()
     rows = rows[: len(rows) // (CONTEXT + 1) * (CONTEXT + 1)].unflatten(0, (-1, CONTEXT + 1))
+    held_out = torch.arange(len(rows)) % (len(rows) // HELD_OUT) == 0
+    return rows[~held_out], rows[held_out]
+
+
+def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def batches(seed: int, home: int, homes: int) -> Iterator[torch.Tensor]:
+    """Yields this home's batches. No home sees another home's rows, or a row twice before all others."""
+    rows, _ = data()
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from rows[torch.randperm(len(rows), generator=generator)[home::homes]].split(BATCH)
@@ -102,7 +116,9 @@ class Pace:
         self._begin_s = time.perf_counter()
 
     def _until(self, pass_s: float, part: float) -> Callable[..., None]:
-        def wait(*_: object) -> None:
+        def wait(block: nn.Module, *_: object) -> None:
+            if not block.training:
+                return
             left_s = self._begin_s + pass_s * part - time.perf_counter()
             if part == 1:
                 self.passes, self.late = self.passes + 1, self.late + (left_s < 0)
@@ -141,12 +157,17 @@ def train(worker: Worker, gpt: GPT, model: nn.Module, optimizer: torch.optim.Opt
           session: commlayer.Session | None = None) -> None:
     """Trains until the process ends. `model`: what runs the passes; the blocks of `gpt` have the pace."""
     settings, pace = worker.settings, Pace(gpt.blocks)
-    rows = batches(settings.seed, settings.home, settings.homes)
+    rows, (_, held_out) = batches(settings.seed, settings.home, settings.homes), data()
     worker.wait()
     begin_s = time.perf_counter()
+    evaluated_s = 0.0
     for step, batch in enumerate(rows, 1):
         pace.begin()
-        loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        at_s, validation = time.perf_counter() - begin_s, None
+        if settings.home == 0 and at_s >= evaluated_s + EVALUATE_S:
+            # The pace of the forward pass covers it: a GPU evaluates so few rows in a moment.
+            validation, evaluated_s = evaluate(gpt, held_out, session), at_s
+        loss = loss_of(model, batch)
         optimizer.zero_grad()
         pace.begin()
         loss.backward()
@@ -156,8 +177,17 @@ def train(worker: Worker, gpt: GPT, model: nn.Module, optimizer: torch.optim.Opt
             session.log_loss(loss)
         optimizer.step()
         plan = session and session.inspect.plan
-        worker.report(step=step, at_s=time.perf_counter() - begin_s, loss=loss.item(), every=plan.local_steps if plan else 1,
-                      late=pace.late / pace.passes)
+        every = plan.local_steps if plan else 1
+        worker.report(step=step, at_s=at_s, loss=validation, every=every, late=pace.late / pace.passes)
+
+
+@torch.no_grad()
+def evaluate(gpt: GPT, rows: torch.Tensor, session: commlayer.Session | None) -> float:
+    """The loss of the weights that all homes have: under local steps, those of the last exchange."""
+    with nullcontext() if session is None else session.averaged():
+        loss = loss_of(gpt.eval(), rows).item()
+    gpt.train()
+    return loss
 
 
 class Addresses(Store):

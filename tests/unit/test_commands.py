@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -694,40 +694,40 @@ def test_what_fails_in_a_users_model_is_one_line(
 
 # ---- the demo's figures
 
-def progress_of(losses: Mapping[str, Mapping[int, Sequence[float]]], seconds: int = 20) -> Progress:
-    """A demo with these losses of the homes by second."""
+def progress_of(losses: Mapping[str, Mapping[int, float]], seconds: int = 20) -> Progress:
+    """A demo whose runs have these losses after so many seconds."""
     progress = Progress(DemoSettings(3, 20e6, 100e6, seconds))
     for name, by_second in losses.items():
-        for step, (second, values) in enumerate(by_second.items(), 1):
-            for home, loss in enumerate(values):
-                progress.take(Event(name, home, step=step, at_s=second + 0.5, loss=loss, late=0.1 * home))
+        for step, (second, loss) in enumerate(by_second.items(), 1):
+            for home in range(3):
+                progress.take(Event(name, home, step=step, at_s=second, loss=loss if home == 0 else None, late=0.1 * home))
     return progress
 
 
-FALLING = {second: [4 - second / 10] for second in range(20)}
-FASTER = {second: [4 - second / 5, 4.2 - second / 5, 3.8 - second / 5] for second in range(20)}
+FALLING = {second: 4 - second / 10 for second in range(20)}
+FASTER = {second: 4 - second / 5 for second in range(20)}
 
 
 def test_the_target_is_the_loss_of_one_machine_at_its_end() -> None:
-    progress = progress_of({"alone": FALLING, "DDP fp16": {3: [4.0], 19: [3.9]}, "commlayer": FASTER})
-    assert progress.target() == pytest.approx(4 - 18.5 / 10), "the mean of two seconds of twenty"
+    progress = progress_of({"alone": FALLING, "DDP fp16": {3: 4.0, 19: 3.9}, "commlayer": FASTER})
+    assert progress.target() == pytest.approx(4 - 18.5 / 10), "the mean of a tenth of twenty seconds"
     rows = progress.rows({"commlayer": 5_000_000})
     assert [(row.run, row.steps, row.target_s, row.sent_nbytes) for row in rows] == [
-        ("alone", 20, 20, 0), ("DDP fp16", 2, None, 0), ("commlayer", 20, 11, 5_000_000)]
+        ("alone", 20, 19, 0), ("DDP fp16", 2, None, 0), ("commlayer", 20, 10, 5_000_000)]
     assert rows[1].loss == pytest.approx(3.9)
-    assert "alone 20, DDP fp16 not reached, commlayer 11 (1.8x)" in report.verdict(progress, rows)
+    assert "alone 19, DDP fp16 not reached, commlayer 10 (1.9x)" in report.verdict(progress, rows)
     assert "20%" in report.notes(progress), "the slowest home's late passes"
 
 
 def test_a_run_that_misses_the_target_is_not_compared() -> None:
-    progress = progress_of({"alone": FALLING, "DDP fp16": {}, "commlayer": {0: [4.0], 19: [3.0]}})
+    progress = progress_of({"alone": FALLING, "DDP fp16": {}, "commlayer": {0: 4.0, 19: 3.0}})
     rows = progress.rows({})
     assert report.verdict(progress, rows).endswith("DDP fp16 not reached, commlayer not reached")
     assert (rows[1].loss, rows[1].steps) == (None, 0)
 
 
-def test_there_is_no_target_before_the_end() -> None:
-    progress = progress_of({"alone": {second: [3.0] for second in range(19)}, "commlayer": FASTER})
+def test_there_is_no_target_without_a_loss_of_one_machine() -> None:
+    progress = progress_of({"commlayer": FASTER})
     assert progress.target() is None
     assert [row.target_s for row in progress.rows({})] == [None] * 3
 
