@@ -18,8 +18,8 @@ from commlayer.demo.settings import ALONE, COMMLAYER, RTT_S, RUNS, STEP_S, DemoS
 COLORS: dict[str, str] = dict(zip(RUNS, ("yellow", "red", "green"), strict=True))
 SMOOTHED = 10
 """A loss is the mean of the evaluations in 1/10 of all seconds, for every run."""
-SHOWN_S = 4
-"""The loss axis covers the losses from here on; those before are far above."""
+SHOWN = 1 / 15
+"""Losses are shown after this fraction of all seconds; those before are far above."""
 LATE = 0.1
 """Above this fraction of late passes, a note says that this machine was too slow."""
 Curve = Sequence[tuple[float, float]]
@@ -69,6 +69,9 @@ class Progress:
         losses, width_s = self.runs[run].losses, self.settings.seconds / SMOOTHED
         return [(at_s, fmean(loss for other_s, loss in losses if at_s - width_s < other_s <= at_s)) for at_s, _ in losses]
 
+    def shown(self, run: str) -> Curve:
+        return [(at_s, loss) for at_s, loss in self.curve(run) if at_s >= SHOWN * self.settings.seconds]
+
     def target(self) -> float | None:
         """The loss of one machine alone at its end; None before its first evaluation."""
         curve = self.curve(ALONE)
@@ -92,19 +95,19 @@ def results(progress: Progress, rows: Sequence[Row]) -> dict[str, Any]:
 # ---- the screen
 
 def screen(progress: Progress, rows: Sequence[Row], note: str, *, width: int, height: int) -> RenderableType:
-    plot = canvas({run: progress.curve(run) for run in RUNS}, progress.settings.seconds, width - 8, max(6, height))
+    plot = canvas({run: progress.shown(run) for run in RUNS}, progress.settings.seconds, width - 8, max(6, height))
     return Group(*plot, table(progress, rows), Text(note, style="dim"))
 
 
 def canvas(curves: Mapping[str, Curve], seconds: int, width: int, height: int) -> Iterator[Text]:
     """The curves as lines of text: 2 x 4 dots of Braille in each character."""
-    shown = [loss for curve in curves.values() for at_s, loss in curve if at_s >= SHOWN_S] or [0.0]
+    shown = [loss for curve in curves.values() for _, loss in curve] or [0.0]
     low, high = min(shown), max(*shown, min(shown) + 0.1)
     dots: dict[tuple[int, int], int] = {}
     styles: dict[tuple[int, int], str] = {}
     for run, curve in curves.items():
         points = [(int(2 * width * at_s / seconds), round((4 * height - 1) * (high - loss) / (high - low)))
-                  for at_s, loss in curve if at_s >= SHOWN_S]
+                  for at_s, loss in curve]
         for (x0, y0), (x1, y1) in zip(points, points[1:] or points, strict=False):
             for i in range(reach := max(abs(x1 - x0), abs(y1 - y0), 1)):
                 x, y = x0 + (x1 - x0) * i // reach, y0 + (y1 - y0) * i // reach
@@ -116,8 +119,9 @@ def canvas(curves: Mapping[str, Curve], seconds: int, width: int, height: int) -
         for x in range(width):
             line.append(chr(0x2800 + dots[x, y]) if (x, y) in dots else " ", styles.get((x, y), ""))
         yield line
+    yield Text(f" loss └{'─' * width}", no_wrap=True)
     marks = "".join(f"{seconds * part // 4:<{width // 4}}" for part in range(4))
-    yield Text(f" loss └{'─' * width}\n       {marks}{seconds} s"[: 2 * width + 24])
+    yield Text(f"{'':7}{marks[: width - 6]:<{width - 6}}{f'{seconds} s':>7}", no_wrap=True)
 
 
 BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -199,8 +203,8 @@ def draw(path: Path, progress: Progress) -> str:
     figure = Figure(figsize=(7.5, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="seconds", ylabel="loss", title=f"{progress.settings.homes} simulated homes")
     for run in RUNS:
-        points = [point for point in progress.curve(run) if point[0] >= SHOWN_S]
-        axes.plot(*zip(*points, strict=True), label=_name(progress, run), color=COLORS[run].replace("yellow", "orange"))
+        points = [*zip(*progress.shown(run), strict=True)] or [(), ()]
+        axes.plot(*points, label=_name(progress, run), color=COLORS[run].replace("yellow", "orange"))
     if (target := progress.target()) is not None:
         axes.axhline(target, color="gray", linewidth=0.8, linestyle=":")
     axes.legend()
