@@ -67,7 +67,7 @@ def _counted(model: nn.Module, loss_of: DrawnLoss, batch: int | None, name: str)
     job = job_of(model)
     trained = sum(tensor.numel for tensor in job.tensors if not tensor.buffer)
     return Job(job.tensors, batch, structs.replace(
-        timing, update_s=update_s(trained), half=counter.half_s > total[0] / 2, work=Work(*total.tolist()), **shown), name)
+        timing, update_s=update_s(trained), half=counter.half_s > counter.product_s / 2, work=Work(*total.tolist()), **shown), name)
 
 
 class _Counter(ShapeMode):
@@ -75,13 +75,13 @@ class _Counter(ShapeMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._product_s = self._stream_nbytes = 0.0
+        self.product_s = self._stream_nbytes = 0.0
         self._kernels = 0
         self.half_s = 0.0
         """The part of the seconds of products that is in half precision."""
 
     def now(self) -> np.ndarray:
-        return np.array([self._product_s, self._stream_nbytes / stream_bytes_s("v100"), self._kernels * LAUNCH_S])
+        return np.array([self.product_s, self._stream_nbytes / stream_bytes_s("v100"), self._kernels * LAUNCH_S])
 
     def launch(self, kernels: int = 1) -> None:
         self._kernels += kernels
@@ -95,7 +95,7 @@ class _Counter(ShapeMode):
         if (flops := _flops(packet, args, kwargs, result)) is not None:
             half = next(each.itemsize for each in args if isinstance(each, torch.Tensor)) < 4
             seconds = product_s(flops, convolution=packet in CONVOLVING, half=half)
-            self._product_s += seconds
+            self.product_s += seconds
             self.half_s += seconds * half
         else:
             self._stream_nbytes += _nbytes(result) + (0 if packet in SELECTING else _nbytes((args, kwargs)))
