@@ -173,7 +173,7 @@ class Meeting:
         if self.journal is not None:
             self.journal.close()
         self.journal = CoordinatorJournal(str(self._folder))
-        self.service = RendezvousService(3, 10.0, lambda: self.lost, RefusalLog(), 2, clock=lambda: self.now,
+        self.service = RendezvousService(3, 10.0, lambda: self.lost, RefusalLog(), 2, clock=lambda: self.now, last_call_s=60.0,
                                          admission=lambda: self.door, journal=self.journal)
 
     def begin(self) -> None:

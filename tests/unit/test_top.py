@@ -63,9 +63,10 @@ def test_a_job_that_is_slower_than_one_machine_alone_is_shown_as_such(
 ) -> None:
     view = view_at(10)
     view.apply(events.AloneEvent(time=START + 10, rank=0, over_alone=over_alone, forecast=forecast, auto_times=auto_times))
-    lines = [each for each in shown(view, 10) if "alone" in each]
+    lines = [each for each in shown(view, 10) if "than one machine alone" in each]
     assert lines == ([line] if line else [])
     assert [each for each in state_of(view, START + 10).waits if "alone" in each] == lines
+    assert any(f"{over_alone:.3g} x one machine alone" in each for each in shown(view, 10)) == (over_alone > 0)
 
 
 @pytest.mark.parametrize("height", [12, 24, 50])

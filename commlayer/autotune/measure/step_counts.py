@@ -67,7 +67,8 @@ def _counted(model: nn.Module, loss_of: DrawnLoss, batch: int | None, name: str)
     job = job_of(model)
     trained = sum(tensor.numel for tensor in job.tensors if not tensor.buffer)
     return Job(job.tensors, batch, structs.replace(
-        timing, update_s=update_s(trained), half=counter.half_s > counter.product_s / 2, work=Work(*total.tolist()), **shown), name)
+        timing, update_s=update_s(trained), half=counter.half_s > counter.product_s / 2,
+        work=Work(*total.tolist()), **shown), name)
 
 
 class _Counter(ShapeMode):
