@@ -163,7 +163,7 @@ def line(rows: Sequence[Row], elapsed_s: float) -> str:
 
 def notes(progress: Progress) -> str:
     """What is simulated and what is measured."""
-    settings, homes = progress.settings, progress.settings.homes
+    settings = progress.settings
     text = [
         f"Simulated: the homes' lines, {settings.down_bps / 1e6:g} Mb/s down, {settings.up_bps / 1e6:g} Mb/s up, "
         f"{1e3 * RTT_S:g} ms there and back (a relay in this process, which every byte passes); and their GPUs, whose steps "
@@ -174,8 +174,7 @@ def notes(progress: Progress) -> str:
         "without TLS, from home to home through the same lines.",
         "The model: a character GPT of 1.8 million parameters on Python's handbook. Losses are of text that is not trained "
         "on, smoothed, with the weights that all homes have. A machine's batch, 128 characters, is far below the noise scale: "
-        "with larger batches, more machines gain less. AdamW's rate is the best for one machine; "
-        f"{homes} homes take {homes ** 0.5:.2f} times as much.",
+        "with larger batches, more machines gain less. All runs use the rate of AdamW that is best for one machine.",
     ]
     late = max(run.late for run in progress.runs.values())
     if late > LATE:

@@ -32,8 +32,8 @@ from commlayer.demo.settings import COMMLAYER, DDP, STEP_S, Event, WorkerSetting
 WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 192, 4, 4, 32, 4
 """A GPT of 1.8 million parameters, and 128 characters in each batch: far below its noise scale."""
 RATE, CLIP = 1e-3, 1.0
-"""AdamW's learning rate for one machine, the best of 0.5e-3, 0.7e-3, 1e-3, 1.4e-3 and 2e-3, and the largest norm of gradients.
-N homes take the square root of N times this rate, as is usual for Adam."""
+"""AdamW's learning rate for all runs, the best for one machine of 0.5e-3, 0.7e-3, 1e-3, 1.4e-3 and 2e-3; and the largest norm
+of gradients."""
 HELD_OUT, EVALUATE_S = 64, 1.5
 """Rows of the text for evaluation, and seconds between two evaluations, which the first home makes."""
 FORWARD_S, BACKWARD_S = STEP_S / 3, 2 * STEP_S / 3
@@ -237,7 +237,7 @@ def run(settings: WorkerSettings) -> None:
     for _ in range(3):  # torch's first passes take longer
         GPT(settings.seed)(next(batches(0, 0, 1))[:, :-1]).sum().backward()
     gpt = GPT(settings.seed)
-    optimizer = optimizer_of(gpt, settings.homes)
+    optimizer = optimizer_of(gpt)
     if settings.run == COMMLAYER:
         with commlayer.attach(gpt, optimizer, sync="auto", clip_grad_norm=CLIP) as session:
             train(worker, gpt, gpt, optimizer, session)
@@ -249,8 +249,8 @@ def run(settings: WorkerSettings) -> None:
     train(worker, gpt, model, optimizer)
 
 
-def optimizer_of(gpt: GPT, homes: int) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(gpt.parameters(), lr=RATE * homes**0.5)
+def optimizer_of(gpt: GPT) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(gpt.parameters(), lr=RATE)
 
 
 def main() -> None:
@@ -258,7 +258,7 @@ def main() -> None:
     workers = [records.decode(text.encode(), WorkerSettings, "settings of the demo") for text in sys.argv[1:]]
     torch.set_num_threads(1)
     if len(workers) > 1:
-        optimizer_of(GPT(0), 1)  # loads torch._dynamo
+        optimizer_of(GPT(0))  # loads torch._dynamo
         for settings in workers:
             if not os.fork():
                 workers = [settings]
