@@ -134,6 +134,7 @@ HOMES = Setting("identity()", workers=3, least=2, keys=True)
 
 
 @needs_lab
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("line", hosts.LINES)
 def test_over_every_line_what_was_away_costs_no_bit_and_homes_go_on_without_one_to_which_nothing_passes(line: str) -> None:
     with hosts.campaign(line) as campaign:

@@ -9,6 +9,7 @@ from bench.chaos import outages
 from bench.chaos.outages import Job, Outage
 
 
+@pytest.mark.timeout(400)
 @needs_lab
 @pytest.mark.parametrize("job", [Job("40ms", outages.IDLE), Job("40ms", outages.FILLED)], ids=["idle", "filled"])
 def test_a_cut_and_a_restart_of_20_s_end_no_membership(job: Job) -> None:
