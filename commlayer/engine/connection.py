@@ -129,7 +129,11 @@ class EpochListener:
         might have counted already."""
 
     def complete(self) -> None:
-        """Called before a save, before a load and at the normal end. Completes pending exchanges."""
+        """Called before a save and before a load. Completes pending exchanges."""
+
+    def finish(self) -> None:
+        """Called at the normal end. Completes pending exchanges."""
+        self.complete()
 
     def end_rounds(self) -> None:
         """Exchanges the weight changes of all local steps that have not been exchanged."""
@@ -510,7 +514,8 @@ class DistributedJob(JobContext, WorkerListener):
         worker = self.worker
         if not reason and worker.error is None:
             try:
-                self.complete()
+                for listener in self.listeners:
+                    listener.finish()
             except Exception as failed:  # even an optimizer's error: the other ranks must still be notified below
                 log.warning("the last exchange failed when the session closed, so the weights do not include it: "
                             "%s", failed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -157,13 +156,10 @@ class ExchangeSchedule(EpochListener):
                 self.local.settle(self._worker, self._buffers(), self._deadline_s * self.local.every)
             self._drained()
 
-    def detach(self) -> None:
-        if self.local is not None and self.local.unsent:
-            self._connection.log(f"the last {self.local.unsent} steps were not exchanged, so weights "
-                                 "differ between ranks at the end: call session.flush() before close()", logging.WARNING)
-        self._unhook()
+    def finish(self) -> None:
+        self.drain()
 
-    def _unhook(self) -> None:
+    def detach(self) -> None:
         if self._forward is not None:
             self._forward.remove()
             self._forward = None
@@ -181,7 +177,7 @@ class ExchangeSchedule(EpochListener):
                 owe(connection.worker, connection.local.unpaid.slices)
                 connection.local = None
                 self._lengths.rest()
-                self._unhook()
+                self.detach()
             return
         before = 0 if connection.local is None else connection.local.every
         schedule: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}

@@ -244,11 +244,6 @@ class OuterSteps:
         return sum(self._steps)
 
     @property
-    def unsent(self) -> int:
-        """Number of recent steps whose weight changes are in no exchange yet, and will not be sent by `settle`."""
-        return self._steps[1] if self.apart else 0
-
-    @property
     def shifted(self) -> bool:
         """True: the ranks' weights are never all equal, so that only `starts` can be compared between ranks."""
         return self._schedule.overlap or self._schedule.fragments > 1

@@ -340,7 +340,7 @@ def test_gradients_that_would_not_be_averaged_end_the_job_on_all_ranks(row: Wron
             assert_refused(result.error, row.code, *row.names)
         else:
             assert row.names[0] in result.error
-        assert row.ranks == ONE or not [line for line in result.lines if "were not exchanged" not in line]
+        assert row.ranks == ONE or not result.lines
     if "local" not in how and row.ranks == BOTH and row.script is not sets_own_gradients_in_a_closure:
         assert same(results[0].weights, results[1].weights), "before an optimizer could apply it"
 
