@@ -131,6 +131,8 @@ CODES: dict[str, tuple[str, str]] = {
                    "Compile the model, not the backward pass."),
     "E-WEIGHT": ("The weight of a step is invalid.", "Give a finite number from 0, and the sum over all workers as total."),
     "E-CLIP": ("clip_grad_norm cannot clip these gradients.", "The message names another place to clip."),
+    "E-CALLS-DIFFER": ("Ranks made different calls, for example session.join() on some ranks only.",
+                       "Make the same calls on all ranks, in the same order."),
     "E-UNEVEN-INPUTS": ("session.join() does not work in this job, or a call is not allowed inside it.",
                         "The message lists what is allowed."),
     # ---- sync modes

@@ -92,6 +92,8 @@ class Session:
         inside the context: averages of the last step that no optimizer applied count as discarded. Residuals of error feedback
         stay on their ranks.
 
+        A script with several sessions, such as a GAN's, enters all of them: `with first.join(), second.join():`.
+
         The plan does not change while a rank is out of batches. Under sync="forward", backward() waits for results inside the
         context. Schedulers are not copied: step them after the context. An exception inside ends the session, and the other
         ranks fail with its reason. Not supported: local steps, and jobs whose workers might leave.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -304,6 +305,10 @@ def gather_bytes(groups: Groups | None, data: bytes) -> list[bytes]:
 
 CLOSE_S = 2.0
 """Seconds that close() waits for exchanges in flight."""
+HEAD, PART = 2, 62
+"""Numbers of values in each message of an exchange: what is exchanged and the row's length, then a part of the row. All
+messages of all users have this size: a Gloo process ends itself if a peer's message has another size than expected, so ranks
+that make different calls would not get an error."""
 
 
 class RowChannel:
@@ -345,6 +350,11 @@ class RowChannel:
             work, rows = rows_of_all(mine, self.members.world, self._group)
         return PendingCollective(work, what, on_device=False), rows
 
+    def name_of(self, number: float) -> str:
+        """Returns what a rank exchanges, from the first value of its message."""
+        known = {float(zlib.crc32(rows.what.encode())): rows.what for rows in self._users}
+        return known.get(number, "exchange of other values")
+
     def forget(self) -> None:
         """Drops all exchanges in flight, without reading their results."""
         for rows in self._users:
@@ -365,28 +375,49 @@ class Rows:
     """Exchanges of one user of a RowChannel, at most one in flight at a time."""
 
     def __init__(self, channel: RowChannel, what: str) -> None:
-        self._channel, self._what = channel, f"exchange of {what}"
-        self._pending: PendingCollective | None = None
-        self._all = torch.empty(0)
+        self._channel, self.what = channel, f"exchange of {what}"
+        self._pending: list[tuple[PendingCollective, torch.Tensor]] = []
+        self._length = 0
+
+    @property
+    def _head(self) -> list[float]:
+        return [float(zlib.crc32(self.what.encode())), float(self._length)]
 
     def start(self, *row: float) -> None:
         """Starts an exchange of this rank's row. All ranks call it, with rows of equal length."""
-        self._pending, self._all = self._channel.gather(row, self._what)
+        self._length = len(row)
+        for at in range(0, max(len(row), 1), PART):
+            part = row[at : at + PART]
+            self._pending.append(self._channel.gather((*self._head, *part, *[0.0] * (PART - len(part))), self.what))
 
     @property
     def under_way(self) -> bool:
-        return self._pending is not None
+        return bool(self._pending)
+
+    @property
+    def arrived(self) -> bool:
+        """True: all ranks have started the exchange in flight, so `read` returns at once."""
+        return all(pending.is_over() for pending, _ in self._pending)
 
     def forget(self) -> None:
         """Drops the exchange in flight, without reading its result."""
-        self._pending = None
+        self._pending = []
 
     def read(self, patience_s: float | None = None,
              failed: Callable[[], BaseException | None] = lambda: None) -> list[list[float]]:
-        """Waits for the exchange in flight and returns all rows in rank order. `patience_s`: longest wait; None: the channel's
-        timeout. `failed`: polled during the wait; an error that it returns is raised."""
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
-        pending.wait(time.monotonic() + (self._channel.timeout_s if patience_s is None else patience_s), failed)
-        rows: list[list[float]] = self._all.tolist()
-        return rows
+        """Waits for the exchange in flight and returns all rows in rank order. Raises CommError if a rank exchanges something
+        else. `patience_s`: longest wait; None: the channel's timeout. `failed`: polled during the wait; an error that it
+        returns is raised."""
+        assert self._pending
+        messages, self._pending = self._pending, []
+        deadline = time.monotonic() + (self._channel.timeout_s if patience_s is None else patience_s)
+        rows: list[list[float]] = [[] for _ in self._channel.members.ranks]
+        for pending, parts in messages:
+            pending.wait(deadline, failed)
+            for rank, row, part in zip(self._channel.members.ranks, rows, parts.tolist(), strict=True):
+                if part[:HEAD] != self._head:
+                    theirs = self._channel.name_of(part[0])
+                    raise CommError(f"is in the {theirs}, but this rank is in the {self.what}: make the same calls on all "
+                                    "ranks, in the same order", peer=f"rank {rank}", code="E-CALLS-DIFFER")
+                row += part[HEAD:]
+        return [row[: self._length] for row in rows]

@@ -212,7 +212,7 @@ class ModuleDriver(EpochListener):
             self.connection.close(cause_of(error))
             raise
         finally:
-            self._uneven.inside = False
+            self._uneven.end()
 
     def weight(self, n: float, total: float | None) -> None:
         if self._overlap is None:

@@ -6,13 +6,17 @@ script did not apply. So no step begins in which no rank has a batch, and all ra
 In these steps no observer runs, because observers compare weights and times of ranks that train alike. A rank without batches
 applies nothing itself. It copies the other ranks' reports on the last step, so that residuals and servers treat the step alike
 on all ranks.
+
+Several sessions, such as those of a GAN's two models, enter one inside the other. The outermost leaves for all of them: a rank
+without batches takes part in the next step of whichever session the other ranks train.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -23,7 +27,7 @@ from commlayer.engine.connection import DistributedJob
 from commlayer.engine.observers import ObserverOrder, Observers
 from commlayer.engine.parameter_drift import SHARDED
 from commlayer.engine.replica import align, share_optimizer
-from commlayer.errors import CommError, InvalidInput
+from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, cause_of
 from commlayer.observe.step_trace import Recorder
 
 log = logging.getLogger("commlayer")
@@ -31,6 +35,10 @@ log = logging.getLogger("commlayer")
 TWICE = "session.join() must not be called inside session.join(): call it once, around the loop over batches"
 BITS = 48
 """Number of bits that ranks pack into one float64 of a row."""
+LOOK_S = 1e-3
+"""Seconds between two looks at which of several sessions the other ranks train."""
+_entered: list[UnevenInputs] = []
+"""Sessions of this process that are inside session.join(), the outermost first."""
 
 
 class UnevenInputs:
@@ -42,7 +50,7 @@ class UnevenInputs:
     ) -> None:
         self._model, self._connection, self._optimizer, self._scaler = model, connection, optimizer, scaler
         self._observers, self._deadline_s = observers, deadline_s
-        self._rows = connection.rows.rows("which ranks still have batches")
+        self._rows = connection.rows.rows("which ranks still have batches in session.join()")
         self.inside = False
         """True: this rank is inside session.join(), where ranks can be at different positions in their scripts."""
         self._sent = False
@@ -52,12 +60,15 @@ class UnevenInputs:
         reports."""
         self._last: list[bool] = []
         """One flag for each rank. True: the rank had a batch in the last step in which any rank had one."""
+        self._step: Callable[[], None] | None = None
+        """Takes part in one step of the other ranks; None while this rank has batches."""
 
     def enter(self) -> None:
         """Called when session.join() begins. Raises the same ValueError on all ranks if session.join() is not supported in this
         job."""
         self._check()
-        self.inside, self._sent, self._active, self._last = True, False, [], []
+        self.inside, self._sent, self._active, self._last, self._step = True, False, [], [], None
+        _entered.append(self)
 
     def _check(self) -> None:
         connection = self._connection
@@ -118,6 +129,10 @@ class UnevenInputs:
         return all(self._active)
 
     def _send(self, *, active: bool) -> None:
+        if _entered and not self.inside:
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "a backward pass of this session runs inside another session's join(), so ranks that run out of "
+                               "batches would not take part in it: enter both, with first.join(), second.join()")
         if self.inside and not self._sent:
             self._read()  # receives the rows of a step that was aborted
             self._sent = True
@@ -135,6 +150,8 @@ class UnevenInputs:
             with self._connection.groups.waits("exchange of which ranks still have batches"):  # so that the wait is logged
                 flags = self._rows.read(self._deadline_s, worker.now.failed)
         except CommError as error:
+            if isinstance(error, DeadlineExceeded):
+                error.what += ": enter session.join() on all ranks, with the same sessions"
             self._connection.broke(error)
             return
         before, self._active = self._active, [bool(row[0]) for row in flags]
@@ -147,24 +164,54 @@ class UnevenInputs:
     # ---- this rank has no more batches
 
     def leave(self, step: Callable[[], None]) -> None:
-        """Called when session.join() ends. `step` takes part in one step of the other ranks; it is called until no rank has a
-        batch. Then all ranks copy the state of a rank that had the last batch."""
-        worker = self._connection.worker
+        """Called when session.join() ends. `step` takes part in one step of the other ranks. The outermost session calls those
+        of all sessions, until no rank has a batch. Then all ranks copy the state of a rank that had the last batch."""
+        self._step = step
+        if _entered[0] is not self:
+            return
         log.info("this rank has run out of batches and takes part in the other ranks' steps with weight 0")
+        try:
+            restore = [each._stand_aside() for each in _entered]
+            waiting = [*_entered]
+            while waiting:
+                session = _next(waiting)
+                if session._any_active():
+                    assert session._step is not None
+                    session._step()
+                else:
+                    waiting.remove(session)
+            for each, act in zip(_entered, restore, strict=True):
+                act()
+                if each._last and not all(each._last):
+                    each._copy(each._last.index(True))
+        except BaseException as error:
+            for each in _entered:
+                each._connection.close(cause_of(error))
+            raise
+
+    def end(self) -> None:
+        """Called at the end of session.join(), also after an error. A session inside another one's join() ends with it."""
+        ended = [*_entered] if _entered[0] is self else [self] if self._step is None else []
+        for session in ended:
+            session.inside = False
+            _entered.remove(session)
+
+    def _stand_aside(self) -> Callable[[], None]:
+        """Gives this rank's gradients the weight 0. Returns a function that restores the weight."""
+        worker = self._connection.worker
         units, recorder = worker.units, worker.recorder
         weight, total, given = units.weight, units.total, units.weight_known
         units.weigh(0.0, None)
         worker.now.recorder = Recorder()  # discards the record of the unfinished step
-        while self._any_active():
-            step()
-        worker.now.recorder = recorder
-        recorder.restart()
-        units.weigh(weight, total if given else None)
-        if self._last and not all(self._last):
-            self._copy(self._last.index(True))
+
+        def restore() -> None:
+            worker.now.recorder = recorder
+            recorder.restart()
+            units.weigh(weight, total if given else None)
+
+        return restore
 
     def _any_active(self) -> bool:
-        self._send(active=False)
         self._read()
         if not any(self._active):
             self._sent = False
@@ -186,6 +233,19 @@ class UnevenInputs:
             self._scaler.load_state_dict(state)
         for drift in self._observers.at(ObserverOrder.PARAMETER_DRIFT):
             drift.loaded()  # compares everything before the next step
+
+
+def _next(sessions: Sequence[UnevenInputs]) -> UnevenInputs:
+    """Returns the session which the other ranks train next, or in which this rank can wait for them."""
+    for session in sessions:
+        session._send(active=False)
+    deadline = time.monotonic() + sessions[0]._deadline_s
+    while len(sessions) > 1 and time.monotonic() < deadline:
+        for session in sessions:
+            if session._rows.arrived or session._connection.worker.error is not None:
+                return session
+        time.sleep(LOOK_S)
+    return sessions[0]
 
 
 def _has_scaler() -> bool:

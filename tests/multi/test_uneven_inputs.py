@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.attached import assert_refused, data, mlp, outcome
+from support.attached import assert_refused, data, mlp, outcome, plan_of
 from support.rank_pool import Servers, pool, quick, ranks_first
 from torch import nn
 
@@ -249,6 +250,92 @@ def test_a_pass_that_raised_as_the_last_one_is_dropped_on_all_ranks() -> None:
         assert steps == 3
         for name, value in model.state_dict().items():
             torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
+
+
+def adversarial(rank: int, how: str, batches: list[int], address: str, second: str) -> list[Any]:
+    """Two models and sessions, trained in turn: the second one twice as often."""
+    models = mlp(0), mlp(1)
+    optimizers = [make(kind, model) for kind, model in zip(("adam", "sgd"), models, strict=True)]
+    sessions = [commlayer.attach(model, optimizer, compression=None if how == "allreduce" else "identity()",
+                                 config=quick(ranks_per_node=WORLD if how == "allreduce" else 1, join=join, deadline_s=FAR_S))
+                for model, optimizer, join in zip(models, optimizers, (address, second), strict=True)]
+    with sessions[0].join(), sessions[1].join():
+        for step in range(batches[rank]):
+            for number in (1, 0, 1):
+                optimizers[number].zero_grad()
+                loss_of(models[number], rank, step).backward()
+                optimizers[number].step()
+    result = [session.step for session in sessions], [state_of(m, o) for m, o in zip(models, optimizers, strict=True)]
+    for session in sessions:
+        session.close()
+    return list(result)
+
+
+@pytest.mark.parametrize("how", ["service", "allreduce"])
+def test_sessions_of_two_models_share_their_join(how: str) -> None:
+    batches, servers = [0, 4, 2], int(how == "service")
+    with Servers(WORLD, servers, deadline_s=FAR_S) as one, Servers(WORLD, servers, deadline_s=FAR_S) as other:
+        results = pool(WORLD).call(adversarial, how, batches, one.address, other.address)
+    for number, kind in enumerate(("adam", "sgd")):
+        model = mlp(number)
+        optimizer = make(kind, model)
+        for step in range(max(batches)):
+            for _ in range(1 + number):
+                optimizer.zero_grad()
+                active = [rank for rank in range(WORLD) if step < batches[rank]]
+                torch.stack([loss_of(model, rank, step) for rank in active]).mean().backward()
+                optimizer.step()
+        for steps, states in results:
+            assert steps == [max(batches), 2 * max(batches)]
+            for name, value in state_of(model, optimizer).items():
+                torch.testing.assert_close(states[number][name], value, rtol=1e-4, atol=1e-5, msg=name)
+                assert torch.equal(states[number][name], results[0][1][number][name]), (name, "differs between ranks")
+
+
+def one_enters(rank: int, how: str, drift_steps: int, address: str) -> str:
+    """Only rank 0 enters session.join()."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    config = quick(ranks_per_node=WORLD if how == "allreduce" else 1, join=address, drift_steps=drift_steps,
+                   deadline_s=FAR_S if drift_steps or rank else 4.0)
+
+    def run() -> None:
+        with session.join() if rank == 0 else contextlib.nullcontext():
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+
+    session = commlayer.attach(model, optimizer, plan=plan_of(model, path=how, ranks_per_node=config["ranks_per_node"]),
+                               config=config)
+    line = outcome(run)
+    session.close()
+    return line
+
+
+@pytest.mark.parametrize("how", ["service", "allreduce"])
+def test_a_join_that_one_rank_does_not_enter_is_named_on_all(how: str) -> None:
+    """At once, where ranks exchange anything else; otherwise at the deadline."""
+    for drift_steps, code in ((1, "E-CALLS-DIFFER"), (0, "E-DEADLINE")):
+        with Servers(WORLD, int(how == "service"), deadline_s=FAR_S) as servers:
+            for line in pool(WORLD).call(one_enters, how, drift_steps, servers.address):
+                assert_refused(line, code, "session.join()")
+
+
+def another_session(rank: int) -> str:
+    first, second = mlp(0), mlp(1)
+    config = quick(ranks_per_node=WORLD)
+    with commlayer.attach(first, torch.optim.SGD(first.parameters(), lr=0.05), config=config) as session, \
+            commlayer.attach(second, config=config):
+        with contextlib.suppress(commlayer.errors.InvalidInput), session.join():
+            line = outcome(lambda: loss_of(second, rank, 0).backward())
+            raise commlayer.errors.InvalidInput("E-ARGUMENT", "over")
+        return line
+
+
+def test_a_session_that_trains_inside_the_join_of_another_one_must_enter_its_own() -> None:
+    for line in pool(WORLD).call(another_session):
+        assert_refused(line, "E-UNEVEN-INPUTS", "another session's join()")
 
 
 def entered(inside: Callable[[Any], Any] = lambda _: None, *, model: Any = None, optimizer: Any = "all", **how: Any) -> None:
