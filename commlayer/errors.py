@@ -114,7 +114,10 @@ CODES: dict[str, tuple[str, str]] = {
     "E-DDP-HOOK": ("A HookState is used with more than one module.", "Create one HookState per module."),
     "E-DDP-UNSUPPORTED": ("attach() does not support this use of DistributedDataParallel.",
                           "The message names what to change."),
-    "E-HOOKS-TAKEN": ("A gradient hook of commlayer was replaced.", "Do not remove commlayer's hooks."),
+    "E-HOOKS-TAKEN": ("A hook removed a gradient before backward() returned, so it has no average.",
+                      "Step after backward()."),
+    "E-FORKED": ("A session was used in a forked child of the process that called attach().",
+                 "Use the session in the process that attached the model."),
     "E-SESSION-CLOSED": ("The session is closed.", "Attach again."),
     # ---- gradients and steps
     "E-GRADIENT-LOCAL": ("An optimizer is about to apply a gradient that was not averaged.",

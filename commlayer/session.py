@@ -21,7 +21,15 @@ from commlayer.engine.guards import Claim, check_dtypes, check_model, device_of,
 from commlayer.engine.inspection import Inspected, Inspection
 from commlayer.engine.module_driver import ModuleDriver, SoloDriver
 from commlayer.engine.observers import ObserverOrder
-from commlayer.engine.optimizers import OptimizerMemory, job_of, loss_scale, parameters_of, scaler_settings, settings_of
+from commlayer.engine.optimizers import (
+    OptimizerMemory,
+    check_optimizer,
+    job_of,
+    loss_scale,
+    parameters_of,
+    scaler_settings,
+    settings_of,
+)
 from commlayer.engine.plan_choice import requested_plan
 from commlayer.engine.quiet_ddp import QuietDDP, check_silenceable
 from commlayer.engine.replica import Replica
@@ -324,6 +332,7 @@ def attach(
                          clip_grad_norm=clip_grad_norm, process_group=process_group, steps=steps, config=config)
 
 
+@torch.inference_mode(mode=False)  # its buffers are written outside an inference_mode() around the call
 def attach_module(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, *, compression: Any, plan: str | Path | Plan | None,
     grad_scaler: Any, process_group: Any, config: Config | dict[str, Any] | None, sync: str | LocalSteps | None = None,
@@ -349,6 +358,7 @@ def attach_module(
         named = parameters_of(model)
         if modes.overlap == "forward":
             check_forward(model, named, optimizer)
+        check_optimizer(optimizer)
         forbids = forbids_of(model, named, optimizer)
         if ddp is not None:
             check_silenceable(ddp, hook)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from commlayer.engine.buckets import WorkerBucket
-from commlayer.engine.hooks import uncompiled
+from commlayer.engine.hooks import uncompiled, weakly
 from commlayer.engine.optimizers import HeldParameters, closure_of, watch
 from commlayer.engine.worker import Worker
 from commlayer.errors import InvalidInput
@@ -86,8 +86,7 @@ class AverageUse:
         for number, p in enumerate(self._parameters):
             if p.requires_grad:
                 self._of_parameters.append(p.register_hook(uncompiled(functools.partial(self._before_adding, number))))
-                self._of_parameters.append(p.register_post_accumulate_grad_hook(
-                    uncompiled(functools.partial(self._added, number))))
+                self._of_parameters.append(p.register_post_accumulate_grad_hook(uncompiled(weakly(self._added, number))))
 
     def _look_away(self) -> None:
         for handle in self._of_parameters:

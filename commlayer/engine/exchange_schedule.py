@@ -13,6 +13,7 @@ from torch import nn
 
 from commlayer.engine.connection import DistributedJob, EpochListener, ListenerOrder
 from commlayer.engine.guards import StepGuard
+from commlayer.engine.hooks import before_forward
 from commlayer.engine.local_steps import OuterSteps, StepWeights
 from commlayer.engine.observers import Observers
 from commlayer.engine.optimizers import watch
@@ -187,7 +188,7 @@ class ExchangeSchedule(EpochListener):
                                           hold=connection.members.invites, merged=self._merged)
             connection.local.unpaid.owe(connection.worker.unpaid)
             self._counted = False
-            self._forward = self._model.register_forward_pre_hook(lambda model, _: self._before_forward(model))
+            self._forward = before_forward(self._model, lambda model, _: self._before_forward(model))
         if plan.local_steps != before:
             parts = f" in {plan.fragments} fragments" if plan.fragments > 1 else ""
             steps = "every step" if plan.local_steps == 1 else f"every {plan.local_steps} steps"

@@ -28,7 +28,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from commlayer.engine.averages import PartialStep
 from commlayer.engine.gradient_mark import GradientMark, Marks
-from commlayer.engine.hooks import ModuleHook, gradient_held, hooked_behind_adding, hooked_by_script, weight_held
+from commlayer.engine.hooks import (
+    ModuleHook,
+    before_forward,
+    gradient_held,
+    hooked_behind_adding,
+    hooked_by_script,
+    weakly,
+    weight_held,
+)
 from commlayer.engine.optimizers import closure_of, watch
 from commlayer.engine.step_loop import StepLoop
 from commlayer.errors import CommError, InvalidInput, StepAbandoned
@@ -92,12 +100,12 @@ class ForwardOverlap:
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             if (tensor_numbers := [numbers[id(tensor)] for tensor in tensors if id(tensor) in numbers]) and module is not model:
                 hook = ModuleHook(partial(self._before_module, tensor_numbers), compiled=False)
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+                self._handles.append(before_forward(module, hook, prepend=True))
         # Compiled code calls no module hooks, so its tensors are waited for before it runs.
         model_hook = ModuleHook(torch.compiler.disable(partial(self._before_model, set(numbers.values()))), compiled=True)
         self._end_watch = watch(self._before_step, self._after_step)
         self._handles += [
-            model.register_forward_pre_hook(model_hook, prepend=True),
+            before_forward(model, model_hook, prepend=True),
             *(p.register_hook(partial(self._before_adding, p)) for p in self._parameters),
             self._optimizer.register_state_dict_pre_hook(lambda _: self._finish_updates()),
             self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._finish_updates()),
@@ -116,7 +124,7 @@ class ForwardOverlap:
     def _not(self, why: str) -> bool:
         if why not in self._said:
             self._said.add(why)
-            log.warning("overlap='forward' has no effect in this step: %s, so backward() waits for the averages", why)
+            log.warning("sync='forward' has no effect in this step: %s, so backward() waits for the averages", why)
         return False
 
     def hand_in(self, buffers: Sequence[torch.Tensor]) -> None:
@@ -126,7 +134,7 @@ class ForwardOverlap:
                 if p.dtype != mark.dtype:
                     raise InvalidInput("E-MODEL-CHANGED",
                                        f"parameter {mark.owner} has dtype {p.dtype}, but had {mark.dtype} when the model was "
-                                       "attached: overlap='forward' does not support this change; convert the model before "
+                                       "attached: sync='forward' does not support this change; convert the model before "
                                        "attach()")
             # The condition can differ between ranks. A step completed here is still observed at the same point as on other
             # ranks.
@@ -139,7 +147,7 @@ class ForwardOverlap:
             for p, mark in zip(self._parameters, self._marks, strict=True):
                 p.grad = mark.fresh()
             for number, buffer in enumerate(buffers, len(self._parameters)):
-                defer(buffer, partial(self._need, (number,)))
+                defer(buffer, weakly(self._need, (number,)))
             if finish:
                 self.end()
 
@@ -197,14 +205,14 @@ class ForwardOverlap:
                     out.later[number] = values
                     self._parameters[number].grad = self._marks[number]
                     if weight_held(self._parameters[number]) or not defer(
-                            self._parameters[number], partial(self._need, (number,))):
+                            self._parameters[number], weakly(self._need, (number,))):
                         exposed.append(number)
             if not self._whole_called:
                 exposed += sorted(withheld - self._seen)
             self._whole_called = False
             self._need(exposed)
             if out.later:
-                defer_state(self._optimizer, self._finish_updates)
+                defer_state(self._optimizer, weakly(self._finish_updates))
 
     # ---- the forward pass
 
@@ -228,7 +236,7 @@ class ForwardOverlap:
             # A result that arrived before an error has been written but not applied. Waiting for it raises that error.
             wanted = [n for n in numbers if n in out.later or (n >= len(self._parameters) and not out.complete(n))]
             if wanted:
-                self._take(out, partial(out.wait, wanted))
+                self._take(out, partial(out.wait, wanted), quietly=True)
             self._end_if_over()
 
     def _finish_updates(self) -> None:
@@ -248,18 +256,18 @@ class ForwardOverlap:
     def look(self) -> None:
         """Ends the previous step and lets observers read its gradients and times."""
         with self._lock:
-            self.end()
+            self.end(quietly=True)
             if self._unobserved:
                 self._unobserved = False
                 self._loop.observe(between=False)
 
-    def end(self) -> bool:
+    def end(self, *, quietly: bool = False) -> bool:
         """Ends the running step: waits for its averages that have not arrived, and applies them. Returns True if a step was
-        running."""
+        running. `quietly`: as in `_take`."""
         with self._lock:
             if (out := self._out) is None:
                 return False
-            self._take(out, out.wait_all)
+            self._take(out, out.wait_all, quietly=quietly)
             if self._out is not None:
                 self._end(out)
             return True
@@ -309,13 +317,19 @@ class ForwardOverlap:
 
     # ---- results that have arrived
 
-    def _take(self, out: PendingStep, come: Callable[[], Sequence[int]]) -> None:
+    def _take(self, out: PendingStep, come: Callable[[], Sequence[int]], *, quietly: bool = False) -> None:
+        """Applies or writes results when they have arrived. `quietly`: no exception if a peer has abandoned the step after this
+        rank's optimizer step. It would end a later iteration of the script, whose backward pass the other ranks make."""
         try:
             with torch.inference_mode(mode=False):  # the caller may be an evaluation
                 numbers = come()
-        except StepAbandoned:
+        except StepAbandoned as error:
+            quietly = quietly and bool(out.later)
             self._abandon(out)
-            raise
+            if not quietly:
+                raise
+            log.warning("%s", error)
+            return
         except CommError as error:
             self._say(out, error)
             raise
@@ -393,12 +407,13 @@ class ForwardOverlap:
     # ---- failure and end
 
     def _abandon(self, out: PendingStep) -> None:
-        """Abandons the step: `.grad` contains this rank's own gradients again, and no update has been applied."""
+        """Abandons the step: no update has been applied. `.grad` contains this rank's own gradients again, or zeros after the
+        optimizer's step, so that no later step applies them."""
         for number, (p, mark) in enumerate(zip(self._parameters, self._marks, strict=True)):
             undefer(p)
             own = out.averages[number]
             if p.grad is mark:
-                p.grad = own.zero_() if mark.zeroed and own is not None else own
+                p.grad = own.zero_() if (mark.zeroed or out.later) and own is not None else own
             self._marks.became(number, own)
         for buffer in out.buffers:
             undefer(buffer)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commlayer.engine.gradient_mark import GradientMark
+from commlayer.engine.hooks import before_forward
 from commlayer.engine.optimizers import HeldParameters, closure_of, watch
 from commlayer.errors import InvalidInput, InvalidState, coded
 from commlayer.records import Job
@@ -48,7 +50,7 @@ class AttachedModel:
 
     def _look(self) -> None:
         """Records the current parameters, modules and optimizer groups, for later comparison."""
-        self._within: list[dict[str, Any]] = [table for module in self._model.modules()
+        self._within: list[Mapping[str, Any]] = [table for module in self._model.modules()
                                               for table in (module._parameters, module._modules)]
         self._seen = self._marks()
         self._frozen = [p for _, p in self._others()]
@@ -95,7 +97,7 @@ class AttachedModel:
 
     def _marks(self) -> list[int]:
         """Returns the Python ids of all parameters and submodules of the model's modules."""
-        return [*map(id, chain.from_iterable(map(dict.values, self._within)))]
+        return [*map(id, chain.from_iterable(map(methodcaller("values"), self._within)))]
 
     def _others(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, p in self._model.named_parameters():
@@ -169,6 +171,10 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_parameter(name: str, p: torch.Tensor) -> None:
+    if not is_lazy(p) and p.is_inference():
+        raise InvalidInput("E-MODEL-UNSUPPORTED",
+                           f"{name} was created inside torch.inference_mode(), so it cannot be trained: create the model "
+                           "outside inference_mode()")
     if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):
         raise InvalidInput("E-MODEL-UNSUPPORTED", f"{name} is a DTensor (FSDP2 or tensor parallelism): {SHARDED}")
 
@@ -213,7 +219,7 @@ def refuse_ddp_around(model: nn.Module) -> None:
                                "the model is attached and also inside a DistributedDataParallel module, so gradients would "
                                "be averaged twice: attach the DistributedDataParallel module instead, or leave it out")
 
-    handle = model.register_forward_pre_hook(look)
+    handle = before_forward(model, look)
 
 
 # ---- names the parameters that an optimizer updates although no session averages their gradients. A script can intend that,
@@ -281,6 +287,8 @@ WITNESSES = 8
 """Number of gradients that are compared to detect that an optimizer steps a second time with the same gradients."""
 Gradient = tuple[int, int, int]
 """Identity of a gradient: its parameter's number, the id of its tensor, and the tensor's version."""
+Applied = weakref.WeakKeyDictionary[Optimizer, list[Gradient]]
+"""Maps an optimizer to some of the gradients with which it stepped last."""
 
 REMEDY_LAST = ("make the last backward pass of each optimizer step outside no_sync(), or call session.synchronize() before the "
                "step")
@@ -306,7 +314,9 @@ class StepGuard:
         self.own: set[int] = set()
         """Numbers of the parameters to whose gradients a backward pass inside no_sync() has added since the last exchange."""
         self._stepped_at = [0] * len(self._parameters)
-        self._applied: weakref.WeakKeyDictionary[Optimizer, list[Gradient]] = weakref.WeakKeyDictionary()
+        self._applied: Applied = weakref.WeakKeyDictionary()
+        self._begun: tuple[list[int], Applied] = [], self._applied
+        """Copies of `_stepped_at` and `_applied` from the beginning of the running step with a closure."""
         self.local_step: Callable[[bool], bool] = _not_local
         """Function that is called before each optimizer step. It returns True if steps are local, so that gradients need not be
         averaged. Its argument is True if the step must be counted now, because its gradients come from no exchange and no
@@ -350,7 +360,9 @@ class StepGuard:
         self._checked = False
         if not self.inside:  # an optimizer may call another
             closure = closure_of(args, kwargs)
-            late = [] if self._applied_by_another(optimizer, mine) else self._late(mine)
+            late = self._late(optimizer, mine, self._stepped_at, self._applied)
+            if closure is not None:
+                self._begun = [*self._stepped_at], self._applied.copy()
             counts = bool(late or closure is not None) and not self.awaits_step(optimizer)
             if not self.local_step(counts) and closure is None:
                 self._judge(optimizer, mine, late)
@@ -359,20 +371,20 @@ class StepGuard:
         if not (mine := self._held.by(optimizer)):
             return
         if not self.inside and closure_of(args, kwargs) is not None:
-            self._judge(optimizer, mine, self._late(mine))  # an exchange by the closure counts
+            # An exchange by the closure counts. A step that this one has called used the same gradients.
+            self._judge(optimizer, mine, self._late(optimizer, mine, *self._begun))
         for number in mine:
             self._stepped_at[number] = self._exchanges
         self._applied[optimizer] = self._witnesses(mine)
 
-    def _applied_by_another(self, optimizer: Optimizer, mine: Sequence[int]) -> bool:
-        """Returns True if another optimizer, such as a preconditioner, has already stepped with the same gradients."""
-        others = [applied for one, applied in self._applied.items() if one is not optimizer]
-        return bool(others) and bool(witnesses := self._witnesses(mine)) and witnesses in others
-
-    def _late(self, mine: Sequence[int]) -> list[int]:
+    def _late(self, optimizer: Optimizer, mine: Sequence[int], stepped_at: Sequence[int], applied: Applied) -> list[int]:
         """Returns the numbers of the parameters whose gradients have not taken part in an exchange since their last optimizer
-        step, or not completely."""
-        return [n for n in mine if (self._stepped_at[n] >= self._exchanges or n in self.own)
+        step, or not completely. Empty if another optimizer, such as a preconditioner, has already stepped with the same
+        gradients."""
+        others = [witnesses for one, witnesses in applied.items() if one is not optimizer]
+        if others and (witnesses := self._witnesses(mine)) and witnesses in others:
+            return []
+        return [n for n in mine if (stepped_at[n] >= self._exchanges or n in self.own)
                 and self._parameters[n].grad is not None]
 
     def _judge(self, optimizer: Optimizer, mine: Sequence[int], late: Sequence[int]) -> None:

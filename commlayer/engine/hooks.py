@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from commlayer.engine.worker import Worker
 from commlayer.errors import InvalidState
 
 log = logging.getLogger("commlayer")
+
+T = TypeVar("T")
 
 RUNS = "_engine_run_backward"
 """Name of torch's function that runs a backward pass."""
@@ -65,6 +67,24 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
+def weakly(method: Callable[..., T], *first: Any) -> Callable[..., T | None]:
+    """Returns a function that calls the method, with these arguments first, as long as the method's object exists.
+
+    Threads, and hooks that run after a gradient is accumulated, must not keep a session alive: torch does not show the garbage
+    collector what such hooks refer to.
+    """
+    function, owner = method.__func__, weakref.ref(method.__self__)  # type: ignore[attr-defined]
+
+    def call(*args: Any, **kwargs: Any) -> T | None:
+        return None if (found := owner()) is None else function(found, *first, *args, **kwargs)
+
+    return call
+
+
+def _keep(_hooks: Hooks, _gradient: torch.Tensor) -> None:
+    """Hook before a gradient is accumulated, which only refers to the hooks after it."""
+
+
 class Hooks:
     """Calls `ready(tensor, gradient)` for each parameter when its gradient is final, and `finish()` when the outermost backward
     pass ends. `tensor` is the parameter's number.
@@ -102,27 +122,25 @@ class Hooks:
         """Parameters that have received a gradient in the current backward pass."""
         self._overtaken: list[tuple[Any, int]] = []
         """Hooks of this class, as dict of hooks and key, after which another hook runs on the same parameter."""
-        self._handles = {number: p.register_post_accumulate_grad_hook(uncompiled(self._hook(number)))
-                         for number, p in enumerate(parameters) if p.requires_grad}
+        trained = [(number, p) for number, p in enumerate(parameters) if p.requires_grad]
+        self._handles = {number: p.register_post_accumulate_grad_hook(uncompiled(weakly(self._final, number)))
+                         for number, p in trained}
+        self._keeping = [p.register_hook(uncompiled(functools.partial(_keep, self))) for _, p in trained[:1]]
 
-    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        def final(parameter: torch.Tensor) -> None:
-            graph = torch._C._current_graph_task_id()
-            if graph not in self._graphs:  # a new pass
-                if not self._active():
-                    self._added(number)
-                    return
-                self._enter(graph)
-            if parameter.grad is None:
-                raise InvalidState("E-HOOKS-TAKEN", TAKEN.format(tuple(parameter.shape)))
-            self._brought.append(parameter)
-            if self._holds:
+    def _final(self, number: int, parameter: torch.Tensor) -> None:
+        graph = torch._C._current_graph_task_id()
+        if graph not in self._graphs:  # a new pass
+            if not self._active():
+                self._added(number)
                 return
-            hooks: Any = parameter._post_accumulate_grad_hooks
-            if next(reversed(hooks), key := self._handles[number].id) == key or self._is_final(hooks, key):
-                self._ready(number, parameter.grad)
-
-        return final
+            self._enter(graph)
+        self._brought.append(parameter)
+        # An error of torch later in this pass says more than a removed gradient, which `_end` reports.
+        if self._holds or parameter.grad is None:
+            return
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        if next(reversed(hooks), key := self._handles[number].id) == key or self._is_final(hooks, key):
+            self._ready(number, parameter.grad)
 
     def _is_final(self, hooks: Any, key: int) -> bool:
         """Returns True if all hooks that run after this class's hook, which has this key, are commlayer's own. Otherwise they
@@ -203,7 +221,7 @@ class Hooks:
         self._climbing.clear()
 
     def remove(self) -> None:
-        for handle in self._handles.values():
+        for handle in (*self._handles.values(), *self._keeping):
             handle.remove()
 
 
@@ -270,7 +288,7 @@ class ForwardOrder:
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             numbers = [index[id(tensor)] for tensor in tensors if id(tensor) in index]
             if numbers:
-                self._handles.append(module.register_forward_pre_hook(self._hook(numbers)))
+                self._handles.append(before_forward(module, self._hook(numbers)))
 
     def _hook(self, numbers: list[int]) -> Callable[[nn.Module, object], None]:
         def record(_module: nn.Module, _args: object) -> None:
@@ -289,11 +307,17 @@ class ForwardOrder:
         return self._places
 
 
-# ---- a hook before a module's forward pass that does not become part of copies and saved files of the module
+# ---- hooks before a module's forward pass
+
+def before_forward(module: nn.Module, hook: Callable[[nn.Module, Any], None], *, prepend: bool = False) -> Any:
+    """Registers a hook on any module. A scripted module forbids its own method, but calls hooks that nn.Module's registers;
+    scripted modules inside it call none."""
+    return nn.Module.register_forward_pre_hook(module, hook, prepend=prepend)
+
 
 class ModuleHook:
-    """Hook that calls `act` before a module's forward pass, but in compiled code only if `compiled` is True. In copies of the
-    module the hook does nothing."""
+    """Hook that calls `act` before a module's forward pass, but in compiled code only if `compiled` is True. It does nothing in
+    copies and saved files of the module."""
 
     def __init__(self, act: Callable[[], None] | None = None, *, compiled: bool = False) -> None:
         self._act, self._compiled = act, compiled

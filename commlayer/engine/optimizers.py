@@ -191,6 +191,15 @@ def _hyperparameters(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
     return set(group.keys() & (taken | ALWAYS)) if taken & group.keys() - OWN else set(group)
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Raises ValueError for an object that lacks what commlayer reads of an optimizer: learning rate, parameters, state."""
+    if lacking := [name for name in ("param_groups", "state_dict", "load_state_dict")
+                   if optimizer is not None and not hasattr(optimizer, name)]:
+        raise InvalidInput("E-ARGUMENT",
+                           f"optimizer: got {type(optimizer).__name__}, which has no {' and no '.join(lacking)}, allowed: a "
+                           "torch.optim.Optimizer; if it wraps one, pass attach() that one and step the wrapper as before")
+
+
 def structural(name: str) -> bool:
     """Returns True if ranks that differ in this setting cannot use each other's optimizer state."""
     return name.partition(" ")[0] in ("optimizer", "number", "parameters")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support import rank_pool
-from support.attached import assert_refused, outcome, plan_of, same
+from support.attached import Raises, assert_refused, data, mlp, outcome, parameters, plan_of, same
 from support.forward import OPTIMIZERS, Held, Net, Training, batch, loss_of
 from support.rank_pool import pool
 from torch import nn
@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import commlayer
+from commlayer.errors import code_of
 
 WORLD, STEPS = 2, 5
 _ranks = rank_pool.ranks_first(WORLD)
@@ -676,6 +677,33 @@ def test_clipping_scalers_and_paths_inside_a_node_train_the_same_bits(how: str) 
 
 
 # ---- a rank that dies, and a script that ends
+
+def caught(rank: int, address: str, overlap: str) -> tuple[list[str], list[torch.Tensor]]:
+    """Rank 0's third pass raises, which both scripts catch wherever they hear of it."""
+    torch.manual_seed(0)
+    model, lines = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def step(number: int) -> None:
+        x, y = data(rank, number)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model[2:](Raises.apply(model[:2](x), rank == 0 and number == 2)), y).backward()
+        optimizer.step()
+
+    with commlayer.attach(model, optimizer, plan=plan_of(model), sync=overlap or None,
+                          config=rank_pool.quick(join=address)) as session:
+        lines += [outcome(lambda n=n: step(n)) for n in range(STEPS)]
+        assert session.step == STEPS
+    return lines, parameters(model)
+
+
+def test_a_step_that_a_peer_breaks_off_ends_no_later_iteration() -> None:
+    without, with_ = with_and_without(caught)
+    for (lines, expected), (overlapped, given) in zip(without, with_, strict=True):
+        assert same(given, expected)
+        assert [code_of(line) for line in lines if line] in ([""], ["E-STEP-ABANDONED"])
+        assert overlapped == [line if "ArithmeticError" in line else "" for line in lines]
+
 
 def main(how: str) -> None:
     """Rank 1 waits to be killed; rank 0 has results of that step still to come, and goes on. Or both end after a step."""

@@ -39,6 +39,60 @@ class Body(nn.Module):
         return self.head(x + (self.a if self.adapter == "a" else self.b)(x))
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, and every other time pulls the weights back towards slow ones."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups, self.steps = inner, inner.param_groups, 0
+        self.slow = [p.detach().clone() for p in self.weights()]
+
+    def weights(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        self.steps += 1
+        for p, slow in zip(self.weights(), self.slow, strict=True) if self.steps % 2 == 0 else ():
+            p.data.copy_(slow.lerp_(p.data, 0.5))
+        return loss
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Steps from the weights with the gradients a little uphill of them."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        weights = [p for group in self.param_groups for p in group["params"]]
+        before = [p.detach().clone() for p in weights]
+        with torch.enable_grad():
+            closure()
+        for p in weights:
+            p.data.add_(p.grad, alpha=0.05)
+        with torch.enable_grad():
+            loss = closure()
+        for p, old in zip(weights, before, strict=True):
+            p.data.copy_(old)
+        self.inner.step()
+        return loss
+
+
+class PlainLookahead:
+    """No torch optimizer, but around one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
 class Attached:
     """One rank's model, optimizer and session. `how`: "module" or "ddp", with "local" in front for local steps."""
 
@@ -180,6 +234,16 @@ def sets_own_gradients_in_a_closure(t: Attached) -> None:
     t.optimizer.step(gradients)
 
 
+def sets_own_gradients_in_a_wrappers_closure(t: Attached) -> None:
+    def gradients() -> None:
+        for p, g in t.own_gradients(STEPS):
+            p.grad = g
+
+    t.train(0, 3)
+    t.optimizer = Lookahead(t.optimizer)
+    t.optimizer.step(gradients)
+
+
 def sets_own_gradients_of_a_part(t: Attached) -> None:
     """Whose optimizer has not stepped as late as the other one."""
     often, rarely = (torch.optim.SGD(part, lr=0.05) for part in ([*t.model.parameters()][:3], [*t.model.parameters()][3:]))
@@ -287,6 +351,7 @@ WRONG = [
     Wrong(copies_own_gradients, "module", *LOCAL_GRADIENT),
     Wrong(sets_one_gradient, "module", "E-GRADIENT-LOCAL", ("2.weight",)),
     Wrong(sets_own_gradients_in_a_closure, "module", *LOCAL_GRADIENT),
+    Wrong(sets_own_gradients_in_a_wrappers_closure, "module", *LOCAL_GRADIENT),
     Wrong(sets_own_gradients_of_a_part, "module", "E-GRADIENT-LOCAL", ("2.bias", "2 others")),
     Wrong(sets_functional_gradients, "module", *LOCAL_GRADIENT),
     Wrong(stays_in_no_sync, "module, ddp", *LOCAL_GRADIENT),
@@ -326,6 +391,8 @@ def play(rank: int, script: Script, kind: str, how: str, ranks: tuple[int, ...] 
 
 
 def ids(value: Any) -> str:
+    if isinstance(value, functools.partial):
+        return f"{value.func.__name__}-{value.keywords['wrapper'].__name__}"
     return getattr(value, "__name__", "") or (f"{value.script.__name__}{'-one' * (value.ranks == ONE)}"
                                               if isinstance(value, Wrong) else str(value))
 
@@ -341,7 +408,7 @@ def test_gradients_that_would_not_be_averaged_end_the_job_on_all_ranks(row: Wron
         else:
             assert row.names[0] in result.error
         assert row.ranks == ONE or not result.lines
-    if "local" not in how and row.ranks == BOTH and row.script is not sets_own_gradients_in_a_closure:
+    if "local" not in how and row.ranks == BOTH and "closure" not in row.script.__name__:
         assert same(results[0].weights, results[1].weights), "before an optimizer could apply it"
 
 
@@ -468,6 +535,11 @@ def steps_with_a_closure(t: Attached) -> None:
         t.rows.append(parameters(t.model))
 
 
+def steps_a_wrapper_with_a_closure(t: Attached, wrapper: Callable[[torch.optim.Optimizer], Any]) -> None:
+    t.optimizer = wrapper(t.optimizer)
+    steps_with_a_closure(t)
+
+
 def steps_before_any_gradient(t: Attached) -> None:
     t.optimizer.step()
     accumulates(t)
@@ -528,7 +600,10 @@ RIGHT: list[tuple[Script, str]] = [
     (replaces_gradients_by_copies, "module, local module"), (makes_a_new_optimizer, "module"),
     (steps_two_optimizers_with_each_gradient, "module, local module"),
     (steps_again, "module"), (steps_another_optimizer_inside, "module"),
-    (steps_with_a_closure, "module, ddp, local module, local ddp"), (steps_before_any_gradient, "module, ddp, local module"),
+    (steps_with_a_closure, "module, ddp, local module, local ddp"),
+    *((functools.partial(steps_a_wrapper_with_a_closure, wrapper=kind), "module, ddp")
+      for kind in (Lookahead, SharpnessAware, PlainLookahead)),
+    (steps_before_any_gradient, "module, ddp, local module"),
     (averages_weights, "module, local module"), (steps_parts_at_other_frequencies, "module"),
     (synchronizes_own_gradients, "module, local module"), (steps_with_lbfgs, "module"),
     (converts_to_double, "module, ddp, local module, local ddp"), (freezes_one, "module, local module"),
@@ -699,6 +774,26 @@ def test_updates_of_averaged_parameters_inside_backward_are_refused(when: str, h
             assert_refused(line, "E-STEP-IN-BACKWARD", "Adam")
         else:
             assert_refused(line, "E-HOOKS-TAKEN")
+
+
+def modifies_in_place(rank: int, attached: bool) -> str:
+    """A hook set before attach() steps with a gradient, clears it, and changes a weight that the pass still needs."""
+    model = mlp()
+
+    def step(parameter: torch.Tensor) -> None:
+        with torch.no_grad():
+            parameter.grad = None
+            model[2].weight.add_(1.0)
+
+    model[4].weight.register_post_accumulate_grad_hook(step)
+    with commlayer.attach(model, config=quick()) if attached else contextlib.nullcontext():
+        return outcome(lambda: model(data(rank, 0)[0]).sum().backward())
+
+
+def test_torchs_own_error_is_shown_where_a_hook_has_removed_a_gradient() -> None:
+    expected, _ = pool(WORLD).call(modifies_in_place, False)
+    assert "modified by an inplace operation" in expected
+    assert pool(WORLD).call(modifies_in_place, True) == [expected, expected]
 
 
 def accumulates_as_frameworks_do(rank: int, address: str) -> list[torch.Tensor]:

@@ -47,6 +47,24 @@ class Complex(nn.Module):
         self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
 
 
+class Lookahead:
+    """Around an optimizer, without being one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+class WithGroups(Lookahead):
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+
+def made_in_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return mlp()
+
+
 class CountsItself(torch.optim.SGD):
     taken = 0
 
@@ -125,6 +143,9 @@ ALONE: dict[str, Row] = {
     "complex": row(lambda: attach(Complex()), "E-MODEL-UNSUPPORTED", "phase is complex64"),
     "lazy linear": row(lambda: attach(nn.Sequential(nn.LazyLinear(8))), "E-MODEL-UNSUPPORTED", "0.weight has no shape"),
     "lazy norm": row(lambda: attach(nn.Sequential(nn.LazyBatchNorm1d())), "E-MODEL-UNSUPPORTED", "0.weight has no shape"),
+    "inference tensors": row(lambda: attach(made_in_inference_mode()), "E-MODEL-UNSUPPORTED", "0.weight", "inference_mode()"),
+    "plain wrapper": row(lambda: attach(None, lambda m: Lookahead(sgd(m))), "E-ARGUMENT", "Lookahead", "no param_groups"),
+    "no state": row(lambda: attach(None, lambda m: WithGroups(sgd(m))), "E-ARGUMENT", "WithGroups", "no state_dict"),
     "hook's setting": row(lambda: commlayer.HookState(config={"deadlin_s": 3}), "E-SETTING", "deadlin_s: "),
     "negative weight": row(lambda: weight(-1.0), "E-WEIGHT", "weight: got -1.0"),
     "weight nan": row(lambda: weight(float("nan")), "E-WEIGHT", "weight: got nan"),

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from commlayer.autotune.measure.model_info import ModelWatch
+from commlayer.engine.hooks import before_forward
 from commlayer.engine.optimizers import job_of, parameters_of
 from commlayer.errors import InvalidInput
 from commlayer.observe.step_trace import RecordedStep
@@ -75,7 +76,7 @@ class StepHooks:
         for module in model.modules():
             own = [number[id(p)] for p in module.parameters(recurse=False) if id(p) in number]
             if own:
-                self._handles.append(module.register_forward_pre_hook(self._reads(own)))
+                self._handles.append(before_forward(module, self._reads(own)))
 
     def _final(self, tensor: int) -> Callable[[torch.Tensor], None]:
         def final(_: torch.Tensor) -> None:
