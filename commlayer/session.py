@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commlayer.config import Config, read_config
 from commlayer.engine import checkpoint
 from commlayer.engine.averages import Clipping, checked, clipping
-from commlayer.engine.connection import DistributedJob
+from commlayer.engine.connection import DistributedJob, end_dropped
 from commlayer.engine.guards import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
 from commlayer.engine.inspection import Inspected, Inspection
 from commlayer.engine.module_driver import ModuleDriver, SoloDriver
@@ -224,6 +224,7 @@ class Session:
         context.worker.recorder.switch(on=False)
 
     def _outside_join(self, what: str) -> None:
+        self._driver.connection.check_process()
         if self._driver.in_join:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                f"{what} must not be called inside session.join(): all ranks make this call together, and "
@@ -286,8 +287,8 @@ class Session:
         return self._driver.connection.metrics()
 
     def close(self, reason: str = "") -> None:
-        """Leaves the job. Called at exit if the script does not call it. A non-empty `reason` marks a failure: the other ranks
-        fail with this text."""
+        """Leaves the job. If the script does not call it, the end of the process does, or the end of both model and session. A
+        non-empty `reason` marks a failure: the other ranks fail with this text."""
         self._driver.detach()
         if self._clips is not None:
             self._clips.remove()
@@ -341,6 +342,7 @@ def attach_module(
     """Implements attach(). `hook`: the HookState of a DDP module that uses commlayer's communication hook."""
     if steps is not None and (not isinstance(steps, int) or steps < 1):
         raise InvalidInput("E-ARGUMENT", f"steps: got {steps!r}, allowed: a whole number of training steps, 1 or more")
+    end_dropped()
     ddp, process_group = model if isinstance(model, DistributedDataParallel) else None, group_of(process_group)
     if ddp is not None and process_group not in (None, ddp.process_group):
         raise InvalidInput("E-PROCESS-GROUP",

@@ -6,6 +6,7 @@ to standard output.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -79,7 +80,8 @@ class PlanningProcess:
             if self._searches:
                 process.wait()
             else:
-                process.communicate()  # closes the pipes
+                with contextlib.suppress(ValueError):  # the garbage collector has closed the pipes already
+                    process.communicate()
                 self._process = None
 
 

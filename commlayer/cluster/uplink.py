@@ -59,6 +59,9 @@ class Uplink:
         self._membership: Membership | None = None  # None while client.join() runs, whose thread calls the methods below
         self._membership = self.membership = client.join(
             address, request, config, self._on_death, on_silence=self._on_silence, on_left=self._on_exit, keep=True)
+        self.children: Sequence[EmbeddedServer] = ()
+        """Servers that this process started. The heartbeat thread keeps them alive, so that they do not end with the session's
+        other objects when no one refers to these any more."""
         self.remaining: tuple[str, ...] = ()
         """Names of workers that were still in the job at close(); empty before."""
         hello = Hello(request.job, request.rank, self.view.plan, messages.version(), session=new_nonce())

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import os
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
@@ -25,6 +28,7 @@ from commlayer.cluster.collectives import Groups, RowChannel
 from commlayer.cluster.server_codecs import expected_nbytes
 from commlayer.cluster.uplink import Uplink, leave_job
 from commlayer.compressors import codec_of
+from commlayer.engine.hooks import weakly
 from commlayer.engine.local_steps import OuterSteps
 from commlayer.engine.optimizers import OptimizerMemory
 from commlayer.engine.plan_choice import PlanTerms
@@ -41,6 +45,10 @@ log = logging.getLogger("commlayer")
 
 T = TypeVar("T")
 NO_COUNTERS = Counters()
+DROPPED_S = 5.0
+"""Longest wait, in seconds, for the end of sessions whose models are gone."""
+FORKED = ("this process is a forked child of the one that called attach(), so it is no member of the job: train in the process "
+          "that attached the model, or a copy.deepcopy() of the model here")
 
 
 class WaitsFor(NamedTuple):
@@ -189,8 +197,34 @@ def _nothing() -> None:
     """Default of `_restore`: does nothing, because the optimizer's state is restored already."""
 
 
+_open: weakref.WeakSet[JobContext] = weakref.WeakSet()
+"""Jobs of this process that nothing has closed yet."""
+_dropped: list[threading.Thread] = []
+"""Threads that close jobs whose models are gone."""
+
+
+def end_dropped() -> None:
+    """Ends sessions whose models are gone and which the script has not closed. All ranks call it in attach(), so that such
+    sessions end on all ranks."""
+    if _open:
+        gc.collect()
+    while _dropped:
+        _dropped.pop().join(DROPPED_S)
+
+
+def _in_child() -> None:
+    for job in _open:
+        job.forked()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 class JobContext:
-    """State of the job of a script without other workers. DistributedJob adds what several workers need."""
+    """State of the job of a script without other workers. DistributedJob adds what several workers need.
+
+    No thread refers to this object, except weakly. So it is freed with the session and the model, and then leaves the job.
+    """
 
     plan: Plan | None = None
     groups: Groups | None = None
@@ -223,6 +257,32 @@ class JobContext:
         self.stream = RunEvents()
         """The event stream of this rank."""
         self._owner, self._closed = os.getpid(), False
+        self._exit: Callable[[], None] | None = None
+        """Function that atexit calls; None if this object needs no end."""
+
+    def open(self) -> None:
+        """Makes the end of the process close the job; the end of model and session, too."""
+        self._exit = weakly(self.at_exit)
+        atexit.register(self._exit)
+        _open.add(self)
+
+    def __del__(self) -> None:
+        if self._exit is not None and not self._closed and os.getpid() == self._owner:
+            self.drop()
+            # The garbage collector can run in any thread, even in one whose end close() waits for.
+            _dropped.append(threading.Thread(target=self.close, name="commlayer-close"))
+            _dropped[-1].start()
+
+    def drop(self) -> None:
+        """Drops pending exchanges, because the model of this job is gone."""
+
+    def forked(self) -> None:
+        """Called in a forked child of this process."""
+
+    def check_process(self) -> None:
+        """Raises RuntimeError in a forked child of the process that called attach()."""
+        if os.getpid() != self._owner:
+            raise InvalidState("E-FORKED", FORKED)
 
     @property
     def rank(self) -> int:
@@ -308,7 +368,9 @@ class JobContext:
         if self._closed or os.getpid() != self._owner:
             return  # a forked copy of the trainer is not a member of the job
         self._closed = True
-        atexit.unregister(self.at_exit)
+        _open.discard(self)
+        if self._exit is not None:
+            atexit.unregister(self._exit)
         self.stream.flush()
         self._leave(reason)
         for end in self.on_close:
@@ -343,6 +405,7 @@ class DistributedJob(JobContext, WorkerListener):
         """`own`: this rank's number in messages. `matched`: True if all ranks use norm-matched averaging."""
         super().__init__(terms, logs=logs)
         self.id, self.groups, self.uplink, self.embedded, self.waits = own, groups, uplink, embedded, waits
+        uplink.children = embedded
         self.rows = rows
         """Exchanges rows of numbers between the observers (observers.py) of all ranks, in the same order on each rank."""
         self.memory, self.matched, self.joined = memory, matched, joined
@@ -355,8 +418,8 @@ class DistributedJob(JobContext, WorkerListener):
         self.stream.rtt_s = lambda: uplink.membership.report.rtt_s
         uplink.membership.report.events = self.stream.log
         self.follow(self.worker_for(plan, job, groups.device, generation))
-        notices = WaitNotices(self._waiting, uplink.display_name, waits.silent_s, partial(self.log, event=False),
-                              self.stream.log)
+        notices = WaitNotices(weakly(self._waiting), uplink.display_name, waits.silent_s,
+                              partial(weakly(self.log), event=False), self.stream.log)
         self.on_close += [rows.close, notices.close]
 
     def listen(self, listener: EpochListener) -> None:
@@ -413,7 +476,7 @@ class DistributedJob(JobContext, WorkerListener):
         codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node, plan) for b in plan.buckets}
         return Worker(
             job, plan, codecs, device, rank=self.id, members=self.world, generation=generation, groups=self.groups,
-            transport=self.uplink.transport, recycle=self.uplink.recycle, listener=self,
+            transport=self.uplink.transport, recycle=self.uplink.recycle, listener=weakref.proxy(self),
         )
 
     def follow(self, worker: Worker) -> None:
@@ -423,8 +486,10 @@ class DistributedJob(JobContext, WorkerListener):
         self.plan = worker.plan
         self.uplink.limit_kept(max((expected_nbytes(worker.plan, n) for n in range(worker.plan.servers)), default=0))
 
+        verdict = self._verdict
+
         def fail(error: CommError) -> None:
-            self._verdict.fall(error)
+            verdict.fall(error)
             worker.latch(error)
 
         def left(peer: str, exchanges: int) -> None:
@@ -448,6 +513,9 @@ class DistributedJob(JobContext, WorkerListener):
 
     def patience(self) -> float:
         return self.members.patience()
+
+    def interrupted(self, cause: str) -> None:
+        self.uplink.close(cause)  # the other ranks fail at once; servers of this rank continue until close()
 
     def settle(self) -> None:
         for listener in self.listeners:
@@ -509,6 +577,12 @@ class DistributedJob(JobContext, WorkerListener):
         return f"rank {self.groups.members.ranks[place]} ({name})" if name else f"rank {self.groups.members.ranks[place]}"
 
     # ---- the end
+
+    def drop(self) -> None:
+        self.listeners = []
+
+    def forked(self) -> None:
+        self.worker.forked(InvalidState("E-FORKED", FORKED))
 
     def _leave(self, reason: str) -> None:
         worker = self.worker

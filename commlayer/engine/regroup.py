@@ -48,6 +48,7 @@ from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine import agreement
 from commlayer.engine.agreement import AWAY, AgreementOutcome, Claims, Vote, VoterState, new_in
 from commlayer.engine.connection import DistributedJob, MemberChanges
+from commlayer.engine.hooks import weakly
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.sync_modes import Forbids
 from commlayer.engine.worker import Worker
@@ -268,7 +269,7 @@ class MembershipChange(MemberChanges):
         self._agreed: tuple[View, list[Vote]] | None = None
         self._admits = True
         """True: new members can join during the current operation."""
-        context.uplink.subscribe_epochs(self.offer)
+        context.uplink.subscribe_epochs(weakly(self.offer))
 
     @contextlib.contextmanager
     def closed_door(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import datetime
@@ -108,7 +107,7 @@ def connect(
         alone = JobContext(terms, logs=met.logs)
         alone.stream.open(config, rank=0, world=1, run=secrets.token_hex(8), host=socket.gethostname())
         if config.events:
-            atexit.register(alone.at_exit)
+            alone.open()
         return alone
     silent_s = max(config.dead_after_s, reconnect_window_s(config)) if config.join else config.dead_after_s
     waits = WaitsFor(notice_s(config), verdict_s(config), config.deadline_s, silent_s)
@@ -122,7 +121,7 @@ def connect(
     context.stream.open(config, rank=context.id, world=context.world, run=context.uplink.view.run,
                         host="" if me is None else me.certificate or me.name)
     context.note_plan("start")
-    atexit.register(context.at_exit)
+    context.open()
     return context
 
 

@@ -92,6 +92,9 @@ class WorkerListener:
         """Replaces an error by a more precise one, or returns it unchanged."""
         return error
 
+    def interrupted(self, cause: str) -> None:
+        """Called when the script's exception has ended the wait for a step's results. `cause`: for the other ranks."""
+
     def settle(self) -> None:
         """Reports to the worker the averages of the last step that the script has cleared; see Worker.mark_discarded."""
 
@@ -469,10 +472,10 @@ class Waiting(Protocol):
 class WaitNotices:
     """Thread that logs which peers the training thread waits for, until close()."""
 
-    def __init__(self, waiting: Callable[[], Waiting], called: Callable[[str], str], silent_s: float,
+    def __init__(self, waiting: Callable[[], Waiting | None], called: Callable[[str], str], silent_s: float,
                  log: Callable[[str, int], None], events: EventLog) -> None:
-        """Starts the thread. `called` returns a peer's name for the user. A peer that is silent for `silent_s` seconds counts
-        as dead. `events` receives an event about each wait of EVENT_S and more."""
+        """Starts the thread. `waiting` returns None if the thread must end. `called` returns a peer's name for the user. A peer
+        that is silent for `silent_s` seconds counts as dead. `events` receives an event about each wait of EVENT_S and more."""
         self._waiting, self._called, self._silent_s, self._log, self._events = waiting, called, silent_s, log, events
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commlayer-waits", daemon=True)
@@ -482,7 +485,9 @@ class WaitNotices:
         since, peers, next_s = 0.0, "", FIRST_S
         shown: WaitEvent | None = None
         while not self._closing.wait(LOOK_S):
-            waiting, now = self._waiting(), time.monotonic()
+            if (waiting := self._waiting()) is None:
+                return
+            now = time.monotonic()
             begun = waiting.waiting_since
             if shown is not None and begun != since:
                 self._events.append(structs.replace(shown, waited_s=now - since, over=True))

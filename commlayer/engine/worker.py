@@ -39,7 +39,7 @@ from commlayer.engine.lanes import Staging, device_buckets
 from commlayer.engine.late_results import LateResults
 from commlayer.engine.paths.table import make_paths
 from commlayer.engine.step import Counters, Step, Stopwatch, Units, WorkerListener, aborted_by
-from commlayer.errors import CommError, InvalidInput, PeerLost, StepAbandoned
+from commlayer.errors import CommError, InvalidInput, PeerLost, StepAbandoned, cause_of
 from commlayer.observe.events import WaitKind
 from commlayer.observe.step_trace import Recorder
 from commlayer.planner.buckets import fragments_of
@@ -116,7 +116,8 @@ class Worker:
         self.job, self.plan, self.device = job, plan, device
         self._listener = listener or WorkerListener()
         self.units = Units(members or (groups.world if groups is not None else 1), shared=plan.ranks_per_node > 1)
-        self.now = Step(rank, generation, self.units, self._listener.check_interrupts, eager=plan.overlap == "forward")
+        self.now = Step(rank, generation, self.units, lambda complete: self._listener.check_interrupts(complete),
+                        eager=plan.overlap == "forward")
         on_device, last = device_buckets(plan, codecs, device), len(plan.buckets) - 1
         self.buckets = [
             bucket_of(b, job, codecs[b.id], device, last - i, local=rank % plan.ranks_per_node, rank=rank,
@@ -268,13 +269,21 @@ class Worker:
 
     @contextlib.contextmanager
     def _waiting(self, since: float) -> Iterator[None]:
-        """Context manager around a wait: stores errors as the error of this worker, and raises the first error of the step."""
+        """Context manager around a wait: stores errors as the error of this worker, and raises the first error of the step. An
+        interrupt (Ctrl-C) ends this rank's part in the job."""
         self.now.waiting_since = since
         try:
             yield
-        except BaseException as error:
+        except Exception as error:
             self.latch(error)
-        self.now.waiting_since = 0.0
+        except BaseException as error:  # Ctrl-C, for example: raised once, since the script may catch it and go on
+            cause = cause_of(error)
+            self.latch(CommError(f"{cause} has ended the wait for the step's results, so this rank has left the job: attach "
+                                 "again on all ranks, or resume from a checkpoint", code="E-SESSION-CLOSED", step=self.step))
+            self._listener.interrupted(cause)
+            raise
+        finally:
+            self.now.waiting_since = 0.0
         self.check()
 
     def check_interrupts(self) -> None:
@@ -380,6 +389,8 @@ class Worker:
     def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
         """Returns True if this bucket's average can be written. Waits until `deadline`; None: does not wait. Raises the same
         CommErrors as `finish`."""
+        if self.now.error is not None:
+            self.check()
         ready, begin = False, time.monotonic()
         with self._waiting(0.0 if deadline is None else begin):
             ready = self._paths.of[bucket.id].take(bucket, deadline)
@@ -591,6 +602,10 @@ class Worker:
                     bucket.ledger.discard(bucket.ledger.all_slices & ~bucket.exchange.applied)
                 bucket.ledger.roll_back()
         raise self.now.error
+
+    def forked(self, error: BaseException) -> None:
+        """Makes every later call raise `error`, in a forked child process, which has none of this worker's threads."""
+        self.now.error, self.intact = error, False
 
     def close(self) -> None:
         self.latch(CommError("the session is closed", code="E-SESSION-CLOSED"))

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,15 +17,33 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # else its first import comes where it lacks a name
-from support.attached import Branches, Run, Setting, coordinators, data, mlp, play, weights
-from support.rank_pool import pool
+from support.attached import (
+    Branches,
+    Run,
+    Setting,
+    assert_refused,
+    coordinators,
+    data,
+    mlp,
+    outcome,
+    parameters,
+    plan_of,
+    play,
+    same,
+    train_step,
+    weights,
+)
+from support.rank_pool import Servers, pool, quick
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import commlayer
+from commlayer.engine.connection import end_dropped
 from commlayer.engine.hooks import uncompiled
 
 WORLD, STEPS = 2, 5
+FAR_S = 300.0
+"""The deadline: an error within a test did not wait for it."""
 Script = Callable[[Run], dict[str, Any]]
 Loss = Callable[[int, int], torch.Tensor]
 """Of a rank's part of a step."""
@@ -145,6 +170,22 @@ def compiled_then_wrapped(run: Run) -> dict[str, Any]:
 def wrapped_then_compiled(run: Run) -> dict[str, Any]:
     model = mlp()
     return trained(run, model, fits(torch.compile(run.wrap(model, bucket_cap_mb=25), backend="aot_eager")), steps=3)
+
+
+def scripted(run: Run) -> dict[str, Any]:
+    model = torch.jit.script(mlp())
+    return trained(run, model, fits(run.wrap(model)))
+
+
+def traced(run: Run) -> dict[str, Any]:
+    model = torch.jit.trace(mlp(), data(0, 0)[0])
+    return trained(run, model, fits(run.wrap(model)))
+
+
+def a_scripted_layer(run: Run) -> dict[str, Any]:
+    model = mlp()
+    model[2] = torch.jit.script(model[2])
+    return trained(run, model, fits(run.wrap(model)))
 
 
 class Tied(nn.Module):
@@ -353,9 +394,9 @@ def activation_checkpointing(run: Run, make: Callable[[], nn.Module] = Checkpoin
 
 CASES: dict[str, Script] = {f.__name__: f for f in (
     initial_parameters_that_differ, clipping_and_evaluation_between_steps, grad_scaler_with_infs_on_one_rank,
-    frozen_parameters, unused_parameters, param_groups_and_schedule, compiled_then_wrapped, wrapped_then_compiled,
-    tied_weights, odd_layouts, bf16_parameters, bf16_autocast, adapters, mixture_of_experts, activation_checkpointing,
-    uneven_batches, two_models,
+    frozen_parameters, unused_parameters, param_groups_and_schedule, compiled_then_wrapped, wrapped_then_compiled, scripted,
+    traced, a_scripted_layer, tied_weights, odd_layouts, bf16_parameters, bf16_autocast, adapters, mixture_of_experts,
+    activation_checkpointing, uneven_batches, two_models,
 )} | {"accumulation in no_sync()": partial(accumulation, no_sync=True), "accumulation": partial(accumulation, no_sync=False)}
 
 
@@ -602,3 +643,133 @@ def test_hooks_do_without_what_torch_2_6_lacks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
     assert uncompiled(partial(hook, 1))(2) == 3
     assert uncompiled(hook)(1, 2) == 3
+
+
+# ---- where a session begins, and what ends it
+
+def inside_inference_mode(rank: int, inside: bool, address: str) -> dict[str, torch.Tensor]:
+    model = mlp()
+    with torch.inference_mode(inside), torch.no_grad():
+        session = commlayer.attach(model, compression="topk(ratio=0.1)", config=quick(join=address))
+    with session:
+        return trained(Run(rank, WORLD, Setting("module")), model, fits(model))
+
+
+def test_attach_works_inside_inference_mode() -> None:
+    results = []
+    for inside in (False, True):
+        with Servers(WORLD, 1) as servers:
+            results.append(pool(WORLD).call(inside_inference_mode, inside, servers.address))
+    assert all(same(given, expected) for given, expected in zip(*results, strict=True))
+
+
+def kept() -> tuple[int, int]:
+    """Numbers of threads and open descriptors of this process, after sessions without a model have ended."""
+    end_dropped()
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def never_closed(rank: int, sync: Any, path: str) -> tuple[tuple[int, int], tuple[int, int], bool]:
+    """What the process has open before and after a session that nothing closes, and to which only the model refers."""
+    for _ in range(3):
+        before = kept()
+        model = mlp()
+        optimizer = sgd(model)
+        plan = plan_of(model, path=path, ranks_per_node=WORLD if path == "allreduce" else 1)
+        session = commlayer.attach(model, optimizer, plan=plan, sync=sync, config=quick())
+        del session
+        gc.collect()
+        trained(Run(rank, WORLD, Setting("module")), model, fits(model), optimizer)
+        gone = weakref.ref(model)
+        del model, optimizer
+    after = kept()
+    return before, after, gone() is None
+
+
+@pytest.mark.parametrize(("sync", "path"), [(None, "allreduce"), (None, "service"), ("forward", "service"),
+                                            (commlayer.LocalSteps(2), "service")], ids=str)
+def test_a_session_ends_with_its_model(sync: Any, path: str) -> None:
+    for before, after, gone in pool(WORLD).call(never_closed, sync, path):
+        assert gone
+        assert after == before
+
+
+def forked(rank: int, address: str) -> tuple[str, list[torch.Tensor]]:
+    """A child trains the model and a copy of it, and flushes; then its parent trains on."""
+    model = mlp()
+    optimizer = sgd(model)
+    session = commlayer.attach(model, optimizer, compression="identity()", config=quick(join=address, deadline_s=FAR_S))
+    train_step(model, optimizer, rank, 0)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        lines = [outcome(lambda: train_step(model, optimizer, rank, 1)), outcome(session.flush)]
+        copied = copy.deepcopy(model)
+        lines.append(outcome(lambda: train_step(copied, sgd(copied), rank, 1)))
+        os.write(write, "\n".join(lines).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    train_step(model, optimizer, rank, 1)
+    session.close()
+    return text, parameters(model)
+
+
+def test_a_forked_child_gets_an_error_and_its_parent_trains_on() -> None:
+    with Servers(WORLD, 1, deadline_s=FAR_S) as servers:
+        (text, one), (_, other) = pool(WORLD).call(forked, servers.address)
+    backward, flush, copied = text.split("\n")
+    assert_refused(backward, "E-FORKED", "InvalidState")
+    assert_refused(flush, "E-FORKED")
+    assert copied == ""
+    assert same(one, other)
+
+
+def interrupted(rank: int, how: str, address: str) -> list[str]:
+    """Ctrl-C on rank 0 while it waits for rank 1, which makes its pass only when it knows. The script goes on."""
+    model = mlp()
+    optimizer = sgd(model)
+    config = quick(join=address, deadline_s=FAR_S, ranks_per_node=WORLD if how == "allreduce" else 1)
+    plan = plan_of(model, path=how, ranks_per_node=config["ranks_per_node"])
+    session = commlayer.attach(model, optimizer, plan=plan, config=config)
+    worker = session.inspect.connection.worker
+    train_step(model, optimizer, rank, 0)
+
+    def until(reached: Callable[[], object]) -> None:
+        while not reached():
+            time.sleep(0.01)
+
+    def interrupt() -> None:
+        until(lambda: worker.waiting_since)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    lines = []
+    if rank == 0:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        try:
+            train_step(model, optimizer, rank, 1)
+        except KeyboardInterrupt as error:
+            lines.append(type(error).__name__)
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+    else:
+        until(lambda: worker.error)
+        lines.append("")
+    lines += [outcome(lambda n=step: train_step(model, optimizer, rank, n)) for step in (1, 2)]  # type: ignore[misc]
+    session.close()
+    return lines
+
+
+@pytest.mark.parametrize("how", ["service", "allreduce"])
+def test_an_interrupt_is_raised_once_and_the_others_fail_at_once(how: str) -> None:
+    with Servers(WORLD, int(how == "service"), deadline_s=FAR_S) as servers:
+        mine, theirs = pool(WORLD).call(interrupted, how, servers.address)
+    assert mine[0] == "KeyboardInterrupt"
+    for line in mine[1:]:
+        assert_refused(line, "E-SESSION-CLOSED", "CommError", "KeyboardInterrupt")
+    for line in theirs[1:]:
+        assert_refused(line, "E-PEER-LOST", "worker 0", "KeyboardInterrupt")
