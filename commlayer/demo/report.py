@@ -115,7 +115,8 @@ def canvas(curves: Mapping[str, Curve], seconds: int, width: int, height: int) -
                 dots[cell] = dots.get(cell, 0) | BRAILLE[y % 4][x % 2]
                 styles[cell] = COLORS[run]
     for y in range(height):
-        line = Text(f"{high - (high - low) * y / (height - 1):5.2f} │", no_wrap=True)
+        label = f"{high - (high - low) * y / (height - 1):.2f}" if dots else ""
+        line = Text(f"{label:>5} │", no_wrap=True)
         for x in range(width):
             line.append(chr(0x2800 + dots[x, y]) if (x, y) in dots else " ", styles.get((x, y), ""))
         yield line
