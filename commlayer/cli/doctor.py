@@ -82,6 +82,8 @@ def examine(
         try:
             keys = str(fetched_keys(home, lambda line: print(f"commlayer: {line}", file=sys.stderr, flush=True), ENROL_S))
         except Coded as error:
+            if home.token is None:
+                raise
             show(of_error("keys", error))
             enrolled, insecure = False, True  # the checks that need no keys are still useful
     settings = {"join": join, "bind": bind, "port": port, "keys": keys, "journal": journal, "insecure": insecure}

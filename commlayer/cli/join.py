@@ -84,7 +84,7 @@ def join(
         else:
             workers = f"{reply.world} worker{'s' * (reply.world > 1)}"
             start = f"starting with {workers}" if reply.min_workers else "all homes have joined"
-            _say(f"{start}: this is home {reply.node} of {reply.nodes}, with {ranks} of {reply.world}")
+            _say(f"{start}: this home has {ranks} of {reply.world}")
         settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else "",
                     "min_workers": str(reply.min_workers)}
         line = ["traceback" if full else "line", str(script), *(args or [])]

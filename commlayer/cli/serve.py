@@ -42,7 +42,7 @@ def serve(
     options: dict[str, Any] = {"join": join, "bind": bind, "advertise": advertise, "port": port, "insecure": insecure,
                                "keys": keys, "journal": journal, "min_workers": min_workers, "events": events}
     settings = {name: value for name, value in options.items() if value}
-    least = read_config(settings | {"insecure": True}).min_workers  # which the environment may set, too
+    least = min_workers or read_config({"bind": "127.0.0.1", "insecure": True}).min_workers  # the environment may set it
     names = _home_names(invite, workers or least)
     workers = workers or (0 if least else len(names))
     config, invites = _read(settings, names, wanted=bool(invite))

@@ -224,7 +224,7 @@ class RendezvousService:
             if token not in before.present:
                 news = f"joins {sites.workers_text(site.world - site.request.world)}" if site.world else \
                     sites.missing(state) or f"all {state.workers} workers have joined"
-                log.info("home %s registered: %s", site.who, news)
+                log.info("%s registered: %s", site.who, news)
         if before.workers < state.workers < state.max_workers:
             log.info("starting with %s; homes can join until there are %d", sites.workers_text(state.workers),
                      state.max_workers)

@@ -202,5 +202,5 @@ def test_two_homes_that_nobody_can_dial_train_together(tmp_path: Path) -> None:
             assert "let in" not in denied.communicate(timeout=WAIT_S)[0]
         assert min(nat.dropped) > 0
         _, lines = server.communicate(timeout=WAIT_S)
-        assert "home home-a (pid " in lines
+        assert "home-a (pid " in lines
         assert server.returncode == 0, lines
