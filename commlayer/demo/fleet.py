@@ -114,7 +114,8 @@ class Fleet:
         """No settings of the user, keys of homes in the demo's folder, one thread for each worker, and this package."""
         # gRPC needs only the coordinator's port, which each home reaches at another address: that of its line.
         variables = child_environment(Config(carrier="grpc"))
-        variables |= {"XDG_CONFIG_HOME": self._folder.name, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        variables |= {"XDG_CONFIG_HOME": self._folder.name, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+                      "PYTHONSAFEPATH": "1"}
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH", "")]))
         return variables
 
@@ -154,8 +155,8 @@ class Fleet:
     def _check(self, until: float | None = None) -> None:
         for name, process in self._processes.items():
             if process.poll() is not None:
-                lines = Path(self._path(f"{name}.log")).read_text("utf-8", "replace").split("\n")
-                last = next((line for line in reversed(lines) if line.strip()), "no output")
+                lines = [line for line in Path(self._path(f"{name}.log")).read_text("utf-8", "replace").split("\n") if line]
+                last = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no output")
                 raise CommError(f"ended early, with exit code {process.returncode}: {last}", peer=f"process {name!r}")
         if until is not None and time.monotonic() > until:
             raise DeadlineExceeded(f"not ready within {START_S:g} s", peer="the demo's workers")

@@ -88,8 +88,8 @@ def test_the_wheel_runs_in_an_environment_of_its_own(built: Path, tmp_path: Path
     assert where.startswith(str(packages))
     assert where.split()[1] == VERSION
     assert run(python, "-m", "commlayer", "--version", cwd=tmp_path).strip() == f"commlayer {VERSION}"
-    out = run(python, "-m", "commlayer", "demo", "--quick", "--workers", "2", cwd=tmp_path, timeout_s=300)
-    assert "int4" in out
+    out = run(python, "-m", "commlayer", "demo", "--homes", "2", "--seconds", "10", cwd=tmp_path, timeout_s=300)
+    assert "\nResult: seconds to loss " in out
 
 
 # ---- containers, by their steps: no daemon is needed
