@@ -309,13 +309,13 @@ def end_search(
     kept = structs.replace(kept, steps=best.current_steps, alternatives=() if keep else best.alternatives, discarded=False,
                            price=best.current_price, verdicts=(*lead.verdicts, verdict), alone_s=best.alone_s,
                            auto_times=best.auto_times or lead.auto_times)
-    line = (f"a plan of {len(best.plan.buckets)} buckets for steps of {_ms(best.plan.step_s)}{_needs(best.steps)}; the "
-            f"current plan takes {_ms(order.step_s)}, predicted {_ms(best.current_s)}{_needs(best.current_steps)}")
+    line = (f"a plan: {_ms(best.plan.step_s)} a step{_needs(best.steps)}, now {_ms(order.step_s)}"
+            f"{_needs(best.current_steps)}")
     hint: list[Notice] = [Suggestion(best.hint)] if best.hint else []
     current_s = best.current_s * best.current_steps
     later = best.plan.step_s * best.steps * lead.lateness > (1.0 - WORTH) * current_s
     if keep or later or _hopeless(best, best.current_steps):
-        line = f"kept the current plan{_versus_alone(best, current_s)}: found {line}"
+        line = f"kept the current plan: found {line}{_versus_alone(best, current_s)}"
         return structs.replace(kept, basis=best.back.basis), [LogLine(line), *hint]
     line = f"found {line}{_versus_alone(best, best.plan.step_s * best.steps)}"
     return structs.replace(kept, proposal=Proposal(best, lead.pace_s)), [LogLine(line), *hint]
@@ -331,7 +331,7 @@ def _versus_alone(found: Candidate, to_loss_s: float) -> str:
     one dense training step."""
     if not found.alone_s or not to_loss_s:
         return ""
-    return f", expected to reach a loss {found.alone_s / to_loss_s:.2f} times as fast as one machine alone"
+    return f"; {found.alone_s / to_loss_s:.3g} x one machine alone"
 
 
 def over_alone(lead: Lead, active: Plan) -> tuple[float, float, float]:
@@ -355,12 +355,12 @@ def slower_line(over_alone: float, forecast: float, auto_times: float) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def _needs(steps: float) -> str:
     """Returns the convergence factor as text, for log lines that give a step time."""
-    return f" (convergence factor {steps:.2f})" if steps > 1.0 else ""
+    return f" (factor {steps:.2f})" if steps > 1.0 else ""
 
 
 # ---- trials
@@ -416,7 +416,7 @@ def _judged(lead: Lead, step_s: float, active: Plan) -> Decided:
         return _another(structs.replace(lead, check=_usual(step_s)), step_s, active)
     worse = step_s * lead.steps > (1 + SLOWER) * trial.before_s * trial.before.steps
     line = LogLine(
-        f"under plan {digest(active)} steps take {_ms(step_s)}{_needs(lead.steps)}: predicted {_ms(active.step_s)}, "
+        f"under plan {digest(active)[:8]}: {_ms(step_s)} a step{_needs(lead.steps)}, predicted {_ms(active.step_s)}, "
         f"before {_ms(trial.before_s)}{_needs(trial.before.steps)}{': rolling back' if worse else ''}")
     lead = structs.replace(lead, trial=None, lateness=max(1.0, step_s / active.step_s) if active.step_s else 1.0)
     if worse:

@@ -257,16 +257,13 @@ def _how(other: Plan) -> str:
 def _hint(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
     (plain_s, plain_steps), (other_s, other_steps) = ((plan.step_s, steps_of(plan, made_from)) for plan in (plain, other))
     times = plain_s * plain_steps / (other_s * other_steps)
-    return (f"local steps would reach a loss {times:.1f} times as fast: {_how(other)}, {1e3 * other_s:.1f} ms per step with "
-            f"convergence factor {other_steps:.2f}, instead of {1e3 * plain_s:.1f} ms with {plain_steps:.2f}; "
-            "attach(..., sync='auto') allows them")
+    return (f"{_how(other)} would reach a loss {times:.1f} times as fast ({1e3 * other_s:.3g} instead of {1e3 * plain_s:.3g} "
+            f"ms a step, factor {other_steps:.2f} instead of {plain_steps:.2f}): attach(..., sync='auto') allows them")
 
 
 def _leaves(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
-    speeds = [f"{1e3 * plan.step_s:.1f} ms a step, convergence factor {steps_of(plan, made_from):.2f}"
-            for plan in (plain, other)]
-    return (f"these links are too slow for averaged gradients (at best {speeds[0]}): switching to {_how(other)} "
-            f"({speeds[1]}); sync='step' would keep averaged gradients")
+    speeds = [f"{1e3 * plan.step_s:.3g} ms a step, factor {steps_of(plan, made_from):.2f}" for plan in (plain, other)]
+    return (f"switching to {_how(other)} ({speeds[1]}): averaged gradients need {speeds[0]}; sync='step' would keep them")
 
 
 def exact(plan: Plan) -> bool:

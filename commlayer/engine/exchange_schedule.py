@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -158,7 +159,14 @@ class ExchangeSchedule(EpochListener):
             self._drained()
 
     def finish(self) -> None:
-        self.drain()
+        """Exchanges the last steps, if all ranks end after the same step. Where members may leave, others may continue."""
+        if not self._connection.elastic:
+            self.drain()
+            return
+        self.complete()
+        if self.local is not None and self.local.behind:
+            self._connection.log(f"the last {self.local.behind} steps were not exchanged: call session.flush() at the end, on "
+                                 "all workers after the same step", logging.WARNING)
 
     def detach(self) -> None:
         if self._forward is not None:

@@ -38,7 +38,7 @@ from commlayer.records import Plan, digest
 
 log = logging.getLogger("commlayer")
 
-CHANGED = 0.05
+CHANGED = 0.15
 """Relative change of the speed over one machine alone that has an event."""
 STEP_S, LINK_S = 1.0, 5.0
 """Shortest time in seconds between two events about steps, and between two about the link."""
