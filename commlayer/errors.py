@@ -67,7 +67,7 @@ CODES: dict[str, tuple[str, str]] = {
                        "Step, skip and clear gradients in the same way on all workers; load the same checkpoint."),
     "E-NOT-FINITE": ("Gradients or weights were not finite several times in a row.",
                      "Check the data and the learning rate; continue from a checkpoint."),
-    "E-OBSERVER": ("An error in automatic planning or in a check. Training continues; the plan is no longer changed.",
+    "E-OBSERVER": ("An error in automatic planning or in a check. Training continues; if planning failed, the plan stays.",
                    "Report the traceback in the event stream. Automatic changes begin again when members change, or at the "
                    "next start."),
     # ---- settings and files

@@ -345,13 +345,8 @@ def over_alone(lead: Lead, active: Plan) -> tuple[float, float, float]:
 
 def slower_line(over_alone: float, forecast: float, auto_times: float) -> str:
     """Returns a log line about a job that reaches a loss later than its fastest machine alone."""
-    predicted = f", forecast {forecast:.2f}x" if forecast else ""
-    if auto_times > 1:
-        remedy = f"sync='auto' would be {auto_times:.1f}x as fast; other remedies"
-    else:
-        remedy = "no plan that the script allows is faster; remedies"
-    return (f"slower than one machine alone: {over_alone:.2f}x{predicted}; {remedy}: a larger batch per worker, a faster link, "
-            "no much slower machine in the job, or to train alone")
+    remedy = f"sync='auto' would be {auto_times:.1f}x as fast" if auto_times > 1 else "try larger batches, or train alone"
+    return f"slower than one machine alone: {over_alone:.2f}x, forecast {forecast:.2f}x; {remedy}"
 
 
 def _ms(seconds: float) -> str:

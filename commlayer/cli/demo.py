@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from commlayer.cli.arguments import check_json, check_out, cluster_named, write_json
+from commlayer.cli.arguments import check_json, check_out, write_json
 from commlayer.cli.options import Json
 from commlayer.demo.settings import COMMLAYER, DDP, DemoSettings
 from commlayer.errors import CommError, InvalidInput
@@ -50,7 +50,9 @@ def _settings(links: str, homes: int, seconds: int, seed: int, *, page: bool) ->
     for option, value, least, most in (("homes", homes, 2, MOST_HOMES), ("seconds", seconds, SHORTEST_S, LONGEST_S)):
         if not least <= value <= most:
             raise InvalidInput("E-CLI-OPTION", f"--{option} {value}: allowed are {least} to {most}")
-    line = cluster_named("", "", f"rtx3060@{links}", "").nodes[-1].link
+    from commlayer.planner.inputs import link_of
+
+    line = link_of(links, "--links")
     return DemoSettings(homes, line.up_bps, line.down_bps, seconds, seed, page)
 
 

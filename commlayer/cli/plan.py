@@ -44,7 +44,8 @@ PricedServer = Annotated[str, typer.Option(
     help='The link of the server for --homes; default 1Gb. With --steps also its price per hour: "1Gb,0.04".',
     metavar="RATE[,PRICE]")]
 Costs = Annotated[str, typer.Option(
-    "--profile", help="Costs measured by `commlayer profile`; default: the built-in tables.", metavar="FILE")]
+    "--profile", help="Costs of codecs, measured by `commlayer profile`; its job file, as MODEL, has measured step times.",
+    metavar="FILE")]
 ALLOWED = ("forward", "fragments", "staleness")
 UNEVEN = 1.2
 """From this ratio of speeds on, `estimate` gives the workers unequal shares of the batch."""

@@ -43,7 +43,7 @@ from commlayer.transport.crc import crc32c
 from commlayer.transport.grpc_stream import TlsCredentials, open_channel
 from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import SERVICE as NAMED
-from commlayer.transport.key_folder import Keys, PeerCertificate
+from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import Header, Kind
 from commlayer.transport.reconnect import Backoff
 from commlayer.transport.secret import AuthenticationFailed, CallAuthenticator, new_nonce, wrong_secret
@@ -505,12 +505,11 @@ class Unresolved(Refused):
     """The host name of an address cannot be resolved."""
 
 
-def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") -> PeerCertificate | None:
+def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") -> None:
     """Connects to the address in order to explain a failed connection. Raises Refused with the reason if either end rejects the
     other's certificate, if only one end uses TLS, if the address is a data port, or if its host name cannot be resolved.
 
-    Returns the other end's certificate if there is no problem. Returns None without keys, or if there is no answer, which may
-    be temporary.
+    Returns if there is no problem, or no answer, which may be temporary.
     """
     where = who or f"coordinator {address}"
     try:
@@ -518,21 +517,20 @@ def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") ->
     except socket.gaierror as error:
         # Temporary if there is no name service yet, as after a power cut. A proxy, if there is one, resolves names.
         if error.errno == socket.EAI_AGAIN or settings.has_proxy():
-            return None
+            return
         raise Unresolved(f"its host name {host_port(address)[0]!r} cannot be resolved ({error.strerror}): correct the address, "
                          "or use an IP address", peer=where, code="E-ADDRESS") from None
     except OSError:
-        return None
-    good = None
+        return
     try:
         if keys is None:
             if not _expect_plain(sock, deadline):
                 _refuse_data_port(address, deadline)
-            return None
+            return
         tls = TlsSocket(sock, keys, CONTROL, server=False)
         close_channel(sock)
         sock = track(tls)
-        good = tls.handshake(deadline)  # checks their certificate; what follows shows whether they accept ours
+        tls.handshake(deadline)  # checks their certificate; what follows shows whether they accept ours
         tls.settimeout(max(0.001, deadline - time.monotonic()))
         tls.recv_into(bytearray(1))  # the other end decides last: either gRPC sends its settings, or it refuses
     except Refused as error:
@@ -541,7 +539,6 @@ def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") ->
         pass
     finally:
         close_channel(sock)
-    return good
 
 
 def _expect_plain(sock: socket.socket, deadline: float) -> bool:

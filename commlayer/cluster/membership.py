@@ -306,7 +306,8 @@ def missing(state: State) -> str:
         if absent or (kind == "worker" and not total):
             first = itertools.islice((rank for rank in range(total) if rank not in joined_ranks), MAX_LISTED)
             names = f"; missing: {one}{'s' if absent > 1 else ''} {_listed(first, absent)}" if absent else ""
-            parts.append(f"{len(joined_ranks)} of {total or '?'} {kind}{'' if total == 1 else 's'} joined{names}")
+            wanted = total or (f"at least {state.min_workers}" if state.min_workers else "?")
+            parts.append(f"{len(joined_ranks)} of {wanted} {kind}{'' if total == 1 else 's'} joined{names}")
     seated = {p.peer for p in state.registrations.values()}
     parts += [f"{peer} was refused: {problem}" for peer, problem in state.refusals if parts and peer not in seated]
     return "; ".join(parts)
@@ -314,9 +315,10 @@ def missing(state: State) -> str:
 
 def missing_peers(state: State) -> tuple[str, ...]:
     """Returns the names of the first processes that have not joined yet; empty if the number of workers is unknown."""
-    absent = (f"{kind} {rank}" for kind, total in (("worker", state.workers), ("server", state.servers))
+    workers = state.workers or state.min_workers
+    absent = (f"{kind} {rank}" for kind, total in (("worker", workers), ("server", state.servers))
               for rank in range(total) if rank not in _ranks(state, kind))
-    return tuple(itertools.islice(absent, MAX_LISTED)) if state.workers else ()
+    return tuple(itertools.islice(absent, MAX_LISTED)) if workers else ()
 
 
 def _problem(state: State, request: Join) -> str:
@@ -335,7 +337,7 @@ def _problem(state: State, request: Join) -> str:
         total = state.workers or request.world
         if not total:
             return coded("E-WORKERS", "the number of workers is unknown: start the coordinator with commlayer serve "
-                         "--workers N")
+                         "--workers N or --min-workers N")
         if total > state.limit > 0:
             return coded("E-WORKERS", f"expects {total} workers, allowed: at most {state.limit}: start the coordinator with a "
                                       "larger --workers")

@@ -232,7 +232,7 @@ def _problem(state: Sites, request: Join, admission: AdmissionState | None) -> s
         return problem
     if not state.max_workers:
         return coded("E-WORKERS", "the coordinator does not know how many workers to wait for: start it with commlayer serve "
-                     "--workers N")
+                     "--workers N or --min-workers N")
     if state.begun and admission is None:
         return coded("E-JOB-CLOSED", f"the job has begun with {state.workers} workers; a running job admits no new members")
     if state.begun and admission is not None:

@@ -57,7 +57,7 @@ class Uplink:
         self._left: Left = lambda *_: None
         self._names: dict[int, tuple[str, str]] = {}
         self._membership: Membership | None = None  # None while client.join() runs, whose thread calls the methods below
-        self._membership = self.membership = client.join(
+        self.membership = client.join(
             address, request, config, self._on_death, on_silence=self._on_silence, on_left=self._on_exit, keep=True)
         self.children: Sequence[EmbeddedServer] = ()
         """Servers that this process started. The heartbeat thread keeps them alive, so that they do not end with the session's
@@ -68,6 +68,7 @@ class Uplink:
         window_s = reconnect_window_s(config)
         self._carrier = StreamTransport(hello, settings=Settings(
             secret=config.token, user_timeout_s=unheard_s(config), keys=keys, resume=window_s > 0))
+        self._membership = self.membership
         self.recycle = self._carrier.pool.give
         self.pace = self._carrier.pace
         """Sets this machine's measured upload rate in bit/s; 0: unknown."""

@@ -137,7 +137,7 @@ class EpochListener:
         might have counted already."""
 
     def complete(self) -> None:
-        """Called before a save and before a load. Completes pending exchanges."""
+        """Called before a save, before a load and by the default finish(). Completes pending exchanges."""
 
     def finish(self) -> None:
         """Called at the normal end. Completes pending exchanges."""
@@ -351,7 +351,7 @@ class JobContext:
 
     def report_failure(self, what: str, error: Exception) -> None:
         """Logs an error in a part of commlayer that training does not need. The rank on which it arose logs the traceback."""
-        text = f"step {self.passes}: an error in {what}, so training continues without it: {type(error).__name__}: {error}"
+        text = f"step {self.passes}: an error in {what}; training continues: {type(error).__name__}: {error}"
         if isinstance(error, InvalidInput) and error.code == "E-OTHER-RANK":
             self.log(text, logging.WARNING)
         else:

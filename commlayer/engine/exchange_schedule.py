@@ -143,11 +143,13 @@ class ExchangeSchedule(EpochListener):
             if self.local.tells:
                 self._lengths.agree(self.local.starts)
 
-    def drain(self) -> None:
-        """Exchanges the weight changes of all local steps since the last exchange. All ranks call it after the same step."""
+    def drain(self, deadline_s: float = 0.0) -> None:
+        """Exchanges the weight changes of all local steps since the last exchange. All ranks call it after the same step.
+        `deadline_s`: 0: the usual one, in which a slower rank can take all steps of a round."""
         self.catch_up()  # other ranks have made this exchange already, if this rank's scaler has skipped the step
         with self._connection.members.closed_door():
-            if self.local is not None and self.local.drain(self._worker, self._buffers(), self._deadline_s * self.local.every):
+            deadline_s = deadline_s or self._deadline_s * (1 if self.local is None else self.local.every)
+            if self.local is not None and self.local.drain(self._worker, self._buffers(), deadline_s):
                 self._drained()
 
     def complete(self) -> None:
@@ -160,11 +162,10 @@ class ExchangeSchedule(EpochListener):
 
     def finish(self) -> None:
         """Exchanges the last steps, if all ranks end after the same step. Where members may leave, others may continue."""
-        if not self._connection.elastic:
-            self.drain()
-            return
         self.complete()
-        if self.local is not None and self.local.behind:
+        if not self._connection.elastic:
+            self.drain(self._deadline_s)
+        elif self.local is not None and self.local.behind:
             self._connection.log(f"the last {self.local.behind} steps were not exchanged: call session.flush() at the end, on "
                                  "all workers after the same step", logging.WARNING)
 

@@ -488,7 +488,7 @@ def unfit(plan: Plan) -> str:
     A repeated exchange starts from its inputs, so no part of it can be applied before it is complete.
     """
     what = "averages that are applied one step late" if any(b.stale for b in plan.buckets) else \
-        f"{plan.fragments} fragments" if plan.fragments > 1 else "overlap='forward'" if plan.overlap == "forward" else \
+        f"{plan.fragments} fragments" if plan.fragments > 1 else "sync='forward'" if plan.overlap == "forward" else \
         f"{plan.ranks_per_node} ranks per node" if plan.ranks_per_node > 1 else ""
     return what and (f"has {what}, but workers of this job can leave (min_workers), so an exchange must be complete before "
                      "any part of it is applied: make the plan without this feature, or set min_workers=0")

@@ -134,7 +134,7 @@ def _contradiction(requested: RequestedModes, what: str) -> None:
 
 def modes_of(plan: Plan) -> list[tuple[str, str]]:
     """Returns the modes in `MODES` that a plan uses, each with a description."""
-    modes = [("forward", "overlap='forward'")] if plan.overlap == "forward" else []
+    modes = [("forward", "sync='forward'")] if plan.overlap == "forward" else []
     if plan.local_steps > 1:
         modes.append(("local", f"{plan.local_steps} local steps"))
     elif plan.codes == "updates":

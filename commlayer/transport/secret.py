@@ -166,6 +166,9 @@ class CallAuthenticator:
         challenge, signature, der = self._split(self._call(CHALLENGE, nonce, timeout_s), NONCE_NBYTES)
         if self._keys is None:
             return Known(challenge, None)
+        if not der:
+            raise Refused("its reply is not signed, so it runs another version of commlayer: install the same version on all "
+                          "machines", code="E-VERSION")
         signer = signing_certificate(der, self._keys)
         _check_signature(signer, signature, b"challenge", nonce, challenge, self._keys.own.fingerprint)
         return Known(challenge, signer)

@@ -95,7 +95,8 @@ def signing_certificate(der: bytes, keys: Keys) -> SigningCertificate:
 
     try:
         theirs = x509.load_der_x509_certificate(der)
-        theirs.verify_directly_issued_by(x509.load_pem_x509_certificate(keys.ca))
+        issuers = [ca for ca in x509.load_pem_x509_certificates(keys.ca) if ca.subject == theirs.issuer]
+        theirs.verify_directly_issued_by(issuers[0])
         name = str(theirs.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value)
         result = SigningCertificate(certificate_of(der, name, theirs.serial_number), theirs.public_key())
     except (ValueError, TypeError, IndexError, InvalidSignature):

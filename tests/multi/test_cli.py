@@ -151,7 +151,7 @@ MISTAKES = [
     ("profile --out none/p.json", "E-CLI-OPTION", "none/p.json: the folder "),
     ("profile --codec 'topq()'", "E-CODEC-NAME", "codec 'topq()': 'topq' is unknown"),
     ("demo --homes 1", "E-CLI-OPTION", "--homes 1"), ("demo --homes 9", "E-CLI-OPTION", "--homes 9"),
-    ("demo --links fast", "E-LINK-NAME", "homes: link 'fast'"), ("demo --seconds 9", "E-CLI-OPTION", "--seconds 9"),
+    ("demo --links fast", "E-LINK-NAME", "--links"), ("demo --seconds 9", "E-CLI-OPTION", "--seconds 9"),
     ("demo --png /nonexistent/demo.png", "E-CLI-OPTION", "--png /nonexistent/demo.png"),
     ("demo --json /nonexistent/demo.json", "E-CLI-OPTION", "--json /nonexistent/demo.json"),
     ("demo --json /", "E-CLI-OPTION", "--json /"),

@@ -505,7 +505,7 @@ def test_updates_stay_what_is_coded_once_optimizers_remember_different_things(op
     for result in first["undone"]:  # what plan="auto" goes back to
         assert (result.codes, result.local_steps, result.overlap) == ("updates", 1, "")
         assert not any(b.stale for b in result.buckets)
-    why = "different states.*E-PLAN-SWITCH|overlap='forward' is not supported with DistributedDataParallel.*E-SYNC-FORWARD"
+    why = "different states.*E-PLAN-SWITCH|sync='forward' is not supported with DistributedDataParallel.*E-SYNC-FORWARD"
     assert all(re.search(why, line) for line in first["refused"]), first["refused"]
     every, in_rounds, _, updates, gradients = first["sent"]
     assert 5 * every < 3 * updates, "every second step"
@@ -626,7 +626,7 @@ def test_nobody_goes_unless_all_can() -> None:
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(refused_on_one, servers.address)
     assert re.match(r"switch\(\) .*rank 1\b.*E-OTHER-RANK", first["forward"])
-    assert re.search("overlap='forward'.*AdamW is capturable.*E-SYNC-FORWARD", second["forward"])
+    assert re.search("sync='forward'.*AdamW is capturable.*E-SYNC-FORWARD", second["forward"])
     for text in (first, second):
         assert re.search("2 local steps, and fragments=3.*E-PLAN-REFUSED", text["contradiction"])
         assert re.search(r"local steps 0 to 1\b.*E-PLAN-SWITCH", text["uneven"])

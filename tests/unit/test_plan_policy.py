@@ -361,7 +361,7 @@ def test_after_a_link_has_slowed_down_the_pace_is_that_of_the_steps_since(slow_s
     assert plan_policy.pace_since(rank.lead, 0.5) == pace_s
 
 
-@pytest.mark.parametrize(("auto_times", "words"), [(2.5, "sync='auto' would be 2.5x as fast"), (0.0, "no plan")])
+@pytest.mark.parametrize(("auto_times", "words"), [(2.5, "sync='auto' would be 2.5x as fast"), (0.0, "train alone")])
 def test_it_is_known_how_fast_one_machine_alone_would_be_once_a_plan_is_judged(auto_times: float, words: str) -> None:
     rank = proposing(candidate(plan_of(0.5), steps=1.25, alone_s=0.4)._replace(auto_times=auto_times))
     rank.switch()
