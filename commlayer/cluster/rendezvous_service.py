@@ -229,10 +229,10 @@ class RendezvousService:
             log.info("starting with %s; homes can join until there are %d", sites.workers_text(state.workers),
                      state.max_workers)
         self._store.allow(sites.count(state))
-        reasons = [state.former.get(token, f"home {site.who} has left") for token, site in before.present.items()
+        reasons = [state.former.get(token, f"{site.who} has left") for token, site in before.present.items()
                    if token not in state.present]
         for why in dict.fromkeys(reasons):
-            log.log(logging.INFO if state.begun else logging.WARNING, "%s", why.removeprefix("its "))
+            log.log(logging.INFO if state.begun else logging.WARNING, "%s", why.removeprefix("its home "))
         if state.former is not before.former and not state.begun:
             # A new rendezvous; calls that wait in the old store return within MAX_WAIT_S.
             self._store = KvStore(sites.count(state))

@@ -121,7 +121,7 @@ def test_ctrl_c_while_waiting_leaves_in_order_and_the_home_can_come_again(homes:
     first.send_signal(signal.SIGINT)
     assert ended(first).code == 130
     all_ended([homes.paste(name, line, "2", "0.0") for name, line in zip("ab", job.lines, strict=True)])
-    assert f"home a (pid {first.pid}) has left" in all_ended([job.server])[0].errors
+    assert f" a (pid {first.pid}) has left" in all_ended([job.server])[0].errors
 
 
 REFUSED = [
