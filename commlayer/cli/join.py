@@ -131,7 +131,7 @@ def in_order(words: Sequence[str], valued: Collection[str]) -> list[str]:
         del rest[:count]
     if len(places) == 2 and rest[:1] == ["--"]:
         del rest[0]
-    elif CHECK in rest:  # whoever adds it to a line that begins training does not want to begin
+    elif CHECK in rest:  # added at the end of a line that would start training
         rest.remove(CHECK)
         options.insert(0, CHECK)
     return [*options, *places, *rest]

@@ -73,8 +73,7 @@ class Uplink:
         self.pace = self._carrier.pace
         """Sets this machine's measured upload rate in bit/s; 0: unknown."""
         self.transport = ReconnectingTransport(
-            self._carrier, self._carrier,
-            ReconnectPolicy(window_s, refused_is_over=self.embedded), self.recycle)
+            self._carrier, ReconnectPolicy(window_s, refused_is_over=self.embedded), self.recycle)
         self.membership.report.fields = lambda: {"missed": self._carrier.missed()}
 
     def limit_kept(self, nbytes: int) -> None:

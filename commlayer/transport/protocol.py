@@ -158,10 +158,6 @@ class Handle:
     def fail(self, error: CommError) -> None:
         self._end(None, error)
 
-    def follow(self, other: Handle) -> None:
-        """Ends this operation when `other` ends, with the same result."""
-        other.on_done(lambda ended: self._end(None if ended.error() else ended.message(), ended.error()))
-
     def _end(self, message: Message | None, error: CommError | None) -> None:
         with self._lock:
             if self._callbacks is None:

@@ -61,7 +61,7 @@ class Backoff:
         return time.monotonic() + pause_s < self.deadline and not self._stop.wait(pause_s)
 
 
-class Carrier(Protocol):
+class Carrier(Transport, Protocol):
     """The underlying transport. `broken` is called when a connection breaks that may be re-established."""
 
     broken: Callable[[int, CommError], None]
@@ -104,11 +104,10 @@ class ReconnectingTransport(Wrapper):
     """A Transport that reconnects to the peers that were connected with `connect`. Messages that expect no answer are passed on
     unchanged."""
 
-    def __init__(self, inner: Transport, carrier: Carrier, waits: ReconnectPolicy,
+    def __init__(self, carrier: Carrier, waits: ReconnectPolicy,
                  recycle: Callable[[memoryview], None] = lambda _: None) -> None:
-        """`carrier`: the lowest transport below `inner`, or `inner` itself. `recycle` is called with the bodies of dropped
-        messages."""
-        super().__init__(inner)
+        """`recycle` is called with the bodies of dropped messages."""
+        super().__init__(carrier)
         self._waits, self._recycle = waits, recycle
         self._mailbox = Mailbox()
         self._links: dict[int, _Link] = {}

@@ -155,7 +155,7 @@ class Breakable:
             self._targets[rank] = stream_transport.listen()
             return stream_transport
         carrier = StreamTransport(Hello("job", rank, session=bytes([rank]) * 16), settings=settings)
-        resumed = self.workers[rank] = ReconnectingTransport(carrier, carrier, ReconnectPolicy(self._window_s),
+        resumed = self.workers[rank] = ReconnectingTransport(carrier, ReconnectPolicy(self._window_s),
                                                              carrier.pool.give)
         for server, target in self._targets.items():
             cutter = self.cutters[rank, server] = Cutter(
@@ -320,7 +320,7 @@ def pair(window_s: float, keys: tuple[Keys | None, Keys | None] = (None, None), 
     begun(server)
     cutter = Cutter(server.listen(), [])
     carrier = StreamTransport(Hello("job", 0, session=b"s" * 16), settings=Settings(resume=True, keys=keys[1]))
-    worker = ReconnectingTransport(carrier, carrier, ReconnectPolicy(window_s, **waits))
+    worker = ReconnectingTransport(carrier, ReconnectPolicy(window_s, **waits))
     worker.connect(SERVER_BASE, lambda deadline: carrier.dial(SERVER_BASE, cutter.address, deadline), soon())
     return server, worker, cutter
 

@@ -205,7 +205,9 @@ class TurnedHub(Hub):
         for *_, operation, end, peer, header, body in gone:
             up = header.kind == Kind.PUSH
             self.carried.append((self.turns, end.rank if up else peer, "up" if up else "down", header.bucket))
-            operation.follow(end.send(peer, header, body))
+            end.send(peer, header, body).on_done(
+                lambda sent, operation=operation: operation.fail(sent.error()) if sent.error() else
+                operation.complete(sent.message()))
 
 
 class Turned:
