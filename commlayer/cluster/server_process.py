@@ -29,6 +29,7 @@ from commlayer.cluster.job_events import log_of_job
 from commlayer.config import Config, host_port, is_loopback, join_host, read_config, reconnect_window_s
 from commlayer.errors import Coded, CommError, InvalidInput, line_of, without_code
 from commlayer.observe.events import EventFile, EventLog
+from commlayer.observe.log_lines import LogLines
 from commlayer.transport.key_folder import Keys
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def run(config: Config, part: ServeOptions) -> None:
                            f"keys: {keys.own.name} in {config.keys} was made with --dials-only, so it cannot be used by a "
                            f"server: use the folder of another node, or replace it with `commlayer keys add {keys.own.name} "
                            "--again`")
-    logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, format="commlayer serve: %(message)s")
+    logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, handlers=[LogLines("commlayer serve")])
     if part.parent:
         config = msgspec.structs.replace(config, journal="")  # an embedded server is never restarted
     terminated, ends = threading.Event(), [threading.Event(), threading.Event()]

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -63,6 +63,7 @@ from commlayer.engine.replica import align as align_tensors
 from commlayer.engine.run_events import check_folder
 from commlayer.engine.sync_modes import Forbids, RequestedModes, with_modes
 from commlayer.errors import Coded, CommError, InvalidInput, coded
+from commlayer.observe.log_lines import LogLines
 from commlayer.planner import tensors as float64
 from commlayer.planner.plan_rules import late_and_sparse, summary_of
 from commlayer.planner.tables import learning_rows
@@ -347,7 +348,7 @@ def _end_with(parent: int) -> None:
             raise KeyboardInterrupt
 
 
-class _Unheard(logging.StreamHandler[TextIO]):
+class _Unheard(LogLines):
     """Log handler that prints commlayer's log lines, unless the script has log handlers of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -358,8 +359,7 @@ class _Unheard(logging.StreamHandler[TextIO]):
 
 def tell() -> None:
     """Prints commlayer's log lines for the user who started the home. A script's own logging configuration takes precedence."""
-    handler = _Unheard()
-    handler.setFormatter(logging.Formatter("commlayer: %(message)s"))
+    handler = _Unheard("commlayer")
     _LOG.addHandler(handler)
     _LOG.setLevel(logging.INFO)
     root = logging.getLogger()

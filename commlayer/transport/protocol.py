@@ -236,24 +236,6 @@ class Transport(Protocol):
         ...
 
 
-class Wrapper:
-    """Base class of a Transport that wraps another one and has the same rank and peers."""
-
-    def __init__(self, inner: Transport) -> None:
-        self._inner = inner
-
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        return self._inner.peers
-
-    def wait(self, handle: Handle, deadline: float) -> Message:
-        return handle.wait(deadline)
-
-
 # ---- Byte channels under a connection: a socket, a TlsSocket or a GrpcStream.
 
 class ByteChannel(Protocol):

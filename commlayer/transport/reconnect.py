@@ -27,7 +27,6 @@ from commlayer.transport.protocol import (
     Kind,
     Message,
     Transport,
-    Wrapper,
     key,
     peer_name,
 )
@@ -100,14 +99,14 @@ class _Link:
         """Pauses between attempts to reconnect; None if there was no attempt since the last message arrived."""
 
 
-class ReconnectingTransport(Wrapper):
+class ReconnectingTransport:
     """A Transport that reconnects to the peers that were connected with `connect`. Messages that expect no answer are passed on
     unchanged."""
 
     def __init__(self, carrier: Carrier, waits: ReconnectPolicy,
                  recycle: Callable[[memoryview], None] = lambda _: None) -> None:
         """`recycle` is called with the bodies of dropped messages."""
-        super().__init__(carrier)
+        self._carrier = carrier
         self._waits, self._recycle = waits, recycle
         self._mailbox = Mailbox()
         self._links: dict[int, _Link] = {}
@@ -116,6 +115,14 @@ class ReconnectingTransport(Wrapper):
         self.breaks = self.resent_nbytes = self.repeats = 0
         """Counters: connections re-established, bytes sent again, and duplicate answers dropped."""
         carrier.broken = self._broken
+
+    @property
+    def rank(self) -> int:
+        return self._carrier.rank
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return self._carrier.peers
 
     @property
     def kept_nbytes(self) -> int:
@@ -144,12 +151,12 @@ class ReconnectingTransport(Wrapper):
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         link = self._links.get(peer)
         if link is None or header.kind not in REPLAYED:
-            return self._inner.send(peer, header, body)
+            return self._carrier.send(peer, header, body)
         with link.order:
             if (error := self._mailbox.failure(peer)) is None:
                 request = link.inflight.add(header, body)
                 try:
-                    request.sending = self._inner.send(peer, request.header, body) if link.up else None
+                    request.sending = self._carrier.send(peer, request.header, body) if link.up else None
                 except ValueError:  # an invalid message is the caller's mistake, so the request is dropped
                     link.inflight.forget(request)
                     raise
@@ -170,7 +177,7 @@ class ReconnectingTransport(Wrapper):
     def _listen(self, peer: int) -> None:
         """Handles the messages of the peer that have arrived, then posts a receive for the next one."""
         while True:
-            handle = self._inner.recv(peer)
+            handle = self._carrier.recv(peer)
             if not handle.done():
                 handle.on_done(lambda handle: self._listen(peer) if self._on_handle(peer, handle) else None)
                 return
@@ -295,7 +302,7 @@ class ReconnectingTransport(Wrapper):
         with link.order:
             requests = link.inflight.pending()
             for request in requests:
-                request.sending = self._inner.send(peer, request.header, request.body)
+                request.sending = self._carrier.send(peer, request.header, request.body)
             with link.state:
                 link.up = not link.broke_again
         for request in requests:
@@ -317,7 +324,7 @@ class ReconnectingTransport(Wrapper):
 
     def _give_up(self, peer: int, error: CommError) -> None:
         if self._is_wanted(peer):
-            self._inner.abort(error, peer)
+            self._carrier.abort(error, peer)
 
     def _warn(self, line: str, *values: object) -> None:
         if not self._closing.is_set():
@@ -328,14 +335,17 @@ class ReconnectingTransport(Wrapper):
     def recv(self, peer: int, match: Key | None = None) -> Handle:
         return self._mailbox.recv(peer, match)
 
+    def wait(self, handle: Handle, deadline: float) -> Message:
+        return handle.wait(deadline)
+
     def abort(self, reason: CommError, peer: int | None = None) -> None:
         self._mailbox.abort(reason, peer)
-        self._inner.abort(reason, peer)
+        self._carrier.abort(reason, peer)
 
     def close(self, flush_s: float | None = None) -> None:
         self._closing.set()
         self._mailbox.abort(CommError("this end of the transport was closed", code="E-SESSION-CLOSED"))
-        self._inner.close(flush_s)
+        self._carrier.close(flush_s)
 
 
 # ---- In-flight requests of one end to one peer, kept so that they can be replayed after a reconnect. Bodies are not copied:
