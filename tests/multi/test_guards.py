@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.attached import assert_refused, data, log_lines, mlp, outcome, parameters, plan_of, same
 from support.rank_pool import Servers, pool, quick, ranks_first
 from torch import nn
@@ -787,7 +788,9 @@ def modifies_in_place(rank: int, attached: bool) -> str:
 
     model[4].weight.register_post_accumulate_grad_hook(step)
     with commlayer.attach(model, config=quick()) if attached else contextlib.nullcontext():
-        return outcome(lambda: model(data(rank, 0)[0]).sum().backward())
+        line = outcome(lambda: model(data(rank, 0)[0]).sum().backward())
+        dist.barrier()  # a rank that leaves first would be the other's error
+        return line
 
 
 def test_torchs_own_error_is_shown_where_a_hook_has_removed_a_gradient() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -31,13 +32,20 @@ def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith("COMMLAYER_")} | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 
 
-def started(target: Callable[..., None], *args: Any, environment: dict[str, str], leader: int = 0) -> Any:
-    """A process that runs target(*args), in the process group of `leader` (0: its own)."""
+@functools.cache
+def start_fork_server() -> Any:
+    """Starts the fork server, once, and returns its context. The first call belongs before the threads that use gRPC: the
+    environment changes for a moment, and C code that reads it meanwhile crashes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with _environment(clean_environment() | {"OMP_NUM_THREADS": "1"}):
         multiprocessing.forkserver.ensure_running()
-    process = context.Process(target=_begin, args=(target, args, environment, leader))
+    return context
+
+
+def started(target: Callable[..., None], *args: Any, environment: dict[str, str], leader: int = 0) -> Any:
+    """A process that runs target(*args), in the process group of `leader` (0: its own)."""
+    process = start_fork_server().Process(target=_begin, args=(target, args, environment, leader))
     process.start()
     return process
 

@@ -165,6 +165,7 @@ class Servers:
         from commlayer.cluster.summation_server import DataServer
         from commlayer.config import read_config
 
+        processes.start_fork_server()
         self._config = read_config(quick(**fields), environ={}, cwd="/nonexistent")
         self._ended = threading.Event()
         self._failures: list[BaseException] = []
