@@ -628,7 +628,7 @@ def test_nobody_goes_unless_all_can() -> None:
     assert re.match(r"switch\(\) .*rank 1\b.*E-OTHER-RANK", first["forward"])
     assert re.search("sync='forward'.*AdamW is capturable.*E-SYNC-FORWARD", second["forward"])
     for text in (first, second):
-        assert re.search("2 local steps, and fragments=3.*E-PLAN-REFUSED", text["contradiction"])
+        assert re.search("fragments=3.*E-PLAN-REFUSED", text["contradiction"])
         assert re.search(r"local steps 0 to 1\b.*E-PLAN-SWITCH", text["uneven"])
         assert re.search("2 local steps: .*optimizer.*E-SYNC-OPTIMIZER", text["hook"])
 

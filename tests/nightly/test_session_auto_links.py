@@ -6,9 +6,9 @@ made up for slow links: they go past what makes links slow.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from support.attached import Run, Setting, data, mlp, play
 from support.rank_pool import pool
+from support.slow_links import slow_link
 from torch import nn
 
 from commlayer.autotune.measure import calibration
@@ -27,12 +28,13 @@ WORLD, SERVERS = 2, 2
 FINE = {"identity()", "fp16()", "bf16()", "int8()", "int4()"}
 SETTLED, MOST = 40, 4000
 """Steps after which a plan counts as final; steps in all."""
-COMPUTING_S = 0.03
+COMPUTING_S, SLOW_BPS = 0.03, 1.5e5
 
 
 def train(run: Run, slow: bool, sync: str | None) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         if slow:
+            stack.enter_context(slow_link(SLOW_BPS, SLOW_BPS, 0.005))
             patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: CollectiveCosts(Line(1.0), Line(1.0)))
         model = mlp(width=128)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -63,14 +65,13 @@ def codecs(plan: Any) -> set[str]:
     return {str(parse_spec(codec).core) for b in plan.buckets for codec in (b.codec, b.down) if codec}
 
 
-def ran(slow: bool, sync: str | None, folder: Path) -> list[dict[str, Any]]:
-    fields = (("shape", f"path={folder}/links,hosts=4,up_bps=1.5e5,down_bps=1.5e5,delay_s=0.005"),) if slow else ()
-    setting = Setting("module", servers=SERVERS, plan="auto", fields=fields)
+def ran(slow: bool, sync: str | None) -> list[dict[str, Any]]:
+    setting = Setting("module", servers=SERVERS, plan="auto")
     return list(pool(WORLD).call(play, WORLD, train, setting, slow, sync))
 
 
-def test_on_fast_links_it_stays_with_what_is_fine(tmp_path: Path) -> None:
-    results = ran(False, "auto", tmp_path)
+def test_on_fast_links_it_stays_with_what_is_fine() -> None:
+    results = ran(False, "auto")
     for r in results:
         first, last = r["plans"]
         assert codecs(first) == {"int4()"}
@@ -80,9 +81,9 @@ def test_on_fast_links_it_stays_with_what_is_fine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sync", [None, "auto"])
-def test_on_slow_links_it_sends_less(sync: str | None, tmp_path: Path) -> None:
+def test_on_slow_links_it_sends_less(sync: str | None) -> None:
     """Local steps are taken where the script allows them; otherwise rank 0 says once what they would bring."""
-    results = ran(True, sync, tmp_path)
+    results = ran(True, sync)
     for r in results:
         first, last = r["plans"]
         assert codecs(first) == {"int4()"}

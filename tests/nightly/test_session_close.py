@@ -5,6 +5,7 @@ Run as a script, this file is a rank of a job whose results take longer to reach
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -16,11 +17,12 @@ from typing import Any
 
 import pytest
 from support.rank_pool import Servers, gone, pool, quick, tree
+from support.slow_links import slow_link
 
 WORLD = 2
 NUMEL = 6000
 SLOW_S = 8.0
-"""What the last result needs to leave node 0. Longer than all that closing used to wait for."""
+"""What the last result needs to reach node 1. Longer than all that closing used to wait for."""
 APART_S = 2.0
 
 
@@ -39,10 +41,9 @@ def train(*, stale: bool = False, **settings: Any) -> tuple[Any, float]:
 
     model = One()
     rank = torch.distributed.get_rank()
-    # Little goes up and all of it comes down, so the one who hosts the server has its result long before the other.
-    plan = plan_of(model, "topk(ratio=0.01)", nbytes=(1 << 20, 4 << 20), bucket={"down": "identity()", "stale": stale})
+    plan = plan_of(model, "identity()", nbytes=(1 << 20, 4 << 20), bucket={"down": "identity()", "stale": stale})
     session = commlayer.attach(model, plan=plan, config=settings or None)
-    (model.w[:10].sum() * (rank + 1)).backward()
+    (model.w.sum() * (rank + 1)).backward()
     return session, 0.0 if model.w.grad is None else float(model.w.grad[0])
 
 
@@ -50,19 +51,20 @@ def main() -> None:
     import torch
 
     torch.distributed.init_process_group("gloo")
-    session, got = train()
-    children = [child.pid for child in session.inspect.connection.embedded]
-    print(json.dumps({"got": got, "children": children, "ended": time.monotonic()}), flush=True)
+    with slow_link(1e8, slow_bps(SLOW_S)) if torch.distributed.get_rank() else contextlib.nullcontext():
+        session, got = train()
+        children = [child.pid for child in session.inspect.connection.embedded]
+        print(json.dumps({"got": got, "children": children, "ended": time.monotonic()}), flush=True)
     # No close(): the interpreter just ends.
 
 
-def shape(path: Path, slow_s: float = SLOW_S) -> str:
-    nbits = 8 * (4 * NUMEL + 100)
-    return f"path={path},hosts={WORLD},up_bps={nbits / slow_s:.0f},down_bps=1e8,delay_s=0.01"
+def slow_bps(slow_s: float) -> float:
+    """The rate in bit/s at which a result needs this long."""
+    return 8 * (4 * NUMEL + 100) / slow_s
 
 
-def test_a_rank_that_ends_first_waits_for_the_last_result_of_one_on_a_slow_link(tmp_path: Path) -> None:
-    settings = {"shape": shape(tmp_path / "links"), "deadline_s": 40.0, "heartbeat_s": 0.5, "dead_after_s": 5.0,
+def test_a_rank_that_ends_first_waits_for_the_last_result_of_one_on_a_slow_link() -> None:
+    settings = {"deadline_s": 40.0, "heartbeat_s": 0.5, "dead_after_s": 5.0,
                 "drift_steps": 0}  # comparing replicas behind the first step would have both wait
     with tree(__file__, WORLD, settings=settings) as run:
         lines = [json.loads(run.until(rank, "{")) for rank in range(WORLD)]
@@ -92,18 +94,19 @@ def test_ranks_may_close_long_after_each_other(first: int) -> None:
 
 
 def on_its_way(rank: int, settings: dict[str, Any]) -> float:
-    session, got = train(stale=True, **settings)
-    session.close()
+    with slow_link(1e8, slow_bps(2.0)) if rank else contextlib.nullcontext():
+        session, got = train(stale=True, **settings)
+        session.close()
     return got
 
 
-def test_to_close_while_a_result_is_on_its_way_raises_nowhere(tmp_path: Path) -> None:
+def test_to_close_while_a_result_is_on_its_way_raises_nowhere() -> None:
     """Under a plan whose results are one step late, no rank waits for the last ones."""
-    assert pool(WORLD).call(on_its_way, quick(shape=shape(tmp_path / "links", 2.0))) == [0.0, 0.0]
+    assert pool(WORLD).call(on_its_way, quick()) == [0.0, 0.0]
 
 
-def test_servers_of_their_own_stay_to_the_last(tmp_path: Path) -> None:
-    with Servers(WORLD, 1, shape="") as servers:
+def test_servers_of_their_own_stay_to_the_last() -> None:
+    with Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(apart, 0, quick(join=servers.address))
         assert servers.serving[0]._server is not None
     assert [got for got, _ in results] == [1.5, 1.5]

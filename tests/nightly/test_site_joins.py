@@ -180,7 +180,9 @@ def test_a_joining_site_takes_over_a_grad_scaler_and_adam_and_may_die_before_its
     assert job.again(events=(Event(2, 0, at="attached"),)).code == KILLED
     old, (new,) = job.reports()
     assert old[0]["optimizer"] == old[1]["optimizer"] == new["optimizer"]
-    assert (old[0]["members"], old[0]["sums"]) == ([0, 1, 4], [111.0])
+    assert old[0]["members"][:2] == [0, 1]
+    assert old[0]["members"][2] > 3, "a worker of its own for each try"
+    assert old[0]["sums"] == [111.0]
     assert 0 < old[0]["scaler"]["_growth_tracker"] < 3 or old[0]["scaler"]["scale"] != 256.0
 
 
@@ -205,7 +207,7 @@ def test_the_automatic_plan_measures_again_after_a_death_and_after_a_join(sites:
     old, _ = Job(sites, Script("auto", more=60), 2).reports()
     decisions = "\n".join(old[0]["decisions"])
     links = r"links carry [^,\n]+, [^,\n]+"
-    assert re.search(rf"(?s)worker 2 is gone.*{links} Mb/s up/down\n", decisions), decisions
+    assert re.search(rf"(?s)worker 2 left.*{links} Mb/s up/down\n", decisions), decisions
     assert re.search(rf"(?s)worker 3 joined.*{links}, [^,\n]+ Mb/s up/down\n", decisions), decisions
     assert re.search("switched to a plan|kept the current plan", decisions[decisions.rindex("links carry") :]), decisions
     assert all("links carry" in one["errors"] for one in old), "each site logs it"
