@@ -47,6 +47,7 @@ Rows = list[bytes | None]
 """The bytes of each member, in member order; None for members that are left out."""
 _Work: Any = dist._Work  # type: ignore[attr-defined]
 _ProcessGroup: Any = dist.ProcessGroup
+_Reducer: Any = dist.Reducer  # type: ignore[attr-defined]
 
 
 class RelayWork(_Work):  # type: ignore[misc]
@@ -438,8 +439,8 @@ def init_world(kv: KvClient, rank: int, world: int, home: range, *, inside: str,
         atexit.register(_end)
         helper = distributed_c10d._new_process_group_helper
         distributed_c10d._new_process_group_helper = functools.wraps(helper)(functools.partial(_with_own_store, helper))
-        reducer, rebuild = dist.Reducer, dist.Reducer._rebuild_buckets
-        reducer._rebuild_buckets = lambda *args: _layout.rebuild(rebuild, *args)
+        rebuild = _Reducer._rebuild_buckets
+        _Reducer._rebuild_buckets = lambda reducer: _layout.rebuild(rebuild, reducer)
     object_collectives.install(NAME)
     _make(_World(kv, f"world{len(_worlds)}", tuple(range(world)), frozenset(home), inside, timeout_s,
                  WorldStore(kv, timeout_s, rank), WorldStore(kv, timeout_s, rank, min(home)), skip_lost, paused_reason,
