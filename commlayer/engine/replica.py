@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -33,15 +33,16 @@ from commlayer.engine.connection import DistributedJob, JobContext, JoinedState,
 from commlayer.engine.optimizers import OptimizerMemory, buffers_of, parameters_of
 from commlayer.engine.plan_choice import PlanTerms
 from commlayer.engine.regroup import EpochMessages, MembershipChange, NewerEpoch, StateRelay, new_world
-from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost, short_line
 from commlayer.records import MALFORMED, Job, Plan, Record, View
 from commlayer.transport.crc import crc32c
 
 TENSOR, TUPLE = "\0tensor", "\0tuple"
 """Keys that mark tensors and tuples, for which msgpack has no type, in the encoded optimizer state."""
 LOCAL, OWN, HEAD = "local.", "own.", "head"
-PIECE_NBYTES = 16 << 20
-"""Number of bytes per broadcast of an optimizer's state. Each broadcast has its own deadline."""
+STATE_PER_ELEMENT, HEAD_NBYTES = 16, messages.MAX_PLAN_NBYTES
+"""Largest size of a state, which limits what a rank receives: 16 values per element of the model (weights, moments, master
+weights, the state of local steps, and as much of a script's own objects), and as much as a plan for all else."""
 
 
 class GivenState(Record, frozen=True):
@@ -92,6 +93,11 @@ class Replica:
         self._trained = [p for _, p in parameters_of(model)]
         self._averaged = [name for name, _ in buffers_of(model)]
 
+    @property
+    def most_nbytes(self) -> int:
+        """Largest size of this model's state on any rank."""
+        return most_state_nbytes([*self._model.parameters(), *self._model.buffers()])
+
     # ---- sender
 
     def given(self, context: DistributedJob, plan: Plan) -> bytes:
@@ -100,7 +106,11 @@ class Replica:
             tensors = self.state(context, plan)
         except Exception as error:  # the optimizer's code can raise any error; the other ranks continue to train
             tensors = {HEAD: _head(GivenState(error=f"{type(error).__name__}: {error}".splitlines()[0]))}
-        return safetensors.torch.save({name: on_host(t) for name, t in tensors.items()})
+        data = safetensors.torch.save({name: on_host(t) for name, t in tensors.items()})
+        if len(data) <= self.most_nbytes:
+            return data
+        why = f"it has {len(data)} bytes, but with this model at most {self.most_nbytes}"
+        return safetensors.torch.save({HEAD: _head(GivenState(error=why))})
 
     def state(
         self, context: JobContext, plan: Plan | None, extra: Mapping[str, Any] = MappingProxyType({}), *, model: bool = True,
@@ -166,14 +176,20 @@ class Replica:
         try:
             tensors = safetensors.torch.load(data)
             transfer = msgspec.msgpack.decode(tensors.pop(HEAD).numpy().tobytes(), type=GivenState)
-        except (*MALFORMED, ValueError, KeyError, SafetensorError) as error:
-            raise CorruptFrame(f"the state received from the job is malformed: {error}".splitlines()[0]) from None
+        except (*MALFORMED, ValueError, KeyError, RecursionError, SafetensorError) as error:
+            raise CorruptFrame(f"the state received from the job is malformed: {short_line(error, 200)}") from None
         if transfer.error:
             raise InvalidInput("E-JOIN-STATE", "joining a running job: its workers cannot send their state: "
                                                f"{transfer.error}")
         plan = records.decode(transfer.plan, Plan, "plan of the running job")
         check(plan)
-        restore = self._install(transfer, tensors, "E-JOIN-STATE", "joining a running job")
+        try:
+            restore = self._install(transfer, tensors, "E-JOIN-STATE", "joining a running job")
+        except InvalidInput:
+            raise
+        except Exception as error:  # of the optimizer's code
+            raise InvalidInput("E-JOIN-STATE", "joining a running job: the state of its workers does not fit: "
+                                               f"{short_line(error, 200)}") from None
         return TakenState(transfer, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}, restore)
 
     def load(
@@ -192,7 +208,7 @@ class Replica:
         if saved.model:
             self._install(saved, tensors, "E-CHECKPOINT", "resume()")
         for name, value in extra.items():
-            value.load_state_dict(_whole(states[name], of_states))
+            value.load_state_dict(_whole(states[name], dict(of_states)))
         buffers = dict(self._model.named_buffers())
         for name in self._averaged if own is not None and saved.model else ():
             buffers[name].data.copy_(of_states[f"buffer.{name}"])
@@ -217,7 +233,7 @@ class Replica:
 
         restore()
         if self._scaler is not None and given.scaler:
-            self._scaler.load_state_dict(_whole(given.scaler, tensors))
+            self._scaler.load_state_dict(_whole(given.scaler, dict(tensors)))
         for name, tensor in targets.items():
             tensor.data.copy_(tensors[name])
         return restore
@@ -230,6 +246,10 @@ def _states_of(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> di
             raise InvalidInput("E-CHECKPOINT", f"checkpoint(): extra {name!r} is a {type(value).__name__}, but it must have "
                                                "state_dict() and load_state_dict()")
     return {name: _plain(value.state_dict(), tensors) for name, value in extra.items()}
+
+
+def most_state_nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return HEAD_NBYTES + STATE_PER_ELEMENT * sum(t.numel() * max(t.element_size(), 4) for t in tensors)
 
 
 def _head(record: Any) -> torch.Tensor:
@@ -258,27 +278,28 @@ def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: i
             error, tensors = f"rank {source}: {type(failed).__name__}: {failed}".partition("\n")[0], {}
         body = safetensors.torch.save({name: on_host(t) for name, t in tensors.items()})
         head = msgspec.msgpack.encode((error, state, len(body)))
-    error, state, nbytes = msgspec.msgpack.decode(groups.share_bytes(head, source=source), type=tuple[str, Any, int])
+    what = "the optimizer's state"
+    shared = groups.share_bytes(head, HEAD_NBYTES, what, source=source)
+    try:
+        error, state, nbytes = msgspec.msgpack.decode(shared, type=tuple[str, Any, int])
+    except MALFORMED as malformed:
+        raise CorruptFrame(f"{what} is malformed: {malformed}", peer=f"rank {groups.members.ranks[source]}") from None
     if error:
         raise InvalidInput("E-JOIN-STATE", error)
-    received = broadcast_bytes(body, nbytes, groups, source)
-    if groups.rank != source:
+    tensors_of = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
+    received = groups.share_bytes(body, most_state_nbytes(tensors_of), what, nbytes, source)
+    if groups.rank == source:
+        return
+    try:
         _restore(optimizer, state, safetensors.torch.load(received))
-
-
-def broadcast_bytes(data: bytes, nbytes: int, groups: Groups, source: int = 0) -> bytes:
-    """Copies `nbytes` bytes from rank `source` to all ranks, in pieces with a deadline each."""
-    received = torch.empty(nbytes, dtype=torch.uint8, device=groups.device)
-    if groups.rank == source and nbytes:
-        received.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    for piece in received.split(PIECE_NBYTES):
-        groups.broadcast_all(piece, source).wait(time.monotonic() + groups.waits_s)
-    return received.cpu().numpy().tobytes()
+    except Exception as failed:  # of the optimizer's code
+        raise InvalidInput("E-JOIN-STATE", f"the optimizer's state of rank {groups.members.ranks[source]} does not fit: "
+                                           f"{short_line(failed, 200)}") from None
 
 
 def _restore(optimizer: Any, state: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     groups = list(optimizer.param_groups)
-    optimizer.load_state_dict(_whole(state, tensors))
+    optimizer.load_state_dict(_whole(state, dict(tensors)))
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
         group.update(loaded)
     optimizer.param_groups[:] = groups  # scripts keep references to them
@@ -303,11 +324,12 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
                                        "tensors and plain values are supported")
 
 
-def _whole(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Returns the value with tensors instead of their names; the inverse of `_plain`."""
+def _whole(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Returns the value with tensors instead of their names; the inverse of `_plain`. Removes these tensors from `tensors`:
+    each is copied once, so a value takes no more memory than was received for it."""
     if isinstance(value, dict):
         if TENSOR in value:
-            return tensors[value[TENSOR]].clone()
+            return tensors.pop(value[TENSOR]).clone()
         if TUPLE in value:
             return tuple(_whole(inner, tensors) for inner in value[TUPLE])
         return {key: _whole(inner, tensors) for key, inner in value.items()}
@@ -393,7 +415,7 @@ def _receive(
             if not dialled:  # servers know this worker now
                 link.dial(time.monotonic() + config.join_deadline_s)
                 dialled = True
-            relay = StateRelay(words, view, own, Vote(-1, 1.0), config.deadline_s, judged_s(config))
+            relay = StateRelay(words, view, own, Vote(-1, 1.0), config.deadline_s, judged_s(config), replica.most_nbytes)
             fits = functools.partial(check, workers=len(view.members))
             return view, ready, relay.take(functools.partial(replica.take, check=fits))
         except NewerEpoch:

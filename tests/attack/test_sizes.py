@@ -1,0 +1,293 @@
+"""Sizes that a hostile rank names, in each exchange that takes one: the others get one line that names it, and stay small."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save
+from support.attached import assert_refused, outcome
+from support.coordinators import (
+    WAIT_S,
+    all_opened,  # noqa: F401  (a fixture)
+)
+from support.rank_pool import pool, ranks_first
+from support.serving import PLAN
+from support.site_groups import met, options, together
+
+from commlayer.balance import Sampler
+from commlayer.cluster import collectives, site_process_group
+from commlayer.cluster.collectives import Groups
+from commlayer.cluster.process_groups import Members
+from commlayer.cluster.site_process_group import RelayedGroup
+from commlayer.engine import checkpoint
+from commlayer.engine.agreement import Vote, key_of
+from commlayer.engine.parameter_drift import ParameterDrift
+from commlayer.engine.plan_choice import from_rank_0
+from commlayer.engine.regroup import EpochMessages, StateRelay
+from commlayer.engine.replica import HEAD, TENSOR, GivenState, Replica, most_state_nbytes, share_optimizer
+from commlayer.engine.trace import gather_steps
+from commlayer.observe.step_trace import Event, RecordedStep
+from commlayer.records import Member, View, encode
+
+WORLD, HOSTILE, TIMEOUT_S = 3, 0, 20.0
+SIZES = [10**12, 8 << 30, -1]
+ALLOWED_GROWTH_NBYTES = 32 << 20
+_ready = ranks_first(WORLD)
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Linear(30, 20)
+
+
+torch.optim.SGD(model().parameters(), lr=0.1)  # the first optimizer of a process loads 80 MB of modules
+
+
+# ---- what the ranks do
+
+
+def plan(groups: Groups, _: Path) -> None:
+    from_rank_0(lambda: b"a plan", groups)
+
+
+def settings(groups: Groups, _: Path) -> None:
+    ParameterDrift._gather_settings(SimpleNamespace(_settings=lambda: {"lr": "0.1"}), groups)  # type: ignore[arg-type]
+
+
+def list_of_checkpoints(groups: Groups, folder: Path) -> None:
+    checkpoint.find(groups, groups.rank, WORLD, folder)
+
+
+def checkpoint_of_model(groups: Groups, folder: Path) -> None:
+    mark = checkpoint.Mark("x", 1, 1, WORLD, 1, "")
+    if groups.rank == HOSTILE and not folder.exists():
+        checkpoint.write(folder, {"training-0": {"x": torch.zeros(1)}}, mark, None)
+    found = checkpoint.FoundCheckpoint(folder if groups.rank == HOSTILE else folder / "none", mark, False, {})
+    checkpoint.load_training(groups, groups.rank, found, Replica(model()), {})
+
+
+def optimizer(groups: Groups, _: Path) -> None:
+    share_optimizer(torch.optim.SGD(model().parameters(), lr=0.1), groups, TIMEOUT_S, HOSTILE)
+
+
+def trace(groups: Groups, _: Path) -> None:
+    job = SimpleNamespace(groups=groups, plan=SimpleNamespace(buckets=[1, 2]), called=lambda place: f"rank {place}",
+                          worker=SimpleNamespace(job=SimpleNamespace(tensors=[1, 2])))
+    gather_steps(job, [RecordedStep({}, {"backward": 0.0, "end": 1.0}, [])])  # type: ignore[arg-type]
+
+
+def optimizer_of_head(groups: Groups, _: Path, size: int = 0) -> None:
+    if groups.rank == HOSTILE:
+        groups.share_bytes(msgspec.msgpack.encode(("", None, size)), 1 << 20, "", source=HOSTILE)
+    else:
+        optimizer(groups, _)
+
+
+PLACES: dict[str, tuple[Callable[..., None], int]] = {
+    "plan": (plan, 0), "settings": (settings, 1), "list of checkpoints": (list_of_checkpoints, 2),
+    "checkpoint of the model": (checkpoint_of_model, 0), "head of the optimizer's state": (optimizer, 0),
+    "optimizer's state": (optimizer_of_head, -1), "trace": (trace, 1)}
+"""By name: the exchange, and which gathered row is the size. 0: it is broadcast. -1: the hostile rank names it itself."""
+
+
+def attacked(rank: int, place: str, size: int, folder: str) -> tuple[str, int]:
+    """The line that this rank gets, and by how much its memory grew at most."""
+    act, row = PLACES[place]
+    groups = Groups(1, TIMEOUT_S, torch.device("cpu"))
+    try:
+        if rank != HOSTILE:
+            before = memory_nbytes("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is now what the process uses
+            line = outcome(lambda: act(groups, Path(folder) / "checkpoint"))
+            return line, memory_nbytes("VmHWM") - before
+        if row < 0:
+            return outcome(lambda: act(groups, Path(folder), size)), 0
+        with contextlib.ExitStack() as stack:
+            rename(stack, groups, size, row)
+            return outcome(lambda: act(groups, Path(folder) / "checkpoint")), 0
+    finally:
+        groups.close()
+
+
+def rename(stack: contextlib.ExitStack, groups: Groups, size: int, row: int) -> None:
+    """This rank sends another size than its own."""
+    broadcast, gather_all, rows = dist.broadcast, groups.gather_all, [0]
+
+    def of_source(x: torch.Tensor, *args: Any, **more: Any) -> Any:
+        return broadcast(x.fill_(size) if x.dtype == torch.int64 else x, *args, **more)
+
+    def of_all(x: torch.Tensor) -> torch.Tensor:
+        rows[0] += 1
+        return gather_all(x.fill_(size) if rows[0] == row else x)
+
+    stack.enter_context(mock.patch.object(dist, "broadcast", of_source))
+    stack.enter_context(mock.patch.object(groups, "gather_all", of_all))
+
+
+def memory_nbytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+# ---- the tests
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_size_that_the_job_cannot_need_is_refused_by_all(place: str, size: int, tmp_path: Path) -> None:
+    for line, growth_nbytes in pool(WORLD).call(attacked, place, size, str(tmp_path))[HOSTILE + 1 :]:
+        assert_refused(line, "E-SIZE", f"rank {HOSTILE}", f"{size} bytes")
+        assert growth_nbytes < ALLOWED_GROWTH_NBYTES
+
+
+BODIES: dict[str, tuple[Callable[..., None], bytes]] = {
+    "a trace that expands": (trace, zlib.compress(bytes(64 << 20), 9)), "no trace": (trace, b"noise"),
+    "a trace of other steps": (trace, zlib.compress(msgspec.msgpack.encode([]))),
+    "a trace of a bucket that does not exist": (trace, zlib.compress(msgspec.msgpack.encode(
+        [RecordedStep({}, {"backward": 0.0, "end": 1.0}, [Event("x", 99, 0.0, 1.0)])]))),
+    "settings that are a list": (settings, b"[1, 2]"), "deep settings": (settings, b"[" * 60_000),
+}
+
+
+def bodied(rank: int, name: str) -> tuple[str, int]:
+    act, body = BODIES[name]
+    groups = Groups(1, TIMEOUT_S, torch.device("cpu"))
+    try:
+        if rank == HOSTILE:
+            return outcome(lambda: collectives.gather_bytes(groups, body, 1 << 40, "")), 0
+        before = memory_nbytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        return outcome(lambda: act(groups, Path())), memory_nbytes("VmHWM") - before
+    finally:
+        groups.close()
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_that_is_malformed_or_grows_is_refused_by_all(name: str) -> None:
+    for line, growth_nbytes in pool(WORLD).call(bodied, name)[HOSTILE + 1 :]:
+        assert_refused(line, "E-FRAME", f"rank {HOSTILE}")
+        assert growth_nbytes < ALLOWED_GROWTH_NBYTES
+
+
+def test_the_file_header_of_a_checkpoint_names_no_number_of_workers_that_no_job_has(tmp_path: Path) -> None:
+    mark = checkpoint.Mark("x", 1, 1, 2, 1, "")
+    for field in ("world", "servers"):
+        one = msgspec.structs.replace(mark, **{field: 10**12})
+        checkpoint.write(tmp_path / "save-1", {"training-0": {"x": torch.zeros(1)}}, one, None)
+        assert "E-CHECKPOINT" in checkpoint.saves_of(tmp_path)[0].fault
+        encoded = msgspec.json.encode([checkpoint.SaveOnDisk(1, mark=one)])
+        assert_refused(outcome(lambda data=encoded: collectives.decoded_json(data, list[checkpoint.SaveOnDisk], "a list",
+                                                                             "rank 0")), "E-FRAME", "rank 0", field)
+    assert checkpoint.own_files(3, 10**12, 10**12) == ["rank-3", "server-3"]
+
+
+@pytest.mark.parametrize(("highest", "number"), [([0], 1), ([7, 0, 3], 8), ([10**9, 0], 10**9 + 1)])
+def test_the_next_checkpoint_has_a_higher_number_than_any(highest: list[int], number: int) -> None:
+    assert checkpoint.next_number(highest) == number
+
+
+@pytest.mark.parametrize("highest", [[3, 10**15, 2], [3, -1, 2], [0, 1 << 62, 0]])
+def test_a_number_under_which_no_checkpoint_is_found_again_is_refused(highest: list[int]) -> None:
+    assert_refused(outcome(lambda: checkpoint.next_number(highest)), "E-SIZE", "rank 1", str(highest[1]))
+
+
+def test_a_rank_makes_no_more_groups_than_ranks_may_differ_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = Members.__new__(Members)
+    members.ranks = (0, 1)
+    monkeypatch.setattr(Members, "tell", lambda _, data, *__: [data, (10**12).to_bytes(8, "little")])
+    assert_refused(outcome(lambda: members._numbered(1.0, "making a group").__enter__()), "E-SIZE", "rank 1", f"{10**12}")
+
+
+# ---- the state for a joining worker
+
+VIEW = View(2, (Member(0, 0, "a", 1), Member(1, 1, "b", 2), Member(2, 2, "c", 3)), ())
+
+
+@pytest.mark.parametrize(("how", "size"), [
+    ("take", "longer"), *((how, size) for how in ("take", "watch") for size in (*SIZES, "noise"))])
+def test_a_state_for_a_joining_worker_is_no_larger_than_its_model_needs(
+        how: str, size: int | str, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (hostile, desk, other) = met(opened, 3)
+    monkeypatch.setattr(site_process_group, "kv_client", lambda: desk)
+    most_nbytes, soon = most_state_nbytes(model().parameters()), time.monotonic() + WAIT_S
+    named = b"\xc1" if size == "noise" else msgspec.msgpack.encode(100 if size == "longer" else size)
+    hostile.request(soon, put=[(key_of(VIEW, "state", 0), named), (key_of(VIEW, "part0", 0), bytes(1000))])
+    for rank, home in ((0, hostile), (2, other)):
+        home.request(soon, put=[(key_of(VIEW, "window0", rank), msgspec.msgpack.encode(Vote(1, 1.0)))])
+    relay = StateRelay(EpochMessages(VIEW, 0.0), VIEW, 1, Vote(1, 1.0), WAIT_S, 0.0, most_nbytes)
+    before = memory_nbytes("VmRSS")
+    line = outcome(lambda: relay.take(lambda _: None) if how == "take" else relay.watch())
+    assert_refused(line, "E-FRAME" if size == "noise" else "E-SIZE", "worker 0")
+    assert memory_nbytes("VmRSS") - before < ALLOWED_GROWTH_NBYTES
+
+
+def references(count: int) -> bytes:
+    """A state for a joining worker whose optimizer names one tensor that often."""
+    net = model()
+    tensors = {f"parameter.{name}": p.data for name, p in net.named_parameters()} | {"state.0": torch.zeros(1 << 18)}
+    state = {"state": {n: {TENSOR: "state.0"} for n in range(count)}, "param_groups": [{"params": [*range(count)]}]}
+    head = GivenState(plan=encode(PLAN), optimizer="SGD", state=state)
+    return save(tensors | {HEAD: torch.frombuffer(bytearray(msgspec.msgpack.encode(head)), dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize("data", [references(1000), b"noise", save({"x": torch.zeros(1)})], ids=["many", "noise", "no head"])
+def test_a_state_for_a_joining_worker_takes_no_more_memory_than_its_bytes(data: bytes) -> None:
+    net = model()
+    replica, before = Replica(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)), memory_nbytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    line = outcome(lambda: replica.take(data, lambda _: None))
+    assert_refused(line, "E-JOIN-STATE" if len(data) > 1000 else "E-FRAME")
+    assert memory_nbytes("VmHWM") - before < ALLOWED_GROWTH_NBYTES
+
+
+@pytest.mark.parametrize("change", [
+    {"schedule": [{"step": 0, "shares": {"0": 10**12}}]}, {"schedule": [{"step": 0, "shares": {"0": 9, "1": -1}}]},
+    {"schedule": []}, {"epoch": -1}, {"consumed": {"length": 10**12, "left": [[0, 10**12]], "open": {}}}, {"batch": 10**12}],
+    ids=str)
+def test_a_samplers_state_from_another_worker_draws_no_more_than_a_batch(change: dict[str, Any]) -> None:
+    sampler = Sampler(50, 8, rank=0, shares=[8])
+    state = json.loads(sampler.state_dict()["sampler"])
+    sampler.load_state_dict({"sampler": json.dumps(state)})
+    assert_refused(outcome(lambda: sampler.load_state_dict({"sampler": json.dumps(state | change)})), "E-SAMPLER-STATE")
+
+
+# ---- the layout of buckets that DistributedDataParallel takes from rank 0
+
+INDICES, BUCKETS = [0, 1, 2, 3, 4, 2], [2, 3]
+"""Of five parameters, and the number of buckets; their sizes."""
+
+
+@pytest.mark.parametrize(("indices", "buckets", "refused"), [
+    ([4, 3, 2, 1, 0, 2], [1, 4], False), ([0, 1, 2, 3, 4, 2**31 - 1], BUCKETS, True), ([0, 1, 2, 3, 4, 0], BUCKETS, True),
+    ([0, 1, 2, 3, 99, 2], BUCKETS, True), ([0, 1, 2, 3, 3, 2], BUCKETS, True), (INDICES, [10**9, 10**9], True),
+    (INDICES, [-1, 6], True), (INDICES, [2, 2], True)])
+def test_a_layout_of_buckets_has_each_parameter_once(
+        indices: list[int], buckets: list[int], refused: bool, opened: list[Any]) -> None:
+    def act(group: RelayedGroup, rank: int) -> list[Any]:
+        def broadcasts() -> bool:
+            for x in (indices, buckets) if rank == HOSTILE else (INDICES, BUCKETS):
+                seen.append(torch.tensor(x, dtype=torch.int32))
+                group.broadcast([seen[-1]], options(rootRank=HOSTILE)).wait()
+            return True
+
+        seen = list[torch.Tensor]()
+        if rank == HOSTILE:
+            return [outcome(broadcasts), seen]
+        return [outcome(lambda: site_process_group._layout.rebuild(broadcasts)), [x.tolist() for x in seen]]
+
+    for line, seen in together(met(opened)[1], act)[1:]:
+        if refused:
+            assert_refused(line, "E-COLLECTIVE", f"rank {HOSTILE}")
+        else:
+            assert (line, seen) == ("", [indices, buckets])
