@@ -61,7 +61,7 @@ class Receiver:
 
     def __init__(self, max_nbytes: int = 1000, kept: int = 10_000) -> None:
         self.reader, self.taken = Reader(max_nbytes), list[int]()
-        self.assembly = Assembly(self._take, lambda: max_nbytes, lambda: kept)
+        self.assembly = Assembly(self._take, lambda _: max_nbytes, lambda: kept)
         self.reader.place = self.assembly.place
 
     def _take(self, nbytes: int) -> memoryview:
