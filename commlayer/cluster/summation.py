@@ -94,29 +94,25 @@ class Summation:
         """Handles one contribution and returns the replies to send. Early contributions are checked when they are added, so
         CorruptFrame may name the sender of an earlier one.
 
-        `release` is called with each message whose body is no longer needed.
+        `release` is called with each contribution that has been added. Other messages are not released for reuse: their sizes
+        are unchecked, and a pool of buffers would keep one of each size.
         """
         h = message.header
         if self._ended(message):
-            release(message)
             return []  # its sender sends the contribution again in the new epoch
         cell = self._cell(message)
         with cell.lock:
             if cell.ended:
-                release(message)
                 return []
             self._fits(cell, message)
             result = cell.results.get((h.step, h.round))
             if result is not None:
-                release(message)
                 return [Reply(message.peer, *result)]
             self._admit(cell, message)
             if cell.sum.again_header is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
-                release(message)
                 return [Reply(message.peer, cell.sum.again_header, b"")]  # the sender had not received the AGAIN yet
             contributors = cell.contributors()
             if message.peer in contributors:
-                release(message)
                 return []  # a repeated message
             if not contributors:
                 cell.sum.since, cell.sum.first = now, message.peer
