@@ -71,11 +71,13 @@ class CodecOps:
                 acc["sum"][:] = mean.total / (mean.weight or 1.0)
         return self._codec.emit(r, acc, self._state, out)
 
-    def undo(self, slices: int) -> None:
-        """Rolls back slices of the last result. `slices` has one bit per slice. Rolling a slice back again has no effect."""
+    def undo(self, slices: int) -> bool:
+        """Rolls back slices of the last result. `slices` has one bit per slice. Rolling a slice back again has no effect.
+        Returns whether any slice was rolled back."""
         if fresh := slices & ~self._undone & (1 << len(self._bucket.slices)) - 1:
             self._undone |= fresh
             self._codec.undo_server(self._state, ranges_of(self._bucket.slices, fresh))
+        return fresh > 0
 
     def skip(self) -> None:
         """Records that the step was aborted: nothing was emitted, so nothing can be rolled back."""

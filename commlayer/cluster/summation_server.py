@@ -42,7 +42,7 @@ from commlayer.errors import (
 )
 from commlayer.planner.plan_rules import max_plan_nbytes
 from commlayer.records import MALFORMED, Plan, Record, View
-from commlayer.transport.connection import FRAME_NBYTES, Limits
+from commlayer.transport.connection import Limits
 from commlayer.transport.endpoint import Refusal, Settings, StreamTransport
 from commlayer.transport.handshake import Hello, RefusalLog, RetryLater, same_job
 from commlayer.transport.key_folder import Keys
@@ -382,8 +382,8 @@ def _reason(error: Exception) -> str:
 
 MAX_JOINING = 64
 """Workers that a change of members may add. Only the limit on the size of its message depends on it."""
-FRAMES_SLACK = 64
-"""Number of messages to one worker, in addition to the results of two steps, that may wait to be sent."""
+MESSAGES_SLACK = 64
+"""Number of messages from or to one worker, in addition to those of two steps, that may be on their way at once."""
 READY_S = 9.0
 """Seconds for which a handshake waits until this server has its plan; less than the handshake's own deadline."""
 NOTICE_HEARTBEATS, POLL_VIEW_S = 3, 0.02
@@ -549,9 +549,8 @@ class DataServer:
         plan = messages.MAX_PLAN_NBYTES
         if view.tensors >= 0:
             plan = min(plan, max_plan_nbytes(view.tensors, view.elements, len(view.members) + MAX_JOINING))
-        frames = KEPT_STEPS * sum(one.rounds for one in ops) + FRAMES_SLACK
         return Limits({Kind.PUSH: payload, Kind.STATE: state, Kind.PROBE: MAX_PROBE_NBYTES, Kind.PLAN: plan},
-                      frames * FRAME_NBYTES)
+                      KEPT_STEPS * sum(one.rounds for one in ops) + MESSAGES_SLACK)
 
     def report(self) -> dict[str, Any]:
         """Returns the fields of a heartbeat that a summation server fills in."""

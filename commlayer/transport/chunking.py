@@ -7,6 +7,7 @@ to the top of the stack.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 
@@ -37,10 +38,11 @@ class Assembly:
     """Reassembles the bodies of one connection. `place` returns the memory for a frame's body before the body is read. `whole`
     is called with each frame whose checksum was verified."""
 
-    def __init__(self, take: Callable[[int], memoryview], max_nbytes: Callable[[Header], int], kept: Callable[[], int]) -> None:
-        """`take` allocates memory. `max_nbytes` returns the limit of the body of a message with this header; `kept` returns the
-        limit of all unfinished bodies together."""
-        self._take, self._max_nbytes, self._kept = take, max_nbytes, kept
+    def __init__(self, take: Callable[[int], memoryview], max_nbytes: Callable[[Header], int], kept: Callable[[], int],
+                 most: Callable[[], float] = lambda: math.inf) -> None:
+        """`take` allocates memory. `max_nbytes` returns the limit of the body of a message with this header; `kept` and `most`
+        return the limits of the bytes and of the number of all unfinished bodies together."""
+        self._take, self._max_nbytes, self._kept, self._most = take, max_nbytes, kept, most
         self._stack: list[_Body] = []
         self._held = 0
 
@@ -71,6 +73,8 @@ class Assembly:
         total, most = header.parts * nbytes, self._max_nbytes(header)
         if nbytes == 0 or total - nbytes >= most:
             raise _breach(header, f"of {nbytes} bytes starts a message that is empty or larger than {most} bytes")
+        if len(self._stack) >= self._most():
+            raise _breach(header, f"starts a message while {len(self._stack)} others are unfinished")
         if self._held + total + OVERHEAD_NBYTES > self._kept():
             raise _breach(header, f"starts a message that makes all unfinished messages together exceed {self._kept()} bytes")
         self._held += total + OVERHEAD_NBYTES

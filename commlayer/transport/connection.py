@@ -160,8 +160,9 @@ class Limits(NamedTuple):
 
     body_nbytes: Mapping[int, int] | None = None
     """Maps a kind of message to the size of its largest body; other kinds have no body. None: only the transport's limit."""
-    unsent_nbytes: float = math.inf
-    """Bytes of messages to the peer that may wait to be sent. While there are more, nothing is taken from the peer."""
+    messages: float = math.inf
+    """Number of messages from the peer that may be partly received. Also the number of messages without a body that may wait to
+    be sent to the peer: while these use more memory, nothing is taken from the peer."""
 
 
 UNLIMITED = Limits()
@@ -194,7 +195,7 @@ class Connection:
         self._control = SendControl(sock, None if _on_one_machine(sock) else pacer)
         self._sock, self._mailbox, self._reader, self._ended = sock, box, reader, ended
         self._limits = limits
-        self._assembly = Assembly(reader.allocate, self._most_nbytes, lambda: box.max_kept_nbytes)
+        self._assembly = Assembly(reader.allocate, self._most_nbytes, lambda: box.max_kept_nbytes, lambda: limits().messages)
         reader.place = self._assembly.place
         lock = threading.RLock()
         self._work = threading.Condition(lock)
@@ -345,7 +346,8 @@ class Connection:
         """Waits, at most until the connection ends, while more than the allowed bytes wait to be sent to the peer. A peer that
         does not read its replies thus cannot send further requests."""
         with self._work:
-            self._room.wait_for(lambda: self._over is not None or self._unsent_nbytes <= self._limits().unsent_nbytes)
+            self._room.wait_for(
+                lambda: self._over is not None or self._unsent_nbytes <= self._limits().messages * FRAME_NBYTES)
 
     def _most_nbytes(self, header: Header) -> int:
         by_kind = self._limits().body_nbytes

@@ -453,6 +453,10 @@ MIN_NBYTES = 64 << 10
 """Smallest buffer that is pooled. For smaller ones the allocator is faster."""
 
 
+PAGE_NBYTES = 4 << 10
+"""Memory is used in units of this size."""
+
+
 class BufferPool:
     """Reusable buffers in size classes, eight classes per power of two. Free buffers are kept up to `cap_nbytes` in total."""
 
@@ -463,7 +467,7 @@ class BufferPool:
 
     def take(self, nbytes: int) -> memoryview:
         if nbytes < MIN_NBYTES:
-            return memoryview(bytearray(nbytes))
+            return memoryview(bytearray(nbytes) if nbytes < PAGE_NBYTES else _pages(nbytes))
         size = size_class(nbytes)
         with self._lock:
             free = self._free.get(size)

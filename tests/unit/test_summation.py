@@ -268,8 +268,9 @@ class Noted(Doubles):
         super().__init__()
         self.done: list[str] = []
 
-    def undo(self, slices: int) -> None:
+    def undo(self, slices: int) -> bool:
         self.done.append(f"undo {slices}")
+        return True
 
     def restore(self, data: bytes | memoryview) -> None:
         self.done.append("restore")
