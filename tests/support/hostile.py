@@ -170,7 +170,9 @@ class Member:
         self.home = self._lease.request.token
         self._lease.meet(WAIT_S)
         self.request = msgspec.structs.replace(
-            messages.worker_request(plan.job, rank, world, node=rank, plan=records.encode(plan), elastic=True), **fields)
+            messages.worker_request(plan.job, rank, world, node=rank, plan=records.encode(plan), elastic=True,
+                                    tensors=1 + max(s.tensor for b in plan.buckets for s in b.slices),
+                                    elements=sum(b.numel for b in plan.buckets)), **fields)
         self.failures = Failures()
         self.membership = client.join(victim.address, self.request, self.config, self.failures)
         self.token = self.request.token
