@@ -345,9 +345,12 @@ class Connection:
     def _await_room(self) -> None:
         """Waits, at most until the connection ends, while more than the allowed bytes wait to be sent to the peer. A peer that
         does not read its replies thus cannot send further requests."""
-        with self._work:
-            self._room.wait_for(
-                lambda: self._over is not None or self._unsent_nbytes <= self._limits().messages * FRAME_NBYTES)
+        def is_ready() -> bool:
+            return self._unsent_nbytes <= self._limits().messages * FRAME_NBYTES or self._over is not None
+
+        if not is_ready():
+            with self._work:
+                self._room.wait_for(is_ready)
 
     def _most_nbytes(self, header: Header) -> int:
         by_kind = self._limits().body_nbytes
