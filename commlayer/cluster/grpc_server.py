@@ -14,7 +14,7 @@ import inspect
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -264,7 +264,7 @@ WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4 << 20)]
 grows with unauthenticated input, by 100 MB and more on a busy machine."""
 START_S = 30.0
 STOP_S = 0.5
-MAX_UNSENT_NBYTES = 256 << 10
+MAX_UNSENT_NBYTES = 512 << 10
 """Bytes of a member's replies that may wait to be sent before its next reply is encoded. The largest reply may exceed it."""
 PROMPT = frozenset((CHALLENGE, "Heartbeat", "Leave", "PlanPart"))
 """Calls with small replies, which wait for no other reply. A member counts as dead if its heartbeats get no answer."""
@@ -283,24 +283,43 @@ class UnsentReplies:
 
     def __init__(self) -> None:
         self._nbytes = Counter[str]()
-        self._sent: dict[str, asyncio.Event] = {}
-        """The next event that a reply of this source has been sent."""
+        self._turns: dict[str, deque[asyncio.Future[None]]] = {}
+        """Calls of a source that wait for their turn, first in, first out."""
 
     async def encoded(self, source: str, encode: Encode, context: Any, *, prompt: bool) -> bytes:
         """Returns the encoded reply to the call of this context. `prompt`: True: does not wait for earlier replies."""
-        while not prompt and self._nbytes[source] > MAX_UNSENT_NBYTES:
-            await self._sent.setdefault(source, asyncio.Event()).wait()
-        reply = encode()
-        self._nbytes[source] += len(reply)
-        context.add_done_callback(lambda _: self._give(source, len(reply)))
-        return reply
+        if not prompt:
+            await self._turn(source)
+        try:
+            reply = encode()
+            self._nbytes[source] += len(reply)
+            context.add_done_callback(lambda _: self._sent(source, len(reply)))
+            return reply
+        finally:
+            self._begin_next(source)
 
-    def _give(self, source: str, nbytes: int) -> None:
+    async def _turn(self, source: str) -> None:
+        turns, turn = self._turns.setdefault(source, deque()), asyncio.get_running_loop().create_future()
+        turns.append(turn)
+        self._begin_next(source)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            turns.remove(turn)
+            self._begin_next(source)
+            raise
+        turns.remove(turn)
+
+    def _sent(self, source: str, nbytes: int) -> None:
         self._nbytes[source] -= nbytes
-        if not self._nbytes[source]:
-            del self._nbytes[source]
-        if (sent := self._sent.pop(source, None)) is not None:
-            sent.set()
+        self._begin_next(source)
+
+    def _begin_next(self, source: str) -> None:
+        if not (turns := self._turns.get(source)):
+            self._turns.pop(source, None)
+            self._nbytes += Counter()  # drops zeros
+        elif self._nbytes[source] <= MAX_UNSENT_NBYTES and not turns[0].done():
+            turns[0].set_result(None)
 
 
 class RpcServer:
