@@ -207,7 +207,7 @@ class HonestMember(Member):
         hello = Hello(self.plan.job, self.rank, self.membership.view.plan, messages.version(), session=new_nonce())
         self.transport = StreamTransport(hello, settings=Settings(secret=self.config.token, keys=self.keys))
         self.transport.dial(SERVER_BASE, host_port(self.victim.data_address), time.monotonic() + WAIT_S)
-        self._steps = 0
+        self.steps = 0
 
     def start_calls(self) -> None:
         """Begins to measure: longest_call_s, calls, failed."""
@@ -233,8 +233,8 @@ class HonestMember(Member):
 
     def step(self, *others: HostileMember, timeout_s: float = WAIT_S) -> bool:
         """Whether a step of the first bucket completes, to which hostile members contribute honestly over data()."""
-        header, body = self.contribution(self._steps)
-        self._steps += 1
+        header, body = self.contribution(self.steps)
+        self.steps += 1
         answer = self.transport.recv(SERVER_BASE, key(header._replace(kind=Kind.RESULT)))
         self.transport.send(SERVER_BASE, header, body)
         for other in others:
