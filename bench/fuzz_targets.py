@@ -88,7 +88,7 @@ def frames() -> Target:
 
     def read(data: bytes, rng: random.Random) -> None:
         reader = Reader(CAP_NBYTES)
-        assembly = Assembly(reader.allocate, lambda: CAP_NBYTES, lambda: KEPT_NBYTES)
+        assembly = Assembly(reader.allocate, lambda _: CAP_NBYTES, lambda: KEPT_NBYTES)
         reader.place = assembly.place
         at = 0
         while at < len(data):

@@ -30,6 +30,12 @@ ELEMENT_NBYTES = 4
 NAMES_NBYTES = 4096
 """Upper bound in bytes for the names and numbers in a codec's saved state."""
 
+MAX_TEXT_CHARS = 4096
+"""Longest text of a codec. The longest correct ones name the shapes of the 64 tensors that a bucket may have. Parsing takes
+about 500 bytes of memory per character."""
+QUOTED_CHARS = 80
+"""Number of characters that the error about a longer text quotes."""
+
 FEEDBACK = "error_feedback"
 TWO_WAY = "two_way"
 SPARSE = ("topk", "block_threshold", "randomk")
@@ -146,7 +152,8 @@ def _whole(value: object, least: int = 1) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # math.isfinite() cannot convert the largest integers.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _one_of(default: Any, kinds: Any, note: str = "") -> _Rule:
@@ -210,7 +217,7 @@ def check_arguments(family: str, every: Mapping[str, Mapping[str, _Rule]] = RULE
             raise InvalidInput("E-CODEC-ARGUMENT", f"{family}: {name} is {value!r}, but it must be {rule.allowed}")
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(1024)
 def parse_spec(text: str) -> CodecSpec:
     """Parses a codec such as "int4" or "error_feedback(topk(ratio=0.01, values='int8'))". Raises a ValueError of one line if
     the text is malformed."""
@@ -240,6 +247,9 @@ def spec_error(text: str) -> str:
 
 
 def _call(text: str) -> ast.Call:
+    if len(text) > MAX_TEXT_CHARS:
+        raise InvalidInput("E-CODEC-NAME", f"codec {text[:QUOTED_CHARS]!r}...: its text has {len(text)} characters, allowed "
+                                           f"{MAX_TEXT_CHARS}: name fewer shapes, in smaller buckets")
     try:
         with _parsing:
             tree = ast.parse(text.strip(), mode="eval").body
@@ -254,7 +264,7 @@ def _call(text: str) -> ast.Call:
 
 
 def _read(call: ast.Call, text: str, every: Mapping[str, Mapping[str, _Rule]] = RULES) -> CodecSpec:
-    family = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
+    family = call.func.id if isinstance(call.func, ast.Name) else _source(call.func, text)
     if family in REMOVED:
         raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} was removed; use {REMOVED[family]}")
     if family not in every:
@@ -289,4 +299,10 @@ def _value(node: ast.expr, text: str) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {ast.unparse(node)!r} is neither a literal nor a codec") from None
+        raise InvalidInput("E-CODEC-NAME",
+                           f"codec {text!r}: {_source(node, text)!r} is neither a literal nor a codec") from None
+
+
+def _source(node: ast.expr, text: str) -> str:
+    """Returns the text of a part of a codec. (`ast.unparse` fails at a deeply nested part.)"""
+    return ast.get_source_segment(text.strip(), node) or text

@@ -323,6 +323,9 @@ class View(Record, frozen=True):
     gradients: int = -1
     """Number of gradients among the job's tensors; the following tensors are buffers, which servers average too. -1: all are
     gradients."""
+    tensors: int = -1
+    """Number of the job's tensors, and of their elements, which bound every plan of the job. -1: unknown."""
+    elements: int = -1
     run: str = ""
     """Identifies the run in events; the same in all epochs of a job."""
 

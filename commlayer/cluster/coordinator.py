@@ -21,7 +21,7 @@ import msgspec
 from commlayer import config as settings
 from commlayer.cluster import epoch_change, membership, messages
 from commlayer.cluster.coordinator_journal import CoordinatorJournal, CoordinatorRecord, journaled_part, resumed_state
-from commlayer.cluster.grpc_server import Answer, GrpcPort, RpcServer, check_free
+from commlayer.cluster.grpc_server import Answer, Encode, GrpcPort, RpcServer, check_free
 from commlayer.cluster.job_events import JobEvents, log_of_job, waits_of
 from commlayer.cluster.messages import (
     MAX_PLAN_NBYTES,
@@ -132,7 +132,7 @@ class Coordinator:
             "Leave": self._method("Leave", messages.Leave, self._leave),
             "Status": self._method("Status", messages.StatusRequest, self._about),
             "Events": self._method("Events", messages.EventsRequest, self._events),
-        }, [self._port.streams(self._port.accept_stream)], self._broke))
+        }, [self._port.streams(self._port.accept_stream)], self._broke, self._port.source))
         self._ticker = threading.Thread(target=self._tick, name="commlayer-membership", daemon=True)
         self._ticker.start()
 
@@ -217,9 +217,10 @@ class Coordinator:
                 self._set(membership.evict(self._state, tokens, why))
         return self._rendezvous.register(request)
 
-    def _challenge(self, nonce: bytes, peer: str) -> bytes:
+    def _challenge(self, nonce: bytes, peer: str) -> Encode:
         caller = self._port.caller(peer)  # raises if TLS is required
-        return self._judge.greeting(peer, nonce, caller.fingerprint if caller else b"")
+        greeting = self._judge.greeting(peer, nonce, caller.fingerprint if caller else b"")
+        return lambda: greeting
 
     def _part(self, request: messages.PlanPart) -> Record:
         with self._lock:
@@ -375,11 +376,12 @@ class Coordinator:
         log.info("continuing with %d workers%s%s", len(view.members), names and f"; left: {names}", new and f"; joined: {new}")
 
     def _method(self, name: str, kind: type[Q], act: Callable[[Q], Record | Awaitable[Record]]) -> Answer:
-        """Wraps the handler `act` of a call: verifies and decodes the request, calls `act`, and encodes the reply."""
+        """Wraps the handler `act` of a call: verifies and decodes the request, and calls `act`."""
 
-        async def answer(data: bytes, peer: str) -> bytes:
+        async def answer(data: bytes, peer: str) -> Encode:
             reply = act(self._opened(name, kind, data, peer))
-            return self._judge.sealed(data, messages.pack(reply if isinstance(reply, Record) else await reply))
+            record = reply if isinstance(reply, Record) else await reply
+            return lambda: self._judge.sealed(data, messages.pack(record))
 
         return answer
 

@@ -7,12 +7,14 @@ for each direction.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import inspect
 import socket
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +28,7 @@ from commlayer.transport.endpoint import accept_connections, shut_down
 from commlayer.transport.grpc_stream import FRAME_OPTION, AcceptStream, GrpcStream
 from commlayer.transport.handshake import EVICT_AFTER_S, PendingHandshakes
 from commlayer.transport.key_folder import Keys, PeerCertificate
-from commlayer.transport.secret import AuthenticationFailed
+from commlayer.transport.secret import CHALLENGE, AuthenticationFailed
 from commlayer.transport.tls import CONTROL, TlsSocket
 
 settings.quiet_grpc()
@@ -119,6 +121,11 @@ class GrpcPort:
         if self.accept is None:
             raise LookupError("no summation server uses this port")
         return self.accept(stream, where)
+
+    def source(self, peer: str) -> str:
+        """Returns the name of a connection's certificate; without keys, the connection's name."""
+        with self._lock:
+            return self._known[peer].certified.name if peer in self._known else peer
 
     def where(self, peer: str) -> str:
         """Returns the certificate name and address of a connection, for errors and logs."""
@@ -257,19 +264,72 @@ WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4 << 20)]
 grows with unauthenticated input, by 100 MB and more on a busy machine."""
 START_S = 30.0
 STOP_S = 0.5
-Answer = Callable[[bytes, str], bytes | Awaitable[bytes]]
-"""Handles a call: receives the request's bytes and the connection's name, returns the reply's bytes. Raises
+MAX_UNSENT_NBYTES = 512 << 10
+"""Bytes of a member's replies that may wait to be sent before its next reply is encoded. The largest reply may exceed it."""
+PROMPT = frozenset((CHALLENGE, "Heartbeat", "Leave", "PlanPart"))
+"""Calls with small replies, which wait for no other reply. A member counts as dead if its heartbeats get no answer."""
+Encode = Callable[[], bytes]
+Answer = Callable[[bytes, str], Encode | Awaitable[Encode]]
+"""Handles a call: receives the request's bytes and the connection's name, returns a function that encodes the reply. Raises
 AuthenticationFailed or CorruptFrame to refuse the call."""
 Broke = Callable[[str, CorruptFrame], str]
 """Called with the connection's name when a call breaks the protocol. Returns the error text to send back."""
+
+
+class UnsentReplies:
+    """Replies that wait to be sent, by their source: the member's certificate, or without keys its connection. A reply is
+    encoded when most of the earlier ones of its source have been sent, so a member that does not read its replies holds few of
+    them in memory. Use it on the event loop."""
+
+    def __init__(self) -> None:
+        self._nbytes = Counter[str]()
+        self._turns: dict[str, deque[asyncio.Future[None]]] = {}
+        """Calls of a source that wait for their turn, first in, first out."""
+
+    async def encoded(self, source: str, encode: Encode, context: Any, *, prompt: bool) -> bytes:
+        """Returns the encoded reply to the call of this context. `prompt`: True: does not wait for earlier replies."""
+        if not prompt:
+            await self._turn(source)
+        try:
+            reply = encode()
+            self._nbytes[source] += len(reply)
+            context.add_done_callback(lambda _: self._sent(source, len(reply)))
+            return reply
+        finally:
+            self._begin_next(source)
+
+    async def _turn(self, source: str) -> None:
+        turns, turn = self._turns.setdefault(source, deque()), asyncio.get_running_loop().create_future()
+        turns.append(turn)
+        self._begin_next(source)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            turns.remove(turn)
+            self._begin_next(source)
+            raise
+        turns.remove(turn)
+
+    def _sent(self, source: str, nbytes: int) -> None:
+        self._nbytes[source] -= nbytes
+        self._begin_next(source)
+
+    def _begin_next(self, source: str) -> None:
+        if not (turns := self._turns.get(source)):
+            self._turns.pop(source, None)
+            self._nbytes += Counter()  # drops zeros
+        elif self._nbytes[source] <= MAX_UNSENT_NBYTES and not turns[0].done():
+            turns[0].set_result(None)
 
 
 class RpcServer:
     """A gRPC server that dispatches calls by method name. close() is idempotent."""
 
     def __init__(self, answers: Mapping[str, Answer], handlers: Iterable[grpc.GenericRpcHandler] = (),
-                 broke: Broke = lambda _, error: str(error)) -> None:
+                 broke: Broke = lambda _, error: str(error), source: Callable[[str], str] = lambda peer: peer) -> None:
+        """`source`: returns the source of a connection, see UnsentReplies."""
         self._answers, self._handlers, self._broke = answers, tuple(handlers), broke
+        self._source, self._unsent = source, UnsentReplies()
         self._server: Any = None
 
     def start(self, address: str) -> int:
@@ -291,18 +351,19 @@ class RpcServer:
                      ("grpc.keepalive_timeout_ms", 20_000)],
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        calls = {name: self._handler(answer) for name, answer in self._answers.items()}
+        calls = {name: self._handler(answer, prompt=name in PROMPT) for name, answer in self._answers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, calls), *self._handlers))
         port = self._server.add_insecure_port(address)
         await self._server.start()
         return int(port)
 
-    def _handler(self, answer: Answer) -> grpc.RpcMethodHandler:
+    def _handler(self, answer: Answer, *, prompt: bool) -> grpc.RpcMethodHandler:
         async def call(data: bytes, context: Any) -> bytes:
             peer = context.peer()
             try:
                 reply = answer(data, peer)
-                return await reply if inspect.isawaitable(reply) else reply
+                encode = await reply if inspect.isawaitable(reply) else reply
+                return await self._unsent.encoded(self._source(peer), encode, context, prompt=prompt)
             except AuthenticationFailed:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call does not prove that its sender knows the job's "
                                                                      "secret")

@@ -361,7 +361,8 @@ def conflict(request: Join, place: Registration) -> str:
     other = place.join
     if place.rank == request.rank:
         return coded("E-RANK", f"rank {request.rank} is taken by {_who(other)}: give each {request.kind} a rank of its own")
-    if (other.job, other.gradients) != (request.job, request.gradients):
+    if (other.job, other.gradients, other.tensors, other.elements) != \
+            (request.job, request.gradients, request.tensors, request.elements):
         counts = "" if request.gradients == other.gradients else \
             f" ({request.gradients} trained tensors here, {other.gradients} there)"
         return coded("E-RANKS-DIFFER", f"trains a different model than {place.peer} on {_who(other)}{counts}: names, shapes "
@@ -382,7 +383,8 @@ def _completed(state: State) -> State:
     servers = _placed([p for p in seated if p.join.kind == "server"], workers)
     first = workers[0].join
     run = digest_of("".join(sorted(state.registrations)).encode())  # tokens are random, so no two runs are equal
-    view = View(1, members, servers, digest_of(first.plan), gradients=first.gradients, run=run)
+    view = View(1, members, servers, digest_of(first.plan), gradients=first.gradients, tensors=first.tensors,
+                elements=first.elements, run=run)
     places = {t: msgspec.structs.replace(p, join=msgspec.structs.replace(p.join, plan=b"")) for t,
               p in state.registrations.items()}
     return msgspec.structs.replace(state, view=view, plan=first.plan, registrations=places)

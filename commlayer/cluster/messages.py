@@ -100,6 +100,9 @@ class Join(Record, frozen=True):
     """True: the caller's certificate is not valid for servers."""
     gradients: int = ANY
     """For a worker: number of leading tensors that are gradients; the others are model buffers. ANY: all are gradients."""
+    tensors: int = ANY
+    """For a worker: number of tensors of its Job record, and of their elements. ANY: unknown."""
+    elements: int = ANY
     leave: str = ""
     """For a site that leaves: the reason; otherwise ""."""
     meeting: str = ""
@@ -330,13 +333,13 @@ def site_request(workers: int, place: int = ANY, *, name: str = "") -> Join:
 
 def worker_request(
     job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "", outbound_only: bool = False,
-    elastic: bool = False, gradients: int = ANY, must_match: Mapping[str, str] = {},
+    elastic: bool = False, gradients: int = ANY, tensors: int = ANY, elements: int = ANY, must_match: Mapping[str, str] = {},
 ) -> Join:
     """Creates this process's request to join as a worker. The plan is included only for rank 0, or if the rank is not fixed."""
     sent = plan if rank in (0, ANY) else b""
     return Join("worker", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), rank, world, node, job,
                 sent, plan_digest or digest_of(plan), outbound_only=outbound_only, elastic=elastic, gradients=gradients,
-                must_match=dict(must_match))
+                tensors=tensors, elements=elements, must_match=dict(must_match))
 
 
 def server_request(address: str, node: int = ANY, number: int = ANY, *, colocated: bool = False, streams: str = "") -> Join:

@@ -17,7 +17,7 @@ from commlayer.compressors.feedback import ResidualSlice, in_updates, ranges_of,
 from commlayer.compressors.kernels import give_back
 from commlayer.compressors.state import SERVER, number, recall, remembered
 from commlayer.errors import InvalidInput
-from commlayer.records import Bucket, Plan
+from commlayer.records import Bucket, Plan, Slice
 
 UNDONE = "_undone"
 MEMORY_SLACK_NBYTES = 1024
@@ -39,6 +39,7 @@ class CodecOps:
         """Unit of the sums: whether gradients are multiplied by the learning rate before they are compressed, and whether
         weight updates are summed instead of gradients. Residuals can be inherited only between equal units."""
         self.rounds, self.codec, self.bound = len(codec.rounds), codec.id, codec.bound(self._spec)
+        self.max_state_nbytes = parse_spec(bucket.codec).max_state_nbytes(bucket.numel)
         self.in_means = codec.keeps
         self.means = buffers and of_means(codec)
         self._undone = 0
@@ -70,11 +71,13 @@ class CodecOps:
                 acc["sum"][:] = mean.total / (mean.weight or 1.0)
         return self._codec.emit(r, acc, self._state, out)
 
-    def undo(self, slices: int) -> None:
-        """Rolls back slices of the last result. `slices` has one bit per slice. Rolling a slice back again has no effect."""
+    def undo(self, slices: int) -> bool:
+        """Rolls back slices of the last result. `slices` has one bit per slice. Rolling a slice back again has no effect.
+        Returns whether any slice was rolled back."""
         if fresh := slices & ~self._undone & (1 << len(self._bucket.slices)) - 1:
             self._undone |= fresh
             self._codec.undo_server(self._state, ranges_of(self._bucket.slices, fresh))
+        return fresh > 0
 
     def skip(self) -> None:
         """Records that the step was aborted: nothing was emitted, so nothing can be rolled back."""
@@ -95,6 +98,10 @@ class CodecOps:
             self._alone = self._codec.zeros(self._spec, 0)
         self._codec.add(0, payload, self._alone, first=True)
         return self._alone
+
+    @property
+    def slices(self) -> Sequence[Slice]:
+        return self._bucket.slices
 
     def residuals(self) -> list[ResidualSlice]:
         """Returns the server's residuals, one slice per tensor."""
@@ -167,11 +174,15 @@ def ops_of(
     mine = (b for b in plan.buckets if b.served and b.server == server)
     ops = {b.id: CodecOps(codec_of(b, plan=plan), b, plan.job, weights=plan.steps_locally,
                           buffers=b.path == "service" and 0 <= gradients <= b.slices[0].tensor) for b in mine}
-    olds = list(before)
+    # Residuals in other units would need a learning rate or an optimizer's state, which only workers have.
+    olds: dict[tuple[Any, int], list[ResidualSlice]] = {}
+    for old in before:
+        for one in old.residuals():
+            olds.setdefault((old.unit, one.tensor), []).append(one)
     for new in ops.values():
-        # Residuals in other units would need a learning rate or an optimizer's state, which only workers have.
-        new.inherit_residuals([one._replace(values=one.values * scale) if scale != 1.0 else one
-                               for old in olds if old.unit == new.unit for one in old.residuals()])
+        parts = [part for s in new.slices for part in olds.get((new.unit, s.tensor), ())
+                 if s.start < part.stop and part.start < s.stop]
+        new.inherit_residuals([part._replace(values=part.values * scale) if scale != 1.0 else part for part in parts])
     return ops
 
 

@@ -94,29 +94,25 @@ class Summation:
         """Handles one contribution and returns the replies to send. Early contributions are checked when they are added, so
         CorruptFrame may name the sender of an earlier one.
 
-        `release` is called with each message whose body is no longer needed.
+        `release` is called with each contribution that has been added. Other messages are not released for reuse: their sizes
+        are unchecked, and a pool of buffers would keep one of each size.
         """
         h = message.header
         if self._ended(message):
-            release(message)
             return []  # its sender sends the contribution again in the new epoch
         cell = self._cell(message)
         with cell.lock:
             if cell.ended:
-                release(message)
                 return []
             self._fits(cell, message)
             result = cell.results.get((h.step, h.round))
             if result is not None:
-                release(message)
                 return [Reply(message.peer, *result)]
             self._admit(cell, message)
             if cell.sum.again_header is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
-                release(message)
                 return [Reply(message.peer, cell.sum.again_header, b"")]  # the sender had not received the AGAIN yet
             contributors = cell.contributors()
             if message.peer in contributors:
-                release(message)
                 return []  # a repeated message
             if not contributors:
                 cell.sum.since, cell.sum.first = now, message.peer
@@ -312,8 +308,8 @@ class Summation:
         cell = self._cell(message)
         with cell.lock:
             self._between(cell, message)
-            cell.undo(message.header.undone)
-            self._remember(cell)
+            if cell.undo(message.header.undone):
+                self._remember(cell)
 
     def end(self, step: int, undone: Mapping[int, int]) -> None:
         """Ends the epoch in the middle of step `step`. Later messages of the epoch change nothing. `undone`: maps a bucket to
@@ -344,8 +340,7 @@ class Summation:
         cell, h = self._cell(message), message.header
         with cell.lock:
             self._between(cell, message)
-            if h.undone:
-                cell.undo(h.undone)
+            if cell.undo(h.undone):
                 self._remember(cell)
             state = cell.ops.snapshot()
         return [Reply(message.peer, h._replace(kind=Kind.STATE, undone=0, sender=self.peer), state)]
@@ -488,10 +483,13 @@ class BucketSum:
         elif undone and (step - 1, rounds[-1]) in self.results and not any((step, r) in self.results for r in rounds):
             self.undo(undone)  # idempotent: a PUSH may have reported it already
 
-    def undo(self, slices: int) -> None:
-        """Rolls back those slices of the last result that the workers did not apply."""
+    def undo(self, slices: int) -> bool:
+        """Rolls back those slices of the last result that the workers did not apply. Returns whether anything has changed: a
+        journal has the rest already."""
+        if not slices:
+            return False
         self.recompute_sum()
-        self.ops.undo(slices)
+        return bool(self.ops.undo(slices))
 
     def recompute_sum(self) -> None:
         """Computes the last result's sum again from its payloads, equal bit for bit."""

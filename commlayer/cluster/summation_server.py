@@ -23,7 +23,7 @@ from commlayer.cluster.epoch_change import EpochChange, change_problem, read_cha
 from commlayer.cluster.grpc_server import GrpcPort, open_stream_port
 from commlayer.cluster.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
 from commlayer.cluster.server_journal import ServerIdentity, ServerJournal
-from commlayer.cluster.summation import ENTRY_HEADER_NBYTES, Reply, Stall, Summation
+from commlayer.cluster.summation import ENTRY_HEADER_NBYTES, KEPT_STEPS, MOST_REASON_NBYTES, Reply, Stall, Summation
 from commlayer.compressors import kernels
 from commlayer.config import Config, Launch, codec_threads, host_port, join_host, reconnect_window_s, unheard_s
 from commlayer.errors import (
@@ -40,7 +40,9 @@ from commlayer.errors import (
     short_line,
     without_code,
 )
+from commlayer.planner.plan_rules import max_plan_nbytes
 from commlayer.records import MALFORMED, Plan, Record, View
+from commlayer.transport.connection import Limits
 from commlayer.transport.endpoint import Refusal, Settings, StreamTransport
 from commlayer.transport.handshake import Hello, RefusalLog, RetryLater, same_job
 from commlayer.transport.key_folder import Keys
@@ -265,8 +267,8 @@ class SumServer:
             if generation == self._core.generation + 1 and not self._core.busy():
                 try:
                     self._core = replan(bytes(message.body), generation)
-                except (ValueError, CommError) as error:
-                    problem = str(error)
+                except Exception as error:  # nothing has changed, so one member's plan must not end the server
+                    problem = _reason(error)
             elif generation != self._core.generation:
                 problem = "a sum is in progress" if generation == self._core.generation + 1 else \
                     f"generation {generation} does not follow the server's generation {self._core.generation}"
@@ -278,8 +280,10 @@ class SumServer:
         if generation > self._core.generation:
             try:
                 make = regroup(change, generation, message.peer)
-            except ValueError as error:
-                return self._switched(message, str(error))
+            except CorruptFrame:
+                raise
+            except Exception as error:
+                return self._switched(message, _reason(error))
             with self._switching:
                 if generation > self._core.generation:
                     self._core.end(change.step, change.undone)
@@ -368,6 +372,18 @@ class SumServer:
         self._transport.close(flush_s)
 
 
+def _reason(error: Exception) -> str:
+    """Returns why a plan is refused. An error that no check has raised is logged, as it is the server's own fault."""
+    if isinstance(error, ValueError | CommError):
+        return str(error)
+    log.error("a plan was refused after an unexpected error", exc_info=error)
+    return f"failed: {type(error).__name__}: {error}"
+
+
+MAX_JOINING = 64
+"""Workers that a change of members may add. Only the limit on the size of its message depends on it."""
+MESSAGES_SLACK = 64
+"""Number of messages from or to one worker, in addition to those of two steps, that may be on their way at once."""
 READY_S = 9.0
 """Seconds for which a handshake waits until this server has its plan; less than the handshake's own deadline."""
 NOTICE_HEARTBEATS, POLL_VIEW_S = 3, 0.02
@@ -463,7 +479,7 @@ class DataServer:
         self._view = view = former.view if former else view
         self._token = token
         try:
-            self._plan = decoded = _checked_plan(former.plan if former else plan, view)
+            self._plan = decoded = _checked_plan(former.plan if former else plan, view, "")
             self._ops = ops_of(decoded, server, gradients=view.gradients)
             core = self._core(decoded, server, former.generation if former else view.generation)
             if former is not None and self.journal is not None:
@@ -517,9 +533,24 @@ class DataServer:
 
     def _core(self, plan: Plan, server: int, generation: int) -> Summation:
         self._transport.limit_kept(expected_nbytes(plan, server))
+        self._transport.limits = self._limits()
         senders = {bucket: tuple(self._members[place] for place in places)
                    for bucket, places in senders_of(plan, len(self._members)).items()}
         return Summation(server, generation, dict(self._ops), senders)
+
+    def _limits(self) -> Limits:
+        """Returns what one worker may cause at this server, by the job's plan. Results are sent from the server's own memory,
+        so only their number is limited."""
+        assert self._view is not None
+        former, ops, view = self._transport.limits.body_nbytes or {}, self._ops.values(), self._view
+        # Messages of an earlier plan may still arrive.
+        payload = max([former.get(Kind.PUSH, MOST_REASON_NBYTES), *(one.bound for one in ops)])
+        state = max([former.get(Kind.STATE, 0), *(one.max_state_nbytes for one in ops)])
+        plan = messages.MAX_PLAN_NBYTES
+        if view.tensors >= 0:
+            plan = min(plan, max_plan_nbytes(view.tensors, view.elements, len(view.members) + MAX_JOINING))
+        return Limits({Kind.PUSH: payload, Kind.STATE: state, Kind.PROBE: MAX_PROBE_NBYTES, Kind.PLAN: plan},
+                      KEPT_STEPS * sum(one.rounds for one in ops) + MESSAGES_SLACK)
 
     def report(self) -> dict[str, Any]:
         """Returns the fields of a heartbeat that a summation server fills in."""
@@ -553,7 +584,7 @@ class DataServer:
         if why := change_problem(change, generation, sender, self._view):
             raise CorruptFrame(f"PLAN frame with a change of members is invalid: {why}", peer=peer_name(sender))
         # Checked now, because an error after the end of the previous sums could not be undone.
-        expected_nbytes(_checked_plan(change.plan, change.view), self._hello.rank - SERVER_BASE)
+        expected_nbytes(_checked_plan(change.plan, change.view, self._hello.job), self._hello.rank - SERVER_BASE)
         until = time.monotonic() + NOTICE_HEARTBEATS * self._config.heartbeat_s
         while newest().generation < change.view.generation and time.monotonic() < until:
             time.sleep(POLL_VIEW_S)
@@ -577,7 +608,7 @@ class DataServer:
         be served."""
         assert self._view is not None
         view = self._view
-        decoded = _checked_plan(plan, view)
+        decoded = _checked_plan(plan, view, self._hello.job)
         server = self._hello.rank - SERVER_BASE
         before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), scale, gradients=view.gradients)
         core = self._core(decoded, server, generation)
@@ -622,14 +653,17 @@ def _is_same_job(one: View, other: View) -> bool:
         bool({*one.members} & {*other.members})
 
 
-def _checked_plan(plan: bytes, view: View) -> Plan:
-    """Decodes the plan and checks it for this job. Worker 0 has already checked that the plan fits the model."""
+def _checked_plan(plan: bytes, view: View, job: str) -> Plan:
+    """Decodes the plan and checks it for this job, before anything is made from it. `job`: digest of the job; "": the plan is
+    the first one, and names it."""
     what = "plan of worker 0"
     try:
         decoded = records.decode(plan, Plan, what)
     except RecordError as error:
         raise RecordError("E-PLAN-REFUSED", error.what) from None
-    problems = planner.verify_alone(decoded, len(view.members))
+    problems = planner.verify_alone(decoded, len(view.members), view.tensors, view.elements)
+    if job and decoded.job != job:
+        problems.insert(0, f"it was made for another model: job {decoded.job}, but this is {job}")
     if decoded.servers > len(view.servers):
         problems.append(f"it is for {decoded.servers} servers, but the job has {len(view.servers)}: start more servers, or "
                         "create the plan again")

@@ -202,7 +202,8 @@ def _enter(
 
     return enter(terms, job, device, replica, memory, messages.worker_request(
         job.digest(), own, 0, node=own, outbound_only=True, elastic=True, must_match=must_match,
-        gradients=sum(not tensor.buffer for tensor in job.tensors)), config, met.launch.home, waits, check, logs=met.logs)
+        gradients=sum(not tensor.buffer for tensor in job.tensors), tensors=len(job.tensors), elements=job.numel),
+        config, met.launch.home, waits, check, logs=met.logs)
 
 
 def _join(
@@ -218,7 +219,8 @@ def _join(
     return uplink.connect(address, messages.worker_request(
         job.digest(), groups.rank, groups.world, node=groups.node, plan=records.encode(plan) if groups.rank == 0 else b"",
         plan_digest=records.digest(plan), outbound_only=outbound_only, elastic=elastic,
-        gradients=sum(not tensor.buffer for tensor in job.tensors), must_match=must_match,
+        gradients=sum(not tensor.buffer for tensor in job.tensors), tensors=len(job.tensors), elements=job.numel,
+        must_match=must_match,
     ), config)
 
 

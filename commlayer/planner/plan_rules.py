@@ -17,6 +17,13 @@ from commlayer.planner.tree import parse, spell
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
 
 FLOAT32_NBYTES = 4
+LEAST_CUT_NUMEL = 1024
+"""Elements of the smallest piece into which a tensor may be cut: those of the setting cut_nbytes's lowest value."""
+PLAN_TEXT_NBYTES, BUCKET_TEXT_NBYTES, NODE_TEXT_NBYTES = 64 << 10, 8 << 10, 256
+"""Upper bounds of the encoded bytes of a plan without its buckets (also of an epoch's members), of a bucket with 64 slices,
+without the codecs of single nodes, and of one of these."""
+MAX_PATH_CHARS, MAX_DIMENSIONS = 256, 64
+"""Longest text of a path, and most dimensions of a tensor."""
 
 
 def verify(plan: Plan, job: Job) -> list[str]:
@@ -31,12 +38,13 @@ def verify(plan: Plan, job: Job) -> list[str]:
     return problems + list(rounded(plan, job)) + list(_buffers(plan, job)) + list(_coverage(plan, job))
 
 
-def verify_alone(plan: Plan, world: int = 0) -> list[str]:
-    """Runs the checks that need no model, as on a server. With `world`, also checks that the plan fits this number of
-    workers."""
+def verify_alone(plan: Plan, world: int = 0, tensors: int = -1, elements: int = -1) -> list[str]:
+    """Runs the checks that need no model, as on a server. With `world`, also checks that the plan fits this number of workers;
+    with `tensors` and `elements`, that it fits a job with these many, so it needs no more memory than the job does."""
     if plan.schema != SCHEMA:
         return [f"plan has schema {plan.schema}, this version reads schema {SCHEMA}: create the plan again"]
-    problems = []
+    if problems := list(_too_large(plan, world, tensors, elements)):
+        return problems
     if plan.ranks_per_node < 1:
         problems.append(f"ranks_per_node is {plan.ranks_per_node}, allowed: at least 1")
     elif world % plan.ranks_per_node:
@@ -50,6 +58,36 @@ def verify_alone(plan: Plan, world: int = 0) -> list[str]:
     if not (math.isfinite(plan.step_s) and plan.step_s >= 0):
         problems.append(f"step_s is {plan.step_s}, allowed: seconds, 0 or more")
     return problems + [line for place, bucket in enumerate(plan.buckets) for line in _bucket(plan, place, bucket)]
+
+
+def _too_large(plan: Plan, world: int, tensors: int, elements: int) -> Iterator[str]:
+    """Reports what no correct plan of the job has. The other checks take time and memory in proportion to these sizes."""
+    if tensors >= 0:
+        most = max_buckets(tensors, elements, min(plan.ranks_per_node, world))
+        if len(plan.buckets) > most:
+            yield f"{len(plan.buckets)} buckets, allowed for {tensors} tensors of {elements} elements together: {most}"
+        wrong = next((s.tensor for b in plan.buckets for s in b.slices if not 0 <= s.tensor < tensors), None)
+        if wrong is not None:
+            yield f"tensor {wrong}, but the job has {tensors} tensors"
+    numel = sum(b.numel for b in plan.buckets)
+    if 0 <= elements != numel:
+        yield f"its buckets have {numel} elements together, but the job's tensors have {elements}"
+    for bucket in plan.buckets:
+        if len(bucket.path) > MAX_PATH_CHARS or len(bucket.shape) > MAX_DIMENSIONS or (world and len(bucket.by_node) > world):
+            yield (f"bucket {bucket.id}: path of {len(bucket.path)} characters, {len(bucket.shape)} dimensions, codecs for "
+                   f"{len(bucket.by_node)} nodes; allowed {MAX_PATH_CHARS}, {MAX_DIMENSIONS} and {world or 'any number'}")
+            break
+
+
+def max_buckets(tensors: int, elements: int, ranks_per_node: int) -> int:
+    """Returns the largest number of buckets of a plan: each tensor in pieces of LEAST_CUT_NUMEL elements, and each piece in one
+    shard for each rank of a node."""
+    return max(1, ranks_per_node) * (tensors + elements // LEAST_CUT_NUMEL)
+
+
+def max_plan_nbytes(tensors: int, elements: int, world: int) -> int:
+    """Returns an upper bound of the size of a job's encoded plan."""
+    return max_buckets(tensors, elements, world) * (BUCKET_TEXT_NBYTES + world * NODE_TEXT_NBYTES) + PLAN_TEXT_NBYTES
 
 
 def _steps(plan: Plan) -> Iterator[str]:

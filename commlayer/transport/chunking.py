@@ -7,12 +7,13 @@ to the top of the stack.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 
 from commlayer.errors import CorruptFrame
 from commlayer.transport.framing import Frame
-from commlayer.transport.protocol import Flag, Header
+from commlayer.transport.protocol import KIND_NAMES, Flag, Header
 
 MAX_PARTS = 0xFFFF
 OVERHEAD_NBYTES = 512
@@ -37,10 +38,11 @@ class Assembly:
     """Reassembles the bodies of one connection. `place` returns the memory for a frame's body before the body is read. `whole`
     is called with each frame whose checksum was verified."""
 
-    def __init__(self, take: Callable[[int], memoryview], max_nbytes: Callable[[], int], kept: Callable[[], int]) -> None:
-        """`take` allocates memory. `max_nbytes` returns the limit of one body; `kept` returns the limit of all unfinished
-        bodies together."""
-        self._take, self._max_nbytes, self._kept = take, max_nbytes, kept
+    def __init__(self, take: Callable[[int], memoryview], max_nbytes: Callable[[Header], int], kept: Callable[[], int],
+                 most: Callable[[], float] = lambda: math.inf) -> None:
+        """`take` allocates memory. `max_nbytes` returns the limit of the body of a message with this header; `kept` and `most`
+        return the limits of the bytes and of the number of all unfinished bodies together."""
+        self._take, self._max_nbytes, self._kept, self._most = take, max_nbytes, kept, most
         self._stack: list[_Body] = []
         self._held = 0
 
@@ -51,6 +53,9 @@ class Assembly:
 
     def place(self, header: Header, nbytes: int) -> memoryview:
         if header.parts == 1:
+            if nbytes > (most := self._max_nbytes(header)):
+                raise CorruptFrame(f"announces a {KIND_NAMES[header.kind]} body of {nbytes} bytes, allowed {most}",
+                                   step=header.step, bucket=header.bucket)
             return self._take(nbytes)
         if header.part == 0:
             self._begin(header, nbytes)
@@ -65,9 +70,11 @@ class Assembly:
     def _begin(self, header: Header, nbytes: int) -> None:
         if self._stack and (header.step, header.order) >= _rank(self._stack[-1].header):
             raise _breach(header, "is not more urgent than the unfinished message that it interrupts")
-        total = header.parts * nbytes
-        if nbytes == 0 or total - nbytes >= self._max_nbytes():
-            raise _breach(header, f"of {nbytes} bytes starts a message that is empty or larger than {self._max_nbytes()} bytes")
+        total, most = header.parts * nbytes, self._max_nbytes(header)
+        if nbytes == 0 or total - nbytes >= most:
+            raise _breach(header, f"of {nbytes} bytes starts a message that is empty or larger than {most} bytes")
+        if len(self._stack) >= self._most():
+            raise _breach(header, f"starts a message while {len(self._stack)} others are unfinished")
         if self._held + total + OVERHEAD_NBYTES > self._kept():
             raise _breach(header, f"starts a message that makes all unfinished messages together exceed {self._kept()} bytes")
         self._held += total + OVERHEAD_NBYTES
@@ -92,7 +99,7 @@ class Assembly:
         if not h.flags & Flag.WITHOUT_ZEROS:
             return frame
         try:
-            body = restore_zeros(body, self._max_nbytes(), self._take)
+            body = restore_zeros(body, self._max_nbytes(h), self._take)
         except CorruptFrame as error:
             raise CorruptFrame(error.what, step=h.step, bucket=h.bucket) from None
         return Frame(h._replace(flags=h.flags & ~Flag.WITHOUT_ZEROS), body)

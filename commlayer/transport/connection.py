@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from commlayer.errors import CommError, CorruptFrame, Damaged, PeerEnded, PeerLost
 from commlayer.transport import framing, mailbox
@@ -31,6 +33,8 @@ from commlayer.transport.protocol import (
 
 _LAST = 1 << 32
 """Sort key of BYE. It is above all step numbers, so BYE is sent last."""
+FRAME_NBYTES = 2048
+"""Bytes that each queued frame counts in addition to a body that was made for it: the memory of its Python objects."""
 _ONCE = frozenset((Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME))
 _PROBES = frozenset((Kind.PROBE, Kind.PROBE_OK))
 
@@ -81,24 +85,37 @@ def _on_one_machine(sock: ByteChannel) -> bool:
 
 
 class _Outgoing:
-    """A frame that is queued or partly sent. A large frame is sent in several parts; `cut` sets their size."""
+    """A frame that is queued or partly sent. `begin` prepares it for sending. A large frame is sent in several parts; `cut`
+    sets their size."""
 
     def __init__(self, operation: Handle, header: Header, body: memoryview | bytes) -> None:
         self.operation, self.header = operation, header
+        self.held_nbytes = FRAME_NBYTES + (len(body) if isinstance(body, bytes) else 0)
+        """Memory that the frame occupies while it waits. A memoryview is memory that its owner keeps in any case."""
         self._body = memoryview(body).cast("B")
         self._wire_header = header
-        if header.kind in MAY_LACK_ZEROS and (short := drop_zeros(self._body)) is not None:
-            self._body = memoryview(short)
-            self._wire_header = header._replace(flags=header.flags | Flag.WITHOUT_ZEROS)
-        self._packed = framing.pack(self._wire_header, len(self._body))
+        self._packed = framing.pack(header, len(self._body))
         self._parts = [(0, len(self._body))]
         self._next = 0
+        self._begun = False
         self._left: list[memoryview] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Size of the body as sent, after zero chunks were left out."""
+        """Size of the body; after `begin` as sent, without the zero chunks that are left out."""
         return len(self._body)
+
+    def begin(self) -> None:
+        """Leaves zero chunks out of the body. This may copy the body, so it is called only when the frame's turn has come.
+        Only the first call has an effect."""
+        if self._begun:
+            return
+        self._begun = True
+        if self.header.kind in MAY_LACK_ZEROS and (short := drop_zeros(self._body)) is not None:
+            self._body = memoryview(short)
+            self._wire_header = self.header._replace(flags=self.header.flags | Flag.WITHOUT_ZEROS)
+            self._packed = framing.pack(self._wire_header, len(self._body))
+            self._parts = [(0, len(self._body))]
 
     @property
     def out(self) -> bool:
@@ -116,6 +133,7 @@ class _Outgoing:
 
     def write(self, sock: ByteChannel, flags: int) -> bool:
         """Makes one system call that sends bytes of the current part. Returns whether the part has been sent completely."""
+        self.begin()
         if self._left is None:
             self._left = self._pieces()
         n = sock.sendmsg(self._left, [], flags | socket.MSG_NOSIGNAL)
@@ -137,6 +155,19 @@ class _Outgoing:
         return [head, body] if body else [head]
 
 
+class Limits(NamedTuple):
+    """What one peer may cause at this end."""
+
+    body_nbytes: Mapping[int, int] | None = None
+    """Maps a kind of message to the size of its largest body; other kinds have no body. None: only the transport's limit."""
+    messages: float = math.inf
+    """Number of messages from the peer that may be partly received. Also the number of messages without a body that may wait to
+    be sent to the peer: while these use more memory, nothing is taken from the peer."""
+
+
+UNLIMITED = Limits()
+
+
 _Item = tuple[int, int, int, _Outgoing]
 """A queued frame with its sort keys: step, order, sequence number, frame."""
 
@@ -147,10 +178,10 @@ class Connection:
 
     def __init__(
         self, sock: ByteChannel, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
-        session: bytes = b"", *, resumes: bool = False,
+        session: bytes = b"", *, resumes: bool = False, limits: Callable[[], Limits] = lambda: UNLIMITED,
     ) -> None:
         """`session`: random bytes from the dialer's hello that identify its process; b"" at the dialer's end. `resumes`: True:
-        the peer may reconnect, so pending receives survive a lost connection."""
+        the peer may reconnect, so pending receives survive a lost connection. `limits`: returns what the peer may cause."""
         self.peer, self.session = peer, session
         self.broken = False
         """True: the connection was lost without a BYE, abort or close(), so it may be re-established."""
@@ -163,9 +194,14 @@ class Connection:
         self.certified = peer_certificate(sock)
         self._control = SendControl(sock, None if _on_one_machine(sock) else pacer)
         self._sock, self._mailbox, self._reader, self._ended = sock, box, reader, ended
-        self._assembly = Assembly(reader.allocate, lambda: reader.max_nbytes, lambda: box.max_kept_nbytes)
+        self._limits = limits
+        self._assembly = Assembly(reader.allocate, self._most_nbytes, lambda: box.max_kept_nbytes, lambda: limits().messages)
         reader.place = self._assembly.place
-        self._work = threading.Condition()
+        lock = threading.RLock()
+        self._work = threading.Condition(lock)
+        self._room = threading.Condition(lock)
+        """Notified when a frame has been sent. Has the lock of `_work`."""
+        self._unsent_nbytes = 0
         self._queue: list[_Item] = []
         self._seq = 0
         self._busy = False  # a thread is writing a frame
@@ -190,6 +226,8 @@ class Connection:
             item = (_LAST if last else header.step, header.order, self._seq, frame)
             inline = over is None and not (self._busy or self._queue) and not last \
                 and frame.nbytes <= self._control.inline_nbytes
+            if over is None:
+                self._unsent_nbytes += frame.held_nbytes
             if inline:
                 self._busy = True
                 self._users += 1
@@ -213,6 +251,8 @@ class Connection:
         with self._work:
             if done or error or self._over:
                 self._busy = False
+                self._unsent_nbytes -= frame.held_nbytes
+                self._room.notify()
             else:
                 self._rest = item
             if self._queue or self._rest:
@@ -229,6 +269,7 @@ class Connection:
         while (item := self._next()) is not None:
             frame = item[-1]
             try:
+                frame.begin()
                 self._control.begin(frame.nbytes, probe=frame.header.kind in _PROBES)
                 if (part_nbytes := self._control.part_nbytes) is not None:
                     frame.cut(part_nbytes)
@@ -244,7 +285,10 @@ class Connection:
             with self._work:
                 self._busy = False
                 over = self._over
-                if over is None and not frame.out:
+                if frame.out:
+                    self._unsent_nbytes -= frame.held_nbytes
+                    self._room.notify()
+                elif over is None:
                     heapq.heappush(self._queue, item)
             if frame.out:
                 mailbox.sent(frame.operation, frame.header)
@@ -275,6 +319,7 @@ class Connection:
             while True:
                 while (frame := self._reader.next()) is not None:
                     if (assembled := self._assembly.whole(frame)) is not None:
+                        self._await_room()
                         self._take(assembled)
                 n = self._sock.recv_into(self._reader.wanted())
                 if n == 0:
@@ -296,6 +341,20 @@ class Connection:
             raise
         finally:
             self._leave()
+
+    def _await_room(self) -> None:
+        """Waits, at most until the connection ends, while more than the allowed bytes wait to be sent to the peer. A peer that
+        does not read its replies thus cannot send further requests."""
+        def is_ready() -> bool:
+            return self._unsent_nbytes <= self._limits().messages * FRAME_NBYTES or self._over is not None
+
+        if not is_ready():
+            with self._work:
+                self._room.wait_for(is_ready)
+
+    def _most_nbytes(self, header: Header) -> int:
+        by_kind = self._limits().body_nbytes
+        return self._reader.max_nbytes if by_kind is None else min(self._reader.max_nbytes, by_kind.get(header.kind, 0))
 
     def _take(self, frame: Frame) -> None:
         kind = frame.header.kind
@@ -330,6 +389,7 @@ class Connection:
             frames = [item[-1] for item in (*self._queue, *([self._rest] if self._rest else []))]
             self._queue, self._rest = [], None
             self._work.notify_all()
+            self._room.notify_all()
         if not self.broken:
             self._mailbox.end(reason, self.peer)
         self._ended(self)  # called after the mailbox has ended the peer, so the peer may reconnect

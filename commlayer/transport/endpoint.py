@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused, coded
 from commlayer.transport import framing, mailbox, tls
 from commlayer.transport import handshake as greeting
-from commlayer.transport.connection import Connection, close_channel, track, tune_socket
+from commlayer.transport.connection import Connection, Limits, close_channel, track, tune_socket
 from commlayer.transport.flow_control import Pacer
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import EVICT_AFTER_S, Admit, Hello, PendingHandshakes, RefusalLog, RetryLater, same_job
@@ -86,6 +86,8 @@ class StreamTransport:
         self.hello = hello
         self.pool = pool or BufferPool()
         self._admit, self._settings = admit, settings
+        self.limits = Limits()
+        """What each peer may cause at this end. The owner replaces them once they are known."""
         self._pacer = Pacer()
         self._mailbox = Mailbox(settings.max_kept_nbytes)
         self._lock = threading.Condition()  # notified when a rank is free again
@@ -290,7 +292,8 @@ class StreamTransport:
         sock.settimeout(None)
         reader.max_nbytes = self._settings.max_nbytes
         connection = Connection(
-            sock, peer, self._mailbox, reader, self._ended, self._pacer, session, resumes=self._settings.resume)
+            sock, peer, self._mailbox, reader, self._ended, self._pacer, session, resumes=self._settings.resume,
+            limits=lambda: self.limits)
         with self._lock:
             if self._closed.is_set():
                 raise PeerLost("this end of the transport was closed", peer=peer_name(peer), code="E-SESSION-CLOSED")
@@ -450,36 +453,48 @@ MIN_NBYTES = 64 << 10
 """Smallest buffer that is pooled. For smaller ones the allocator is faster."""
 
 
+PAGE_NBYTES = 4 << 10
+"""Memory is used in units of this size."""
+
+
 class BufferPool:
     """Reusable buffers in size classes, eight classes per power of two. Free buffers are kept up to `cap_nbytes` in total."""
 
     def __init__(self, cap_nbytes: int = 256 << 20) -> None:
         self._lock = threading.Lock()
-        self._free: dict[int, list[bytearray]] = {}
+        self._free: dict[int, list[Any]] = {}
         self._room = cap_nbytes
 
     def take(self, nbytes: int) -> memoryview:
         if nbytes < MIN_NBYTES:
-            return memoryview(bytearray(nbytes))
+            return memoryview(bytearray(nbytes) if nbytes < PAGE_NBYTES else _pages(nbytes))
         size = size_class(nbytes)
         with self._lock:
             free = self._free.get(size)
             buffer = free.pop() if free else None
             if buffer is not None:
                 self._room += size
-        return memoryview(bytearray(size) if buffer is None else buffer)[:nbytes]
+        return memoryview(_pages(size) if buffer is None else buffer)[:nbytes]
 
     def give(self, body: memoryview) -> None:
         """Returns a body from take() to the pool. No array or tensor may still use it; the memoryview raises ValueError from
         now on."""
-        buffer = body.obj
+        buffer: Any = body.obj
         body.release()
-        if not isinstance(buffer, bytearray) or len(buffer) < MIN_NBYTES or size_class(len(buffer)) != len(buffer):
+        if len(buffer) < MIN_NBYTES or not isinstance(buffer, type(_pages(0))) or size_class(len(buffer)) != len(buffer):
             return
         with self._lock:
             if len(buffer) <= self._room:
                 self._room -= len(buffer)
                 self._free.setdefault(len(buffer), []).append(buffer)
+
+
+def _pages(nbytes: int) -> Any:
+    """Returns memory that takes up space only as it is written, so a body that a peer announces costs what has arrived of it.
+    A bytearray would fill all of it with zeros at once."""
+    import numpy as np  # imported late, because the coordinator, which starts during attach(), must not load it
+
+    return np.empty(nbytes, np.uint8)
 
 
 def size_class(nbytes: int) -> int:

@@ -129,8 +129,8 @@ int64_t read_shape(const nb::tuple& shape, int64_t* to, int64_t most) {
   int64_t n = 1;
   for (int64_t d = 0; d < dims; ++d) {
     to[d] = nb::cast<int64_t>(shape[static_cast<size_t>(d)]);
-    if (to[d] < 0 || to[d] > UINT32_MAX || (n *= to[d]) > UINT32_MAX)
-      fail(PyExc_ValueError, "shape: more than 2^32 - 1 elements");
+    if (to[d] < 0 || (to[d] > 0 && n > UINT32_MAX / to[d])) fail(PyExc_ValueError, "shape: more than 2^32 - 1 elements");
+    n *= to[d];
   }
   return dims;
 }

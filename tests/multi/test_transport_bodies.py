@@ -61,7 +61,7 @@ class Receiver:
 
     def __init__(self, max_nbytes: int = 1000, kept: int = 10_000) -> None:
         self.reader, self.taken = Reader(max_nbytes), list[int]()
-        self.assembly = Assembly(self._take, lambda: max_nbytes, lambda: kept)
+        self.assembly = Assembly(self._take, lambda _: max_nbytes, lambda: kept)
         self.reader.place = self.assembly.place
 
     def _take(self, nbytes: int) -> memoryview:
@@ -318,7 +318,7 @@ def test_a_connection_has_it_refused_with_its_step_and_the_cap_of_any_body() -> 
 
     def feed(cap: int) -> Frame | None:
         reader = Reader(cap)
-        assembly = Assembly(take, lambda: cap, lambda: CAP_NBYTES)
+        assembly = Assembly(take, lambda _: cap, lambda: CAP_NBYTES)
         reader.place = assembly.place
         (one,) = reader.feed(frame(Header(Kind.PUSH, step=8, bucket=3, flags=Flag.MEAN | Flag.WITHOUT_ZEROS), SHORT))
         return assembly.whole(one)
@@ -364,7 +364,7 @@ def test_fewer_bytes_are_on_the_socket_of_payloads_alone_and_parts_say_so(kind: 
         end.wait(end.recv(5), soon())  # a peer that has been welcomed is known a moment later
         sent = end.send(5, Header(kind, step=3, order=2), body)
         reader, frames, counted = Reader(), list[Frame](), 0
-        assembly = Assembly(allocate_bytes, lambda: len(body), lambda: 2 * len(body))
+        assembly = Assembly(allocate_bytes, lambda _: len(body), lambda: 2 * len(body))
         reader.place = assembly.place
         complete: Frame | None = None
         while complete is None:

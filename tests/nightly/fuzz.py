@@ -66,7 +66,7 @@ def both(args: argparse.Namespace) -> int:
             shutil.rmtree(BUILD / "merged", ignore_errors=True)
             print(f"kernels: {fuzz_build.pack(target, corpus, BUILD / 'merged')} inputs kept")
     except fuzz_build.CannotBuild as reason:
-        print(f"kernels: not fuzzed: {reason}")
+        failures += _skipped("kernels: skipped, nothing fuzzed", reason)
     again = [sys.executable, __file__, "--codecs", f"--seconds={half_s}", f"--seed={args.seed}"]
     again += ["--write-corpus", args.write_corpus] * bool(args.write_corpus)
     environment = dict(os.environ)
@@ -74,9 +74,16 @@ def both(args: argparse.Namespace) -> int:
         again += ["--core", str(fuzz_build.module(BUILD / "_core.so"))]
         environment |= {"LD_PRELOAD": fuzz_build.preload(), "ASAN_OPTIONS": "detect_leaks=0"}
     except fuzz_build.CannotBuild as reason:
-        print(f"codecs: without sanitizers: {reason}")
+        failures += _skipped("codecs: fuzzed without sanitizers", reason)
     failures += subprocess.run(again, env=environment, check=False).returncode != 0
     return 1 if failures else 0
+
+
+def _skipped(what: str, reason: fuzz_build.CannotBuild) -> bool:
+    """Says what a missing tool prevents. Returns whether that is a failure, as it is where all tools are required."""
+    required = bool(os.environ.get("REQUIRE_TOOLS"))
+    print(f"{what}: {reason}" + " (REQUIRE_TOOLS is set, so this is a failure)" * required)
+    return required
 
 
 def main() -> int:

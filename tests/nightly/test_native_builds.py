@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import re
@@ -66,6 +67,25 @@ def test_no_bytes_lead_a_decoder_astray(tmp_path: Path) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert ran.returncode == 0, ran.stderr[-4000:]
     assert "number_of_executed_units: 3" in ran.stderr
+
+
+@pytest.mark.parametrize(("required", "status"), [("", 0), ("1", 1)])
+def test_fuzzing_without_its_tools_says_what_is_skipped(
+    required: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    spec = importlib.util.spec_from_file_location("nightly_fuzz", ROOT / "tests" / "nightly" / "fuzz.py")
+    assert spec is not None
+    assert spec.loader is not None
+    fuzz = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fuzz)
+    monkeypatch.setattr(fuzz.fuzz_build, "CLANG", None)
+    monkeypatch.setattr(fuzz.fuzz_build, "GCC", None)
+    monkeypatch.setattr(fuzz.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess((), 0))
+    monkeypatch.setenv("REQUIRE_TOOLS", required)
+    assert fuzz.both(argparse.Namespace(seconds=2, seed=1, write_corpus="")) == status
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["kernels", "codecs"]
+    assert all("skipped" in line or "without sanitizers" in line for line in lines)
 
 
 def digests(*command: str | Path) -> dict[str, dict[str, str]]:

@@ -170,7 +170,9 @@ class Member:
         self.home = self._lease.request.token
         self._lease.meet(WAIT_S)
         self.request = msgspec.structs.replace(
-            messages.worker_request(plan.job, rank, world, node=rank, plan=records.encode(plan), elastic=True), **fields)
+            messages.worker_request(plan.job, rank, world, node=rank, plan=records.encode(plan), elastic=True,
+                                    tensors=1 + max(s.tensor for b in plan.buckets for s in b.slices),
+                                    elements=sum(b.numel for b in plan.buckets)), **fields)
         self.failures = Failures()
         self.membership = client.join(victim.address, self.request, self.config, self.failures)
         self.token = self.request.token
@@ -185,7 +187,8 @@ class Member:
         spec = self.plan.buckets[bucket].spec
         out = memoryview(bytearray(codec.bound(spec)))
         nbytes = codec.start(torch.zeros(spec.shape), codec.init(spec), out)
-        return Header(Kind.PUSH, 1, step, bucket, codec=codec.id, sender=self.rank, weight=1.0, used=1), bytes(out[:nbytes])
+        return Header(Kind.PUSH, 1, step, bucket, codec=codec.id, sender=self.rank, weight=1.0, used=1,
+                      total=float(self.request.world) if codec.keeps else 0.0), bytes(out[:nbytes])
 
     def close(self) -> None:
         self.link.close()
@@ -204,7 +207,7 @@ class HonestMember(Member):
         hello = Hello(self.plan.job, self.rank, self.membership.view.plan, messages.version(), session=new_nonce())
         self.transport = StreamTransport(hello, settings=Settings(secret=self.config.token, keys=self.keys))
         self.transport.dial(SERVER_BASE, host_port(self.victim.data_address), time.monotonic() + WAIT_S)
-        self._steps = 0
+        self.steps = 0
 
     def start_calls(self) -> None:
         """Begins to measure: longest_call_s, calls, failed."""
@@ -230,8 +233,8 @@ class HonestMember(Member):
 
     def step(self, *others: HostileMember, timeout_s: float = WAIT_S) -> bool:
         """Whether a step of the first bucket completes, to which hostile members contribute honestly over data()."""
-        header, body = self.contribution(self._steps)
-        self._steps += 1
+        header, body = self.contribution(self.steps)
+        self.steps += 1
         answer = self.transport.recv(SERVER_BASE, key(header._replace(kind=Kind.RESULT)))
         self.transport.send(SERVER_BASE, header, body)
         for other in others:

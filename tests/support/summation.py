@@ -44,10 +44,11 @@ class Doubles:
         out[:8] = struct.pack("<d", sent)
         return 8
 
-    def undo(self, slices: int) -> None:
+    def undo(self, slices: int) -> bool:
         """The members take back what they sent: the residual is what it was before that step."""
         added, sent = self.last
         self.residual, self.last = self.residual - added + sent, (0.0, 0.0)
+        return True
 
     def skip(self) -> None:
         self.last = (0.0, 0.0)

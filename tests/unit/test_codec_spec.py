@@ -91,6 +91,10 @@ def test_rules_name_the_arguments_of_the_factories(family: str) -> None:
     ("qsgd(levels=8)", "qsgd: levels is 8, but it must be one of 1, 3, 7, 15, 127"),
     ("partition(int8(), parts=2)", "partition was removed; use powersgd(shapes=...)"),
     ("gzip()", "'gzip' is unknown"),
+    (f"topk({'9' * 400})", "topk: ratio is 9"),
+    (f"topk({'1+' * 5000}1)", "10007 characters, allowed 4096"),
+    (f"topk({'-' * 4000}1)", "expected a name"),
+    (f"a{'.b' * 2000}()", "is unknown"),
 ])
 def test_what_no_codec_has_is_refused_where_it_is_read(text: str, words: str) -> None:
     """By the planner without a codec at hand, and by the codecs in the same words."""

@@ -65,7 +65,8 @@ REFUSALS = [
     (State(0, 0), [worker(0)], worker(1, version="2.0"), "E-VERSION", "runs commlayer 2.0, but the job runs 1.0"),
     (State(0, 0), [worker(0)], worker(1, job="jobB"),
      "E-RANKS-DIFFER", "a different model than worker 0 on host0 (pid 100)"),
-    (State(0, 0), [worker(0)], worker(1, gradients=4), "E-RANKS-DIFFER", "a different model than worker 0 on host0 (pid 100)"),
+    *((State(0, 0), [worker(0)], worker(1, **{field: 4}), "E-RANKS-DIFFER", "a different model than worker 0 on host0")
+      for field in ("gradients", "tensors", "elements")),
     (State(0, 0), [worker(0)], worker(1, world=3), "E-WORKERS", "expects 3 workers, but the job has 2"),
     (State(4, 0), [], worker(1), "E-WORKERS", "expects 2 workers, but the job has 4"),
     (State(0, 0), [], worker(0, world=0), "E-WORKERS", "commlayer serve --workers N"),

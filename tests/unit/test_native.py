@@ -74,6 +74,11 @@ MISTAKES = {
         "start",
     ),
     "float positions": (lambda: core.scatter_add(F, F, F), ValueError, "idx"),
+    "a shape whose product overflows": (
+        lambda: core.flat_positions(torch.zeros(0, dtype=torch.int32), torch.zeros(2, 0, dtype=torch.int64), (2**32 - 1,) * 2),
+        ValueError,
+        "shape",
+    ),
     "no block": (lambda: core.int8_encode(bytearray(8), bytearray(32), F, None, 0), ValueError, "block"),
     "scale too short": (lambda: core.int8_encode(bytearray(8), bytearray(3), F, None, 8), ValueError, "scale"),
     "more positions than places": (lambda: core.ef_bound(3, 4), ValueError, "ef_bound"),

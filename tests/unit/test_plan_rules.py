@@ -23,6 +23,7 @@ from commlayer.planner.buckets import (
 )
 from commlayer.planner.model import Cluster, Link, Node
 from commlayer.planner.plan_lint import lint
+from commlayer.planner.plan_rules import max_plan_nbytes
 from commlayer.planner.search import plan
 from commlayer.planner.tables import profile_from_tables
 from commlayer.records import MAX_BUCKET_NBYTES, Bucket, Job, Plan, Slice, Spec, TensorInfo, Timing
@@ -268,6 +269,33 @@ def test_the_largest_bucket_fits_a_frame_however_it_is_coded(codec: str) -> None
 def test_damage_that_shows_without_the_model(plan: Plan, world: int, line: str) -> None:
     problems = verify_alone(plan, world)
     assert problems[0].startswith(line) if line else problems == []
+
+
+SIZES = {"tensors": 1 + max(s.tensor for b in GOOD.buckets for s in b.slices), "elements": sum(b.numel for b in GOOD.buckets)}
+
+
+@pytest.mark.parametrize(("plan", "line"), [
+    (GOOD, ""),
+    (changed(0, slices=(Slice(0, 0, 1 << 60),)), "its buckets have"),
+    (msgspec.structs.replace(GOOD, buckets=()), "its buckets have 0 elements"),
+    (changed(0, slices=(Slice(SIZES["tensors"], 0, GOOD.buckets[0].numel),)), f"tensor {SIZES['tensors']}, but the job has"),
+    (msgspec.structs.replace(GOOD, buckets=GOOD.buckets * 1000), f"{1000 * len(GOOD.buckets)} buckets, allowed for"),
+    (changed(0, path="net.push " * 100), "bucket 0: path of 900 characters"),
+    (changed(0, shape=(1,) * 65), "bucket 0: path of 7 characters, 65 dimensions"),
+    (changed(0, by_node=("int8()",) * 4), "bucket 0: path of 7 characters, 0 dimensions, codecs for 4 nodes"),
+])
+def test_what_is_larger_than_the_job_is_found_before_anything_else(plan: Plan, line: str) -> None:
+    problems = verify_alone(plan, 3, **SIZES)
+    assert problems[0].startswith(line) if line else problems == []
+
+
+@pytest.mark.parametrize("cut_nbytes", [4096, 1 << 20, MAX_BUCKET_NBYTES])
+@pytest.mark.parametrize("numels", [(1,) * 300, (1025, 1, 2047), (10_000_000, 7), (1,)])
+def test_no_plan_that_the_settings_allow_is_too_large(numels: tuple[int, ...], cut_nbytes: int) -> None:
+    job = Job(tuple(TensorInfo(f"t{i}", (numel,)) for i, numel in enumerate(numels)))
+    plan = default_plan(job, codec="int8()", path="service", servers=3, ranks_per_node=1, fuse_nbytes=0, cut_nbytes=cut_nbytes)
+    assert verify_alone(plan, 2, len(job.tensors), job.numel) == []
+    assert len(records.encode(plan)) <= max_plan_nbytes(len(job.tensors), job.numel, 2)
 
 
 # ---- lint reports all errors of a plan that was edited by hand at once, by bucket and rule

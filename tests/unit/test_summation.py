@@ -7,14 +7,19 @@ import struct
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.loopback import Hub
 from support.summation import VALUES, Doubles, ask, hub_of_a_test, next_stalled, push, served, service, value  # noqa: F401  (a fixture)
 
+from commlayer.cluster.server_codecs import CodecOps
+from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_server import Stalled
+from commlayer.compressors import codec_of
 from commlayer.errors import CorruptFrame, PeerLost
+from commlayer.records import Bucket, Slice
 from commlayer.transport.protocol import SERVER_BASE, Flag, Kind, Message, key
 
 
@@ -212,13 +217,13 @@ def test_a_body_longer_than_any_payload_is_not_kept() -> None:
     assert core.stalled(99.0) == []
 
 
-def test_every_body_is_released_once() -> None:
+def test_the_body_of_each_contribution_is_released_once_and_none_of_a_repeat() -> None:
     core, _ = service()
     released: list[Message] = []
     sent = [push(1, 1.0), push(1, 1.0), push(0, 1.0), push(2, 1.0), push(2, 1.0)]
     for message in sent:
         core.push(message, 0.0, released.append)
-    assert sorted(map(id, released)) == sorted(map(id, sent))
+    assert sorted(map(id, released)) == sorted(map(id, (sent[0], *sent[2:4])))
 
 
 # ---- The summation service behind a transport: failures, refusals, awaited members, and duplicate requests
@@ -268,11 +273,30 @@ class Noted(Doubles):
         super().__init__()
         self.done: list[str] = []
 
-    def undo(self, slices: int) -> None:
+    def undo(self, slices: int) -> bool:
         self.done.append(f"undo {slices}")
+        return True
 
     def restore(self, data: bytes | memoryview) -> None:
         self.done.append("restore")
+
+
+def test_a_rollback_that_changes_nothing_is_not_written_to_the_journal() -> None:
+    """Else each of its 68 bytes writes a bucket's state to the disk."""
+    bucket = Bucket(5, (Slice(0, 0, 8), Slice(1, 0, 8)), "service", "error_feedback(int8())")
+    ops = CodecOps(codec_of(bucket), bucket, "job")
+    core, kept = Summation(0, 1, {5: ops}, {5: (0,)}), list[int]()
+    out = memoryview(bytearray(ops.bound))
+    codec = codec_of(bucket)
+    nbytes = codec.start(np.ones(16, np.float32), codec.init(bucket.spec), out)
+    header = push(0, 0.0, weight=1.0, total=1.0, codec=ops.codec).header
+    assert len(core.push(Message(0, header, out[:nbytes]), 0.0)) == 1
+    core.remember(lambda number, *_: kept.append(number))
+    kept.clear()
+    for undone, times in ((0b01, 1), (0b01, 1), (0, 1), (0b11, 2)):
+        core.undo(ask(Kind.UNDO, 0, 0, b"", undone=undone))
+        core.snapshot(ask(Kind.STATE_GET, 0, 0, b"", undone=undone))
+        assert kept == [5] * times
 
 
 def test_a_numbered_request_that_comes_twice_is_done_once_and_answered_twice(hub: tuple[Hub, list[Any]]) -> None:

@@ -1,0 +1,55 @@
+"""A connection takes nothing more from a peer that does not read, but results in the owner's memory hold no contribution up."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from support.meshes import data, frame, raw_peer, soon
+
+from commlayer.errors import DeadlineExceeded
+from commlayer.transport.connection import Limits
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hello
+
+MESSAGES = 20
+LARGE = 4 << 20
+PEER = 5
+
+
+@pytest.fixture
+def server() -> Iterator[StreamTransport]:
+    end = StreamTransport(Hello("test", 0x8000), settings=Settings(buffer_nbytes=1 << 16))
+    end.limits = Limits(messages=MESSAGES)
+    yield end
+    end.close(0.1)
+
+
+@pytest.mark.parametrize(("body", "count", "taken"), [
+    (memoryview(bytes(LARGE)), MESSAGES, True),
+    (memoryview(bytes(LARGE)), 3 * MESSAGES, False),
+    (bytes(LARGE), 2, False),
+    (bytes(10), MESSAGES // 2, True),
+], ids=["results of the job", "more results", "replies of their own", "small replies"])
+def test_a_peer_that_does_not_read_is_not_read_beyond_what_the_job_needs(
+    server: StreamTransport, body: bytes | memoryview, count: int, taken: bool,
+) -> None:
+    peer = raw_peer(server.listen(), PEER)
+    peer.sendall(frame(data(PEER)))
+    server.wait(server.recv(PEER), soon())  # the server's end is connected
+    replies = [server.send(PEER, data(0, bucket=i), body) for i in range(count)]
+    received = [server.recv(PEER) for _ in range(3)]
+    for number in range(3):
+        peer.sendall(frame(data(PEER, bucket=number)))
+    if not taken:
+        with pytest.raises(DeadlineExceeded):
+            server.wait(received[-1], time.monotonic() + 0.5)
+        reader = bytearray(1 << 20)
+        while not replies[-1].done():  # it reads, and is read again
+            peer.recv_into(reader)
+    for handle in received:
+        server.wait(handle, soon())
+    peer.shutdown(socket.SHUT_RDWR)
+    peer.close()
