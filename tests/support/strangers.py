@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import json
 import os
 import select
@@ -33,7 +34,8 @@ WAIT_S = 30.0
 
 
 class Stranger:
-    """A process that knows no secret and opens connections from `source`. `how`, what it does on each of them:
+    """A process that knows no secret and opens connections from `source`, or from several, with commas. `how`, what it does on
+    each of them:
 
     "hold": nothing. "trickle": sends "hello" byte by byte. "garbage": random bytes. "tls": begins a TLS handshake. "enrol":
     asks for a certificate and begins a TLS handshake. "hello": the first frame of a data connection. "grpc": begins HTTP/2.
@@ -97,6 +99,7 @@ def _strange(address: str, how: str, source: str, rate: str, most: str) -> None:
     over = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: over.set())
     target, first, opened, failed = host_port(address), first_bytes(how), 0, 0
+    sources = itertools.cycle(source.split(","))
     kept = collections.deque[tuple[socket.socket, list[int]]]()
     begin = due = time.monotonic()
     print("begins", flush=True)
@@ -109,7 +112,7 @@ def _strange(address: str, how: str, source: str, rate: str, most: str) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closing leaves no TIME_WAIT
             sock.settimeout(0.5)
             try:
-                sock.bind((source, 0))
+                sock.bind((next(sources), 0))
                 sock.connect(target)
                 opened += 1
                 if how != "trickle":
