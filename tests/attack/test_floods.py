@@ -110,6 +110,7 @@ def test_a_flood_of_connections_delays_no_member(job: Job, port: str, how: str, 
     job.check(Usage(*map(max, *usages)))
 
 
+@pytest.mark.nightly
 def test_a_member_on_a_slow_line_joins_during_a_flood(job: Job) -> None:
     """Its round trip is 300 ms, and bytes of its handshake come half a second late, as after a loss."""
     with Relay(0.15) as relay, Stranger(job.victim.data_address, "hold", source="127.0.0.2", rate=5000.0), \
@@ -136,7 +137,7 @@ def test_the_log_of_a_flood_is_short(job: Job) -> None:
 
 
 async def hang(address: str, keys: Keys | None, channels: int, calls: int, timeout_s: float | None) -> Counter[grpc.StatusCode]:
-    """Begins calls that send no body, over several connections, until one has ended on each. Returns how they ended."""
+    """Begins calls that send no body, over several connections, and ends them after a while. Returns how others ended."""
     codes = Counter[grpc.StatusCode]()
     opened: list[Any] = []
 
@@ -162,19 +163,21 @@ async def hang(address: str, keys: Keys | None, channels: int, calls: int, timeo
 
 def test_calls_that_never_end_delay_no_other_member(job: Job) -> None:
     hostile = Keys(job.folders.second)
-    codes = grpc_stream.run_on_loop(hang(job.victim.address, hostile, 20, 60, WAIT_S), 2 * WAIT_S)
-    assert set(codes) <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED}
-    assert codes[grpc.StatusCode.RESOURCE_EXHAUSTED] > 0, "the limit was met"
+    future = asyncio.run_coroutine_threadsafe(hang(job.victim.address, hostile, 20, 60, WAIT_S), grpc_stream.event_loop())
+    time.sleep(FLOOD_S / 2)
     assert job.fresh_call() < BOUND_S
+    assert future.result(2 * WAIT_S)[grpc.StatusCode.RESOURCE_EXHAUSTED] > 0, "the limit was met"
     job.check(job.victim.usage())
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("timeout_s", [None, MAX_CALL_S + 10.0])
 def test_a_call_needs_a_deadline(job: Job, timeout_s: float | None) -> None:
     codes = grpc_stream.run_on_loop(hang(job.victim.address, Keys(job.folders.second), 1, 3, timeout_s), 2 * WAIT_S)
     assert codes == {grpc.StatusCode.INVALID_ARGUMENT: 3}
 
 
+@pytest.mark.nightly
 def test_calls_of_a_member_are_counted_until_they_end(job: Job) -> None:
     """More than a member may have at once, one after the other."""
     keys = Keys(job.folders.second)
@@ -184,6 +187,7 @@ def test_calls_of_a_member_are_counted_until_they_end(job: Job) -> None:
     assert LIMIT / 2 < 2 * 7 * 60
 
 
+@pytest.mark.nightly
 def test_connections_of_a_member_close_its_own_oldest(job: Job) -> None:
     keys, address = Keys(job.folders.second), host_port(job.victim.address)
     with contextlib.ExitStack() as stack:
