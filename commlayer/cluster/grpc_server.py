@@ -53,7 +53,9 @@ MAX_PATH_CHARS = 70
 REPLY_ARRIVES_S = 1.0
 """Seconds that a reply may take to reach a client before the client's connection is closed."""
 HANDSHAKE_S = 5.0
-PIECE_NBYTES = 64 << 10
+LEAST_PIECE_NBYTES, PIECE_NBYTES = 4 << 10, 64 << 10
+"""Initial and largest size of a forwarding thread's buffer, which grows when it is full. Most connections need only the first.
+"""
 KEEPALIVE_S, SILENT_S = 10, 60.0
 """Seconds between two keepalive probes, and seconds of silence after which a connection is closed. A machine that vanished
 must not occupy a connection with its two threads."""
@@ -253,10 +255,12 @@ class GrpcPort:
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:
     """Copies bytes until either socket ends, then ends both sockets."""
-    piece = memoryview(bytearray(PIECE_NBYTES))
+    piece = memoryview(bytearray(LEAST_PIECE_NBYTES))
     with contextlib.suppress(OSError, CommError):
         while n := source.recv_into(piece):
             sink.sendall(piece[:n])
+            if n == len(piece) < PIECE_NBYTES:
+                piece = memoryview(bytearray(2 * n))
     shut_down(source)
     shut_down(sink)
 

@@ -226,7 +226,7 @@ MAX_PENDING = 256
 FORGET_S = 20.0
 """Time constant with which the connections of an address are forgotten. One address may open 512 connections at once and 25 a
 second, all addresses together 1024 and 51 a second: see FairShare. So a job of 64 workers behind one address may lose and
-reopen all of its 320 connections every 13 s. A handshake costs the server some 2 ms, so strangers use a tenth of a core."""
+reopen all of its 320 connections every 13 s. A handshake costs the server 2 ms, so strangers use a tenth of a core."""
 
 
 MAX_REFUSED = 600

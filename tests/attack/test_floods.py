@@ -24,7 +24,7 @@ pytest.importorskip("cryptography", reason="cryptography is not installed")
 import grpc
 
 from commlayer.cluster import client, enrolment, invitations, messages
-from commlayer.cluster.grpc_server import MAX_CALL_S, MAX_CONNECTIONS
+from commlayer.cluster.grpc_server import MAX_CALL_S, MAX_CONNECTIONS, GrpcPort
 from commlayer.cluster.home_keys import HomeLine
 from commlayer.config import host_port
 from commlayer.demo.links import Link, Relay
@@ -168,6 +168,43 @@ def test_calls_that_never_end_delay_no_other_member(job: Job) -> None:
     assert job.fresh_call() < BOUND_S
     assert future.result(2 * WAIT_S)[grpc.StatusCode.RESOURCE_EXHAUSTED] > 0, "the limit was met"
     job.check(job.victim.usage())
+
+
+async def relay_from(source: str, address: str) -> asyncio.Server:
+    """Relays connections to the server, which come from `source` then."""
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError), contextlib.closing(writer):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(*host_port(address), local_addr=(source, 0))
+        await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+
+    return await asyncio.start_server(relay, "127.0.0.1", 0)
+
+
+def test_without_keys_calls_are_limited_by_address() -> None:
+    with contextlib.ExitStack() as stack:
+        victim = stack.enter_context(Victim("--workers", "1"))
+        (honest,) = joined(stack, victim, HonestMember)
+        honest.start_calls()
+        relay = grpc_stream.run_on_loop(relay_from("127.0.0.9", victim.address), WAIT_S)
+        address = "{}:{}".format(*relay.sockets[0].getsockname())
+        codes = grpc_stream.run_on_loop(hang(address, None, 20, 60, WAIT_S), 2 * WAIT_S)
+        relay.close()
+        assert codes[grpc.StatusCode.RESOURCE_EXHAUSTED] > 0, "the limit was met"
+        assert honest.failed == []
+        assert honest.longest_call_s < BOUND_S
+
+
+@pytest.mark.parametrize(("peer", "address", "source"), [
+    ("ipv4:192.0.2.7:4433", "192.0.2.7:4433", "192.0.2.7"),
+    ("ipv6:%5B2001:db8:1:2::9%5D:4433", "[2001:db8:1:2::9]:4433", "2001:db8:1:2::/64"),
+])
+def test_grpcs_names_of_peers_are_understood(peer: str, address: str, source: str) -> None:
+    assert GrpcPort(None, "127.0.0.1", 0, lambda *_: None)._caller_of(peer) == (address, source, None)
 
 
 @pytest.mark.commit(1)
