@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -103,15 +104,16 @@ def job(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 ])
 def test_a_flood_of_connections_delays_no_member(job: Job, port: str, how: str, source: str, rate: float) -> None:
     address = job.victim.address if port == "control" else job.victim.data_address
+    attempts = (job.fresh_call, job.enrol) if port == "control" else (job.dial,)
     usages, times_s = [job.before], list[float]()
     with Stranger(address, how, source=source, rate=rate):
         time.sleep(1.0)  # the port is full
         end = time.monotonic() + FLOOD_S
-        while time.monotonic() < end:
-            times_s += [job.fresh_call(), job.enrol(), job.dial()]
+        while time.monotonic() < end or len(times_s) < 4:
+            times_s += [attempt() for attempt in attempts]
             usages.append(job.victim.usage())
     assert max(times_s) < BOUND_S
-    assert len(times_s) > 3, "all three together take less than the flood"
+    assert statistics.median(times_s) < 1.0, "the bound itself, on a machine that is busy now and then"
     job.check(Usage(*map(max, *usages)))
 
 
