@@ -249,8 +249,8 @@ def _authority(sock: socket.socket, token: Token, deadline: float) -> bytes:
     """Receives the CA's certificate, and returns it if it is the token's."""
     try:
         start = _receive(sock, len(MAGIC), deadline)
-    except (PeerLost, ConnectionError):
-        start = b""  # a server that knows no enrolment closes the connection
+    except PeerLost:
+        start = b""  # a server that knows no enrolment closes the connection; a busy one resets it
     if start != MAGIC:
         if start.startswith(NAME):
             raise Refused("it has another version of commlayer: install the same version on all machines", code="E-VERSION")

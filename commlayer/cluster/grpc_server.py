@@ -204,7 +204,7 @@ class GrpcPort:
             where = known.where
             sock.settimeout(None)
             tune_socket(sock, KEEPALIVE_S, SILENT_S)
-            self._handshakes.remove(sock)
+            self._handshakes.prove(sock, known.certified.name)
             if self._connections.add(sock, known.certified.name):
                 self._forward(known)
         except CommError as error:
@@ -224,6 +224,8 @@ class GrpcPort:
             try:
                 if reason := enrolment.serve(plain, where):
                     self._refused(where, reason)
+                else:
+                    self._handshakes.prove(guard)
             finally:
                 self._handshakes.remove(guard)
 

@@ -206,7 +206,7 @@ class StreamTransport:
             hello, proof = greeting.accept_handshake(
                 sock, reader, self.rank, self._settings.secret, who, hello_deadline, binding_of(sock),
                 self._signing_keys(sock))
-            self._handshakes.remove(sock)
+            self._handshakes.prove(sock, certified.name if certified else "")
             reason = self._refusal(hello, certified.name if certified else "")
             if not reason:
                 peer = hello.rank

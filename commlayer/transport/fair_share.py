@@ -27,8 +27,8 @@ class FairShare:
     """A limited amount of which several sources take units. A source may use as much as all sources leave free. One source
     alone thus gets half of the limit, each of n sources 1 / (n + 1), and as much stays free for a new source. Thread-safe.
 
-    `forget_s`: what was taken is forgotten exponentially with this time constant, so rates are limited. Without it `give`
-    returns a unit. At most `limit` sources are kept, or a few times as many if they are forgotten.
+    `forget_s`: what was taken is forgotten exponentially with this time constant, so rates are limited. At most `limit` sources
+    are kept, or a few times as many if they are forgotten.
     """
 
     def __init__(self, limit: float = LIMIT, forget_s: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,10 +52,11 @@ class FairShare:
     def give(self, source: str) -> None:
         """Returns a unit that `take` has taken."""
         with self._lock:
-            self._total -= 1
-            self._used[source] -= 1
-            if not self._used[source]:
-                del self._used[source]
+            unit = self._unit()
+            used = self._used.pop(source, 0.0)
+            if used > unit:
+                self._used[source] = used - unit
+            self._total -= min(used, unit)
 
     def _unit(self) -> float:
         now = self._clock()
@@ -98,10 +99,10 @@ class ConnectionTable:
         with self._lock:
             self._sources = {other if one is sock else one: source for one, source in self._sources.items()}
 
-    def remove(self, sock: ByteChannel) -> None:
-        """Idempotent."""
+    def remove(self, sock: ByteChannel) -> str:
+        """Removes a connection and returns its source; "" if it was removed before."""
         with self._lock:
-            self._sources.pop(sock, None)
+            return self._sources.pop(sock, "")
 
     def close(self) -> None:
         """Ends all connections; later ones are not added."""

@@ -294,15 +294,23 @@ class RefusalLog:
 
 
 class PendingHandshakes(ConnectionTable):
-    """The handshakes that have not finished yet. Their number and rate are limited, fairly among sources."""
+    """The handshakes that have not finished yet. Their number is limited, and so is the rate of those that fail; addresses
+    share both fairly. Members have a rate of their own, since a member may flood, too."""
 
     def __init__(self, most: int = MAX_PENDING) -> None:
         super().__init__(most)
-        self._begun = FairShare(forget_s=FORGET_S)
+        self._begun, self._proved = FairShare(forget_s=FORGET_S), FairShare(forget_s=FORGET_S)
 
     def admit(self, source: str) -> bool:
         """Returns whether a new connection of this source may begin its handshake: the source does not open too many."""
         return self._begun.take(source)
+
+    def prove(self, sock: ByteChannel, name: str = "") -> None:
+        """Removes a connection that has authenticated, with a certificate of that name if there is one. It no longer counts
+        against its address, unless this member opens too many."""
+        source = self.remove(sock)
+        if source and self._proved.take(name or source):
+            self._begun.give(source)
 
     def drop_reason(self, sock: ByteChannel, error: Exception) -> str:
         """Returns the reason for a failed handshake. The reason is a SilentConnection if the peer closed its connection without

@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from commlayer.transport.fair_share import ConnectionTable, FairShare, source_of
+from commlayer.transport.fair_share import LIMIT, ConnectionTable, FairShare, source_of
+from commlayer.transport.handshake import PendingHandshakes
 
 
 class Clock:
@@ -49,6 +50,18 @@ def test_what_is_forgotten_limits_a_rate_for_however_long() -> None:
         if tick % 10_000 == 5000:
             assert [share.take("member") for _ in range(100)] == [True] * 100, "whatever the flood does"
     assert taken == pytest.approx(500 + 1000 * 500 / 10.0, rel=0.05)
+
+
+def test_connections_that_prove_themselves_count_against_their_member_first() -> None:
+    pending, sock = PendingHandshakes(), socket.socket()
+    with sock:
+        opened = 0
+        while pending.admit("192.0.2.7") and pending.add(sock, "192.0.2.7"):
+            pending.prove(sock, "gpu-1")
+            opened += 1
+            assert opened < 2 * LIMIT, "a member that floods is not limited"
+        assert opened == pytest.approx(LIMIT, rel=0.2), "half of a limit, twice"
+        assert pending.admit("192.0.2.8")
 
 
 def test_sources_are_not_kept_for_ever() -> None:
