@@ -18,7 +18,7 @@ from collections.abc import Callable
 from commlayer.transport.protocol import ByteChannel
 
 LIMIT = 1024
-"""Default limit of a FairShare. One source may use half of it."""
+"""Default limit of a FairShare."""
 REBASE = 100.0
 """Growth of the unit of a limit that forgets, after which all amounts are scaled back and small ones are dropped."""
 

@@ -223,10 +223,10 @@ def _decode(frame: Frame, kind: type[T], who: str) -> T:
 
 MAX_PENDING = 256
 """Maximum number of concurrent handshakes. Each has a thread and a descriptor."""
-FORGET_S = 20.0
-"""Time constant with which the connections of an address are forgotten. One address may open 512 connections at once and 25 a
-second, all addresses together 1024 and 51 a second: see FairShare. So a job of 64 workers behind one address may lose and
-reopen all of its 320 connections every 13 s. A handshake costs the server 2 ms, so strangers use a tenth of a core."""
+MAX_BEGUN, FORGET_S = 640, 20.0
+"""Limit and time constant of FairShare for the connections of addresses that have not authenticated, and for those of members.
+One address may open 320 at once, as many as the largest job has (see fair_share.py), and 16 a second. All together may open 640
+and 32 a second. A handshake costs the server 2 ms, so strangers use a tenth of a core, and all of it for a second at first."""
 
 
 MAX_REFUSED = 600
@@ -299,7 +299,7 @@ class PendingHandshakes(ConnectionTable):
 
     def __init__(self, most: int = MAX_PENDING) -> None:
         super().__init__(most)
-        self._begun, self._proved = FairShare(forget_s=FORGET_S), FairShare(forget_s=FORGET_S)
+        self._begun, self._proved = FairShare(MAX_BEGUN, FORGET_S), FairShare(MAX_BEGUN, FORGET_S)
 
     def admit(self, source: str) -> bool:
         """Returns whether a new connection of this source may begin its handshake: the source does not open too many."""

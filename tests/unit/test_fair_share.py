@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from commlayer.transport.fair_share import LIMIT, ConnectionTable, FairShare, source_of
-from commlayer.transport.handshake import PendingHandshakes
+from commlayer.transport.fair_share import ConnectionTable, FairShare, source_of
+from commlayer.transport.handshake import MAX_BEGUN, PendingHandshakes
 
 
 class Clock:
@@ -59,8 +59,8 @@ def test_connections_that_prove_themselves_count_against_their_member_first() ->
         while pending.admit("192.0.2.7") and pending.add(sock, "192.0.2.7"):
             pending.prove(sock, "gpu-1")
             opened += 1
-            assert opened < 2 * LIMIT, "a member that floods is not limited"
-        assert opened == pytest.approx(LIMIT, rel=0.2), "half of a limit, twice"
+            assert opened < 2 * MAX_BEGUN, "a member that floods is not limited"
+        assert opened == pytest.approx(MAX_BEGUN, rel=0.2), "half of a limit, twice"
         assert pending.admit("192.0.2.8")
 
 
