@@ -132,7 +132,7 @@ class Coordinator:
             "Leave": self._method("Leave", messages.Leave, self._leave),
             "Status": self._method("Status", messages.StatusRequest, self._about),
             "Events": self._method("Events", messages.EventsRequest, self._events),
-        }, [self._port.streams(self._port.accept_stream)], self._broke, self._port.source))
+        }, [self._port.streams(self._port.accept_stream)], self._broke))
         self._ticker = threading.Thread(target=self._tick, name="commlayer-membership", daemon=True)
         self._ticker.start()
 

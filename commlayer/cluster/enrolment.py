@@ -48,6 +48,7 @@ from commlayer.errors import (
 from commlayer.files import write_whole
 from commlayer.records import MALFORMED, Record
 from commlayer.transport.connection import track
+from commlayer.transport.fair_share import source_of
 from commlayer.transport.key_folder import CA, CERTIFICATE, ENROLMENT, KEY, REVOKED, TOKEN, Keys, enrolling_context
 from commlayer.transport.reconnect import Backoff
 from commlayer.transport.secret import new_nonce
@@ -113,7 +114,7 @@ class EnrolmentServer:
 
     def serve(self, sock: socket.socket, where: str) -> str:
         """Runs one enrolment on a connection. Returns the reason of a refusal; "" if the home has its certificate."""
-        host, deadline = where.rpartition(":")[0], time.monotonic() + ENROL_S
+        host, deadline = source_of(where.rpartition(":")[0]), time.monotonic() + ENROL_S
         try:
             if _receive(sock, len(MAGIC), deadline) != MAGIC:
                 return "it began with an unknown request"
@@ -248,8 +249,8 @@ def _authority(sock: socket.socket, token: Token, deadline: float) -> bytes:
     """Receives the CA's certificate, and returns it if it is the token's."""
     try:
         start = _receive(sock, len(MAGIC), deadline)
-    except (PeerLost, ConnectionError):
-        start = b""  # a server that knows no enrolment closes the connection
+    except PeerLost:
+        start = b""  # a server that knows no enrolment closes the connection; a busy one resets it
     if start != MAGIC:
         if start.startswith(NAME):
             raise Refused("it has another version of commlayer: install the same version on all machines", code="E-VERSION")

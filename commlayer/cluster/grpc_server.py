@@ -1,8 +1,8 @@
-"""A listening port with a gRPC server. With keys, TLS connections are accepted here and forwarded to gRPC on a loopback port.
+"""A listening port with a gRPC server. With keys, TLS connections are accepted here and forwarded to gRPC on a Unix socket.
 
 gRPC's own TLS does not report which connection it refused or why, and has no revocation list. With forwarding, control
 connections have the same checks, limits before the handshake and log lines as data connections. Each connection has one thread
-for each direction.
+for each direction. The Unix socket is in a folder that only this user can enter.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ import asyncio
 import contextlib
 import errno
 import inspect
+import itertools
+import shutil
 import socket
+import tempfile
 import threading
 import time
+import urllib.parse
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from commlayer import config as settings
@@ -24,9 +29,10 @@ from commlayer.config import join_host
 from commlayer.errors import CommError, CorruptFrame, InvalidInput
 from commlayer.transport import grpc_stream
 from commlayer.transport.connection import close_channel, track, tune_socket
-from commlayer.transport.endpoint import accept_connections, shut_down
-from commlayer.transport.grpc_stream import FRAME_OPTION, AcceptStream, GrpcStream
-from commlayer.transport.handshake import EVICT_AFTER_S, PendingHandshakes
+from commlayer.transport.endpoint import BACKLOG, accept_connections, shut_down
+from commlayer.transport.fair_share import ConnectionTable, FairShare, source_of
+from commlayer.transport.grpc_stream import FRAME_OPTION, AcceptStream, Caller, GrpcStream
+from commlayer.transport.handshake import OverLimit, PendingHandshakes
 from commlayer.transport.key_folder import Keys, PeerCertificate
 from commlayer.transport.secret import CHALLENGE, AuthenticationFailed
 from commlayer.transport.tls import CONTROL, TlsSocket
@@ -35,11 +41,23 @@ settings.quiet_grpc()
 import grpc  # noqa: E402  (after quiet_grpc(): grpc reads its settings once)
 import grpc.aio  # noqa: E402
 
-LOOPBACK = "127.0.0.1"
+MAX_CONNECTIONS = 512
+"""Maximum number of control connections with TLS, which the largest job does not reach: see fair_share.py. Each has two threads
+and three descriptors. Beyond that, the oldest connection of the certificate with most connections is closed."""
+MAX_CALL_S = 120.0
+"""Longest deadline of a call. gRPC ends the call then, also if its request or its reply does not arrive. Clients wait at most a
+minute (site_client.BYTES_S)."""
+MAX_CONNECTION_CALLS = 64
+"""Maximum number of concurrent calls of a connection. Clients delay further ones."""
+TOO_MANY_CALLS = OverLimit("it has more unanswered calls than a job has")
+MAX_PATH_CHARS = 70
+"""Longest folder of temporary files in which a Unix socket has a valid path."""
 REPLY_ARRIVES_S = 1.0
 """Seconds that a reply may take to reach a client before the client's connection is closed."""
-HANDSHAKE_S, CONNECT_S = 5.0, 5.0
-PIECE_NBYTES = 64 << 10
+HANDSHAKE_S = 5.0
+LEAST_PIECE_NBYTES, PIECE_NBYTES = 4 << 10, 64 << 10
+"""Initial and largest size of a forwarding thread's buffer, which grows when it is full. Most connections need only the first.
+"""
 KEEPALIVE_S, SILENT_S = 10, 60.0
 """Seconds between two keepalive probes, and seconds of silence after which a connection is closed. A machine that vanished
 must not occupy a connection with its two threads."""
@@ -54,12 +72,15 @@ class Enrolment(Protocol):
 
 
 class _TlsConnection(NamedTuple):
-    """An authenticated control connection. `where`: certificate name and address of the other end, since gRPC sees only a
-    loopback address."""
+    """An authenticated control connection. `address`: that of the other end, since gRPC sees only a Unix socket."""
 
     certified: PeerCertificate
     sock: TlsSocket
-    where: str
+    address: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.certified.name} at {self.address}"
 
 
 class GrpcPort:
@@ -78,20 +99,22 @@ class GrpcPort:
         self._known: dict[str, _TlsConnection] = {}
         self._distrusted: set[str] = set()
         self._closed = threading.Event()
-        self._target = (LOOPBACK, 0)
-        self._handshakes = PendingHandshakes(evict_after_s=2 * EVICT_AFTER_S)
+        self._folder, self._names = "", itertools.count()
+        self._handshakes, self._connections, self._calls = PendingHandshakes(), ConnectionTable(MAX_CONNECTIONS), FairShare()
         self._listener: socket.socket | None = None
         if keys is not None:
             family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-            self._listener = track(socket.create_server((bind, port), family=family, backlog=128))
+            self._listener = track(socket.create_server((bind, port), family=family, backlog=BACKLOG))
             self.number = int(self._listener.getsockname()[1])
 
     def start(self, server: RpcServer) -> None:
         self._server = server
         if self._listener is None:
-            self.number = server.start(join_host(self._bind, self.number))
+            self.number = server.start(join_host(self._bind, self.number), self.identify)
             return
-        self._target = (LOOPBACK, server.start(join_host(LOOPBACK, 0)))
+        self._folder = tempfile.mkdtemp(
+            prefix="commlayer-", dir=None if len(tempfile.gettempdir()) < MAX_PATH_CHARS else "/tmp")
+        server.start(f"unix:{self._folder}/grpc", self.identify)
         threading.Thread(target=accept_connections, name="commlayer-control-accept", daemon=True, args=(
             self._listener, self._handshakes, self._serve, self._keys, CONTROL, self._refused, self._closed)).start()
 
@@ -100,32 +123,45 @@ class GrpcPort:
         the connection did not use TLS, or distrust() was called for the connection."""
         if self._keys is None:
             return None
+        return self._connection(peer).certified
+
+    def _connection(self, peer: str) -> _TlsConnection:
         with self._lock:
             connection = None if peer in self._distrusted else self._known.get(peer)
         if connection is None:
             raise AuthenticationFailed
-        return connection.certified
+        return connection
+
+    async def identify(self, context: Any) -> Caller:
+        """Returns the caller of a call whose first bytes have arrived. Counts the call until it ends, or ends it if its
+        connection is not authenticated or its source has too many calls. Call this on the event loop."""
+        name = context.peer()
+        try:
+            caller = self._caller_of(name)
+        except AuthenticationFailed:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, UNPROVED)
+        if not self._calls.take(caller.source):
+            self._refused(self.where(name), TOO_MANY_CALLS)
+            self.distrust(name)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(TOO_MANY_CALLS))
+        context.add_done_callback(lambda _: self._calls.give(caller.source))
+        return caller
+
+    def _caller_of(self, peer: str) -> Caller:
+        if self._keys is None:
+            address = urllib.parse.unquote(peer.partition(":")[2])
+            return Caller(address, source_of(address.rpartition(":")[0].strip("[]")), None)
+        known = self._connection(peer)
+        return Caller(known.address, known.certified.name, known.certified)
 
     def streams(self, take: AcceptStream) -> Any:
         """Returns the gRPC handler of data streams on this port. It passes each new stream to `take`."""
+        return grpc_stream.handler(take, self.identify)
 
-        def certified(peer: str) -> PeerCertificate | None:
-            try:
-                return self.caller(peer)
-            except AuthenticationFailed:
-                raise PermissionError("this port requires TLS, and the connection does not use it") from None
-
-        return grpc_stream.handler(take, certified)
-
-    def accept_stream(self, stream: GrpcStream, where: str) -> bool:
+    def accept_stream(self, stream: GrpcStream, where: str, source: str) -> bool:
         if self.accept is None:
             raise LookupError("no summation server uses this port")
-        return self.accept(stream, where)
-
-    def source(self, peer: str) -> str:
-        """Returns the name of a connection's certificate; without keys, the connection's name."""
-        with self._lock:
-            return self._known[peer].certified.name if peer in self._known else peer
+        return self.accept(stream, where, source)
 
     def where(self, peer: str) -> str:
         """Returns the certificate name and address of a connection, for errors and logs."""
@@ -151,15 +187,14 @@ class GrpcPort:
         """Stops the gRPC server and closes all connections. Idempotent."""
         if self._server is not None:
             self._server.close()
-        with self._lock:
-            self._closed.set()
-            socks = [one.sock for one in self._known.values()]
-        self._handshakes.close()
+        self._closed.set()
+        for table in (self._handshakes, self._connections):
+            table.close()
         if self._listener is not None:
             shut_down(self._listener)
             close_channel(self._listener)
-        for sock in socks:
-            shut_down(sock)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _serve(self, sock: TlsSocket, where: str) -> None:
         try:
@@ -167,18 +202,20 @@ class GrpcPort:
             if self.enrolment is not None and self.enrolment.is_meant(sock, deadline):
                 self._enrol(self.enrolment, sock, where)
                 return
-            certified = sock.handshake(deadline)
-            where = f"{certified.name} at {where}"
+            known = _TlsConnection(sock.handshake(deadline), sock, where)
+            where = known.where
             sock.settimeout(None)
             tune_socket(sock, KEEPALIVE_S, SILENT_S)
-            self._handshakes.remove(sock)
-            self._forward(_TlsConnection(certified, sock, where))
+            self._handshakes.prove(sock, known.certified.name)
+            if self._connections.add(sock, known.certified.name):
+                self._forward(known)
         except CommError as error:
             self._refused(where, self._handshakes.drop_reason(sock, error))
         except OSError:
             pass  # either end closed the connection
         finally:
-            self._handshakes.remove(sock)
+            for table in (self._handshakes, self._connections):
+                table.remove(sock)
             close_channel(sock)
 
     def _enrol(self, enrolment: Enrolment, sock: TlsSocket, where: str) -> None:
@@ -189,18 +226,20 @@ class GrpcPort:
             try:
                 if reason := enrolment.serve(plain, where):
                     self._refused(where, reason)
+                else:
+                    self._handshakes.prove(guard)
             finally:
                 self._handshakes.remove(guard)
 
     def _forward(self, known: _TlsConnection) -> None:
         """Forwards both directions until either end closes."""
         certified, sock, _ = known
-        with socket.create_connection(self._target, CONNECT_S) as inner:
-            track(inner)
-            inner.settimeout(None)
-            inner.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            host, port = inner.getsockname()[:2]
-            name = f"ipv4:{host}:{port}"
+        with socket.socket(socket.AF_UNIX) as inner:
+            path = f"{self._folder}/{next(self._names)}"
+            name = f"unix:{path}"
+            inner.bind(path)  # by this name gRPC tells connections apart
+            track(inner).connect(f"{self._folder}/grpc")
+            Path(path).unlink()
             with self._lock:
                 self._known[name] = known
             # The revocation list may have changed after the handshake, when drop() did not know this connection yet.
@@ -220,10 +259,12 @@ class GrpcPort:
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:
     """Copies bytes until either socket ends, then ends both sockets."""
-    piece = memoryview(bytearray(PIECE_NBYTES))
+    piece = memoryview(bytearray(LEAST_PIECE_NBYTES))
     with contextlib.suppress(OSError, CommError):
         while n := source.recv_into(piece):
             sink.sendall(piece[:n])
+            if n == len(piece) < PIECE_NBYTES:
+                piece = memoryview(bytearray(2 * n))
     shut_down(source)
     shut_down(sink)
 
@@ -256,9 +297,9 @@ def check_free(host: str, port: int) -> None:
 # ---- The server runs on the event loop, so an incomplete call occupies no thread. Handlers must not block, but may return
 # awaitables.
 
-MAX_CALLS = 1024
-"""Maximum number of concurrent calls, including one stream per member; gRPC refuses further calls. Multiplied by MAX_NBYTES,
-this bounds the memory that unauthenticated clients can use."""
+UNPROVED = "the call does not prove that its sender knows the job's secret, or the connection does not use TLS"
+Identify = Callable[[Any], Awaitable[Caller]]
+"""GrpcPort.identify."""
 WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4 << 20)]
 """gRPC options for the flow-control window of a call or stream: enough for 1 Gb/s at a round trip of 30 ms. gRPC's own estimate
 grows with unauthenticated input, by 100 MB and more on a busy machine."""
@@ -326,49 +367,53 @@ class RpcServer:
     """A gRPC server that dispatches calls by method name. close() is idempotent."""
 
     def __init__(self, answers: Mapping[str, Answer], handlers: Iterable[grpc.GenericRpcHandler] = (),
-                 broke: Broke = lambda _, error: str(error), source: Callable[[str], str] = lambda peer: peer) -> None:
-        """`source`: returns the source of a connection, see UnsentReplies."""
+                 broke: Broke = lambda _, error: str(error)) -> None:
         self._answers, self._handlers, self._broke = answers, tuple(handlers), broke
-        self._source, self._unsent = source, UnsentReplies()
+        self._unsent = UnsentReplies()
         self._server: Any = None
 
-    def start(self, address: str) -> int:
+    def start(self, address: str, identify: Identify) -> int:
         """Starts to listen on `address`. Returns the port number."""
-        return int(grpc_stream.run_on_loop(self._start(address), START_S))
+        return int(grpc_stream.run_on_loop(self._start(address, identify), START_S))
 
     def close(self) -> None:
         server, self._server = self._server, None
         if server is not None:
             grpc_stream.run_on_loop(server.stop(STOP_S), 10 * STOP_S)
 
-    async def _start(self, address: str) -> int:
+    async def _start(self, address: str, identify: Identify) -> int:
         self._server = grpc.aio.server(
             # With so_reuseport, a second coordinator could share the port and split the job.
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_NBYTES),
                      ("grpc.max_send_message_length", MAX_REPLY_NBYTES), FRAME_OPTION, *WINDOW,
+                     ("grpc.max_concurrent_streams", MAX_CONNECTION_CALLS),
                      # A stream may be silent for as long as a step takes; its ends send pings meanwhile.
                      ("grpc.http2.min_ping_interval_without_data_ms", 5_000), ("grpc.keepalive_time_ms", 20_000),
                      ("grpc.keepalive_timeout_ms", 20_000)],
-            maximum_concurrent_rpcs=MAX_CALLS,
         )
-        calls = {name: self._handler(answer, prompt=name in PROMPT) for name, answer in self._answers.items()}
+        calls = {name: self._handler(answer, identify, prompt=name in PROMPT) for name, answer in self._answers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, calls), *self._handlers))
         port = self._server.add_insecure_port(address)
         await self._server.start()
         return int(port)
 
-    def _handler(self, answer: Answer, *, prompt: bool) -> grpc.RpcMethodHandler:
-        async def call(data: bytes, context: Any) -> bytes:
-            peer = context.peer()
+    def _handler(self, answer: Answer, identify: Identify, *, prompt: bool) -> grpc.RpcMethodHandler:
+        async def call(_: Any, context: Any) -> bytes:
+            caller = await identify(context)
+            left_s = context.time_remaining()
+            if left_s is None or left_s > MAX_CALL_S:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a call needs a deadline of at most {MAX_CALL_S:g} s")
+            data, peer = await context.read(), context.peer()
             try:
-                reply = answer(data, peer)
+                reply = answer(data or b"", peer)
                 encode = await reply if inspect.isawaitable(reply) else reply
-                return await self._unsent.encoded(self._source(peer), encode, context, prompt=prompt)
+                return await self._unsent.encoded(caller.source if caller.certificate else peer, encode, context, prompt=prompt)
             except AuthenticationFailed:
-                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call does not prove that its sender knows the job's "
-                                                                     "secret")
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, UNPROVED)
             except CorruptFrame as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self._broke(peer, error))
             raise AssertionError("abort raises")
 
-        return grpc.unary_unary_rpc_method_handler(call)
+        # A handler of a stream runs from the first bytes of a call on. One of a single message would run after the message has
+        # arrived, and until then the call would not be counted.
+        return grpc.stream_unary_rpc_method_handler(call)

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import queue
+import resource
 import signal
 import sys
 import threading
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("commlayer")
 
+MAX_FILES = 8192
+"""Open files that a server allows itself, if the system does: 1536 for MAX_CONNECTIONS control connections, 256 handshakes on
+each of three ports, and those of data connections and journals. The usual limit is 1024."""
 REFUSE_S = 10.0
 """Seconds for which a server that cannot serve its plan keeps running in order to refuse workers with the reason, unless they
 leave earlier."""
@@ -91,6 +95,9 @@ def run(config: Config, part: ServeOptions) -> None:
     logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, handlers=[LogLines("commlayer serve")])
     if part.parent:
         config = msgspec.structs.replace(config, journal="")  # an embedded server is never restarted
+    with contextlib.suppress(ValueError, OSError):
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MAX_FILES) if hard >= 0 else MAX_FILES, hard))
     terminated, ends = threading.Event(), [threading.Event(), threading.Event()]
 
     def terminate() -> None:

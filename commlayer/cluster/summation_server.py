@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -66,7 +67,9 @@ TICK_S = 0.25
 REPEAT_S = 2.0
 """Seconds after which a stall report is repeated, since a missing member may have left in the meantime."""
 MAX_PROBE_NBYTES = 16 << 20
-"""Maximum size of the reply to a probe."""
+"""Maximum size of a member's pending probes, whose replies are not sent yet. link_rates.py requests at most 8 MiB at once."""
+LEAST_PROBE_NBYTES = 64 << 10
+"""Bytes that a probe with a smaller reply counts for, so at most 256 are pending. link_rates.py has at most 8 at once."""
 _ZEROS = memoryview(bytes(MAX_PROBE_NBYTES))
 FAILURE_NOTICE_S = 2.0
 """Seconds between a failure of the server and the end of its connections, in which the reason can reach the members."""
@@ -139,6 +142,8 @@ class SumServer:
         """Sums that waited for contributions at the last check."""
         self._last_numbers: dict[int, int] = {}
         """Maps a member to the sequence number of its last completed request. Requests arrive in order, some of them twice."""
+        self._probes, self._probing = Counter[int](), threading.Lock()
+        """Maps a member to the bytes of its pending probes."""
         self._failing = threading.Lock()
         self._replan, self._regroup, self._switching = replan, regroup, threading.Lock()
         self._pace = pace
@@ -237,7 +242,8 @@ class SumServer:
                 self._core.undo(message)
                 return []
             case Kind.PROBE:
-                return [self._echo(message)]
+                self._echo(message)
+                return []
             case Kind.PACE:
                 self._pace(float(message.header.used))
                 return []
@@ -252,12 +258,23 @@ class SumServer:
                 raise CorruptFrame(f"sent a {Kind(kind).name} message, which a server does not accept",
                                    peer=peer_name(message.peer))
 
-    def _echo(self, message: Message) -> Reply:
-        h = message.header
-        if h.used > MAX_PROBE_NBYTES:
-            raise CorruptFrame(f"requests a probe reply of {h.used} bytes, allowed {MAX_PROBE_NBYTES}",
-                               peer=peer_name(message.peer))
-        return Reply(message.peer, h._replace(kind=Kind.PROBE_OK, sender=self._core.peer, used=0), _ZEROS[: h.used])
+    def _echo(self, message: Message) -> None:
+        """Answers a probe."""
+        h, peer = message.header, message.peer
+        nbytes = max(h.used, LEAST_PROBE_NBYTES)
+        with self._probing:
+            pending = self._probes[peer] + nbytes
+            if pending > MAX_PROBE_NBYTES:
+                raise CorruptFrame(f"requests probe replies of {pending} bytes at once, allowed {MAX_PROBE_NBYTES}",
+                                   peer=peer_name(peer))
+            self._probes[peer] = pending
+
+        def sent(_: Handle) -> None:
+            with self._probing:
+                self._probes[peer] -= nbytes
+
+        answer = h._replace(kind=Kind.PROBE_OK, sender=self._core.peer, used=0)
+        self._transport.send(peer, answer, _ZEROS[: h.used]).on_done(sent)
 
     def _switch(self, message: Message, replan: Callable[[bytes, int], Summation]) -> Reply:
         """Switches to a new plan between two steps, when no sum is in progress. A plan that the server cannot apply changes

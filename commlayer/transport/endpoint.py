@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -14,10 +16,11 @@ from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost
 from commlayer.transport import framing, mailbox, tls
 from commlayer.transport import handshake as greeting
 from commlayer.transport.connection import Connection, Limits, close_channel, track, tune_socket
+from commlayer.transport.fair_share import source_of
 from commlayer.transport.flow_control import Pacer
 from commlayer.transport.framing import Reader
-from commlayer.transport.handshake import EVICT_AFTER_S, Admit, Hello, PendingHandshakes, RefusalLog, RetryLater, same_job
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.handshake import TOO_MANY, Admit, Hello, PendingHandshakes, RefusalLog, RetryLater, same_job
+from commlayer.transport.key_folder import Keys, PeerCertificate
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import (
     ByteChannel,
@@ -38,6 +41,11 @@ transit."""
 KEEPALIVE_S = 10
 """Seconds of silence after which the kernel probes the peer's machine. Three unanswered probes end the connection."""
 HANDSHAKE_S = 10.0
+BACKLOG = 4096
+"""Connections that the kernel keeps for the accepting thread (if net.core.somaxconn allows as many): some 0.8 s of a flood of
+5,000 a second. The kernel drops further ones, whose dialers try again only after a second."""
+RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER with which close() resets the connection. The kernel then keeps no state of it."""
 REVOCATION_CHECK_S = 1.0
 """Seconds between two reads of the revocation list. A connection with a revoked certificate is closed within twice this
 time."""
@@ -66,7 +74,7 @@ class Settings(NamedTuple):
     refused: Refusal = RefusalLog().refused
     """Called with the address of a refused dialer and the reason."""
     hello_s: float = 5.0
-    """Seconds that a dialer may take to authenticate. When many dial at once, slow dialers are disconnected sooner."""
+    """Seconds that a dialer may take to authenticate. When many dial at once, those of one address are disconnected sooner."""
     flush_s: float = 3.0
     """Seconds that close() may take to send queued frames."""
     resume: bool = False
@@ -95,8 +103,7 @@ class StreamTransport:
         self._taken: set[int] = set()  # ranks that are connected or in their handshake
         self._ending: set[Connection] = set()
         self._listeners: list[socket.socket] = []
-        # A TLS handshake takes one more round trip.
-        self._handshakes = PendingHandshakes(evict_after_s=2 * EVICT_AFTER_S if settings.keys else EVICT_AFTER_S)
+        self._handshakes = PendingHandshakes()
         self._closed = threading.Event()
         self._missed: set[int] = set()  # peers whose machine closed the connection, and that have not reconnected
         self._barred: dict[bytes, str] = {}  # sessions that this end has aborted, with the reason
@@ -125,7 +132,6 @@ class StreamTransport:
             self._listeners.append(sock)
         arguments = sock, self._handshakes, self._handshake, self._settings.keys, tls.DATA, self._settings.refused, self._closed
         threading.Thread(target=accept_connections, name=f"accept on {host}:{port}", daemon=True, args=arguments).start()
-        self._start_revocation_check()
         bound: Address = sock.getsockname()[:2]
         return bound
 
@@ -144,10 +150,11 @@ class StreamTransport:
             except CommError as error:
                 raise error.located(peer=error.peer or peer_name(peer)) from None
             reader = self._reader()
-            greeting.dial_handshake(sock, reader, self.hello, self._settings.secret, peer, deadline, binding_of(sock),
-                                    answer_by)
+            certified = greeting.dial_handshake(
+                sock, reader, self.hello, self._settings.secret, peer, deadline, binding_of(sock), answer_by,
+                self._signing_keys(sock))
             self._mailbox.admit(peer)
-            self._connect(sock, peer, reader, b"")
+            self._connect(sock, peer, reader, b"", certified)
         except BaseException:
             if sock is not None:
                 close_channel(sock)
@@ -173,11 +180,10 @@ class StreamTransport:
             close_channel(sock)
             raise
 
-    def take(self, channel: ByteChannel, where: str) -> bool:
-        """Runs the handshake of an incoming channel, in a new thread. Returns False if too many handshakes are pending."""
-        if not self._handshakes.try_add(channel):
+    def take(self, channel: ByteChannel, where: str, source: str) -> bool:
+        """Runs the handshake of an incoming channel, in a new thread. Returns False if its source opens too many."""
+        if not (self._handshakes.admit(source) and self._handshakes.add(channel, source)):
             return False
-        self._start_revocation_check()
         threading.Thread(target=self._handshake, args=(channel, where), name=f"greet {where}", daemon=True).start()
         return True
 
@@ -200,8 +206,9 @@ class StreamTransport:
             if (certified := peer_certificate(sock)) is not None:
                 who = where = f"{certified.name} at {where}"
             hello, proof = greeting.accept_handshake(
-                sock, reader, self.rank, self._settings.secret, who, hello_deadline, binding_of(sock))
-            self._handshakes.remove(sock)
+                sock, reader, self.rank, self._settings.secret, who, hello_deadline, binding_of(sock),
+                self._signing_keys(sock))
+            self._handshakes.prove(sock, certified.name if certified else "")
             reason = self._refusal(hello, certified.name if certified else "")
             if not reason:
                 peer = hello.rank
@@ -261,7 +268,7 @@ class StreamTransport:
         return secured
 
     def _start_revocation_check(self) -> None:
-        """Starts the thread that checks for revoked certificates, once, before the first connection is accepted."""
+        """Starts the thread that checks for revoked certificates, once."""
         with self._lock:
             running, self._checks_revocations = self._checks_revocations, True
         if not running and self._settings.keys is not None:
@@ -288,12 +295,19 @@ class StreamTransport:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._settings.buffer_nbytes)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._settings.buffer_nbytes)
 
-    def _connect(self, sock: ByteChannel, peer: int, reader: Reader, session: bytes) -> None:
+    def _signing_keys(self, sock: ByteChannel) -> Keys | None:
+        """Returns the keys for greeting.dial_handshake and accept_handshake. In TlsSocket both ends check certificates."""
+        return None if isinstance(sock, tls.TlsSocket) else self._settings.keys
+
+    def _connect(self, sock: ByteChannel, peer: int, reader: Reader, session: bytes,
+                 certified: PeerCertificate | None = None) -> None:
+        self._start_revocation_check()
         sock.settimeout(None)
         reader.max_nbytes = self._settings.max_nbytes
         connection = Connection(
             sock, peer, self._mailbox, reader, self._ended, self._pacer, session, resumes=self._settings.resume,
             limits=lambda: self.limits)
+        connection.certified = connection.certified or certified
         with self._lock:
             if self._closed.is_set():
                 raise PeerLost("this end of the transport was closed", peer=peer_name(peer), code="E-SESSION-CLOSED")
@@ -396,7 +410,7 @@ def open_listener(host: str, port: int) -> socket.socket:
     """Opens a listening socket; port 0 lets the system choose. Raises InvalidInput with a remedy."""
     try:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(where[:2], family=family, backlog=128)
+        return socket.create_server(where[:2], family=family, backlog=BACKLOG)
     except OSError as error:
         raise InvalidInput("E-ADDRESS", f"cannot listen on {host}:{port}: {_remedy(error)}") from None
 
@@ -406,8 +420,8 @@ def accept_connections(
     refused: Refusal, closed: threading.Event,
 ) -> None:
     """Accepts connections until `closed`, and calls `serve` with each socket and its address in a thread of its own. With keys
-    the socket is a TlsSocket before its handshake."""
-    while handshakes.acquire():
+    the socket is a TlsSocket before its handshake. A connection of a source that opens too many is closed at once."""
+    while True:
         try:
             sock, address = listener.accept()
         except OSError as error:
@@ -416,7 +430,13 @@ def accept_connections(
             if error.errno not in (errno.ECONNABORTED, errno.EINTR):
                 closed.wait(0.1)  # file descriptors or memory are short: other threads may free some
             continue
-        where = f"{address[0]}:{address[1]}"
+        where, source = f"{address[0]}:{address[1]}", source_of(address[0])
+        if not handshakes.admit(source):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            sock.close()
+            refused(where, TOO_MANY)
+            continue
         if keys is not None:
             try:
                 sock = tls.TlsSocket(sock, keys, protocol, server=True)
@@ -424,7 +444,9 @@ def accept_connections(
                 refused(where, str(error))
                 close_channel(sock)
                 continue
-        handshakes.add(track(sock))
+        if not handshakes.add(track(sock), source):
+            close_channel(sock)
+            return
         threading.Thread(target=serve, args=(sock, where), name=f"greet {where}", daemon=True).start()
 
 

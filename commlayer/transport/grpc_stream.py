@@ -299,8 +299,16 @@ OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 """gRPC options of a client's channel for streams."""
-AcceptStream = Callable[[GrpcStream, str], bool]
-"""Accepts a stream that was opened from an address. Returns False if too many handshakes are pending. Raises LookupError if the
+class Caller(NamedTuple):
+    """The other end of a gRPC call. `address`: its host and port; `source`: see FairShare."""
+
+    address: str
+    source: str
+    certificate: PeerCertificate | None
+
+
+AcceptStream = Callable[[GrpcStream, str, str], bool]
+"""Accepts a stream with its address and its source. Returns False if the source opens too many. Raises LookupError if the
 process accepts no streams."""
 
 _dialed: set[tuple[str, int]] = set()
@@ -309,16 +317,11 @@ gRPC does not expose the sockets, so the child finds them by address. Otherwise 
 its peers."""
 
 
-def handler(take: AcceptStream, certified: Callable[[str], PeerCertificate | None]) -> grpc.GenericRpcHandler:
-    """Returns the server's handler of streams. `certified` returns the certificate for gRPC's name of a peer, and raises
-    PermissionError if the port requires one and the peer has none."""
+def handler(take: AcceptStream, identify: Callable[[Any], Awaitable[Caller]]) -> grpc.GenericRpcHandler:
+    """Returns the server's handler of streams. `identify` returns the caller for gRPC's context of a call, or ends the call."""
 
     async def frames(_: Any, context: Any) -> None:
-        name = context.peer()
-        try:
-            peer = certified(name)
-        except PermissionError as error:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+        caller = await identify(context)
         over, answered = asyncio.Event(), asyncio.Event()
 
         async def finish() -> None:
@@ -329,14 +332,15 @@ def handler(take: AcceptStream, certified: Callable[[str], PeerCertificate | Non
             await context.write(data)
 
         call = StreamCall(context.read, write, finish, over.set)
-        stream = GrpcStream(call, channel=peer.fingerprint if peer else b"", peer=peer)
+        certificate = caller.certificate
+        stream = GrpcStream(call, channel=certificate.fingerprint if certificate else b"", peer=certificate)
         try:
             try:
-                room = take(stream, f"{name.removeprefix('ipv4:').removeprefix('ipv6:')} (gRPC)")
+                admitted = take(stream, f"{caller.address} (gRPC)", caller.source)
             except LookupError as error:
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
-            if not room:
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many pending handshakes: retry later")
+            if not admitted:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many new streams: retry later")
             await context.send_initial_metadata((ACCEPTED,))
             answered.set()
             await over.wait()  # or cancelled: the peer is gone
@@ -388,7 +392,7 @@ def dial(opened: Callable[[], Any], host: str, port: int, deadline: float, chann
                 "there, and firewalls") from None
         except grpc.aio.AioRpcError as error:
             refusal = _refusal(error, f"{where} (deadline {deadline - begin:.1f} s)")
-            # Retried if too many handshakes are pending, since they end soon.
+            # Retried if the server counted too many new streams or calls, since it forgets them soon.
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or not backoff.wait():
                 raise refusal from None
 

@@ -2,14 +2,13 @@
 
 HELLO and CHALLENGE contain random nonces. PROOF and WELCOME contain proofs over both nonces, which only an end with the secret
 can compute. A recorded handshake is therefore useless on another connection. Nothing about the job is revealed before the
-dialer's proof is verified. The number of pending handshakes is limited, so silent or slow dialers cannot block others.
+dialer's proof is verified. Pending handshakes are limited, so silent, slow or many dialers cannot block others.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -21,9 +20,12 @@ from commlayer.errors import Abandoned, CorruptFrame, DeadlineExceeded, NotYet, 
 from commlayer.records import MALFORMED, Record
 from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
+from commlayer.transport.fair_share import ConnectionTable, FairShare
 from commlayer.transport.framing import Frame, Reader
+from commlayer.transport.key_folder import Keys, PeerCertificate
 from commlayer.transport.protocol import ByteChannel, Header, Kind, peer_name
-from commlayer.transport.secret import bound, make_proof, new_nonce, verify, wrong_secret
+from commlayer.transport.secret import bound, check_signature, make_proof, new_nonce, sign, verify, wrong_secret
+from commlayer.transport.tls import signing_certificate
 
 log = logging.getLogger("commlayer")
 
@@ -47,10 +49,12 @@ class Hello(Record, frozen=True):
     """Random bytes that identify the dialer's process, equal when it reconnects; b"" if it never reconnects."""
 
 
-class Challenge(Record, frozen=True):
-    """CHALLENGE: the acceptor's nonce."""
+class Challenge(Record, frozen=True, omit_defaults=True):
+    """CHALLENGE: the acceptor's nonce; and over gRPC with keys the acceptor's certificate (DER) and signature."""
 
     nonce: bytes
+    certificate: bytes = b""
+    signature: bytes = b""
 
 
 class Proof(Record, frozen=True):
@@ -108,16 +112,27 @@ def same_job(mine: Hello) -> Admit:
 
 def dial_handshake(
     sock: ByteChannel, reader: Reader, mine: Hello, secret: str, peer: int, deadline: float, channel: bytes = b"",
-    answer_by: float = math.inf,
-) -> None:
+    answer_by: float = math.inf, keys: Keys | None = None,
+) -> PeerCertificate | None:
     """Runs the dialer's side of the handshake. Raises Refused with the acceptor's reason. `channel` binds the proof to this
     channel. `answer_by` limits the wait for the CHALLENGE. The WELCOME may take longer, since the acceptor may wait for a
-    plan."""
+    plan.
+
+    `keys`: this node's keys if the acceptor must sign, because the channel does not check its certificate: gRPC checks only the
+    CA, so a revoked node would pass. Returns the acceptor's certificate then.
+    """
     who = peer_name(peer)
     mine = msgspec.structs.replace(mine, nonce=new_nonce())
     hello_bytes = msgspec.msgpack.encode(mine)
     _write(sock, Kind.HELLO, mine.rank, mine, who, deadline)
-    theirs = _decode(_read(sock, reader, Kind.CHALLENGE, who, min(deadline, answer_by)), Challenge, who).nonce
+    challenge = _decode(_read(sock, reader, Kind.CHALLENGE, who, min(deadline, answer_by)), Challenge, who)
+    theirs, signer = challenge.nonce, None
+    if keys is not None:
+        try:
+            signer = signing_certificate(challenge.certificate, keys)
+            check_signature(signer, challenge.signature, b"accept", theirs, hello_bytes, *bound(channel))
+        except Refused as error:
+            raise error.located(peer=who) from None
     _write(sock, Kind.PROOF, mine.rank, Proof(make_proof(secret, b"dial", theirs, hello_bytes, *bound(channel))), who,
            deadline)
     welcome = _decode(_read(sock, reader, Kind.WELCOME, who, deadline), Welcome, who)
@@ -129,19 +144,22 @@ def dial_handshake(
         raise (NotYet if welcome.later else Refused)(welcome.error, peer=who)
     if welcome.rank != peer:
         raise Refused(f"{peer_name(welcome.rank)} answered instead: check the address", peer=who, code="E-ADDRESS")
+    return signer.certificate if signer else None
 
 
 def accept_handshake(
     sock: ByteChannel, reader: Reader, rank: int, secret: str, who: str, deadline: float, channel: bytes = b"",
+    keys: Keys | None = None,
 ) -> AuthenticatedDialer:
     """Runs the acceptor's side of the handshake; the caller then calls `send_welcome`. If the dialer does not know the secret,
-    sends a refusal and raises Refused."""
+    sends a refusal and raises Refused. `keys`: see dial_handshake."""
     frame = _read(sock, reader, Kind.HELLO, who, deadline)
     hello_bytes, hello = bytes(frame.body), _decode(frame, Hello, who)
     if not 0 <= hello.rank <= 0xFFFF:
         raise CorruptFrame(f"got peer number {hello.rank}, allowed 0 to 65535", peer=who)
     mine = new_nonce()
-    _write(sock, Kind.CHALLENGE, rank, Challenge(mine), who, deadline)
+    signed = (keys.der, sign(keys, b"accept", mine, hello_bytes, *bound(channel))) if keys else ()
+    _write(sock, Kind.CHALLENGE, rank, Challenge(mine, *signed), who, deadline)
     answer = _decode(_read(sock, reader, Kind.PROOF, who, deadline), Proof, who).proof
     if not verify(answer, secret, b"dial", mine, hello_bytes, *bound(channel)):
         send_welcome(sock, rank, NOT_AUTHENTICATED, b"", who, deadline)
@@ -203,26 +221,41 @@ def _decode(frame: Frame, kind: type[T], who: str) -> T:
         raise CorruptFrame(f"sent a malformed {kind.__name__.upper()}: {one_line(error)}", peer=who) from None
 
 
-MAX_PENDING = 64
-"""Maximum number of concurrent handshakes. Further connections wait in the kernel's backlog."""
-EVICT_AFTER_S = 0.5
-"""Seconds after which a handshake may be ended to make space when the limit is reached. A normal handshake needs two round
-trips."""
-
-
-class SilentConnection(str):
-    """The reason for a dropped connection that sent nothing and used no certificate, as a port scan or health check does."""
-
-
-class LostHandshake(str):
-    """The reason for a dropped connection that was lost during its handshake."""
+MAX_PENDING = 256
+"""Maximum number of concurrent handshakes. Each has a thread and a descriptor."""
+MAX_BEGUN, FORGET_S = 640, 20.0
+"""Limit and time constant of FairShare for the connections of addresses that have not authenticated, and for those of members.
+One address may open 320 at once, as many as the largest job has (see fair_share.py), and 16 a second. All together may open 640
+and 32 a second. A handshake costs the server 2 ms, so strangers use a tenth of a core, and all of it for a second at first."""
 
 
 MAX_REFUSED = 600
 """Maximum number of refused connections that are logged per minute, and likewise of probes (connections that sent nothing).
 Further ones are only counted, because a flood must not fill the disk."""
 MAX_LOST = 1
-"""The same for handshakes that were lost: when a network fails, all members lose theirs, again and again."""
+"""The same for handshakes that were lost, since all members lose theirs, again and again, when a network fails; and for
+connections above the limit of their source."""
+
+
+class SilentConnection(str):
+    """The reason for a dropped connection that sent nothing and used no certificate, as a port scan or health check does."""
+
+    event = "probed"
+
+
+class LostHandshake(str):
+    """The reason for a dropped connection that was lost during its handshake."""
+
+    event = "lost"
+
+
+class OverLimit(str):
+    """The reason for closing a connection whose source has used its share of a limit."""
+
+    event = "dropped"
+
+
+TOO_MANY = OverLimit("its address opens more connections than a job does")
 
 
 class RefusalLog:
@@ -231,13 +264,14 @@ class RefusalLog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, tuple[int, int]] = {}
-        """Maps "refused", "probed" and "lost" to the minute of the last such event and the number of such events in that
-        minute."""
+        """Maps "refused" and the events of the reasons above to the minute of the last such event and the number of such events
+        in that minute."""
 
     def refused(self, where: str, why: str) -> None:
         """Logs a refused connection. The log line says "probed" if the connection was closed without sending anything, as
-        `commlayer doctor` and port monitors do, and "lost" if it was lost during its handshake."""
-        event = "probed" if isinstance(why, SilentConnection) else "lost" if isinstance(why, LostHandshake) else "refused"
+        `commlayer doctor` and port monitors do, "lost" if it was lost during its handshake, and "dropped" if its source has
+        used its share of a limit."""
+        event: str = getattr(why, "event", "refused")
         self._log(event, "connection from %s %s: %s", where, event, why)
 
     def denied(self, why: str) -> None:
@@ -245,7 +279,8 @@ class RefusalLog:
         self._log("refused", "refused: %s", why)
 
     def _log(self, event: str, line: str, *values: str) -> None:
-        level, most = logging.WARNING if event == "refused" else logging.INFO, MAX_LOST if event == "lost" else MAX_REFUSED
+        level = logging.INFO if event in ("probed", "lost") else logging.WARNING
+        most = MAX_LOST if event in ("lost", "dropped") else MAX_REFUSED
         with self._lock:
             minute, more = int(time.monotonic() // 60), 0
             last, count = self._counts.get(event, (minute, 0))
@@ -258,79 +293,29 @@ class RefusalLog:
             log.log(level, line, *values)
 
 
-class PendingHandshakes:
-    """The handshakes that have not finished yet, whose number is limited. Thread-safe."""
+class PendingHandshakes(ConnectionTable):
+    """The handshakes that have not finished yet. Their number is limited, and so is the rate of those that fail; addresses
+    share both fairly. Members have a rate of their own, since a member may flood, too."""
 
-    def __init__(self, most: int = MAX_PENDING, evict_after_s: float = EVICT_AFTER_S) -> None:
-        self._most, self._evict_after_s = most, evict_after_s
-        self._work = threading.Condition()
-        self._pending: dict[ByteChannel, float] = {}  # start times, oldest first
-        self._closed = False
+    def __init__(self, most: int = MAX_PENDING) -> None:
+        super().__init__(most)
+        self._begun, self._proved = FairShare(MAX_BEGUN, FORGET_S), FairShare(MAX_BEGUN, FORGET_S)
 
-    def acquire(self) -> bool:
-        """Waits until another handshake may start. Returns False after close()."""
-        with self._work:
-            while not self._closed and (wait_s := self._evict()) > 0:
-                self._work.wait(wait_s)
-            return not self._closed
+    def admit(self, source: str) -> bool:
+        """Returns whether a new connection of this source may begin its handshake: the source does not open too many."""
+        return self._begun.take(source)
 
-    def try_add(self, sock: ByteChannel) -> bool:
-        """Adds a handshake without waiting. Returns False if there is no space."""
-        with self._work:
-            if self._closed or self._evict() > 0:
-                return False
-            self._pending[sock] = time.monotonic()
-            return True
-
-    def _evict(self) -> float:
-        """Makes space by ending the oldest handshake, if it has lasted at least the allowed time. Otherwise returns the
-        seconds until it has; 0 if there is space."""
-        if len(self._pending) < self._most:
-            return 0.0
-        first, since = next(iter(self._pending.items()))
-        if (left_s := since + self._evict_after_s - time.monotonic()) > 0:
-            return left_s
-        del self._pending[first]
-        _wake(first)
-        return 0.0
-
-    def add(self, sock: ByteChannel) -> None:
-        with self._work:
-            self._pending[sock] = time.monotonic()
-
-    def replace(self, sock: ByteChannel, other: ByteChannel) -> None:
-        """Puts another object for the same connection in the place of `sock`, which keeps its start time."""
-        with self._work:
-            self._pending = {other if one is sock else one: since for one, since in self._pending.items()}
-
-    def remove(self, sock: ByteChannel) -> None:
-        """Removes a connection that has authenticated or failed. Idempotent."""
-        with self._work:
-            self._pending.pop(sock, None)
-            self._work.notify_all()
+    def prove(self, sock: ByteChannel, name: str = "") -> None:
+        """Removes a connection that has authenticated, with a certificate of that name if there is one. It no longer counts
+        against its address, unless this member opens too many."""
+        source = self.remove(sock)
+        if source and self._proved.take(name or source):
+            self._begun.give(source)
 
     def drop_reason(self, sock: ByteChannel, error: Exception) -> str:
         """Returns the reason for a failed handshake. The reason is a SilentConnection if the peer closed its connection without
-        sending anything, and a LostHandshake if the connection was lost later, but not if this end evicted it."""
-        with self._work:
-            if sock not in self._pending:
-                return str(error)
-            return SilentConnection(error.what) if isinstance(error, Unsaid) else \
-                LostHandshake(error) if isinstance(error, Abandoned) else str(error)
-
-    def close(self) -> None:
-        """Ends all pending handshakes; later ones are not accepted."""
-        with self._work:
-            self._closed = True
-            for sock in self._pending:
-                _wake(sock)
-            self._pending.clear()
-            self._work.notify_all()
-
-
-def _wake(sock: ByteChannel) -> None:
-    """Ends the blocking call of the handshake's thread, which then closes the socket."""
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # already closed by the peer
+        sending anything, and a LostHandshake if the connection was lost later, but not if this end ended it."""
+        if sock not in self:
+            return str(error)
+        return SilentConnection(error.what) if isinstance(error, Unsaid) else \
+            LostHandshake(error) if isinstance(error, Abandoned) else str(error)

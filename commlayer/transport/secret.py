@@ -105,7 +105,7 @@ class CallVerifier:
     def _signature(self, *parts: bytes) -> bytes:
         if self._keys is None:
             return b""
-        signature = self._keys.sign(_joined(*parts))
+        signature = sign(self._keys, *parts)
         return len(signature).to_bytes(LENGTH_NBYTES, "little") + signature
 
 
@@ -153,7 +153,7 @@ class CallAuthenticator:
             given, signature, answer = self._split(data, PROOF_NBYTES)
             if not verify(given, self._secret, b"answer", mine, answer):
                 raise AuthenticationFailed
-            _check_signature(known.signer, signature, b"answer", mine, answer)
+            check_signature(known.signer, signature, b"answer", mine, answer)
             return answer
         raise AuthenticationFailed from why
 
@@ -166,11 +166,8 @@ class CallAuthenticator:
         challenge, signature, der = self._split(self._call(CHALLENGE, nonce, timeout_s), NONCE_NBYTES)
         if self._keys is None:
             return Known(challenge, None)
-        if not der:
-            raise Refused("its reply is not signed, so it runs another version of commlayer: install the same version on all "
-                          "machines", code="E-VERSION")
         signer = signing_certificate(der, self._keys)
-        _check_signature(signer, signature, b"challenge", nonce, challenge, self._keys.own.fingerprint)
+        check_signature(signer, signature, b"challenge", nonce, challenge, self._keys.own.fingerprint)
         return Known(challenge, signer)
 
     def _split(self, data: bytes, head_nbytes: int) -> tuple[bytes, bytes, bytes]:
@@ -180,7 +177,12 @@ class CallAuthenticator:
         return head, rest[LENGTH_NBYTES:end], rest[end:]
 
 
-def _check_signature(signer: SigningCertificate | None, signature: bytes, *parts: bytes) -> None:
+def sign(keys: Keys, *parts: bytes) -> bytes:
+    return keys.sign(_joined(*parts))
+
+
+def check_signature(signer: SigningCertificate | None, signature: bytes, *parts: bytes) -> None:
+    """Raises Refused unless `signer`, if any, has signed these parts."""
     if signer is not None and not signer.has_signed(signature, _joined(*parts)):
         raise Refused(f"it presents the certificate of {signer.certificate.name}, but cannot sign with that certificate's key: "
                       "another machine answers at this address", code="E-CERTIFICATE-KEY")

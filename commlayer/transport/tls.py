@@ -89,7 +89,10 @@ class SigningCertificate(NamedTuple):
 
 def signing_certificate(der: bytes, keys: Keys) -> SigningCertificate:
     """Reads a server's certificate, in DER. Raises Refused if it is not of the job's CA, not valid now, not valid for servers,
-    or revoked."""
+    or revoked. `der`: b"" if the server has sent none."""
+    if not der:
+        raise Refused("its reply is not signed, so it runs another version of commlayer: install the same version on all "
+                      "machines", code="E-VERSION")
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature
 

@@ -309,17 +309,18 @@ def test_who_says_nothing_until_the_deadline_is_refused() -> None:
 
 def test_who_is_sent_away_since_it_said_nothing_is_refused() -> None:
     """Its end finds the connection closed as if the other end had done so."""
-    hall, (sock, other) = PendingHandshakes(most=1, evict_after_s=0.0), socket.socketpair()
+    pending, (sock, other) = PendingHandshakes(most=1), socket.socketpair()
     with sock, other:
-        hall.add(sock)
-        assert isinstance(hall.drop_reason(sock, Unsaid()), SilentConnection)
-        assert hall.acquire()
-        assert type(hall.drop_reason(sock, Unsaid())) is str
+        assert pending.add(sock, "one")
+        assert isinstance(pending.drop_reason(sock, Unsaid()), SilentConnection)
+        assert pending.add(other, "another")
+        assert type(pending.drop_reason(sock, Unsaid())) is str
 
 
 def test_who_says_nothing_until_this_end_closes_is_no_probe() -> None:
-    hall, (sock, other) = PendingHandshakes(), socket.socketpair()
+    pending, (sock, other) = PendingHandshakes(), socket.socketpair()
     with sock, other:
-        hall.add(sock)
-        hall.close()
-        assert type(hall.drop_reason(sock, Unsaid())) is str
+        assert pending.add(sock, "one")
+        pending.close()
+        assert type(pending.drop_reason(sock, Unsaid())) is str
+        assert not pending.add(other, "one")

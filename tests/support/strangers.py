@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import json
 import os
 import select
@@ -13,7 +14,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,8 @@ WAIT_S = 30.0
 
 
 class Stranger:
-    """A process that knows no secret and opens connections from `source`. `how`, what it does on each of them:
+    """A process that knows no secret and opens connections from `source`, or from several, with commas. `how`, what it does on
+    each of them:
 
     "hold": nothing. "trickle": sends "hello" byte by byte. "garbage": random bytes. "tls": begins a TLS handshake. "enrol":
     asks for a certificate and begins a TLS handshake. "hello": the first frame of a data connection. "grpc": begins HTTP/2.
@@ -94,22 +95,23 @@ def _client_hello() -> bytes:
 
 def _strange(address: str, how: str, source: str, rate: str, most: str) -> None:
     """The loop of a stranger. One that is late catches up, for at most half a second."""
-    over = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: over.set())
+    over = list[bool]()  # an Event would deadlock: the handler may run inside its lock
+    signal.signal(signal.SIGTERM, lambda *_: over.append(True))
     target, first, opened, failed = host_port(address), first_bytes(how), 0, 0
+    sources = itertools.cycle(source.split(","))
     kept = collections.deque[tuple[socket.socket, list[int]]]()
     begin = due = time.monotonic()
     print("begins", flush=True)
-    while not over.is_set():
+    while not over:
         now = time.monotonic()
         due = max(due, now - 0.5)
-        while due <= now and not over.is_set():
+        while due <= now and not over:
             due += 1 / float(rate)
             sock = socket.socket()
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closing leaves no TIME_WAIT
             sock.settimeout(0.5)
             try:
-                sock.bind((source, 0))
+                sock.bind((next(sources), 0))
                 sock.connect(target)
                 opened += 1
                 if how != "trickle":
@@ -123,7 +125,7 @@ def _strange(address: str, how: str, source: str, rate: str, most: str) -> None:
             with contextlib.suppress(OSError):
                 sock.send(first[at[0] : at[0] + 1])
             at[0] += 1
-        over.wait(max(0.001, due - time.monotonic()) if how != "trickle" else 0.2)
+        time.sleep(max(0.001, due - time.monotonic()) if how != "trickle" else 0.2)
     print(json.dumps({"opened": opened, "failed": failed, "seconds": time.monotonic() - begin}), flush=True)
 
 

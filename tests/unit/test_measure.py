@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import math
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.coordinators import until
 from support.loopback import Hub
 from support.workers import Rig
 from torch import nn
@@ -29,7 +29,8 @@ from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_server import SumServer
 from commlayer.errors import DeadlineExceeded
 from commlayer.observe.step_trace import RecordedStep
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
+from commlayer.transport import mailbox
+from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Kind, key
 
 
 def step(shift: float) -> RecordedStep:
@@ -137,25 +138,37 @@ def test_a_server_answers_probes_of_any_allowed_size() -> None:
             assert bytes(transport.wait(answer, 1e12).body) == bytes(nbytes)
 
 
-def test_a_member_that_requests_too_large_a_probe_is_dropped() -> None:
+MOST = summation_server.MAX_PROBE_NBYTES
+
+
+@pytest.mark.parametrize(("sizes", "sent", "dropped"), [
+    ([MOST] * 3, True, False), ([MOST + 1], True, True), ([MOST // 2] * 2, False, False),
+    ([MOST // 2, MOST // 2, 1], False, True), ([0] * 256, False, False), ([0] * 257, False, True),
+])
+def test_pending_probes_of_a_member_are_limited(sizes: list[int], sent: bool, dropped: bool) -> None:
+    """`sent`: whether replies are sent at once, or never."""
     hub = Hub()
     member, local = hub.transport(0), hub.transport(SERVER_BASE)
-    server = SumServer(Summation(0, 1, {}, {}), local, [0], stall_s=60.0)
-    most = summation_server.MAX_PROBE_NBYTES
-    try:
-        for number in range(3):
-            header = Header(Kind.PROBE, 1, step=number, used=most)
-            answer = member.recv(SERVER_BASE, key(header._replace(kind=Kind.PROBE_OK)))
-            member.send(SERVER_BASE, header)
-            assert len(member.wait(answer, time.monotonic() + 20.0).body) == most
-        member.send(SERVER_BASE, header._replace(used=most + 1))
-        deadline = time.monotonic() + 20.0
-        while not server.dropped() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert server.dropped() == {0: f"requests a probe reply of {most + 1} bytes, allowed {most} [E-FRAME]"}
-    finally:
-        server.close()
-        member.close()
+    answers: list[Handle] = []
+
+    def send(peer: int, header: Header, body: memoryview) -> Handle:
+        assert (peer, header.kind, len(body)) == (0, Kind.PROBE_OK, sizes[len(answers)])
+        answers.append(mailbox.sending(peer, header))
+        if sent:
+            mailbox.sent(answers[-1], header)
+        return answers[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "send", send)
+        server = SumServer(Summation(0, 1, {}, {}), local, [0], stall_s=60.0)
+        try:
+            for number, nbytes in enumerate(sizes):
+                member.send(SERVER_BASE, Header(Kind.PROBE, 1, step=number, used=nbytes))
+            until(lambda: len(answers) == len(sizes) - dropped and len(server.dropped()) == dropped, "all are handled")
+            assert all(why.endswith("[E-FRAME]") for why in server.dropped().values())
+        finally:
+            server.close()
+            member.close()
 
 
 # ---- Trial runs leave a model as it was, and find the memory limit from any kind of error
