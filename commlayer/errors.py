@@ -343,6 +343,10 @@ def cause_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+MAX_TOLD_CHARS = 300
+"""Maximum length of text from a peer in errors and log lines."""
+
+
 def one_line(text: object) -> str:
     """Escapes unprintable characters in text from a peer, for errors and logs: a line break in it could forge log lines."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
