@@ -91,6 +91,10 @@ def run(config: Config, part: ServeOptions) -> None:
     logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, handlers=[LogLines("commlayer serve")])
     if part.parent:
         config = msgspec.structs.replace(config, journal="")  # an embedded server is never restarted
+    elif config.insecure:
+        log.warning("insecure is set (--insecure, COMMLAYER_INSECURE or commlayer.toml): %s", "the page is not encrypted, but "
+                    "the job is" if config.keys else "nothing of this job is encrypted; without it, homes are invited with "
+                    "keys")
     terminated, ends = threading.Event(), [threading.Event(), threading.Event()]
 
     def terminate() -> None:
@@ -119,13 +123,26 @@ def _serve_page(host: str, port: int, config: Config, events: EventLog, stack: c
         raise InvalidInput("E-PLAIN-TEXT", f"--page {host}: HTTP is not encrypted, and this is not a loopback address: use "
                                            "127.0.0.1 and a tunnel; or if you trust the network, --insecure together with "
                                            "--invite NAMES or --keys, which keep the job itself encrypted")
-    token, feed = read_token(config.token), JobFeed(events)
+    keys, shown = Keys(config.keys) if config.keys else None, ""
+
+    def token() -> str:
+        """With keys, only this server can compute the token, and a revocation makes another one."""
+        nonlocal shown
+        if keys is not None:
+            keys.revoked()  # reads the list again if it has changed
+        valid = read_token(config.token.encode()) if keys is None else read_token(keys.key, keys.list_number)
+        if valid != shown:
+            shown = valid
+            log.info("page: http://%s/?token=%s", server.address, valid)
+            log.info("metrics for Prometheus: http://%s/metrics%s", server.address,
+                     "" if is_loopback(host) else f" with the header Authorization: Bearer {valid}")
+        return valid
+
+    feed = JobFeed(events)
     stack.callback(feed.close)
     server = WebServer(host, port, token, feed.pages, public=("/metrics",))
     stack.callback(server.close)
-    log.info("page: http://%s/?token=%s", server.address, token)
-    log.info("metrics for Prometheus: http://%s/metrics%s", server.address,
-             "" if is_loopback(host) else f" with the header Authorization: Bearer {token}")
+    token()
 
 
 def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: threading.Event, events: EventLog
@@ -172,14 +189,13 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
         if not part.again:
             secret = {"token": part.job_token} if part.job_token else {}
             print(json.dumps({"control": control, "data": data} | secret), flush=True)
-        token = f"COMMLAYER_TOKEN={part.job_token}" if part.job_token else \
-            "COMMLAYER_KEYS" if config.keys else "the job's secret"
+        token = "COMMLAYER_KEYS" if config.keys else "the job's secret" + ", the token above" * bool(part.job_token)
         if part.ca:
             _invite(part, control, more=config.min_workers > 0)
         else:
             log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
         if not (part.ca or config.join):
-            log.info("on each other machine run: %s", _launch_command(config, control, part.job_token))
+            log.info("on each other machine run: %s", _launch_command(config, control))
         if not config.join:
             log.info("watch the job: commlayer top %s%s", near, f" --keys {config.keys}" if config.keys else "")
         if part.sums:
@@ -275,13 +291,12 @@ def _invite(part: ServeOptions, control: str, *, more: bool) -> None:
              invitations.SCRIPT, invitations.VALID_HOURS, "\n".join(f"  {line}" for line in lines))
 
 
-def _launch_command(config: Config, control: str, job_token: str) -> str:
+def _launch_command(config: Config, control: str) -> str:
     """Returns the command that starts a worker on a machine that accepts no connections, ready to copy."""
     if config.keys:  # each machine has its own folder
         return f"commlayer join --keys ITS-KEYS {control} SCRIPT"
-    secret = f"COMMLAYER_TOKEN={job_token}" if job_token else "COMMLAYER_TOKEN_FILE=FILE-WITH-THE-SECRET"
     insecure = "" if is_loopback(host_port(control)[0]) else "--insecure "
-    return f"{secret} commlayer join {insecure}{control} SCRIPT"
+    return f"COMMLAYER_TOKEN_FILE=FILE-WITH-THE-SECRET commlayer join {insecure}{control} SCRIPT"
 
 
 def _on_silence(serving: DataServer, config: Config, control: str, end: threading.Event, stopped: threading.Event,
