@@ -1,0 +1,442 @@
+"""What 100 kB from one member or stranger may cost a server, for each message and kind of frame there is.
+
+BOUNDS has an entry for each of them, and a message without an entry fails. The messages that are sent are generated from the
+types of the records: texts, bytes and lists of 100 kB, numbers at the ends of their ranges, many small ones, malformed ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import ssl
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from support.coordinators import WAIT_S, quick
+from support.extremes import malformed, messages_of
+from support.hostile import Growth, HonestMember, HostileMember, Victim, flood, joined
+from support.keys import Folders
+from support.serving import PLAN
+
+from commlayer import records
+from commlayer.cluster import coordinator, enrolment, messages, summation_server
+from commlayer.cluster.epoch_change import EpochChange
+from commlayer.config import host_port
+from commlayer.records import Plan, Record
+from commlayer.transport import framing, handshake
+from commlayer.transport.crc import crc32c
+from commlayer.transport.handshake import Hello, Proof
+from commlayer.transport.protocol import Flag, Header, Kind
+from commlayer.transport.secret import CHALLENGE
+
+import grpc  # isort: skip  (after commlayer, which sets what grpc reads once)
+
+TOTAL_NBYTES = 100_000
+CALL_NBYTES = 160
+"""Bytes that a call takes on the wire beside its request: headers of HTTP/2 and the proof."""
+MOST_CALLS = 400
+"""Calls at a time. A member with more of them waits for answers."""
+QUIET_S, MOST_QUIET_S = 0.15, 10.0
+
+
+class Bound(NamedTuple):
+    """What 100 kB of a message may cost the server, beside what the job needs. The job of these tests needs some kB."""
+
+    memory_nbytes: int = 1 << 20
+    cpu_s: float = 1.0
+    descriptors: int = 8
+    threads: int = 8
+    call_s: float = 5.0
+    """Seconds until a call of an honest member is answered, made right after. A busy machine adds to them."""
+
+
+ONE = Bound()
+MANY = Bound(cpu_s=2.0)
+"""Of messages that are small, and so come by the hundred."""
+
+BOUNDS: dict[str, Bound] = {
+    **{f"{record.__name__} of a member": MANY for record in (
+        messages.Join, messages.PlanPart, messages.Heartbeat, messages.Leave, messages.KvRequest, messages.StatusRequest,
+        messages.EventsRequest)},
+    "Challenge of a member": MANY,
+    **{f"{kind.name} of a member": ONE for kind in Kind},
+    "Hello of a stranger": ONE, "Proof of a stranger": ONE, "EnrolmentRequest of a stranger": ONE,
+    "Challenge of a stranger": MANY,
+}
+"""By message or kind of frame, and by sender."""
+FROM_SERVERS = {
+    messages.JoinReply, messages.HeartbeatReply, messages.KvReply, messages.StatusReply, messages.EventsReply,
+    handshake.Challenge, handshake.Welcome, summation_server.Stalled, enrolment.EnrolmentChallenge, enrolment.EnrolmentReply,
+}
+"""Records that only a server sends. Whoever runs the server can end the job anyway."""
+PARTS = {messages.PeerExit, messages.Overdue}
+"""Records inside of others."""
+
+
+def methods() -> dict[str, type[Record]]:
+    """The coordinator's methods, with the records that they accept."""
+    found: dict[str, type[Record]] = {}
+
+    def method(self: Any, name: str, kind: type[Record], act: Any) -> Any:
+        found[name] = kind
+        return made(self, name, kind, act)
+
+    made = coordinator.Coordinator._method
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coordinator.Coordinator, "_method", method)
+        coordinator.Coordinator(quick()).close()
+    return found
+
+
+def test_each_message_and_frame_has_a_bound() -> None:
+    modules = messages, handshake, enrolment, summation_server
+    there = {one for module in modules for one in vars(module).values()
+             if isinstance(one, type) and issubclass(one, Record) and one.__module__ == module.__name__}
+    of_members, of_strangers = [*methods().values()], [Hello, Proof, enrolment.EnrolmentRequest]
+    assert there == {*of_members, *of_strangers} | FROM_SERVERS | PARTS, "a new record needs a bound, or only servers send it"
+    assert BOUNDS.keys() == {f"{name} of a member" for name in MESSAGES + FRAMES} | {f"{name} of a stranger"
+                                                                                     for name in STRANGERS}
+    assert {*MESSAGES} == {*(one.__name__ for one in of_members), "Challenge"}
+    assert {*STRANGERS} == {*(one.__name__ for one in of_strangers), "Challenge"}
+
+
+# ---- measuring
+
+
+class Job:
+    """A server and its job: an honest and a hostile member. A case may end the job; `renew` then begins another one."""
+
+    def __init__(self, folders: Folders | None = None) -> None:
+        self._folders, self._stack = folders, contextlib.ExitStack()
+        self.failed: list[str] = []
+        """What exceeded its bound."""
+        self.renew()
+
+    def renew(self) -> None:
+        self._stack.close()
+        self.victim = self._stack.enter_context(Victim("--workers", "2", folders=self._folders))
+        self.honest: HonestMember
+        self.hostile: HostileMember
+        self.honest, self.hostile = joined(self._stack, self.victim, HonestMember, HostileMember)
+        with self.hostile.data():  # what a first step loads belongs to the job
+            assert self.honest.step(self.hostile), self.honest.failed
+        for _ in range(20):
+            self.honest.call()
+        quiet(self.victim)
+
+    @property
+    def over(self) -> bool:
+        return not self.victim.alive or any("the job failed" in line or "dropped worker" in line for line in self.victim.lines)
+
+    @contextlib.contextmanager
+    def within(self, bound: Bound, name: str) -> Iterator[None]:
+        """A case: afterwards the server has become quiet, and answers. The next one may need `renew`."""
+        if self.over:
+            self.renew()
+        with self.victim.watched() as growth:
+            yield
+            call_s = answered_s(self.honest, bound.call_s)
+            quiet(self.victim)
+        self.failed += [f"{name}: {line}" for line in exceeded(growth, call_s, bound)]
+        if not self.victim.alive:
+            self.failed.append(f"{name}: the server has ended: {self.victim.lines[-3:]}")
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def answered_s(honest: HonestMember, limit_s: float) -> float:
+    begin = time.monotonic()
+    while True:
+        try:
+            return honest.call(limit_s) + time.monotonic() - begin
+        except Exception as error:
+            if time.monotonic() - begin > 3 * limit_s:
+                honest.failed.append(str(error))
+                return time.monotonic() - begin
+            time.sleep(0.05)  # the coordinator begins the next job
+
+
+def quiet(victim: Victim) -> None:
+    """Waits until the server does nothing more than it does all the time."""
+    until, before = time.monotonic() + MOST_QUIET_S, -1.0
+    with contextlib.suppress(OSError):  # it has ended
+        while time.monotonic() < until and (now := victim.usage().cpu_s) - before > 0.25 * QUIET_S:
+            before = now
+            time.sleep(QUIET_S)
+
+
+def exceeded(growth: Growth, call_s: float, bound: Bound) -> Iterator[str]:
+    measured = growth.peak_nbytes, growth.cpu_s, growth.descriptors, growth.threads, call_s
+    for name, got, most in zip(Bound._fields, measured, bound, strict=True):
+        if got > most:
+            yield f"{name} {got:.7g}, allowed {most:.7g}"
+
+
+@pytest.fixture(name="job")
+def made_job() -> Iterator[Job]:
+    job = Job()
+    yield job
+    job.close()
+
+
+# ---- calls of a member
+
+MESSAGES = ["Join", "PlanPart", "Heartbeat", "Leave", "KvRequest", "StatusRequest", "EventsRequest", "Challenge"]
+
+
+def bases(name: str, hostile: HostileMember) -> list[Mapping[str, Any]]:
+    """Fields with which a message reaches the code behind the first checks. Those of Leave and Join are of nobody: a member may
+    end its own part of the job."""
+    own = msgspec.to_builtins(hostile.request)
+    site = msgspec.to_builtins(messages.site_request(1))
+    own_plan = records.encode(PLAN)
+    return {
+        "Join": [{**site, "token": "another"}, {**own, "token": "another", "rank": messages.ANY}, own],
+        "Heartbeat": [{"token": hostile.token}],
+        "KvRequest": [{"home": hostile.home}],
+        "PlanPart": [{"plan_digest": messages.digest_of(own_plan), "nbytes": len(own_plan), "data": own_plan[:10]}],
+    }.get(name, [{}])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.commit(2)
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_call_of_a_member(name: str, job: Job) -> None:
+    bound, method, record = BOUNDS[f"{name} of a member"], name, None
+    for one, kind in methods().items():
+        if kind.__name__ == name:
+            method, record = one, kind
+    packed = [(label, msgspec.msgpack.encode(fields)) for base in (bases(name, job.hostile) if record else ())
+              for label, fields in messages_of(record, base, TOTAL_NBYTES)]  # type: ignore[arg-type]
+    packed = [(label, data) for label, data in packed if len(data) <= messages.MAX_NBYTES]
+    for label, data in (*packed, *malformed(TOTAL_NBYTES)):
+        with job.within(bound, label):
+            ask(job.hostile, method, data)
+    if record is not None:
+        for n, base in enumerate(bases(name, job.hostile)):
+            least = [msgspec.msgpack.encode(fields) for fields in numbered(record, base)]
+            with job.within(bound, f"many {n}"):
+                for future in job.hostile.flood(method, least.__getitem__, len(least)):
+                    future.exception(WAIT_S)
+    for label, data in greedy(name, job.hostile):
+        count = min(MOST_CALLS, TOTAL_NBYTES // (CALL_NBYTES + len(data)))
+        with job.within(bound, f"{count} times {label}, unread"), job.hostile.unread() as link:
+            flood(link, method, data, count)
+            quiet(job.victim)
+    assert job.failed == []
+
+
+def ask(hostile: HostileMember, method: str, data: bytes) -> None:
+    """One call, whatever comes of it."""
+    with contextlib.suppress(Exception):
+        hostile.call(method, data, 10.0)
+
+
+def numbered(record: type[Record], base: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """As many small messages as 100 kB hold, each with other values in the fields that `base` does not set."""
+    made = []
+    for number in range(MOST_CALLS):
+        fields = {"plan_digest": f"{number:x}", "token": f"{number:x}", "nbytes": 10 + number, "data": b"x"} if record in (
+            messages.PlanPart, messages.Leave) else {}
+        fields = {name: value for name, value in fields.items() if name in record.__struct_fields__}
+        if record is messages.KvRequest:
+            fields = {"put": ((f"key {number}", b""),), "want": ((f"other {number}", -1),), "wait_s": 1.0}
+        elif record is messages.Join:
+            fields = {"token": f"{number:x}"}
+        made.append(next(iter(messages_of(record, {**base, **fields}, 0)))[1])
+    count = TOTAL_NBYTES // (CALL_NBYTES + max(len(msgspec.msgpack.encode(one)) for one in made))
+    return made[:count]
+
+
+def greedy(name: str, hostile: HostileMember) -> list[tuple[str, bytes]]:
+    """Small requests with the largest replies that a member can get."""
+    if name == "StatusRequest":
+        return [("wanted", messages.pack(messages.StatusRequest(wanted=1 << 40)))]
+    if name == "EventsRequest":
+        return [("events", messages.pack(messages.EventsRequest()))]
+    if name == "Join":
+        return [("a reply with the plan", messages.pack(hostile.request))]
+    if name == "KvRequest":
+        ask(hostile, "KvRequest", messages.pack(messages.KvRequest(hostile.home, put=(("large", bytes(TOTAL_NBYTES)),))))
+        return [("a large value", messages.pack(messages.KvRequest(hostile.home, want=(("large", -1),))))]
+    return []
+
+
+# ---- frames of a member
+
+FRAMES = [kind.name for kind in Kind]
+NUMBERS: dict[str, tuple[Any, ...]] = {
+    "generation": (2, 0xFFFFFFFF), "step": (7, 0xFFFFFFFF), "bucket": (9, 0xFFFFFFFF), "part": (1, 0xFFFF),
+    "parts": (2, 0xFFFF), "round": (1, 0xFF), "codec": (0, 0xFF), "sender": (0, 0xFFFF), "order": (1, 0xFFFF),
+    "flags": (Flag.AGAIN, Flag.ABANDON, Flag.MEAN, Flag.WITHOUT_ZEROS, Flag.ALL), "used": (0, 7, (1 << 64) - 1),
+    "undone": (1, (1 << 64) - 1), "weight": (-1.0, 3e38, float("inf"), float("nan")),
+    "total": (-1.0, 3e38, float("inf"), float("nan")),
+}
+"""Values of the header's fields beside those of an honest frame."""
+
+
+def test_each_field_of_the_header_has_extreme_values() -> None:
+    assert {*NUMBERS, "kind"} == set(Header._fields)
+
+
+class Sent(NamedTuple):
+    """A frame. `nbytes`: what its header says of the body's size, if not the truth. `times`: how often it is sent."""
+
+    label: str
+    header: Header
+    body: bytes = b""
+    nbytes: int | None = None
+    times: int = 1
+
+
+def frames(kind: Kind, hostile: HostileMember) -> Iterator[Sent]:
+    honest, body = hostile.contribution(1)
+    header = honest if kind == Kind.PUSH else Header(kind, 1, sender=hostile.rank)
+    if kind == Kind.PLAN:
+        header, body = header._replace(generation=2), records.encode(PLAN)
+    body = body if kind in (Kind.PUSH, Kind.PLAN) else b""
+    yield Sent("honest", header, body)
+    yield Sent("many", header, body, times=TOTAL_NBYTES // (framing.HEADER_NBYTES + len(body)))
+    yield Sent("many steps", header._replace(step=0x7FFFFFFF), body, times=TOTAL_NBYTES // (framing.HEADER_NBYTES + len(body)))
+    yield Sent("large reply", header._replace(used=16 << 20), times=TOTAL_NBYTES // framing.HEADER_NBYTES)
+    yield Sent("zeros", header, bytes(TOTAL_NBYTES))
+    yield Sent("noise", header, os.urandom(TOTAL_NBYTES))
+    yield Sent("zero chunks", header._replace(flags=Flag.WITHOUT_ZEROS), bytes(TOTAL_NBYTES))
+    yield Sent("unfinished", header, bytes(TOTAL_NBYTES), 256 << 20)
+    yield Sent("too large", header, bytes(TOTAL_NBYTES), 0xFFFFFFFF)
+    yield Sent("first part of many", header._replace(parts=0xFFFF), bytes(TOTAL_NBYTES))
+    for name, values in NUMBERS.items():
+        for value in values:
+            changed: Any = {name: value}
+            yield Sent(f"{name} {value:g}", header._replace(**changed), body)
+    if kind == Kind.PLAN:
+        for label, fields in messages_of(Plan, msgspec.to_builtins(PLAN), TOTAL_NBYTES):
+            yield Sent(f"plan with {label}", header, msgspec.json.encode(fields))
+        for label, fields in messages_of(EpochChange, {}, TOTAL_NBYTES):
+            yield Sent(f"change with {label}", header._replace(flags=Flag.ABANDON), msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.commit(2)
+@pytest.mark.parametrize("name", FRAMES)
+def test_frames_of_a_member(name: str, job: Job) -> None:
+    """Their answers are not read."""
+    bound = BOUNDS[f"{name} of a member"]
+    for one in frames(Kind[name], job.hostile):
+        with job.within(bound, one.label), job.hostile.data() as data:
+            with contextlib.suppress(OSError):  # the server has had enough
+                for _ in range(one.times):
+                    data.send(one.header, one.body, one.nbytes)
+            quiet(job.victim)
+    assert job.failed == []
+
+
+# ---- strangers
+
+STRANGERS = "Hello", "Proof", "EnrolmentRequest", "Challenge"
+
+
+def framed(kind: Kind, body: bytes, **fields: Any) -> bytes:
+    return framing.encode(Header(kind, **fields), len(body), crc32c(body)) + body
+
+
+def greetings(name: str) -> Iterator[tuple[str, bytes]]:
+    """What a stranger sends to a data port."""
+    hello = msgspec.msgpack.encode(Hello("", 0, nonce=bytes(16)))
+    record, kind, before = (Hello, Kind.HELLO, b"") if name == "Hello" else (Proof, Kind.PROOF, framed(Kind.HELLO, hello))
+    for nbytes in (handshake.MAX_NBYTES - 200, TOTAL_NBYTES):
+        for label, fields in messages_of(record, {}, nbytes):
+            yield f"{label} of {nbytes}", before + framed(kind, msgspec.msgpack.encode(fields))
+        for label, body in malformed(nbytes):
+            yield f"{label} of {nbytes}", before + framed(kind, body)
+    for label, fields in (("part", {"parts": 0xFFFF}), ("flags", {"flags": Flag.MEAN}), ("sender", {"sender": 0xFFFF})):
+        yield label, before + framed(kind, hello, **fields)
+    yield "announced", before + framing.encode(Header(kind), 0xFFFFFFFF, 0) + bytes(TOTAL_NBYTES)
+    yield "another kind", before + framed(Kind.PUSH, bytes(TOTAL_NBYTES))
+
+
+def tell(address: str, data: bytes, source: str = "127.0.0.3") -> None:
+    """Sends it on a connection of its own, and waits until the server ends that, at most a second."""
+    with contextlib.suppress(OSError), socket.create_connection(host_port(address), WAIT_S, (source, 0)) as sock:
+        sock.sendall(data)
+        sock.settimeout(1.0)
+        while sock.recv(1 << 16):
+            pass
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["Hello", "Proof"])
+def test_a_greeting_of_a_stranger(name: str, job: Job) -> None:
+    bound = BOUNDS[f"{name} of a stranger"]
+    for label, data in greetings(name):
+        with job.within(bound, label):
+            tell(job.victim.data_address, data)
+    assert job.failed == []
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.commit(1)
+@pytest.mark.parametrize("name", ["Challenge"])
+def test_a_call_of_a_stranger(name: str, job: Job) -> None:
+    """Calls without a proof, of every method."""
+    bound = BOUNDS[f"{name} of a stranger"]
+    for method in (*methods(), CHALLENGE):
+        for nbytes in (0, TOTAL_NBYTES):
+            count = min(MOST_CALLS, TOTAL_NBYTES // (nbytes + CALL_NBYTES)) or 1
+            with job.within(bound, f"{count} times {method} of {nbytes}"):
+                with grpc.insecure_channel(job.victim.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+                    caller = channel.unary_unary(f"/{messages.SERVICE}/{method}")
+                    for future in [caller.future(bytes(nbytes), timeout=10.0) for _ in range(count)]:
+                        future.exception()
+    assert job.failed == []
+
+
+@pytest.mark.timeout(900)
+def test_an_enrolment_of_a_stranger(tmp_path: Path) -> None:
+    """After the handshake, in which the server shows its certificate and asks for none."""
+    folders = Folders(tmp_path)
+    job = InvitingJob(folders)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["commlayer-enrolment"])
+    requests: Iterable[tuple[str, bytes]] = itertools.chain.from_iterable(
+        (*((f"{label} of {nbytes}", msgspec.msgpack.encode(fields))
+           for label, fields in messages_of(enrolment.EnrolmentRequest, {}, nbytes)),
+         *((f"{label} of {nbytes}", data) for label, data in malformed(nbytes)))
+        for nbytes in (enrolment.MAX_REQUEST_NBYTES - 100, TOTAL_NBYTES))
+    try:
+        for number, (label, data) in enumerate(requests):
+            source = f"127.0.1.{1 + number // 5}"  # an address may fail ten times a minute
+            with job.within(BOUNDS["EnrolmentRequest of a stranger"], label):
+                with contextlib.suppress(OSError):
+                    sock = socket.create_connection(host_port(job.victim.address), WAIT_S, (source, 0))
+                    with sock:
+                        sock.sendall(enrolment.MAGIC)
+                        sock.recv(1 << 16)
+                        with context.wrap_socket(sock) as tls:
+                            tls.sendall(len(data).to_bytes(4, "little") + data)
+                            tls.settimeout(1.0)
+                            while tls.recv(1 << 16):
+                                pass
+        assert job.failed == []
+    finally:
+        job.close()
+
+
+class InvitingJob(Job):
+    """With a server that accepts invitations."""
+
+    def renew(self) -> None:
+        self._stack.close()
+        self.victim = self._stack.enter_context(Victim("--workers", "2", folders=self._folders, invited="gpu-1"))
+        self.honest, self.hostile = joined(self._stack, self.victim, HonestMember, HostileMember)
+        for _ in range(20):
+            self.honest.call()
+        quiet(self.victim)
