@@ -227,8 +227,8 @@ class Coordinator:
         return messages.HeartbeatReply()
 
     def _join(self, request: messages.Join) -> Record:
-        if _revoked(request, self._revoked):
-            raise AuthenticationFailed
+        if _revoked(request, self._revoked):  # since the handshake of its connection, which is about to be closed
+            return messages.JoinReply(coded("E-CERTIFICATE-REVOKED", f"the certificate of {request.certificate} was revoked"))
         if request.kind == "site":
             return self._register_site(request)
         with self._lock:

@@ -75,7 +75,8 @@ def told(victim: Victim, *options: str, token: str = "") -> str:
     environment = QUICK | {"PATH": "/usr/bin:/bin", "COMMLAYER_CONFIG": "", "PYTHONPATH": str(ROOT)} | \
         ({"COMMLAYER_TOKEN": token} if token else {})
     line = [sys.executable, "-m", "commlayer.cli.main", "join", "--wait", "20", *options, victim.address]
-    done = subprocess.run([*line, "tests/support/lab.py"], cwd=ROOT, env=environment, text=True, capture_output=True, timeout=2 * WAIT_S)
+    done = subprocess.run([*line, "tests/support/lab.py"], cwd=ROOT, env=environment, text=True, capture_output=True,
+                          timeout=2 * WAIT_S)
     return done.stdout + done.stderr
 
 
