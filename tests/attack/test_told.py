@@ -32,6 +32,7 @@ def made_victim() -> Iterator[Victim]:
         yield victim
 
 
+@pytest.mark.commit(1)
 def test_text_of_a_member_in_log_lines_is_short_and_one_line(victim: Victim) -> None:
     with contextlib.ExitStack() as stack:
         honest, hostile = joined(stack, victim, HonestMember, HostileMember)
@@ -80,6 +81,7 @@ def told(victim: Victim, *options: str, token: str = "") -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.commit(1)
 @pytest.mark.parametrize("given", [True, False])
 def test_a_server_that_is_left_insecure_says_so_first_and_logs_no_secret(given: bool) -> None:
     """A secret that it makes itself is told once, in its answer on standard output: without it nobody could join."""
