@@ -345,7 +345,7 @@ def cause_of(error: BaseException) -> str:
 
 
 MAX_TOLD_CHARS = 300
-"""Maximum length of text from a peer in errors and log lines."""
+"""Maximum length of text from a peer in a log line."""
 
 
 def one_line(text: object) -> str:

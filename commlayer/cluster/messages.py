@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from commlayer.errors import MAX_TOLD_CHARS, CorruptFrame, coded, short_line
+from commlayer.errors import CorruptFrame, coded, short_line
 from commlayer.observe.events import MAX_LINE_NBYTES
 from commlayer.records import MALFORMED, Record, ServerInfo, View
 
@@ -430,8 +430,9 @@ def _other_version(data: bytes) -> str:
 # ---- Text of requests appears in errors, in logs and in the replies to all heartbeats. It is therefore sanitized once, when a
 # call arrives.
 
-MOST_CHARS = {"token": 64, "home": 64, "name": 64, "version": 64, "address": 300, "streams": 300,
-              "reason": MAX_TOLD_CHARS, "leave": MAX_TOLD_CHARS}
+REASON_CHARS = 1000
+MOST_CHARS = {"token": 64, "home": 64, "name": 64, "version": 64, "address": 300, "streams": 300, "reason": REASON_CHARS,
+              "leave": REASON_CHARS}
 """Maximum number of characters by field name, in any request. Linux limits host names to 64."""
 
 
@@ -449,9 +450,9 @@ def sanitize(request: R) -> R:
         if text != (line := short_line(text, most)):
             changed[field] = line
     if isinstance(request, Join) and request.must_match:
-        changed["must_match"] = {short_line(name, MAX_TOLD_CHARS): short_line(value, MAX_TOLD_CHARS)
-                                 for name, value in request.must_match.items()}
+        changed["must_match"] = {short_line(name, REASON_CHARS): short_line(value, REASON_CHARS)
+                            for name, value in request.must_match.items()}
     if isinstance(request, Heartbeat) and request.dropped:
-        changed["dropped"] = tuple(msgspec.structs.replace(gone, reason=short_line(gone.reason, MAX_TOLD_CHARS))
+        changed["dropped"] = tuple(msgspec.structs.replace(gone, reason=short_line(gone.reason, REASON_CHARS))
                                    for gone in request.dropped)
     return msgspec.structs.replace(request, **changed) if changed else request

@@ -44,13 +44,14 @@ def test_text_of_a_member_in_log_lines_is_short_and_one_line(victim: Victim) -> 
         gone = messages.PeerExit("worker 0", LONG)
         requests = [*sites, *workers, messages.KvRequest(LONG, put=((LONG, b""),)), messages.Heartbeat("x", dropped=(gone,)),
                     messages.Heartbeat(hostile.token, events=(LONG.encode()[:900],), time_s=1.0),
-                    messages.KvRequest(hostile.home, put=((LONG, b""),)), messages.Leave(hostile.token, LONG)]
+                    messages.KvRequest(hostile.home, put=((LONG, b""),)), messages.Leave(hostile.token, LONG),
+                    msgspec.structs.replace(hostile._lease.request, leave=LONG)]
         for request in requests:
             with contextlib.suppress(Exception):
                 hostile.call(type(request).__name__, request, 5.0)
             with contextlib.suppress(Exception):  # fields that no record has
                 hostile.call(type(request).__name__, msgspec.msgpack.encode({LONG: LONG}), 5.0)
-        until(lambda: any("Q" * 200 in line for line in victim.lines), "its reason is logged")
+        until(lambda: sum("Q" * 200 in line for line in victim.lines) >= 2, "its reasons are logged, of worker and home")
         honest.call()
     assert [line for line in victim.lines if "Q" * (MAX_TOLD_CHARS + 1) in line or "\x1b" in line] == []
     assert [line for line in victim.lines if line.startswith(("\x1b", "[31m"))] == []
