@@ -46,8 +46,9 @@ def fields_of(kind: inspect.StructType, base: Mapping[str, Any], number: int = 0
     return {**tag, **needed, **base}
 
 
-def extremes(kind: inspect.Type, nbytes: int) -> Iterator[tuple[str, Any]]:
-    """Values of a type that fill some `nbytes`, or are at the end of its range, each with a name."""
+def extremes(kind: inspect.Type, nbytes: int, first: int = 0) -> Iterator[tuple[str, Any]]:
+    """Values of a type that fill some `nbytes`, or are at the end of its range, each with a name. Entries of containers are
+    numbered from `first` on."""
     match kind:
         case inspect.StrType():
             yield "longest", "x" * nbytes
@@ -61,39 +62,42 @@ def extremes(kind: inspect.Type, nbytes: int) -> Iterator[tuple[str, Any]]:
         case inspect.FloatType():
             yield from (("infinite", float("inf")), ("no number", float("nan")), ("most", 1e308), ("least", -1e308))
         case inspect.VarTupleType() | inspect.ListType():
-            yield from ((f"one {name}", (value,)) for name, value in extremes(kind.item_type, nbytes))
-            each = len(msgspec.msgpack.encode(least(kind.item_type, nbytes)))
-            yield "many", tuple(least(kind.item_type, number) for number in range(nbytes // max(each, SPREAD)))
+            yield from ((f"one {name}", (value,)) for name, value in extremes(kind.item_type, nbytes, first))
+            each = len(msgspec.msgpack.encode(least(kind.item_type, first + nbytes)))
+            yield "many", tuple(least(kind.item_type, first + number) for number in range(nbytes // max(each, SPREAD)))
             yield "many equal", (least(kind.item_type),) * (nbytes // max(each, SPREAD))
         case inspect.TupleType():
             for place, one in enumerate(kind.item_types):
-                for name, value in extremes(one, nbytes):
+                for name, value in extremes(one, nbytes, first):
                     yield f"{place} {name}", tuple(value if n == place else least(o) for n, o in enumerate(kind.item_types))
         case inspect.DictType():
-            yield "many", {f"{number:x}": least(kind.value_type, number) for number in range(nbytes // (2 * SPREAD))}
-            yield from ((f"one {name}", {"0": value}) for name, value in extremes(kind.value_type, nbytes))
+            count = nbytes // (2 * SPREAD)
+            yield "many", {f"{first + number:x}": least(kind.value_type, number) for number in range(count)}
+            yield from ((f"one {name}", {f"{first:x}": value}) for name, value in extremes(kind.value_type, nbytes, first))
         case inspect.UnionType():
             for one in kind.types:
-                yield from extremes(one, nbytes)
+                yield from extremes(one, nbytes, first)
         case inspect.LiteralType():
             yield from ((f"is {value}", value) for value in kind.values)
         case inspect.StructType():
             for field in kind.fields:
-                for name, value in extremes(field.type, nbytes):
+                for name, value in extremes(field.type, nbytes, first):
                     yield f"{field.name} {name}", fields_of(kind, {field.encode_name: value})
         case inspect.BoolType():
             yield "true", True
         case inspect.Metadata():
-            yield from extremes(kind.type, nbytes)
+            yield from extremes(kind.type, nbytes, first)
 
 
-def messages_of(record: type[msgspec.Struct], base: Mapping[str, Any], nbytes: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Messages of a record's type as dicts: one field of each is extreme, the others are those of `base`."""
+def messages_of(record: type[msgspec.Struct], base: Mapping[str, Any], nbytes: int, first: int = 0
+                ) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Messages of a record's type as dicts: one field of each is extreme, the others are those of `base`. `first`: see
+    `extremes`."""
     kind = inspect.type_info(record)
     assert isinstance(kind, inspect.StructType)
     yield "base", fields_of(kind, base)
     for field in kind.fields:
-        for name, value in extremes(field.type, nbytes):
+        for name, value in extremes(field.type, nbytes, first):
             yield f"{field.name} {name}", fields_of(kind, {**base, field.encode_name: value})
 
 
