@@ -68,8 +68,9 @@ ONE = Bound()
 
 BOUNDS: dict[str, Bound] = {
     **{f"{record.__name__} of a member": ONE for record in (
-        messages.Join, messages.PlanPart, messages.Heartbeat, messages.Leave, messages.KvRequest, messages.StatusRequest,
-        messages.EventsRequest)},
+        messages.Join, messages.PlanPart, messages.Heartbeat, messages.Leave, messages.StatusRequest, messages.EventsRequest)},
+    # What a home stores is limited as a whole, and each key counts more than it takes: some 150 bytes.
+    "KvRequest of a member": Bound(memory_nbytes=2 << 20),
     "Challenge of a member": ONE,
     **{f"{kind.name} of a member": ONE for kind in Kind},
     **{f"{name} of a stranger": ONE for name in ("Hello", "Proof", "EnrolmentRequest", "Challenge")},
