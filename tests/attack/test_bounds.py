@@ -43,8 +43,6 @@ CALL_NBYTES = 160
 MOST_CALLS = 400
 """Calls at a time. A member with more of them waits for answers."""
 QUIET_S, MOST_QUIET_S = 0.15, 10.0
-
-
 TURNS = 5
 """How often a message is sent, each time with other values, if the server has grown by more than allowed. It must not grow with
 each of them; what an allocator once had it may keep."""
@@ -147,13 +145,15 @@ class Job:
         for turn in range(TURNS):
             if self.over:
                 self.renew()
-            with self.victim.watched() as growth:
-                act(*args, turn)
-                call_s = answered_s(self.honest, bound.call_s)
-                quiet(self.victim)
-            self.failed += [f"{name}: {line}" for line in exceeded(growth, call_s, bound)]
-            if not self.victim.alive:
+            try:
+                with self.victim.watched() as growth:
+                    act(*args, turn)
+                    call_s = answered_s(self.honest, bound.call_s)
+                    quiet(self.victim)
+            except FileNotFoundError:  # in /proc
                 self.failed.append(f"{name}: the server has ended: {self.victim.lines[-3:]}")
+                return
+            self.failed += [f"{name}: {line}" for line in exceeded(growth, call_s, bound)]
             if growth.memory_nbytes <= bound.memory_nbytes:
                 return
         self.failed.append(f"{name}: grows by {growth.memory_nbytes} bytes each time, allowed {bound.memory_nbytes}")
@@ -276,18 +276,20 @@ def ask_unread(job: Job, method: str, data: bytes, _turn: int) -> None:
         quiet(job.victim)
 
 
+DISTINCT: dict[str, Callable[[int], dict[str, Any]]] = {
+    "Join": lambda number: {"token": f"{number:x}"},
+    "Leave": lambda number: {"token": f"{number:x}"},
+    "PlanPart": lambda number: {"plan_digest": f"{number:x}", "nbytes": 10 + number, "data": b"x"},
+    "KvRequest": lambda number: {"put": ((f"key {number}", b""),), "want": ((f"other {number}", -1),), "wait_s": 1.0},
+}
+"""Fields by which small messages differ, so that a server that keeps something of each grows."""
+
+
 def numbered(record: type[Record], base: Mapping[str, Any], turn: int) -> list[bytes]:
-    """As many small messages as 100 kB hold, each with other values in the fields that `base` does not set."""
-    made = []
-    for number in range(turn * MOST_CALLS, (turn + 1) * MOST_CALLS):
-        fields = {"plan_digest": f"{number:x}", "token": f"{number:x}", "nbytes": 10 + number, "data": b"x"} if record in (
-            messages.PlanPart, messages.Leave) else {}
-        fields = {name: value for name, value in fields.items() if name in record.__struct_fields__}
-        if record is messages.KvRequest:
-            fields = {"put": ((f"key {number}", b""),), "want": ((f"other {number}", -1),), "wait_s": 1.0}
-        elif record is messages.Join:
-            fields = {"token": f"{number:x}"}
-        made.append(msgspec.msgpack.encode(next(messages_of(record, {**base, **fields}, 0))[1]))
+    """As many small messages as 100 kB hold."""
+    differ: Callable[[int], dict[str, Any]] = DISTINCT.get(record.__name__, lambda _: {})
+    made = [msgspec.msgpack.encode(next(messages_of(record, {**base, **differ(number)}, 0))[1])
+            for number in range(turn * MOST_CALLS, (turn + 1) * MOST_CALLS)]
     return made[:TOTAL_NBYTES // (CALL_NBYTES + max(map(len, made)))]
 
 
