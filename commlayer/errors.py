@@ -38,7 +38,8 @@ CODES: dict[str, tuple[str, str]] = {
     "E-OTHER-RANK": ("A call failed on another rank, so no rank did it.", "Read the error of the rank that the message names."),
     "E-VERSION": ("The other side has another version of commlayer.", "Install the same commlayer on all machines."),
     "E-TLS": ("One end uses TLS, and the other end does not.", "Set `keys` on all machines."),
-    "E-CERTIFICATE-REVOKED": ("A certificate was revoked.", "Make another one with `commlayer keys add NAME`."),
+    "E-CERTIFICATE-REVOKED": ("A certificate was revoked.",
+                              "Make another one with `commlayer keys invite NAME` or `commlayer keys add NAME`."),
     "E-CERTIFICATE-DATE": ("A certificate has expired, or is not valid yet.",
                            "Correct the clock, or renew the certificate with `commlayer keys add NAME --again`."),
     "E-CERTIFICATE-CA": ("A certificate was issued by another CA than the job's.",
@@ -347,6 +348,10 @@ def cause_of(error: BaseException) -> str:
     """
     message = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+MAX_TOLD_CHARS = 300
+"""Maximum length of text from a peer in a log line."""
 
 
 def one_line(text: object) -> str:

@@ -74,13 +74,13 @@ def sites() -> Iterator[Sites]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks `nightly` what `make test` leaves to `make test-all`.
 
-    These are two folders, and of a test that is marked `commit(N)`, wherever it is, all but N cases.
+    These are three folders, and of a test that is marked `commit(N)`, wherever it is, all but N cases.
     """
     tables: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("commit"):
             tables[item.nodeid.partition("[")[0]].append(item)
-        elif item.path.parent.name in {"nightly", "chaos"}:
+        elif item.path.parent.name in {"nightly", "chaos", "attack"}:
             item.add_marker("nightly")
     for cases in tables.values():
         mark = cases[0].get_closest_marker("commit")

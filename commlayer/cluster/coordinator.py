@@ -36,7 +36,7 @@ from commlayer.cluster.messages import (
 from commlayer.cluster.rendezvous_service import RendezvousService
 from commlayer.cluster.sites import AdmissionState, PendingWait
 from commlayer.config import Config
-from commlayer.errors import CorruptFrame, InvalidInput, coded, without_code
+from commlayer.errors import MAX_TOLD_CHARS, CorruptFrame, InvalidInput, coded, short_line, without_code
 from commlayer.observe.events import EventLog
 from commlayer.records import Record, ServerInfo, View
 from commlayer.transport import framing, grpc_stream
@@ -228,8 +228,8 @@ class Coordinator:
         return messages.HeartbeatReply()
 
     def _join(self, request: messages.Join) -> Record:
-        if _revoked(request, self._revoked):
-            raise AuthenticationFailed
+        if _revoked(request, self._revoked):  # since the handshake of its connection, which is about to be closed
+            return messages.JoinReply(coded("E-CERTIFICATE-REVOKED", f"the certificate of {request.certificate} was revoked"))
         if request.kind == "site":
             return self._register_site(request)
         with self._lock:
@@ -353,7 +353,7 @@ class Coordinator:
         for token, place in state.registrations.items():
             known = before.registrations.get(token)
             if known is not None and place.dead and not known.dead:
-                log.warning("%s: %s", place.peer, place.dead)
+                log.warning("%s: %s", place.peer, short_line(place.dead, MAX_TOLD_CHARS))
         self.events.changed(before, state)
         if view is not None and (former is None or view.generation != former.generation):
             self._log_epoch(view, former)

@@ -364,4 +364,4 @@ def _receive_record(sock: socket.socket, kind: type[T], most: int, deadline: flo
     try:
         return msgspec.msgpack.decode(_receive_framed(sock, most, deadline), type=kind)
     except MALFORMED as error:
-        raise Refused(f"got a malformed {kind.__name__.lower()}: {one_line(error)}", code="E-FRAME") from None
+        raise Refused(f"got a malformed {kind.__name__.lower()}: {short_line(error, 200)}", code="E-FRAME") from None

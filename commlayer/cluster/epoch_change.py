@@ -17,7 +17,7 @@ from msgspec import structs
 from commlayer.cluster.membership import Registration, State, conflict, evict, failure, over
 from commlayer.cluster.messages import FINISHED, HeartbeatReply, Join, JoinReply, Overdue, PeerExit, incompatible
 from commlayer.cluster.sites import AdmissionState, PendingWait
-from commlayer.errors import CorruptFrame, coded, one_line, without_code
+from commlayer.errors import CorruptFrame, coded, short_line, without_code
 from commlayer.records import MALFORMED, Member, Record, View
 from commlayer.transport.protocol import SERVER_BASE, Message, peer_name
 
@@ -283,5 +283,5 @@ def read_change(message: Message) -> EpochChange:
     try:
         return msgspec.msgpack.decode(message.body, type=EpochChange)
     except MALFORMED as error:
-        raise CorruptFrame(f"PLAN frame with a change of members is malformed: {one_line(error)}",
+        raise CorruptFrame(f"PLAN frame with a change of members is malformed: {short_line(error, 200)}",
                            peer=peer_name(message.peer)) from None

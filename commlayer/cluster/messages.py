@@ -439,9 +439,9 @@ def _other_version(data: bytes) -> str:
 # call arrives.
 
 REASON_CHARS = 1000
-MOST_CHARS = {"token": 64, "home": 64, "name": 255, "version": 64, "address": 300, "streams": 300, "reason": REASON_CHARS,
+MOST_CHARS = {"token": 64, "home": 64, "name": 64, "version": 64, "address": 300, "streams": 300, "reason": REASON_CHARS,
               "leave": REASON_CHARS}
-"""Maximum number of characters by field name, in any request."""
+"""Maximum number of characters by field name, in any request. Linux limits host names to 64."""
 
 
 def sanitize(request: R) -> R:

@@ -20,7 +20,7 @@ from commlayer.cluster.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.kv_store import KvStore
 from commlayer.cluster.messages import ANY, MAX_KEYS, Join, JoinReply, Key, KvReply, KvRequest, version
 from commlayer.cluster.sites import PendingWait
-from commlayer.errors import CorruptFrame, coded, short_line
+from commlayer.errors import MAX_TOLD_CHARS, CorruptFrame, coded, short_line
 from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.protocol import peer_name
 
@@ -278,7 +278,8 @@ class RendezvousService:
         reasons = [state.former.get(token, f"{site.who} has left") for token, site in before.present.items()
                    if token not in state.present]
         for why in dict.fromkeys(reasons):
-            log.log(logging.INFO if state.begun else logging.WARNING, "%s", why.removeprefix("its home "))
+            log.log(logging.INFO if state.begun else logging.WARNING, "%s",
+                    short_line(why.removeprefix("its home "), MAX_TOLD_CHARS))
         if state.former is not before.former and not state.begun:
             # A new rendezvous; calls that wait in the old store return within MAX_WAIT_S.
             self._store = KvStore(_workers(state))

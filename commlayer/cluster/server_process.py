@@ -28,7 +28,7 @@ from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.job_events import log_of_job
 from commlayer.config import Config, host_port, is_loopback, join_host, read_config, reconnect_window_s
-from commlayer.errors import Coded, CommError, InvalidInput, line_of, without_code
+from commlayer.errors import MAX_TOLD_CHARS, Coded, CommError, InvalidInput, line_of, short_line, without_code
 from commlayer.observe.events import EventFile, EventLog
 from commlayer.observe.log_lines import LogLines
 from commlayer.transport.key_folder import Keys
@@ -95,6 +95,10 @@ def run(config: Config, part: ServeOptions) -> None:
     logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, handlers=[LogLines("commlayer serve")])
     if part.parent:
         config = msgspec.structs.replace(config, journal="")  # an embedded server is never restarted
+    elif config.insecure:
+        log.warning("insecure is set (--insecure, COMMLAYER_INSECURE or commlayer.toml): %s", "the page is not encrypted, but "
+                    "the job is" if config.keys else "nothing of this job is encrypted; without it, homes are invited with "
+                    "keys")
     with contextlib.suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MAX_FILES) if hard >= 0 else MAX_FILES, hard))
@@ -126,13 +130,26 @@ def _serve_page(host: str, port: int, config: Config, events: EventLog, stack: c
         raise InvalidInput("E-PLAIN-TEXT", f"--page {host}: HTTP is not encrypted, and this is not a loopback address: use "
                                            "127.0.0.1 and a tunnel; or if you trust the network, --insecure together with "
                                            "--invite NAMES or --keys, which keep the job itself encrypted")
-    token, feed = read_token(config.token), JobFeed(events)
+    keys, shown = Keys(config.keys) if config.keys else None, ""
+
+    def token() -> str:
+        """With keys, only this server can compute the token, and a revocation makes another one."""
+        nonlocal shown
+        if keys is not None:
+            keys.revoked()  # reads the list again if it has changed
+        valid = read_token(config.token.encode()) if keys is None else read_token(keys.key, keys.list_number)
+        if valid != shown:
+            shown = valid
+            log.info("page: http://%s/?token=%s", server.address, valid)
+            log.info("metrics for Prometheus: http://%s/metrics%s", server.address,
+                     "" if is_loopback(host) else f" with the header Authorization: Bearer {valid}")
+        return valid
+
+    feed = JobFeed(events)
     stack.callback(feed.close)
     server = WebServer(host, port, token, feed.pages, public=("/metrics",))
     stack.callback(server.close)
-    log.info("page: http://%s/?token=%s", server.address, token)
-    log.info("metrics for Prometheus: http://%s/metrics%s", server.address,
-             "" if is_loopback(host) else f" with the header Authorization: Bearer {token}")
+    token()
 
 
 def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: threading.Event, events: EventLog
@@ -179,14 +196,13 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
         if not part.again:
             secret = {"token": part.job_token} if part.job_token else {}
             print(json.dumps({"control": control, "data": data} | secret), flush=True)
-        token = f"COMMLAYER_TOKEN={part.job_token}" if part.job_token else \
-            "COMMLAYER_KEYS" if config.keys else "the job's secret"
+        token = "COMMLAYER_KEYS" if config.keys else "the job's secret" + ", the token above" * bool(part.job_token)
         if part.ca:
             _invite(part, control, more=config.min_workers > 0)
         else:
             log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
         if not (part.ca or config.join):
-            log.info("on each other machine run: %s", _launch_command(config, control, part.job_token))
+            log.info("on each other machine run: %s", _launch_command(config, control))
         if not config.join:
             log.info("watch the job: commlayer top %s%s", near, f" --keys {config.keys}" if config.keys else "")
         if part.sums:
@@ -230,7 +246,8 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
             if not stopped.is_set():
                 log.info("the job has finished; this server ends")
             return None
-        log.warning("the job failed (%s); this server waits at %s for the next job", without_code(failed), control)
+        log.warning("the job failed (%s); this server waits at %s for the next job",
+                    short_line(without_code(failed), MAX_TOLD_CHARS), control)
     # Workers know the coordinator's address, and the coordinator sends them those of the servers.
     return (config if config.join else msgspec.structs.replace(config, port=host_port(control)[1]),
             part._replace(again=True, data_port=data_port))
@@ -282,13 +299,12 @@ def _invite(part: ServeOptions, control: str, *, more: bool) -> None:
              invitations.SCRIPT, invitations.VALID_HOURS, "\n".join(f"  {line}" for line in lines))
 
 
-def _launch_command(config: Config, control: str, job_token: str) -> str:
+def _launch_command(config: Config, control: str) -> str:
     """Returns the command that starts a worker on a machine that accepts no connections, ready to copy."""
     if config.keys:  # each machine has its own folder
         return f"commlayer join --keys ITS-KEYS {control} SCRIPT"
-    secret = f"COMMLAYER_TOKEN={job_token}" if job_token else "COMMLAYER_TOKEN_FILE=FILE-WITH-THE-SECRET"
     insecure = "" if is_loopback(host_port(control)[0]) else "--insecure "
-    return f"{secret} commlayer join {insecure}{control} SCRIPT"
+    return f"COMMLAYER_TOKEN_FILE=FILE-WITH-THE-SECRET commlayer join {insecure}{control} SCRIPT"
 
 
 def _on_silence(serving: DataServer, config: Config, control: str, end: threading.Event, stopped: threading.Event,
@@ -309,7 +325,7 @@ def _on_silence(serving: DataServer, config: Config, control: str, end: threadin
 
 def _log_failure(error: CommError) -> None:
     """Logs the failure of a peer. Only workers act on such failures."""
-    log.warning("%s", error)
+    log.warning("%s", short_line(error, MAX_TOLD_CHARS))
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from commlayer.cluster.summation import ENTRY_HEADER_NBYTES, KEPT_STEPS, MOST_RE
 from commlayer.compressors import kernels
 from commlayer.config import Config, Launch, codec_threads, host_port, join_host, reconnect_window_s, unheard_s
 from commlayer.errors import (
+    MAX_TOLD_CHARS,
     CommError,
     CorruptFrame,
     Damaged,
@@ -37,7 +38,6 @@ from commlayer.errors import (
     RecordError,
     coded,
     line_of,
-    one_line,
     short_line,
     without_code,
 )
@@ -73,8 +73,6 @@ LEAST_PROBE_NBYTES = 64 << 10
 _ZEROS = memoryview(bytes(MAX_PROBE_NBYTES))
 FAILURE_NOTICE_S = 2.0
 """Seconds between a failure of the server and the end of its connections, in which the reason can reach the members."""
-MAX_REASON_CHARS = 300
-"""Maximum length of the reason for dropping a member. Every heartbeat to the coordinator lists all dropped members."""
 
 
 class Stalled(Record, frozen=True):
@@ -112,7 +110,7 @@ def read_stalled(message: Message) -> Stalled:
     try:
         return msgspec.msgpack.decode(message.body, type=Stalled)
     except MALFORMED as error:
-        raise CorruptFrame(f"STALLED frame is malformed: {one_line(error)}", peer=peer_name(message.peer)) from None
+        raise CorruptFrame(f"STALLED frame is malformed: {short_line(error, 200)}", peer=peer_name(message.peer)) from None
 
 
 CheckChange = Callable[[EpochChange, int, int], Callable[[], Summation]]
@@ -327,18 +325,18 @@ class SumServer:
     def _drop(self, error: CorruptFrame) -> None:
         """Drops a member that broke the protocol. The coordinator is informed by the next heartbeat. The other members are
         informed by the stall report of the sum that waits for the dropped member."""
-        member, why = int(error.peer.removeprefix("worker ")), short_line(coded(error.code, error.what), MAX_REASON_CHARS)
+        member, why = int(error.peer.removeprefix("worker ")), short_line(coded(error.code, error.what), MAX_TOLD_CHARS)
         with self._dropping:
             if member in self._dropped:
                 return
             self._dropped[member] = why
-        log.warning("dropped %s", error)
+        log.warning("dropped %s", short_line(error, MAX_TOLD_CHARS))
         self._transport.abort(error, member)
 
     def _fail(self, message: Message, error: Exception) -> None:
         """Handles a failure of this server: no sum can be trusted, so all members are sent the reason and disconnected."""
         h = message.header
-        what = f"failed: {type(error).__name__}: {error}"
+        what = short_line(f"failed: {type(error).__name__}: {error}", MAX_TOLD_CHARS)
         with self._failing:
             if self._failed is not None or self._closing.is_set():
                 return

@@ -43,17 +43,17 @@ Pages = Mapping[str, Callable[[], Page]]
 """Functions that return a page, by path."""
 
 
-def read_token(secret: str) -> str:
-    """Returns the token with which a job's pages can be read. It follows from the job's secret, but does not reveal it: HTTP is
-    not encrypted."""
-    return hmac.digest(secret.encode(), b"commlayer: read the job's pages", hashlib.sha256).hex()[:32]
+def read_token(secret: bytes, number: int = 0) -> str:
+    """Returns the token with which a job's pages can be read. It follows from the secret and the number, but does not reveal
+    the secret: HTTP is not encrypted."""
+    return hmac.digest(secret, b"commlayer: read the job's pages %d" % number, hashlib.sha256).hex()[:32]
 
 
 class WebServer:
     """Serves pages on threads of its own, from construction to close()."""
 
-    def __init__(self, host: str, port: int, token: str, pages: Pages, *, public: Collection[str] = ()) -> None:
-        """`public`: paths of pages that need no token if `host` is loopback."""
+    def __init__(self, host: str, port: int, token: Callable[[], str], pages: Pages, *, public: Collection[str] = ()) -> None:
+        """`token`: returns the token that is valid now. `public`: paths of pages that need no token if `host` is loopback."""
         slots, unread = threading.BoundedSemaphore(MAX_CONNECTIONS), dict[Any, float]()
 
         class Server(ThreadingHTTPServer):
@@ -91,7 +91,7 @@ class WebServer:
                 unread.pop(self.request, None)
                 return complete
 
-        Handler.pages, Handler.token, Handler.public = pages, token, public if is_loopback(host) else ()
+        Handler.pages, Handler.token, Handler.public = pages, staticmethod(token), public if is_loopback(host) else ()
         try:
             self._server = Server((host, port), Handler)
         except OSError as error:
@@ -109,7 +109,7 @@ class WebServer:
 
 class _Handler(BaseHTTPRequestHandler):
     pages: Pages = MappingProxyType({})
-    token = ""
+    token: Callable[[], str] = staticmethod(str)
     public: Collection[str] = ()
     timeout = REQUEST_S
     server_version, sys_version = "commlayer", ""
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _allowed(self, query: str) -> bool:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip() or parse_qs(query).get("token", [""])[0]
-        return bool(given) and hmac.compare_digest(given.encode(), self.token.encode())
+        return bool(given) and hmac.compare_digest(given.encode(), self.token().encode())
 
     def _refuse(self, status: HTTPStatus, line: str) -> None:
         self._answer(Page("text/plain; charset=utf-8", f"{line}\n".encode(), status=status))
@@ -149,7 +149,10 @@ class _Handler(BaseHTTPRequestHandler):
             part = next(page.body)  # a generator that has begun can release what it holds, even if the client is gone
             self._head(page.status, {**headers, **page.headers})
             self.wfile.write(part)
+            token = self.token()
             for part in page.body:
+                if self.token() != token:
+                    break  # a certificate was revoked: the client needs the new token
                 self.wfile.write(part)
 
     def _head(self, status: HTTPStatus, headers: Mapping[str, str]) -> None:
@@ -160,4 +163,4 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Logs requests only for debugging, because there is one every few seconds, and without the token."""
-        log.debug("web: %s", (format % args).replace(self.token, "TOKEN"))
+        log.debug("web: %s", (format % args).replace(self.token(), "TOKEN"))

@@ -16,7 +16,18 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from commlayer.errors import Abandoned, CorruptFrame, DeadlineExceeded, NotYet, PeerLost, Refused, Unsaid, coded, one_line
+from commlayer.errors import (
+    MAX_TOLD_CHARS,
+    Abandoned,
+    CorruptFrame,
+    DeadlineExceeded,
+    NotYet,
+    PeerLost,
+    Refused,
+    Unsaid,
+    coded,
+    short_line,
+)
 from commlayer.records import MALFORMED, Record
 from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
@@ -98,9 +109,9 @@ def same_job(mine: Hello) -> Admit:
 
     def admit(theirs: Hello) -> str:
         if theirs.protocol != mine.protocol:
-            return coded("E-VERSION", f"uses protocol {theirs.protocol} (commlayer {one_line(theirs.version) or '?'}), but "
-                                      f"this process uses {mine.protocol} (commlayer {mine.version or '?'}): install the same "
-                                      "version on all machines")
+            return coded("E-VERSION", f"uses protocol {theirs.protocol} (commlayer {short_line(theirs.version, 64) or '?'}), "
+                                      f"but this process uses {mine.protocol} (commlayer {mine.version or '?'}): install the "
+                                      "same version on all machines")
         if theirs.job != mine.job:
             return coded("E-RANKS-DIFFER", "belongs to another job: start all processes with the same model and job id")
         if theirs.plan and mine.plan and theirs.plan != mine.plan:
@@ -218,7 +229,7 @@ def _decode(frame: Frame, kind: type[T], who: str) -> T:
     try:
         return msgspec.msgpack.decode(frame.body, type=kind)
     except MALFORMED as error:
-        raise CorruptFrame(f"sent a malformed {kind.__name__.upper()}: {one_line(error)}", peer=who) from None
+        raise CorruptFrame(f"sent a malformed {kind.__name__.upper()}: {short_line(error, 200)}", peer=who) from None
 
 
 MAX_PENDING = 256
@@ -290,7 +301,7 @@ class RefusalLog:
         if more > 0:
             log.log(level, "%d more were %s within a minute", more, event)
         if count < most:
-            log.log(level, line, *values)
+            log.log(level, line, *(short_line(value, MAX_TOLD_CHARS) for value in values))
 
 
 class PendingHandshakes(ConnectionTable):

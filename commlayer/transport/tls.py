@@ -49,7 +49,8 @@ _ALERTS = {
     "CERTIFICATE_REQUIRED": ("E-TLS", "it requires a certificate: set keys (COMMLAYER_KEYS) on this machine"),
     "CERTIFICATE_EXPIRED": ("E-CERTIFICATE-DATE", "{me} has expired according to its clock: create a new one with `commlayer "
                                                   "keys add NAME --again`, or correct the clock"),
-    "CERTIFICATE_REVOKED": ("E-CERTIFICATE-REVOKED", "{me} was revoked"),
+    "CERTIFICATE_REVOKED": ("E-CERTIFICATE-REVOKED", "{me} was revoked: to take part again, ask the owner of the job's CA for "
+                                                     "a new line (`commlayer keys invite`) or folder (`commlayer keys add`)"),
     "UNKNOWN_CA": ("E-CERTIFICATE-CA", "{me} was issued by a different CA than the job's: copy the folder of keys from the "
                                        "job's CA"),
     "BAD_CERTIFICATE": ("E-CERTIFICATE-DATE", "{me} is not valid according to its clock: correct the clock, there or here"),

@@ -583,6 +583,23 @@ def until_answered(link: CoordinatorChannel) -> messages.HeartbeatReply:
             time.sleep(0.05)
 
 
+def test_whose_certificate_was_revoked_after_the_handshake_hears_that(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection is about to be closed; until then it must not look for a mistake in its secret."""
+    gone = authority.add(ca.parent, "gpu-9")
+    coordinator = Coordinator(quick(token=SECRET, keys=str(ca / "server-1")), workers=1)
+    monkeypatch.setattr(coordinator._port, "drop", lambda _: None)
+    link = CoordinatorChannel(coordinator.address, SECRET, Keys(gone))
+    try:
+        assert not link.call("Join", messages.worker_request("job", 7, 1), messages.JoinReply, WAIT_S).error.count("revoked")
+        authority.revoke(ca.parent, "gpu-9")
+        until(lambda: coordinator._revoked != frozenset(), "the coordinator has read the list")
+        error = link.call("Join", messages.worker_request("job", 0, 1), messages.JoinReply, WAIT_S).error
+        assert error == "the certificate of gpu-9 was revoked [E-CERTIFICATE-REVOKED]"
+    finally:
+        link.close()
+        coordinator.close()
+
+
 # ---- after a coordinator's restart
 
 @pytest.mark.nightly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -17,6 +18,8 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from support.processes import ROOT, clean_environment
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -99,11 +102,45 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
 def test_the_dockerfile_copies_what_is_there() -> None:
-    copied = [name for line in re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE) for name in line.split()]
+    lines = re.findall(r"^COPY (?!--from)(?:--chown=\S+ )?(.*) \S+$", DOCKERFILE, re.MULTILINE)
+    copied = [name for line in lines for name in line.split()]
     kept = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     assert sorted(copied) == sorted(kept)
     assert all((ROOT / name).exists() for name in copied)
     assert 'ENTRYPOINT ["commlayer"]' in DOCKERFILE
+
+
+def test_the_image_runs_as_a_user_on_pinned_packages() -> None:
+    """Of the installed packages: a version that the constraints lack could be any that an index serves on that day."""
+    assert re.search(r"^ARG BASE=python:\d+\.\d+\.\d+-\S+$", DOCKERFILE, re.MULTILINE), "an exact version"
+    last = DOCKERFILE.rpartition("\nFROM ")[2]
+    (user,) = re.findall(r"^USER (\S+)$", last, re.MULTILINE)
+    assert user not in ("root", "0")
+    assert last.index("\nUSER ") < last.index("\nENTRYPOINT ")
+    runs = [run for run in re.findall(r"^RUN (?:.*\\\n)*.*$", DOCKERFILE, re.MULTILINE) if "pip " in run]
+    assert [run for run in runs if "constraints.txt" not in run] == []
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    assert closure("commlayer", "scikit-build-core", "nanobind", "cmake", "ninja") - {"commlayer"} <= pinned
+
+
+def closure(*names: str) -> set[str]:
+    """These packages and what they need, as installed here."""
+    seen, left = set[str](), [*names]
+    while left:
+        name = canonicalize_name(left.pop())
+        if name not in seen:
+            seen.add(name)
+            needs = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
+            left += [one.name for one in needs if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return seen
+
+
+def test_each_service_mounts_its_own_keys_alone() -> None:
+    """The CA's key can admit any machine; only the service that makes keys, and ends, sees it."""
+    mounts = {name: [(one["source"], one["target"], one.get("read_only"), one.get("volume", {}).get("subpath"))
+                     for one in service["volumes"]] for name, service in COMPOSE["services"].items()}
+    assert mounts.pop("keys") == [("keys", "/keys", None, None)]
+    assert mounts == {name: [("keys", "/keys", True, f"job/nodes/{name}")] for name in ("server", "home-1", "home-2")}
 
 
 @pytest.mark.timeout(200)
@@ -119,7 +156,9 @@ def test_the_compose_file_trains(tmp_path: Path) -> None:
 
     def start(service: str) -> subprocess.Popen[str]:
         entry = COMPOSE["services"][service].get("entrypoint", ["commlayer"])
-        line = [word.replace("/keys/", f"{tmp_path}/volume/").replace("0.0.0.0:7000", f"127.0.0.1:{port}")
+        (mount,) = COMPOSE["services"][service]["volumes"]
+        keys = tmp_path / "volume" / mount.get("volume", {}).get("subpath", "")
+        line = [re.sub(r"/keys\b", str(keys), word).replace("0.0.0.0:7000", f"127.0.0.1:{port}")
                 .replace("server:7000", f"127.0.0.1:{port}") for word in (*entry, *COMPOSE["services"][service]["command"])]
         line = ["127.0.0.1" if word == "server" else word for word in line]
         folder = tmp_path / service

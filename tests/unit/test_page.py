@@ -34,7 +34,7 @@ from commlayer.observe.job_feed import MAX_STREAMS, JobFeed
 from commlayer.observe.page import MOST_POINTS, RunCurves, RunRecord, document, report
 from commlayer.observe.web import Page, WebServer, read_token
 
-TOKEN = read_token("the job's secret")
+TOKEN = read_token(b"the job's secret")
 
 
 def log_of(found: Iterator[Event]) -> EventLog:
@@ -49,7 +49,7 @@ class Served:
 
     def __init__(self, log: EventLog) -> None:
         self.log, self.feed = log, JobFeed(log)
-        self._server = WebServer("127.0.0.1", 0, TOKEN, self.feed.pages, public=("/metrics",))
+        self._server = WebServer("127.0.0.1", 0, lambda: TOKEN, self.feed.pages, public=("/metrics",))
         self.address = self._server.address
         self.url = f"http://{self.address}/?token={TOKEN}"
         self.port = int(self.address.rpartition(":")[2])
@@ -139,14 +139,14 @@ def test_metrics_without_a_token_are_for_this_machine_by_its_own_name(shared: Se
 def test_other_addresses_than_loopback_always_need_the_token() -> None:
     assert "secret" not in TOKEN
     pages = {"/x": lambda: Page("text/plain", b"data")}
-    with closing(WebServer("0.0.0.0", 0, TOKEN, pages, public=("/x",))) as server:
+    with closing(WebServer("0.0.0.0", 0, lambda: TOKEN, pages, public=("/x",))) as server:
         address = server.address.replace("0.0.0.0", "127.0.0.1")
         assert [fetched(address, "/x", given)[0] for given in ("", "wrong", TOKEN)] == [401, 401, 200]
         assert fetched(address, "/absent")[0] == 401
 
 
 def test_a_server_without_a_token_lets_nobody_in() -> None:
-    with closing(WebServer("127.0.0.1", 0, "", {"/x": lambda: Page("text/plain", b"data")})) as server:
+    with closing(WebServer("127.0.0.1", 0, str, {"/x": lambda: Page("text/plain", b"data")})) as server:
         assert fetched(server.address, "/x?token=")[0] == 401
 
 
@@ -160,7 +160,7 @@ def test_other_methods_are_refused(shared: Served) -> None:
 
 def test_a_port_that_is_taken_is_one_error(shared: Served) -> None:
     with pytest.raises(InvalidInput) as refused:
-        WebServer("127.0.0.1", shared.port, "", {})
+        WebServer("127.0.0.1", shared.port, str, {})
     assert refused.value.code == "E-ADDRESS"
 
 
