@@ -89,12 +89,16 @@ class Victim:
     """`commlayer serve` as a process: a coordinator and a summation server. Reads of its output and waits have deadlines."""
 
     def __init__(self, *options: str, folders: Folders | None = None, environment: dict[str, str] | None = None,
-                 secret: str = SECRET) -> None:
-        """`folders`: keys for all, else only the secret. `options`: of `commlayer serve`, such as "--workers", "2"."""
+                 secret: str = SECRET, invited: str = "") -> None:
+        """`folders`: keys for all, else only the secret. `options`: of `commlayer serve`, such as "--workers", "2". `invited`:
+        names of homes that may enrol with the CA in `folders`, with commas."""
         self.folders, self.secret = folders, secret
         line = [sys.executable, "-m", "commlayer.cli.main", "serve", "--bind", "127.0.0.1", *options]
-        given = {"COMMLAYER_CONFIG": "", "COMMLAYER_TOKEN": secret} | \
-            ({} if folders is None else {"COMMLAYER_KEYS": str(folders.server), "COMMLAYER_TOKEN": ""})
+        given = {"COMMLAYER_CONFIG": "", "COMMLAYER_TOKEN": secret}
+        if folders is not None and invited:
+            line, given = [*line, "--dir", str(folders.ca), "--invite", invited], {}
+        elif folders is not None:
+            given = {"COMMLAYER_KEYS": str(folders.server)}
         kept = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")}
         self.process = subprocess.Popen(line, cwd=ROOT, env=kept | QUICK | given | (environment or {}), text=True,
                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
