@@ -58,7 +58,13 @@ CODES: dict[str, tuple[str, str]] = {
     "E-JOB-FULL": ("The job has all its workers.", "Wait until a worker has left."),
     "E-JOB-CLOSED": ("A running job accepts no new members, or the job is ending.", "The message says which."),
     "E-RENDEZVOUS-ENDED": ("A home left before the job began, or the coordinator was restarted.", "Start all homes again."),
-    "E-QUOTA": ("Homes store too many bytes at the coordinator.", "Store less in torch's store."),
+    "E-QUOTA": ("A home stores too many bytes at the coordinator, or makes too many calls that wait there.",
+                "Store less in torch's store."),
+    "E-OWNER": ("A home tried to change a value that another home stored at the coordinator.",
+                "Use another key for each writer, and count with `add` from the start."),
+    "E-SIZE": ("A peer named a size that this job cannot need.", "Look at the log of the peer that the message names."),
+    "E-OBJECT": ("An object cannot be sent between homes, because it is not of a plain type, or it is too large.",
+                 "Send plain values, tensors or state_dict()s."),
     "E-REPLICAS": ("Weights, optimizer states or settings differ between ranks.",
                    "Make them equal on all ranks, or continue from a checkpoint."),
     "E-UNEQUAL-PASSES": ("A rank ended after fewer backward passes than the others.",
@@ -387,3 +393,12 @@ def without_code(text: object) -> str:
     'peer: no answer'
     """
     return _CODE.sub("", str(text))
+
+
+def checked_nbytes(nbytes: int, most_nbytes: int, what: str, peer: str) -> int:
+    """Returns `nbytes`, a size that a peer named, if it lies between 0 and `most_nbytes`. Otherwise raises CommError: nothing
+    may be allocated for another size. `what`: what the peer sends."""
+    if not 0 <= nbytes <= most_nbytes:
+        raise CommError(f"sends {what} of {nbytes} bytes, but in this job it has at most {most_nbytes}", peer=peer,
+                        code="E-SIZE")
+    return nbytes

@@ -1,0 +1,168 @@
+"""Encodes Python objects as bytes and back, without pickle: the values of torch's object collectives between homes.
+
+Decoding creates only the types listed here and calls no code that the bytes name. Its memory and time are proportional to the
+bytes: every size is compared with the bytes that are there before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+MAX_DEPTH, MAX_VALUES = 64, 1 << 20
+"""Largest depth of containers in containers, and largest number of values in one object. A tensor or array is one value."""
+ALLOWED = ("None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, OrderedDict, paths, "
+           "dense tensors, torch.Size, torch.dtype, torch.device, and NumPy arrays and scalars of numbers")
+KEYS = "str, bytes, float, bool, None and int of up to 64 bits"
+"""Types of keys and of elements of sets. Different tuples, or longer integers, with equal hashes are easy to make; a dict of
+many takes hours."""
+_NUMPY_KINDS = "biufcSMm"
+_COUNT, _FLOAT, _COMPLEX = struct.Struct("<Q"), struct.Struct("<d"), struct.Struct("<dd")
+
+
+def _pairs(flat: list[Any]) -> Any:
+    return zip(flat[::2], flat[1::2], strict=True)
+
+
+_FIXED: dict[str, Any] = {"N": None, "1": True, "0": False}
+_PLAIN: dict[str, tuple[type, Callable[[Any], bytes], Callable[[bytes], Any]]] = {
+    "i": (int, lambda x: x.to_bytes(x.bit_length() // 8 + 1, "little", signed=True),
+          lambda data: int.from_bytes(data, "little", signed=True)),
+    "f": (float, _FLOAT.pack, lambda data: _FLOAT.unpack(data)[0]),
+    "c": (complex, lambda x: _COMPLEX.pack(x.real, x.imag), lambda data: complex(*_COMPLEX.unpack(data))),
+    "u": (str, lambda x: x.encode("utf-8", "surrogatepass"), lambda data: data.decode("utf-8", "surrogatepass")),
+    "b": (bytes, bytes, bytes), "B": (bytearray, bytes, bytearray),
+    "p": (pathlib.PurePath, lambda x: str(x).encode("utf-8", "surrogatepass"),
+          lambda data: pathlib.Path(data.decode("utf-8", "surrogatepass"))),
+    "T": (torch.dtype, lambda x: str(x).removeprefix("torch.").encode(), lambda data: _dtype(data.decode())),
+    "D": (torch.device, lambda x: str(x).encode(), lambda data: torch.device(data.decode()))}
+"""By tag: a type whose values contain no others, and the functions to and from bytes."""
+_CONTAINERS: dict[str, tuple[type, Callable[[list[Any]], Any]]] = {
+    "l": (list, list), "t": (tuple, tuple), "z": (torch.Size, torch.Size), "s": (set, set), "S": (frozenset, frozenset),
+    "d": (dict, lambda flat: dict(_pairs(flat))), "o": (OrderedDict, lambda flat: OrderedDict(_pairs(flat)))}
+"""By tag: a type of containers, and the function that makes one of its elements; of a dict, keys and values in turn."""
+_HASHED = {"s": 1, "S": 1, "d": 2, "o": 2}
+"""By tag of a container: the step between elements that must be hashed."""
+_TAGS: dict[type, str] = {kind: tag for table in (_PLAIN, _CONTAINERS) for tag, (kind, *_) in table.items()}
+
+
+def encode(value: Any) -> bytearray:
+    """Raises ValueError, with the reason, for an object that cannot be sent."""
+    writer = _Writer()
+    writer.write(value, 0)
+    return writer.out
+
+
+def decode(data: Any) -> Any:
+    """Raises ValueError for malformed bytes. `data`: a buffer of bytes."""
+    reader = _Reader(data)
+    try:
+        value = reader.read(0)
+    except Exception as error:  # of many types in torch and NumPy
+        raise ValueError(f"it is malformed ({type(error).__name__} at byte {reader.at})") from None
+    if reader.at != len(data):
+        raise ValueError(f"it is malformed ({len(data) - reader.at} bytes are left over)")
+    return value
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.out, self._left = bytearray(), MAX_VALUES
+
+    def write(self, value: Any, depth: int) -> None:
+        self._left -= 1
+        if self._left < 0 or depth > MAX_DEPTH:
+            raise ValueError(f"it contains more than {MAX_VALUES} values, or {MAX_DEPTH} levels of containers: send many "
+                             "numbers as a tensor or array")
+        kind = type(value)
+        tag = "p" if isinstance(value, pathlib.PurePath) else _TAGS.get(kind, "")
+        if value is None or kind is bool:
+            self.out += b"N" if value is None else b"1" if value else b"0"
+        elif tag in _PLAIN:
+            self._bytes(tag, _PLAIN[tag][1](value))
+        elif tag in _CONTAINERS:
+            elements = [each for pair in value.items() for each in pair] if isinstance(value, dict) else list(value)
+            if step := _HASHED.get(tag, 0):
+                for key in elements[::step]:
+                    if not _is_key(key):
+                        raise ValueError(f"it contains a {kind.__name__} with a key of type {type(key).__name__}, allowed: "
+                                         f"{KEYS}")
+            self.out += tag.encode() + _COUNT.pack(len(elements))
+            for each in elements:
+                self.write(each, depth + 1)
+        elif isinstance(value, torch.Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_meta):
+            flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+            self._array("x", value.dtype, value.shape, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _NUMPY_KINDS:
+            self._array("a" if isinstance(value, np.ndarray) else "g", value.dtype.str, value.shape, value.tobytes())
+        else:
+            raise ValueError(f"it contains a value of type {kind.__module__}.{kind.__qualname__}, allowed: {ALLOWED}")
+
+    def _array(self, tag: str, dtype: Any, shape: Any, data: bytes) -> None:
+        self.out += tag.encode()
+        self.write((dtype, tuple(shape)), 0)
+        self._bytes("b", data)
+
+    def _bytes(self, tag: str, data: bytes) -> None:
+        self.out += tag.encode() + _COUNT.pack(len(data))
+        self.out += data
+
+
+class _Reader:
+    def __init__(self, data: Any) -> None:
+        self._data, self.at, self._left = memoryview(data), 0, MAX_VALUES
+
+    def read(self, depth: int) -> Any:
+        self._left -= 1
+        if self._left < 0 or depth > MAX_DEPTH:
+            raise ValueError("too many values")
+        tag = chr(self._take(1)[0])
+        if tag in _FIXED:
+            return _FIXED[tag]
+        if tag in ("x", "a", "g"):
+            return self._array(tag)
+        (count,) = _COUNT.unpack(self._take(_COUNT.size))
+        if tag in _PLAIN:
+            return _PLAIN[tag][2](bytes(self._take(count)))
+        make = _CONTAINERS[tag][1]
+        if count > min(len(self._data) - self.at, self._left):  # each element takes a byte
+            raise ValueError("too many elements")
+        elements = [self.read(depth + 1) for _ in range(count)]
+        if (step := _HASHED.get(tag, 0)) and not all(map(_is_key, elements[::step])):
+            raise ValueError("a key of another type")
+        return make(elements)
+
+    def _array(self, tag: str) -> Any:
+        (dtype, shape), data = self.read(MAX_DEPTH - 2), self.read(MAX_DEPTH)
+        if tag == "x":
+            numel, nbytes = math.prod(shape), len(data)
+            if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0 or numel * dtype.itemsize != nbytes:
+                raise ValueError("a tensor of another size")
+            return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+        if len(dtype) > 32 or (known := np.dtype(dtype)).kind not in _NUMPY_KINDS or not known.itemsize:
+            raise ValueError("an array of another dtype")
+        array = np.frombuffer(bytearray(data), known).reshape(shape)
+        return array if tag == "a" else array[()]
+
+    def _take(self, count: int) -> memoryview:
+        if count > len(self._data) - self.at:
+            raise ValueError("it ends early")
+        self.at += count
+        return self._data[self.at - count : self.at]
+
+
+def _is_key(key: Any) -> bool:
+    return key is None or type(key) in (str, bytes, float, bool) or (type(key) is int and key.bit_length() <= 64)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if not isinstance(found := getattr(torch, name, None), torch.dtype):
+        raise ValueError("no dtype")
+    return found

@@ -1,0 +1,171 @@
+"""torch's object collectives for groups that span homes, without pickle.
+
+`install` replaces torch's functions. A group that spans homes encodes its objects with object_codec.py; other groups work as
+before. Each size that a rank names is checked before any rank allocates memory for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from commlayer.cluster import object_codec
+from commlayer.errors import CommError, InvalidInput, checked_nbytes
+
+OBJECT_NBYTES = 64 << 20
+"""Largest size of an object between homes, in addition to what `allow` permits."""
+_model_nbytes = 0
+_UNUSABLE, _GONE = -1, -2
+"""Sizes that are sent if the object cannot be sent, and if the rank that should send it is gone."""
+
+
+def allow(nbytes: int) -> None:
+    """Permits objects that contain the state of a model with this size."""
+    global _model_nbytes
+    _model_nbytes = max(_model_nbytes, nbytes)
+
+
+def install(backend: str) -> None:
+    """Replaces torch's object collectives for groups of this backend. Idempotent."""
+    if hasattr(dist.all_gather_object, "commlayer"):
+        return
+    for name, replacement in (("all_gather_object", _all_gather), ("gather_object", _gather), ("scatter_object_list", _scatter),
+                              ("broadcast_object_list", _broadcast), ("send_object_list", _refuse),
+                              ("recv_object_list", _refuse), ("_object_to_tensor", _refuse), ("_tensor_to_object", _refuse)):
+        wrapper = _instead(getattr(distributed_c10d, name), replacement, backend)
+        for module in (dist, distributed_c10d):
+            if hasattr(module, name):
+                setattr(module, name, wrapper)
+
+
+def _instead(known: Callable[..., Any], replacement: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    signature = inspect.signature(known)
+
+    @functools.wraps(known)
+    def call(*args: Any, **more: Any) -> Any:
+        given = signature.bind(*args, **more)
+        group = given.arguments.get("group") or dist.group.WORLD
+        if group in (None, dist.GroupMember.NON_GROUP_MEMBER) or dist.get_backend(group) != backend:
+            return known(*args, **more)
+        given.apply_defaults()
+        return replacement(group, given.arguments)
+
+    call.commlayer = True  # type: ignore[attr-defined]
+    return call
+
+
+def _all_gather(group: Any, given: dict[str, Any]) -> None:
+    given["object_list"][:] = _exchanged(group, given["obj"])
+
+
+def _gather(group: Any, given: dict[str, Any]) -> None:
+    objects = _exchanged(group, given["obj"])
+    if group.rank() == _root(group, given, "dst"):
+        given["object_gather_list"][:] = objects
+
+
+def _broadcast(group: Any, given: dict[str, Any]) -> None:
+    objects = given["object_list"]
+    objects[:] = _sent(group, _root(group, given, "src"), list(objects), len(objects))
+
+
+def _scatter(group: Any, given: dict[str, Any]) -> None:
+    objects = _sent(group, _root(group, given, "src"), given["scatter_object_input_list"], group.size())
+    given["scatter_object_output_list"][0] = objects[group.rank()]
+
+
+def _refuse(group: Any, given: dict[str, Any]) -> None:
+    raise InvalidInput("E-OBJECT", "this call would send pickled objects between homes, allowed: all_gather_object, "
+                                   "gather_object, broadcast_object_list and scatter_object_list")
+
+
+# ---- exchanges of bytes whose sizes are checked first
+
+def _exchanged(group: Any, value: Any) -> list[Any]:
+    """Returns the objects of all members, in member order."""
+    data = _encoded(value, lambda size: _gathered(group, torch.tensor([size]), wait=False))
+    sizes = [_checked(group, member, int(row)) for member, row in enumerate(_gathered(group, torch.tensor([len(data)])))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+    return [_decoded(group, member, row[:size])
+            for member, (row, size) in enumerate(zip(_gathered(group, padded), sizes, strict=True))]
+
+
+def _sent(group: Any, root: int, objects: list[Any] | None, count: int) -> list[Any]:
+    """Returns the list of `count` objects that the member `root` sends."""
+    at_root = group.rank() == root
+    data = _encoded(objects, lambda size: _from(group, root, torch.tensor([size]), wait=False)) if at_root else bytearray()
+    size = _checked(group, root, int(_from(group, root, torch.tensor([len(data) if at_root else _GONE]))))
+    body = torch.frombuffer(data, dtype=torch.uint8) if at_root else torch.empty(size, dtype=torch.uint8)
+    sent = _decoded(group, root, _from(group, root, body))
+    if not isinstance(sent, list) or len(sent) != count:
+        raise CommError(f"sends an object that is not a list of {count} objects", peer=_name(group, root), code="E-OBJECT")
+    return objects if at_root and objects is not None else sent
+
+
+def _gathered(group: Any, x: torch.Tensor, *, wait: bool = True) -> list[torch.Tensor]:
+    rows = [torch.empty_like(x) for _ in range(group.size())]
+    work = group.allgather([rows], [x])
+    if wait:
+        work.wait()
+    return rows
+
+
+def _from(group: Any, root: int, x: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    work = group.broadcast([x], options)
+    if wait:
+        work.wait()
+    return x
+
+
+def _encoded(value: Any, send_size: Callable[[int], object]) -> bytearray:
+    """Encodes an object. If it cannot be sent, sends the other members a size that tells them so, and raises an error."""
+    try:
+        data = object_codec.encode(value)
+    except ValueError as error:
+        send_size(_UNUSABLE)
+        raise InvalidInput("E-OBJECT", f"an object cannot be sent between homes: {error}") from None
+    if len(data) > _most_nbytes():
+        send_size(len(data))
+        raise InvalidInput("E-OBJECT", f"an object cannot be sent between homes: it has {len(data)} bytes, allowed "
+                                       f"{_most_nbytes()}: send its tensors with a collective for tensors")
+    return data
+
+
+def _checked(group: Any, member: int, size: int) -> int:
+    """Returns the size that a member named. Raises CommError if there is no object of this size."""
+    if size in (_UNUSABLE, _GONE):
+        why = "cannot send its object: see the error on that rank" if size == _UNUSABLE else "left before it sent its object"
+        raise CommError(why, peer=_name(group, member), code="E-OBJECT")
+    return checked_nbytes(size, _most_nbytes(), "an object", _name(group, member))
+
+
+def _decoded(group: Any, member: int, row: torch.Tensor) -> Any:
+    try:
+        return object_codec.decode(row.numpy())
+    except ValueError as error:
+        raise CommError(f"sends an object that this rank cannot read: {error}", peer=_name(group, member),
+                        code="E-OBJECT") from None
+
+
+def _most_nbytes() -> int:
+    return OBJECT_NBYTES + _model_nbytes
+
+
+def _name(group: Any, member: int) -> str:
+    return f"rank {dist.get_global_rank(group, member)}"
+
+
+def _root(group: Any, given: dict[str, Any], name: str) -> int:
+    """Returns the member of the group that a call names as `src` or `dst`."""
+    if (member := given.get(f"group_{name}")) is not None:
+        return int(member)
+    return int(dist.get_group_rank(group, given.get(name) or 0))
