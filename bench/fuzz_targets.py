@@ -222,7 +222,7 @@ def _messages() -> list[Any]:
         messages.HeartbeatReply(failed=(gone,), departed=(gone, gone)), messages.Leave("token", "finished", 3),
         messages.site_request(2, 1, name="home"), messages.JoinReply(missing="worker 1"),
         messages.JoinReply(rank=0, world=3, node=1, nodes=2),
-        messages.KvRequest("home", (("a/0/1", bytes(9)),), ("b",), ("n", 1, "once"), (("a/0/0", 0),), 2.0),
+        messages.KvRequest("home", ((("a/0", 1), bytes(9)),), (("b", -1),), (("n", -1), 1, "once"), (("a/0", 0),), 2.0),
         messages.KvReply((b"there", None), sum=3), messages.KvReply(error="worker 1: gone"),
         messages.StatusRequest(bytes(5), 7), messages.EventsRequest("log", 3), messages.EventsReply("log", 4, EVENT_LINES, 1.5),
         messages.Heartbeat("token", events=EVENT_LINES, first_event=3, time_s=1.5),

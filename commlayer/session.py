@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlayer.cluster import object_collectives
 from commlayer.config import Config, read_config
 from commlayer.engine import checkpoint
 from commlayer.engine.averages import Clipping, checked, clipping
@@ -372,6 +373,7 @@ def attach_module(
         job, device = job_of(model), device_of(tensors)
         check_dtypes(job)
         claim, replica = Claim(named), Replica(model, optimizer, grad_scaler)
+        object_collectives.allow(replica.most_nbytes)
         must = {"optimizer": "not given" if optimizer is None else "given",
                 "clip_grad_norm": "not given" if norm is None else str(norm),
                 "grad_scaler": scaler_settings(grad_scaler)}

@@ -14,9 +14,9 @@ import msgspec
 from bench.chaos.simulated_desk import Desk, home_of
 from bench.chaos.simulated_service import Books, Part, body_of, number_of
 from commlayer.cluster.epoch_change import EpochChange, wire_generation
-from commlayer.cluster.messages import FINISHED, HeartbeatReply, KvReply, KvRequest
+from commlayer.cluster.messages import FINISHED, HeartbeatReply, Key, KvReply, KvRequest
 from commlayer.engine import agreement
-from commlayer.engine.agreement import AgreementOutcome, Claims, Vote, VoterState, name_of
+from commlayer.engine.agreement import AgreementOutcome, Claims, Vote, VoterState, key_of
 from commlayer.records import View
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind
 from commlayer.transport.reconnect import InFlightRequests
@@ -97,7 +97,7 @@ class Member:
         """Whether the servers do not yet know that the previous step was not applied."""
         self._answers: dict[tuple[int, int], str] = {}
         self._standing = VoterState()
-        self._said: set[str] = set()
+        self._said: set[Key] = set()
         self._agreed: tuple[View, list[Vote]] | None = None
         self._left: dict[str, int] = {}
         self._verdict: Ends | None = None
@@ -242,9 +242,9 @@ class Member:
     def _meets(self) -> Doing[None]:
         """A collective of the training script, which continues without members that are gone."""
         self.phase = "meets"
-        want = tuple((f"script{self.view.generation}/{self.step}/{m.rank}", m.rank) for m in self.view.members)
-        own = next((name, b"") for name, rank in want if rank == self.rank)
-        request = KvRequest(home_of(self.rank), (own,), want=want, without=True)
+        name = f"script{self.view.generation}/{self.step}"
+        want = tuple((name, m.rank) for m in self.view.members)
+        request = KvRequest(home_of(self.rank), (((name, self.rank), b""),), want=want, without=True)
         while True:
             version = self._job.desk.version
             kept = yield from self._calls(request, for_ever=True)
@@ -334,8 +334,8 @@ class Member:
 
     def _hears(self, view: View, says: Claims, among: Sequence[int], complete: Callable[[], bool]) -> Doing[list[Vote]]:
         """Like EpochMessages.tell and read."""
-        want = tuple((name_of(view, says.what, rank), rank) for rank in among)
-        own = name_of(view, says.what, self.rank)
+        want = tuple(key_of(view, says.what, rank) for rank in among)
+        own = key_of(view, says.what, self.rank)
         put = () if own in self._said else ((own, msgspec.msgpack.encode(says.word)),)
         while True:
             version, newer, is_here = self._job.desk.version, self.newest is not view, complete()

@@ -9,14 +9,20 @@ import contextlib
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from commlayer.cluster.process_groups import Members, PendingCollective, rows_of_all, torch_errors
-from commlayer.errors import CommError, InvalidInput
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, checked_nbytes, short_line
 from commlayer.observe.events import WaitKind
+from commlayer.records import MALFORMED
+
+V = TypeVar("V")
+PIECE_NBYTES = 16 << 20
+"""Number of bytes per broadcast of a longer byte string. Each broadcast has its own deadline."""
 
 
 class NodeGroups(NamedTuple):
@@ -129,20 +135,29 @@ class Groups:
             work.wait()
         return rows
 
-    def share_bytes(self, data: bytes, nbytes: int | None = None, source: int = 0) -> bytes:
-        """Broadcasts the bytes of rank `source` and returns them on every rank. `nbytes`: number of bytes, if all ranks know
-        it; None: it is broadcast first. This does not use torch's object broadcast, which unpickles data."""
+    def share_bytes(self, data: bytes, most_nbytes: int, what: str, nbytes: int | None = None, source: int = 0) -> bytes:
+        """Broadcasts the bytes of rank `source` and returns them on every rank. This does not use torch's object broadcast,
+        which unpickles data.
+
+        `most_nbytes`: largest size in this job, above which all ranks raise CommError. `what`: what is sent, for that error.
+        `nbytes`: the size that rank `source` named before; None: it is broadcast first. Each piece has a deadline.
+        """
         with self.waits(f"broadcast from rank {source}"):
             if nbytes is None:
                 size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
                 dist.broadcast(size, self.members.ranks[source], group=self._all)
                 nbytes = int(size.item())
+            self.checked(nbytes, most_nbytes, what, source)
             body = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             if self.rank == source and data:
                 body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            if body.numel():
-                dist.broadcast(body, self.members.ranks[source], group=self._all)
-        return bytes(body.cpu().numpy())
+            for piece in body.split(PIECE_NBYTES) if nbytes else ():
+                self.broadcast_all(piece, source).wait(time.monotonic() + self.waits_s)
+        return body.cpu().numpy().tobytes()
+
+    def checked(self, nbytes: int, most_nbytes: int, what: str, rank: int) -> int:
+        """Returns the size that a rank named, if it is allowed; see checked_nbytes."""
+        return checked_nbytes(nbytes, most_nbytes, what, f"rank {self.members.ranks[rank]}")
 
     def barrier(self) -> None:
         self.gather_all(torch.zeros(1, device=self.device))
@@ -289,16 +304,32 @@ def gather(groups: Groups | None, row: list[int]) -> list[list[int]]:
     return rows
 
 
-def gather_bytes(groups: Groups | None, data: bytes) -> list[bytes]:
+def gather_bytes(groups: Groups | None, data: bytes, most_nbytes: int, what: str) -> list[bytes]:
     """Gathers byte strings of different lengths; blocks. Returns them in rank order; only this rank's `data` if `groups` is
-    None."""
+    None. `most_nbytes`: largest size in this job, above which all ranks raise CommError. `what`: what is sent, for that error.
+    """
     if groups is None:
         return [data]
-    sizes = [row[0] for row in gather(groups, [len(data)])]
+    sizes = [groups.checked(row[0], most_nbytes, what, rank) for rank, row in enumerate(gather(groups, [len(data)]))]
     padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
     rows = groups.gather_all(padded.to(groups.device)).cpu()
     return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+def gather_values(groups: Groups | None, value: V, kind: type[V], most_nbytes: int, what: str) -> list[V]:
+    """Gathers one value per rank, encoded as JSON, and otherwise works like `gather_bytes`."""
+    rows = gather_bytes(groups, msgspec.json.encode(value), most_nbytes, what)
+    return [decoded_json(row, kind, what, f"rank {rank if groups is None else groups.members.ranks[rank]}")
+            for rank, row in enumerate(rows)]
+
+
+def decoded_json(data: bytes, kind: type[V], what: str, peer: str) -> V:
+    """Decodes what a peer sent. Raises CorruptFrame, which names the peer, if the data is malformed."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (*MALFORMED, RecursionError) as error:
+        raise CorruptFrame(f"sends {what} that is malformed: {short_line(error, 200)}", peer=peer) from None
 
 
 # ---- Small rows of numbers, exchanged asynchronously between all ranks.

@@ -19,6 +19,7 @@ import msgspec
 
 from commlayer.cluster.kv_store import Row
 from commlayer.cluster.membership import Registration, State
+from commlayer.cluster.messages import Key
 from commlayer.cluster.server_journal import lock_folder
 from commlayer.cluster.sites import Sites
 from commlayer.errors import InvalidInput, one_line
@@ -31,11 +32,11 @@ log = logging.getLogger("commlayer")
 
 Statement = tuple[str, tuple[object, ...]]
 """A statement of SQL and its arguments."""
-NAME, VERSION = "coordinator.sqlite", 4
+NAME, VERSION = "coordinator.sqlite", 5
 SETUP = f"""
 PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA wal_autocheckpoint = 16384; PRAGMA user_version = {VERSION};
-CREATE TABLE IF NOT EXISTS part (name TEXT PRIMARY KEY, data BLOB); CREATE TABLE IF NOT EXISTS row (name TEXT PRIMARY KEY,
-data BLOB)"""
+CREATE TABLE IF NOT EXISTS part (name TEXT PRIMARY KEY, data BLOB); CREATE TABLE IF NOT EXISTS row (name TEXT, rank INTEGER,
+data BLOB, PRIMARY KEY (name, rank))"""
 """Tables: `part` has one row for the CoordinatorRecord and one for Sites, `row` has the rows of the key-value store."""
 
 
@@ -64,7 +65,7 @@ class CoordinatorJournal:
         self._over = False
         self.recovered: CoordinatorRecord | None = None
         self.sites: Sites | None = None
-        self.rows: Mapping[str, Row] = {}
+        self.rows: Mapping[Key, Row] = {}
         self.token = ""
         if self._path.exists():
             self._read()
@@ -86,26 +87,26 @@ class CoordinatorJournal:
                     self.recovered = msgspec.msgpack.decode(parts["job"], type=CoordinatorRecord)
                 if "sites" in parts:
                     self.sites = msgspec.msgpack.decode(parts["sites"], type=Sites)
-                self.rows = {name: msgspec.msgpack.decode(data, type=Row)
-                             for name, data in database.execute("SELECT name, data FROM row ORDER BY rowid")}
+                self.rows = {(name, rank): msgspec.msgpack.decode(data, type=Row)
+                             for name, rank, data in database.execute("SELECT name, rank, data FROM row ORDER BY rowid")}
         except (sqlite3.Error, InvalidInput, *MALFORMED) as error:
             self.recovered = None
             log.warning("journal %s cannot be read (%s): starting without it", self._path, one_line(error))
 
-    def begin(self, sites: Sites, rows: Mapping[str, Row]) -> None:
+    def begin(self, sites: Sites, rows: Mapping[Key, Row]) -> None:
         """Writes the sites and all rows of their key-value store, when the job begins or is resumed."""
-        self._commit(("DELETE FROM row", ()), _replace("part", "sites", sites),
-                     *(_replace("row", name, row) for name, row in rows.items()))
+        self._commit(("DELETE FROM row", ()), _replace("part", ("sites",), sites),
+                     *(_replace("row", key, row) for key, row in rows.items()))
 
     def write(self, kept: CoordinatorRecord) -> None:
-        self._commit(_replace("part", "job", without_times(kept)))
+        self._commit(_replace("part", ("job",), without_times(kept)))
 
     def write_sites(self, sites: Sites) -> None:
-        self._commit(_replace("part", "sites", sites))
+        self._commit(_replace("part", ("sites",), sites))
 
-    def write_row(self, name: str, row: Row | None) -> None:
+    def write_row(self, key: Key, row: Row | None) -> None:
         """Writes a row of the key-value store; None: removes it."""
-        self._commit(("DELETE FROM row WHERE name = ?", (name,)) if row is None else _replace("row", name, row))
+        self._commit(("DELETE FROM row WHERE name = ? AND rank = ?", key) if row is None else _replace("row", key, row))
 
     def wait(self) -> None:
         """Waits until a pending write has ended. While a slow disk blocks a write, the coordinator cannot receive calls, so
@@ -166,8 +167,8 @@ class CoordinatorJournal:
                 self._path.with_name(NAME + suffix).unlink()
 
 
-def _replace(table: str, name: str, record: Record) -> Statement:
-    return f"REPLACE INTO {table} VALUES (?, ?)", (name, msgspec.msgpack.encode(record))
+def _replace(table: str, key: tuple[object, ...], record: Record) -> Statement:
+    return f"REPLACE INTO {table} VALUES ({'?, ' * len(key)}?)", (*key, msgspec.msgpack.encode(record))
 
 
 def without_times(kept: CoordinatorRecord) -> CoordinatorRecord:

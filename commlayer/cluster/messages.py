@@ -17,7 +17,7 @@ from commlayer.errors import CorruptFrame, coded, short_line
 from commlayer.observe.events import MAX_LINE_NBYTES
 from commlayer.records import MALFORMED, Record, ServerInfo, View
 
-PROTOCOL = 5
+PROTOCOL = 6
 FINISHED = "finished"
 SERVICE = "commlayer.Control"
 MAX_PLAN_NBYTES = 64 << 20
@@ -25,6 +25,8 @@ MAX_PLAN_NBYTES = 64 << 20
 MAX_REPLY_NBYTES = MAX_PLAN_NBYTES + (4 << 20)
 """Largest size of a reply. A reply may contain a plan."""
 PART_NBYTES = 192 << 10
+MAX_KEYS = 1024
+"""Maximum number of keys in one call to the store of the sites, in addition to one for each worker of the job."""
 MAX_NBYTES = 256 << 10
 """Largest size of a call. An unauthenticated client may send this much, so plans are uploaded in chunks."""
 
@@ -40,6 +42,8 @@ STARTING = ": starting"
 """End of the text of `JoinReply.missing` if the job waits for no further site, but begins after its last call."""
 ANY = -1
 """Value of a rank, node or index that means: the coordinator chooses it."""
+Key = tuple[str, int]
+"""Key of a value in the store of the sites: a name, and the rank whose site writes it. ANY: the site that writes it first."""
 
 
 class Join(Record, frozen=True):
@@ -223,15 +227,16 @@ class Leave(Record, frozen=True):
 
 class KvRequest(Record, frozen=True):
     """A call to the key-value store of the sites: writes, then waits up to `wait_s` for keys. A repeated call has no further
-    effect."""
+    effect. Only the site that owns a key may write or drop it."""
 
     home: str
-    put: tuple[tuple[str, bytes], ...] = ()
-    drop: tuple[str, ...] = ()
-    add: tuple[str, int, str] | None = None
-    """A number to increase: its key, the amount, and a random token by which the coordinator recognizes a repeated call."""
-    want: tuple[tuple[str, int], ...] = ()
-    """Keys to read, each with the rank that writes it (ANY: unknown)."""
+    put: tuple[tuple[Key, bytes], ...] = ()
+    drop: tuple[Key, ...] = ()
+    add: tuple[Key, int, str] | None = None
+    """A number to increase: its key, the amount, and a random token by which the coordinator recognizes a repeated call. All
+    sites may add to the same number."""
+    want: tuple[Key, ...] = ()
+    """Keys to read. The caller waits for the rank that a key names."""
     wait_s: float = 0.0
     without: bool = False
     """True: the call does not wait for keys whose writers are gone, and reports no error for such keys."""

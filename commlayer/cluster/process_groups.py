@@ -26,6 +26,10 @@ _group_numbers: dict[tuple[int, ...], int] = {}
 """Maps a tuple of ranks to the highest number used in the name of a process group of these ranks."""
 
 
+MAX_MORE_GROUPS = 4096
+"""Largest number of process groups by which ranks may differ. Each of them takes a moment to make up."""
+
+
 def reset_counts() -> None:
     """Resets the counts of exchanges and groups, after the ranks and their store were replaced."""
     _exchange_counts.clear()
@@ -45,6 +49,11 @@ def exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline_
 def _exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline_s: float, what: str) -> list[bytes]:
     place = "commlayer/" + hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     number = _exchange_counts[place] = _exchange_counts.get(place, 0) + 1
+    if site_process_group.is_relayed():
+        values = site_process_group.exchange(f"{place}/{number}", ranks, rank, data, deadline_s)
+        if absent := [str(r) for r, value in zip(ranks, values, strict=True) if value is None]:
+            raise _sent_nothing(what, ranks, absent, deadline_s)
+        return [value for value in values if value is not None]
     keys = [f"{place}/{number}/{r}" for r in range(len(ranks))]
     try:
         store.set(keys[rank], data)
@@ -57,9 +66,12 @@ def _exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline
         if not missing:
             raise CommError(f"{what}: the process group's store does not answer: {str(error).splitlines()[0]}",
                             peer="the launcher") from None
-        raise DeadlineExceeded(f"{what}: of {len(ranks)} ranks, this one sent nothing within "
-                               f"{deadline_s:g} s: check that it has started, and that it makes "
-                               "the same calls as the others", peer=f"rank {', '.join(missing)}") from None
+        raise _sent_nothing(what, ranks, missing, deadline_s) from None
+
+
+def _sent_nothing(what: str, ranks: Sequence[int], missing: Sequence[str], deadline_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{what}: of {len(ranks)} ranks, this one sent nothing within {deadline_s:g} s: check that it has "
+                            "started, and that it makes the same calls as the others", peer=f"rank {', '.join(missing)}")
 
 
 def rows_of_all(x: torch.Tensor, world: int, group: Any) -> tuple[Any, torch.Tensor]:
@@ -146,8 +158,11 @@ class Members:
         one rank, which do not communicate.
         """
         mine = max(len(distributed_c10d._world.pg_names), _group_numbers.get(self.ranks, 0) + 1)
-        counts = self.tell(str(mine).encode(), timeout_s, what)
-        number = _group_numbers[self.ranks] = max(int(row) for row in counts)
+        counts = [int.from_bytes(row[:8], "little") for row in self.tell(mine.to_bytes(8, "little"), timeout_s, what)]
+        if far := [str(rank) for rank, count in zip(self.ranks, counts, strict=True) if count > mine + MAX_MORE_GROUPS]:
+            raise CommError(f"has created {max(counts)} process groups, but this rank {mine}; they may differ by "
+                            f"{MAX_MORE_GROUPS}", peer=f"rank {', '.join(far)}", code="E-SIZE")
+        number = _group_numbers[self.ranks] = max(counts)
         alone = [dist.get_rank()]
         fillers = [dist.new_group(alone, backend="gloo", use_local_synchronization=True)
                    for _ in range(number - len(distributed_c10d._world.pg_names))]

@@ -9,6 +9,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,9 +18,9 @@ import msgspec
 from commlayer.cluster import sites
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.kv_store import KvStore
-from commlayer.cluster.messages import Join, JoinReply, KvReply, KvRequest, version
+from commlayer.cluster.messages import ANY, MAX_KEYS, Join, JoinReply, Key, KvReply, KvRequest, version
 from commlayer.cluster.sites import PendingWait
-from commlayer.errors import coded
+from commlayer.errors import CorruptFrame, coded, short_line
 from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.protocol import peer_name
 
@@ -31,16 +32,15 @@ concurrent calls."""
 WAIT_EXPIRES_S = 10.0
 """Seconds without a call after which a rank no longer counts as waiting. A waiting rank calls every MAX_WAIT_S. It may repeat a
 lost call as late as after site_client.BYTES_S, and does not count as waiting until then."""
-MAX_WAITS = 1 << 16
-"""Maximum number of recorded pairs of a key and a rank that waits for that key. The number allows one chunk of each member,
-several chunks in flight, in each process group."""
+MAX_WAITS = 128
+"""Maximum number of calls of a site that wait for keys at the same time, per worker of the site: several chunks in flight in
+each of several process groups."""
 Clock = Callable[[], float]
 
 
 class _Wait(NamedTuple):
-    """A rank's wait for a key that rank `of` has to write. It began at `begin_s` and was last reported at `seen_s`."""
+    """A rank's wait for a key. It began at `begin_s` and was last reported at `seen_s`."""
 
-    of: int
     begin_s: float
     seen_s: float
     limit_s: float
@@ -66,12 +66,14 @@ class RendezvousService:
         self._min_workers, self._admission, self._noticed_s = min_workers, admission, noticed_s
         self._lock = threading.Lock()
         self._settled = 1
-        self._waits: dict[tuple[str, int], _Wait] = {}
-        """Waits by key and waiting rank."""
+        self._waits: dict[int, dict[Key, _Wait]] = defaultdict(dict)
+        """Waits by waiting rank and key."""
+        self._waiting = Counter[str]()
+        """Number of calls that wait for keys, by site."""
         self._journal = journal
         if journal is not None and journal.sites is not None:
             self._state = sites.reset_silence(journal.sites, clock())
-            self._store = KvStore(sites.count(self._state), journal.rows.items())
+            self._store = KvStore(_workers(self._state), journal.rows.items())
 
     def supersede(self, request: Join, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
         """If `request` comes from a restarted site, removes the site's previous registration. Returns the ranks that this
@@ -98,19 +100,19 @@ class RendezvousService:
         return reply
 
     async def handle(self, request: KvRequest) -> KvReply:
-        if why := self._record_contact(request.home) or self._excluded_reason(request.home):
+        if why := self._record_contact(request.home) or self._excluded_reason(request.home) or self._write_problem(request):
             return KvReply(error=why)
         store, newest = self._store, 1
         if request.put or request.add:
             newest = max(1, (self._admission() or sites.AdmissionState()).generation)
         # Writes for an earlier epoch are dropped, so all readers that know the newer epoch read the same values.
         put = request.put if not request.view or request.view >= newest else ()
-        store.put(put, newest)
+        store.put(request.home, put, newest)
         store.drop(request.drop)
-        total = 0 if request.add is None else store.add(*request.add, newest)
+        total = 0 if request.add is None else store.add(request.home, *request.add, newest)
         until = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
-        names, begin_s = [name for name, _ in request.want], self._clock() - max(0.0, request.waited_s)
-        while None in (values := store.values(names)):
+        begin_s = self._clock() - max(0.0, request.waited_s)
+        while None in (values := store.values(request.want)):
             lost = {**self._state.left, **self._lost()}
             absent = [want for want, value in zip(request.want, values, strict=True) if value is None]
             never = [rank for _, rank in absent if rank in lost]
@@ -122,22 +124,59 @@ class RendezvousService:
                 return KvReply(values, error, total, over=over, lost=peer)
             if (left_s := until - time.monotonic()) <= 0:
                 return KvReply(values, self._record_contact(request.home), total)
-            await store.change(left_s)
+            if self._waiting[request.home] >= MAX_WAITS * self._workers_of(request.home):
+                raise CorruptFrame(f"{self._waiting[request.home]} calls of this home wait for keys, allowed are as many: use "
+                                   "fewer process groups that span homes at the same time", code="E-QUOTA")
+            self._waiting[request.home] += 1
+            try:
+                await store.written(absent, left_s)
+            finally:
+                self._waiting.subtract((request.home,))
+                self._waiting += Counter()  # drops zeros
         self._record_waits(request, (), begin_s)
         return KvReply(values, "", total)
 
-    def _record_waits(self, request: KvRequest, absent: Iterable[tuple[str, int]], begin_s: float) -> None:
+    def _write_problem(self, request: KvRequest) -> str:
+        """Returns why the site may not write or drop the request's keys; "" if it may. A key that names a rank belongs to that
+        rank's site, from before its first write on. Any other key belongs to the site that wrote it first."""
+        with self._lock:
+            state = self._state
+        if (site := state.present.get(request.home)) is None:
+            return self._record_contact(request.home)
+        if (count := len(request.put) + len(request.drop) + len(request.want)) > MAX_KEYS + state.workers:
+            raise CorruptFrame(f"{count} keys in one call, allowed {MAX_KEYS + state.workers}")
+        for (name, rank), adds in [*((key, False) for key, _ in request.put), *((key, False) for key in request.drop),
+                                   *([(request.add[0], True)] if request.add is not None else [])]:
+            owner = self._store.owner((name, rank), adds=adds)
+            if not site.ranks:
+                why = "this home has no ranks yet"
+            elif rank != ANY and rank not in site.ranks:
+                why = f"it belongs to worker {rank}"
+            elif rank == ANY and owner not in ("", request.home):
+                other = state.present.get(owner)
+                why = f"home {other.who if other else '(which has left)'} wrote it first"
+            else:
+                continue
+            what = "add to" if adds else "change"
+            problem = coded("E-OWNER", f"home {site.who} may not {what} {short_line(name, 200)!r} at the coordinator: {why}; "
+                                       "use another key for each writer")
+            self._refusals.denied(problem)
+            return problem
+        return ""
+
+    def _record_waits(self, request: KvRequest, absent: Iterable[Key], begin_s: float) -> None:
         """Records that the caller's rank waits for the `absent` keys, and for no other key of this request."""
         # Without min_workers no worker is dropped for being slow.
         if not self._min_workers or request.limit_s <= 0.0 or not self._has_rank(request.home, request.rank):
             return
         now = self._clock()
         with self._lock:
-            for name, _ in request.want:
-                self._waits.pop((name, request.rank), None)
-            for name, of in absent:
-                if len(self._waits) < MAX_WAITS:
-                    self._waits[name, request.rank] = _Wait(of, begin_s, now, request.limit_s)
+            waits = self._waits[request.rank]
+            for key in request.want:
+                waits.pop(key, None)
+            for key in absent:
+                if len(waits) < MAX_WAITS * (1 + self._state.workers):
+                    waits[key] = _Wait(begin_s, now, request.limit_s)
 
     def begin(self) -> None:
         """Marks the job as begun and starts journaling. A crash before that loses only the rendezvous. Call it in the event
@@ -158,11 +197,12 @@ class RendezvousService:
     def pending_waits(self) -> list[PendingWait]:
         """Returns the pending waits of ranks for other ranks' keys. Includes only waits for which the waiting rank gave a
         limit."""
-        now, waiting = self._clock(), dict[tuple[str, int], dict[int, _Wait]]()
+        now, waiting = self._clock(), defaultdict[Key, dict[int, _Wait]](dict)
         with self._lock:
-            self._waits = {place: wait for place, wait in self._waits.items() if now - wait.seen_s < WAIT_EXPIRES_S}
-            for (name, rank), wait in self._waits.items():
-                waiting.setdefault((name, wait.of), {})[rank] = wait
+            for rank, waits in self._waits.items():
+                self._waits[rank] = {key: wait for key, wait in waits.items() if now - wait.seen_s < WAIT_EXPIRES_S}
+                for key, wait in self._waits[rank].items():
+                    waiting[key][rank] = wait
         return [PendingWait(of, {rank: now - wait.begin_s for rank, wait in waits.items()},
                             max(wait.limit_s for wait in waits.values())) for (_, of), waits in waiting.items()]
 
@@ -208,6 +248,11 @@ class RendezvousService:
             one = self._state.present.get(site)
         return one is not None and rank in one.ranks
 
+    def _workers_of(self, site: str) -> int:
+        with self._lock:
+            one = self._state.present.get(site)
+        return 0 if one is None else one.request.world
+
     def _excluded_reason(self, site: str) -> str:
         """Returns why the site may not write; "" if it may. A site whose rank was evicted may not, because the other ranks have
         continued without that rank. Only some of them would read a value that the site writes now."""
@@ -228,13 +273,18 @@ class RendezvousService:
         if before.workers < state.workers < state.max_workers:
             log.info("starting with %s; homes can join until there are %d", sites.workers_text(state.workers),
                      state.max_workers)
-        self._store.allow(sites.count(state))
+        self._store.allow(_workers(state))
         reasons = [state.former.get(token, f"{site.who} has left") for token, site in before.present.items()
                    if token not in state.present]
         for why in dict.fromkeys(reasons):
             log.log(logging.INFO if state.begun else logging.WARNING, "%s", why.removeprefix("its home "))
         if state.former is not before.former and not state.begun:
             # A new rendezvous; calls that wait in the old store return within MAX_WAIT_S.
-            self._store = KvStore(sites.count(state))
+            self._store = KvStore(_workers(state))
         if self._journal is not None and state.begun and state.present.keys() != before.present.keys():
             self._journal.write_sites(sites.reset_silence(state, 0.0))
+
+
+def _workers(state: sites.Sites) -> dict[str, int]:
+    """Returns the number of workers of each site, by token."""
+    return {token: site.request.world for token, site in state.present.items()}

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import datetime
 import functools
+import inspect
 import queue
 import threading
 import time
@@ -25,7 +26,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from commlayer.cluster.messages import ANY
+from commlayer.cluster import object_collectives
+from commlayer.cluster.messages import ANY, MAX_KEYS, Key
 from commlayer.errors import CommError, InvalidState
 
 if TYPE_CHECKING:
@@ -275,7 +277,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         others = [member for member in range(len(self._ranks)) if member != self._mine]
         drop = [self._key(at - 2 * PARTS_IN_FLIGHT, self._mine)] if at >= 2 * PARTS_IN_FLIGHT else []
         reply = self._kv.request(until, put=[(self._key(at, self._mine), piece)], drop=drop, without=self.skip_lost,
-                                 want=[(self._key(at, member), self._ranks[member]) for member in others],
+                                 want=[self._key(at, member) for member in others],
                                  rank=self._ranks[self._mine], limit_s=limit_s)
         if None in reply.values and not reply.over:
             missing = [self._ranks[member] for member, value in zip(others, reply.values, strict=True) if value is None]
@@ -284,8 +286,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         rows = list(reply.values)
         return [*rows[: self._mine], piece, *rows[self._mine :]]
 
-    def _key(self, part: int, member: int) -> str:
-        return f"{self._place}/{part}/{member}"
+    def _key(self, part: int, member: int) -> Key:
+        return f"{self._place}/{part}", self._ranks[member]
 
     def _of(self, rows: Rows, root: int) -> bytes:
         if (row := rows[root]) is None:
@@ -365,6 +367,8 @@ class _World(NamedTuple):
     store: WorldStore
     """The world's store. torch refers only to the C++ half of this object, which calls the Python half, so the Python half is
     kept here."""
+    inside_store: WorldStore
+    """The store of groups inside this home, in which no other home can write the addresses that they connect to."""
     skip_lost: bool
     """True: collectives of scripts leave out ranks that are gone."""
     paused_reason: str
@@ -390,8 +394,12 @@ def init_world(kv: KvClient, rank: int, world: int, home: range, *, inside: str,
         dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
     if not _worlds:
         atexit.register(_end)
+        helper = distributed_c10d._new_process_group_helper
+        distributed_c10d._new_process_group_helper = functools.wraps(helper)(functools.partial(_with_own_store, helper))
+    object_collectives.install(NAME)
     _make(_World(kv, f"world{len(_worlds)}", tuple(range(world)), frozenset(home), inside, timeout_s,
-                 WorldStore(kv, timeout_s, rank), skip_lost, paused_reason, patience_s), rank)
+                 WorldStore(kv, timeout_s, rank), WorldStore(kv, timeout_s, rank, min(home)), skip_lost, paused_reason,
+                 patience_s), rank)
 
 
 def change_members(kv: KvClient, ids: Sequence[int], rank: int, generation: int) -> None:
@@ -408,7 +416,8 @@ def change_members(kv: KvClient, ids: Sequence[int], rank: int, generation: int)
     for group in [group for group in _groups if group not in moved]:
         group.abort()
     name = f"view{generation}"
-    _make(former._replace(kv=kv, name=name, ids=tuple(ids), store=WorldStore(kv, former.timeout_s, ids[rank])), rank)
+    store, inside_store = (WorldStore(kv, former.timeout_s, ids[rank], owner) for owner in (ANY, min(former.home)))
+    _make(former._replace(kv=kv, name=name, ids=tuple(ids), store=store, inside_store=inside_store), rank)
     for origin, group in _moved.items():
         group.move(kv, f"{name}/{origin}", ids, rank)
 
@@ -417,6 +426,24 @@ def _make(world: _World, rank: int) -> None:
     _worlds.append(world)
     dist.init_process_group(NAME, store=PrefixStore(world.name, world.store), rank=rank, world_size=len(world.ids),
                             timeout=datetime.timedelta(seconds=world.timeout_s))
+
+
+def _with_own_store(helper: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """Creates a group as torch does. A group inside this home gets the home's own store."""
+    call = inspect.signature(helper).bind(*args, **more)
+    ranks = call.arguments["global_ranks_in_group"]
+    if ranks and is_relayed() and _at_home(ranks):
+        call.arguments["store"] = PrefixStore(_worlds[-1].name, _worlds[-1].inside_store)
+    return helper(*call.args, **call.kwargs)
+
+
+def exchange(name: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> tuple[bytes | None, ...]:
+    """Exchanges one byte string per rank of this world through the store, and returns them in the order of `ranks`; None for
+    ranks that sent nothing. `rank`: the index of this rank among them."""
+    world = _worlds[-1]
+    keys = [(f"{world.name}/{name}", world.ids[r]) for r in ranks]
+    return world.kv.request(time.monotonic() + timeout_s, put=[(keys[rank], data)], want=keys, rank=keys[rank][1],
+                            limit_s=timeout_s).values
 
 
 def release() -> None:
@@ -472,9 +499,11 @@ def backend_for(ranks: Iterable[int], wanted: str | None) -> str | None:
     through the coordinator, only groups inside one machine use sockets; all others are relayed, too."""
     if not is_relayed():
         return wanted
-    world = _worlds[-1]
-    at_home = {world.ids[rank] for rank in ranks} <= world.home
-    return (wanted if wanted not in (None, NAME) else world.inside) if at_home else NAME
+    return (wanted if wanted not in (None, NAME) else _worlds[-1].inside) if _at_home(ranks) else NAME
+
+
+def _at_home(ranks: Iterable[int]) -> bool:
+    return {_worlds[-1].ids[rank] for rank in ranks} <= _worlds[-1].home
 
 
 def _group(options: Any, _: Any) -> RelayedGroup:
@@ -506,10 +535,11 @@ class WorldStore(_Store):  # type: ignore[misc]
     """A torch.distributed Store on top of the coordinator's key-value store. It has the methods that torch calls, some of them
     from C++."""
 
-    def __init__(self, kv: KvClient, timeout_s: float, rank: int = ANY) -> None:
-        """`rank`: the coordinator's number of the rank that uses this store."""
+    def __init__(self, kv: KvClient, timeout_s: float, rank: int = ANY, owner: int = ANY) -> None:
+        """`rank`: the coordinator's number of the rank that uses this store. `owner`: the rank to whose home all values belong;
+        ANY: each value belongs to the home that writes it first."""
         super().__init__()
-        self.kv, self._timeout_s, self._rank = kv, timeout_s, rank
+        self.kv, self._timeout_s, self._rank, self._owner = kv, timeout_s, rank, owner
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
@@ -519,7 +549,7 @@ class WorldStore(_Store):  # type: ignore[misc]
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._call(lambda until: self.kv.request(until, put=[(key, data)]))
+        self._call(lambda until: self.kv.request(until, put=[((key, self._owner), data)]))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -532,15 +562,14 @@ class WorldStore(_Store):  # type: ignore[misc]
             self.set(key, value)
 
     def add(self, key: str, value: int) -> int:
-        return int(self._call(lambda until: self.kv.request(until, add=(key, value))).sum)
+        return int(self._call(lambda until: self.kv.request(until, add=((key, self._owner), value))).sum)
 
     def check(self, keys: list[str]) -> bool:
-        values = self._call(lambda until: self.kv.request(until, want=[(key, ANY) for key in keys], wait=False)).values
-        return None not in values
+        return None not in self._read(keys, time.monotonic() + self._timeout_s, wait=False)
 
     def delete_key(self, key: str) -> bool:
         present = self.check([key])
-        self._call(lambda until: self.kv.request(until, drop=[key]))
+        self._call(lambda until: self.kv.request(until, drop=[(key, self._owner)]))
         return present
 
     deleteKey = delete_key
@@ -550,14 +579,21 @@ class WorldStore(_Store):  # type: ignore[misc]
         self._all(keys, self._timeout_s if timeout is None else timeout.total_seconds())
 
     def _all(self, keys: list[str], timeout_s: float) -> tuple[bytes | None, ...]:
-        until = time.monotonic() + timeout_s
-        want = [(key, ANY) for key in keys]  # torch does not say which rank writes a key
-        values: tuple[bytes | None, ...] = self._call(
-            lambda _: self.kv.request(until, want=want, rank=self._rank, limit_s=timeout_s)).values
+        values = self._read(keys, time.monotonic() + timeout_s, rank=self._rank, limit_s=timeout_s)
         if None in values:
             missing = [key for key, value in zip(keys, values, strict=True) if value is None]
             raise InvalidState("E-DEADLINE", f"wait timed out after {timeout_s:g} s, waiting for keys {', '.join(missing[:4])}")
         return values
+
+    def _read(self, keys: list[str], until: float, **how: Any) -> tuple[bytes | None, ...]:
+        values: tuple[bytes | None, ...] = ()
+        for at in range(0, len(keys), MAX_KEYS):
+            want = [(key, self._owner) for key in keys[at : at + MAX_KEYS]]
+            values += self._call(functools.partial(self._read_some, want, until, how)).values
+        return values
+
+    def _read_some(self, want: list[Key], until: float, how: dict[str, Any], _: float) -> Any:
+        return self.kv.request(until, want=want, **how)
 
     def _call(self, call: Callable[[float], Any]) -> Any:
         """Makes a call and converts its errors to RuntimeErrors, the only errors that torch handles."""

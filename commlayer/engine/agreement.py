@@ -15,6 +15,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from commlayer.cluster.messages import Key
 from commlayer.records import ServerInfo, View
 
 
@@ -31,10 +32,10 @@ AWAY = Vote(-2, 0.0)
 new member."""
 
 
-def name_of(view: View, what: str, rank: int) -> str:
-    """Returns the name of a vote in the rendezvous store. It consists of the epoch, the kind and round of the vote (`what`),
-    and the rank of the voter."""
-    return f"regroup{view.generation}/{what}/{rank}"
+def key_of(view: View, what: str, rank: int) -> Key:
+    """Returns the key of a vote in the rendezvous store: the epoch with the kind and round of the vote (`what`), and the rank
+    of the voter."""
+    return f"regroup{view.generation}/{what}", rank
 
 
 class VoterState(NamedTuple):

@@ -20,7 +20,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import safetensors.torch
@@ -28,20 +28,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from commlayer import files, records
-from commlayer.cluster.collectives import Groups, all_or_none, gather, gather_bytes
-from commlayer.cluster.messages import named_at
+from commlayer.cluster.collectives import Groups, all_or_none, gather, gather_bytes, gather_values
+from commlayer.cluster.messages import MAX_PLAN_NBYTES, named_at
 from commlayer.compressors import codec_of, restore, snapshot
 from commlayer.compressors.feedback import ResidualSlice, in_updates, residual_of, split_by_tensor
 from commlayer.engine import buckets
 from commlayer.engine.buckets import EncodedBucket
 from commlayer.engine.connection import DistributedJob, JobContext
 from commlayer.engine.plan_handover import inherit_residuals
-from commlayer.engine.replica import Replica, broadcast_bytes, on_host
+from commlayer.engine.replica import Replica, on_host
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.switch import switch
 from commlayer.errors import CommError, InvalidInput, PeerLost, coded
 from commlayer.observe.events import CheckpointEvent
 from commlayer.records import Bucket, Plan, Record
+from commlayer.transport.protocol import SERVER_BASE
 
 log = logging.getLogger("commlayer")
 
@@ -217,8 +218,8 @@ def find(groups: Groups | None, rank: int, world: int, directory: Path) -> Found
     """Finds the newest complete checkpoint in the directory; returns None if no rank has any checkpoint. All ranks call it
     together."""
     with all_or_none(groups, LOADING), reading(directory):
-        mine = msgspec.json.encode(saves_of(directory))
-    rows = [msgspec.json.decode(row, type=list[SaveOnDisk]) for row in gather_bytes(groups, mine)]
+        mine = saves_of(directory)
+    rows = gather_values(groups, mine, list[SaveOnDisk], LIST_NBYTES, "a list of checkpoints")
     faults: list[str] = []
     for number, save in sorted({(held.number, held.save) for row in rows for held in row}, reverse=True):
         on = {r: held for r, row in enumerate(rows) for held in row if (held.number, held.save) == (number, save)}
@@ -229,8 +230,8 @@ def find(groups: Groups | None, rank: int, world: int, directory: Path) -> Found
         elif not any(name.startswith(TRAINING) for name in readers):
             faults.append("no rank has its model")
         else:
-            own = {r: own_files(r, mark.world, mark.servers) for r in range(mark.world)}
-            exact = mark.world == world and all(r in on and {*own[r]} <= {*on[r].files} for r in own)
+            own = {r: own_files(r, mark.world, mark.servers) for r in range(world)} if mark.world == world else {}
+            exact = bool(own) and all(r in on and {*own[r]} <= {*on[r].files} for r in own)
             if faults and rank == 0:
                 log.warning("resume(): loading the checkpoint of step %d, because a newer one is not complete: %s", mark.step,
                             faults[0])
@@ -259,8 +260,7 @@ def load_training(
             log.warning("resume(): %d ranks do not have the checkpoint's model; rank %d sends it to them", having.count(0),
                         source)
         data = safetensors.torch.save(state) if rank == source else b""
-        nbytes = gather(groups, [len(data)])[source][0]
-        data = broadcast_bytes(data, nbytes, groups, source)
+        data = groups.share_bytes(data, replica.most_nbytes, "the checkpoint's model", source=source)
         state = state or safetensors.torch.load(data)
     with all_or_none(groups, LOADING), reading(found.folder):
         own = read(found.folder, f"rank-{rank}", found.mark) if found.exact else None
@@ -314,7 +314,7 @@ def _convert_residuals(context: DistributedJob, found: FoundCheckpoint, local: M
         worker.drain()
         if context.rank == found.readers.get(PLAN, 0) and (found.folder / PLAN).is_file():
             offered = (found.folder / PLAN).read_bytes()
-    shared = next((data for data in gather_bytes(context.groups, offered) if data), b"")
+    shared = next((data for data in gather_bytes(context.groups, offered, MAX_PLAN_NBYTES, "a plan") if data), b"")
     with all_or_none(context.groups, LOADING), reading(found.folder):
         residuals: list[ResidualSlice] = []
         plan = records.decode(shared, Plan, f"plan {found.folder / PLAN}") if shared else None
@@ -412,6 +412,9 @@ def _same(name: str, what: str, saved: object, here: object) -> None:
 FORMAT = "commlayer-checkpoint-1"
 MANIFEST, PLAN, TRAINING = "manifest.json", "plan.json", "training-"
 FOLDER = "save-"
+MAX_SAVES, LIST_NBYTES = 16, 4 << 20
+"""Largest number of checkpoints that a rank looks at, and largest size of a rank's list of them with their files: that of jobs
+with 2,000 workers."""
 
 
 class Mark(Record, frozen=True):
@@ -423,8 +426,8 @@ class Mark(Record, frozen=True):
     """Number of training steps, as Session.step counts them."""
     round: int
     """Number of the next exchange, which messages between workers and servers contain."""
-    world: int
-    servers: int
+    world: Annotated[int, msgspec.Meta(ge=1, le=SERVER_BASE)]
+    servers: Annotated[int, msgspec.Meta(ge=0, le=SERVER_BASE)]
     plan: str
     """Digest of the plan under which the state was saved; empty if there were no other workers."""
     rate: float = 1.0
@@ -482,7 +485,7 @@ def numbers(directory: Path) -> list[int]:
 def own_files(rank: int, world: int, servers: int) -> list[str]:
     """Returns the names of the codec files that a rank writes and reads: its own file, and the files of the servers assigned to
     it."""
-    return [f"rank-{rank}", *(f"server-{s}" for s in range(servers) if s % world == rank)]
+    return [f"rank-{rank}", *(f"server-{s}" for s in range(rank, servers, world))]
 
 
 def write(folder: Path, states: _Files, mark: Mark, plan: Plan | None) -> None:
@@ -529,8 +532,9 @@ def _on_disk(folder: Path) -> list[str]:
 
 
 def saves_of(directory: Path) -> list[SaveOnDisk]:
-    """Returns all checkpoints in the directory that this rank finds, newest first."""
-    return [_look(directory, number) for number in reversed(numbers(directory))]
+    """Returns the newest checkpoints in the directory that this rank finds, newest first. There are several if jobs ended while
+    they saved."""
+    return [_look(directory, number) for number in [*reversed(numbers(directory))][:MAX_SAVES]]
 
 
 def _look(directory: Path, number: int) -> SaveOnDisk:

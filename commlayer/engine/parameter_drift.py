@@ -15,7 +15,6 @@ optimizer state, which scripts often load after attach().
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 import zlib
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from commlayer.cluster.collectives import Groups, gather, gather_bytes
+from commlayer.cluster.collectives import Groups, gather, gather_values
 from commlayer.config import Config
 from commlayer.engine.connection import DistributedJob
 from commlayer.engine.optimizers import (
@@ -49,6 +48,8 @@ COST_MOST = 0.001
 """Largest fraction of the training time that digests take, if the setting drift_steps is -1."""
 LEAST, MOST = 10, 10_000
 """LEAST: number of steps of the first round, whose cost is not known yet. MOST: largest number of steps of a round."""
+SETTINGS_NBYTES = 64 << 10
+"""Largest size of a rank's optimizer settings, in addition to four times those of this rank."""
 NAMED = 3
 """Largest number of tensors or settings that one log line or error names."""
 HEAD = 6
@@ -309,8 +310,9 @@ class ParameterDrift:
         self._answer_with(what, lambda groups: share_optimizer(self._optimizer, groups, self._deadline_s), unlike)
 
     def _gather_settings(self, groups: Groups) -> dict[str, list[str]]:
-        rows = gather_bytes(groups, json.dumps(self._settings()).encode())
-        return differences([json.loads(row) for row in rows])
+        settings = self._settings()
+        most_nbytes = SETTINGS_NBYTES + 4 * sum(len(name) + len(value) for name, value in settings.items())
+        return differences(gather_values(groups, settings, dict[str, str], most_nbytes, "settings of the optimizer"))
 
     def _spelled(self, unlike: dict[str, list[str]]) -> list[str]:
         called = self._connection.called

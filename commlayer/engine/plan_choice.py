@@ -14,13 +14,14 @@ from msgspec import structs
 from commlayer import loss_budget, plan_file, planner, records
 from commlayer.balance import loss_model
 from commlayer.cluster.collectives import Groups
+from commlayer.cluster.messages import MAX_PLAN_NBYTES, REASON_CHARS
 from commlayer.codec_spec import parse_spec, spec_error, split_two_way
 from commlayer.compressors import Codec, build, codec_of, parse, wrap
 from commlayer.compressors.feedback import Momentum
 from commlayer.compressors.plan_codecs import is_download_codec, is_separable, is_summable
 from commlayer.config import Config
 from commlayer.engine.sync_modes import MODES, Forbids, RequestedModes, modes_of, requested_otherwise
-from commlayer.errors import CommError, InvalidInput
+from commlayer.errors import CommError, InvalidInput, short_line
 from commlayer.planner import tables as machines
 from commlayer.planner import tree as codec_fit
 from commlayer.planner import tree as grammar
@@ -195,7 +196,8 @@ class OfferedPlan:
         if self._error is not None:
             raise self._error
         if data.startswith(REFUSED):
-            raise InvalidInput("E-PLAN-REFUSED", f"rank 0: {data.removeprefix(REFUSED).decode()}")
+            why = data.removeprefix(REFUSED)[: 4 * REASON_CHARS].decode(errors="replace")
+            raise InvalidInput("E-PLAN-REFUSED", f"rank 0: {short_line(why, REASON_CHARS)}")
         return data
 
 
@@ -207,7 +209,8 @@ def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float 
     if groups is None:
         return make()
     offer = OfferedPlan(make, groups.rank)
-    return offer.taken(groups.members.tell(offer.data, wait_s, "start")[0] if wait_s else groups.share_bytes(offer.data))
+    return offer.taken(groups.members.tell(offer.data, wait_s, "start")[0] if wait_s else
+                       groups.share_bytes(offer.data, MAX_PLAN_NBYTES, "a plan"))
 
 
 def check_plan(

@@ -40,7 +40,7 @@ from commlayer import records
 from commlayer.cluster import process_groups, site_process_group
 from commlayer.cluster.collectives import Groups, RowChannel
 from commlayer.cluster.epoch_change import EpochChange, wire_generation
-from commlayer.cluster.messages import ANY
+from commlayer.cluster.messages import ANY, Key
 from commlayer.cluster.site_client import KvClient
 from commlayer.cluster.site_process_group import PART_NBYTES, PARTS_IN_FLIGHT
 from commlayer.cluster.uplink import Uplink
@@ -52,12 +52,13 @@ from commlayer.engine.hooks import weakly
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.sync_modes import Forbids
 from commlayer.engine.worker import Worker
-from commlayer.errors import CommError, DeadlineExceeded, PeerLost
-from commlayer.records import Plan, View, plan_of
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, checked_nbytes, short_line
+from commlayer.records import MALFORMED, Plan, View, plan_of
 from commlayer.transport.protocol import peer_name
 
 # ---- messages between workers when the members of a job change, through the store of their rendezvous
 
+T = TypeVar("T")
 LOOK_S = 0.5
 """Seconds between two checks by a waiting member whether there is a newer epoch, or all results of its step have arrived."""
 
@@ -83,8 +84,8 @@ class EpochMessages:
         """`notice_s`: seconds to wait for a new epoch from the coordinator. `away_s`: seconds for which requests to an
         unresponsive coordinator are repeated."""
         self.newest, self._notice_s, self._away_s = view, notice_s, away_s
-        self._said: set[str] = set()
-        """Names of the messages that this rank has sent. Their content does not change."""
+        self._said: set[Key] = set()
+        """Keys of the messages that this rank has sent. Their content does not change."""
 
     def tell(self, view: View, what: str, mine: int, word: Vote, until: float, *, among: Sequence[int] = (),
              complete: Callable[[], bool] = never, limit_s: float = 0.0) -> list[Vote]:
@@ -96,19 +97,18 @@ class EpochMessages:
         The wait ends at `until`, which includes time for the coordinator to decide who is lost.
         """
         ranks = [m.rank for m in view.members if not among or m.rank in among]
-        own = agreement.name_of(view, what, mine)
+        own = agreement.key_of(view, what, mine)
         put = [(own, msgspec.msgpack.encode(word))] if own not in self._said else []
-        names = [(agreement.name_of(view, what, rank), rank) for rank in ranks]
-        rows = self.read(view, names, until, step=word.step, put=put, complete=complete,
-                         waits=(mine, limit_s))
+        rows = self.read(view, [agreement.key_of(view, what, rank) for rank in ranks], until, step=word.step, put=put,
+                         complete=complete, waits=(mine, limit_s))
         self._said.add(own)
-        return [Vote(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in rows]
+        return [Vote(*_decoded(row, tuple[int, float], rank)) for row, rank in zip(rows, ranks, strict=bool(rows))]
 
-    def read(self, view: View, want: Sequence[tuple[str, int]], until: float, *, step: int,
-             put: Sequence[tuple[str, bytes]] = (), complete: Callable[[], bool] = never,
+    def read(self, view: View, want: Sequence[Key], until: float, *, step: int,
+             put: Sequence[tuple[Key, bytes]] = (), complete: Callable[[], bool] = never,
              waits: tuple[int, float] = (ANY, 0.0)) -> list[bytes]:
-        """Waits for values in the store and returns them. `want`: their names, each with the rank that writes it. `put`: names
-        and values to write first. `waits`: the waiting rank, and how long others might wait for it."""
+        """Waits for values in the store and returns them. `want`: their keys. `put`: keys and values to write first. `waits`:
+        the waiting rank, and how long others might wait for it."""
         give_up, begin = math.inf, time.monotonic()
         while True:
             try:
@@ -138,8 +138,8 @@ class EpochMessages:
                 raise DeadlineExceeded("has not reached the step in which the members change before the deadline",
                                        peer=", ".join(late), step=step)
 
-    def put(self, view: View, rows: Sequence[tuple[str, bytes]], until: float, *, drop: Sequence[str] = ()) -> None:
-        """Writes named values into the store, and deletes the values named in `drop`."""
+    def put(self, view: View, rows: Sequence[tuple[Key, bytes]], until: float, *, drop: Sequence[Key] = ()) -> None:
+        """Writes values into the store, and deletes those with the keys `drop`."""
         try:
             site_process_group.kv_client().request(until, put=rows, drop=drop, view=view.generation)
         except CommError:
@@ -156,6 +156,15 @@ class EpochMessages:
         return self.newest is not view
 
 
+def _decoded(data: bytes, kind: type[T], rank: int) -> T:
+    """Decodes a message of a rank. Raises CorruptFrame, which names the rank, if the message is malformed."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except MALFORMED as error:
+        raise CorruptFrame(f"sent a malformed message about a change of members: {short_line(error, 200)}",
+                           peer=peer_name(rank)) from None
+
+
 def _unanswered(error: CommError) -> bool:
     """Returns True if an error means that the coordinator did not reply. It might be restarting; its store then still contains
     all messages."""
@@ -168,7 +177,6 @@ def _unanswered(error: CommError) -> bool:
 # window all members send a report, even if they neither send nor receive the state. So no member waits longer than one window's
 # deadline for a slow home. If a member dies meanwhile, all receive a newer epoch.
 
-T = TypeVar("T")
 WINDOW = 64
 """Number of parts of the state that are in the store at a time; 10 MB in total."""
 
@@ -177,9 +185,11 @@ class StateRelay:
     """Sends the state for joining workers through the store, for one epoch. Each member calls `give`, `take` or `watch` once.
     """
 
-    def __init__(self, words: EpochMessages, view: View, mine: int, word: Vote, limit_s: float, judged_s: float) -> None:
+    def __init__(self, words: EpochMessages, view: View, mine: int, word: Vote, limit_s: float, judged_s: float,
+                 most_nbytes: int) -> None:
         """`limit_s`: longest wait for other members, in seconds. `judged_s`: further seconds in which the coordinator decides
-        whether missing members are lost."""
+        whether missing members are lost. `most_nbytes`: largest state that this rank receives or waits for."""
+        self._most_nbytes = most_nbytes
         self._words, self._view, self._mine, self._word = words, view, mine, word
         self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
         self.giver = view.members[0].rank
@@ -190,13 +200,13 @@ class StateRelay:
         self._words.put(self._view, [(self._size, msgspec.msgpack.encode(len(data)))], self._until())
         for window in range(windows):
             parts = self._parts(window, len(data))
-            names = [self._name(part) for part in parts]
+            keys = [self._key(part) for part in parts]
             try:
-                for part, name in zip(parts, names, strict=True):
-                    self._words.put(self._view, [(name, data[part * PART_NBYTES : (part + 1) * PART_NBYTES])], self._until())
+                for part, key in zip(parts, keys, strict=True):
+                    self._words.put(self._view, [(key, data[part * PART_NBYTES : (part + 1) * PART_NBYTES])], self._until())
                 self._meet(window)
             finally:
-                self._words.put(self._view, [], self._until(), drop=names)
+                self._words.put(self._view, [], self._until(), drop=keys)
         self._meet(windows)
 
     def take(self, enter: Callable[[bytes], T]) -> T:
@@ -207,9 +217,10 @@ class StateRelay:
         for window in range(windows):
             parts = self._parts(window, nbytes)
             for first in range(0, len(parts), PARTS_IN_FLIGHT):
-                want = [(self._name(part), self.giver) for part in parts[first : first + PARTS_IN_FLIGHT]]
+                want = [self._key(part) for part in parts[first : first + PARTS_IN_FLIGHT]]
                 for row in self._read(want):
                     data += row
+                self._check(len(data), nbytes)
             self._meet(window)
         entered = enter(bytes(data))
         self._meet(windows)
@@ -222,18 +233,21 @@ class StateRelay:
     # ----
 
     def _nbytes(self) -> int:
-        (row,) = self._read([(self._size, self.giver)])
-        return msgspec.msgpack.decode(row, type=int)
+        (row,) = self._read([self._size])
+        return self._check(_decoded(row, int, self.giver), self._most_nbytes)
 
-    def _read(self, want: Sequence[tuple[str, int]]) -> list[bytes]:
+    def _check(self, nbytes: int, most_nbytes: int) -> int:
+        return checked_nbytes(nbytes, most_nbytes, "the state for a joining worker", peer_name(self.giver))
+
+    def _read(self, want: Sequence[Key]) -> list[bytes]:
         return self._words.read(self._view, want, self._until(), step=self._word.step, waits=(self._mine, self._limit_s))
 
     @property
-    def _size(self) -> str:
-        return agreement.name_of(self._view, "state", self.giver)
+    def _size(self) -> Key:
+        return agreement.key_of(self._view, "state", self.giver)
 
-    def _name(self, part: int) -> str:
-        return agreement.name_of(self._view, f"part{part}", self.giver)
+    def _key(self, part: int) -> Key:
+        return agreement.key_of(self._view, f"part{part}", self.giver)
 
     def _windows(self, nbytes: int) -> int:
         return -(-nbytes // (WINDOW * PART_NBYTES))
@@ -250,6 +264,9 @@ class StateRelay:
 
 class StateGiver(Protocol):
     """Interface of the object that creates the state for joining ranks; `replica.py` implements it."""
+
+    @property
+    def most_nbytes(self) -> int: ...
 
     def given(self, context: DistributedJob, plan: Plan) -> bytes: ...
 
@@ -427,7 +444,8 @@ class MembershipChange(MemberChanges):
         mine = words[place]
         words = self._tell(view, "ready", mine, begin + self._patience_s)
         if new:
-            relay = StateRelay(self._words, view, job_context.id, mine, self._config.deadline_s, judged_s(self._config))
+            relay = StateRelay(self._words, view, job_context.id, mine, self._config.deadline_s, judged_s(self._config),
+                               self._replica.most_nbytes)
             if relay.giver == job_context.id:
                 relay.give(self._replica.given(job_context, plan))
             else:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -40,8 +40,9 @@ from commlayer.transport.crc import crc32c
 TENSOR, TUPLE = "\0tensor", "\0tuple"
 """Keys that mark tensors and tuples, for which msgpack has no type, in the encoded optimizer state."""
 LOCAL, OWN, HEAD = "local.", "own.", "head"
-PIECE_NBYTES = 16 << 20
-"""Number of bytes per broadcast of an optimizer's state. Each broadcast has its own deadline."""
+STATE_PER_ELEMENT, HEAD_NBYTES = 16, messages.MAX_PLAN_NBYTES
+"""Largest size of a state, which limits what a rank receives: 16 values per element of the model (weights, moments, master
+weights, the state of local steps, and as much of a script's own objects), and as much as a plan for all else."""
 
 
 class GivenState(Record, frozen=True):
@@ -92,6 +93,11 @@ class Replica:
         self._trained = [p for _, p in parameters_of(model)]
         self._averaged = [name for name, _ in buffers_of(model)]
 
+    @property
+    def most_nbytes(self) -> int:
+        """Largest size of this model's state on any rank."""
+        return most_state_nbytes([*self._model.parameters(), *self._model.buffers()])
+
     # ---- sender
 
     def given(self, context: DistributedJob, plan: Plan) -> bytes:
@@ -100,7 +106,11 @@ class Replica:
             tensors = self.state(context, plan)
         except Exception as error:  # the optimizer's code can raise any error; the other ranks continue to train
             tensors = {HEAD: _head(GivenState(error=f"{type(error).__name__}: {error}".splitlines()[0]))}
-        return safetensors.torch.save({name: on_host(t) for name, t in tensors.items()})
+        data = safetensors.torch.save({name: on_host(t) for name, t in tensors.items()})
+        if len(data) <= self.most_nbytes:
+            return data
+        why = f"it has {len(data)} bytes, but with this model at most {self.most_nbytes}"
+        return safetensors.torch.save({HEAD: _head(GivenState(error=why))})
 
     def state(
         self, context: JobContext, plan: Plan | None, extra: Mapping[str, Any] = MappingProxyType({}), *, model: bool = True,
@@ -232,6 +242,10 @@ def _states_of(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> di
     return {name: _plain(value.state_dict(), tensors) for name, value in extra.items()}
 
 
+def most_state_nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return HEAD_NBYTES + STATE_PER_ELEMENT * sum(t.numel() * max(t.element_size(), 4) for t in tensors)
+
+
 def _head(record: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(msgspec.msgpack.encode(record)), dtype=torch.uint8)
 
@@ -258,22 +272,18 @@ def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: i
             error, tensors = f"rank {source}: {type(failed).__name__}: {failed}".partition("\n")[0], {}
         body = safetensors.torch.save({name: on_host(t) for name, t in tensors.items()})
         head = msgspec.msgpack.encode((error, state, len(body)))
-    error, state, nbytes = msgspec.msgpack.decode(groups.share_bytes(head, source=source), type=tuple[str, Any, int])
+    what = "the optimizer's state"
+    shared = groups.share_bytes(head, HEAD_NBYTES, what, source=source)
+    try:
+        error, state, nbytes = msgspec.msgpack.decode(shared, type=tuple[str, Any, int])
+    except MALFORMED as malformed:
+        raise CorruptFrame(f"{what} is malformed: {malformed}", peer=f"rank {groups.members.ranks[source]}") from None
     if error:
         raise InvalidInput("E-JOIN-STATE", error)
-    received = broadcast_bytes(body, nbytes, groups, source)
+    tensors_of = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
+    received = groups.share_bytes(body, most_state_nbytes(tensors_of), what, nbytes, source)
     if groups.rank != source:
         _restore(optimizer, state, safetensors.torch.load(received))
-
-
-def broadcast_bytes(data: bytes, nbytes: int, groups: Groups, source: int = 0) -> bytes:
-    """Copies `nbytes` bytes from rank `source` to all ranks, in pieces with a deadline each."""
-    received = torch.empty(nbytes, dtype=torch.uint8, device=groups.device)
-    if groups.rank == source and nbytes:
-        received.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    for piece in received.split(PIECE_NBYTES):
-        groups.broadcast_all(piece, source).wait(time.monotonic() + groups.waits_s)
-    return received.cpu().numpy().tobytes()
 
 
 def _restore(optimizer: Any, state: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -393,7 +403,7 @@ def _receive(
             if not dialled:  # servers know this worker now
                 link.dial(time.monotonic() + config.join_deadline_s)
                 dialled = True
-            relay = StateRelay(words, view, own, Vote(-1, 1.0), config.deadline_s, judged_s(config))
+            relay = StateRelay(words, view, own, Vote(-1, 1.0), config.deadline_s, judged_s(config), replica.most_nbytes)
             fits = functools.partial(check, workers=len(view.members))
             return view, ready, relay.take(functools.partial(replica.take, check=fits))
         except NewerEpoch:

@@ -33,7 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 from commlayer import records
 from commlayer.cluster import messages, uplink
 from commlayer.cluster.child_processes import EmbeddedServer
-from commlayer.cluster.collectives import Groups, RowChannel
+from commlayer.cluster.collectives import Groups, RowChannel, decoded_json
 from commlayer.cluster.process_groups import Members, exchange
 from commlayer.cluster.uplink import Uplink, leave_job
 from commlayer.compressors import kernels
@@ -62,7 +62,7 @@ from commlayer.engine.replica import Replica, enter
 from commlayer.engine.replica import align as align_tensors
 from commlayer.engine.run_events import check_folder
 from commlayer.engine.sync_modes import Forbids, RequestedModes, with_modes
-from commlayer.errors import Coded, CommError, InvalidInput, coded
+from commlayer.errors import Coded, CommError, CorruptFrame, InvalidInput, coded, short_line
 from commlayer.observe.log_lines import LogLines
 from commlayer.planner import tensors as float64
 from commlayer.planner.plan_rules import late_and_sparse, summary_of
@@ -558,8 +558,16 @@ class Start:
         if members is None:
             return [mine]
         rows = members.tell(json.dumps(mine._asdict()).encode(), config.join_deadline_s, "start")
-        # Another version can send more fields.
-        return [RankRow(**{k: v for k, v in json.loads(data).items() if k in RankRow._fields}) for data in rows]
+        return [row_of(data, f"rank {rank}") for data, rank in zip(rows, members.ranks, strict=True)]
+
+
+def row_of(data: bytes, peer: str) -> RankRow:
+    """Decodes the row of a rank, which can be of another version and then has other fields."""
+    fields = RankRow("", "")._asdict() | decoded_json(data, dict[str, Any], "a row about itself", peer)
+    try:
+        return msgspec.convert([fields[name] for name in RankRow._fields], RankRow)
+    except msgspec.ValidationError as error:
+        raise CorruptFrame(f"sends a row about itself that is malformed: {short_line(error, 200)}", peer=peer) from None
 
 
 def group_of(process_group: Any) -> Any:
@@ -637,7 +645,8 @@ def other_model(rows: Sequence[RankRow], members: Members, job: Job, deadline_s:
                   if len({digests[4 * number : 4 * number + 4] for digests in every}) > 1), MOST_TENSORS)
     own = tensor_text(job.tensors[first]) if first < len(job.tensors) else "none"
     lines = members.tell(json.dumps([f"{len(tags)} tensors with {job.numel} elements", own]).encode(), deadline_s, "start")
-    counts, shown = zip(*map(json.loads, lines), strict=True)
+    counts, shown = zip(*(decoded_json(line, tuple[str, str], "its number of tensors", f"rank {rank}")
+                          for line, rank in zip(lines, members.ranks, strict=True)), strict=True)
     return (f"model: {_by_value(counts, rows, members.ranks)}; first difference, tensor {first}: "
             f"{_by_value(shown, rows, members.ranks)}: trained parameters and buffers must have equal names, shapes, dtypes "
             "and order on all ranks")

@@ -9,6 +9,7 @@ from msgspec import structs
 
 from commlayer import records
 from commlayer.cluster.collectives import Groups, all_or_none, gather
+from commlayer.cluster.messages import MAX_PLAN_NBYTES
 from commlayer.engine.buckets import trim
 from commlayer.engine.connection import DistributedJob
 from commlayer.engine.plan_choice import OfferedPlan, bytes_of, check_plan, plan_in
@@ -101,7 +102,7 @@ def _go_over(context: DistributedJob, plan: Plan | None, *, by_itself: bool) -> 
     old, groups, link = context.worker, context.groups, context.uplink
     offer = OfferedPlan(lambda: bytes_of(with_modes(_given(plan), context.terms.requested)), context.rank)
     stands = _stand_alike(context, old, groups, len(offer.data))
-    agreed = plan_in(offer.taken(groups.share_bytes(offer.data, stands[0].plan_nbytes)))
+    agreed = plan_in(offer.taken(groups.share_bytes(offer.data, MAX_PLAN_NBYTES, "a plan", stands[0].plan_nbytes)))
     note = ""
     if old.plan.steps_locally and not agreed.steps_locally and len({stand.memory for stand in stands}) > 1:
         agreed, note = _updates_still(agreed, by_itself=by_itself)

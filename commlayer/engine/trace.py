@@ -22,7 +22,7 @@ from commlayer.cluster.collectives import gather_bytes
 from commlayer.engine.connection import DistributedJob, JobContext
 from commlayer.engine.observers import Observer, ObserverOrder, Observers
 from commlayer.engine.worker import Worker
-from commlayer.errors import CommError, InvalidInput
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, short_line
 from commlayer.observe.step_trace import (
     EXCHANGE,
     NO_BUCKET,
@@ -38,7 +38,7 @@ from commlayer.observe.step_trace import (
 from commlayer.planner import lower
 from commlayer.planner.model import Basis, Group, fold
 from commlayer.planner.simulation import Span, Timeline, hosts_of, simulate
-from commlayer.records import Plan, digest
+from commlayer.records import MALFORMED, Plan, digest
 
 log = logging.getLogger("commlayer")
 
@@ -49,6 +49,9 @@ LATEST_STEP = 200
 """Number of steps after which a trace starts even if the search for a plan has not ended."""
 MOST_GAP = 16
 """Largest number of steps between two checks whether the search for a plan has ended."""
+STEP_NBYTES, BUCKET_NBYTES, TENSOR_NBYTES = 64 << 10, 8 << 10, 64
+"""Largest size of a recorded step: for itself, for each bucket with some 10 events of 80 bytes in every round, and for each
+tensor."""
 APART = 1.05
 """Distance between two steps in the drawing, in units of the longest step, predicted or measured."""
 
@@ -170,8 +173,25 @@ class Tracer:
 
 
 def gather_steps(connection: DistributedJob, steps: Sequence[RecordedStep]) -> list[list[RecordedStep]]:
-    rows = gather_bytes(connection.groups, zlib.compress(msgspec.msgpack.encode(steps)))
-    return [msgspec.msgpack.decode(zlib.decompress(row), type=list[RecordedStep]) for row in rows]
+    most_nbytes = len(steps) * (STEP_NBYTES + BUCKET_NBYTES * len(connection.plan.buckets)
+                                + TENSOR_NBYTES * len(connection.worker.job.tensors))
+    rows = gather_bytes(connection.groups, zlib.compress(msgspec.msgpack.encode(steps)), most_nbytes, "a trace")
+    return [_checked(row, most_nbytes, len(steps), len(connection.plan.buckets), connection.called(rank))
+            for rank, row in enumerate(rows)]
+
+
+def _checked(row: bytes, most_nbytes: int, count: int, buckets: int, peer: str) -> list[RecordedStep]:
+    """Returns the steps that a rank recorded. Raises CorruptFrame, which names the rank, if they are malformed."""
+    try:
+        data = zlib.decompressobj().decompress(row, most_nbytes)
+        steps = msgspec.msgpack.decode(data, type=list[RecordedStep])
+    except (zlib.error, *MALFORMED) as error:
+        raise CorruptFrame(f"sends a trace that is malformed: {short_line(error, 200)}", peer=peer) from None
+    if len(steps) != count or any(not {"backward", "end"} <= step.marks.keys() for step in steps) or not all(
+            NO_BUCKET <= event.bucket < buckets for step in steps for event in step.events):
+        raise CorruptFrame(f"sends a trace of {len(steps)} steps with other buckets or marks than those of {count} steps here",
+                           peer=peer)
+    return steps
 
 
 def write(connection: DistributedJob, path: Path, ranks: Sequence[Sequence[RecordedStep]], first_step: int) -> Comparison:

@@ -35,6 +35,8 @@ log = logging.getLogger("commlayer")
 TWICE = "session.join() must not be called inside session.join(): call it once, around the loop over batches"
 BITS = 48
 """Number of bits that ranks pack into one float64 of a row."""
+SCALER_NBYTES = 64 << 10
+"""Largest size of a GradScaler's state, which is some numbers."""
 LOOK_S = 1e-3
 """Seconds between two looks at which of several sessions the other ranks train."""
 _entered: list[UnevenInputs] = []
@@ -226,7 +228,8 @@ class UnevenInputs:
             tensors: list[torch.Tensor] = [*(p.data for p in self._model.parameters()), *self._model.buffers()]
             align(tensors, groups, self._deadline_s, source)
             share_optimizer(self._optimizer, groups, self._deadline_s, source)
-            state = msgspec.msgpack.decode(groups.share_bytes(msgspec.msgpack.encode(state), source=source))
+            data = groups.share_bytes(msgspec.msgpack.encode(state), SCALER_NBYTES, "the GradScaler's state", source=source)
+            state = msgspec.msgpack.decode(data, type=dict[str, bool | int | float])
         except CommError as error:
             self._connection.broke(error)
         if state and self._scaler is not None and groups.rank != source:

@@ -224,10 +224,11 @@ def test_without_a_largest_number_a_job_of_homes_that_may_leave_has_a_usual_one(
 
 def test_the_store_has_room_for_all_who_are_there() -> None:
     service = RendezvousService(64, 10.0, dict, RefusalLog(), 1, last_call_s=WAIT_S)
-    assert service._store._most_nbytes == kv_store.MAX_KEPT_NBYTES
-    for number in range(2):
-        service.register(asked(str(number), workers=10))
-    assert service._store._most_nbytes == 20 * kv_store.EACH_NBYTES
+    few, many = asked("few", workers=4), asked("many", workers=28)
+    for home, shares in ((few, {few.token: kv_store.MAX_KEPT_NBYTES}),
+                         (many, {few.token: 4 * kv_store.EACH_NBYTES, many.token: 28 * kv_store.EACH_NBYTES})):
+        service.register(home)
+        assert service._store._share_nbytes == shares
 
 
 # ---- what the store takes
@@ -236,42 +237,67 @@ NAME = "n" * kv_store.MAX_NAME_NBYTES
 
 
 @pytest.mark.parametrize(("act", "values"), [
-    (lambda store: store.put([(NAME + "n", b"")], "a"), "257.*256"),
-    (lambda store: store.add(NAME + "n", 1, "once", "a"), "257.*256"),
-    (lambda store: store.add("n", 1, NAME + "n", "a"), "257.*256"), (lambda store: store.values(["n", "n"]), "2 keys.* 1 "),
+    (lambda store: store.put("a", [((NAME + "n", 0), b"")]), "257.*256"),
+    (lambda store: store.add("a", (NAME + "n", 0), 1, "once"), "257.*256"),
+    (lambda store: store.add("a", ("n", 0), 1, NAME + "n"), "257.*256"),
+    (lambda store: store.values([("n", 0), ("n", 0)]), "2 keys.* 1 "),
 ])
 def test_long_names_and_wishes_for_one_key_twice_are_refused(act: Any, values: str) -> None:
     with pytest.raises(CorruptFrame, match=f"{values}.*E-FRAME"):
-        act(kv_store.KvStore())
+        act(kv_store.KvStore({"a": 1}))
 
 
-def test_all_that_the_store_keeps_is_charged_and_dropped_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 1 << 18)
-    store = kv_store.KvStore()
-    store.put([(NAME, b"12"), (NAME, b"1")], "a")
-    assert store.nbytes == len(NAME) + 1 + kv_store.KEY_NBYTES
-    for number in range(kv_store.MAX_TOKENS):
+def test_all_that_a_home_keeps_is_charged_to_it_and_dropped_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 1 << 14)
+    monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
+    store = kv_store.KvStore({"a": 1, "b": 1})
+    store.put("a", [((NAME, 0), b"12"), ((NAME, 0), b"1")])
+    assert store.nbytes == {"a": len(NAME) + 1 + kv_store.KEY_NBYTES}
+    store.add("a", ("sum", messages.ANY), 1, "first")
+    for number in range(100):
         with contextlib.suppress(CorruptFrame):
-            store.add("sum", 1, str(number), "a")
-    assert (1 << 18) - 1024 < store.nbytes <= 1 << 18
-    assert store.add("sum", 1, "0", "a") == int(store.values(["sum"])[0] or b"") > 400, "what was refused is not added"
-    store.drop([NAME, "sum"])
-    assert store.nbytes == 0
+            store.add("b", ("sum", messages.ANY), 1, str(number))
+            store.put("b", [((f"{number}", 1), bytes(100))])
+    assert (1 << 13) - 1024 < store.nbytes["b"] <= 1 << 13
+    charged = store.nbytes["a"]
+    store.add("a", ("sum", messages.ANY), 1, "second")
+    assert store.nbytes["a"] == charged + kv_store.KEY_NBYTES + len("second"), "additions of others do not count for a"
+    store.drop([*store.rows])
+    assert store.nbytes.total() == 0
+
+
+def test_a_repeated_addition_is_known_however_often_others_add() -> None:
+    store = kv_store.KvStore({"a": 1, "b": 1})
+    total = [store.add("a", ("sum", 0), 1, "mine"), *(store.add("b", ("sum", 0), 1, f"{n}") for n in range(2000))][-1]
+    assert store.add("a", ("sum", 0), 1, "mine") == total == 2001
+
+
+def test_values_of_homes_that_have_left_stay_until_they_take_as_much_as_all_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 4000)
+    monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
+    store = kv_store.KvStore()
+    for number in range(20):
+        store.allow({"stays": 1, f"{number}": 1})
+        store.put(f"{number}", [((f"{number}", number), bytes(1000))])
+    store.allow({"stays": 1})
+    assert [*store.rows] == [(f"{number}", number) for number in (18, 19)]
+    again = kv_store.KvStore({"stays": 1}, store.rows.items())
+    assert (again.rows, again.nbytes) == (store.rows, store.nbytes)
 
 
 def test_additions_start_from_the_value_that_was_set() -> None:
-    store = kv_store.KvStore()
-    store.put([("sum", b"5"), ("text", b"five")], "a")
-    assert [store.add("sum", 2, once, "a") for once in ("a", "a", "b")] == [7, 7, 9]
-    assert_refused(outcome(lambda: store.add("text", 1, "c", "a")), "E-FRAME", "CorruptFrame: ", "text", "not a number")
+    store = kv_store.KvStore({"a": 1})
+    store.put("a", [(("sum", 0), b"5"), (("text", 0), b"five")])
+    assert [store.add("a", ("sum", 0), 2, once) for once in ("a", "a", "b")] == [7, 7, 9]
+    assert_refused(outcome(lambda: store.add("a", ("text", 0), 1, "c")), "E-FRAME", "CorruptFrame: ", "text", "not a number")
 
 
 def test_an_answer_is_refused_before_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_FOUND_NBYTES", 10)
-    store = kv_store.KvStore()
-    store.put([("a", bytes(6)), ("b", bytes(6))], "a")
-    assert store.values(["a"]) == (bytes(6),)
-    assert_refused(outcome(lambda: store.values(["a", "b"])), "E-FRAME", "CorruptFrame: ", "12 bytes", "10 ")
+    store = kv_store.KvStore({"a": 1})
+    store.put("a", [(("a", 0), bytes(6)), (("b", 0), bytes(6))])
+    assert store.values([("a", 0)]) == (bytes(6),)
+    assert_refused(outcome(lambda: store.values([("a", 0), ("b", 0)])), "E-FRAME", "CorruptFrame: ", "12 bytes", "10 ")
 
 
 # ---- over sockets
@@ -318,7 +344,7 @@ def test_large_tensors_go_in_parts_and_the_coordinator_forgets_what_all_have(ope
 
     desks = met(opened)[1]
     assert together(desks, act) == [True] * HOMES
-    kept = opened[0]._rendezvous._store.nbytes
+    kept = opened[0]._rendezvous._store.nbytes.total()
     assert kept < HOMES * 2 * PARTS_IN_FLIGHT * 1024, "a few empty parts"
 
 
@@ -331,8 +357,9 @@ def test_the_store_is_one_for_torch(opened: list[Any]) -> None:
     assert [plain[0].add("n", 2), plain[1].add("n", 3)] == [2, 5]
     assert [plain[1].check(["key"]), plain[1].check(["key", "other"])] == [True, False]
     assert_refused(outcome(lambda: plain[1].wait(["other"], datetime.timedelta(seconds=0.1))), "E-DEADLINE", "0.1 s", "a/other")
-    assert plain[1].delete_key("key")
-    assert not plain[0].check(["key"])
+    assert_refused(outcome(lambda: plain[1].delete_key("key")), "E-OWNER", "a/key")
+    assert plain[0].delete_key("key")
+    assert not plain[1].check(["key"])
 
 
 def test_who_says_nothing_is_named_and_the_others_do_not_hang(opened: list[Any]) -> None:
@@ -433,7 +460,7 @@ def test_homes_end_at_once_where_their_coordinator_was_restarted() -> None:
     desk = KvClient(coordinator.address, config, attendance.request.token)
     try:
         attendance.meet(10.0)
-        desk.request(time.monotonic() + 10.0, put=[("key", b"value")])
+        desk.request(time.monotonic() + 10.0, put=[(("key", messages.ANY), b"value")])
         coordinator.close()
         coordinator = Coordinator(config, workers=1)
         assert attendance.ended.wait(20.0)
@@ -471,8 +498,8 @@ def status_of(coordinator: Coordinator) -> messages.StatusReply:
         link.close()
 
 
-def there(desk: KvClient, *names: str) -> list[bool]:
-    results = desk.request(time.monotonic() + WAIT_S, want=[(name, messages.ANY) for name in names], wait=False).values
+def there(desk: KvClient, *keys: messages.Key) -> list[bool]:
+    results = desk.request(time.monotonic() + WAIT_S, want=keys, wait=False).values
     return [value is not None for value in results]
 
 
@@ -484,11 +511,11 @@ def test_who_is_gone_is_named_to_whoever_waits_for_it_and_not_the_coordinator_th
     members = joined(opened, coordinator, 3)
     members[2].leave("it breaks off")
     with pytest.raises(PeerLost, match="it breaks off.*E-PEER-LOST") as one:
-        desks[0].request(time.monotonic() + WAIT_S, want=[("regroup2/ready/2", 2)])
+        desks[0].request(time.monotonic() + WAIT_S, want=[("regroup2/ready", 2)])
     assert one.value.peer == "worker 2"
-    with pytest.raises(CommError, match="worker 2: .*it breaks off.*E-PEER-LOST") as one:
-        desks[2].request(time.monotonic() + WAIT_S, want=[("regroup2/ready/0", 0)])
-    assert one.value.peer == f"coordinator {coordinator.address}", "its own row is there"
+    with pytest.raises(CommError, match="worker 2: .*it breaks off.*E-PEER-LOST") as another:
+        desks[2].request(time.monotonic() + WAIT_S, want=[("regroup2/ready", 0)])
+    assert another.value.peer == f"coordinator {coordinator.address}", "its own row is there"
 
 
 def test_of_who_has_finished_it_is_said_that_it_has(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -507,12 +534,12 @@ def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_t
     members = joined(opened, coordinator, 3)
     soon = time.monotonic() + WAIT_S
     for rank, desk in enumerate(desks):
-        desk.request(soon, put=[(f"world0/group/0/{rank}", PART)], add=("world0/count", 1))
-    desks[2].request(soon, put=[("regroup1/part0/2", PART)], view=1)
+        desk.request(soon, put=[((f"of {rank}", messages.ANY), PART)], add=(("count", messages.ANY), 1))
+    desks[2].request(soon, put=[(("part of 2", messages.ANY), PART)], view=1)
     members[2].leave("it breaks off")
-    stay, names = members[:2], ["world0/group/0/0", "world0/group/0/2", "world0/count", "regroup1/part0/2"]
+    stay, keys = members[:2], [(name, messages.ANY) for name in ("of 0", "of 2", "count", "part of 2")]
     until(lambda: all(member.newest.generation == 2 for member in stay), "the next view")
-    desks[0].request(soon, put=[("view2/group/0/0", PART)])
+    desks[0].request(soon, put=[(("view2/group/0", 0), PART)])
 
     def beaten() -> None:
         """Each has sent its state again."""
@@ -526,11 +553,11 @@ def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_t
 
     stay[0].view = stay[0].newest
     beaten()
-    assert there(desks[0], *names) == [True] * 4, "one has not switched, and may ask for them"
+    assert there(desks[0], *keys) == [True] * 4, "one has not switched, and may ask for them"
     stay[1].view = stay[1].newest
-    until(lambda: there(desks[0], *names) == [False] * 4, "it is dropped")
-    assert there(desks[1], "view2/group/0/0") == [True]
-    assert coordinator._rendezvous._store.nbytes < 2 * PART_NBYTES
+    until(lambda: there(desks[0], *keys) == [False] * 4, "it is dropped")
+    assert there(desks[1], ("view2/group/0", 0)) == [True]
+    assert coordinator._rendezvous._store.nbytes.total() < 2 * PART_NBYTES
 
 
 def test_who_asks_whether_a_running_job_has_a_free_place_is_told_so(opened: list[Any]) -> None:
@@ -561,16 +588,17 @@ def test_a_running_job_without_homes_has_none(opened: list[Any]) -> None:
 # ---- how much
 
 
-def test_homes_store_no_more_than_the_limit(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 4 * PART_NBYTES)
+def test_a_home_stores_no_more_than_its_share_and_others_have_theirs(
+        opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 4 * (PART_NBYTES + 1024))
     monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
     _, desks = met(opened, 2)
     soon = time.monotonic() + WAIT_S
-    desks[1].request(soon, put=[("mine", PART)])
     for number in range(2):
-        desks[0].request(soon, put=[(f"{number}", PART)])
-    with pytest.raises(CommError, match=r"\b65\d{4} bytes.*E-QUOTA"):
-        desks[1].request(soon, put=[("one more", PART)])
+        desks[0].request(soon, put=[((f"{number}", 0), PART)])
+    with pytest.raises(CommError, match=r"\b49\d{4} bytes.*E-QUOTA"):
+        desks[0].request(soon, put=[(("one more", 0), PART)])
+    desks[1].request(soon, put=[(("mine", 1), PART)])
 
 
 def test_a_pause_of_the_server_is_no_silence_of_homes() -> None:
@@ -699,7 +727,7 @@ def test_who_wait_hear_that_the_one_who_hangs_is_done_without(opened: list[Any])
     # A late heartbeat of a busy machine is no death.
     coordinator, desks = met(opened, 3, min_workers=2, deadline_s=0.2, reconnect_s=0.1, dead_after_s=WAIT_S)
     members = joined(opened, coordinator, 3)
-    threads, errors = waiting([(desks[0], 0), (desks[1], 1)], "group/0/2", 2)
+    threads, errors = waiting([(desks[0], 0), (desks[1], 1)], "group/0", 2)
     for thread in threads:
         thread.join(WAIT_S)
     assert [type(error) for error in errors] == [PeerLost] * 2
@@ -711,7 +739,7 @@ def test_who_wait_hear_that_the_one_who_hangs_is_done_without(opened: list[Any])
 
 def test_where_all_must_stay_nobodys_waiting_counts(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 2)
-    assert desks[0].request(time.monotonic() + WAIT_S, want=[("a/1", 1)], wait=False, rank=0, limit_s=0.1).values == (None,)
+    assert desks[0].request(time.monotonic() + WAIT_S, want=[("a", 1)], wait=False, rank=0, limit_s=0.1).values == (None,)
     assert coordinator._rendezvous.pending_waits() == []
 
 
@@ -723,14 +751,14 @@ def test_a_wait_lasts_while_it_is_reported_and_until_the_key_is_there() -> None:
         service.register(one)
 
     def pending(waited_s: float) -> list[PendingWait]:
-        want = (("a/1", 1), ("b/1", 1))
+        want = (("a", 1), ("b", 1))
         asyncio.run(service.handle(messages.KvRequest(anna.token, want=want, rank=0, limit_s=5.0, waited_s=waited_s)))
         return service.pending_waits()
 
     assert pending(3.0) == [PendingWait(1, {0: 3.0}, 5.0)] * 2
     now[0] = 4.0
     assert service.pending_waits() == [PendingWait(1, {0: 7.0}, 5.0)] * 2
-    asyncio.run(service.handle(messages.KvRequest(ben.token, put=(("a/1", b"part"),))))
+    asyncio.run(service.handle(messages.KvRequest(ben.token, put=((("a", 1), b"part"),))))
     assert pending(7.0) == [PendingWait(1, {0: 7.0}, 5.0)]
     now[0] = 4.0 + WAIT_EXPIRES_S
     assert service.pending_waits() == []
@@ -739,9 +767,9 @@ def test_a_wait_lasts_while_it_is_reported_and_until_the_key_is_there() -> None:
 def test_a_home_waits_in_nobody_elses_name(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 3, min_workers=1, deadline_s=0.2, reconnect_s=0.1)
     joined(opened, coordinator, 3)
-    waiting([(desks[0], 0), (desks[0], 1)], "group/0/2", 2)
+    waiting([(desks[0], 0), (desks[0], 1)], "group/0", 2)
     until(lambda: bool(coordinator._rendezvous.pending_waits()), "a rank waits")
-    desks[1].request(time.monotonic() + WAIT_S, want=[("group/0/2", 2)], wait=False, rank=0, limit_s=0.1)  # nor ends its waits
+    desks[1].request(time.monotonic() + WAIT_S, want=[("group/0", 2)], wait=False, rank=0, limit_s=0.1)  # nor ends its waits
     assert {rank for one in coordinator._rendezvous.pending_waits() for rank in one.waited_s} == {0}
 
 
@@ -749,10 +777,10 @@ def test_what_comes_while_it_is_looked_at_twice_is_in_time(opened: list[Any]) ->
     coordinator, desks = met(opened, 3, min_workers=2, deadline_s=0.2, reconnect_s=0.1)
     joined(opened, coordinator, 3)
     coordinator._config = msgspec.structs.replace(coordinator._config, heartbeat_s=WAIT_S)
-    threads, errors = waiting([(desks[0], 0), (desks[1], 1)], "group/0/2", 2)
+    threads, errors = waiting([(desks[0], 0), (desks[1], 1)], "group/0", 2)
     until(lambda: bool(coordinator._hangs.suspects), "a rank seems to hang")
     assert list(coordinator._hangs.suspects) == [2]
-    desks[2].request(time.monotonic() + WAIT_S, put=[("group/0/2", b"part")])
+    desks[2].request(time.monotonic() + WAIT_S, put=[(("group/0", 2), b"part")])
     for thread in threads:
         thread.join(WAIT_S)
     assert (errors, coordinator._rendezvous.pending_waits()) == ([], [])

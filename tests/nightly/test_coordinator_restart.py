@@ -65,6 +65,9 @@ class Restarted:
         self.coordinator.close()
 
 
+COUNT = "count", messages.ANY
+
+
 class Site:
     """A site of one worker."""
 
@@ -106,16 +109,16 @@ def test_requests_in_flight_are_answered_after_the_restart_and_a_new_site_joins(
         sites = sorted(pool.map(lambda name: Site(address, opened, config, name), "abc"), key=lambda site: site.seat.rank)
         members = list(pool.map(Site.join, sites))
         assert served.files[0] == NAME
-        sites[0].request(put=[("group/0/0", bytes(160 << 10))], add=("count", 1))
-        waits = [pool.submit(site.request, want=[("group/1/2", 2)], add=("count", 1)) for site in sites[:2]]
-        until(lambda: sites[2].request(want=[("count", messages.ANY)]).values == (b"3",), "both have added")
+        sites[0].request(put=[(("group/0", 0), bytes(160 << 10))], add=(COUNT, 1))
+        waits = [pool.submit(site.request, want=[("group/1", 2)], add=(COUNT, 1)) for site in sites[:2]]
+        until(lambda: sites[2].request(want=[COUNT]).values == (b"3",), "both have added")
         served.kill()
-        late = pool.submit(sites[2].request, put=[("group/1/2", b"at last")], add=("count", 1))
+        late = pool.submit(sites[2].request, put=[(("group/1", 2), b"at last")], add=(COUNT, 1))
         served.start()
         assert late.result(WAIT_S).sum == 4
         assert [wait.result(WAIT_S).values for wait in waits] == [(b"at last",)] * 2
     served.wait_for_heartbeats(3)
-    assert sites[1].request(want=[("group/0/0", 0), ("count", messages.ANY)]).values == (bytes(160 << 10), b"4")
+    assert sites[1].request(want=[("group/0", 0), COUNT]).values == (bytes(160 << 10), b"4")
     members[2].leave("an error")
     sites[2].close()
     newcomer = Site(address, opened, config, "d")
@@ -124,7 +127,7 @@ def test_requests_in_flight_are_answered_after_the_restart_and_a_new_site_joins(
     served.start()
     members.append(newcomer.join())
     assert [member.rank for member in members[-1].view.members] == [0, 1, 3]
-    assert newcomer.request(want=[("count", messages.ANY)]).values == (b"4",)
+    assert newcomer.request(want=[COUNT]).values == (b"4",)
     assert [site.end_reason for site in (*sites[:2], newcomer)] == [""] * 3
     served.wait_for_heartbeats(3)
     for member in (*members[:2], members[3]):

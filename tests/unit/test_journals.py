@@ -35,6 +35,7 @@ from commlayer.transport import framing
 from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.protocol import Flag, Header, Kind, Message
 
+HOMES = {"a": 2, "b": 1}
 RECORD, SITES = CoordinatorRecord("127.0.0.1:1", "secret", State(2, 1)), sites.Sites(2, meeting="m")
 
 
@@ -53,23 +54,24 @@ def restarted(folder: Path, journal: CoordinatorJournal) -> CoordinatorJournal:
 
 @pytest.mark.parametrize("number", range(4))
 def test_a_store_is_the_same_after_each_restart(number: int, tmp_path: Path) -> None:
-    chance, journal, store = random.Random(number), started(tmp_path), KvStore()
+    chance, journal, store = random.Random(number), started(tmp_path), KvStore(HOMES)
     for _ in range(6):
         store.save = journal.write_row
         for _ in range(50):
-            name, view = chance.choice("abcde"), chance.choice((1, 3))
+            key, total = ((chance.choice("abcde"), rank) for rank in (0, messages.ANY))
+            home, view = chance.choice([*HOMES]), chance.choice((1, 3))
             how = chance.choice(("put", "put", "add", "add", "drop", "forget"))
             if how == "put":
-                store.put([(name, chance.randbytes(chance.choice((0, 1, 1000))))], view)
+                store.put(home, [(key, chance.randbytes(chance.choice((0, 1, 1000))))], view)
             elif how == "add":
-                store.add(f"{name}/sum", chance.randrange(9), str(chance.randrange(40)), view)
+                store.add(home, total, chance.randrange(9), str(chance.randrange(40)), view)
             elif how == "drop":
-                store.drop([name, f"{name}/sum", "never there"])
+                store.drop([key, total, ("never there", 0)])
             elif chance.random() < 0.2:
                 store.forget(2)
         journal = restarted(tmp_path, journal)
         assert (journal.recovered, journal.sites, journal.rows) == (RECORD, SITES, store.rows)
-        again = KvStore(2, journal.rows.items())
+        again = KvStore(HOMES, journal.rows.items())
         assert again.nbytes == store.nbytes
         journal.begin(SITES, again.rows)
         store = again
@@ -91,7 +93,7 @@ journal = CoordinatorJournal({str(tmp_path)!r})
 journal.begin(sites.Sites(2, meeting="m"), {{}})
 journal.write(CoordinatorRecord("127.0.0.1:1", "secret", State(2, 1)))
 for number in range(1000):
-    journal.write_row(f"{{number % 10}}", Row(bytes(1000) + str(number).encode(), 1))
+    journal.write_row((f"{{number % 10}}", 0), Row(bytes(1000) + str(number).encode(), 1))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == -9
@@ -131,17 +133,17 @@ def full() -> Iterator[Any]:
 @pytest.mark.parametrize("later", [False, True])
 def test_a_full_disk_is_one_line_and_leaves_no_journal_with_a_gap(
         later: bool, full: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal, store = started(tmp_path, begun=False), KvStore()
+    journal, store = started(tmp_path, begun=False), KvStore(HOMES)
     if later:
         journal.begin(SITES, {})
     full((tmp_path / f"{NAME}-wal").stat().st_size + 40 if later else 4)
     store.save = journal.write_row
-    journal.begin(SITES, {"a": Row(b"", 1)})
+    journal.begin(SITES, {("a", 0): Row(b"", 1)})
     journal.write(RECORD)
     for number in range(20):
-        store.put([(f"{number}", bytes(30))])
+        store.put("a", [((f"{number}", 0), bytes(30))])
     full(1 << 30)
-    store.put([("behind", b"")])
+    store.put("a", [(("behind", 0), b"")])
     assert list(tmp_path.iterdir()) == []
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.endswith("the job continues without a journal, so a crash of the coordinator will end the job")
@@ -153,7 +155,7 @@ def test_the_journal_of_a_job_that_is_over_stays_away(tmp_path: Path) -> None:
     journal = started(tmp_path)
     journal.forget()
     journal.write(RECORD)
-    journal.write_row("x", Row(b"y", 1))
+    journal.write_row(("x", 0), Row(b"y", 1))
     assert list(tmp_path.iterdir()) == []
     journal.close()
 
@@ -190,6 +192,10 @@ class Meeting:
         return asyncio.run(self.service.handle(messages.KvRequest(home, **request)))
 
 
+def key(name: str) -> messages.Key:
+    return name, messages.ANY
+
+
 def home(name: str, workers: int = 1) -> messages.Join:
     return messages.Join("site", name, name, 1, messages.PROTOCOL, "1.0", world=workers)
 
@@ -209,11 +215,11 @@ def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meet
     for one in every:
         assert meeting.service.register(one).error == ""
     before = [meeting.service.register(one) for one in every]
-    meeting.ask("a", put=(("before the job", b"1"),), add=("count", 5, "once"))
+    meeting.ask("a", put=((key("before the job"), b"1"),), add=(key("count"), 5, "once"))
     meeting.begin()
     before = [msgspec.structs.replace(reply, begun=True) for reply in before]
-    meeting.ask("a", put=(("key", b"value"), ("gone", b"")))
-    assert meeting.ask("b", add=("count", 2, "again"), drop=("gone",)).sum == 7
+    meeting.ask("a", put=((key("key"), b"value"), (key("gone"), b"")))
+    assert (meeting.ask("a", drop=(key("gone"),)).error, meeting.ask("b", add=(key("count"), 2, "again")).sum) == ("", 7)
     for number in range(3):
         meeting.now = 1000.0 * (number + 1)
         meeting.again()
@@ -221,8 +227,8 @@ def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meet
         assert [meeting.service.register(one) for one in every] == before
         known = msgspec.structs.replace(every[0], meeting=before[0].meeting)
         assert meeting.service.register(known) == before[0]
-        assert meeting.ask("b", add=("count", 2, "again")).sum == meeting.ask("a", add=("count", 5, "once")).sum == 7
-        wanted = tuple((name, messages.ANY) for name in ("before the job", "key", "gone", "count"))
+        assert meeting.ask("b", add=(key("count"), 2, "again")).sum == meeting.ask("a", add=(key("count"), 5, "once")).sum == 7
+        wanted = tuple(key(name) for name in ("before the job", "key", "gone", "count"))
         assert meeting.ask("b", want=wanted).values == (b"1", b"value", None, b"7")
     meeting.now += 10.0
     assert not meeting.service.staying(())
@@ -231,12 +237,12 @@ def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meet
 def test_words_of_an_ended_view_count_for_nothing_and_are_dropped(meeting: Meeting) -> None:
     meeting.service.register(home("a", 3))
     meeting.begin()
-    meeting.ask("a", put=(("of 2", b""),), view=2)
+    meeting.ask("a", put=((key("of 2"), b""),), view=2)
     meeting.door = sites.AdmissionState("", 3, 3)
-    meeting.ask("a", put=(("of 3", b""),))
+    meeting.ask("a", put=((key("of 3"), b""),))
     meeting.again()
-    meeting.ask("a", put=(("late", b""),), view=2)
-    wanted = tuple((name, messages.ANY) for name in ("of 2", "of 3", "late"))
+    meeting.ask("a", put=((key("late"), b""),), view=2)
+    wanted = tuple(key(name) for name in ("of 2", "of 3", "late"))
     assert meeting.ask("a", want=wanted).values == (b"", b"", None)
     meeting.service.forget(3)
     meeting.again()
@@ -260,7 +266,7 @@ def test_who_came_and_went_behind_the_beginning_is_known_and_no_number_is_given_
     meeting.again()
     assert meeting.service.register(home("f")).rank == 5
     meeting.lost = {1: "died"}
-    assert meeting.ask("b", put=(("late", b""),)).error == "worker 1: died [E-PEER-LOST]", "no more for a lost one"
+    assert meeting.ask("b", put=((key("late"), b""),)).error == "worker 1: died [E-PEER-LOST]", "no more for a lost one"
 
 
 # ---- A server's journal: entries that are whole or not there, and sums that go on from them with the same bits
