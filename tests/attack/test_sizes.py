@@ -1,0 +1,209 @@
+"""Sizes that a hostile rank names, in each exchange that takes one: the others get one line that names it, and stay small."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from support.attached import assert_refused, outcome
+from support.coordinators import (
+    WAIT_S,
+    all_opened,  # noqa: F401  (a fixture)
+)
+from support.rank_pool import pool, ranks_first
+from support.site_groups import met
+
+from commlayer.cluster import collectives, site_process_group
+from commlayer.cluster.collectives import Groups
+from commlayer.engine import checkpoint
+from commlayer.engine.agreement import Vote, key_of
+from commlayer.engine.parameter_drift import ParameterDrift
+from commlayer.engine.plan_choice import from_rank_0
+from commlayer.engine.regroup import EpochMessages, StateRelay
+from commlayer.engine.replica import Replica, most_state_nbytes, share_optimizer
+from commlayer.engine.trace import gather_steps
+from commlayer.observe.step_trace import Event, RecordedStep
+from commlayer.records import Member, View
+
+WORLD, HOSTILE, TIMEOUT_S = 3, 0, 20.0
+SIZES = [10**12, 8 << 30, -1]
+ALLOWED_GROWTH_NBYTES = 32 << 20
+_ready = ranks_first(WORLD)
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Linear(30, 20)
+
+
+torch.optim.SGD(model().parameters(), lr=0.1)  # the first optimizer of a process loads 80 MB of modules
+
+
+# ---- what the ranks do
+
+
+def plan(groups: Groups, _: Path) -> None:
+    from_rank_0(lambda: b"a plan", groups)
+
+
+def settings(groups: Groups, _: Path) -> None:
+    ParameterDrift._gather_settings(SimpleNamespace(_settings=lambda: {"lr": "0.1"}), groups)  # type: ignore[arg-type]
+
+
+def list_of_checkpoints(groups: Groups, folder: Path) -> None:
+    checkpoint.find(groups, groups.rank, WORLD, folder)
+
+
+def checkpoint_of_model(groups: Groups, folder: Path) -> None:
+    mark = checkpoint.Mark("x", 1, 1, WORLD, 1, "")
+    if groups.rank == HOSTILE and not folder.exists():
+        checkpoint.write(folder, {"training-0": {"x": torch.zeros(1)}}, mark, None)
+    found = checkpoint.FoundCheckpoint(folder if groups.rank == HOSTILE else folder / "none", mark, False, {})
+    checkpoint.load_training(groups, groups.rank, found, Replica(model()), {})
+
+
+def optimizer(groups: Groups, _: Path) -> None:
+    share_optimizer(torch.optim.SGD(model().parameters(), lr=0.1), groups, TIMEOUT_S, HOSTILE)
+
+
+def trace(groups: Groups, _: Path) -> None:
+    job = SimpleNamespace(groups=groups, plan=SimpleNamespace(buckets=[1, 2]), called=lambda place: f"rank {place}",
+                          worker=SimpleNamespace(job=SimpleNamespace(tensors=[1, 2])))
+    gather_steps(job, [RecordedStep({}, {"backward": 0.0, "end": 1.0}, [])])  # type: ignore[arg-type]
+
+
+def optimizer_of_head(groups: Groups, _: Path, size: int = 0) -> None:
+    if groups.rank == HOSTILE:
+        groups.share_bytes(msgspec.msgpack.encode(("", None, size)), 1 << 20, "", source=HOSTILE)
+    else:
+        optimizer(groups, _)
+
+
+PLACES: dict[str, tuple[Callable[..., None], int]] = {
+    "plan": (plan, 0), "settings": (settings, 1), "list of checkpoints": (list_of_checkpoints, 2),
+    "checkpoint of the model": (checkpoint_of_model, 0), "head of the optimizer's state": (optimizer, 0),
+    "optimizer's state": (optimizer_of_head, -1), "trace": (trace, 1)}
+"""By name: the exchange, and which gathered row is the size. 0: it is broadcast. -1: the hostile rank names it itself."""
+
+
+def attacked(rank: int, place: str, size: int, folder: str) -> tuple[str, int]:
+    """The line that this rank gets, and by how much its memory grew at most."""
+    act, row = PLACES[place]
+    groups = Groups(1, TIMEOUT_S, torch.device("cpu"))
+    try:
+        if rank != HOSTILE:
+            before = memory_nbytes("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is now what the process uses
+            line = outcome(lambda: act(groups, Path(folder) / "checkpoint"))
+            return line, memory_nbytes("VmHWM") - before
+        if row < 0:
+            return outcome(lambda: act(groups, Path(folder), size)), 0
+        with contextlib.ExitStack() as stack:
+            rename(stack, groups, size, row)
+            return outcome(lambda: act(groups, Path(folder) / "checkpoint")), 0
+    finally:
+        groups.close()
+
+
+def rename(stack: contextlib.ExitStack, groups: Groups, size: int, row: int) -> None:
+    """This rank sends another size than its own."""
+    broadcast, gather_all, rows = dist.broadcast, groups.gather_all, [0]
+
+    def of_source(x: torch.Tensor, *args: Any, **more: Any) -> Any:
+        return broadcast(x.fill_(size) if x.dtype == torch.int64 else x, *args, **more)
+
+    def of_all(x: torch.Tensor) -> torch.Tensor:
+        rows[0] += 1
+        return gather_all(x.fill_(size) if rows[0] == row else x)
+
+    stack.enter_context(mock.patch.object(dist, "broadcast", of_source))
+    stack.enter_context(mock.patch.object(groups, "gather_all", of_all))
+
+
+def memory_nbytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+# ---- the tests
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_size_that_the_job_cannot_need_is_refused_by_all(place: str, size: int, tmp_path: Path) -> None:
+    for line, growth_nbytes in pool(WORLD).call(attacked, place, size, str(tmp_path))[HOSTILE + 1 :]:
+        assert_refused(line, "E-SIZE", f"rank {HOSTILE}", f"{size} bytes")
+        assert growth_nbytes < ALLOWED_GROWTH_NBYTES
+
+
+BODIES: dict[str, tuple[Callable[..., None], bytes]] = {
+    "a trace that expands": (trace, zlib.compress(bytes(64 << 20), 9)), "no trace": (trace, b"noise"),
+    "a trace of other steps": (trace, zlib.compress(msgspec.msgpack.encode([]))),
+    "a trace of a bucket that does not exist": (trace, zlib.compress(msgspec.msgpack.encode(
+        [RecordedStep({}, {"backward": 0.0, "end": 1.0}, [Event("x", 99, 0.0, 1.0)])]))),
+    "settings that are a list": (settings, b"[1, 2]"), "deep settings": (settings, b"[" * 60_000),
+}
+
+
+def bodied(rank: int, name: str) -> tuple[str, int]:
+    act, body = BODIES[name]
+    groups = Groups(1, TIMEOUT_S, torch.device("cpu"))
+    try:
+        if rank == HOSTILE:
+            return outcome(lambda: collectives.gather_bytes(groups, body, 1 << 40, "")), 0
+        before = memory_nbytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        return outcome(lambda: act(groups, Path())), memory_nbytes("VmHWM") - before
+    finally:
+        groups.close()
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_that_is_malformed_or_grows_is_refused_by_all(name: str) -> None:
+    for line, growth_nbytes in pool(WORLD).call(bodied, name)[HOSTILE + 1 :]:
+        assert_refused(line, "E-FRAME", f"rank {HOSTILE}")
+        assert growth_nbytes < ALLOWED_GROWTH_NBYTES
+
+
+def test_the_file_header_of_a_checkpoint_names_no_number_of_workers_that_no_job_has(tmp_path: Path) -> None:
+    mark = checkpoint.Mark("x", 1, 1, 2, 1, "")
+    for field in ("world", "servers"):
+        one = msgspec.structs.replace(mark, **{field: 10**12})
+        checkpoint.write(tmp_path / "save-1", {"training-0": {"x": torch.zeros(1)}}, one, None)
+        assert "E-CHECKPOINT" in checkpoint.saves_of(tmp_path)[0].fault
+        encoded = msgspec.json.encode([checkpoint.SaveOnDisk(1, mark=one)])
+        assert_refused(outcome(lambda data=encoded: collectives.decoded_json(data, list[checkpoint.SaveOnDisk], "a list",
+                                                                             "rank 0")), "E-FRAME", "rank 0", field)
+    assert checkpoint.own_files(3, 10**12, 10**12) == ["rank-3", "server-3"]
+
+
+# ---- the state for a joining worker
+
+VIEW = View(2, (Member(0, 0, "a", 1), Member(1, 1, "b", 2), Member(2, 2, "c", 3)), ())
+
+
+@pytest.mark.parametrize(("how", "size"), [
+    ("take", "longer"), *((how, size) for how in ("take", "watch") for size in (*SIZES, "noise"))])
+def test_a_state_for_a_joining_worker_is_no_larger_than_its_model_needs(
+        how: str, size: int | str, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (hostile, desk, other) = met(opened, 3)
+    monkeypatch.setattr(site_process_group, "kv_client", lambda: desk)
+    most_nbytes, soon = most_state_nbytes(model().parameters()), time.monotonic() + WAIT_S
+    named = b"\xc1" if size == "noise" else msgspec.msgpack.encode(100 if size == "longer" else size)
+    hostile.request(soon, put=[(key_of(VIEW, "state", 0), named), (key_of(VIEW, "part0", 0), bytes(1000))])
+    for rank, home in ((0, hostile), (2, other)):
+        home.request(soon, put=[(key_of(VIEW, "window0", rank), msgspec.msgpack.encode(Vote(1, 1.0)))])
+    relay = StateRelay(EpochMessages(VIEW, 0.0), VIEW, 1, Vote(1, 1.0), WAIT_S, 0.0, most_nbytes)
+    before = memory_nbytes("VmRSS")
+    line = outcome(lambda: relay.take(lambda _: None) if how == "take" else relay.watch())
+    assert_refused(line, "E-FRAME" if size == "noise" else "E-SIZE", "worker 0")
+    assert memory_nbytes("VmRSS") - before < ALLOWED_GROWTH_NBYTES

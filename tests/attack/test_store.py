@@ -1,0 +1,166 @@
+"""A hostile home at the coordinator's store, over real sockets: it changes no values of others, and takes no room of others."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.attached import assert_refused, outcome
+from support.coordinators import (
+    WAIT_S,
+    all_opened,  # noqa: F401  (a fixture)
+    until,
+)
+from support.site_groups import joined, leave, met
+
+from commlayer.cluster import kv_store, messages, rendezvous_service
+from commlayer.cluster.messages import ANY, MAX_KEYS, Key
+from commlayer.cluster.site_client import KvClient
+from commlayer.cluster.site_process_group import WorldStore
+from commlayer.errors import CommError
+
+CHUNK, TEXT, NUMBER, COUNT = ("world0/group0/0", 0), ("text", ANY), ("a number", ANY), ("count", ANY)
+OWN = {CHUNK: b"chunk", TEXT: b"text", NUMBER: b"12"}
+
+
+def soon() -> float:
+    return time.monotonic() + WAIT_S
+
+
+def read(desk: KvClient, *keys: Key) -> tuple[bytes | None, ...]:
+    return desk.request(soon(), want=keys, wait=False).values
+
+
+ATTACKS: dict[str, dict[str, Any]] = {
+    "overwrite a chunk": {"put": [(CHUNK, b"forged")]}, "drop a chunk": {"drop": [CHUNK]},
+    "write a chunk first": {"put": [(("world0/group0/1", 0), b"forged")]},
+    "among others": {"put": [(("fine", ANY), b""), (("own", 2), b""), (CHUNK, b"forged")]},
+    "of a rank that may come": {"put": [(("view2/group0/0", 7), b"forged")]},
+    "of a server": {"put": [(("x", -2), b"forged")]},
+    "overwrite torch's key": {"put": [(TEXT, b"forged")]}, "drop torch's key": {"drop": [TEXT]},
+    "add to a value": {"add": (NUMBER, 1)}, "add to a rank's number": {"add": (("sum", 0), 1)},
+    "overwrite a number": {"put": [(COUNT, b"9")]}, "drop a number": {"drop": [COUNT]}}
+
+
+def test_nobody_changes_anothers_values(opened: list[Any]) -> None:
+    coordinator, (zero, _, hostile) = met(opened, 3)
+    zero.request(soon(), put=[*OWN.items()], add=(COUNT, 5))
+    rows = dict(coordinator._rendezvous._store.rows)
+    for name, attack in ATTACKS.items():
+        line = outcome(lambda attack=attack: hostile.request(soon(), **attack))
+        assert_refused(line, "E-OWNER")
+        assert re.search(r"home \w \(pid \d+\) may not .*(worker (0|7|-2);|home \w \(pid \d+\) wrote it first)", line), name
+        assert coordinator._rendezvous._store.rows == rows, name
+    assert hostile.request(soon(), add=(COUNT, 1)).sum == 6, "a number that was begun by adding is everyone's"
+    zero.request(soon(), put=[(CHUNK, b"again")], drop=[TEXT, NUMBER])
+    assert read(hostile, CHUNK, TEXT, NUMBER, COUNT) == (b"again", None, None, b"6")
+
+
+def test_who_wrote_a_key_of_torch_first_is_named_to_its_rank_and_reads_no_value_for_a_group_inside_a_home(
+        opened: list[Any]) -> None:
+    _, (zero, _, hostile) = met(opened, 3)
+    keys = ["world0/2/cpu/0", "world0/2/cuda/0"]
+    for key in keys:
+        hostile.request(soon(), put=[((key, ANY), b"address of the attacker")])
+    between, inside = (WorldStore(zero, WAIT_S, 0, owner) for owner in (ANY, 0))
+    assert re.search(r"home \w \(pid \d+\) wrote it first.*E-OWNER", outcome(lambda: between.set(keys[0], b"address")))
+    assert not inside.check(keys)
+    inside.set(keys[0], b"address")
+    assert inside.get(keys[0]) == b"address"
+
+
+def test_a_home_that_has_left_or_another_in_its_place_changes_nothing(opened: list[Any]) -> None:
+    coordinator, (zero, _, hostile) = met(opened, 3, min_workers=2)
+    joined(opened, coordinator, 3)
+    zero.request(soon(), put=[*OWN.items()])
+    leave(opened, hostile, "it comes again")
+    line = outcome(lambda: hostile.request(soon(), put=[(("new", ANY), b"")]))
+    assert re.search("it comes again", line)
+    impostor = KvClient(coordinator.address, coordinator._config, "another home")
+    opened.append(impostor)
+    assert_refused(outcome(lambda: impostor.request(soon(), put=[(CHUNK, b"forged")])), "E-RENDEZVOUS-ENDED")
+    assert read(zero, *OWN) == tuple(OWN.values())
+
+
+# ---- shares
+
+SHARE = 1 << 20
+
+
+def filled(desk: KvClient, rows: Callable[[int], dict[str, Any]]) -> str:
+    """Writes until the coordinator refuses; the line."""
+    for number in range(20_000):
+        try:
+            desk.request(soon(), **rows(number))
+        except CommError as error:
+            return str(error)
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("rows", [
+    lambda number: {"put": [((f"{number}", ANY), bytes(100_000))]},
+    lambda number: {"put": [((f"{number} {n}", 2), b"") for n in range(500)]},
+    lambda number: {"put": [((f"{number} {n}" + "x" * 200, 2), b"") for n in range(500)], "add": ((f"{number}", ANY), 1)},
+], ids=["large", "many", "names and numbers"])
+def test_one_home_fills_its_own_share_only(rows: Any, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 3 * SHARE)
+    monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
+    coordinator, (zero, _, hostile) = met(opened, 3)
+    assert_refused(filled(hostile, rows), "E-QUOTA", f"{SHARE}")
+    store = coordinator._rendezvous._store
+    assert store.nbytes.total() <= SHARE
+    assert sum(len(name) + len(row.value) for (name, _), row in store.rows.items()) <= SHARE
+    zero.request(soon(), put=[(("mine", 0), bytes(250_000 // 2))], add=(COUNT, 1))
+    assert read(hostile, ("mine", 0)) == (bytes(125_000),)
+
+
+def test_additions_to_anothers_number_count_for_who_adds(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 3 * SHARE)
+    monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
+    coordinator, (zero, _, hostile) = met(opened, 3)
+    zero.request(soon(), add=(COUNT, 1))
+    store = coordinator._rendezvous._store
+    before = max(store.nbytes.values())
+    for _ in range(300):
+        hostile.request(soon(), add=(COUNT, 1))
+    assert store.nbytes.total() < before + 300 * 64
+    assert zero.request(soon(), add=(COUNT, 1)).sum == 302
+
+
+def test_calls_that_wait_are_limited_for_each_home(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_service, "MAX_WAITS", 4)
+    coordinator, (zero, one, hostile) = met(opened, 3)
+    lines = list[str]()
+
+    def wait(number: int) -> None:
+        lines.append(outcome(lambda: hostile.request(time.monotonic() + 20.0, want=[(f"never {number}", ANY)])))
+
+    threads = [threading.Thread(target=wait, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    until(lambda: bool(lines), "the first is refused")
+    assert_refused(lines[0], "E-QUOTA")
+    assert max(coordinator._rendezvous._waiting.values()) <= 4
+    got = list[tuple[bytes | None, ...]]()
+    waiting = threading.Thread(target=lambda: got.append(zero.request(soon(), want=[("late", 1)]).values))
+    waiting.start()
+    one.request(soon(), put=[(("late", 1), b"there")])
+    waiting.join(WAIT_S)
+    assert got == [(b"there",)]
+    hostile.close()
+    for thread in threads:
+        thread.join(WAIT_S)
+
+
+def test_a_call_names_no_more_keys_than_the_job_needs(opened: list[Any]) -> None:
+    _, (_, _, hostile) = met(opened, 3)
+    wanted = [(f"{number}", ANY) for number in range(MAX_KEYS + 4)]
+    assert_refused(outcome(lambda: hostile.request(soon(), want=wanted, wait=False)), "E-FRAME", f"{MAX_KEYS + 3}")
+    store = WorldStore(hostile, WAIT_S, 2)
+    store.set("7", b"x")
+    assert not store.check([name for name, _ in wanted]), "torch's store asks in several calls"
+    assert messages.MAX_KEYS >= 1024
