@@ -291,7 +291,9 @@ class Sampler:
         used."""
         if session is None or (given := session.inspect.given.get(self._name)) is None:
             return None
-        return decode(given.encode(), JoinState, "state of the others' sampler")
+        state = decode(given.encode(), JoinState, "state of the others' sampler")
+        self._check_state(state.state)
+        return state
 
     def _join(self, given: JoinState) -> None:
         """Continues at the other workers' position. This worker has no share until they have used the batches that they drew
@@ -370,10 +372,7 @@ class Sampler:
         All workers must then load the state.
         """
         kept = decode(str(state.get("sampler", "")).encode(), SamplerState, "state of a sampler")
-        for name in ("length", "batch", "seed"):
-            if getattr(kept, name) != getattr(self, name):
-                raise RecordError("E-SAMPLER-STATE",
-                                  f"state of a sampler: its {name} is {getattr(kept, name)}, this one's {getattr(self, name)}")
+        self._check_state(kept)
         self.epoch, log = kept.epoch, ConsumedLog.of(kept.consumed)
         if self._other_workers(kept):
             place = renumbering(kept.left)
@@ -386,6 +385,18 @@ class Sampler:
             self._world = self._world or kept.world
         self._begin(log, kept.step)
         self._loaded = True
+
+    def _check_state(self, kept: SamplerState) -> None:
+        """Raises RecordError if the state is not of a sampler like this one. It may come from another worker."""
+        for name in ("length", "batch", "seed"):
+            if getattr(kept, name) != getattr(self, name):
+                raise RecordError("E-SAMPLER-STATE",
+                                  f"state of a sampler: its {name} is {getattr(kept, name)}, this one's {getattr(self, name)}")
+        shares = [a.shares.values() for a in kept.schedule]
+        if not shares or kept.epoch < 0 or kept.consumed.length != self.length or any(
+                min(of, default=0) < 0 or sum(of) > self.batch for of in shares):
+            raise RecordError("E-SAMPLER-STATE", "state of a sampler: its shares, epoch or consumed log do not fit "
+                                                 f"{self.length} samples in batches of {self.batch}")
 
     def _other_workers(self, kept: SamplerState) -> bool:
         """Returns whether the job's number of workers has changed since the save. False if a number is unknown."""

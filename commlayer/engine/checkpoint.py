@@ -39,7 +39,7 @@ from commlayer.engine.plan_handover import inherit_residuals
 from commlayer.engine.replica import Replica, on_host
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.switch import switch
-from commlayer.errors import CommError, InvalidInput, PeerLost, coded
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost, coded, short_line
 from commlayer.observe.events import CheckpointEvent
 from commlayer.records import Bucket, Plan, Record
 from commlayer.transport.protocol import SERVER_BASE
@@ -261,7 +261,11 @@ def load_training(
                         source)
         data = safetensors.torch.save(state) if rank == source else b""
         data = groups.share_bytes(data, replica.most_nbytes, "the checkpoint's model", source=source)
-        state = state or safetensors.torch.load(data)
+        try:
+            state = state or safetensors.torch.load(data)
+        except SafetensorError as error:
+            raise CorruptFrame(f"sends a checkpoint that is malformed: {short_line(error, 200)}",
+                               peer=f"rank {groups.members.ranks[source]}") from None
     with all_or_none(groups, LOADING), reading(found.folder):
         own = read(found.folder, f"rank-{rank}", found.mark) if found.exact else None
         return replica.load(state, extra, own)

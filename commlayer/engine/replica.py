@@ -33,7 +33,7 @@ from commlayer.engine.connection import DistributedJob, JobContext, JoinedState,
 from commlayer.engine.optimizers import OptimizerMemory, buffers_of, parameters_of
 from commlayer.engine.plan_choice import PlanTerms
 from commlayer.engine.regroup import EpochMessages, MembershipChange, NewerEpoch, StateRelay, new_world
-from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost, short_line
 from commlayer.records import MALFORMED, Job, Plan, Record, View
 from commlayer.transport.crc import crc32c
 
@@ -176,14 +176,20 @@ class Replica:
         try:
             tensors = safetensors.torch.load(data)
             transfer = msgspec.msgpack.decode(tensors.pop(HEAD).numpy().tobytes(), type=GivenState)
-        except (*MALFORMED, ValueError, KeyError, SafetensorError) as error:
-            raise CorruptFrame(f"the state received from the job is malformed: {error}".splitlines()[0]) from None
+        except (*MALFORMED, ValueError, KeyError, RecursionError, SafetensorError) as error:
+            raise CorruptFrame(f"the state received from the job is malformed: {short_line(error, 200)}") from None
         if transfer.error:
             raise InvalidInput("E-JOIN-STATE", "joining a running job: its workers cannot send their state: "
                                                f"{transfer.error}")
         plan = records.decode(transfer.plan, Plan, "plan of the running job")
         check(plan)
-        restore = self._install(transfer, tensors, "E-JOIN-STATE", "joining a running job")
+        try:
+            restore = self._install(transfer, tensors, "E-JOIN-STATE", "joining a running job")
+        except InvalidInput:
+            raise
+        except Exception as error:  # of the optimizer's code
+            raise InvalidInput("E-JOIN-STATE", "joining a running job: the state of its workers does not fit: "
+                                               f"{short_line(error, 200)}") from None
         return TakenState(transfer, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}, restore)
 
     def load(
@@ -202,7 +208,7 @@ class Replica:
         if saved.model:
             self._install(saved, tensors, "E-CHECKPOINT", "resume()")
         for name, value in extra.items():
-            value.load_state_dict(_whole(states[name], of_states))
+            value.load_state_dict(_whole(states[name], dict(of_states)))
         buffers = dict(self._model.named_buffers())
         for name in self._averaged if own is not None and saved.model else ():
             buffers[name].data.copy_(of_states[f"buffer.{name}"])
@@ -227,7 +233,7 @@ class Replica:
 
         restore()
         if self._scaler is not None and given.scaler:
-            self._scaler.load_state_dict(_whole(given.scaler, tensors))
+            self._scaler.load_state_dict(_whole(given.scaler, dict(tensors)))
         for name, tensor in targets.items():
             tensor.data.copy_(tensors[name])
         return restore
@@ -282,13 +288,18 @@ def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: i
         raise InvalidInput("E-JOIN-STATE", error)
     tensors_of = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
     received = groups.share_bytes(body, most_state_nbytes(tensors_of), what, nbytes, source)
-    if groups.rank != source:
+    if groups.rank == source:
+        return
+    try:
         _restore(optimizer, state, safetensors.torch.load(received))
+    except Exception as failed:  # of the optimizer's code
+        raise InvalidInput("E-JOIN-STATE", f"the optimizer's state of rank {groups.members.ranks[source]} does not fit: "
+                                           f"{short_line(failed, 200)}") from None
 
 
 def _restore(optimizer: Any, state: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     groups = list(optimizer.param_groups)
-    optimizer.load_state_dict(_whole(state, tensors))
+    optimizer.load_state_dict(_whole(state, dict(tensors)))
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
         group.update(loaded)
     optimizer.param_groups[:] = groups  # scripts keep references to them
@@ -313,11 +324,12 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
                                        "tensors and plain values are supported")
 
 
-def _whole(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Returns the value with tensors instead of their names; the inverse of `_plain`."""
+def _whole(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Returns the value with tensors instead of their names; the inverse of `_plain`. Removes these tensors from `tensors`:
+    each is copied once, so a value takes no more memory than was received for it."""
     if isinstance(value, dict):
         if TENSOR in value:
-            return tensors[value[TENSOR]].clone()
+            return tensors.pop(value[TENSOR]).clone()
         if TUPLE in value:
             return tuple(_whole(inner, tensors) for inner in value[TUPLE])
         return {key: _whole(inner, tensors) for key, inner in value.items()}
