@@ -47,6 +47,7 @@ Rows = list[bytes | None]
 """The bytes of each member, in member order; None for members that are left out."""
 _Work: Any = dist._Work  # type: ignore[attr-defined]
 _ProcessGroup: Any = dist.ProcessGroup
+_Reducer: Any = dist.Reducer  # type: ignore[attr-defined]
 
 
 class RelayWork(_Work):  # type: ignore[misc]
@@ -142,7 +143,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None) -> RelayWork:
         x, root = _one(tensors), int(getattr(opts, "rootRank", 0))
-        return self._start_collective("broadcast", [x], lambda rows: [_read(self._of(rows, root), x)], x, only=root,
+        check = _layout.check(x, f"rank {self._ranks[root]}")
+        return self._start_collective("broadcast", [x], lambda rows: [check(_read(self._of(rows, root), x))], x, only=root,
                                       successor_sends=True)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> RelayWork:
@@ -302,6 +304,47 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         return [total.div_(len(present)) if op == dist.ReduceOp.AVG else total]
 
 
+class _BucketLayout(threading.local):
+    """Checks the layout of buckets that DistributedDataParallel takes from rank 0: its C++ code uses the numbers as sizes and
+    indices without checking all of them. Each thread has its own."""
+
+    rebuilds = False
+    """True: this thread broadcasts a layout: first the indices of all parameters with the number of buckets, then the size of
+    each bucket."""
+    indices: list[int] | None = None
+    """The indices of all parameters, after they have been broadcast."""
+
+    def rebuild(self, known: Callable[..., bool], *args: Any) -> bool:
+        """Calls DDP's function that broadcasts a layout."""
+        self.rebuilds, self.indices = True, None
+        try:
+            return known(*args)
+        finally:
+            self.rebuilds = False
+
+    def check(self, x: torch.Tensor, peer: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns a function that checks what `peer` broadcasts in place of `x`."""
+        if not self.rebuilds:
+            return lambda received: received
+        indices, self.indices = self.indices, x.flatten().tolist()[:-1] if self.indices is None else None
+
+        def checked(received: torch.Tensor) -> torch.Tensor:
+            values = received.flatten().tolist()
+            if indices is None:
+                fits = sorted(values[:-1]) == sorted(x.flatten().tolist()[:-1]) and 1 <= values[-1] < len(values)
+            else:
+                fits = min(values, default=0) >= 1 and sum(values) == len(indices)
+            if not fits:
+                raise CommError("sends a layout of DistributedDataParallel's buckets that does not contain each parameter once",
+                                peer=peer, code="E-COLLECTIVE")
+            return received
+
+        return checked
+
+
+_layout = _BucketLayout()
+
+
 _REDUCE: dict[Any, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     dist.ReduceOp.SUM: torch.Tensor.add_,
     dist.ReduceOp.AVG: torch.Tensor.add_,
@@ -396,6 +439,8 @@ def init_world(kv: KvClient, rank: int, world: int, home: range, *, inside: str,
         atexit.register(_end)
         helper = distributed_c10d._new_process_group_helper
         distributed_c10d._new_process_group_helper = functools.wraps(helper)(functools.partial(_with_own_store, helper))
+        rebuild = _Reducer._rebuild_buckets
+        _Reducer._rebuild_buckets = lambda reducer: _layout.rebuild(rebuild, reducer)
     object_collectives.install(NAME)
     _make(_World(kv, f"world{len(_worlds)}", tuple(range(world)), frozenset(home), inside, timeout_s,
                  WorldStore(kv, timeout_s, rank), WorldStore(kv, timeout_s, rank, min(home)), skip_lost, paused_reason,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 import zlib
 from collections.abc import Callable
@@ -15,25 +16,29 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save
 from support.attached import assert_refused, outcome
 from support.coordinators import (
     WAIT_S,
     all_opened,  # noqa: F401  (a fixture)
 )
 from support.rank_pool import pool, ranks_first
-from support.site_groups import met
+from support.serving import PLAN
+from support.site_groups import met, options, together
 
+from commlayer.balance import Sampler
 from commlayer.cluster import collectives, site_process_group
 from commlayer.cluster.collectives import Groups
+from commlayer.cluster.site_process_group import RelayedGroup
 from commlayer.engine import checkpoint
 from commlayer.engine.agreement import Vote, key_of
 from commlayer.engine.parameter_drift import ParameterDrift
 from commlayer.engine.plan_choice import from_rank_0
 from commlayer.engine.regroup import EpochMessages, StateRelay
-from commlayer.engine.replica import Replica, most_state_nbytes, share_optimizer
+from commlayer.engine.replica import HEAD, TENSOR, GivenState, Replica, most_state_nbytes, share_optimizer
 from commlayer.engine.trace import gather_steps
 from commlayer.observe.step_trace import Event, RecordedStep
-from commlayer.records import Member, View
+from commlayer.records import Member, View, encode
 
 WORLD, HOSTILE, TIMEOUT_S = 3, 0, 20.0
 SIZES = [10**12, 8 << 30, -1]
@@ -207,3 +212,64 @@ def test_a_state_for_a_joining_worker_is_no_larger_than_its_model_needs(
     line = outcome(lambda: relay.take(lambda _: None) if how == "take" else relay.watch())
     assert_refused(line, "E-FRAME" if size == "noise" else "E-SIZE", "worker 0")
     assert memory_nbytes("VmRSS") - before < ALLOWED_GROWTH_NBYTES
+
+
+def references(count: int) -> bytes:
+    """A state for a joining worker whose optimizer names one tensor that often."""
+    net = model()
+    tensors = {f"parameter.{name}": p.data for name, p in net.named_parameters()} | {"state.0": torch.zeros(1 << 18)}
+    state = {"state": {n: {TENSOR: "state.0"} for n in range(count)}, "param_groups": [{"params": [*range(count)]}]}
+    head = GivenState(plan=encode(PLAN), optimizer="SGD", state=state)
+    return save(tensors | {HEAD: torch.frombuffer(bytearray(msgspec.msgpack.encode(head)), dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize("data", [references(1000), b"noise", save({"x": torch.zeros(1)})], ids=["many", "noise", "no head"])
+def test_a_state_for_a_joining_worker_takes_no_more_memory_than_its_bytes(data: bytes) -> None:
+    net = model()
+    replica, before = Replica(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)), memory_nbytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    line = outcome(lambda: replica.take(data, lambda _: None))
+    assert_refused(line, "E-JOIN-STATE" if len(data) > 1000 else "E-FRAME")
+    assert memory_nbytes("VmHWM") - before < ALLOWED_GROWTH_NBYTES
+
+
+@pytest.mark.parametrize("change", [
+    {"schedule": [{"step": 0, "shares": {"0": 10**12}}]}, {"schedule": [{"step": 0, "shares": {"0": 9, "1": -1}}]},
+    {"schedule": []}, {"epoch": -1}, {"consumed": {"length": 10**12, "left": [[0, 10**12]], "open": {}}}, {"batch": 10**12}],
+    ids=str)
+def test_a_samplers_state_from_another_worker_draws_no_more_than_a_batch(change: dict[str, Any]) -> None:
+    sampler = Sampler(50, 8, rank=0, shares=[8])
+    state = json.loads(sampler.state_dict()["sampler"])
+    sampler.load_state_dict({"sampler": json.dumps(state)})
+    assert_refused(outcome(lambda: sampler.load_state_dict({"sampler": json.dumps(state | change)})), "E-SAMPLER-STATE")
+
+
+# ---- the layout of buckets that DistributedDataParallel takes from rank 0
+
+INDICES, BUCKETS = [0, 1, 2, 3, 4, 2], [2, 3]
+"""Of five parameters, and the number of buckets; their sizes."""
+
+
+@pytest.mark.parametrize(("indices", "buckets", "refused"), [
+    ([4, 3, 2, 1, 0, 2], [1, 4], False), ([0, 1, 2, 3, 4, 2**31 - 1], BUCKETS, True), ([0, 1, 2, 3, 4, 0], BUCKETS, True),
+    ([0, 1, 2, 3, 99, 2], BUCKETS, True), ([0, 1, 2, 3, 3, 2], BUCKETS, True), (INDICES, [10**9, 10**9], True),
+    (INDICES, [-1, 6], True), (INDICES, [2, 2], True)])
+def test_a_layout_of_buckets_has_each_parameter_once(
+        indices: list[int], buckets: list[int], refused: bool, opened: list[Any]) -> None:
+    def act(group: RelayedGroup, rank: int) -> list[Any]:
+        def broadcasts() -> bool:
+            for x in (indices, buckets) if rank == HOSTILE else (INDICES, BUCKETS):
+                seen.append(torch.tensor(x, dtype=torch.int32))
+                group.broadcast([seen[-1]], options(rootRank=HOSTILE)).wait()
+            return True
+
+        seen = list[torch.Tensor]()
+        if rank == HOSTILE:
+            return [outcome(broadcasts), seen]
+        return [outcome(lambda: site_process_group._layout.rebuild(broadcasts)), [x.tolist() for x in seen]]
+
+    for line, seen in together(met(opened)[1], act)[1:]:
+        if refused:
+            assert_refused(line, "E-COLLECTIVE", f"rank {HOSTILE}")
+        else:
+            assert (line, seen) == ("", [indices, buckets])
