@@ -18,7 +18,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -167,9 +167,8 @@ def _save(
                     tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
                 contents[f"server-{server}"] = tensors
         job.worker.acknowledge_rollbacks()  # on all ranks, although only one rank reported to each server
-    # Higher than any rank's number, so that no file of an earlier checkpoint is overwritten.
     rows = gather(groups, [highest, secrets.randbits(62)])
-    number, first = 1 + max(row[0] for row in rows), context.rank == 0
+    number, first = next_number([row[0] for row in rows]), context.rank == 0
     mark = Mark(save=f"{rows[0][1]:016x}", step=context.passes, round=0 if job is None else job.worker.step,
                 world=context.world, servers=0 if plan is None else plan.servers,
                 plan="" if plan is None else records.digest(plan), rate=1.0 if job is None else job.worker.units.rate)
@@ -199,6 +198,16 @@ def _save(
             remove(folder)
         raise
     keep_only(directory, number)
+
+
+def next_number(highest: Sequence[int]) -> int:
+    """Returns the number of the next checkpoint from the highest number of each rank. It is higher than any rank's, so that no
+    file of an earlier checkpoint is overwritten."""
+    if min(highest) < 0 or max(highest) - min(highest) > MAX_NUMBER_STEP:
+        rank = highest.index(max(highest) if min(highest) >= 0 else min(highest))
+        raise CommError(f"has a checkpoint with number {highest[rank]}, but numbers may differ by {MAX_NUMBER_STEP}: remove "
+                        "folders that no checkpoint() wrote from its directory", peer=f"rank {rank}", code="E-SIZE")
+    return 1 + max(highest)
 
 
 # ---- loading
@@ -416,6 +425,9 @@ def _same(name: str, what: str, saved: object, here: object) -> None:
 FORMAT = "commlayer-checkpoint-1"
 MANIFEST, PLAN, TRAINING = "manifest.json", "plan.json", "training-"
 FOLDER = "save-"
+MAX_NUMBER_STEP = 10**9
+"""Largest difference between the numbers of ranks' checkpoints. Numbers of 16 digits, which are not found again, are far away.
+"""
 MAX_SAVES, LIST_NBYTES = 16, 4 << 20
 """Largest number of checkpoints that a rank looks at, and largest size of a rank's list of them with their files: that of jobs
 with 2,000 workers."""
@@ -426,9 +438,9 @@ class Mark(Record, frozen=True):
 
     save: str
     """A random name, equal in all files of one checkpoint."""
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
     """Number of training steps, as Session.step counts them."""
-    round: int
+    round: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
     """Number of the next exchange, which messages between workers and servers contain."""
     world: Annotated[int, msgspec.Meta(ge=1, le=SERVER_BASE)]
     servers: Annotated[int, msgspec.Meta(ge=0, le=SERVER_BASE)]

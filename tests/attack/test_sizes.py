@@ -29,6 +29,7 @@ from support.site_groups import met, options, together
 from commlayer.balance import Sampler
 from commlayer.cluster import collectives, site_process_group
 from commlayer.cluster.collectives import Groups
+from commlayer.cluster.process_groups import Members
 from commlayer.cluster.site_process_group import RelayedGroup
 from commlayer.engine import checkpoint
 from commlayer.engine.agreement import Vote, key_of
@@ -189,6 +190,23 @@ def test_the_file_header_of_a_checkpoint_names_no_number_of_workers_that_no_job_
         assert_refused(outcome(lambda data=encoded: collectives.decoded_json(data, list[checkpoint.SaveOnDisk], "a list",
                                                                              "rank 0")), "E-FRAME", "rank 0", field)
     assert checkpoint.own_files(3, 10**12, 10**12) == ["rank-3", "server-3"]
+
+
+@pytest.mark.parametrize(("highest", "number"), [([0], 1), ([7, 0, 3], 8), ([10**9, 0], 10**9 + 1)])
+def test_the_next_checkpoint_has_a_higher_number_than_any(highest: list[int], number: int) -> None:
+    assert checkpoint.next_number(highest) == number
+
+
+@pytest.mark.parametrize("highest", [[3, 10**15, 2], [3, -1, 2], [0, 1 << 62, 0]])
+def test_a_number_under_which_no_checkpoint_is_found_again_is_refused(highest: list[int]) -> None:
+    assert_refused(outcome(lambda: checkpoint.next_number(highest)), "E-SIZE", "rank 1", str(highest[1]))
+
+
+def test_a_rank_makes_no_more_groups_than_ranks_may_differ_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = Members.__new__(Members)
+    members.ranks = (0, 1)
+    monkeypatch.setattr(Members, "tell", lambda _, data, *__: [data, (10**12).to_bytes(8, "little")])
+    assert_refused(outcome(lambda: members._numbered(1.0, "making a group").__enter__()), "E-SIZE", "rank 1", f"{10**12}")
 
 
 # ---- the state for a joining worker
