@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ from support.coordinators import (
     until,
 )
 from support.site_groups import joined, leave, met
+from torch.distributed import distributed_c10d
 
-from commlayer.cluster import kv_store, messages, rendezvous_service
+from commlayer.cluster import kv_store, messages, rendezvous_service, site_process_group
 from commlayer.cluster.messages import ANY, MAX_KEYS, Key
 from commlayer.cluster.site_client import KvClient
 from commlayer.cluster.site_process_group import WorldStore
@@ -71,6 +74,24 @@ def test_who_wrote_a_key_of_torch_first_is_named_to_its_rank_and_reads_no_value_
     assert not inside.check(keys)
     inside.set(keys[0], b"address")
     assert inside.get(keys[0]) == b"address"
+
+
+def test_groups_inside_a_home_get_its_own_store(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (_, one, hostile) = met(opened, 3)
+    world = SimpleNamespace(ids=(0, 1, 2), home=frozenset({1}), name="world0", inside_store=WorldStore(one, WAIT_S, 1, 1))
+    monkeypatch.setattr(site_process_group, "_worlds", [world])
+    monkeypatch.setattr(site_process_group, "is_relayed", lambda: True)
+    taken = list[Any]()
+
+    def helper(group_size: int, group_rank: int, global_ranks_in_group: list[int], backend: str, store: Any) -> None:
+        taken.append(store)
+
+    for ranks in ([], [0, 1], [1]):
+        site_process_group._with_own_store(helper, 1, 0, ranks, "gloo", store="the world's")
+    assert taken[:2] == ["the world's"] * 2
+    taken[2].set("id", b"where to connect")
+    assert read(hostile, ("world0/id", 1), ("world0/id", ANY)) == (b"where to connect", None)
+    assert {"global_ranks_in_group", "store"} <= inspect.signature(distributed_c10d._new_process_group_helper).parameters.keys()
 
 
 def test_a_home_that_has_left_or_another_in_its_place_changes_nothing(opened: list[Any]) -> None:
@@ -154,6 +175,8 @@ def test_calls_that_wait_are_limited_for_each_home(opened: list[Any], monkeypatc
     hostile.close()
     for thread in threads:
         thread.join(WAIT_S)
+    store = coordinator._rendezvous._store
+    until(lambda: not store._waiting, "what waited is forgotten")
 
 
 def test_a_call_names_no_more_keys_than_the_job_needs(opened: list[Any]) -> None:
