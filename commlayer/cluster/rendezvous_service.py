@@ -158,7 +158,7 @@ class RendezvousService:
             else:
                 continue
             what = "add to" if adds else "change"
-            problem = coded("E-OWNER", f"home {site.who} may not {what} {short_line(name, 200)!r} at the coordinator: {why}; "
+            problem = coded("E-OWNER", f"home {site.who} may not {what} {short_line(name, 80)!r} at the coordinator: {why}; "
                                        "use another key for each writer")
             self._refusals.denied(problem)
             return problem
