@@ -91,10 +91,9 @@ def _exchanged(group: Any, value: Any) -> list[Any]:
     """Returns the objects of all members, in member order."""
     data = _encoded(value, lambda size: _gathered(group, torch.tensor([size]), wait=False))
     sizes = [_checked(group, member, int(row)) for member, row in enumerate(_gathered(group, torch.tensor([len(data)])))]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-    return [_decoded(group, member, row[:size])
-            for member, (row, size) in enumerate(zip(_gathered(group, padded), sizes, strict=True))]
+    rows = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    group.allgather_unequal(rows, torch.frombuffer(data, dtype=torch.uint8)).wait()
+    return [_decoded(group, member, row) for member, row in enumerate(rows)]
 
 
 def _sent(group: Any, root: int, objects: list[Any] | None, count: int) -> list[Any]:

@@ -151,6 +151,12 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         x = _one(inputs)
         return self._start_collective("all-gather", outputs[0], lambda rows: [_read(row, x) for row in rows], x, every=True)
 
+    def allgather_unequal(self, outputs: list[torch.Tensor], x: torch.Tensor) -> RelayWork:
+        """Gathers tensors of different sizes, which all members know: those of `outputs`. Each member sends only its own."""
+        most_nbytes = max(out.nbytes for out in outputs)
+        return self._start_collective("all-gather", outputs, lambda rows: [*map(_read, rows, outputs)], x, every=True,
+                                      most_nbytes=most_nbytes)
+
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> RelayWork:
         outputs = list(output.view(-1).chunk(self.size()))
         return self._start_collective("all-gather", outputs, lambda rows: [_read(row, x) for row in rows], x, every=True)
@@ -200,12 +206,13 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _start_collective(
         self, what: str, outputs: list[torch.Tensor], compute: Callable[[Rows], Sequence[torch.Tensor]], x: torch.Tensor, *,
-        only: int | None = None, successor_sends: bool = False, every: bool = False,
+        only: int | None = None, successor_sends: bool = False, every: bool = False, most_nbytes: int | None = None,
     ) -> RelayWork:
         """Starts a collective; `compute` computes the `outputs` from all members' bytes. `only`: the one member that
         contributes; None: all do. `successor_sends`: if that member is gone, the first remaining one contributes instead.
-        `every`: fails on all remaining ranks if a member's bytes are missing."""
-        work, nbytes = RelayWork(f"{what} between homes", self._timeout_s + self.patience_s), x.numel() * x.element_size()
+        `every`: fails on all remaining ranks if a member's bytes are missing. `most_nbytes`: size of the largest contribution;
+        None: all have the size of `x`."""
+        work, nbytes = RelayWork(f"{what} between homes", self._timeout_s + self.patience_s), most_nbytes or x.nbytes
         if self.paused_reason and self.local_only:
             for output, value in zip(outputs, compute([_bytes(x)] * self.size()) if outputs else (), strict=True):
                 output.detach().copy_(value.view(output.shape))

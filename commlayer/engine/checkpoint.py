@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from commlayer import files, records
-from commlayer.cluster.collectives import Groups, all_or_none, gather, gather_bytes, gather_values
+from commlayer.cluster.collectives import Groups, all_or_none, gather, gather_values
 from commlayer.cluster.messages import MAX_PLAN_NBYTES, named_at
 from commlayer.compressors import codec_of, restore, snapshot
 from commlayer.compressors.feedback import ResidualSlice, in_updates, residual_of, split_by_tensor
@@ -322,12 +322,12 @@ def _convert_residuals(context: DistributedJob, found: FoundCheckpoint, local: M
     """Converts the residuals of a job with another plan or number of workers. Each rank inherits the residuals in the files
     that it reads. Momenta of codecs start again from zero."""
     worker, mark = context.worker, found.mark
-    offered = b""
+    offered, source = b"", found.readers.get(PLAN, 0)
     with all_or_none(context.groups, LOADING), reading(found.folder):
         worker.drain()
-        if context.rank == found.readers.get(PLAN, 0) and (found.folder / PLAN).is_file():
+        if context.rank == source and (found.folder / PLAN).is_file():
             offered = (found.folder / PLAN).read_bytes()
-    shared = next((data for data in gather_bytes(context.groups, offered, MAX_PLAN_NBYTES, "a plan") if data), b"")
+    shared = context.groups.share_bytes(offered, MAX_PLAN_NBYTES, "a plan", source=source)
     with all_or_none(context.groups, LOADING), reading(found.folder):
         residuals: list[ResidualSlice] = []
         plan = records.decode(shared, Plan, f"plan {found.folder / PLAN}") if shared else None
@@ -428,7 +428,7 @@ FOLDER = "save-"
 MAX_NUMBER_STEP = 10**9
 """Largest difference between the numbers of ranks' checkpoints. Numbers of 16 digits, which are not found again, are far away.
 """
-MAX_SAVES, LIST_NBYTES = 16, 4 << 20
+MAX_SAVES, LIST_NBYTES = 8, 1 << 20
 """Largest number of checkpoints that a rank looks at, and largest size of a rank's list of them with their files: that of jobs
 with 2,000 workers."""
 

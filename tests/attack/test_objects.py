@@ -44,15 +44,15 @@ class Code:
 
 
 def attack(call: str, size: int | None, marker: str) -> None:
-    """Takes part in an object collective as torch's own code does, with a pickle or with another size."""
+    """Takes part in an object collective with a pickle, or names another size."""
     data = torch.frombuffer(bytearray(pickle.dumps([Code(marker)])), dtype=torch.uint8)
     sizes = torch.tensor([len(data) if size is None else size])
     if call in ("all_gather_object", "gather_object"):
         rows = [torch.empty_like(sizes) for _ in range(WORLD)]
         dist.all_gather(rows, sizes)
         if size is None:
-            data = torch.cat([data, torch.zeros(int(max(rows)) - len(data), dtype=torch.uint8)])
-            dist.all_gather([torch.empty_like(data) for _ in rows], data)
+            group: Any = dist.group.WORLD
+            group.allgather_unequal([torch.empty(int(row), dtype=torch.uint8) for row in rows], data).wait()
     else:
         dist.broadcast(sizes, HOSTILE)
         if size is None:
@@ -78,7 +78,7 @@ def forge(marker: str) -> list[str]:
 def main(marker: str) -> None:
     dist.init_process_group("gloo")
     hostile, lines = dist.get_rank() == HOSTILE, dict[str, str]()
-    every = [None] * WORLD
+    every: list[Any] = [None] * WORLD
     all_gather_object(every, dist.get_rank())
     Path("/proc/self/clear_refs").write_text("5")
     before = memory_nbytes("VmRSS")
@@ -97,9 +97,10 @@ def main(marker: str) -> None:
     dist.barrier()
     told: list[Any] = ["from rank 0", {"x": torch.arange(3)}] if dist.get_rank() == 0 else [None, None]
     broadcast_object_list(told, src=0)
-    all_gather_object(every, {"rank": dist.get_rank()})
+    all_gather_object(every, {"text": "x" * 200_000 * dist.get_rank()})  # of different sizes, in several chunks
     print(json.dumps({"rank": dist.get_rank(), "lines": lines, "growth": growth_nbytes, "answers": answers,
-                      "told": [told[0], told[1]["x"].tolist()], "every": every}), flush=True)
+                      "told": [told[0], told[1]["x"].tolist()],
+                      "every": [len(row["text"]) for row in every]}), flush=True)
     time.sleep(WAIT_S)  # a home that ends before attach() would end the others
 
 
@@ -119,7 +120,7 @@ def test_no_code_of_a_third_home_runs_no_size_of_it_counts_and_the_others_contin
     assert not marker.exists()
     for row in rows:
         assert row["told"] == ["from rank 0", [0, 1, 2]]
-        assert row["every"] == [{"rank": rank} for rank in range(WORLD)]
+        assert row["every"] == [200_000 * rank for rank in range(WORLD)]
         if row["rank"] != HOSTILE:
             assert len(row["lines"]) == len(CALLS) * (1 + len(SIZES))
             for name, line in row["lines"].items():
