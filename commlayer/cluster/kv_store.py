@@ -63,7 +63,7 @@ class KvStore:
         """Sets the sites that may write, each with its number of workers. Values of other sites remain, as long as they have
         together no more bytes than all present sites may have."""
         total = max(MAX_KEPT_NBYTES, EACH_NBYTES * sum(workers.values()))
-        self._workers = workers
+        self.workers = workers
         self._share_nbytes = {home: total * count // sum(workers.values()) for home, count in workers.items() if count}
         for home in [home for home, nbytes in self.nbytes.items() if not nbytes and home not in workers]:
             del self.nbytes[home]
@@ -95,7 +95,7 @@ class KvStore:
         if once in (tokens := row.tokens.get(home, ())):
             return total
         _check_name(once)
-        tokens = (*tokens, once)[-MAX_TOKENS * self._workers.get(home, 1) :]
+        tokens = (*tokens, once)[-MAX_TOKENS * self.workers.get(home, 1) :]
         self._change(home, key, Row(str(total + amount).encode(), view, row.home, {**row.tokens, home: tokens}))
         return total + amount
 

@@ -103,6 +103,8 @@ class RendezvousService:
         if why := self._record_contact(request.home) or self._excluded_reason(request.home) or self._write_problem(request):
             return KvReply(error=why)
         store, newest = self._store, 1
+        if (workers := _workers(self._state)) != store.workers:
+            store.allow(workers)
         if request.put or request.add:
             newest = max(1, (self._admission() or sites.AdmissionState()).generation)
         # Writes for an earlier epoch are dropped, so all readers that know the newer epoch read the same values.
@@ -273,7 +275,6 @@ class RendezvousService:
         if before.workers < state.workers < state.max_workers:
             log.info("starting with %s; homes can join until there are %d", sites.workers_text(state.workers),
                      state.max_workers)
-        self._store.allow(_workers(state))
         reasons = [state.former.get(token, f"{site.who} has left") for token, site in before.present.items()
                    if token not in state.present]
         for why in dict.fromkeys(reasons):

@@ -228,6 +228,7 @@ def test_the_store_has_room_for_all_who_are_there() -> None:
     for home, shares in ((few, {few.token: kv_store.MAX_KEPT_NBYTES}),
                          (many, {few.token: 4 * kv_store.EACH_NBYTES, many.token: 28 * kv_store.EACH_NBYTES})):
         service.register(home)
+        asyncio.run(service.handle(messages.KvRequest(home.token)))
         assert service._store._share_nbytes == shares
 
 
