@@ -20,9 +20,11 @@ MAX_DEPTH, MAX_VALUES = 64, 1 << 20
 """Largest depth of containers in containers, and largest number of values in one object. A tensor or array is one value."""
 ALLOWED = ("None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, OrderedDict, paths, "
            "dense tensors, torch.Size, torch.dtype, torch.device, and NumPy arrays and scalars of numbers")
-KEYS = "str, bytes, float, bool, None and int of up to 64 bits"
-"""Types of keys and of elements of sets. Different tuples, or longer integers, with equal hashes are easy to make; a dict of
-many takes hours."""
+KEYS = "str, bytes, float, bool, None, int of up to 64 bits, and short tuples of these"
+"""Types of keys and of elements of sets."""
+MAX_TUPLES, MAX_TUPLE = 4096, 16
+"""Largest number of keys that are tuples, and largest length of these. Different tuples, or longer integers, with equal hashes
+are easy to make, and a dict of a million would take hours."""
 _NUMPY_KINDS = "biufcSMm"
 _COUNT, _FLOAT, _COMPLEX = struct.Struct("<Q"), struct.Struct("<d"), struct.Struct("<dd")
 
@@ -72,15 +74,34 @@ def decode(data: Any) -> Any:
     return value
 
 
-class _Writer:
-    def __init__(self) -> None:
-        self.out, self._left = bytearray(), MAX_VALUES
+class _Limits:
+    """What is left of the limits of one object."""
 
-    def write(self, value: Any, depth: int) -> None:
-        self._left -= 1
-        if self._left < 0 or depth > MAX_DEPTH:
+    def __init__(self) -> None:
+        self._values, self._tuples = MAX_VALUES, MAX_TUPLES
+
+    def _count(self, depth: int) -> None:
+        self._values -= 1
+        if self._values < 0 or depth > MAX_DEPTH:
             raise ValueError(f"it contains more than {MAX_VALUES} values, or {MAX_DEPTH} levels of containers: send many "
                              "numbers as a tensor or array")
+
+    def _check_keys(self, keys: list[Any]) -> None:
+        for key in keys:
+            if type(key) is tuple and len(key) <= MAX_TUPLE and self._tuples and all(map(_is_key, key)):
+                self._tuples -= 1
+            elif not _is_key(key):
+                raise ValueError(f"it contains a dict or set with a key of type {type(key).__name__}, allowed: {KEYS}, at most "
+                                 f"{MAX_TUPLES} tuples")
+
+
+class _Writer(_Limits):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = bytearray()
+
+    def write(self, value: Any, depth: int) -> None:
+        self._count(depth)
         kind = type(value)
         tag = "p" if isinstance(value, pathlib.PurePath) else _TAGS.get(kind, "")
         if value is None or kind is bool:
@@ -90,10 +111,7 @@ class _Writer:
         elif tag in _CONTAINERS:
             elements = [each for pair in value.items() for each in pair] if isinstance(value, dict) else list(value)
             if step := _HASHED.get(tag, 0):
-                for key in elements[::step]:
-                    if not _is_key(key):
-                        raise ValueError(f"it contains a {kind.__name__} with a key of type {type(key).__name__}, allowed: "
-                                         f"{KEYS}")
+                self._check_keys(elements[::step])
             self.out += tag.encode() + _COUNT.pack(len(elements))
             for each in elements:
                 self.write(each, depth + 1)
@@ -115,14 +133,13 @@ class _Writer:
         self.out += data
 
 
-class _Reader:
+class _Reader(_Limits):
     def __init__(self, data: Any) -> None:
-        self._data, self.at, self._left = memoryview(data), 0, MAX_VALUES
+        super().__init__()
+        self._data, self.at = memoryview(data), 0
 
     def read(self, depth: int) -> Any:
-        self._left -= 1
-        if self._left < 0 or depth > MAX_DEPTH:
-            raise ValueError("too many values")
+        self._count(depth)
         tag = chr(self._take(1)[0])
         if tag in _FIXED:
             return _FIXED[tag]
@@ -132,11 +149,11 @@ class _Reader:
         if tag in _PLAIN:
             return _PLAIN[tag][2](bytes(self._take(count)))
         make = _CONTAINERS[tag][1]
-        if count > min(len(self._data) - self.at, self._left):  # each element takes a byte
+        if count > min(len(self._data) - self.at, self._values):  # each element takes a byte
             raise ValueError("too many elements")
         elements = [self.read(depth + 1) for _ in range(count)]
-        if (step := _HASHED.get(tag, 0)) and not all(map(_is_key, elements[::step])):
-            raise ValueError("a key of another type")
+        if step := _HASHED.get(tag, 0):
+            self._check_keys(elements[::step])
         return make(elements)
 
     def _array(self, tag: str) -> Any:

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from commlayer.cluster import object_codec
-from commlayer.cluster.object_codec import MAX_VALUES, decode, encode
+from commlayer.cluster.object_codec import MAX_TUPLE, MAX_TUPLES, MAX_VALUES, decode, encode
 
 VALUES = [
     None, True, False, 0, -1, 255, -256, 2**70, -(2**63), 1.5, float("inf"), -0.0, 1j, "h\u00e9\ud800", b"x", bytearray(b"y"),
-    [], [1, [2]], (1, (2,)), set(), {1, 2}, frozenset({"a"}), {"a": 1, 2: "b", None: 3, b"c": {}}, OrderedDict(b=1, a=2),
+    [], [1, [2]], (1, (2,)), set(), {1, 2}, frozenset({"a"}), {"a": 1, 2: "b", None: 3, b"c": {}, (1, "d"): 4}, {(1,), (2,)},
+    OrderedDict(b=1, a=2),
     torch.Size([1, 2]), torch.float16, torch.device("cpu"), pathlib.Path("/tmp/x")]
 TENSORS = [
     torch.tensor(3), torch.zeros(0, 5), torch.randn(2, 3).bfloat16(), torch.randn(2, 3, dtype=torch.complex64).conj(),
@@ -49,8 +50,9 @@ def test_tensors_and_arrays_come_back(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [
-    Other(), Other, len, ENDLESS, {(1,): 2}, {2**65: 1}, {("a",)}, torch.zeros(2).to_sparse(), np.array([object()]),
-    [0] * (MAX_VALUES + 1)], ids=range(10))
+    Other(), Other, len, ENDLESS, {(1,) * (MAX_TUPLE + 1): 2}, {2**65: 1}, {((1,),)},
+    [{(n,) for n in range(MAX_TUPLES)}, {(1,): 1}], torch.zeros(2).to_sparse(), np.array([object()]),
+    [0] * (MAX_VALUES + 1)], ids=range(11))
 def test_other_objects_are_refused_where_they_are_sent(value: Any) -> None:
     with pytest.raises(ValueError, match="contains"):
         encode(value)
@@ -82,7 +84,9 @@ ATTACKS = {
     "no elements": array("x", torch.float32, (-1, 10**12), b""), "array": array("a", "<f4", (10**12,), b"1234"),
     "objects": array("a", "|O", (1,), bytes(8)), "long dtype": array("a", ",".join(["f8"] * 1000), (0,), b""),
     "deep": sized("l", 1) * 10_000 + b"N", "many": sized("l", MAX_VALUES + 1) + b"N" * (MAX_VALUES + 1),
-    "key": sized("d", 2) + encode((1, 2)) + b"N", "long key": sized("s", 1) + encode(1 << 65), "left over": b"NN", "none": b"",
+    "key": sized("d", 2) + encode([1, 2]) + b"N", "key in a key": sized("s", 1) + encode(((1,),)),
+    "tuples": sized("s", MAX_TUPLES + 1) + b"".join(encode((n,)) for n in range(MAX_TUPLES + 1)),
+    "long key": sized("s", 1) + encode(1 << 65), "left over": b"NN", "none": b"",
     "unknown": b"?" + bytes(8), "odd": sized("d", 1) + b"N"}
 
 
@@ -92,6 +96,6 @@ def test_bytes_of_an_attacker_are_refused_before_anything_is_made_of_them(data: 
     try:
         with pytest.raises(ValueError, match="malformed"):
             decode(data)
-        assert tracemalloc.get_traced_memory()[1] < 64 << 10
+        assert tracemalloc.get_traced_memory()[1] < (64 << 10) + 4 * len(data)
     finally:
         tracemalloc.stop()
