@@ -302,7 +302,7 @@ def greedy(name: str, job: Job) -> list[tuple[str, bytes]]:
     if name == "Join":
         return [("a reply with the plan", messages.pack(job.hostile.request))]
     if name == "KvRequest":
-        ask(job, "KvRequest", messages.pack(messages.KvRequest(job.hostile.home, put=(("large", bytes(TOTAL_NBYTES)),))))
+        ask(job, "KvRequest", messages.pack(messages.KvRequest(job.hostile.home, put=((("large", -1), bytes(TOTAL_NBYTES)),))))
         return [("a large value", messages.pack(messages.KvRequest(job.hostile.home, want=(("large", -1),))))]
     return []
 

@@ -42,9 +42,9 @@ def test_text_of_a_member_in_log_lines_is_short_and_one_line(victim: Victim) -> 
                    for name in ("token", "name", "version", "job", "plan_digest", "address")]
         workers.append(msgspec.structs.replace(workers[0], token="x", must_match={LONG: LONG}))
         gone = messages.PeerExit("worker 0", LONG)
-        requests = [*sites, *workers, messages.KvRequest(LONG, put=((LONG, b""),)), messages.Heartbeat("x", dropped=(gone,)),
+        requests = [*sites, *workers, messages.KvRequest(LONG, put=(((LONG, messages.ANY), b""),)), messages.Heartbeat("x", dropped=(gone,)),
                     messages.Heartbeat(hostile.token, events=(LONG.encode()[:900],), time_s=1.0),
-                    messages.KvRequest(hostile.home, put=((LONG, b""),)), messages.Leave(hostile.token, LONG),
+                    messages.KvRequest(hostile.home, put=(((LONG, messages.ANY), b""),)), messages.Leave(hostile.token, LONG),
                     msgspec.structs.replace(hostile._lease.request, leave=LONG)]
         for request in requests:
             with contextlib.suppress(Exception):
