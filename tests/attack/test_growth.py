@@ -224,10 +224,10 @@ VALUE_NBYTES = 128 << 10
 
 
 def stored(scene: Scene) -> messages.KvRequest:
-    names = [f"value-{i}" for i in range(8)]
-    for name in names:
-        scene.hostile.call("KvRequest", messages.KvRequest(scene.hostile.home, put=(((name, messages.ANY), bytes(VALUE_NBYTES)),)))
-    return messages.KvRequest(scene.hostile.home, want=tuple((name, messages.ANY) for name in names))
+    keys = [(f"value-{i}", messages.ANY) for i in range(8)]
+    for key in keys:
+        scene.hostile.call("KvRequest", messages.KvRequest(scene.hostile.home, put=((key, bytes(VALUE_NBYTES)),)))
+    return messages.KvRequest(scene.hostile.home, want=tuple(keys))
 
 
 CALLS: dict[str, tuple[str, Callable[[Scene], Any], int]] = {

@@ -41,10 +41,10 @@ def test_text_of_a_member_in_log_lines_is_short_and_one_line(victim: Victim) -> 
         workers = [msgspec.structs.replace(messages.worker_request("job", 0, 2), **{name: LONG})
                    for name in ("token", "name", "version", "job", "plan_digest", "address")]
         workers.append(msgspec.structs.replace(workers[0], token="x", must_match={LONG: LONG}))
-        gone = messages.PeerExit("worker 0", LONG)
-        requests = [*sites, *workers, messages.KvRequest(LONG, put=(((LONG, messages.ANY), b""),)), messages.Heartbeat("x", dropped=(gone,)),
+        gone, put = messages.PeerExit("worker 0", LONG), (((LONG, messages.ANY), b""),)
+        requests = [*sites, *workers, messages.KvRequest(LONG, put=put), messages.Heartbeat("x", dropped=(gone,)),
                     messages.Heartbeat(hostile.token, events=(LONG.encode()[:900],), time_s=1.0),
-                    messages.KvRequest(hostile.home, put=(((LONG, messages.ANY), b""),)), messages.Leave(hostile.token, LONG),
+                    messages.KvRequest(hostile.home, put=put), messages.Leave(hostile.token, LONG),
                     msgspec.structs.replace(hostile._lease.request, leave=LONG)]
         for request in requests:
             with contextlib.suppress(Exception):
