@@ -224,10 +224,10 @@ VALUE_NBYTES = 128 << 10
 
 
 def stored(scene: Scene) -> messages.KvRequest:
-    keys = [(f"value-{i}", messages.ANY) for i in range(8)]
-    for key in keys:
-        scene.hostile.call("KvRequest", messages.KvRequest(scene.hostile.home, put=((key, bytes(VALUE_NBYTES)),)))
-    return messages.KvRequest(scene.hostile.home, want=tuple(keys))
+    names = [(f"value-{i}", messages.ANY) for i in range(8)]
+    for name in names:
+        scene.hostile.call("KvRequest", messages.KvRequest(scene.hostile.home, put=((name, bytes(VALUE_NBYTES)),)))
+    return messages.KvRequest(scene.hostile.home, want=tuple(names))
 
 
 CALLS: dict[str, tuple[str, Callable[[Scene], Any], int]] = {
