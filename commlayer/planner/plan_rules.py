@@ -19,6 +19,7 @@ from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA,
 FLOAT32_NBYTES = 4
 LEAST_CUT_NUMEL = 1024
 """Elements of the smallest piece into which a tensor may be cut: those of the setting cut_nbytes's lowest value."""
+FEW_BUCKETS = 64
 PLAN_TEXT_NBYTES, BUCKET_TEXT_NBYTES, NODE_TEXT_NBYTES = 64 << 10, 8 << 10, 256
 """Upper bounds of the encoded bytes of a plan without its buckets (also of an epoch's members), of a bucket with 64 slices,
 without the codecs of single nodes, and of one of these."""
@@ -81,8 +82,8 @@ def _too_large(plan: Plan, world: int, tensors: int, elements: int) -> Iterator[
 
 def max_buckets(tensors: int, elements: int, ranks_per_node: int) -> int:
     """Returns the largest number of buckets of a plan: each tensor in pieces of LEAST_CUT_NUMEL elements, and each piece in one
-    shard for each rank of a node."""
-    return max(1, ranks_per_node) * (tensors + elements // LEAST_CUT_NUMEL)
+    shard for each rank of a node. A plan that cuts a small model finer may have FEW_BUCKETS in addition."""
+    return max(1, ranks_per_node) * (tensors + elements // LEAST_CUT_NUMEL) + FEW_BUCKETS
 
 
 def max_plan_nbytes(tensors: int, elements: int, world: int) -> int:

@@ -30,8 +30,9 @@ NUMEL = 1_000_000
 STATE_NBYTES = 4 * NUMEL
 """The server's residual of the bucket. While it is encoded there are three copies, as at every checkpoint, and the one that was
 sent last may still be there."""
-SLACK_NBYTES = MIB
-"""Stacks and malloc arenas of the two threads of a new connection, and what the measuring itself needs."""
+SLACK_NBYTES = 2 * MIB
+"""Stacks and malloc arenas of the two threads of a new connection, and what the measuring itself needs: up to 1.5 MiB on a busy
+machine."""
 PLAN = default_plan(Job((TensorInfo("weight", (NUMEL,)),)), codec="error_feedback(int8())", path="service", servers=1,
                     ranks_per_node=1, fuse_nbytes=1 << 30, cut_nbytes=4 * NUMEL)
 

@@ -70,7 +70,7 @@ class Server:
 
 
 def channel(up: Any) -> str:
-    (one,) = up.transport._inner._connections.values()
+    (one,) = up.transport._carrier._connections.values()
     return type(one._sock).__name__
 
 
