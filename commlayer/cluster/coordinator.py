@@ -12,6 +12,7 @@ import logging
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -103,7 +104,9 @@ class Coordinator:
         self._lock = threading.Lock()
         self._clock, self._config, self._hangs = clock, config, StoreHangs()
         self._closing = threading.Event()
-        self._keys, self._refusals, self._plans = Keys(config.keys) if config.keys else None, RefusalLog(), Plans()
+        self._keys, self._refusals = Keys(config.keys) if config.keys else None, RefusalLog()
+        self._plans = defaultdict[str, Plans](Plans)
+        """Uploaded plans by the name of the certificate, so that no member replaces another's."""
         self._judge = CallVerifier(config.token, self._keys)
         self._suspects: dict[str, tuple[str, str]] = {}
         """Maps a connection to its address and the name of a call that did not prove the job's secret. An entry is removed
@@ -224,7 +227,7 @@ class Coordinator:
 
     def _part(self, request: messages.PlanPart) -> Record:
         with self._lock:
-            self._plans.take(request)
+            self._plans[request.certificate].take(request)
         return messages.HeartbeatReply()
 
     def _join(self, request: messages.Join) -> Record:
@@ -234,7 +237,7 @@ class Coordinator:
             return self._register_site(request)
         with self._lock:
             if request.plan_digest and not request.plan:
-                request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
+                request = msgspec.structs.replace(request, plan=self._plans[request.certificate].whole(request.plan_digest))
             is_registered = request.token in self._state.registrations
             if not self._embedded and not is_registered and (why := membership.failure(self._state)):
                 return messages.JoinReply(missing=(f"the previous job has ended ({without_code(why)}); the coordinator is "
@@ -397,6 +400,8 @@ class Coordinator:
             raise
         self._suspects.pop(peer, None)
         request = sanitize(messages.unpack(body, kind, peer))
+        if isinstance(request, PlanPart):
+            return msgspec.structs.replace(request, certificate=caller.name if caller else "")
         if isinstance(request, messages.Join):
             certified = {"certificate": caller.name, "serial": f"{caller.serial:x}"} if caller else {}
             return msgspec.structs.replace(request, **{"certificate": "", "serial": "", **certified},

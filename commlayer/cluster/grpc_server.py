@@ -12,6 +12,7 @@ import contextlib
 import errno
 import inspect
 import itertools
+import re
 import shutil
 import socket
 import tempfile
@@ -112,9 +113,14 @@ class GrpcPort:
         if self._listener is None:
             self.number = server.start(join_host(self._bind, self.number), self.identify)
             return
-        self._folder = tempfile.mkdtemp(
-            prefix="commlayer-", dir=None if len(tempfile.gettempdir()) < MAX_PATH_CHARS else "/tmp")
-        server.start(f"unix:{self._folder}/grpc", self.identify)
+        # gRPC would encode other characters in the names of connections.
+        plain = re.fullmatch(r"[\w/.-]+", tempfile.gettempdir(), re.ASCII) and len(tempfile.gettempdir()) < MAX_PATH_CHARS
+        self._folder = tempfile.mkdtemp(prefix="commlayer-", dir=None if plain else "/tmp")
+        try:
+            server.start(f"unix:{self._folder}/grpc", self.identify)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         threading.Thread(target=accept_connections, name="commlayer-control-accept", daemon=True, args=(
             self._listener, self._handshakes, self._serve, self._keys, CONTROL, self._refused, self._closed)).start()
 
@@ -142,7 +148,6 @@ class GrpcPort:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, UNPROVED)
         if not self._calls.take(caller.source):
             self._refused(self.where(name), TOO_MANY_CALLS)
-            self.distrust(name)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(TOO_MANY_CALLS))
         context.add_done_callback(lambda _: self._calls.give(caller.source))
         return caller

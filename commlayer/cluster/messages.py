@@ -151,6 +151,8 @@ class PlanPart(Record, frozen=True):
     """Size of the complete plan."""
     begin: int
     data: bytes
+    certificate: str = ""
+    """Name in the caller's certificate, filled in by the coordinator."""
 
 
 class PeerExit(Record, frozen=True):

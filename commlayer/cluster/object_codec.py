@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-MAX_DEPTH, MAX_VALUES = 64, 1 << 20
-"""Largest depth of containers in containers, and largest number of values in one object. A tensor or array is one value."""
+MAX_DEPTH, MAX_VALUES, MAX_DIMENSIONS = 64, 1 << 20, 64
+"""Largest depth of containers in containers, number of values in one object, and number of dimensions. A tensor or array is one
+value."""
 ALLOWED = ("None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, OrderedDict, paths, "
            "dense tensors, torch.Size, torch.dtype, torch.device, and NumPy arrays and scalars of numbers")
 KEYS = "str, bytes, float, bool, None, int of up to 64 bits, and short tuples of these"
@@ -158,12 +159,18 @@ class _Reader(_Limits):
 
     def _array(self, tag: str) -> Any:
         (dtype, shape), data = self.read(MAX_DEPTH - 2), self.read(MAX_DEPTH)
+        if type(data) is not bytes or type(shape) is not tuple or len(shape) > MAX_DIMENSIONS or \
+                not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
+            raise ValueError("no shape, or no bytes")
         if tag == "x":
             numel, nbytes = math.prod(shape), len(data)
-            if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0 or numel * dtype.itemsize != nbytes:
+            if not isinstance(dtype, torch.dtype) or numel * dtype.itemsize != nbytes:
                 raise ValueError("a tensor of another size")
             return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
-        if len(dtype) > 32 or (known := np.dtype(dtype)).kind not in _NUMPY_KINDS or not known.itemsize:
+        if type(dtype) is not str or len(dtype) > 32:
+            raise ValueError("no dtype")
+        known = np.dtype(dtype)
+        if known.kind not in _NUMPY_KINDS or not known.itemsize:
             raise ValueError("an array of another dtype")
         array = np.frombuffer(bytearray(data), known).reshape(shape)
         return array if tag == "a" else array[()]

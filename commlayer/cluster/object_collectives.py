@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,21 +21,28 @@ from commlayer.errors import CommError, InvalidInput, checked_nbytes
 
 OBJECT_NBYTES = 64 << 20
 """Largest size of an object between homes, in addition to what `allow` permits."""
-_model_nbytes = 0
+_model_nbytes, _backend = 0, ""
+ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+"""The module of ZeroRedundancyOptimizer, which sends its state as pickles in tensors."""
 _UNUSABLE, _GONE = -1, -2
 """Sizes that are sent if the object cannot be sent, and if the rank that should send it is gone."""
 
 
 def allow(nbytes: int) -> None:
-    """Permits objects that contain the state of a model with this size."""
+    """Permits objects that contain the state of a model with this size. Call it when the script has made its optimizer."""
     global _model_nbytes
     _model_nbytes = max(_model_nbytes, nbytes)
+    zero: Any = sys.modules.get(ZERO)  # not imported for this, since that takes a second
+    if _backend and zero is not None and not hasattr(zero._broadcast_object, "commlayer"):
+        zero._broadcast_object = _instead(zero._broadcast_object, _zero_state, _backend)
 
 
 def install(backend: str) -> None:
     """Replaces torch's object collectives for groups of this backend. Idempotent."""
-    if hasattr(dist.all_gather_object, "commlayer"):
+    global _backend
+    if _backend:
         return
+    _backend = backend
     for name, replacement in (("all_gather_object", _all_gather), ("gather_object", _gather), ("scatter_object_list", _scatter),
                               ("broadcast_object_list", _broadcast), ("send_object_list", _refuse),
                               ("recv_object_list", _refuse), ("_object_to_tensor", _refuse), ("_tensor_to_object", _refuse)):
@@ -80,6 +88,12 @@ def _scatter(group: Any, given: dict[str, Any]) -> None:
     given["scatter_object_output_list"][0] = objects[group.rank()]
 
 
+def _zero_state(group: Any, given: dict[str, Any]) -> Any:
+    """Sends the state of a shard."""
+    (state,) = _sent(group, dist.get_group_rank(group, given["src_rank"]), [given["obj"]], 1)
+    return state
+
+
 def _refuse(group: Any, given: dict[str, Any]) -> None:
     raise InvalidInput("E-OBJECT", "this call would send pickled objects between homes, allowed: all_gather_object, "
                                    "gather_object, broadcast_object_list and scatter_object_list")
@@ -101,7 +115,7 @@ def _sent(group: Any, root: int, objects: list[Any] | None, count: int) -> list[
     at_root = group.rank() == root
     data = _encoded(objects, lambda size: _from(group, root, torch.tensor([size]), wait=False)) if at_root else bytearray()
     size = _checked(group, root, int(_from(group, root, torch.tensor([len(data) if at_root else _GONE]))))
-    body = torch.frombuffer(data, dtype=torch.uint8) if at_root else torch.empty(size, dtype=torch.uint8)
+    body = torch.frombuffer(data, dtype=torch.uint8) if at_root else torch.zeros(size, dtype=torch.uint8)
     sent = _decoded(group, root, _from(group, root, body))
     if not isinstance(sent, list) or len(sent) != count:
         raise CommError(f"sends an object that is not a list of {count} objects", peer=_name(group, root), code="E-OBJECT")

@@ -26,8 +26,8 @@ _group_numbers: dict[tuple[int, ...], int] = {}
 """Maps a tuple of ranks to the highest number used in the name of a process group of these ranks."""
 
 
-MAX_MORE_GROUPS = 4096
-"""Largest number of process groups by which ranks may differ. Each of them takes a moment to make up."""
+MAX_MORE_GROUPS = 64
+"""Largest number of process groups by which ranks may differ. Each has threads and descriptors until the ranks agree."""
 
 
 def reset_counts() -> None:

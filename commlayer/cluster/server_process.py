@@ -100,8 +100,9 @@ def run(config: Config, part: ServeOptions) -> None:
                     "the job is" if config.keys else "nothing of this job is encrypted; without it, homes are invited with "
                     "keys")
     with contextlib.suppress(ValueError, OSError):
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MAX_FILES) if hard >= 0 else MAX_FILES, hard))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= soft < MAX_FILES:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MAX_FILES) if hard >= 0 else MAX_FILES, hard))
     terminated, ends = threading.Event(), [threading.Event(), threading.Event()]
 
     def terminate() -> None:

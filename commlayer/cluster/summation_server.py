@@ -41,7 +41,6 @@ from commlayer.errors import (
     short_line,
     without_code,
 )
-from commlayer.planner.plan_rules import max_plan_nbytes
 from commlayer.records import MALFORMED, Plan, Record, View
 from commlayer.transport.connection import Limits
 from commlayer.transport.endpoint import Refusal, Settings, StreamTransport
@@ -395,8 +394,6 @@ def _reason(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {error}"
 
 
-MAX_JOINING = 64
-"""Workers that a change of members may add. Only the limit on the size of its message depends on it."""
 MESSAGES_SLACK = 64
 """Number of messages from or to one worker, in addition to those of two steps, that may be on their way at once."""
 READY_S = 9.0
@@ -500,6 +497,7 @@ class DataServer:
             if former is not None and self.journal is not None:
                 self._recall(core, self.journal)
             self._write_down(core, former.plan if former else plan, server, view)
+            self._limit(decoded, server)
         except ValueError as error:
             self._refusal = str(error)
             self._ready.set()
@@ -547,25 +545,24 @@ class DataServer:
             core.remember(None)
 
     def _core(self, plan: Plan, server: int, generation: int) -> Summation:
-        self._transport.limit_kept(expected_nbytes(plan, server))
-        self._transport.limits = self._limits()
         senders = {bucket: tuple(self._members[place] for place in places)
                    for bucket, places in senders_of(plan, len(self._members)).items()}
         return Summation(server, generation, dict(self._ops), senders)
 
+    def _limit(self, plan: Plan, server: int) -> None:
+        """Sets the limits on what workers send, by the plan."""
+        self._transport.limit_kept(expected_nbytes(plan, server))
+        self._transport.limits = self._limits()
+
     def _limits(self) -> Limits:
         """Returns what one worker may cause at this server, by the job's plan. Results are sent from the server's own memory,
         so only their number is limited."""
-        assert self._view is not None
-        former, ops, view = self._transport.limits.body_nbytes or {}, self._ops.values(), self._view
+        former, ops = self._transport.limits.body_nbytes or {}, self._ops.values()
         # Messages of an earlier plan may still arrive.
         payload = max([former.get(Kind.PUSH, MOST_REASON_NBYTES), *(one.bound for one in ops)])
         state = max([former.get(Kind.STATE, 0), *(one.max_state_nbytes for one in ops)])
-        plan = messages.MAX_PLAN_NBYTES
-        if view.tensors >= 0:
-            plan = min(plan, max_plan_nbytes(view.tensors, view.elements, len(view.members) + MAX_JOINING))
-        return Limits({Kind.PUSH: payload, Kind.STATE: state, Kind.PROBE: MAX_PROBE_NBYTES, Kind.PLAN: plan},
-                      KEPT_STEPS * sum(one.rounds for one in ops) + MESSAGES_SLACK)
+        body_nbytes = {Kind.PUSH: payload, Kind.STATE: state, Kind.PROBE: MAX_PROBE_NBYTES, Kind.PLAN: messages.MAX_PLAN_NBYTES}
+        return Limits(body_nbytes, KEPT_STEPS * sum(one.rounds for one in ops) + MESSAGES_SLACK)
 
     def report(self) -> dict[str, Any]:
         """Returns the fields of a heartbeat that a summation server fills in."""
@@ -626,10 +623,11 @@ class DataServer:
         decoded = _checked_plan(plan, view, self._hello.job)
         server = self._hello.rank - SERVER_BASE
         before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), scale, gradients=view.gradients)
-        core = self._core(decoded, server, generation)
         try:
+            core = self._core(decoded, server, generation)
             self._write_down(core, plan, server, view)
-        except ValueError:
+            self._limit(decoded, server)
+        except Exception:
             self._ops = before
             raise
         self._plan = decoded

@@ -20,9 +20,6 @@ FLOAT32_NBYTES = 4
 LEAST_CUT_NUMEL = 1024
 """Elements of the smallest piece into which a tensor may be cut: those of the setting cut_nbytes's lowest value."""
 FEW_BUCKETS = 64
-PLAN_TEXT_NBYTES, BUCKET_TEXT_NBYTES, NODE_TEXT_NBYTES = 64 << 10, 8 << 10, 256
-"""Upper bounds of the encoded bytes of a plan without its buckets (also of an epoch's members), of a bucket with 64 slices,
-without the codecs of single nodes, and of one of these."""
 MAX_PATH_CHARS, MAX_DIMENSIONS = 256, 64
 """Longest text of a path, and most dimensions of a tensor."""
 
@@ -84,11 +81,6 @@ def max_buckets(tensors: int, elements: int, ranks_per_node: int) -> int:
     """Returns the largest number of buckets of a plan: each tensor in pieces of LEAST_CUT_NUMEL elements, and each piece in one
     shard for each rank of a node. A plan that cuts a small model finer may have FEW_BUCKETS in addition."""
     return max(1, ranks_per_node) * (tensors + elements // LEAST_CUT_NUMEL) + FEW_BUCKETS
-
-
-def max_plan_nbytes(tensors: int, elements: int, world: int) -> int:
-    """Returns an upper bound of the size of a job's encoded plan."""
-    return max_buckets(tensors, elements, world) * (BUCKET_TEXT_NBYTES + world * NODE_TEXT_NBYTES) + PLAN_TEXT_NBYTES
 
 
 def _steps(plan: Plan) -> Iterator[str]:

@@ -17,8 +17,11 @@ from collections.abc import Callable
 
 from commlayer.transport.protocol import ByteChannel
 
-LIMIT = 1024
-"""Default limit of a FairShare."""
+LIMIT = 1536
+"""Default limit of a FairShare, for calls. One source alone may have half of them unanswered: 12 for each of 64 workers, of
+which a large collective takes 8 (site_process_group.PARTS_IN_FLIGHT). Clients repeat what is refused."""
+MAX_AGE = 700.0
+"""Number of time constants after which all is forgotten; exp() of more overflows."""
 REBASE = 100.0
 """Growth of the unit of a limit that forgets, after which all amounts are scaled back and small ones are dropped."""
 
@@ -60,7 +63,8 @@ class FairShare:
 
     def _unit(self) -> float:
         now = self._clock()
-        unit = math.exp((now - self._begin_s) / self._forget_s)
+        age = (now - self._begin_s) / self._forget_s
+        unit = math.exp(min(age, MAX_AGE))
         if unit < REBASE:
             return unit
         self._used = {source: used / unit for source, used in self._used.items() if 2 * used > unit}

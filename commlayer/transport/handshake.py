@@ -232,8 +232,8 @@ def _decode(frame: Frame, kind: type[T], who: str) -> T:
         raise CorruptFrame(f"sent a malformed {kind.__name__.upper()}: {short_line(error, 200)}", peer=who) from None
 
 
-MAX_PENDING = 256
-"""Maximum number of concurrent handshakes. Each has a thread and a descriptor."""
+MAX_PENDING = 512
+"""Maximum number of concurrent handshakes, of which the largest job has 320. Each has a thread and a descriptor."""
 MAX_BEGUN, FORGET_S = 640, 20.0
 """Limit and time constant of FairShare for the connections of addresses that have not authenticated, and for those of members.
 One address may open 320 at once, as many as the largest job has (see fair_share.py), and 16 a second. All together may open 640

@@ -73,6 +73,14 @@ def test_sources_are_not_kept_for_ever() -> None:
     assert len(share._used) < 3000
 
 
+def test_after_any_pause_a_source_may_take_its_share() -> None:
+    clock = Clock()
+    share = FairShare(4, forget_s=10.0, clock=clock)
+    for pause_s in (0.0, 5 * 3600.0, 1e9):
+        clock.now_s += pause_s
+        assert [share.take("a") for _ in range(3)] == [True, True, False]
+
+
 @pytest.mark.parametrize(("host", "source"), [
     ("192.0.2.7", "192.0.2.7"), ("::ffff:192.0.2.7", "192.0.2.7"), ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
     ("2001:db8:1:2::9", "2001:db8:1:2::/64"), ("2001:db8:1:3::9", "2001:db8:1:3::/64"), ("fe80::1%eth0", "fe80::/64"),

@@ -74,7 +74,7 @@ def sized(tag: str, count: int) -> bytes:
     return tag.encode() + object_codec._COUNT.pack(count)
 
 
-def array(tag: str, dtype: Any, shape: tuple[int, ...], data: bytes) -> bytes:
+def array(tag: str, dtype: Any, shape: Any, data: Any) -> bytes:
     return bytes(tag.encode() + encode((dtype, shape)) + encode(data))
 
 
@@ -82,6 +82,9 @@ ATTACKS = {
     "pickle": pickle.dumps([1]), "list": sized("l", 10**12), "set": sized("s", 10**12), "str": sized("u", 8 << 30),
     "bytes": sized("b", 10**12), "dict": sized("d", 1 << 63), "tensor": array("x", torch.float32, (10**12,), b"1234"),
     "no elements": array("x", torch.float32, (-1, 10**12), b""), "array": array("a", "<f4", (10**12,), b"1234"),
+    "a number": array("a", "|u1", (), 10**9), "long numbers": array("x", torch.float32, (1 << 5000,) * 60, b""),
+    "a repeated shape": array("x", torch.float32, (b"x" * 100, 10**6), b""),
+    "another dtype": array("a", b"<f4", (1,), b"1234"), "dimensions": array("x", torch.float32, (1,) * 65, b"1234"),
     "objects": array("a", "|O", (1,), bytes(8)), "long dtype": array("a", ",".join(["f8"] * 1000), (0,), b""),
     "deep": sized("l", 1) * 10_000 + b"N", "many": sized("l", MAX_VALUES + 1) + b"N" * (MAX_VALUES + 1),
     "key": sized("d", 2) + encode([1, 2]) + b"N", "key in a key": sized("s", 1) + encode(((1,),)),
