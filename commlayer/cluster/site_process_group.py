@@ -450,7 +450,7 @@ def init_world(kv: KvClient, rank: int, world: int, home: range, *, inside: str,
         _Reducer._rebuild_buckets = lambda reducer: _layout.rebuild(rebuild, reducer)
     object_collectives.install(NAME)
     _make(_World(kv, f"world{len(_worlds)}", tuple(range(world)), frozenset(home), inside, timeout_s,
-                 WorldStore(kv, timeout_s, rank), WorldStore(kv, timeout_s, rank, min(home)), skip_lost, paused_reason,
+                 WorldStore(kv, timeout_s, rank), WorldStore(kv, timeout_s, ANY, min(home)), skip_lost, paused_reason,
                  patience_s), rank)
 
 
@@ -468,7 +468,8 @@ def change_members(kv: KvClient, ids: Sequence[int], rank: int, generation: int)
     for group in [group for group in _groups if group not in moved]:
         group.abort()
     name = f"view{generation}"
-    store, inside_store = (WorldStore(kv, former.timeout_s, ids[rank], owner) for owner in (ANY, min(former.home)))
+    store = WorldStore(kv, former.timeout_s, ids[rank])
+    inside_store = WorldStore(kv, former.timeout_s, ANY, min(former.home))
     _make(former._replace(kv=kv, name=name, ids=tuple(ids), store=store, inside_store=inside_store), rank)
     for origin, group in _moved.items():
         group.move(kv, f"{name}/{origin}", ids, rank)

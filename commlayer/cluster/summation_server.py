@@ -561,7 +561,8 @@ class DataServer:
         # Messages of an earlier plan may still arrive.
         payload = max([former.get(Kind.PUSH, MOST_REASON_NBYTES), *(one.bound for one in ops)])
         state = max([former.get(Kind.STATE, 0), *(one.max_state_nbytes for one in ops)])
-        body_nbytes = {Kind.PUSH: payload, Kind.STATE: state, Kind.PROBE: MAX_PROBE_NBYTES, Kind.PLAN: messages.MAX_PLAN_NBYTES}
+        body_nbytes: dict[int, int] = {
+            Kind.PUSH: payload, Kind.STATE: state, Kind.PROBE: MAX_PROBE_NBYTES, Kind.PLAN: messages.MAX_PLAN_NBYTES}
         return Limits(body_nbytes, KEPT_STEPS * sum(one.rounds for one in ops) + MESSAGES_SLACK)
 
     def report(self) -> dict[str, Any]:

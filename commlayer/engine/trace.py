@@ -183,7 +183,7 @@ def gather_steps(connection: DistributedJob, steps: Sequence[RecordedStep]) -> l
 def _checked(row: bytes, most_nbytes: int, count: int, buckets: int, peer: str) -> list[RecordedStep]:
     """Returns the steps that a rank recorded. Raises CorruptFrame, which names the rank, if they are malformed."""
     try:
-        data = zlib.decompressobj().decompress(row, most_nbytes)
+        data = zlib.decompressobj().decompress(row, max(1, most_nbytes))
         steps = msgspec.msgpack.decode(data, type=list[RecordedStep])
     except (zlib.error, *MALFORMED) as error:
         raise CorruptFrame(f"sends a trace that is malformed: {short_line(error, 200)}", peer=peer) from None

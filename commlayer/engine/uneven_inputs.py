@@ -27,8 +27,9 @@ from commlayer.engine.connection import DistributedJob
 from commlayer.engine.observers import ObserverOrder, Observers
 from commlayer.engine.parameter_drift import SHARDED
 from commlayer.engine.replica import align, share_optimizer
-from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, cause_of
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, cause_of, short_line
 from commlayer.observe.step_trace import Recorder
+from commlayer.records import MALFORMED
 
 log = logging.getLogger("commlayer")
 
@@ -230,6 +231,9 @@ class UnevenInputs:
             share_optimizer(self._optimizer, groups, self._deadline_s, source)
             data = groups.share_bytes(msgspec.msgpack.encode(state), SCALER_NBYTES, "the GradScaler's state", source=source)
             state = msgspec.msgpack.decode(data, type=dict[str, bool | int | float])
+        except MALFORMED as error:
+            raise CorruptFrame(f"sends a GradScaler's state that is malformed: {short_line(error, 200)}",
+                               peer=f"rank {source}") from None
         except CommError as error:
             self._connection.broke(error)
         if state and self._scaler is not None and groups.rank != source:

@@ -19,6 +19,9 @@ import torch.distributed as dist
 from support.attached import assert_refused
 from support.sites import WAIT_S, Sites, next_row
 from torch.distributed import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
+from torch.distributed.optim import zero_redundancy_optimizer
+
+from commlayer.cluster import object_collectives
 
 HOSTILE, WORLD = 2, 3
 SIZES = [10**12, 8 << 30, -5]
@@ -27,7 +30,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "all_gather_object": lambda: all_gather_object([None] * WORLD, "mine"),
     "gather_object": lambda: gather_object("mine", [None] * WORLD if dist.get_rank() == 0 else None, dst=0),
     "broadcast_object_list": lambda: broadcast_object_list([None], src=HOSTILE),
-    "scatter_object_list": lambda: scatter_object_list([None], None, src=HOSTILE)}
+    "scatter_object_list": lambda: scatter_object_list([None], None, src=HOSTILE),
+    "state of ZeRO": lambda: zero_redundancy_optimizer._broadcast_object(None, HOSTILE, dist.group.WORLD)}
 
 
 class Code:
@@ -77,6 +81,7 @@ def forge(marker: str) -> list[str]:
 
 def main(marker: str) -> None:
     dist.init_process_group("gloo")
+    object_collectives.allow(0)  # as attach() does
     hostile, lines = dist.get_rank() == HOSTILE, dict[str, str]()
     every: list[Any] = [None] * WORLD
     all_gather_object(every, dist.get_rank())
