@@ -65,7 +65,8 @@ CODES: dict[str, tuple[str, str]] = {
                 "Use another key for each writer, and count with `add` from the start."),
     "E-SIZE": ("A peer named a size that this job cannot need.", "Look at the log of the peer that the message names."),
     "E-OBJECT": ("An object cannot be sent between homes, because it is not of a plain type, or it is too large.",
-                 "Send plain values, tensors or state_dict()s. With Accelerate and an IterableDataset: dispatch_batches=False."),
+                 "Send plain values, tensors or state_dict()s; with Accelerate and an IterableDataset set "
+                 "dispatch_batches=False."),
     "E-REPLICAS": ("Weights, optimizer states or settings differ between ranks.",
                    "Make them equal on all ranks, or continue from a checkpoint."),
     "E-UNEQUAL-PASSES": ("A rank ended after fewer backward passes than the others.",
