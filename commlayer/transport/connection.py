@@ -26,6 +26,7 @@ from commlayer.transport.protocol import (
     Header,
     Kind,
     Message,
+    closed_by_peer,
     peer_certificate,
     peer_name,
     reports_peer_close,
@@ -172,6 +173,10 @@ _Item = tuple[int, int, int, _Outgoing]
 """A queued frame with its sort keys: step, order, sequence number, frame."""
 
 
+CAUSE_S = 0.2
+"""How long a thread that does not know why a connection was lost waits for the other one."""
+
+
 class Connection:
     """A connection whose handshake is complete. start() starts its threads; `ended` is called once, when the connection has
     ended."""
@@ -258,7 +263,7 @@ class Connection:
             if self._queue or self._rest:
                 self._work.notify()
         if error is not None:
-            self.end(self._lost(error), broken=True)
+            self._break(error)
         if done:
             mailbox.sent(frame.operation, frame.header)
         elif self._over is not None:
@@ -278,9 +283,7 @@ class Connection:
                 if frame.header.kind == Kind.BYE:
                     self._sock.shutdown(socket.SHUT_WR)
             except OSError as error:
-                lost = self._lost(error)
-                self.end(lost, broken=True)
-                frame.operation.fail(self._over or lost)
+                frame.operation.fail(self._break(error))
                 break
             with self._work:
                 self._busy = False
@@ -325,8 +328,7 @@ class Connection:
                 if n == 0:
                     between = self._reader.between and self._assembly.between
                     how = "connection closed" + ("" if between else " in the middle of a frame")
-                    self.by_peer = reports_peer_close(self._sock)
-                    self.end(PeerLost(how + self._name, peer=peer_name(self.peer)), broken=True)
+                    self._end_lost(PeerLost(how + self._name, peer=peer_name(self.peer)), closed_by_peer(self._sock))
                     return
                 self.heard_s = time.monotonic()
                 self._reader.filled(n)
@@ -335,7 +337,7 @@ class Connection:
             self.end(named, broken=isinstance(error, Damaged))
             mailbox.clear_traceback(error)  # `error` may be the reason that is kept after this thread ends
         except OSError as error:
-            self.end(self._lost(error), broken=True)
+            self._break(error)
         except Exception as error:
             self.end(CommError(f"the receive thread of this process failed: {error!r}", peer=peer_name(self.peer)))
             raise
@@ -366,9 +368,19 @@ class Connection:
             raise CorruptFrame(f"sent a {Kind(kind).name} frame after the handshake")
         self._mailbox.deliver(Message(self.peer, frame.header, frame.body))
 
-    def _lost(self, error: OSError) -> PeerLost:
-        self.by_peer = reports_peer_close(self._sock) and isinstance(error, ConnectionResetError | BrokenPipeError)
-        return PeerLost(f"connection lost: {error.strerror or error}{self._name}", peer=peer_name(self.peer))
+    def _break(self, error: OSError) -> CommError:
+        """Ends the connection because of an error of its socket. Returns the error that ended it."""
+        lost = PeerLost(f"connection lost: {error.strerror or error}{self._name}", peer=peer_name(self.peer))
+        self._end_lost(lost, reports_peer_close(self._sock) and isinstance(error, ConnectionResetError))
+        return self._over or lost
+
+    def _end_lost(self, lost: PeerLost, by_peer: bool) -> None:
+        """Ends a connection that was lost. The kernel tells the cause to one of both threads only, whichever asks first. The
+        other one sees the end of the stream or a broken pipe, so it waits for the one that knows."""
+        if not by_peer:
+            with self._work:
+                self._work.wait_for(lambda: self._over is not None, CAUSE_S)
+        self.end(lost, broken=True, by_peer=by_peer)
 
     @property
     def _name(self) -> str:
@@ -379,13 +391,13 @@ class Connection:
         """The error that ended the connection; None while it is open."""
         return self._over
 
-    def end(self, reason: CommError, *, broken: bool = False) -> None:
+    def end(self, reason: CommError, *, broken: bool = False, by_peer: bool = False) -> None:
         """Ends the connection. All operations in progress with this peer fail with `reason`. `broken`: True: the connection may
         be re-established, so receives stay posted if `resumes`. Only the first call has an effect."""
         with self._work:
             if self._over is not None:
                 return
-            self._over, self.broken = reason, broken and self._resumes
+            self._over, self.broken, self.by_peer = reason, broken and self._resumes, by_peer
             frames = [item[-1] for item in (*self._queue, *([self._rest] if self._rest else []))]
             self._queue, self._rest = [], None
             self._work.notify_all()

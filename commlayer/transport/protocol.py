@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import logging
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -280,6 +282,23 @@ def reports_peer_close(channel: ByteChannel) -> bool:
     have failed."""
     value: bool = getattr(channel, "tells_ends", True)
     return value
+
+
+CLOSE_WAIT = 8
+"""State of a TCP connection, in tcp_info, whose other end was closed."""
+
+
+def closed_by_peer(channel: ByteChannel) -> bool:
+    """Returns whether the end of a stream comes from the peer's machine. After an error, which only one thread receives, there
+    is an end of the stream, too: a machine whose packets are lost has closed nothing."""
+    if not reports_peer_close(channel):
+        return False
+    if sys.platform != "linux" or not isinstance(channel, socket.socket):
+        return True
+    try:
+        return channel.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == CLOSE_WAIT
+    except OSError:
+        return True  # another kind of socket
 
 
 def peer_certificate(channel: ByteChannel) -> PeerCertificate | None:
