@@ -545,9 +545,9 @@ def test_another_server_of_the_job_cannot_give_a_home_false_keys(server: Server)
 # ---- the port is as strict as without invitations
 
 
-def raw(server: Server) -> socket.socket:
+def raw(server: Server, source: str = "") -> socket.socket:
     host, port = server.address.rsplit(":", 1)
-    return socket.create_connection((host, int(port)), WAIT_S)
+    return socket.create_connection((host, int(port)), WAIT_S, (source, 0))
 
 
 def ends(sock: socket.socket) -> bytes:
@@ -614,9 +614,10 @@ def test_halves_of_an_enrolment_end_by_themselves(server: Server, data: bytes, m
 def test_many_silent_enrolments_block_nobody_and_the_oldest_are_ended(
     server: Server, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """From ten addresses, since one may not open so many."""
     monkeypatch.setattr(enrolment, "ENROL_S", 10 * WAIT_S)
     with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(raw(server)) for _ in range(handshake.MAX_PENDING + 8)]
+        socks = [stack.enter_context(raw(server, f"127.0.0.{2 + number % 10}")) for number in range(handshake.MAX_PENDING + 8)]
         for number, sock in enumerate(socks):
             sock.sendall(MAGIC[: 1 + number % 3])
         assert ends(socks[0]) == b"", "or the time limit of this socket ends the test"
