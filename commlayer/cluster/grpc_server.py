@@ -29,8 +29,8 @@ from commlayer.cluster.messages import MAX_NBYTES, MAX_REPLY_NBYTES, SERVICE
 from commlayer.config import join_host
 from commlayer.errors import CommError, CorruptFrame, InvalidInput
 from commlayer.transport import grpc_stream
-from commlayer.transport.connection import close_channel, track, tune_socket
-from commlayer.transport.endpoint import BACKLOG, accept_connections, shut_down
+from commlayer.transport.connection import close_channel, shut_down, track, tune_socket
+from commlayer.transport.endpoint import BACKLOG, accept_connections
 from commlayer.transport.fair_share import ConnectionTable, FairShare, source_of
 from commlayer.transport.grpc_stream import FRAME_OPTION, AcceptStream, Caller, GrpcStream
 from commlayer.transport.handshake import OverLimit, PendingHandshakes

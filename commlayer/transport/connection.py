@@ -55,6 +55,14 @@ def close_channel(channel: ByteChannel) -> None:
     channel.close()
 
 
+def shut_down(channel: ByteChannel) -> None:
+    """Ends a connection or a listener, and wakes the threads that are blocked on it."""
+    try:
+        channel.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # already closed
+
+
 def tune_socket(sock: socket.socket, keepalive_s: int, user_timeout_s: float) -> None:
     """Disables Nagle's algorithm and lets the kernel close silent connections: see `Settings` in endpoint.py."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -405,10 +413,7 @@ class Connection:
         if not self.broken:
             self._mailbox.end(reason, self.peer)
         self._ended(self)  # called after the mailbox has ended the peer, so the peer may reconnect
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes both threads from their system calls
-        except OSError:
-            pass  # the peer closed it first
+        shut_down(self._sock)
         for frame in frames:
             frame.operation.fail(reason)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused, coded
 from commlayer.transport import framing, mailbox, tls
 from commlayer.transport import handshake as greeting
-from commlayer.transport.connection import Connection, Limits, close_channel, track, tune_socket
+from commlayer.transport.connection import Connection, Limits, close_channel, shut_down, track, tune_socket
 from commlayer.transport.fair_share import source_of
 from commlayer.transport.flow_control import Pacer
 from commlayer.transport.framing import Reader
@@ -448,14 +448,6 @@ def accept_connections(
             close_channel(sock)
             return
         threading.Thread(target=serve, args=(sock, where), name=f"greet {where}", daemon=True).start()
-
-
-def shut_down(sock: socket.socket) -> None:
-    """Ends a connection or a listener, and wakes the threads that are blocked on it."""
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # already closed
 
 
 def _remedy(error: OSError) -> str:

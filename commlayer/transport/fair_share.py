@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ipaddress
 import math
-import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 
+from commlayer.transport.connection import shut_down
 from commlayer.transport.protocol import ByteChannel
 
 LIMIT = 1536
@@ -94,7 +94,7 @@ class ConnectionTable:
                 most = max(counts.values())
                 oldest = next(other for other, its in self._sources.items() if counts[its] == most)
                 del self._sources[oldest]
-                end_connection(oldest)
+                shut_down(oldest)
             self._sources[sock] = source
             return True
 
@@ -113,16 +113,8 @@ class ConnectionTable:
         with self._lock:
             self._closed = True
             for sock in self._sources:
-                end_connection(sock)
+                shut_down(sock)
             self._sources.clear()
-
-
-def end_connection(sock: ByteChannel) -> None:
-    """Ends the blocking calls of the threads that use a connection; they then close it."""
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # already closed by the peer
 
 
 def source_of(host: str) -> str:

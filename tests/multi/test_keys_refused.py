@@ -33,7 +33,8 @@ from commlayer.cluster.coordinator_journal import NAME, CoordinatorJournal, jour
 from commlayer.cluster.grpc_server import GrpcPort
 from commlayer.errors import CommError, Damaged, DeadlineExceeded, PeerLost, Refused
 from commlayer.transport import handshake, tls
-from commlayer.transport.endpoint import Settings, StreamTransport, shut_down
+from commlayer.transport.connection import shut_down
+from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import CERTIFICATE, Keys, PeerCertificate
