@@ -340,8 +340,8 @@ def digest(record: Record) -> str:
     return hashlib.sha256(encode(record)).hexdigest()[:16]
 
 
-MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError)
-"""Exceptions that msgspec raises for malformed bytes."""
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Exceptions that msgspec raises for malformed bytes. It skips unknown fields by recursion."""
 
 
 def decode(data: bytes, kind: type[T], what: str) -> T:

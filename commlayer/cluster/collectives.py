@@ -328,7 +328,7 @@ def decoded_json(data: bytes, kind: type[V], what: str, peer: str) -> V:
     """Decodes what a peer sent. Raises CorruptFrame, which names the peer, if the data is malformed."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except (*MALFORMED, RecursionError) as error:
+    except MALFORMED as error:
         raise CorruptFrame(f"sends {what} that is malformed: {short_line(error, 200)}", peer=peer) from None
 
 

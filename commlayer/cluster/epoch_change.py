@@ -15,10 +15,10 @@ import msgspec
 from msgspec import structs
 
 from commlayer.cluster.membership import Registration, State, conflict, evict, failure, over
-from commlayer.cluster.messages import FINISHED, HeartbeatReply, Join, JoinReply, Overdue, PeerExit, incompatible
+from commlayer.cluster.messages import FINISHED, HeartbeatReply, Join, JoinReply, Overdue, PeerExit, incompatible, unpack
 from commlayer.cluster.sites import AdmissionState, PendingWait
-from commlayer.errors import CorruptFrame, coded, short_line, without_code
-from commlayer.records import MALFORMED, Member, Record, View
+from commlayer.errors import coded, without_code
+from commlayer.records import Member, Record, View
 from commlayer.transport.protocol import SERVER_BASE, Message, peer_name
 
 MAX_FORMER = 64
@@ -280,8 +280,4 @@ def change_problem(change: EpochChange, generation: int, sender: int, view: View
 
 
 def read_change(message: Message) -> EpochChange:
-    try:
-        return msgspec.msgpack.decode(message.body, type=EpochChange)
-    except MALFORMED as error:
-        raise CorruptFrame(f"PLAN frame with a change of members is malformed: {short_line(error, 200)}",
-                           peer=peer_name(message.peer)) from None
+    return unpack(message.body, EpochChange, peer_name(message.peer), "a PLAN frame with a change of members")

@@ -36,7 +36,7 @@ class EventClient:
                 return events
             try:
                 events += [clean(event) for event in map(decode, reply.lines) if event is not None]
-            except (*MALFORMED, RecursionError) as error:
+            except MALFORMED as error:
                 raise CorruptFrame(f"sent a malformed event: {short_line(error, 200)}", peer=self._channel.peer) from None
 
     def close(self) -> None:

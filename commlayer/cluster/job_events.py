@@ -108,7 +108,7 @@ def _checked(line: bytes, place: Registration, view: View | None) -> AnyEvent | 
     """Decodes a member's event; None if the event is not for members to send. The coordinator decides which run it is."""
     try:
         event = events.decode(line)
-    except (*MALFORMED, RecursionError) as error:
+    except MALFORMED as error:
         raise CorruptFrame(f"sent a malformed event: {short_line(error, 200)}", peer=place.peer) from None
     match event:
         case MemberEvent() | WaitEvent(what="heartbeat" | "join"):

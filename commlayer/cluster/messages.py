@@ -36,6 +36,7 @@ MAX_REPLY_EVENTS_NBYTES = 1 << 20
 """Maximum size of the events in one reply."""
 
 R = TypeVar("R", bound=Record)
+V = TypeVar("V")
 Line = Annotated[bytes, msgspec.Meta(max_length=MAX_LINE_NBYTES)]
 Kind = Literal["worker", "server", "site"]
 STARTING = ": starting"
@@ -410,14 +411,15 @@ def pack(record: Record) -> bytes:
     return msgspec.msgpack.encode(record)
 
 
-def unpack(data: bytes, kind: type[R], peer: str) -> R:
-    """Decodes a record. Raises CorruptFrame, which names the peer, if the data is malformed."""
+def unpack(data: bytes | memoryview, kind: type[V], peer: str, what: str = "") -> V:
+    """Decodes what a peer sent. Raises CorruptFrame, which names the peer, if the data is malformed. `what`: what is sent, for
+    that error; "": a message with the name of the record `kind`."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except MALFORMED as error:
         if other := _other_version(data):
             raise CorruptFrame(other, peer=peer, code="E-VERSION") from None
-        raise CorruptFrame(f"sent a malformed {kind.__name__} message: {short_line(error, 200)}; if "
+        raise CorruptFrame(f"sent {what or f'a {kind.__name__} message'} that is malformed: {short_line(error, 200)}; if "
                            f"versions differ, install the same version everywhere (here {version()})", peer=peer) from None
 
 
@@ -427,10 +429,10 @@ class _Said(msgspec.Struct):
     version: str
 
 
-def _other_version(data: bytes) -> str:
+def _other_version(data: bytes | memoryview) -> str:
     try:
         theirs = msgspec.msgpack.decode(data, type=_Said).version
-    except (*MALFORMED, RecursionError):  # fields that it does not know are skipped by recursion
+    except MALFORMED:
         return ""
     remedy = "install the same version everywhere"
     return "" if theirs == version() else (f"runs commlayer {short_line(theirs, 64)}, but this process runs {version()}: "

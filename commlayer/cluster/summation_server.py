@@ -106,10 +106,7 @@ def follow_stalls(transport: Transport, server: int, generation: int, notify: Ca
 
 
 def read_stalled(message: Message) -> Stalled:
-    try:
-        return msgspec.msgpack.decode(message.body, type=Stalled)
-    except MALFORMED as error:
-        raise CorruptFrame(f"STALLED frame is malformed: {short_line(error, 200)}", peer=peer_name(message.peer)) from None
+    return messages.unpack(message.body, Stalled, peer_name(message.peer), "a STALLED frame")
 
 
 CheckChange = Callable[[EpochChange, int, int], Callable[[], Summation]]

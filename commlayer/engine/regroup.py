@@ -40,7 +40,7 @@ from commlayer import records
 from commlayer.cluster import process_groups, site_process_group
 from commlayer.cluster.collectives import Groups, RowChannel
 from commlayer.cluster.epoch_change import EpochChange, wire_generation
-from commlayer.cluster.messages import ANY, Key
+from commlayer.cluster.messages import ANY, Key, unpack
 from commlayer.cluster.site_client import KvClient
 from commlayer.cluster.site_process_group import PART_NBYTES, PARTS_IN_FLIGHT
 from commlayer.cluster.uplink import Uplink
@@ -52,13 +52,14 @@ from commlayer.engine.hooks import weakly
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.sync_modes import Forbids
 from commlayer.engine.worker import Worker
-from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, checked_nbytes, short_line
-from commlayer.records import MALFORMED, Plan, View, plan_of
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost, checked_nbytes
+from commlayer.records import Plan, View, plan_of
 from commlayer.transport.protocol import peer_name
+
+T = TypeVar("T")
 
 # ---- messages between workers when the members of a job change, through the store of their rendezvous
 
-T = TypeVar("T")
 LOOK_S = 0.5
 """Seconds between two checks by a waiting member whether there is a newer epoch, or all results of its step have arrived."""
 
@@ -102,7 +103,8 @@ class EpochMessages:
         rows = self.read(view, [agreement.key_of(view, what, rank) for rank in ranks], until, step=word.step, put=put,
                          complete=complete, waits=(mine, limit_s))
         self._said.add(own)
-        return [Vote(*_decoded(row, tuple[int, float], rank)) for row, rank in zip(rows, ranks, strict=bool(rows))]
+        return [Vote(*unpack(row, tuple[int, float], peer_name(rank), "a vote"))
+                for row, rank in zip(rows, ranks, strict=bool(rows))]
 
     def read(self, view: View, want: Sequence[Key], until: float, *, step: int,
              put: Sequence[tuple[Key, bytes]] = (), complete: Callable[[], bool] = never,
@@ -154,15 +156,6 @@ class EpochMessages:
         while self.newest is view and time.monotonic() < until:
             time.sleep(0.05)
         return self.newest is not view
-
-
-def _decoded(data: bytes, kind: type[T], rank: int) -> T:
-    """Decodes a message of a rank. Raises CorruptFrame, which names the rank, if the message is malformed."""
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except MALFORMED as error:
-        raise CorruptFrame(f"sent a malformed message about a change of members: {short_line(error, 200)}",
-                           peer=peer_name(rank)) from None
 
 
 def _unanswered(error: CommError) -> bool:
@@ -234,7 +227,7 @@ class StateRelay:
 
     def _nbytes(self) -> int:
         (row,) = self._read([self._size])
-        return self._check(_decoded(row, int, self.giver), self._most_nbytes)
+        return self._check(unpack(row, int, peer_name(self.giver), "a size"), self._most_nbytes)
 
     def _check(self, nbytes: int, most_nbytes: int) -> int:
         return checked_nbytes(nbytes, most_nbytes, "the state for a joining worker", peer_name(self.giver))

@@ -176,7 +176,7 @@ class Replica:
         try:
             tensors = safetensors.torch.load(data)
             transfer = msgspec.msgpack.decode(tensors.pop(HEAD).numpy().tobytes(), type=GivenState)
-        except (*MALFORMED, ValueError, KeyError, RecursionError, SafetensorError) as error:
+        except (*MALFORMED, ValueError, KeyError, SafetensorError) as error:
             raise CorruptFrame(f"the state received from the job is malformed: {short_line(error, 200)}") from None
         if transfer.error:
             raise InvalidInput("E-JOIN-STATE", "joining a running job: its workers cannot send their state: "
@@ -280,10 +280,7 @@ def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: i
         head = msgspec.msgpack.encode((error, state, len(body)))
     what = "the optimizer's state"
     shared = groups.share_bytes(head, HEAD_NBYTES, what, source=source)
-    try:
-        error, state, nbytes = msgspec.msgpack.decode(shared, type=tuple[str, Any, int])
-    except MALFORMED as malformed:
-        raise CorruptFrame(f"{what} is malformed: {malformed}", peer=f"rank {groups.members.ranks[source]}") from None
+    error, state, nbytes = messages.unpack(shared, tuple[str, Any, int], f"rank {groups.members.ranks[source]}", what)
     if error:
         raise InvalidInput("E-JOIN-STATE", error)
     tensors_of = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])

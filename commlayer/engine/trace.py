@@ -19,10 +19,11 @@ import torch
 from msgspec import structs
 
 from commlayer.cluster.collectives import gather_bytes
+from commlayer.cluster.messages import unpack
 from commlayer.engine.connection import DistributedJob, JobContext
 from commlayer.engine.observers import Observer, ObserverOrder, Observers
 from commlayer.engine.worker import Worker
-from commlayer.errors import CommError, CorruptFrame, InvalidInput, short_line
+from commlayer.errors import CommError, CorruptFrame, InvalidInput
 from commlayer.observe.step_trace import (
     EXCHANGE,
     NO_BUCKET,
@@ -38,7 +39,7 @@ from commlayer.observe.step_trace import (
 from commlayer.planner import lower
 from commlayer.planner.model import Basis, Group, fold
 from commlayer.planner.simulation import Span, Timeline, hosts_of, simulate
-from commlayer.records import MALFORMED, Plan, digest
+from commlayer.records import Plan, digest
 
 log = logging.getLogger("commlayer")
 
@@ -184,9 +185,9 @@ def _checked(row: bytes, most_nbytes: int, count: int, buckets: int, peer: str) 
     """Returns the steps that a rank recorded. Raises CorruptFrame, which names the rank, if they are malformed."""
     try:
         data = zlib.decompressobj().decompress(row, max(1, most_nbytes))
-        steps = msgspec.msgpack.decode(data, type=list[RecordedStep])
-    except (zlib.error, *MALFORMED) as error:
-        raise CorruptFrame(f"sends a trace that is malformed: {short_line(error, 200)}", peer=peer) from None
+    except zlib.error as error:
+        raise CorruptFrame(f"sends a trace that is malformed: {error}", peer=peer) from None
+    steps = unpack(data, list[RecordedStep], peer, "a trace")
     if len(steps) != count or any(not {"backward", "end"} <= step.marks.keys() for step in steps) or not all(
             NO_BUCKET <= event.bucket < buckets for step in steps for event in step.events):
         raise CorruptFrame(f"sends a trace of {len(steps)} steps with other buckets or marks than those of {count} steps here",

@@ -23,13 +23,13 @@ import msgspec
 import torch
 from torch import nn
 
+from commlayer.cluster.messages import unpack
 from commlayer.engine.connection import DistributedJob
 from commlayer.engine.observers import ObserverOrder, Observers
 from commlayer.engine.parameter_drift import SHARDED
 from commlayer.engine.replica import align, share_optimizer
-from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, cause_of, short_line
+from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, cause_of
 from commlayer.observe.step_trace import Recorder
-from commlayer.records import MALFORMED
 
 log = logging.getLogger("commlayer")
 
@@ -230,10 +230,7 @@ class UnevenInputs:
             align(tensors, groups, self._deadline_s, source)
             share_optimizer(self._optimizer, groups, self._deadline_s, source)
             data = groups.share_bytes(msgspec.msgpack.encode(state), SCALER_NBYTES, "the GradScaler's state", source=source)
-            state = msgspec.msgpack.decode(data, type=dict[str, bool | int | float])
-        except MALFORMED as error:
-            raise CorruptFrame(f"sends a GradScaler's state that is malformed: {short_line(error, 200)}",
-                               peer=f"rank {source}") from None
+            state = unpack(data, dict[str, bool | int | float], f"rank {source}", "the GradScaler's state")
         except CommError as error:
             self._connection.broke(error)
         if state and self._scaler is not None and groups.rank != source:

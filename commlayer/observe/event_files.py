@@ -65,7 +65,7 @@ def _event(line: bytes, file: Path, number: int) -> Event | None:
     try:
         event = decode(line)
         event = None if event is None else clean(event)
-    except (*MALFORMED, RecursionError) as error:
+    except MALFORMED as error:
         raise InvalidInput("E-EVENTS", f"{file}:{number} is not an event ({short_line(error, 100)}); {WHERE}") from None
     if isinstance(event, JobEvent) and event.format > FORMAT:
         raise InvalidInput("E-EVENTS", f"{file}:{number} has format {event.format}, but this version reads formats up to "
