@@ -351,7 +351,7 @@ def cause_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-MAX_TOLD_CHARS = 300
+MAX_PEER_TEXT_CHARS = 300
 """Maximum length of text from a peer in a log line."""
 
 
@@ -401,7 +401,7 @@ def without_code(text: object) -> str:
     return _CODE.sub("", str(text))
 
 
-def checked_nbytes(nbytes: int, most_nbytes: int, what: str, peer: str) -> int:
+def check_nbytes(nbytes: int, most_nbytes: int, what: str, peer: str) -> int:
     """Returns `nbytes`, a size that a peer named, if it lies between 0 and `most_nbytes`. Otherwise raises CommError: nothing
     may be allocated for another size. `what`: what the peer sends."""
     if not 0 <= nbytes <= most_nbytes:

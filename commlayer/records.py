@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from commlayer.errors import MAX_TOLD_CHARS, InvalidInput, RecordError, short_line
+from commlayer.errors import MAX_PEER_TEXT_CHARS, InvalidInput, RecordError, short_line
 
 SCHEMA = 4
 """Version of the format of plan files and control messages. A reader refuses other versions."""
@@ -349,4 +349,4 @@ def decode(data: bytes, kind: type[T], what: str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except MALFORMED as error:
-        raise RecordError("E-RECORD", f"{what}: {short_line(error, MAX_TOLD_CHARS)}") from None
+        raise RecordError("E-RECORD", f"{what}: {short_line(error, MAX_PEER_TEXT_CHARS)}") from None

@@ -14,7 +14,7 @@ import msgspec
 from bench.chaos.simulated_desk import Desk, home_of
 from bench.chaos.simulated_service import Books, Part, body_of, number_of
 from commlayer.cluster.epoch_change import EpochChange, wire_generation
-from commlayer.cluster.messages import FINISHED, HeartbeatReply, Key, KvReply, KvRequest
+from commlayer.cluster.messages import FINISHED, HeartbeatReply, KvReply, KvRequest, StoreKey
 from commlayer.engine import agreement
 from commlayer.engine.agreement import AgreementOutcome, Claims, Vote, VoterState, key_of
 from commlayer.records import View
@@ -97,7 +97,7 @@ class Member:
         """Whether the servers do not yet know that the previous step was not applied."""
         self._answers: dict[tuple[int, int], str] = {}
         self._standing = VoterState()
-        self._said: set[Key] = set()
+        self._said: set[StoreKey] = set()
         self._agreed: tuple[View, list[Vote]] | None = None
         self._left: dict[str, int] = {}
         self._verdict: Ends | None = None

@@ -249,7 +249,7 @@ class CoordinatorChannel:
             log.info("left the job, but could not notify the coordinator: %s", error)
             return None
 
-    def explained(self, error: CommError) -> CommError:
+    def explain(self, error: CommError) -> CommError:
         """Returns what `diagnose` finds as the reason of a failed call; `error` itself if it finds none."""
         try:
             diagnose(self.address, self.keys, time.monotonic() + CHECK_S)
@@ -411,7 +411,7 @@ class Membership:
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():
                     log.warning("%s; training continues, but while the coordinator does not answer, a peer that dies is "
-                                "detected only when it stops responding", without_code(self._channel.explained(error)))
+                                "detected only when it stops responding", without_code(self._channel.explain(error)))
                 self.reachable = False
                 # A longer gap means that this process was stopped or waited for the GIL; only the usual interval counts as
                 # silence.

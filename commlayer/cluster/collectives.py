@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.cluster.process_groups import Members, PendingCollective, rows_of_all, torch_errors
-from commlayer.errors import CommError, CorruptFrame, InvalidInput, checked_nbytes, short_line
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, check_nbytes, short_line
 from commlayer.observe.events import WaitKind
 from commlayer.records import MALFORMED
 
@@ -147,7 +147,7 @@ class Groups:
                 size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
                 dist.broadcast(size, self.members.ranks[source], group=self._all)
                 nbytes = int(size.item())
-            self.checked(nbytes, most_nbytes, what, source)
+            self.check_nbytes(nbytes, most_nbytes, what, source)
             body = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             if self.rank == source and data:
                 body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -155,9 +155,9 @@ class Groups:
                 self.broadcast_all(piece, source).wait(time.monotonic() + self.waits_s)
         return body.cpu().numpy().tobytes()
 
-    def checked(self, nbytes: int, most_nbytes: int, what: str, rank: int) -> int:
-        """Returns the size that a rank named, if it is allowed; see checked_nbytes."""
-        return checked_nbytes(nbytes, most_nbytes, what, f"rank {self.members.ranks[rank]}")
+    def check_nbytes(self, nbytes: int, most_nbytes: int, what: str, rank: int) -> int:
+        """Returns the size that a rank named, if it is allowed; see check_nbytes."""
+        return check_nbytes(nbytes, most_nbytes, what, f"rank {self.members.ranks[rank]}")
 
     def barrier(self) -> None:
         self.gather_all(torch.zeros(1, device=self.device))
@@ -310,7 +310,7 @@ def gather_bytes(groups: Groups | None, data: bytes, most_nbytes: int, what: str
     """
     if groups is None:
         return [data]
-    sizes = [groups.checked(row[0], most_nbytes, what, rank) for rank, row in enumerate(gather(groups, [len(data)]))]
+    sizes = [groups.check_nbytes(row[0], most_nbytes, what, rank) for rank, row in enumerate(gather(groups, [len(data)]))]
     padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
     rows = groups.gather_all(padded.to(groups.device)).cpu()
@@ -320,11 +320,11 @@ def gather_bytes(groups: Groups | None, data: bytes, most_nbytes: int, what: str
 def gather_values(groups: Groups | None, value: V, kind: type[V], most_nbytes: int, what: str) -> list[V]:
     """Gathers one value per rank, encoded as JSON, and otherwise works like `gather_bytes`."""
     rows = gather_bytes(groups, msgspec.json.encode(value), most_nbytes, what)
-    return [decoded_json(row, kind, what, f"rank {rank if groups is None else groups.members.ranks[rank]}")
+    return [decode_json(row, kind, what, f"rank {rank if groups is None else groups.members.ranks[rank]}")
             for rank, row in enumerate(rows)]
 
 
-def decoded_json(data: bytes, kind: type[V], what: str, peer: str) -> V:
+def decode_json(data: bytes, kind: type[V], what: str, peer: str) -> V:
     """Decodes what a peer sent. Raises CorruptFrame, which names the peer, if the data is malformed."""
     try:
         return msgspec.json.decode(data, type=kind)

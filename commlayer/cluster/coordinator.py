@@ -37,7 +37,7 @@ from commlayer.cluster.messages import (
 from commlayer.cluster.rendezvous_service import RendezvousService
 from commlayer.cluster.sites import AdmissionState, PendingWait
 from commlayer.config import Config
-from commlayer.errors import MAX_TOLD_CHARS, CorruptFrame, InvalidInput, coded, short_line, without_code
+from commlayer.errors import MAX_PEER_TEXT_CHARS, CorruptFrame, InvalidInput, coded, short_line, without_code
 from commlayer.observe.events import EventLog
 from commlayer.records import Record, ServerInfo, View
 from commlayer.transport import framing, grpc_stream
@@ -356,7 +356,7 @@ class Coordinator:
         for token, place in state.registrations.items():
             known = before.registrations.get(token)
             if known is not None and place.dead and not known.dead:
-                log.warning("%s: %s", place.peer, short_line(place.dead, MAX_TOLD_CHARS))
+                log.warning("%s: %s", place.peer, short_line(place.dead, MAX_PEER_TEXT_CHARS))
         self.events.changed(before, state)
         if view is not None and (former is None or view.generation != former.generation):
             self._log_epoch(view, former)

@@ -19,7 +19,7 @@ import msgspec
 
 from commlayer.cluster.kv_store import Row
 from commlayer.cluster.membership import Registration, State
-from commlayer.cluster.messages import Key
+from commlayer.cluster.messages import StoreKey
 from commlayer.cluster.server_journal import lock_folder
 from commlayer.cluster.sites import Sites
 from commlayer.errors import InvalidInput, one_line
@@ -65,7 +65,7 @@ class CoordinatorJournal:
         self._over = False
         self.recovered: CoordinatorRecord | None = None
         self.sites: Sites | None = None
-        self.rows: Mapping[Key, Row] = {}
+        self.rows: Mapping[StoreKey, Row] = {}
         self.token = ""
         if self._path.exists():
             self._read()
@@ -93,7 +93,7 @@ class CoordinatorJournal:
             self.recovered = None
             log.warning("journal %s cannot be read (%s): starting without it", self._path, one_line(error))
 
-    def begin(self, sites: Sites, rows: Mapping[Key, Row]) -> None:
+    def begin(self, sites: Sites, rows: Mapping[StoreKey, Row]) -> None:
         """Writes the sites and all rows of their key-value store, when the job begins or is resumed."""
         self._commit(("DELETE FROM row", ()), _replace("part", ("sites",), sites),
                      *(_replace("row", key, row) for key, row in rows.items()))
@@ -104,7 +104,7 @@ class CoordinatorJournal:
     def write_sites(self, sites: Sites) -> None:
         self._commit(_replace("part", ("sites",), sites))
 
-    def write_row(self, key: Key, row: Row | None) -> None:
+    def write_row(self, key: StoreKey, row: Row | None) -> None:
         """Writes a row of the key-value store; None: removes it."""
         self._commit(("DELETE FROM row WHERE name = ? AND rank = ?", key) if row is None else _replace("row", key, row))
 

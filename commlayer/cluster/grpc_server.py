@@ -332,7 +332,7 @@ class UnsentReplies:
         self._turns: dict[str, deque[asyncio.Future[None]]] = {}
         """Calls of a source that wait for their turn, first in, first out."""
 
-    async def encoded(self, source: str, encode: Encode, context: Any, *, prompt: bool) -> bytes:
+    async def encode_in_turn(self, source: str, encode: Encode, context: Any, *, prompt: bool) -> bytes:
         """Returns the encoded reply to the call of this context. `prompt`: True: does not wait for earlier replies."""
         if not prompt:
             await self._turn(source)
@@ -412,7 +412,8 @@ class RpcServer:
             try:
                 reply = answer(data or b"", peer)
                 encode = await reply if inspect.isawaitable(reply) else reply
-                return await self._unsent.encoded(caller.source if caller.certificate else peer, encode, context, prompt=prompt)
+                source = caller.source if caller.certificate else peer
+                return await self._unsent.encode_in_turn(source, encode, context, prompt=prompt)
             except AuthenticationFailed:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, UNPROVED)
             except CorruptFrame as error:

@@ -12,7 +12,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from commlayer.cluster.messages import MAX_REPLY_NBYTES, Key
+from commlayer.cluster.messages import MAX_REPLY_NBYTES, StoreKey
 from commlayer.errors import CorruptFrame
 from commlayer.records import Record
 
@@ -46,15 +46,15 @@ class KvStore:
     """Values and numbers by key. Call all methods in the event loop's thread. `save` is called with each changed row (None: the
     row was dropped), before any reader sees the change."""
 
-    def __init__(self, workers: Mapping[str, int] = {}, rows: Iterable[tuple[Key, Row]] = ()) -> None:
+    def __init__(self, workers: Mapping[str, int] = {}, rows: Iterable[tuple[StoreKey, Row]] = ()) -> None:
         """`workers`: see `allow`."""
-        self.save: Callable[[Key, Row | None], None] = lambda *_: None
-        self.rows: dict[Key, Row] = dict(rows)
+        self.save: Callable[[StoreKey, Row | None], None] = lambda *_: None
+        self.rows: dict[StoreKey, Row] = dict(rows)
         self.nbytes = Counter[str]()
         """Maps a site's token to the number of bytes that count against its share."""
         for key, row in self.rows.items():
             self.nbytes.update(_charges(key, row))
-        self._waiting: dict[Key, dict[_Reader, None]] = {}
+        self._waiting: dict[StoreKey, dict[_Reader, None]] = {}
         self._left = list[str]()
         """Sites with values that are no longer in the job, in the order in which they left."""
         self.allow(workers)
@@ -73,18 +73,18 @@ class KvStore:
             self.drop([key for key, row in self.rows.items() if row.home == oldest])
             del self.nbytes[oldest]
 
-    def owner(self, key: Key, *, adds: bool = False) -> str:
+    def owner(self, key: StoreKey, *, adds: bool = False) -> str:
         """Returns the token of the site that owns the key; "" if any site may write it, or with `adds` add to it."""
         row = self.rows.get(key)
         return "" if row is None or (adds and row.tokens) else row.home
 
-    def put(self, home: str, pairs: Iterable[tuple[Key, bytes]], view: int = 1) -> None:
+    def put(self, home: str, pairs: Iterable[tuple[StoreKey, bytes]], view: int = 1) -> None:
         """Sets or replaces values of the site `home`. Raises CorruptFrame if its share is used up; pairs before the one that
         exceeds it stay set."""
         for key, value in pairs:
             self._change(home, key, Row(value, view, home))
 
-    def add(self, home: str, key: Key, amount: int, once: str, view: int = 1) -> int:
+    def add(self, home: str, key: StoreKey, amount: int, once: str, view: int = 1) -> int:
         """Adds `amount` to a number and returns the sum; the key's value is the sum as text. A repeated call with the same
         token `once` changes nothing."""
         row = self.rows.get(key, Row(b"0", view, home))
@@ -99,7 +99,7 @@ class KvStore:
         self._change(home, key, Row(str(total + amount).encode(), view, row.home, {**row.tokens, home: tokens}))
         return total + amount
 
-    def drop(self, keys: Iterable[Key]) -> None:
+    def drop(self, keys: Iterable[StoreKey]) -> None:
         for key in keys:
             if (row := self.rows.pop(key, None)) is not None:
                 self.nbytes.subtract(_charges(key, row))
@@ -110,7 +110,7 @@ class KvStore:
         epoch."""
         self.drop([key for key, row in self.rows.items() if row.view < view])
 
-    def values(self, keys: Sequence[Key]) -> tuple[bytes | None, ...]:
+    def values(self, keys: Sequence[StoreKey]) -> tuple[bytes | None, ...]:
         """Returns the values of these keys, None for a key that is not set. Raises CorruptFrame if the values do not fit in one
         reply, or if a key is repeated."""
         if len(set(keys)) < len(keys):
@@ -121,7 +121,7 @@ class KvStore:
             raise CorruptFrame(f"requests values of {nbytes} bytes, but a reply may contain at most {MAX_FOUND_NBYTES}")
         return tuple(None if row is None else row.value for row in rows)
 
-    async def written(self, keys: Iterable[Key], timeout_s: float) -> None:
+    async def wait_written(self, keys: Iterable[StoreKey], timeout_s: float) -> None:
         """Waits until each of these keys has been written, at most `timeout_s`. A write costs each reader the same, however
         many keys it waits for."""
         reader = _Reader(keys)
@@ -137,7 +137,7 @@ class KvStore:
                 if not readers:
                     del self._waiting[key]
 
-    def _change(self, home: str, key: Key, row: Row) -> None:
+    def _change(self, home: str, key: StoreKey, row: Row) -> None:
         """Sets a row, if the share of the site that writes allows it, and wakes the readers."""
         _check_name(key[0])
         grown = _charges(key, row)
@@ -159,7 +159,7 @@ class KvStore:
 class _Reader:
     """A call that waits until all of its keys have been written."""
 
-    def __init__(self, missing: Iterable[Key]) -> None:
+    def __init__(self, missing: Iterable[StoreKey]) -> None:
         self.missing, self.over = set(missing), asyncio.Event()
 
 
@@ -168,7 +168,7 @@ def _check_name(name: str) -> None:
         raise CorruptFrame(f"sent a key of {nbytes} bytes, allowed {MAX_NAME_NBYTES}")
 
 
-def _charges(key: Key, row: Row) -> Counter[str]:
+def _charges(key: StoreKey, row: Row) -> Counter[str]:
     """Returns the bytes that a row counts, by site: the value for its owner, and tokens for those that added."""
     charges = Counter({row.home: KEY_NBYTES + len(key[0].encode()) + len(row.value)})
     for home, tokens in row.tokens.items():

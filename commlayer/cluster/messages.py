@@ -43,7 +43,7 @@ STARTING = ": starting"
 """End of the text of `JoinReply.missing` if the job waits for no further site, but begins after its last call."""
 ANY = -1
 """Value of a rank, node or index that means: the coordinator chooses it."""
-Key = tuple[str, int]
+StoreKey = tuple[str, int]
 """Key of a value in the store of the sites: a name, and the rank whose site writes it. ANY: the site that writes it first."""
 
 
@@ -236,12 +236,12 @@ class KvRequest(Record, frozen=True):
     effect. Only the site that owns a key may write or drop it."""
 
     home: str
-    put: tuple[tuple[Key, bytes], ...] = ()
-    drop: tuple[Key, ...] = ()
-    add: tuple[Key, int, str] | None = None
+    put: tuple[tuple[StoreKey, bytes], ...] = ()
+    drop: tuple[StoreKey, ...] = ()
+    add: tuple[StoreKey, int, str] | None = None
     """A number to increase: its key, the amount, and a random token by which the coordinator recognizes a repeated call. All
     sites may add to the same number."""
-    want: tuple[Key, ...] = ()
+    want: tuple[StoreKey, ...] = ()
     """Keys to read. The caller waits for the rank that a key names."""
     wait_s: float = 0.0
     without: bool = False

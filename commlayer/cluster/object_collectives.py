@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from commlayer.cluster import object_codec
-from commlayer.errors import CommError, InvalidInput, checked_nbytes
+from commlayer.errors import CommError, InvalidInput, check_nbytes
 
 OBJECT_NBYTES = 64 << 20
 """Largest size of an object between homes, in addition to what `allow` permits."""
@@ -34,7 +34,7 @@ def allow(nbytes: int) -> None:
     _model_nbytes = max(_model_nbytes, nbytes)
     zero: Any = sys.modules.get(ZERO)  # not imported for this, since that takes a second
     if _backend and zero is not None and not hasattr(zero._broadcast_object, "commlayer"):
-        zero._broadcast_object = _instead(zero._broadcast_object, _zero_state, _backend)
+        zero._broadcast_object = _replace(zero._broadcast_object, _zero_state, _backend)
 
 
 def install(backend: str) -> None:
@@ -46,83 +46,84 @@ def install(backend: str) -> None:
     for name, replacement in (("all_gather_object", _all_gather), ("gather_object", _gather), ("scatter_object_list", _scatter),
                               ("broadcast_object_list", _broadcast), ("send_object_list", _refuse),
                               ("recv_object_list", _refuse), ("_object_to_tensor", _refuse), ("_tensor_to_object", _refuse)):
-        wrapper = _instead(getattr(distributed_c10d, name), replacement, backend)
+        wrapper = _replace(getattr(distributed_c10d, name), replacement, backend)
         for module in (dist, distributed_c10d):
             if hasattr(module, name):
                 setattr(module, name, wrapper)
 
 
-def _instead(known: Callable[..., Any], replacement: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    signature = inspect.signature(known)
+def _replace(original: Callable[..., Any], replacement: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    signature = inspect.signature(original)
 
-    @functools.wraps(known)
+    @functools.wraps(original)
     def call(*args: Any, **more: Any) -> Any:
-        given = signature.bind(*args, **more)
-        group = given.arguments.get("group") or dist.group.WORLD
+        bound = signature.bind(*args, **more)
+        group = bound.arguments.get("group") or dist.group.WORLD
         if group in (None, dist.GroupMember.NON_GROUP_MEMBER) or dist.get_backend(group) != backend:
-            return known(*args, **more)
-        given.apply_defaults()
-        return replacement(group, given.arguments)
+            return original(*args, **more)
+        bound.apply_defaults()
+        return replacement(group, bound.arguments)
 
     call.commlayer = True  # type: ignore[attr-defined]
     return call
 
 
-def _all_gather(group: Any, given: dict[str, Any]) -> None:
-    given["object_list"][:] = _exchanged(group, given["obj"])
+def _all_gather(group: Any, arguments: dict[str, Any]) -> None:
+    arguments["object_list"][:] = _exchange_objects(group, arguments["obj"])
 
 
-def _gather(group: Any, given: dict[str, Any]) -> None:
-    objects = _exchanged(group, given["obj"])
-    if group.rank() == _root(group, given, "dst"):
-        given["object_gather_list"][:] = objects
+def _gather(group: Any, arguments: dict[str, Any]) -> None:
+    objects = _exchange_objects(group, arguments["obj"])
+    if group.rank() == _root(group, arguments, "dst"):
+        arguments["object_gather_list"][:] = objects
 
 
-def _broadcast(group: Any, given: dict[str, Any]) -> None:
-    objects = given["object_list"]
-    objects[:] = _sent(group, _root(group, given, "src"), list(objects), len(objects))
+def _broadcast(group: Any, arguments: dict[str, Any]) -> None:
+    objects = arguments["object_list"]
+    objects[:] = _share_objects(group, _root(group, arguments, "src"), list(objects), len(objects))
 
 
-def _scatter(group: Any, given: dict[str, Any]) -> None:
-    objects = _sent(group, _root(group, given, "src"), given["scatter_object_input_list"], group.size())
-    given["scatter_object_output_list"][0] = objects[group.rank()]
+def _scatter(group: Any, arguments: dict[str, Any]) -> None:
+    objects = _share_objects(group, _root(group, arguments, "src"), arguments["scatter_object_input_list"], group.size())
+    arguments["scatter_object_output_list"][0] = objects[group.rank()]
 
 
-def _zero_state(group: Any, given: dict[str, Any]) -> Any:
+def _zero_state(group: Any, arguments: dict[str, Any]) -> Any:
     """Sends the state of a shard."""
-    (state,) = _sent(group, dist.get_group_rank(group, given["src_rank"]), [given["obj"]], 1)
+    (state,) = _share_objects(group, dist.get_group_rank(group, arguments["src_rank"]), [arguments["obj"]], 1)
     return state
 
 
-def _refuse(group: Any, given: dict[str, Any]) -> None:
+def _refuse(group: Any, arguments: dict[str, Any]) -> None:
     raise InvalidInput("E-OBJECT", "this call would send pickled objects between homes, allowed: all_gather_object, "
                                    "gather_object, broadcast_object_list and scatter_object_list")
 
 
-# ---- exchanges of bytes whose sizes are checked first
-
-def _exchanged(group: Any, value: Any) -> list[Any]:
+def _exchange_objects(group: Any, value: Any) -> list[Any]:
     """Returns the objects of all members, in member order."""
-    data = _encoded(value, lambda size: _gathered(group, torch.tensor([size]), wait=False))
-    sizes = [_checked(group, member, int(row)) for member, row in enumerate(_gathered(group, torch.tensor([len(data)])))]
+    data = _encode(value, lambda size: _all_gather_rows(group, torch.tensor([size]), wait=False))
+    named = _all_gather_rows(group, torch.tensor([len(data)]))
+    sizes = [_check_size(group, member, int(row)) for member, row in enumerate(named)]
     rows = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     group.allgather_unequal(rows, torch.frombuffer(data, dtype=torch.uint8)).wait()
-    return [_decoded(group, member, row) for member, row in enumerate(rows)]
+    return [_decode(group, member, row) for member, row in enumerate(rows)]
 
 
-def _sent(group: Any, root: int, objects: list[Any] | None, count: int) -> list[Any]:
+def _share_objects(group: Any, root: int, objects: list[Any] | None, count: int) -> list[Any]:
     """Returns the list of `count` objects that the member `root` sends."""
     at_root = group.rank() == root
-    data = _encoded(objects, lambda size: _from(group, root, torch.tensor([size]), wait=False)) if at_root else bytearray()
-    size = _checked(group, root, int(_from(group, root, torch.tensor([len(data) if at_root else _GONE]))))
+    data = bytearray()
+    if at_root:
+        data = _encode(objects, lambda size: _broadcast_from(group, root, torch.tensor([size]), wait=False))
+    size = _check_size(group, root, int(_broadcast_from(group, root, torch.tensor([len(data) if at_root else _GONE]))))
     body = torch.frombuffer(data, dtype=torch.uint8) if at_root else torch.zeros(size, dtype=torch.uint8)
-    sent = _decoded(group, root, _from(group, root, body))
+    sent = _decode(group, root, _broadcast_from(group, root, body))
     if not isinstance(sent, list) or len(sent) != count:
         raise CommError(f"sends an object that is not a list of {count} objects", peer=_name(group, root), code="E-OBJECT")
     return objects if at_root and objects is not None else sent
 
 
-def _gathered(group: Any, x: torch.Tensor, *, wait: bool = True) -> list[torch.Tensor]:
+def _all_gather_rows(group: Any, x: torch.Tensor, *, wait: bool = True) -> list[torch.Tensor]:
     rows = [torch.empty_like(x) for _ in range(group.size())]
     work = group.allgather([rows], [x])
     if wait:
@@ -130,7 +131,7 @@ def _gathered(group: Any, x: torch.Tensor, *, wait: bool = True) -> list[torch.T
     return rows
 
 
-def _from(group: Any, root: int, x: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
+def _broadcast_from(group: Any, root: int, x: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
     options = dist.BroadcastOptions()
     options.rootRank = root
     work = group.broadcast([x], options)
@@ -139,7 +140,7 @@ def _from(group: Any, root: int, x: torch.Tensor, *, wait: bool = True) -> torch
     return x
 
 
-def _encoded(value: Any, send_size: Callable[[int], object]) -> bytearray:
+def _encode(value: Any, send_size: Callable[[int], object]) -> bytearray:
     """Encodes an object. If it cannot be sent, sends the other members a size that tells them so, and raises an error."""
     try:
         data = object_codec.encode(value)
@@ -153,15 +154,15 @@ def _encoded(value: Any, send_size: Callable[[int], object]) -> bytearray:
     return data
 
 
-def _checked(group: Any, member: int, size: int) -> int:
+def _check_size(group: Any, member: int, size: int) -> int:
     """Returns the size that a member named. Raises CommError if there is no object of this size."""
     if size in (_UNUSABLE, _GONE):
         why = "cannot send its object: see the error on that rank" if size == _UNUSABLE else "left before it sent its object"
         raise CommError(why, peer=_name(group, member), code="E-OBJECT")
-    return checked_nbytes(size, _most_nbytes(), "an object", _name(group, member))
+    return check_nbytes(size, _most_nbytes(), "an object", _name(group, member))
 
 
-def _decoded(group: Any, member: int, row: torch.Tensor) -> Any:
+def _decode(group: Any, member: int, row: torch.Tensor) -> Any:
     try:
         return object_codec.decode(row.numpy())
     except ValueError as error:
@@ -177,8 +178,8 @@ def _name(group: Any, member: int) -> str:
     return f"rank {dist.get_global_rank(group, member)}"
 
 
-def _root(group: Any, given: dict[str, Any], name: str) -> int:
+def _root(group: Any, arguments: dict[str, Any], name: str) -> int:
     """Returns the member of the group that a call names as `src` or `dst`."""
-    if (member := given.get(f"group_{name}")) is not None:
+    if (member := arguments.get(f"group_{name}")) is not None:
         return int(member)
-    return int(dist.get_group_rank(group, given.get(name) or 0))
+    return int(dist.get_group_rank(group, arguments.get(name) or 0))

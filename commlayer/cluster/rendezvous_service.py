@@ -18,9 +18,9 @@ import msgspec
 from commlayer.cluster import sites
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.kv_store import KvStore
-from commlayer.cluster.messages import ANY, MAX_KEYS, Join, JoinReply, Key, KvReply, KvRequest, version
+from commlayer.cluster.messages import ANY, MAX_KEYS, Join, JoinReply, KvReply, KvRequest, StoreKey, version
 from commlayer.cluster.sites import PendingWait
-from commlayer.errors import MAX_TOLD_CHARS, CorruptFrame, coded, short_line
+from commlayer.errors import MAX_PEER_TEXT_CHARS, CorruptFrame, coded, short_line
 from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.protocol import peer_name
 
@@ -66,7 +66,7 @@ class RendezvousService:
         self._min_workers, self._admission, self._noticed_s = min_workers, admission, noticed_s
         self._lock = threading.Lock()
         self._settled = 1
-        self._waits: dict[int, dict[Key, _Wait]] = defaultdict(dict)
+        self._waits: dict[int, dict[StoreKey, _Wait]] = defaultdict(dict)
         """Waits by waiting rank and key."""
         self._waiting = Counter[str]()
         """Number of calls that wait for keys, by site."""
@@ -131,7 +131,7 @@ class RendezvousService:
                                    "fewer process groups that span homes at the same time", code="E-QUOTA")
             self._waiting[request.home] += 1
             try:
-                await store.written(absent, left_s)
+                await store.wait_written(absent, left_s)
             finally:
                 self._waiting.subtract((request.home,))
                 self._waiting += Counter()  # drops zeros
@@ -166,7 +166,7 @@ class RendezvousService:
             return problem
         return ""
 
-    def _record_waits(self, request: KvRequest, absent: Iterable[Key], begin_s: float) -> None:
+    def _record_waits(self, request: KvRequest, absent: Iterable[StoreKey], begin_s: float) -> None:
         """Records that the caller's rank waits for the `absent` keys, and for no other key of this request."""
         # Without min_workers no worker is dropped for being slow.
         if not self._min_workers or request.limit_s <= 0.0 or not self._has_rank(request.home, request.rank):
@@ -199,7 +199,7 @@ class RendezvousService:
     def pending_waits(self) -> list[PendingWait]:
         """Returns the pending waits of ranks for other ranks' keys. Includes only waits for which the waiting rank gave a
         limit."""
-        now, waiting = self._clock(), defaultdict[Key, dict[int, _Wait]](dict)
+        now, waiting = self._clock(), defaultdict[StoreKey, dict[int, _Wait]](dict)
         with self._lock:
             for rank, waits in self._waits.items():
                 self._waits[rank] = {key: wait for key, wait in waits.items() if now - wait.seen_s < WAIT_EXPIRES_S}
@@ -279,7 +279,7 @@ class RendezvousService:
                    if token not in state.present]
         for why in dict.fromkeys(reasons):
             log.log(logging.INFO if state.begun else logging.WARNING, "%s",
-                    short_line(why.removeprefix("its home "), MAX_TOLD_CHARS))
+                    short_line(why.removeprefix("its home "), MAX_PEER_TEXT_CHARS))
         if state.former is not before.former and not state.begun:
             # A new rendezvous; calls that wait in the old store return within MAX_WAIT_S.
             self._store = KvStore(_workers(state))

@@ -28,7 +28,7 @@ from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.job_events import log_of_job
 from commlayer.config import Config, host_port, is_loopback, join_host, read_config, reconnect_window_s
-from commlayer.errors import MAX_TOLD_CHARS, Coded, CommError, InvalidInput, line_of, short_line, without_code
+from commlayer.errors import MAX_PEER_TEXT_CHARS, Coded, CommError, InvalidInput, line_of, short_line, without_code
 from commlayer.observe.events import EventFile, EventLog
 from commlayer.observe.log_lines import LogLines
 from commlayer.transport.key_folder import Keys
@@ -248,7 +248,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                 log.info("the job has finished; this server ends")
             return None
         log.warning("the job failed (%s); this server waits at %s for the next job",
-                    short_line(without_code(failed), MAX_TOLD_CHARS), control)
+                    short_line(without_code(failed), MAX_PEER_TEXT_CHARS), control)
     # Workers know the coordinator's address, and the coordinator sends them those of the servers.
     return (config if config.join else msgspec.structs.replace(config, port=host_port(control)[1]),
             part._replace(again=True, data_port=data_port))
@@ -326,7 +326,7 @@ def _on_silence(serving: DataServer, config: Config, control: str, end: threadin
 
 def _log_failure(error: CommError) -> None:
     """Logs the failure of a peer. Only workers act on such failures."""
-    log.warning("%s", short_line(error, MAX_TOLD_CHARS))
+    log.warning("%s", short_line(error, MAX_PEER_TEXT_CHARS))
 
 
 def main() -> None:

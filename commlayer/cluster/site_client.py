@@ -12,7 +12,7 @@ import msgspec
 
 from commlayer.cluster import messages
 from commlayer.cluster.client import CALL_S, CoordinatorChannel
-from commlayer.cluster.messages import Key
+from commlayer.cluster.messages import StoreKey
 from commlayer.config import Config, reconnect_window_s
 from commlayer.errors import CommError, PeerLost
 from commlayer.transport.key_folder import Keys
@@ -39,8 +39,8 @@ class KvClient:
         self._patience_s = max(CALL_S, reconnect_window_s(config))
 
     def request(
-        self, deadline: float, *, put: Sequence[tuple[Key, bytes]] = (), drop: Sequence[Key] = (),
-        want: Sequence[Key] = (), add: tuple[Key, int] | None = None, wait: bool = True, without: bool = False,
+        self, deadline: float, *, put: Sequence[tuple[StoreKey, bytes]] = (), drop: Sequence[StoreKey] = (),
+        want: Sequence[StoreKey] = (), add: tuple[StoreKey, int] | None = None, wait: bool = True, without: bool = False,
         view: int = 0, rank: int = messages.ANY, limit_s: float = 0.0, since: float = 0.0,
     ) -> messages.KvReply:
         """Writes and drops keys, then reads the keys in `want`. With `wait`, returns when all values are present, or at

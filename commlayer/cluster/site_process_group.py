@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from commlayer.cluster import object_collectives
-from commlayer.cluster.messages import ANY, MAX_KEYS, Key
+from commlayer.cluster.messages import ANY, MAX_KEYS, StoreKey
 from commlayer.errors import CommError, InvalidState
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         rows = list(reply.values)
         return [*rows[: self._mine], piece, *rows[self._mine :]]
 
-    def _key(self, part: int, member: int) -> Key:
+    def _key(self, part: int, member: int) -> StoreKey:
         return f"{self._place}/{part}", self._ranks[member]
 
     def _of(self, rows: Rows, root: int) -> bytes:
@@ -645,7 +645,7 @@ class WorldStore(_Store):  # type: ignore[misc]
             values += self._call(functools.partial(self._read_some, want, until, how)).values
         return values
 
-    def _read_some(self, want: list[Key], until: float, how: dict[str, Any], _: float) -> Any:
+    def _read_some(self, want: list[StoreKey], until: float, how: dict[str, Any], _: float) -> Any:
         return self.kv.request(until, want=want, **how)
 
     def _call(self, call: Callable[[float], Any]) -> Any:

@@ -28,7 +28,7 @@ from commlayer.cluster.summation import ENTRY_HEADER_NBYTES, KEPT_STEPS, MOST_RE
 from commlayer.compressors import kernels
 from commlayer.config import Config, Launch, codec_threads, host_port, join_host, reconnect_window_s, unheard_s
 from commlayer.errors import (
-    MAX_TOLD_CHARS,
+    MAX_PEER_TEXT_CHARS,
     CommError,
     CorruptFrame,
     Damaged,
@@ -321,18 +321,18 @@ class SumServer:
     def _drop(self, error: CorruptFrame) -> None:
         """Drops a member that broke the protocol. The coordinator is informed by the next heartbeat. The other members are
         informed by the stall report of the sum that waits for the dropped member."""
-        member, why = int(error.peer.removeprefix("worker ")), short_line(coded(error.code, error.what), MAX_TOLD_CHARS)
+        member, why = int(error.peer.removeprefix("worker ")), short_line(coded(error.code, error.what), MAX_PEER_TEXT_CHARS)
         with self._dropping:
             if member in self._dropped:
                 return
             self._dropped[member] = why
-        log.warning("dropped %s", short_line(error, MAX_TOLD_CHARS))
+        log.warning("dropped %s", short_line(error, MAX_PEER_TEXT_CHARS))
         self._transport.abort(error, member)
 
     def _fail(self, message: Message, error: Exception) -> None:
         """Handles a failure of this server: no sum can be trusted, so all members are sent the reason and disconnected."""
         h = message.header
-        what = short_line(f"failed: {type(error).__name__}: {error}", MAX_TOLD_CHARS)
+        what = short_line(f"failed: {type(error).__name__}: {error}", MAX_PEER_TEXT_CHARS)
         with self._failing:
             if self._failed is not None or self._closing.is_set():
                 return
@@ -494,7 +494,7 @@ class DataServer:
             if former is not None and self.journal is not None:
                 self._recall(core, self.journal)
             self._write_down(core, former.plan if former else plan, server, view)
-            self._limit(decoded, server)
+            self._set_limits(decoded, server)
         except ValueError as error:
             self._refusal = str(error)
             self._ready.set()
@@ -546,7 +546,7 @@ class DataServer:
                    for bucket, places in senders_of(plan, len(self._members)).items()}
         return Summation(server, generation, dict(self._ops), senders)
 
-    def _limit(self, plan: Plan, server: int) -> None:
+    def _set_limits(self, plan: Plan, server: int) -> None:
         """Sets the limits on what workers send, by the plan."""
         self._transport.limit_kept(expected_nbytes(plan, server))
         self._transport.limits = self._limits()
@@ -624,7 +624,7 @@ class DataServer:
         try:
             core = self._core(decoded, server, generation)
             self._write_down(core, plan, server, view)
-            self._limit(decoded, server)
+            self._set_limits(decoded, server)
         except Exception:
             self._ops = before
             raise

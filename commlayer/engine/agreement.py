@@ -15,7 +15,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from commlayer.cluster.messages import Key
+from commlayer.cluster.messages import StoreKey
 from commlayer.records import ServerInfo, View
 
 
@@ -32,7 +32,7 @@ AWAY = Vote(-2, 0.0)
 new member."""
 
 
-def key_of(view: View, what: str, rank: int) -> Key:
+def key_of(view: View, what: str, rank: int) -> StoreKey:
     """Returns the key of a vote in the rendezvous store: the epoch with the kind and round of the vote (`what`), and the rank
     of the voter."""
     return f"regroup{view.generation}/{what}", rank

@@ -40,7 +40,7 @@ from commlayer import records
 from commlayer.cluster import process_groups, site_process_group
 from commlayer.cluster.collectives import Groups, RowChannel
 from commlayer.cluster.epoch_change import EpochChange, wire_generation
-from commlayer.cluster.messages import ANY, Key, unpack
+from commlayer.cluster.messages import ANY, StoreKey, unpack
 from commlayer.cluster.site_client import KvClient
 from commlayer.cluster.site_process_group import PART_NBYTES, PARTS_IN_FLIGHT
 from commlayer.cluster.uplink import Uplink
@@ -52,7 +52,7 @@ from commlayer.engine.hooks import weakly
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.sync_modes import Forbids
 from commlayer.engine.worker import Worker
-from commlayer.errors import CommError, DeadlineExceeded, PeerLost, checked_nbytes
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost, check_nbytes
 from commlayer.records import Plan, View, plan_of
 from commlayer.transport.protocol import peer_name
 
@@ -85,7 +85,7 @@ class EpochMessages:
         """`notice_s`: seconds to wait for a new epoch from the coordinator. `away_s`: seconds for which requests to an
         unresponsive coordinator are repeated."""
         self.newest, self._notice_s, self._away_s = view, notice_s, away_s
-        self._said: set[Key] = set()
+        self._said: set[StoreKey] = set()
         """Keys of the messages that this rank has sent. Their content does not change."""
 
     def tell(self, view: View, what: str, mine: int, word: Vote, until: float, *, among: Sequence[int] = (),
@@ -106,8 +106,8 @@ class EpochMessages:
         return [Vote(*unpack(row, tuple[int, float], peer_name(rank), "a vote"))
                 for row, rank in zip(rows, ranks, strict=bool(rows))]
 
-    def read(self, view: View, want: Sequence[Key], until: float, *, step: int,
-             put: Sequence[tuple[Key, bytes]] = (), complete: Callable[[], bool] = never,
+    def read(self, view: View, want: Sequence[StoreKey], until: float, *, step: int,
+             put: Sequence[tuple[StoreKey, bytes]] = (), complete: Callable[[], bool] = never,
              waits: tuple[int, float] = (ANY, 0.0)) -> list[bytes]:
         """Waits for values in the store and returns them. `want`: their keys. `put`: keys and values to write first. `waits`:
         the waiting rank, and how long others might wait for it."""
@@ -140,7 +140,7 @@ class EpochMessages:
                 raise DeadlineExceeded("has not reached the step in which the members change before the deadline",
                                        peer=", ".join(late), step=step)
 
-    def put(self, view: View, rows: Sequence[tuple[Key, bytes]], until: float, *, drop: Sequence[Key] = ()) -> None:
+    def put(self, view: View, rows: Sequence[tuple[StoreKey, bytes]], until: float, *, drop: Sequence[StoreKey] = ()) -> None:
         """Writes values into the store, and deletes those with the keys `drop`."""
         try:
             site_process_group.kv_client().request(until, put=rows, drop=drop, view=view.generation)
@@ -230,16 +230,16 @@ class StateRelay:
         return self._check(unpack(row, int, peer_name(self.giver), "a size"), self._most_nbytes)
 
     def _check(self, nbytes: int, most_nbytes: int) -> int:
-        return checked_nbytes(nbytes, most_nbytes, "the state for a joining worker", peer_name(self.giver))
+        return check_nbytes(nbytes, most_nbytes, "the state for a joining worker", peer_name(self.giver))
 
-    def _read(self, want: Sequence[Key]) -> list[bytes]:
+    def _read(self, want: Sequence[StoreKey]) -> list[bytes]:
         return self._words.read(self._view, want, self._until(), step=self._word.step, waits=(self._mine, self._limit_s))
 
     @property
-    def _size(self) -> Key:
+    def _size(self) -> StoreKey:
         return agreement.key_of(self._view, "state", self.giver)
 
-    def _key(self, part: int) -> Key:
+    def _key(self, part: int) -> StoreKey:
         return agreement.key_of(self._view, f"part{part}", self.giver)
 
     def _windows(self, nbytes: int) -> int:

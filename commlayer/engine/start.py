@@ -33,7 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 from commlayer import records
 from commlayer.cluster import messages, uplink
 from commlayer.cluster.child_processes import EmbeddedServer
-from commlayer.cluster.collectives import Groups, RowChannel, decoded_json
+from commlayer.cluster.collectives import Groups, RowChannel, decode_json
 from commlayer.cluster.process_groups import Members, exchange
 from commlayer.cluster.uplink import Uplink, leave_job
 from commlayer.compressors import kernels
@@ -568,7 +568,7 @@ class Start:
 
 def row_of(data: bytes, peer: str) -> RankRow:
     """Decodes the row of a rank, which can be of another version and then has other fields."""
-    fields = RankRow("", "")._asdict() | decoded_json(data, dict[str, Any], "a row about itself", peer)
+    fields = RankRow("", "")._asdict() | decode_json(data, dict[str, Any], "a row about itself", peer)
     try:
         return msgspec.convert([fields[name] for name in RankRow._fields], RankRow)
     except msgspec.ValidationError as error:
@@ -650,7 +650,7 @@ def other_model(rows: Sequence[RankRow], members: Members, job: Job, deadline_s:
                   if len({digests[4 * number : 4 * number + 4] for digests in every}) > 1), MOST_TENSORS)
     own = tensor_text(job.tensors[first]) if first < len(job.tensors) else "none"
     lines = members.tell(json.dumps([f"{len(tags)} tensors with {job.numel} elements", own]).encode(), deadline_s, "start")
-    counts, shown = zip(*(decoded_json(line, tuple[str, str], "its number of tensors", f"rank {rank}")
+    counts, shown = zip(*(decode_json(line, tuple[str, str], "its number of tensors", f"rank {rank}")
                           for line, rank in zip(lines, members.ranks, strict=True)), strict=True)
     return (f"model: {_by_value(counts, rows, members.ranks)}; first difference, tensor {first}: "
             f"{_by_value(shown, rows, members.ranks)}: trained parameters and buffers must have equal names, shapes, dtypes "

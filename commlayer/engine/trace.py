@@ -177,11 +177,11 @@ def gather_steps(connection: DistributedJob, steps: Sequence[RecordedStep]) -> l
     most_nbytes = len(steps) * (STEP_NBYTES + BUCKET_NBYTES * len(connection.plan.buckets)
                                 + TENSOR_NBYTES * len(connection.worker.job.tensors))
     rows = gather_bytes(connection.groups, zlib.compress(msgspec.msgpack.encode(steps)), most_nbytes, "a trace")
-    return [_checked(row, most_nbytes, len(steps), len(connection.plan.buckets), connection.called(rank))
+    return [_decode_steps(row, most_nbytes, len(steps), len(connection.plan.buckets), connection.called(rank))
             for rank, row in enumerate(rows)]
 
 
-def _checked(row: bytes, most_nbytes: int, count: int, buckets: int, peer: str) -> list[RecordedStep]:
+def _decode_steps(row: bytes, most_nbytes: int, count: int, buckets: int, peer: str) -> list[RecordedStep]:
     """Returns the steps that a rank recorded. Raises CorruptFrame, which names the rank, if they are malformed."""
     try:
         data = zlib.decompressobj().decompress(row, max(1, most_nbytes))

@@ -23,14 +23,14 @@ class LogLines(logging.StreamHandler):  # type: ignore[type-arg]
         text = super().format(record)
         if record.exc_info or not self.stream.isatty():
             return text
-        return broken(text, min(WIDEST, shutil.get_terminal_size().columns))
+        return wrap_lines(text, min(WIDEST, shutil.get_terminal_size().columns))
 
 
-def broken(text: str, width: int) -> str:
+def wrap_lines(text: str, width: int) -> str:
     """Returns the text with lines of at most `width` characters. Words that are longer, and lines that begin with a space,
     which are there to be copied, stay whole.
 
-    >>> print(broken("serve: paste this at home:\\n  commlayer join SERVER", 20))
+    >>> print(wrap_lines("serve: paste this at home:\\n  commlayer join SERVER", 20))
     serve: paste this at
       home:
       commlayer join SERVER

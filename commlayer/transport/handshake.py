@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from commlayer.errors import (
-    MAX_TOLD_CHARS,
+    MAX_PEER_TEXT_CHARS,
     Abandoned,
     CorruptFrame,
     DeadlineExceeded,
@@ -301,7 +301,7 @@ class RefusalLog:
         if more > 0:
             log.log(level, "%d more were %s within a minute", more, event)
         if count < most:
-            log.log(level, line, *(short_line(value, MAX_TOLD_CHARS) for value in values))
+            log.log(level, line, *(short_line(value, MAX_PEER_TEXT_CHARS) for value in values))
 
 
 class PendingHandshakes(ConnectionTable):

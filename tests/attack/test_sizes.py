@@ -187,7 +187,7 @@ def test_the_file_header_of_a_checkpoint_names_no_number_of_workers_that_no_job_
         checkpoint.write(tmp_path / "save-1", {"training-0": {"x": torch.zeros(1)}}, one, None)
         assert "E-CHECKPOINT" in checkpoint.saves_of(tmp_path)[0].fault
         encoded = msgspec.json.encode([checkpoint.SaveOnDisk(1, mark=one)])
-        assert_refused(outcome(lambda data=encoded: collectives.decoded_json(data, list[checkpoint.SaveOnDisk], "a list",
+        assert_refused(outcome(lambda data=encoded: collectives.decode_json(data, list[checkpoint.SaveOnDisk], "a list",
                                                                              "rank 0")), "E-FRAME", "rank 0", field)
     assert checkpoint.own_files(3, 10**12, 10**12) == ["rank-3", "server-3"]
 

@@ -18,7 +18,7 @@ from support.keys import Folders
 from support.sites import QUICK
 
 from commlayer.cluster import authority, messages
-from commlayer.errors import MAX_TOLD_CHARS
+from commlayer.errors import MAX_PEER_TEXT_CHARS
 from commlayer.observe.web import read_token
 from commlayer.transport.protocol import Header, Kind
 
@@ -53,7 +53,7 @@ def test_text_of_a_member_in_log_lines_is_short_and_one_line(victim: Victim) -> 
                 hostile.call(type(request).__name__, msgspec.msgpack.encode({LONG: LONG}), 5.0)
         until(lambda: sum("Q" * 200 in line for line in victim.lines) >= 2, "its reasons are logged, of worker and home")
         honest.call()
-    assert [line for line in victim.lines if "Q" * (MAX_TOLD_CHARS + 1) in line or "\x1b" in line] == []
+    assert [line for line in victim.lines if "Q" * (MAX_PEER_TEXT_CHARS + 1) in line or "\x1b" in line] == []
     assert [line for line in victim.lines if line.startswith(("\x1b", "[31m"))] == []
 
 
@@ -66,7 +66,7 @@ def test_a_frame_that_breaks_the_protocol_gives_a_short_line(victim: Victim) -> 
             assert data.read() is not None, "the reason"
             data.send(Header(Kind.PLAN, 3, sender=1, flags=2), msgspec.msgpack.encode({LONG: LONG}))
             until(lambda: any("dropped" in line for line in victim.lines), "it is dropped")
-    assert [line for line in victim.lines if "Q" * (MAX_TOLD_CHARS + 1) in line] == []
+    assert [line for line in victim.lines if "Q" * (MAX_PEER_TEXT_CHARS + 1) in line] == []
 
 
 # ---- secrets
