@@ -311,8 +311,8 @@ def support() -> str:
     sys.path.append(str(root / "tests"))
     from support import matrix
 
-    told = (root / "constraints.txt").read_text().partition("# ----")[0]
-    pinned = [line.replace("==", " ") for line in told.splitlines() if "==" in line]
+    direct = (root / "constraints.txt").read_text().partition("# ----")[0]
+    pinned = [line.replace("==", " ") for line in direct.splitlines() if "==" in line]
     lines = [
         "# What works", "", MADE, "",
         *_wrap("What was tried with commlayer, and what came out: scripts, models, optimizers, kinds of jobs and "

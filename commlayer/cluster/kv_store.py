@@ -71,7 +71,6 @@ class KvStore:
         while self._left and sum(self.nbytes[home] for home in self._left) > total:
             oldest = self._left.pop(0)
             self.drop([key for key, row in self.rows.items() if row.home == oldest])
-            del self.nbytes[oldest]
 
     def owner(self, key: StoreKey, *, adds: bool = False) -> str:
         """Returns the token of the site that owns the key; "" if any site may write it, or with `adds` add to it."""

@@ -127,8 +127,9 @@ class RendezvousService:
             if (left_s := until - time.monotonic()) <= 0:
                 return KvReply(values, self._record_contact(request.home), total)
             if self._waiting[request.home] >= MAX_WAITS * self._workers_of(request.home):
-                raise CorruptFrame(f"{self._waiting[request.home]} calls of this home wait for keys, allowed are as many: use "
-                                   "fewer process groups that span homes at the same time", code="E-QUOTA")
+                raise CorruptFrame("makes another call that waits for keys, but a home may have "
+                                   f"{self._waiting[request.home]}: use fewer process groups that span homes at the same time",
+                                   code="E-QUOTA")
             self._waiting[request.home] += 1
             try:
                 await store.wait_written(absent, left_s)

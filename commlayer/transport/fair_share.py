@@ -27,8 +27,9 @@ REBASE = 100.0
 
 
 class FairShare:
-    """A limited amount of which several sources take units. A source may use as much as all sources leave free. One source
-    alone thus gets half of the limit, each of n sources 1 / (n + 1), and as much stays free for a new source. Thread-safe.
+    """A limited amount of which several sources take units. No source may use more than what is free. One source alone thus
+    gets half of the limit, and each of n sources gets 1 / (n + 1) of it. The same amount stays free for a new source.
+    Thread-safe.
 
     `forget_s`: what was taken is forgotten exponentially with this time constant, so rates are limited. At most `limit` sources
     are kept, or a few times as many if they are forgotten.

@@ -299,6 +299,8 @@ OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 """gRPC options of a client's channel for streams."""
+
+
 class Caller(NamedTuple):
     """The other end of a gRPC call. `address`: its host and port; `source`: see FairShare."""
 

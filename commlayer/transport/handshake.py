@@ -244,8 +244,8 @@ MAX_REFUSED = 600
 """Maximum number of refused connections that are logged per minute, and likewise of probes (connections that sent nothing).
 Further ones are only counted, because a flood must not fill the disk."""
 MAX_LOST = 1
-"""The same for handshakes that were lost, since all members lose theirs, again and again, when a network fails; and for
-connections above the limit of their source."""
+"""Maximum number of log lines per minute about lost handshakes, and about connections above the limit of their source. When a
+network fails, all members lose their handshakes again and again."""
 
 
 class SilentConnection(str):

@@ -286,6 +286,20 @@ def test_values_of_homes_that_have_left_stay_until_they_take_as_much_as_all_may(
     assert (again.rows, again.nbytes) == (store.rows, store.nbytes)
 
 
+def test_additions_of_a_home_that_has_left_are_charged_until_the_number_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 4000)
+    monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
+    store = kv_store.KvStore({"stays": 1, "leaves": 1})
+    store.add("stays", ("sum", messages.ANY), 1, "first")
+    store.add("leaves", ("sum", messages.ANY), 1, "second")
+    store.put("leaves", [(("value", 1), bytes(900))])
+    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 1000)
+    store.allow({"stays": 1})
+    assert [*store.rows] == [("sum", messages.ANY)]
+    store.drop([*store.rows])
+    assert set(store.nbytes.values()) == {0}
+
+
 def test_additions_start_from_the_value_that_was_set() -> None:
     store = kv_store.KvStore({"a": 1})
     store.put("a", [(("sum", 0), b"5"), (("text", 0), b"five")])
