@@ -21,7 +21,7 @@ from support.site_groups import joined, leave, met
 from torch.distributed import distributed_c10d
 
 from commlayer.cluster import kv_store, messages, rendezvous_service, site_process_group
-from commlayer.cluster.messages import ANY, MAX_KEYS, Key
+from commlayer.cluster.messages import ANY, MAX_KEYS, StoreKey
 from commlayer.cluster.site_client import KvClient
 from commlayer.cluster.site_process_group import WorldStore
 from commlayer.errors import CommError
@@ -34,7 +34,7 @@ def soon() -> float:
     return time.monotonic() + WAIT_S
 
 
-def read(desk: KvClient, *keys: Key) -> tuple[bytes | None, ...]:
+def read(desk: KvClient, *keys: StoreKey) -> tuple[bytes | None, ...]:
     return desk.request(soon(), want=keys, wait=False).values
 
 

@@ -513,7 +513,7 @@ def status_of(coordinator: Coordinator) -> messages.StatusReply:
         link.close()
 
 
-def there(desk: KvClient, *keys: messages.Key) -> list[bool]:
+def there(desk: KvClient, *keys: messages.StoreKey) -> list[bool]:
     results = desk.request(time.monotonic() + WAIT_S, want=keys, wait=False).values
     return [value is not None for value in results]
 

@@ -192,7 +192,7 @@ class Meeting:
         return asyncio.run(self.service.handle(messages.KvRequest(home, **request)))
 
 
-def key(name: str) -> messages.Key:
+def key(name: str) -> messages.StoreKey:
     return name, messages.ANY
 
 
