@@ -240,7 +240,7 @@ class InvalidState(Coded, RuntimeError):
 
 class CommError(Coded):
     """Communication failed. `peer` names the other side, such as "worker 2" or "server 0"; step and bucket are None if unknown.
-    """
+    The message is one printable line, since the peer may have written a part of it."""
 
     default_code: ClassVar[str] = "E-COMM"
 
@@ -255,7 +255,7 @@ class CommError(Coded):
         place = [] if self.step is None else [f"step {self.step}"]
         place += [] if self.bucket is None else [f"bucket {self.bucket}"]
         head = ": ".join(part for part in (self._named or self.peer, self.what) if part)
-        return f"{head} ({', '.join(place)}) [{self.code}]" if place else f"{head} [{self.code}]"
+        return one_line(f"{head} ({', '.join(place)}) [{self.code}]" if place else f"{head} [{self.code}]")
 
     def located(self, *, what: str | None = None, peer: str | None = None, step: int | None = None,
                 bucket: int | None = None) -> Self:

@@ -95,8 +95,10 @@ class Replica:
 
     @property
     def most_nbytes(self) -> int:
-        """Largest size of this model's state on any rank."""
-        return most_state_nbytes([*self._model.parameters(), *self._model.buffers()])
+        """Largest size of this model's state on any rank. LBFGS keeps two further vectors for each remembered step."""
+        groups = getattr(self._optimizer, "param_groups", ())
+        history = max((group.get("history_size", 0) for group in groups), default=0)
+        return most_state_nbytes([*self._model.parameters(), *self._model.buffers()], STATE_PER_ELEMENT + 2 * history)
 
     # ---- sender
 
@@ -248,8 +250,8 @@ def _states_of(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> di
     return {name: _plain(value.state_dict(), tensors) for name, value in extra.items()}
 
 
-def most_state_nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return HEAD_NBYTES + STATE_PER_ELEMENT * sum(t.numel() * max(t.element_size(), 4) for t in tensors)
+def most_state_nbytes(tensors: Iterable[torch.Tensor], per_element: int = STATE_PER_ELEMENT) -> int:
+    return HEAD_NBYTES + per_element * sum(t.numel() * max(t.element_size(), 4) for t in tensors)
 
 
 def _head(record: Any) -> torch.Tensor:

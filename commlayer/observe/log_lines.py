@@ -6,13 +6,15 @@ import logging
 import shutil
 import textwrap
 
+from commlayer.errors import one_line
+
 WIDEST = 100
 """Widest line in characters. A narrower terminal gets lines of its own width."""
 
 
 class LogLines(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes log lines to standard error. On a terminal long lines are broken between words; in files a record stays one line,
-    so that it can be searched."""
+    """Writes log lines to standard error. On a terminal long lines are broken between words, and characters that would control
+    it, which a peer may have sent, are escaped; in files a record stays one line, so that it can be searched."""
 
     def __init__(self, name: str) -> None:
         """`name`: the command whose lines these are, for example "commlayer serve"."""
@@ -23,7 +25,8 @@ class LogLines(logging.StreamHandler):  # type: ignore[type-arg]
         text = super().format(record)
         if record.exc_info or not self.stream.isatty():
             return text
-        return wrap_lines(text, min(WIDEST, shutil.get_terminal_size().columns))
+        lines = "\n".join(map(one_line, text.split("\n")))
+        return wrap_lines(lines, min(WIDEST, shutil.get_terminal_size().columns))
 
 
 def wrap_lines(text: str, width: int) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from commlayer.errors import (
     RecordError,
     code_of,
 )
+from commlayer.observe.log_lines import LogLines
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +57,14 @@ def test_a_located_error_keeps_its_class_and_code() -> None:
     error = CorruptFrame("short", code="E-PAYLOAD").located(peer="server 0", step=5)
     assert (type(error), error.code, error.peer, error.step, error.bucket) == (CorruptFrame, "E-PAYLOAD", "server 0", 5, None)
     assert str(error) == "server 0: short (step 5) [E-PAYLOAD]"
+
+
+def test_what_a_peer_wrote_cannot_control_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(PeerLost("a\x1b[2J\nforged", peer="worker 2\r")) == r"worker 2\r: a\x1b[2J\nforged [E-PEER-LOST]"
+    lines = LogLines("commlayer join")
+    monkeypatch.setattr(lines, "stream", SimpleNamespace(isatty=lambda: True))
+    record = logging.LogRecord("commlayer", logging.WARNING, "", 0, "waiting: %s", ("home 2\x1b[2J\r",), None)
+    assert lines.format(record) == r"commlayer join: waiting: home 2\x1b[2J\r"
 
 
 def test_an_error_that_calls_its_peer_by_a_name() -> None:
