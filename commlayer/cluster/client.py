@@ -40,6 +40,7 @@ from commlayer.records import Record, View
 from commlayer.transport import framing
 from commlayer.transport.connection import close_channel, track
 from commlayer.transport.crc import crc32c
+from commlayer.transport.grpc_library import grpc
 from commlayer.transport.grpc_stream import TlsCredentials, open_channel
 from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import SERVICE as NAMED
@@ -48,10 +49,6 @@ from commlayer.transport.protocol import Header, Kind
 from commlayer.transport.reconnect import Backoff
 from commlayer.transport.secret import AuthenticationFailed, CallAuthenticator, new_nonce, wrong_secret
 from commlayer.transport.tls import CONTROL, TlsSocket
-
-settings.quiet_grpc()
-import grpc  # noqa: E402  (after quiet_grpc(): grpc reads its settings once)
-import grpc.aio  # noqa: E402
 
 log = logging.getLogger("commlayer")
 

@@ -24,7 +24,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from commlayer import config as settings
 from commlayer.cluster.messages import MAX_NBYTES, MAX_REPLY_NBYTES, SERVICE
 from commlayer.config import join_host
 from commlayer.errors import CommError, CorruptFrame, InvalidInput
@@ -32,15 +31,12 @@ from commlayer.transport import grpc_stream
 from commlayer.transport.connection import close_channel, shut_down, track, tune_socket
 from commlayer.transport.endpoint import BACKLOG, accept_connections
 from commlayer.transport.fair_share import ConnectionTable, FairShare, source_of
+from commlayer.transport.grpc_library import grpc
 from commlayer.transport.grpc_stream import FRAME_OPTION, AcceptStream, Caller, GrpcStream
 from commlayer.transport.handshake import OverLimit, PendingHandshakes
 from commlayer.transport.key_folder import Keys, PeerCertificate
 from commlayer.transport.secret import CHALLENGE, AuthenticationFailed
 from commlayer.transport.tls import CONTROL, TlsSocket
-
-settings.quiet_grpc()
-import grpc  # noqa: E402  (after quiet_grpc(): grpc reads its settings once)
-import grpc.aio  # noqa: E402
 
 MAX_CONNECTIONS = 512
 """Maximum number of control connections with TLS, which the largest job does not reach: see fair_share.py. Each has two threads

@@ -17,15 +17,11 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NamedTuple
 
-from commlayer import config as settings
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, one_line
 from commlayer.transport.flow_control import LinkSample
+from commlayer.transport.grpc_library import grpc
 from commlayer.transport.key_folder import PeerCertificate
 from commlayer.transport.reconnect import Backoff
-
-settings.quiet_grpc()
-import grpc  # noqa: E402  (after quiet_grpc(): grpc reads its settings once)
-import grpc.aio  # noqa: E402
 
 MESSAGE_NBYTES = 256 << 10
 """Largest message of a stream. Other calls to the same port have the same limit."""
