@@ -18,7 +18,7 @@ from bench import report
 from bench.virtual_training import VirtualWorkers
 from commlayer.compressors import parse, wrap
 from commlayer.demo import tuning_tasks
-from commlayer.engine.optimizers import job_of
+from commlayer.engine.model.model_tensors import job_of
 from commlayer.optim import CLAN, LANS
 from commlayer.planner import default_plan
 

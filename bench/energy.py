@@ -19,8 +19,8 @@ from bench.virtual_training import VirtualWorkers
 from commlayer import planner
 from commlayer.compressors import payload
 from commlayer.compressors.plan_codecs import reader_of
-from commlayer.engine.buckets import EncodedBucket
-from commlayer.engine.optimizers import job_of
+from commlayer.engine.buckets.bucket import EncodedBucket
+from commlayer.engine.model.model_tensors import job_of
 
 WORKERS, CUT_NBYTES, RATIO = 4, 1 << 14, 0.01
 CODEC = f"error_feedback(topk(ratio={RATIO}))"

@@ -15,16 +15,10 @@ import msgspec
 import torch
 
 from commlayer import planner, records
-from commlayer.cluster import (
-    coordinator,
-    enrolment,
-    job_events,
-    membership,
-    messages,
-    server_codecs,
-    summation,
-    summation_server,
-)
+from commlayer.cluster.calls import messages
+from commlayer.cluster.keys import enrolment_messages
+from commlayer.cluster.membership import coordinator, job_events, membership
+from commlayer.cluster.servers import server_codecs, summation, summation_server
 from commlayer.compressors import codec_of, parse, seed, wrap
 from commlayer.compressors.codec import Codec
 from commlayer.errors import CorruptFrame, PeerLost, RecordError, Refused
@@ -226,8 +220,9 @@ def _messages() -> list[Any]:
         messages.KvReply((b"there", None), sum=3), messages.KvReply(error="worker 1: gone"),
         messages.StatusRequest(bytes(5), 7), messages.EventsRequest("log", 3), messages.EventsReply("log", 4, EVENT_LINES, 1.5),
         messages.Heartbeat("token", events=EVENT_LINES, first_event=3, time_s=1.5),
-        enrolment.EnrolmentChallenge(bytes(NONCE_NBYTES)), enrolment.EnrolmentRequest("home-1", bytes(40), bytes(64)),
-        enrolment.EnrolmentReply("no"), enrolment.EnrolmentReply("", bytes(40), bytes(9), "secret"),
+        enrolment_messages.EnrolmentChallenge(bytes(NONCE_NBYTES)),
+        enrolment_messages.EnrolmentRequest("home-1", bytes(40), bytes(64)),
+        enrolment_messages.EnrolmentReply("no"), enrolment_messages.EnrolmentReply("", bytes(40), bytes(9), "secret"),
         messages.StatusReply("1", 1, 4, 1.5, 3, 1, (ServerInfo(0, "127.0.0.1:7001"),), data=bytes(7)),
     ]
 

@@ -21,7 +21,7 @@ import commlayer
 from bench.baselines import launch_hosts
 from bench.overhead_worker import DEADLINE, Way, many, paired, trained
 from bench.report import Result
-from commlayer.engine.optimizers import job_of
+from commlayer.engine.model.model_tensors import job_of
 from commlayer.planner import default_plan, lower
 from commlayer.planner.plan_rules import together
 from commlayer.records import Plan

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from bench.worker import MODELS, build
 from commlayer import planner
-from commlayer.engine.optimizers import job_of
+from commlayer.engine.model.model_tensors import job_of
 
 DEADLINE = timedelta(seconds=120)
 COMPARED = 20

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from commlayer.compressors import parse, wrap
-from commlayer.engine.buckets import EncodedBucket, SparseResult
-from commlayer.engine.sparse_averages import joined, make_sparse
+from commlayer.engine.buckets.bucket import EncodedBucket
+from commlayer.engine.buckets.results import SparseResult
+from commlayer.engine.worker.sparse_averages import joined, make_sparse
 from commlayer.records import Bucket, Job, Slice, TensorInfo
 
 CODEC = "topk(ratio=0.01)"

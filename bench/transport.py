@@ -90,7 +90,7 @@ def summarised(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _keys(folder: Path) -> dict[str, str]:
     try:
-        from commlayer.cluster import authority
+        from commlayer.cluster.keys import authority
     except ImportError as error:
         raise Unmeasurable(f"{error.name} is not installed") from None
     authority.init(folder)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from commlayer.cluster.server_codecs import ops_of, senders_of
-from commlayer.cluster.summation import Summation
+from commlayer.cluster.servers.server_codecs import ops_of, senders_of
+from commlayer.cluster.servers.summation import Summation
 from commlayer.compressors import codec_of
-from commlayer.engine.buckets import EncodedBucket
-from commlayer.engine.optimizers import job_of
+from commlayer.engine.buckets.bucket import EncodedBucket
+from commlayer.engine.model.model_tensors import job_of
 from commlayer.planner import default_plan
 from commlayer.records import Plan
 from commlayer.transport.protocol import Header, Kind, Message

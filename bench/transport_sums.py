@@ -24,7 +24,7 @@ from bench.as_rank import as_rank
 from bench.baselines import launch_hosts
 from bench.wire_worker import Gradients
 from bench.worker import DEADLINE, host_config
-from commlayer.engine.optimizers import job_of
+from commlayer.engine.model.model_tensors import job_of
 from commlayer.errors import CommError
 from commlayer.planner import default_plan
 from commlayer.transport.endpoint import StreamTransport

@@ -12,8 +12,8 @@ import threading
 import time
 from typing import Any
 
-from commlayer.cluster import uplink
-from commlayer.cluster.grpc_server import open_stream_port
+from commlayer.cluster.calls.grpc_port import open_stream_port
+from commlayer.cluster.servers import dialing
 from commlayer.errors import CommError
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello, RefusalLog
@@ -41,7 +41,7 @@ def listening(kind: str, transport: StreamTransport, address: str) -> int:
 def dial(kind: str, transport: StreamTransport, address: tuple[str, int]) -> None:
     deadline = time.monotonic() + WAIT_S
     if kind == "grpc":
-        uplink.dial_grpc(transport, SERVER_BASE, address, None, deadline)
+        dialing.dial_grpc(transport, SERVER_BASE, address, None, deadline)
     else:
         transport.dial(SERVER_BASE, address, deadline)
 

@@ -16,15 +16,17 @@ from msgspec import structs
 from torch import nn
 
 from commlayer import planner
-from commlayer.cluster.server_codecs import ops_of, senders_of
-from commlayer.cluster.summation import Reply, Summation
+from commlayer.cluster.servers.bucket_sum import Reply
+from commlayer.cluster.servers.server_codecs import ops_of, senders_of
+from commlayer.cluster.servers.summation import Summation
 from commlayer.compressors import codec_of, parse
 from commlayer.compressors.feedback import wrap
-from commlayer.engine.buckets import BucketExchange, EncodedBucket
-from commlayer.engine.entries_sent import allot_entries
-from commlayer.engine.local_steps import Lengths, OuterSteps, StepWeights
-from commlayer.engine.optimizers import job_of
-from commlayer.engine.step import Units
+from commlayer.engine.buckets.bucket import BucketExchange, EncodedBucket
+from commlayer.engine.buckets.entries_sent import allot_entries
+from commlayer.engine.buckets.units import Units
+from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
+from commlayer.engine.sync.norm_matching import Lengths
 from commlayer.errors import InvalidInput
 from commlayer.observe.noise_scale import NoiseScale
 from commlayer.optim import OuterSGD, usual

@@ -27,8 +27,8 @@ import commlayer
 from bench.as_rank import as_rank
 from commlayer.autotune.controller import TuningController
 from commlayer.autotune.job_actions import JobActions
-from commlayer.engine.connection import DistributedJob
-from commlayer.engine.optimizers import job_of
+from commlayer.engine.job.job import DistributedJob
+from commlayer.engine.model.model_tensors import job_of
 from commlayer.planner import default_plan
 
 DEADLINE = timedelta(seconds=120)

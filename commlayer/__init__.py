@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from commlayer.config import Config as Config
     from commlayer.ddp import HookState as HookState
     from commlayer.ddp import comm_hook as comm_hook
-    from commlayer.engine.sync_modes import DiLoCo as DiLoCo
-    from commlayer.engine.sync_modes import LocalSteps as LocalSteps
+    from commlayer.engine.sync.sync_modes import DiLoCo as DiLoCo
+    from commlayer.engine.sync.sync_modes import LocalSteps as LocalSteps
     from commlayer.errors import CommError as CommError
     from commlayer.session import Session as Session
     from commlayer.session import attach as attach
@@ -26,9 +26,9 @@ _MODULE_OF = {
     "Config": "commlayer.config",
     "CommError": "commlayer.errors",
     "LoadBalancer": "commlayer.autotune.shares.driver",
-    "DiLoCo": "commlayer.engine.sync_modes",
+    "DiLoCo": "commlayer.engine.sync.sync_modes",
     "HookState": "commlayer.ddp",
-    "LocalSteps": "commlayer.engine.sync_modes",
+    "LocalSteps": "commlayer.engine.sync.sync_modes",
     "Session": "commlayer.session",
     "attach": "commlayer.session",
     "comm_hook": "commlayer.ddp",
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"commlayer.{name}")
     if name == "__version__":
-        return importlib.import_module("commlayer.cluster.messages").version()
+        return importlib.import_module("commlayer.cluster.calls.messages").version()
     if name in _MODULE_OF:
         return getattr(importlib.import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'commlayer' has no attribute {name!r}")

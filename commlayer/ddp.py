@@ -17,9 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.config import Config, read_config
-from commlayer.engine import checkpoint
-from commlayer.engine.connection import DistributedJob, JobContext
-from commlayer.engine.plan_choice import requested_plan
+from commlayer.engine.checkpoints import checkpoint
+from commlayer.engine.job.job import DistributedJob, JobContext
+from commlayer.engine.start.plan_choice import requested_plan
 from commlayer.errors import InvalidInput
 from commlayer.records import Plan
 from commlayer.session import Session, attach_module

@@ -13,31 +13,26 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlayer.cluster import object_collectives
+from commlayer.cluster.processes import object_collectives
 from commlayer.config import Config, read_config
-from commlayer.engine import checkpoint
-from commlayer.engine.averages import Clipping, checked, clipping
-from commlayer.engine.connection import DistributedJob, end_dropped
-from commlayer.engine.guards import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
-from commlayer.engine.inspection import Inspected, Inspection
-from commlayer.engine.module_driver import ModuleDriver, SoloDriver
-from commlayer.engine.observers import ObserverOrder
-from commlayer.engine.optimizers import (
-    OptimizerMemory,
-    check_optimizer,
-    job_of,
-    loss_scale,
-    parameters_of,
-    scaler_settings,
-    settings_of,
-)
-from commlayer.engine.plan_choice import requested_plan
-from commlayer.engine.quiet_ddp import QuietDDP, check_silenceable
-from commlayer.engine.replica import Replica
-from commlayer.engine.start import Start, connect, group_of
-from commlayer.engine.step import EpochChanged
-from commlayer.engine.switch import switch as go_over
-from commlayer.engine.sync_modes import LocalSteps, check_forward, check_local, forbids_of, requested_modes
+from commlayer.engine.buckets.current_step import EpochChanged
+from commlayer.engine.checkpoints import checkpoint
+from commlayer.engine.epochs.plan_switch import switch as go_over
+from commlayer.engine.epochs.replica import Replica
+from commlayer.engine.guards.model_checks import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
+from commlayer.engine.job.job import DistributedJob, end_dropped
+from commlayer.engine.model.model_tensors import job_of, loss_scale, parameters_of
+from commlayer.engine.model.optimizer_settings import check_optimizer, scaler_settings, settings_of
+from commlayer.engine.model.optimizer_state import OptimizerMemory
+from commlayer.engine.observers.inspection import Inspected, Inspection
+from commlayer.engine.observers.observers import ObserverOrder
+from commlayer.engine.start.connect import connect
+from commlayer.engine.start.plan_choice import requested_plan
+from commlayer.engine.start.rendezvous import Start, group_of
+from commlayer.engine.step.module_driver import ModuleDriver, SoloDriver
+from commlayer.engine.step.quiet_ddp import QuietDDP, check_silenceable
+from commlayer.engine.sync.sync_modes import LocalSteps, check_forward, check_local, forbids_of, requested_modes
+from commlayer.engine.worker.clipping import Clipping, checked, clipping
 from commlayer.errors import CommError, InvalidInput, cause_of
 from commlayer.optim import family_of, usual
 from commlayer.records import Plan

@@ -21,7 +21,7 @@ import commlayer
 from commlayer import balance, compressors, config, optim, planner
 from commlayer.cli.main import app
 from commlayer.compressors.plan_codecs import FACTORIES
-from commlayer.engine.inspection import Inspection
+from commlayer.engine.observers.inspection import Inspection
 from commlayer.errors import CODES
 from commlayer.integrations import tracking
 from commlayer.observe import events

@@ -27,7 +27,7 @@ from bench.chaos.proxy import Link, Proxy
 from bench.chaos.reports import Began, Ended, Finding, Stepped, Task
 from bench.chaos.trials import STEPS, Trial
 from bench.chaos.wire import Seen
-from commlayer.cluster import authority
+from commlayer.cluster.keys import authority
 from commlayer.config import home_environment
 from commlayer.errors import CommError
 

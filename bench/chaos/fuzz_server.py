@@ -11,10 +11,10 @@ from typing import Any
 
 from bench.fuzz_targets import JOB, SECRET
 from commlayer import planner
-from commlayer.cluster import server_codecs
-from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.summation import Summation
-from commlayer.cluster.summation_server import SumServer
+from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.servers import server_codecs
+from commlayer.cluster.servers.summation import Summation
+from commlayer.cluster.servers.summation_server import SumServer
 from commlayer.config import join_host, read_config
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello

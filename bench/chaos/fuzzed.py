@@ -29,7 +29,7 @@ from bench.chaos.fuzz_server import HONEST, PLAN
 from bench.fuzz_mutate import mutated, resealed
 from bench.fuzz_targets import SECRET, Target, targets
 from bench.report import Result
-from commlayer.cluster.client import CoordinatorChannel
+from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 from commlayer.compressors import codec_of, seed
 from commlayer.config import host_port
 from commlayer.errors import CommError

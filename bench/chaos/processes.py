@@ -27,7 +27,7 @@ from commlayer.config import Launch, read_config, take_environment
 from commlayer.errors import CommError
 
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "commlayer.session", "commlayer.balance",
-           "bench.chaos.training", "commlayer.cluster.server_process", "commlayer.cluster.summation_server",
+           "bench.chaos.training", "commlayer.cluster.servers.server_process", "commlayer.cluster.servers.summation_server",
            "commlayer.cli.main"]
 START_S = 60.0
 """Timeout until torch is loaded, which happens once."""
@@ -121,8 +121,8 @@ def replay(pipe: Any, workers: int, width: int, steps: Sequence[Sequence[Sequenc
 def attend(pipe: Any, place: int) -> None:
     """The part of `commlayer join` other than its worker: sends its seat, so that the receiver can start the worker, and
     waits until it gets the worker's end."""
-    from commlayer.cluster import messages
-    from commlayer.cluster.site_client import SiteLease
+    from commlayer.cluster.calls import messages
+    from commlayer.cluster.calls.site_client import SiteLease
 
     config = read_config()
     attendance = SiteLease(config.join, config, messages.site_request(1, place), lambda line: print(line, file=sys.stderr))

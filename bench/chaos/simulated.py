@@ -10,7 +10,8 @@ import random
 import struct
 from collections import Counter
 
-from commlayer.cluster.summation import Reply, Summation
+from commlayer.cluster.servers.bucket_sum import Reply
+from commlayer.cluster.servers.summation import Summation
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
 from commlayer.transport.reconnect import InFlightRequests
 

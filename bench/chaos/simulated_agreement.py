@@ -15,8 +15,8 @@ from typing import NamedTuple
 from bench.chaos.simulated_desk import Desk
 from bench.chaos.simulated_member import Member
 from bench.chaos.simulated_service import Books, Ledger, Service, Waits
-from commlayer.cluster.epoch_change import wire_generation
-from commlayer.cluster.messages import FINISHED, KvRequest
+from commlayer.cluster.calls.messages import FINISHED, KvRequest
+from commlayer.cluster.membership.epoch_change import wire_generation
 from commlayer.errors import CorruptFrame
 from commlayer.records import View
 from commlayer.transport.protocol import Header, Message

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlayer.cluster import epoch_change, membership, messages
-from commlayer.cluster.membership import State
-from commlayer.cluster.messages import FINISHED, Heartbeat, HeartbeatReply, Join, KvReply, KvRequest
-from commlayer.cluster.rendezvous_service import RendezvousService
-from commlayer.cluster.sites import AdmissionState
+from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.messages import FINISHED, Heartbeat, HeartbeatReply, Join, KvReply, KvRequest
+from commlayer.cluster.membership import epoch_change, membership
+from commlayer.cluster.membership.membership import State
+from commlayer.cluster.membership.rendezvous_service import RendezvousService
+from commlayer.cluster.membership.sites import AdmissionState
 from commlayer.records import View
 from commlayer.transport.handshake import RefusalLog
 

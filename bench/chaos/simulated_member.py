@@ -1,4 +1,4 @@
-"""A worker of a simulated job. It follows engine/regroup.py, but is a generator that yields where a thread would wait.
+"""A worker of a simulated job. It follows membership_change.py, but is a generator that yields where a thread would wait.
 
 It yields whether it has done anything.
 """
@@ -13,10 +13,10 @@ import msgspec
 
 from bench.chaos.simulated_desk import Desk, home_of
 from bench.chaos.simulated_service import Books, Part, body_of, number_of
-from commlayer.cluster.epoch_change import EpochChange, wire_generation
-from commlayer.cluster.messages import FINISHED, HeartbeatReply, KvReply, KvRequest, StoreKey
-from commlayer.engine import agreement
-from commlayer.engine.agreement import AgreementOutcome, Claims, Vote, VoterState, key_of
+from commlayer.cluster.calls.messages import FINISHED, HeartbeatReply, KvReply, KvRequest, StoreKey
+from commlayer.cluster.membership.epoch_change import EpochChange, wire_generation
+from commlayer.engine.epochs import agreement
+from commlayer.engine.epochs.agreement import AgreementOutcome, Claims, Vote, VoterState, key_of
 from commlayer.records import View
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind
 from commlayer.transport.reconnect import InFlightRequests
@@ -253,7 +253,7 @@ class Member:
             while self._job.desk.version == version:
                 yield False
 
-    # ---- the agreement, as in regroup.py
+    # ---- the agreement, as in membership_change.py
 
     def _finished(self) -> list[int]:
         return [self._left.get(f"worker {rank}", -1) for rank in agreement.gone_from(self.view, self.newest)]

@@ -17,10 +17,11 @@ from typing import Any
 
 import msgspec
 
-from commlayer.cluster import coordinator_journal, epoch_change, membership, messages
-from commlayer.cluster.coordinator_journal import CoordinatorRecord
-from commlayer.cluster.membership import State
-from commlayer.cluster.messages import FINISHED, Heartbeat, HeartbeatReply, Join, JoinReply, Overdue
+from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.messages import FINISHED, Heartbeat, HeartbeatReply, Join, JoinReply, Overdue
+from commlayer.cluster.membership import coordinator_journal, epoch_change, membership
+from commlayer.cluster.membership.coordinator_journal import CoordinatorRecord
+from commlayer.cluster.membership.membership import State
 from commlayer.records import View
 
 BEAT_S, TICK_S, DEAD_AFTER_S, PATIENCE_S, ENDED_AFTER_S = 1.0, 0.25, 4.0, 7.0, 3.0

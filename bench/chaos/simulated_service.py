@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlayer.cluster.epoch_change import EpochChange, change_problem, read_change, wire_generation
-from commlayer.cluster.summation import EVERY_SLICE, Reply, Summation
+from commlayer.cluster.membership.epoch_change import EpochChange, change_problem, read_change, wire_generation
+from commlayer.cluster.servers.bucket_sum import EVERY_SLICE, Reply
+from commlayer.cluster.servers.summation import Summation
 from commlayer.errors import CorruptFrame
 from commlayer.records import View
 from commlayer.transport.protocol import Flag, Kind, Message, peer_name

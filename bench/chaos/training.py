@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader, Dataset
 from bench.chaos.reports import SETTLING, STEPS_PER_EPOCH, Began, Ended, Stepped, Task
 from bench.chaos.wire import weights
 from commlayer.balance import Sampler
-from commlayer.cluster.client import Membership
+from commlayer.cluster.membership.client import Membership
+from commlayer.cluster.processes.script_host import begin_world
 from commlayer.config import read_launch
-from commlayer.engine.start import begin_world
 from commlayer.errors import CommError
 from commlayer.session import Session, attach
 

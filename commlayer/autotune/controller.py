@@ -45,7 +45,7 @@ from commlayer.autotune.plan_policy import (
 from commlayer.autotune.quality import CodecChange, GradientError
 from commlayer.autotune.report import NO_TRAFFIC, NOT_KNOWN, Report, Reports
 from commlayer.autotune.shares.policy import WorkerTime
-from commlayer.engine.step import EpochChanged
+from commlayer.engine.buckets.current_step import EpochChanged
 from commlayer.errors import CommError
 from commlayer.observe.events import AloneEvent, QualityEvent
 from commlayer.observe.link_monitor import LinkWatch, Rates, SeenStep, Throughput, differ, slower, spelled
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
     from commlayer.autotune.guard import QualityGuard
     from commlayer.autotune.job_actions import JobActions, Measured
-    from commlayer.engine.connection import DistributedJob
+    from commlayer.engine.job.job import DistributedJob
 
 T = TypeVar("T")
 

@@ -15,11 +15,12 @@ import torch
 
 from commlayer.autotune import quality
 from commlayer.autotune.quality import Bounds, CodecChange, GradientError, LossTrend, PlanLevels, least_usual
-from commlayer.cluster.collectives import all_or_none
+from commlayer.cluster.processes.collectives import all_or_none
 from commlayer.config import Config
-from commlayer.engine import gradient_comparison, plan_choice
-from commlayer.engine.connection import DistributedJob
-from commlayer.engine.gradient_comparison import SampledPiece
+from commlayer.engine.guards import gradient_comparison
+from commlayer.engine.guards.gradient_comparison import SampledPiece
+from commlayer.engine.job import codec_floor
+from commlayer.engine.job.job import DistributedJob
 from commlayer.loss_budget import BUDGET
 from commlayer.observe.events import NoiseScaleEvent, QualityEvent
 from commlayer.observe.fidelity import Dots
@@ -168,7 +169,7 @@ class QualityGuard:
     def lifted(self, change: CodecChange) -> Plan | None:
         """Returns the base plan without codecs coarser than `change` allows; None if that is the active plan."""
         groups, worker = self._groups, self._connection.worker
-        lifted = plan_choice.lift(self._base, change.after, groups.world // groups.ranks_per_node,
+        lifted = codec_floor.lift(self._base, change.after, groups.world // groups.ranks_per_node,
                                   cuda=worker.device.type == "cuda")
         return None if lifted.buckets == self._plan.buckets else lifted
 
@@ -187,5 +188,5 @@ class QualityGuard:
         self._plan, self._base, self._sent, self._piece, self._compares = plan, base or plan, Dots(), None, False
         self._watched = [] if plan.steps_locally else gradient_comparison.watched(worker)
         bounds = (0.0, 0.0) if self._by_budget else least_usual([b.planned for b in self._watched])
-        return PlanLevels(plan_choice.lowest(plan), plan_choice.lowest(self._base), bool(self._watched),
+        return PlanLevels(codec_floor.lowest(plan), codec_floor.lowest(self._base), bool(self._watched),
                           self._base.buckets != plan.buckets, *bounds, plan.overlap == "forward")

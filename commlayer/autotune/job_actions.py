@@ -32,10 +32,10 @@ from commlayer.autotune.plan_limits import PlanLimits, bounded, codecs, limits_o
 from commlayer.autotune.plan_policy import Candidate, SearchRequest
 from commlayer.autotune.planning_process import PlanningProcess
 from commlayer.autotune.search import SearchOrder
-from commlayer.cluster.collectives import all_or_none
+from commlayer.cluster.processes.collectives import all_or_none
 from commlayer.compressors import build
-from commlayer.engine.connection import DistributedJob
-from commlayer.engine.switch import switch
+from commlayer.engine.epochs.plan_switch import switch
+from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import InvalidState
 from commlayer.observe.link_monitor import InterfaceCounters, Rates
 from commlayer.planner.model import CodecCost, Line, Link, PlanInputs, Profile, bare

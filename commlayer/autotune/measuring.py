@@ -12,10 +12,10 @@ import torch
 
 from commlayer.autotune.measure import link_rates
 from commlayer.autotune.measure.calibration import CollectiveCosts
-from commlayer.cluster.collectives import Groups, all_or_none
+from commlayer.cluster.processes.collectives import Groups, all_or_none
 from commlayer.config import host_port
-from commlayer.engine.connection import DistributedJob
-from commlayer.engine.worker import Worker
+from commlayer.engine.job.job import DistributedJob
+from commlayer.engine.worker.worker import Worker
 from commlayer.observe.link_monitor import PAYLOAD, InterfaceCounters, Rates, Throughput, counters_of
 from commlayer.observe.step_trace import RecordedStep
 from commlayer.planner.model import Cluster, Link, Node

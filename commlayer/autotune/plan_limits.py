@@ -13,8 +13,8 @@ from commlayer.autotune.measuring import RankMeasurement
 from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel
 from commlayer.compressors import parse
-from commlayer.engine import plan_choice
-from commlayer.engine.connection import DistributedJob
+from commlayer.engine.job import codec_floor
+from commlayer.engine.job.job import DistributedJob
 from commlayer.planner.convergence import measured_local_steps
 from commlayer.planner.model import Policy, Profile
 
@@ -35,7 +35,7 @@ class PlanLimits(NamedTuple):
 
 def codecs(connection: DistributedJob) -> list[str]:
     """Returns the names of codecs that the loss budget and the quality floor allow, so measuring them is worthwhile."""
-    return plan_choice.at_least(connection.terms.floor, loss_budget.names(_model(connection), _budget(connection)))
+    return codec_floor.at_least(connection.terms.floor, loss_budget.names(_model(connection), _budget(connection)))
 
 
 def remembers(connection: DistributedJob) -> bool:
@@ -73,7 +73,7 @@ def bounded(connection: DistributedJob, profile: Profile, policy: Policy) -> tup
     if not connection.terms.floor:
         return profile, policy
     names = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
-    fine = tuple(name for name in names if plan_choice.level(parse(name)) >= connection.terms.floor * plan_choice.EQUAL)
+    fine = tuple(name for name in names if codec_floor.level(parse(name)) >= connection.terms.floor * codec_floor.EQUAL)
     return profile, structs.replace(policy, codecs=fine)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer.codec_spec import parse_spec
-from commlayer.engine.spacing import TIME_PART, steps_between, steps_until_paid
+from commlayer.engine.observers.spacing import TIME_PART, steps_between, steps_until_paid
 from commlayer.observe.fidelity import Dots, Fidelity, worst
 from commlayer.records import Bucket, Record
 
@@ -47,7 +47,7 @@ MOST_PATIENCE = 16 * CALM
 SMOOTH = 0.3
 """Weight of the newest residual in the running mean of residuals."""
 EQUAL = 0.99
-"""Levels that differ by at most this factor count as equal, because ratios have three digits (as in engine/plan_choice.py)."""
+"""Levels that differ by at most this factor count as equal, because ratios have three digits (as in job/codec_floor.py)."""
 
 
 # ---- loss trend: a rise of a noisy training loss, from a fast mean and the lowest value of a slow one
@@ -187,7 +187,7 @@ class GradientError(NamedTuple):
 
 class PlanLevels(Record, frozen=True):
     """The attributes of the active plan that the policy uses. A codec's level is its ratio if it has one, otherwise the bytes
-    that it sends as a fraction of the dense bytes (engine/plan_choice.py)."""
+    that it sends as a fraction of the dense bytes (job/codec_floor.py)."""
 
     level: float
     """Level of the plan's coarsest codec: its ratio, or its bytes as a fraction of the dense bytes. 1 without codecs."""

@@ -15,12 +15,12 @@ from msgspec import structs
 
 from commlayer.autotune.quality import GradientError
 from commlayer.autotune.shares.policy import WorkerTime
-from commlayer.engine.spacing import row_spacing
+from commlayer.engine.observers.spacing import row_spacing
 from commlayer.observe.link_monitor import Direction, InterfaceCounters, Throughput
 from commlayer.records import Record
 
 if TYPE_CHECKING:
-    from commlayer.cluster.collectives import Rows
+    from commlayer.cluster.processes.rows import Rows
 
 
 class Report(Record, frozen=True):

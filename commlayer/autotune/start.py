@@ -7,8 +7,8 @@ from commlayer.autotune.guard import guard_of
 from commlayer.autotune.job_actions import JobActions
 from commlayer.autotune.report import Reports
 from commlayer.config import Config
-from commlayer.engine.connection import DistributedJob
-from commlayer.engine.observers import Observer, ObserverOrder, Observers
+from commlayer.engine.job.job import DistributedJob
+from commlayer.engine.observers.observers import Observer, ObserverOrder, Observers
 
 
 def controller_of(connection: DistributedJob, config: Config) -> TuningController | None:

@@ -22,7 +22,7 @@ from commlayer.cli.options import (
     split_bind,
     stored_keys,
 )
-from commlayer.cluster import home_keys
+from commlayer.cluster.keys import home_keys
 from commlayer.config import Config, read_config
 from commlayer.errors import Coded, RecordError
 

@@ -17,13 +17,13 @@ from typer.core import TyperCommand
 
 from commlayer.cli.doctor import examine
 from commlayer.cli.options import Insecure, Keys, fetched_keys, parse_line, stored_keys
-from commlayer.cluster import home_keys
+from commlayer.cluster.keys import home_keys
 from commlayer.config import Launch, home_environment, read_config
 from commlayer.errors import CommError, InvalidInput
 from commlayer.transport.secret import REMEDY
 
 if TYPE_CHECKING:
-    from commlayer.cluster.site_client import SiteLease
+    from commlayer.cluster.calls.site_client import SiteLease
 
 Child = subprocess.Popen[bytes]
 CHECK = "--check"
@@ -68,8 +68,8 @@ def join(
         raise InvalidInput("E-SECRET", f"joining {config.join} needs the job's secret: {REMEDY}")
     _check_script(script)
     # Imported late: these load grpc, which --help does not need.
-    from commlayer.cluster import messages
-    from commlayer.cluster.site_client import SiteLease
+    from commlayer.cluster.calls import messages
+    from commlayer.cluster.calls.site_client import SiteLease
 
     lease = SiteLease(config.join, config, messages.site_request(nproc_per_node, node_rank), _say)
     reason = "it was interrupted"
@@ -149,7 +149,7 @@ def _start(line: Sequence[str], home: str, reply: Any, local: int, workers: int,
     """Starts a worker in its own session. Ctrl-C then reaches only this process, which forwards the signal once."""
     joins = reply.rank + local if reply.joins else -1
     mine = Launch(_first_rank(reply, workers) + local, reply.world, local, workers, reply.node, reply.node, home, joins)
-    command = [sys.executable, "-u", "-m", "commlayer.engine.start", str(os.getpid()), *line]
+    command = [sys.executable, "-u", "-m", "commlayer.cluster.processes.script_host", str(os.getpid()), *line]
     return subprocess.Popen(command, env=home_environment(mine, reply.nodes, settings), start_new_session=True)
 
 

@@ -24,7 +24,7 @@ def init(
     days: Annotated[int, typer.Option(help="Days until the CA expires.")] = 3650,
 ) -> None:
     """Create a job's CA (certificate authority). Its folder can admit any machine to the job: keep it on one machine."""
-    from commlayer.cluster import authority
+    from commlayer.cluster.keys import authority
 
     until = authority.init(folder, days)
     print(f"created a CA in {folder}, valid until {until:%Y-%m-%d}; keep that folder on this machine")
@@ -39,7 +39,7 @@ def add(
     again: Annotated[bool, typer.Option("--again", help="Create a new certificate and revoke the old one.")] = False,
 ) -> None:
     """Create a node's certificate, in a folder to copy to the node."""
-    from commlayer.cluster import authority
+    from commlayer.cluster.keys import authority
 
     place = authority.add(folder, name, days, dials_only=dials_only, again=again)
     until = next(one.until for one in authority.issued(folder) if one.name == name and not one.revoked)
@@ -62,7 +62,7 @@ def invite(
     again: Annotated[bool, typer.Option("--again", help="Replace and revoke the home's present certificate.")] = False,
 ) -> None:
     """Print a line with which one home fetches a certificate of its own. `commlayer serve` must use this CA's folder."""
-    from commlayer.cluster import invitations
+    from commlayer.cluster.keys import invitations
 
     address = address or invitations.read_book(folder).address
     if not address:
@@ -76,7 +76,7 @@ def invite(
 @app.command()
 def revoke(name: Name, folder: Folder = Path("keys")) -> None:
     """Revoke a node's certificates, and its invitation. A running job drops the node."""
-    from commlayer.cluster import authority, invitations
+    from commlayer.cluster.keys import authority, invitations
 
     withdrawn = invitations.withdraw(folder, name)  # first, so that no certificate follows
     if withdrawn and all(one.name != name for one in authority.issued(folder)):
@@ -90,7 +90,7 @@ def revoke(name: Name, folder: Folder = Path("keys")) -> None:
 @app.command("list")
 def list_(folder: Folder = Path("keys")) -> None:
     """List certificates and their dates."""
-    from commlayer.cluster import authority, invitations
+    from commlayer.cluster.keys import authority, invitations
 
     if not (folder / authority.CA_KEY).exists():
         raise InvalidInput("E-KEYS", f"{folder} has no CA: `commlayer keys init` creates one, --dir selects another folder")

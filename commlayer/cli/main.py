@@ -18,7 +18,7 @@ from commlayer.cli.top import top
 from commlayer.cli.trace import trace
 from commlayer.cli.tune import tune
 from commlayer.cli.up import up
-from commlayer.cluster import messages
+from commlayer.cluster.calls import messages
 from commlayer.errors import Coded, coded, line_of
 
 USAGE_ERROR: Any = typer.BadParameter.__bases__[0]

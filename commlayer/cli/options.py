@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from commlayer.cluster import home_keys
+from commlayer.cluster.keys import home_keys
 from commlayer.config import host_port, read_config
 from commlayer.errors import InvalidInput, RecordError
 
@@ -52,7 +52,7 @@ def fetched_keys(home: home_keys.HomeLine, say: Callable[[str], None], wait_s: f
     if home.token is None:
         raise InvalidInput("E-INVITATION", f"{home.name} has no keys in {home.folder}, and the line has no token after '#': "
                                            f"{home_keys.COPY}")
-    from commlayer.cluster.enrolment import enrol  # imported late: it loads cryptography
+    from commlayer.cluster.keys.enrolment_client import enrol  # imported late: it loads cryptography
 
     folder = enrol(home, wait_s or read_config({"join": home.address, "insecure": True}).join_deadline_s, say)
     say(f"fetched a certificate for {home.name}; its keys are in {folder}, and later runs need no token")

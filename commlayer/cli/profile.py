@@ -75,7 +75,7 @@ def _among_ranks() -> tuple[Line, Line] | None:
     import torch.distributed as dist
 
     from commlayer.autotune.measure import calibration
-    from commlayer.cluster.collectives import Groups
+    from commlayer.cluster.processes.collectives import Groups
 
     dist.init_process_group("gloo")
     groups = Groups(launch.local_world, GROUPS_DEADLINE_S, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""`commlayer serve`: runs the coordinator and a summation server (cluster/server_process.py)."""
+"""`commlayer serve`: runs the coordinator and a summation server (servers/server_process.py)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def serve(
     if config.join and not config.token:
         raise InvalidInput("E-SECRET", f"--join {config.join} needs the job's secret: {REMEDY}")
     # Imported late: it loads grpc, which --help does not need.
-    from commlayer.cluster import server_process
+    from commlayer.cluster.servers import server_process
 
     part = server_process.ServeOptions(workers, (0 if no_server else 1) if servers is None else servers,
                                        -1 if no_server else number, not no_server, page=_address_of(page))
@@ -100,7 +100,7 @@ def _read(settings: dict[str, Any], names: list[str], *, wanted: bool) -> tuple[
 def _keys_of_server(folder: Path, names: list[str]) -> Path:
     """Returns the folder of this server's keys. Creates the CA and the keys if they are missing, after it has checked the names
     of homes to invite."""
-    from commlayer.cluster import invitations  # imported late: it loads cryptography
+    from commlayer.cluster.keys import invitations  # imported late: it loads cryptography
 
     for name in names:
         invitations.check_name(name)

@@ -68,7 +68,7 @@ def _watch_coordinator(address: str, keys: str, insecure: bool, *, once: bool) -
     if not config.token:
         raise InvalidInput("E-SECRET", f"watching {config.join} needs the job's secret: {REMEDY}")
     # Imported late: it loads grpc, which --help does not need.
-    from commlayer.cluster.event_client import EventClient
+    from commlayer.cluster.calls.event_client import EventClient
 
     with contextlib.closing(EventClient(config)) as client:
         _watch(client, client.read(), once=once)

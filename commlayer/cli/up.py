@@ -10,8 +10,8 @@ from typing import Annotated, NamedTuple
 import typer
 
 from commlayer.cli.join import join
-from commlayer.cluster import home_keys
-from commlayer.cluster.home_keys import HomeLine
+from commlayer.cluster.keys import home_keys
+from commlayer.cluster.keys.home_keys import HomeLine
 from commlayer.config import read_config
 from commlayer.errors import CommError, InvalidInput, RecordError, without_code
 
@@ -71,7 +71,7 @@ def look(script: str) -> Facts:
     if len(facts.homes) != 1:
         return facts
     # Imported late: these load grpc, which --help does not need.
-    from commlayer.cluster.messages import StatusReply, StatusRequest
+    from commlayer.cluster.calls.messages import StatusReply, StatusRequest
     from commlayer.doctor import server
 
     (home,) = facts.homes

@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from commlayer import native, planner, records
-from commlayer.cluster import messages
-from commlayer.cluster.server_journal import NAME
+from commlayer.cluster.calls import messages
+from commlayer.cluster.servers.server_journal import NAME
 from commlayer.config import Config, host_port, is_loopback
 from commlayer.doctor.report import Finding, fail, judge, of_error, ok, warn
 from commlayer.errors import RecordError

@@ -152,7 +152,7 @@ def compare_nodes(launch: Launch, node: NodeFacts, host: str, join_s: float) -> 
     from torch import distributed
     from torch.distributed.rendezvous import rendezvous
 
-    from commlayer.cluster.process_groups import exchange
+    from commlayer.cluster.processes.process_groups import exchange
 
     dist: Any = distributed
     count, rank = launch.world, launch.rank

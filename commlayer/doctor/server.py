@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from commlayer.autotune.measure import link_rates
-from commlayer.cluster import messages, uplink
-from commlayer.cluster.client import CoordinatorChannel, diagnose
-from commlayer.cluster.messages import MAX_STATUS_NBYTES, StatusReply, StatusRequest
+from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
+from commlayer.cluster.calls.diagnosis import diagnose
+from commlayer.cluster.calls.messages import MAX_STATUS_NBYTES, StatusReply, StatusRequest
+from commlayer.cluster.servers import dialing
 from commlayer.config import Config, host_port
 from commlayer.doctor.network import check_idle, dial, idle_setting
 from commlayer.doctor.report import Finding, fail, judge, of_error, ok, warn
@@ -129,8 +131,8 @@ def check_clock(ahead_s: float, error_s: float, *, keys: bool) -> Finding:
 
 def check_connection(server: ServerInfo, config: Config, keys: Keys | None) -> Finding:
     """Checks the connection for gradients to a summation server, with the transport protocol that a worker would use."""
-    streams = uplink.streams_at(server, config.join)
-    tcp = config.carrier != "grpc" and not uplink.only_streams(server, config.join)
+    streams = dialing.streams_at(server, config.join)
+    tcp = config.carrier != "grpc" and not dialing.only_streams(server, config.join)
     problem = dial_tls(server.address, keys, tls.DATA) if tcp else ""
     if tcp and not problem:
         return ok("carrier", f"TCP to server {server.address}")
@@ -154,7 +156,7 @@ def dial_streams(address: str, keys: Keys | None) -> str:
     try:
         if keys is not None:
             diagnose(address, keys, deadline, f"server {address}")
-        uplink.open_stream(host_port(address), keys, deadline).close()
+        dialing.open_stream(host_port(address), keys, deadline).close()
     except CommError as error:
         return error.what
     return ""

@@ -162,7 +162,7 @@ class Keys:
 
     def enrolment_context(self) -> ssl.SSLContext:
         """Returns a TLS 1.3 context for a server that requests no certificate, for homes that have none yet
-        (cluster/enrolment.py). Data and control connections use context() instead."""
+        (keys/enrolment.py). Data and control connections use context() instead."""
         context = _tls13(server=True)
         context.verify_mode = ssl.CERT_NONE
         context.set_alpn_protocols([ENROLMENT])

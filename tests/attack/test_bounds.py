@@ -25,8 +25,11 @@ from support.keys import Folders
 from support.serving import PLAN
 
 from commlayer import records
-from commlayer.cluster import coordinator, enrolment, messages, summation_server
-from commlayer.cluster.epoch_change import EpochChange
+from commlayer.cluster.calls import messages
+from commlayer.cluster.keys import enrolment_messages
+from commlayer.cluster.membership import coordinator
+from commlayer.cluster.membership.epoch_change import EpochChange
+from commlayer.cluster.servers import summation_server
 from commlayer.config import host_port
 from commlayer.records import Plan, Record
 from commlayer.transport import framing, handshake
@@ -76,7 +79,8 @@ BOUNDS: dict[str, Bound] = {
 """By message or kind of frame, and by sender."""
 FROM_SERVERS = {
     messages.JoinReply, messages.HeartbeatReply, messages.KvReply, messages.StatusReply, messages.EventsReply,
-    handshake.Challenge, handshake.Welcome, summation_server.Stalled, enrolment.EnrolmentChallenge, enrolment.EnrolmentReply,
+    handshake.Challenge, handshake.Welcome, summation_server.Stalled, enrolment_messages.EnrolmentChallenge,
+    enrolment_messages.EnrolmentReply,
 }
 """Records that only a server sends. Whoever runs the server can end the job anyway."""
 PARTS = {messages.PeerExit, messages.Overdue}
@@ -100,10 +104,10 @@ def methods() -> dict[str, type[Record]]:
 
 @pytest.mark.commit(1)
 def test_each_message_and_frame_has_a_bound() -> None:
-    modules = messages, handshake, enrolment, summation_server
+    modules = messages, handshake, enrolment_messages, summation_server
     there = {one for module in modules for one in vars(module).values()
              if isinstance(one, type) and issubclass(one, Record) and one.__module__ == module.__name__}
-    of_members, of_strangers = [*methods().values()], [Hello, Proof, enrolment.EnrolmentRequest]
+    of_members, of_strangers = [*methods().values()], [Hello, Proof, enrolment_messages.EnrolmentRequest]
     assert there == {*of_members, *of_strangers} | FROM_SERVERS | PARTS, "a new record needs a bound, or only servers send it"
     assert BOUNDS.keys() == {f"{name} of a member" for name in MESSAGES + FRAMES} | {f"{name} of a stranger"
                                                                                      for name in STRANGERS}
@@ -458,9 +462,9 @@ def test_an_enrolment_of_a_stranger(tmp_path: Path) -> None:
     context.set_alpn_protocols(["commlayer-enrolment"])
     requests: Iterable[tuple[str, bytes]] = itertools.chain.from_iterable(
         (*((f"{label} of {nbytes}", msgspec.msgpack.encode(fields))
-           for label, fields in messages_of(enrolment.EnrolmentRequest, {}, nbytes)),
+           for label, fields in messages_of(enrolment_messages.EnrolmentRequest, {}, nbytes)),
          *((f"{label} of {nbytes}", data) for label, data in malformed(nbytes)))
-        for nbytes in (enrolment.MAX_REQUEST_NBYTES - 100, TOTAL_NBYTES))
+        for nbytes in (enrolment_messages.MAX_REQUEST_NBYTES - 100, TOTAL_NBYTES))
     try:
         for number, (label, data) in enumerate(requests):
             source = f"127.0.1.{1 + number // 2}"  # an address may fail ten times a minute
@@ -473,7 +477,7 @@ def test_an_enrolment_of_a_stranger(tmp_path: Path) -> None:
 def ask_for_keys(job: Job, context: ssl.SSLContext, data: bytes, source: str, _turn: int) -> None:
     address = host_port(job.victim.address)
     with contextlib.suppress(OSError), socket.create_connection(address, WAIT_S, (source, 0)) as sock:
-        sock.sendall(enrolment.MAGIC)
+        sock.sendall(enrolment_messages.MAGIC)
         sock.recv(1 << 16)
         with context.wrap_socket(sock) as tls:
             tls.sendall(len(data).to_bytes(4, "little") + data)

@@ -24,9 +24,11 @@ from support.keys import (
 pytest.importorskip("cryptography", reason="cryptography is not installed")
 import grpc
 
-from commlayer.cluster import client, enrolment, invitations, messages
-from commlayer.cluster.grpc_server import MAX_CALL_S, MAX_CONNECTIONS, GrpcPort
-from commlayer.cluster.home_keys import HomeLine
+from commlayer.cluster.calls import coordinator_channel, messages
+from commlayer.cluster.calls.grpc_port import MAX_CONNECTIONS, GrpcPort
+from commlayer.cluster.calls.rpc_server import MAX_CALL_S
+from commlayer.cluster.keys import enrolment_client, invitations
+from commlayer.cluster.keys.home_keys import HomeLine
 from commlayer.config import host_port
 from commlayer.demo.links import Link, Relay
 from commlayer.errors import NotYet
@@ -56,7 +58,7 @@ class Job:
     def fresh_call(self) -> float:
         """A call over a new connection; the seconds that it took."""
         begin = time.monotonic()
-        link = client.CoordinatorChannel(self.victim.address, self.honest.config.token, self.honest.keys, own=True)
+        link = coordinator_channel.CoordinatorChannel(self.victim.address, self.honest.config.token, self.honest.keys, own=True)
         with contextlib.closing(link):
             link.call("Status", messages.StatusRequest(), messages.StatusReply, WAIT_S)
         return time.monotonic() - begin
@@ -66,7 +68,7 @@ class Job:
         name = f"home-{time.monotonic_ns()}"
         (token,) = invitations.invite(self.folders.ca, [name]).values()
         begin = time.monotonic()
-        enrolment.enrol(HomeLine(name, self.victim.address, token), WAIT_S)
+        enrolment_client.enrol(HomeLine(name, self.victim.address, token), WAIT_S)
         return time.monotonic() - begin
 
     def dial(self, address: str = "") -> float:
@@ -154,8 +156,8 @@ async def hang(address: str, keys: Keys | None, channels: int, calls: int, timeo
 
     tasks = []
     for _ in range(channels):
-        options = [*client.channel_options(address), ("grpc.use_local_subchannel_pool", 1)]
-        opened.append(grpc_stream.open_channel(address, options, client.tls_credentials(keys), on_loop=True))
+        options = [*coordinator_channel.channel_options(address), ("grpc.use_local_subchannel_pool", 1)]
+        opened.append(grpc_stream.open_channel(address, options, coordinator_channel.tls_credentials(keys), on_loop=True))
         tasks += [asyncio.ensure_future(one(opened[-1])) for _ in range(calls)]
     await asyncio.sleep(FLOOD_S)
     for task in tasks:

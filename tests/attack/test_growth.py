@@ -15,8 +15,8 @@ from support.coordinators import WAIT_S, until
 from support.hostile import DataConnection, HonestMember, HostileMember, Victim, flood, joined
 
 from commlayer import records
-from commlayer.cluster import messages
-from commlayer.cluster.epoch_change import EpochChange, wire_generation
+from commlayer.cluster.calls import messages
+from commlayer.cluster.membership.epoch_change import EpochChange, wire_generation
 from commlayer.compressors import codec_of
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan, TensorInfo

@@ -17,7 +17,8 @@ from support.hostile import ROOT, SECRET, HonestMember, HostileMember, Victim, j
 from support.keys import Folders
 from support.sites import QUICK
 
-from commlayer.cluster import authority, messages
+from commlayer.cluster.calls import messages
+from commlayer.cluster.keys import authority
 from commlayer.errors import MAX_PEER_TEXT_CHARS
 from commlayer.observe.web import read_token
 from commlayer.transport.protocol import Header, Kind

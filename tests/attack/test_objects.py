@@ -21,7 +21,7 @@ from support.sites import WAIT_S, Sites, next_row
 from torch.distributed import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
 from torch.distributed.optim import zero_redundancy_optimizer
 
-from commlayer.cluster import object_collectives
+from commlayer.cluster.processes import object_collectives
 
 HOSTILE, WORLD = 2, 3
 SIZES = [10**12, 8 << 30, -5]
@@ -65,7 +65,7 @@ def attack(call: str, size: int | None, marker: str) -> None:
 
 def forge(marker: str) -> list[str]:
     """Writes the next values of rank 0 before rank 0 does, and over those that are there; what the coordinator answers."""
-    from commlayer.cluster import site_process_group
+    from commlayer.cluster.processes import site_process_group
 
     kv, group, answers = site_process_group.kv_client(), dist.group.WORLD, []
     data = pickle.dumps([Code(marker)])

@@ -16,8 +16,11 @@ from support.keys import (
 )
 from support.meshes import GrpcEnd, exchange_pair, soon
 
-from commlayer.cluster import authority, client, messages, uplink
-from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.calls import coordinator_channel, messages
+from commlayer.cluster.keys import authority
+from commlayer.cluster.membership import client
+from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.servers import dialing
 from commlayer.errors import CommError
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
@@ -36,7 +39,7 @@ def calls(keys: Keys) -> Iterator[Reach]:
     coordinator._judge._keys = keys
 
     def reach(mine: Keys) -> None:
-        with contextlib.closing(client.CoordinatorChannel(coordinator.address, SECRET, mine, own=True)) as link:
+        with contextlib.closing(coordinator_channel.CoordinatorChannel(coordinator.address, SECRET, mine, own=True)) as link:
             link.call("Heartbeat", messages.Heartbeat("unknown"), messages.HeartbeatReply, WAIT_S)
 
     with contextlib.closing(coordinator):
@@ -66,8 +69,8 @@ SERVERS = {"calls": calls, "data": data, "streams": streams}
 @pytest.fixture(params=SERVERS)
 def serve(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Serve:
     # The attacker forwards the connection that only looks at certificates to the server.
-    monkeypatch.setattr(client, "diagnose", lambda *_: None)
-    monkeypatch.setattr(uplink, "diagnose", lambda *_: None)
+    monkeypatch.setattr(coordinator_channel, "diagnose", lambda *_: None)
+    monkeypatch.setattr(dialing, "diagnose", lambda *_: None)
     return SERVERS[request.param]
 
 
@@ -87,7 +90,7 @@ def test_the_servers_certificate_does_not_help_without_its_key(
     kind: str, folders: Folders, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """gRPC does not say which certificate the connection uses. On data connections it is the one that TLS has checked."""
-    monkeypatch.setattr(uplink, "diagnose", lambda *_: None)
+    monkeypatch.setattr(dialing, "diagnose", lambda *_: None)
     keys = Keys(folders.revoked)
     keys.der = Keys(folders.server).der
     with SERVERS[kind](keys) as reach, pytest.raises(CommError) as caught:

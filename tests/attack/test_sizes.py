@@ -27,17 +27,18 @@ from support.serving import PLAN
 from support.site_groups import met, options, together
 
 from commlayer.balance import Sampler
-from commlayer.cluster import collectives, site_process_group
-from commlayer.cluster.collectives import Groups
-from commlayer.cluster.process_groups import Members
-from commlayer.cluster.site_process_group import RelayedGroup
-from commlayer.engine import checkpoint
-from commlayer.engine.agreement import Vote, key_of
-from commlayer.engine.parameter_drift import ParameterDrift
-from commlayer.engine.plan_choice import from_rank_0
-from commlayer.engine.regroup import EpochMessages, StateRelay
-from commlayer.engine.replica import HEAD, TENSOR, GivenState, Replica, most_state_nbytes, share_optimizer
-from commlayer.engine.trace import gather_steps
+from commlayer.cluster.processes import collectives, relayed_group, site_process_group
+from commlayer.cluster.processes.collectives import Groups
+from commlayer.cluster.processes.process_groups import Members
+from commlayer.cluster.processes.relayed_group import RelayedGroup
+from commlayer.engine.checkpoints import checkpoint, checkpoint_files
+from commlayer.engine.epochs.agreement import Vote, key_of
+from commlayer.engine.epochs.epoch_messages import EpochMessages
+from commlayer.engine.epochs.replica import HEAD, TENSOR, GivenState, Replica, most_state_nbytes, share_optimizer
+from commlayer.engine.epochs.state_relay import StateRelay
+from commlayer.engine.guards.parameter_drift import ParameterDrift
+from commlayer.engine.job.plan_agreement import from_rank_0
+from commlayer.engine.observers.trace import gather_steps
 from commlayer.observe.step_trace import Event, RecordedStep
 from commlayer.records import Member, View, encode
 
@@ -70,9 +71,9 @@ def list_of_checkpoints(groups: Groups, folder: Path) -> None:
 
 
 def checkpoint_of_model(groups: Groups, folder: Path) -> None:
-    mark = checkpoint.Mark("x", 1, 1, WORLD, 1, "")
+    mark = checkpoint_files.Mark("x", 1, 1, WORLD, 1, "")
     if groups.rank == HOSTILE and not folder.exists():
-        checkpoint.write(folder, {"training-0": {"x": torch.zeros(1)}}, mark, None)
+        checkpoint_files.write(folder, {"training-0": {"x": torch.zeros(1)}}, mark, None)
     found = checkpoint.FoundCheckpoint(folder if groups.rank == HOSTILE else folder / "none", mark, False, {})
     checkpoint.load_training(groups, groups.rank, found, Replica(model()), {})
 
@@ -181,15 +182,15 @@ def test_a_body_that_is_malformed_or_grows_is_refused_by_all(name: str) -> None:
 
 
 def test_the_file_header_of_a_checkpoint_names_no_number_of_workers_that_no_job_has(tmp_path: Path) -> None:
-    mark = checkpoint.Mark("x", 1, 1, 2, 1, "")
+    mark = checkpoint_files.Mark("x", 1, 1, 2, 1, "")
     for field in ("world", "servers"):
         one = msgspec.structs.replace(mark, **{field: 10**12})
-        checkpoint.write(tmp_path / "save-1", {"training-0": {"x": torch.zeros(1)}}, one, None)
-        assert "E-CHECKPOINT" in checkpoint.saves_of(tmp_path)[0].fault
-        encoded = msgspec.json.encode([checkpoint.SaveOnDisk(1, mark=one)])
-        assert_refused(outcome(lambda data=encoded: collectives.decode_json(data, list[checkpoint.SaveOnDisk], "a list",
+        checkpoint_files.write(tmp_path / "save-1", {"training-0": {"x": torch.zeros(1)}}, one, None)
+        assert "E-CHECKPOINT" in checkpoint_files.saves_of(tmp_path)[0].fault
+        encoded = msgspec.json.encode([checkpoint_files.SaveOnDisk(1, mark=one)])
+        assert_refused(outcome(lambda data=encoded: collectives.decode_json(data, list[checkpoint_files.SaveOnDisk], "a list",
                                                                              "rank 0")), "E-FRAME", "rank 0", field)
-    assert checkpoint.own_files(3, 10**12, 10**12) == ["rank-3", "server-3"]
+    assert checkpoint_files.own_files(3, 10**12, 10**12) == ["rank-3", "server-3"]
 
 
 @pytest.mark.parametrize(("highest", "number"), [([0], 1), ([7, 0, 3], 8), ([10**9, 0], 10**9 + 1)])
@@ -284,7 +285,7 @@ def test_a_layout_of_buckets_has_each_parameter_once(
         seen = list[torch.Tensor]()
         if rank == HOSTILE:
             return [outcome(broadcasts), seen]
-        return [outcome(lambda: site_process_group._layout.rebuild(broadcasts)), [x.tolist() for x in seen]]
+        return [outcome(lambda: relayed_group.layout.rebuild(broadcasts)), [x.tolist() for x in seen]]
 
     for line, seen in together(met(opened)[1], act)[1:]:
         if refused:

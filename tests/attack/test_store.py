@@ -20,10 +20,12 @@ from support.coordinators import (
 from support.site_groups import joined, leave, met
 from torch.distributed import distributed_c10d
 
-from commlayer.cluster import kv_store, messages, rendezvous_service, site_process_group
-from commlayer.cluster.messages import ANY, MAX_KEYS, StoreKey
-from commlayer.cluster.site_client import KvClient
-from commlayer.cluster.site_process_group import WorldStore
+from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.messages import ANY, MAX_KEYS, StoreKey
+from commlayer.cluster.calls.site_client import KvClient
+from commlayer.cluster.membership import kv_store, rendezvous_service
+from commlayer.cluster.processes import site_process_group
+from commlayer.cluster.processes.world_store import WorldStore
 from commlayer.errors import CommError
 
 CHUNK, TEXT, NUMBER, COUNT = ("world0/group0/0", 0), ("text", ANY), ("a number", ANY), ("count", ANY)

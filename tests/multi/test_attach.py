@@ -38,8 +38,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import commlayer
-from commlayer.engine.connection import end_dropped
-from commlayer.engine.hooks import uncompiled
+from commlayer.engine.hooks.callbacks import uncompiled
+from commlayer.engine.job.job import end_dropped
 
 WORLD, STEPS = 2, 5
 FAR_S = 300.0

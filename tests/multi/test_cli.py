@@ -22,7 +22,8 @@ from support.coordinators import ROOT, WAIT_S, Failures, quick
 from torch import nn
 
 from commlayer.autotune.measure.step_times import timed_job
-from commlayer.cluster import client, messages
+from commlayer.cluster.calls import messages
+from commlayer.cluster.membership import client
 
 COMMAND = [sys.executable, "-m", "commlayer.cli.main"]
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")} | {"COMMLAYER_CONFIG": ""}
@@ -72,7 +73,7 @@ class Without:
         return None if name.split(".")[0] == "skopt" else PathFinder.find_spec(name, *rest)
 
 sys.meta_path = [Without if finder is PathFinder else finder for finder in sys.meta_path]
-import commlayer.session, commlayer.cluster.summation_server
+import commlayer.session, commlayer.cluster.servers.summation_server
 from commlayer.cli import main
 sys.argv = ["commlayer", "tune", "digits"]
 main.run()
@@ -252,7 +253,7 @@ def served() -> Iterator[Any]:
 
 
 def test_keys_that_only_dial_serve_nothing_and_no_line_is_printed_to_copy(commlayer: Any, tmp_path: Path) -> None:
-    authority = pytest.importorskip("commlayer.cluster.authority", reason="cryptography is not installed")
+    authority = pytest.importorskip("commlayer.cluster.keys.authority", reason="cryptography is not installed")
     authority.init(tmp_path / "keys")
     folder = authority.add(tmp_path / "keys", "anna", dials_only=True)
     code, out, errors = commlayer("serve", "--no-server", "--keys", str(folder))
@@ -341,7 +342,7 @@ def test_it_ends_on_request(served: Any, sent: signal.Signals, code: int) -> Non
 
 IN_A_LOCK = """
 import os, signal, threading
-from commlayer.cluster.server_process import on_signal
+from commlayer.cluster.servers.server_process import on_signal
 end = threading.Event()
 on_signal(signal.SIGTERM, end.set, 15.0)
 with end._cond:  # as within end.wait(), for a moment

@@ -10,7 +10,7 @@ from support.rank_pool import pool
 
 from bench.reference.fifo import timed
 from commlayer.autotune.measure import calibration
-from commlayer.cluster.collectives import Groups
+from commlayer.cluster.processes.collectives import Groups
 from commlayer.planner.costs import Prices, moves
 from commlayer.planner.model import Line, Profile
 

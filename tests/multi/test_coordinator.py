@@ -34,11 +34,13 @@ from support.keys import (
     made_folders,  # noqa: F401  (a fixture)
 )
 
-from commlayer.cluster import client, membership, messages, uplink
-from commlayer.cluster.child_processes import EmbeddedServer
-from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.coordinator_journal import CoordinatorJournal
-from commlayer.cluster.site_client import SiteLease
+from commlayer.cluster.calls import coordinator_channel, messages
+from commlayer.cluster.calls.site_client import SiteLease
+from commlayer.cluster.membership import client, membership
+from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.membership.coordinator_journal import CoordinatorJournal
+from commlayer.cluster.processes.child_processes import EmbeddedServer
+from commlayer.cluster.servers import uplink
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, cause_of
 from commlayer.records import ServerInfo, View
 from commlayer.transport.endpoint import Settings, StreamTransport
@@ -73,7 +75,7 @@ def test_many_workers_join_and_see_one_view(opened: list[Any]) -> None:
 
 @pytest.mark.parametrize("who", ["worker", "home"])
 def test_a_host_name_that_cannot_be_resolved_is_named(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "NAME_S", 0.3)
+    monkeypatch.setattr(coordinator_channel, "NAME_S", 0.3)
     address, config = "no-such-host.invalid:7000", quick(insecure=True, join_deadline_s=60.0)
     attendance = SiteLease(address, config, messages.site_request(1, messages.ANY), lambda _: None)
     meet = {"home": lambda: attendance.meet(60.0),
@@ -90,14 +92,14 @@ def test_a_plan_travels_once_though_its_seat_was_freed(opened: list[Any], monkey
     opened.append(coordinator)
     polls: queue.Queue[messages.Join] = queue.Queue()
     parts: queue.Queue[messages.PlanPart] = queue.Queue()
-    call = client.CoordinatorChannel.call
+    call = coordinator_channel.CoordinatorChannel.call
 
     def watched(self: Any, method: str, request: Any, *rest: Any) -> Any:
         if method in ("Join", "PlanPart"):
             (polls if method == "Join" else parts).put(request)
         return call(self, method, request, *rest)
 
-    monkeypatch.setattr(client.CoordinatorChannel, "call", watched)
+    monkeypatch.setattr(coordinator_channel.CoordinatorChannel, "call", watched)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.join, coordinator.address, messages.worker_request("job", 0, 2, plan=plan), quick(),
                               Failures())
@@ -186,7 +188,7 @@ class Later(messages.Join, frozen=True):
 def test_a_call_of_a_version_that_says_more_is_refused_for_its_version(opened: list[Any]) -> None:
     coordinator = Coordinator(quick())
     opened.append(coordinator)
-    channel = client.CoordinatorChannel(coordinator.address)
+    channel = coordinator_channel.CoordinatorChannel(coordinator.address)
     opened.append(channel)
     mine = msgspec.structs.asdict(messages.worker_request("job", 0, 1))
     for lines, line in (({"version": "9.9"}, "commlayer 9.9, but this process .*E-VERSION"),
@@ -199,7 +201,7 @@ def test_a_call_of_a_version_that_says_more_is_refused_for_its_version(opened: l
 def test_bytes_that_are_no_record_are_refused_and_change_nothing(opened: list[Any]) -> None:
     coordinator = Coordinator(quick())
     opened.append(coordinator)
-    channel = client.CoordinatorChannel(coordinator.address)
+    channel = coordinator_channel.CoordinatorChannel(coordinator.address)
     opened.append(channel)
     for bad in (messages.HeartbeatReply(), messages.Leave("token")):
         line = outcome(lambda bad=bad: channel.call("Join", bad, messages.JoinReply, WAIT_S))
@@ -320,7 +322,7 @@ def test_the_timeout_of_a_heartbeat_does_not_shrink_while_the_coordinator_is_sil
     opened.append(client.join(coordinator.address, request, quick(dead_after_s=0.2), Failures(), on_silence=silences_s.put))
     while silences_s.get(timeout=WAIT_S) < 1.0:
         pass
-    assert set(timeouts_s) == {client.MIN_BEAT_S}
+    assert set(timeouts_s) == {coordinator_channel.MIN_BEAT_S}
 
 
 def test_a_port_in_use_is_one_line(opened: list[Any]) -> None:
@@ -539,7 +541,7 @@ def test_an_embedded_coordinator_serves_and_ends_by_itself_after_the_job() -> No
 
 
 def test_a_hung_embedded_server_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commlayer.cluster.child_processes.GRACE_S", 0.2)
+    monkeypatch.setattr("commlayer.cluster.processes.child_processes.GRACE_S", 0.2)
     server = EmbeddedServer.start(quick(), workers=1, servers=0, number=None)
     os.kill(server.pid, signal.SIGSTOP)
     server.close()
@@ -593,7 +595,7 @@ def test_a_server_that_does_not_start_says_why() -> None:
 
 
 def test_a_server_that_hangs_at_its_start_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commlayer.cluster.child_processes.RUN", "import time; time.sleep(1000)")
-    monkeypatch.setattr("commlayer.cluster.child_processes.GRACE_S", 0.2)
+    monkeypatch.setattr("commlayer.cluster.processes.child_processes.RUN", "import time; time.sleep(1000)")
+    monkeypatch.setattr("commlayer.cluster.processes.child_processes.GRACE_S", 0.2)
     line = outcome(lambda: EmbeddedServer.start(quick(join_deadline_s=0.3), workers=1))
     assert_refused(line, "E-DEADLINE", "embedded server: ", "0.3 s")

@@ -14,9 +14,9 @@ from support.cuda import COMPILER, DEVICE, SHIM, Shim, build, running
 from support.rank_pool import pool
 from support.workers import job, step
 
-from commlayer.cluster.collectives import Groups
+from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors import parse, wrap
-from commlayer.engine.worker import Worker
+from commlayer.engine.worker.worker import Worker
 from commlayer.records import Bucket, Plan, Slice
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -30,10 +30,13 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from commlayer.cli import main
-from commlayer.cluster import authority, client, enrolment, home_keys, invitations, messages
-from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.enrolment import MAGIC, EnrolmentChallenge, EnrolmentReply, EnrolmentRequest, EnrolmentServer
-from commlayer.cluster.home_keys import HomeLine, Token
+from commlayer.cluster.calls import messages
+from commlayer.cluster.keys import authority, enrolment, enrolment_client, enrolment_messages, home_keys, invitations
+from commlayer.cluster.keys.enrolment import EnrolmentServer
+from commlayer.cluster.keys.enrolment_messages import MAGIC, EnrolmentChallenge, EnrolmentReply, EnrolmentRequest
+from commlayer.cluster.keys.home_keys import HomeLine, Token
+from commlayer.cluster.membership import client
+from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.doctor import machine
 from commlayer.doctor.machine import Torch
 from commlayer.doctor.server import ServerCheck
@@ -109,9 +112,9 @@ def dialled(address: str, token: Token) -> Iterator[tuple[ssl.SSLSocket, bytes, 
     """A connection on which the server awaits the request, its nonce, and the fingerprint of its certificate."""
     with socket.create_connection(tuple(address.rsplit(":", 1)), WAIT_S) as sock:
         sock.sendall(MAGIC)
-        ca = enrolment._authority(sock, token, soon())
-        with enrolment._secured(enrolling_context(ca), sock, soon(), server=False) as tls:
-            nonce = enrolment._receive_record(tls, EnrolmentChallenge, 4096, soon()).nonce
+        ca = enrolment_client._authority(sock, token, soon())
+        with enrolment_messages.secured(enrolling_context(ca), sock, soon(), server=False) as tls:
+            nonce = enrolment_messages.receive_record(tls, EnrolmentChallenge, 4096, soon()).nonce
             yield tls, nonce, hashlib.sha256(tls.getpeercert(binary_form=True) or b"").digest()
 
 
@@ -122,8 +125,8 @@ def attempt(home: HomeLine, csr: bytes, name: str = "", secret: bytes = b"",
     with dialled(home.address, home.token) as (tls, nonce, fingerprint):
         signed = invitations.statement(name or home.name, csr, binding or (nonce, fingerprint))
         proof = invitations.signing_key(secret or home.token.secret).sign(signed)
-        enrolment._send_record(tls, EnrolmentRequest(name or home.name, csr, proof), soon())
-        return enrolment._receive_record(tls, EnrolmentReply, 1 << 20, soon())
+        enrolment_messages.send_record(tls, EnrolmentRequest(name or home.name, csr, proof), soon())
+        return enrolment_messages.receive_record(tls, EnrolmentReply, 1 << 20, soon())
 
 
 def code_in(text: str) -> str:
@@ -144,7 +147,7 @@ def refusal(call: Callable[[], Any], kind: type[CommError] = Refused) -> str:
 
 def test_a_home_fetches_its_certificate_joins_over_mutual_tls_and_needs_no_token_later(server: Server, user: Path) -> None:
     home = server.line()
-    folder = enrolment.enrol(home, WAIT_S)
+    folder = enrolment_client.enrol(home, WAIT_S)
     assert server.joined(folder) == "worker 0"
     keys = Keys(folder)
     assert (keys.own.name, keys.dials_only) == ("home-1", True), "a home can never be a server"
@@ -192,7 +195,7 @@ def test_a_check_with_a_token_that_is_not_valid_names_the_reason(
 def test_no_private_key_and_no_secret_of_a_home_reaches_the_server(server: Server) -> None:
     home = server.line()
     assert home.token is not None
-    folder = enrolment.enrol(home, WAIT_S)
+    folder = enrolment_client.enrol(home, WAIT_S)
     key, secret = (folder / "node.key").read_bytes(), home.token.secret
     forms = (secret, secret.hex().encode(), str(home.token).encode())
     for path in (path for path in server.ca.rglob("*") if path.is_file()):
@@ -209,7 +212,7 @@ def test_a_restarted_server_keeps_invitations_and_the_address_for_new_ones(serve
     assert invitations.invite(server.ca, ["home-1", "home-2"], keep=True).keys() == {"home-2"}
     again = EnrolmentServer(server.ca, Keys(server.keys), SECRET)
     server.coordinator._port.enrolment = again
-    enrolment.enrol(home, WAIT_S)
+    enrolment_client.enrol(home, WAIT_S)
     assert invitations.read_book(server.ca).address == server.address
     assert invitations.pending(server.ca).keys() == {"home-2"}
     lines = invitations.commands(server.ca, ["home-1", "home-2"], {}, server.address)
@@ -229,20 +232,20 @@ def test_an_interrupted_home_asks_again_with_the_same_key(server: Server, monkey
     with monkeypatch.context() as patch:
         patch.setattr(authority, "make_folder", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            enrolment.enrol(home, WAIT_S)
+            enrolment_client.enrol(home, WAIT_S)
     (draft,) = user.iterdir()
     assert stat.S_IMODE(draft.stat().st_mode) == 0o600
-    server.joined(enrolment.enrol(home, WAIT_S))
+    server.joined(enrolment_client.enrol(home, WAIT_S))
     assert server.certificates == [("home-1", False)]
 
 
 def test_a_new_invitation_replaces_the_certificate_and_the_stored_keys(server: Server) -> None:
-    first = Keys(enrolment.enrol(server.line(), WAIT_S)).own.serial
+    first = Keys(enrolment_client.enrol(server.line(), WAIT_S)).own.serial
     with pytest.raises(ValueError, match="--again"):
         server.line()
     home = server.line(again=True)
     assert home.stored() is None, "keys of another token"
-    folder = enrolment.enrol(home, WAIT_S)
+    folder = enrolment_client.enrol(home, WAIT_S)
     assert Keys(folder).revoked() == {first}
     server.joined(folder)
     assert server.certificates == [("home-1", True), ("home-1", False)]
@@ -260,7 +263,7 @@ def test_a_certificate_without_its_mark_in_the_invitation_is_revoked(server: Ser
 def test_a_home_waits_for_a_server_that_starts_later(server: Server) -> None:
     home, said = server.line(), list[str]()
     home = home._replace(address="127.0.0.1:1")
-    assert refusal(lambda: enrolment.enrol(home, 0.3, said.append), DeadlineExceeded) == "E-DEADLINE"
+    assert refusal(lambda: enrolment_client.enrol(home, 0.3, said.append), DeadlineExceeded) == "E-DEADLINE"
     assert len(said) == 1
 
 
@@ -342,7 +345,7 @@ def test_an_invitation_that_is_not_valid_is_refused_with_its_reason(
 ) -> None:
     home = made(server)
     before = server.certificates
-    assert refusal(lambda: enrolment.enrol(home, WAIT_S)) == code
+    assert refusal(lambda: enrolment_client.enrol(home, WAIT_S)) == code
     assert server.certificates == before
     assert home.stored() is None
 
@@ -436,8 +439,8 @@ def test_a_signature_for_another_request_or_name_is_refused(server: Server) -> N
     with dialled(home.address, home.token) as (tls, nonce, fingerprint):
         signed = invitations.statement("home-1", request_of("home-1", new_key()), (nonce, fingerprint))
         proof = invitations.signing_key(home.token.secret).sign(signed)
-        enrolment._send_record(tls, EnrolmentRequest("home-1", request_of("home-1", new_key()), proof), soon())
-        assert code_in(enrolment._receive_record(tls, EnrolmentReply, 1 << 20, soon()).error) == "E-INVITATION"
+        enrolment_messages.send_record(tls, EnrolmentRequest("home-1", request_of("home-1", new_key()), proof), soon())
+        assert code_in(enrolment_messages.receive_record(tls, EnrolmentReply, 1 << 20, soon()).error) == "E-INVITATION"
     assert server.certificates == []
 
 
@@ -458,10 +461,10 @@ class Middle:
         sock, _ = self._listener.accept()
         sock.settimeout(WAIT_S)
         with contextlib.suppress(CommError, OSError):
-            assert enrolment._receive(sock, len(MAGIC), soon()) == MAGIC
-            sock.sendall(MAGIC + enrolment._framed(self._ca))
-            with enrolment._secured(self._context, sock, soon(), server=True) as tls:
-                enrolment._send_record(tls, EnrolmentChallenge(self._nonce), soon())
+            assert enrolment_messages.receive(sock, len(MAGIC), soon()) == MAGIC
+            sock.sendall(MAGIC + enrolment_messages.framed(self._ca))
+            with enrolment_messages.secured(self._context, sock, soon(), server=True) as tls:
+                enrolment_messages.send_record(tls, EnrolmentChallenge(self._nonce), soon())
                 self._act(tls)
                 while piece := tls.recv(4096):
                     self.received += piece
@@ -475,7 +478,7 @@ class Middle:
 def test_a_server_with_another_ca_gets_nothing(server: Server, tmp_path: Path) -> None:
     keys, _ = invitations.server_keys(tmp_path / "other")
     middle = Middle(invitations.certificate_authority(tmp_path / "other"), keys)
-    assert refusal(lambda: enrolment.enrol(server.line()._replace(address=middle.address), WAIT_S)) == "E-CERTIFICATE-CA"
+    assert refusal(lambda: enrolment_client.enrol(server.line()._replace(address=middle.address), WAIT_S)) == "E-CERTIFICATE-CA"
     middle.close()
     assert middle.received == b""
 
@@ -493,7 +496,7 @@ def test_somebody_who_shows_the_right_ca_needs_a_servers_certificate_of_it(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Keys, "__init__", _bare_keys)
         middle = Middle(invitations.certificate_authority(server.ca), keys)
-    assert refusal(lambda: enrolment.enrol(server.line("home-9")._replace(address=middle.address), WAIT_S)) == code
+    assert refusal(lambda: enrolment_client.enrol(server.line("home-9")._replace(address=middle.address), WAIT_S)) == code
     middle.close()
     assert middle.received == b""
 
@@ -511,13 +514,13 @@ def test_another_server_of_the_job_cannot_use_what_a_home_sends_it(server: Serve
     with dialled(home.address, home.token) as (tls, nonce, _):
 
         def relay(inner: Any) -> None:
-            request = enrolment._receive_record(inner, EnrolmentRequest, 4096, soon())
-            enrolment._send_record(tls, request, soon())
-            replies.append(enrolment._receive_record(tls, EnrolmentReply, 1 << 20, soon()))
-            enrolment._send_record(inner, replies[0], soon())
+            request = enrolment_messages.receive_record(inner, EnrolmentRequest, 4096, soon())
+            enrolment_messages.send_record(tls, request, soon())
+            replies.append(enrolment_messages.receive_record(tls, EnrolmentReply, 1 << 20, soon()))
+            enrolment_messages.send_record(inner, replies[0], soon())
 
         middle = Middle(invitations.certificate_authority(server.ca), authority.add(server.ca, "gpu-1"), relay, nonce)
-        assert refusal(lambda: enrolment.enrol(home._replace(address=middle.address), WAIT_S)) == "E-INVITATION"
+        assert refusal(lambda: enrolment_client.enrol(home._replace(address=middle.address), WAIT_S)) == "E-INVITATION"
         middle.close()
     assert [code_in(reply.error) for reply in replies] == ["E-INVITATION"]
     assert server.certificates == [("gpu-1", False)]
@@ -530,14 +533,14 @@ def test_another_server_of_the_job_cannot_give_a_home_false_keys(server: Server)
     false = authority.sign(key, ca, "home-1", new_key().public_key(), dials_only=True)
 
     def reply(inner: Any) -> None:
-        enrolment._receive_record(inner, EnrolmentRequest, 4096, soon())
+        enrolment_messages.receive_record(inner, EnrolmentRequest, 4096, soon())
         revoked = (server.ca / "crl.pem").read_bytes()
-        enrolment._send_record(inner, EnrolmentReply("", authority.pem(false), revoked, "a-false-secret"), soon())
+        enrolment_messages.send_record(inner, EnrolmentReply("", authority.pem(false), revoked, "a-false-secret"), soon())
 
     home = server.line()
     middle = Middle(invitations.certificate_authority(server.ca), authority.add(server.ca, "gpu-1"), reply)
     home = home._replace(address=middle.address)
-    assert refusal(lambda: enrolment.enrol(home, WAIT_S)) == "E-CERTIFICATE-CA"
+    assert refusal(lambda: enrolment_client.enrol(home, WAIT_S)) == "E-CERTIFICATE-CA"
     middle.close()
     assert home.stored() is None
 
@@ -577,16 +580,16 @@ def test_after_magic_nothing_reaches_grpc(server: Server) -> None:
     context.set_alpn_protocols(["h2"])
     with raw(server) as sock:
         sock.sendall(MAGIC)
-        enrolment._authority(sock, token, soon())
+        enrolment_client._authority(sock, token, soon())
         with context.wrap_socket(sock) as tls:
             tls.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
             assert ends(tls) == b""
 
 
 @pytest.mark.parametrize("data", [
-    (4097).to_bytes(4, "little"), (0xFFFFFFFF).to_bytes(4, "little") + bytes(100), enrolment._framed(b"\xc1\xc1"),
-    enrolment._framed(msgspec.msgpack.encode({"name": "home-1", "csr": bytes(5000), "proof": bytes(64)})),
-    enrolment._framed(msgspec.msgpack.encode({"name": "x" * 3000, "csr": b"", "proof": b"", "more": 1})),
+    (4097).to_bytes(4, "little"), (0xFFFFFFFF).to_bytes(4, "little") + bytes(100), enrolment_messages.framed(b"\xc1\xc1"),
+    enrolment_messages.framed(msgspec.msgpack.encode({"name": "home-1", "csr": bytes(5000), "proof": bytes(64)})),
+    enrolment_messages.framed(msgspec.msgpack.encode({"name": "x" * 3000, "csr": b"", "proof": b"", "more": 1})),
 ], ids=["too long", "far too long", "not msgpack", "an oversize request", "a field too many"])
 def test_messages_of_the_wrong_size_or_form_end_the_connection(
     server: Server, data: bytes, caplog: pytest.LogCaptureFixture,
@@ -597,25 +600,25 @@ def test_messages_of_the_wrong_size_or_form_end_the_connection(
         tls.sendall(data)
         assert ends(tls) == b""
     until(lambda: any("E-FRAME" in line for line in caplog.messages), "logged")
-    enrolment.enrol(home, WAIT_S)
+    enrolment_client.enrol(home, WAIT_S)
 
 
 @pytest.mark.parametrize("data", [b"C", MAGIC, b"CONNECT example.org:443 HTTP/1.1\r\n\r\n", b"COMMLAYER ENROL 2\n"])
 def test_halves_of_an_enrolment_end_by_themselves(server: Server, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(enrolment, "ENROL_S", 0.5)
+    monkeypatch.setattr(enrolment_messages, "ENROL_S", 0.5)
     with raw(server) as sock:
         sock.sendall(data)
         begin = time.monotonic()
         ends(sock)
         assert time.monotonic() - begin < WAIT_S / 2
-    server.joined(enrolment.enrol(server.line(), WAIT_S))
+    server.joined(enrolment_client.enrol(server.line(), WAIT_S))
 
 
 def test_many_silent_enrolments_block_nobody_and_the_oldest_are_ended(
     server: Server, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From ten addresses, since one may not open so many."""
-    monkeypatch.setattr(enrolment, "ENROL_S", 10 * WAIT_S)
+    monkeypatch.setattr(enrolment_messages, "ENROL_S", 10 * WAIT_S)
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(raw(server, f"127.0.0.{2 + number % 10}")) for number in range(handshake.MAX_PENDING + 8)]
         for number, sock in enumerate(socks):
@@ -623,16 +626,16 @@ def test_many_silent_enrolments_block_nobody_and_the_oldest_are_ended(
         assert ends(socks[0]) == b"", "or the time limit of this socket ends the test"
         home = server.line()
         begin = time.monotonic()
-        server.joined(enrolment.enrol(home, WAIT_S))
+        server.joined(enrolment_client.enrol(home, WAIT_S))
         assert time.monotonic() - begin < WAIT_S
 
 
 def test_failed_attempts_of_an_address_are_limited_and_members_are_not(server: Server) -> None:
     home, bad = server.line(), other_secret(server)
-    folder = enrolment.enrol(server.line("home-2"), WAIT_S)
+    folder = enrolment_client.enrol(server.line("home-2"), WAIT_S)
     for _ in range(enrolment.MAX_FAILED):
-        assert refusal(lambda: enrolment.enrol(bad, WAIT_S)) == "E-INVITATION"
-    assert refusal(lambda: enrolment.enrol(home, WAIT_S), NotYet) == "E-INVITATION"
+        assert refusal(lambda: enrolment_client.enrol(bad, WAIT_S)) == "E-INVITATION"
+    assert refusal(lambda: enrolment_client.enrol(home, WAIT_S), NotYet) == "E-INVITATION"
     server.joined(folder)
     failures = server.coordinator._port.enrolment._failed  # type: ignore[union-attr]
     assert not failures.exceeded("127.0.0.1", time.monotonic() + 60.0)
@@ -645,7 +648,7 @@ def test_connections_that_are_lost_are_no_failed_attempts(server: Server) -> Non
     for _ in range(enrolment.MAX_FAILED + 1):
         with dialled(home.address, home.token):
             pass
-    server.joined(enrolment.enrol(home, WAIT_S))
+    server.joined(enrolment_client.enrol(home, WAIT_S))
 
 
 def test_the_table_of_addresses_is_bounded() -> None:
@@ -660,12 +663,12 @@ def test_a_server_without_invitations_is_named(server: Server, kind: str, monkey
     home = server.line()
     if kind == "silent":
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            monkeypatch.setattr(enrolment, "ENROL_S", 0.2)
+            monkeypatch.setattr(enrolment_messages, "ENROL_S", 0.2)
             home = home._replace(address=f"127.0.0.1:{listener.getsockname()[1]}")
-            assert refusal(lambda: enrolment.enrol(home, 0.5), DeadlineExceeded) == "E-DEADLINE"
+            assert refusal(lambda: enrolment_client.enrol(home, 0.5), DeadlineExceeded) == "E-DEADLINE"
         return
     other = Coordinator(quick(token=SECRET, keys=str(server.keys) if kind == "keys" else ""), workers=1)
-    assert refusal(lambda: enrolment.enrol(home._replace(address=other.address), WAIT_S)) == "E-INVITATION"
+    assert refusal(lambda: enrolment_client.enrol(home._replace(address=other.address), WAIT_S)) == "E-INVITATION"
     other.close()
 
 
@@ -674,7 +677,7 @@ def test_log_lines_of_strangers_have_no_line_breaks_and_no_secret(server: Server
     home = server.line()
     assert home.token is not None
     attempt(home, b"", name="x\nforged line")
-    enrolment.enrol(home, WAIT_S)
+    enrolment_client.enrol(home, WAIT_S)
     until(lambda: any("has fetched its certificate" in line for line in caplog.messages), "logged")
     assert all("\n" not in line and str(home.token) not in line for line in caplog.messages)
 
@@ -684,5 +687,5 @@ def test_a_user_folder_that_cannot_be_written_costs_no_invitation(server: Server
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", "/proc/nowhere")
         with pytest.raises(ValueError, match="XDG_CONFIG_HOME.*E-KEYS"):
-            enrolment.enrol(home, WAIT_S)
-    server.joined(enrolment.enrol(home, WAIT_S))
+            enrolment_client.enrol(home, WAIT_S)
+    server.joined(enrolment_client.enrol(home, WAIT_S))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.finite_steps import MOST
+from commlayer.engine.guards.finite_steps import MOST
 
 WORLD, STEPS = 2, 12
 NAN = float("nan")

@@ -21,13 +21,14 @@ from support.rank_pool import Servers, pool, ranks_first
 from torch import nn
 
 import commlayer
-from commlayer.cluster import client, membership, messages
-from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.event_client import EventClient
-from commlayer.cluster.job_events import BURST, JobEvents, changes, waits_of
-from commlayer.cluster.membership import State
-from commlayer.cluster.sites import PendingWait
-from commlayer.cluster.summation_server import DataServer
+from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.event_client import EventClient
+from commlayer.cluster.membership import client, membership
+from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.membership.job_events import BURST, JobEvents, changes, waits_of
+from commlayer.cluster.membership.membership import State
+from commlayer.cluster.membership.sites import PendingWait
+from commlayer.cluster.servers.summation_server import DataServer
 from commlayer.errors import CorruptFrame, Refused
 from commlayer.observe import events
 from commlayer.observe.event_files import read_run

@@ -19,9 +19,10 @@ from support.rank_pool import pool
 from support.rank_pool import quick as small
 
 import commlayer
-from commlayer.cluster import client, messages
-from commlayer.cluster.child_processes import EmbeddedServer
-from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.calls import messages
+from commlayer.cluster.membership import client
+from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.config import read_config
 from commlayer.errors import RecordError, Refused
 from commlayer.transport import handshake

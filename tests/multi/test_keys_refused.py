@@ -26,11 +26,13 @@ from support.keys import (
 )
 from support.meshes import GrpcEnd, exchange_pair, soon
 
-from commlayer.cluster import authority, client, membership, messages
-from commlayer.cluster.client import CoordinatorChannel
-from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.coordinator_journal import NAME, CoordinatorJournal, journaled_part
-from commlayer.cluster.grpc_server import GrpcPort
+from commlayer.cluster.calls import diagnosis, messages
+from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
+from commlayer.cluster.calls.grpc_port import GrpcPort
+from commlayer.cluster.keys import authority
+from commlayer.cluster.membership import client, membership
+from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.membership.coordinator_journal import NAME, CoordinatorJournal, journaled_part
 from commlayer.errors import CommError, Damaged, DeadlineExceeded, PeerLost, Refused
 from commlayer.transport import handshake, tls
 from commlayer.transport.connection import shut_down
@@ -268,7 +270,7 @@ def read_frames(sock: socket.socket, received: bytearray) -> None:
 
 def test_a_call_that_another_proved_is_refused(folders: Folders) -> None:
     """Recorded on one connection and said on another, or passed on by a member with its own certificate."""
-    from commlayer.cluster.client import CoordinatorChannel
+    from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     mine, other = (CoordinatorChannel(coordinator.address, SECRET, Keys(f)) for f in (folders.worker, folders.second))
@@ -307,7 +309,7 @@ def test_a_flood_of_handshakes_holds_nobody_up(end: End, folders: Folders) -> No
 
 
 def test_a_revoked_node_is_dropped_while_it_is_connected(folders: Folders, tmp_path: Path) -> None:
-    from commlayer.cluster import authority
+    from commlayer.cluster.keys import authority
 
     authority.init(tmp_path / "job")
     local, gone = (authority.add(tmp_path / "job", name) for name in ("server-1", "gpu-9"))
@@ -546,7 +548,7 @@ def test_a_connection_made_anew_costs_no_second_one(folders: Folders, monkeypatc
     """On a slow link a connection that only looks at a certificate would take the time of the heartbeat."""
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     link = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
-    monkeypatch.setattr(client, "diagnose", None)
+    monkeypatch.setattr(diagnosis, "diagnose", None)
     accepted: list[str] = []
     serve = coordinator._port._forward
     monkeypatch.setattr(coordinator._port, "_forward", lambda known: (accepted.append(known.where), serve(known)))

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
-from commlayer.cluster import messages
-from commlayer.cluster.client import CoordinatorChannel
+from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "commlayer"
@@ -46,11 +46,11 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(SURFACE, BELOW | SURFACE),
     **dict.fromkeys(TOP, BELOW | SURFACE | TOP),
 }
-STARTS_AUTOTUNE = "commlayer/engine/step_loop.py"
+STARTS_AUTOTUNE = "commlayer/engine/step/step_loop.py"
 """The one module of engine/ that imports autotune/."""
 ROOMS: dict[str, list[set[str]]] = {
     "planner": [
-        {"codec_sizes", "convergence", "tree", "tensors", "model", "buckets", "plan_rules"},
+        {"codec_sizes", "convergence", "noise", "tree", "tensors", "model", "buckets", "plan_rules"},
         {"tables"},
         {"memory", "models"},
         {"problem", "costs"},
@@ -59,26 +59,17 @@ ROOMS: dict[str, list[set[str]]] = {
         {"choices", "explanation", "options", "placement", "scenario", "search"},
         {"baselines", "plan_lint"},
     ],
-    # Ahead of all: what knows no connection, so that it can be read and tested alone. Modules not named here are of it.
-    "engine": [
-        {"connection"},
-        # one subject each, around a connection
-        {"exchange_schedule", "finite_steps", "observers", "parameter_drift", "regroup", "replica", "start",
-         "switch", "trace", "uneven_inputs"},
-        {"checkpoint", "inspection"},
-        {"step_loop"},
-        # where gradients come from and averages go
-        {"forward_overlap", "module_driver"},
-    ],
+    "engine": [{room} for room in ("model", "hooks", "buckets", "paths", "worker", "sync", "job", "epochs", "observers",
+                                   "checkpoints", "guards", "step", "start")],
+    "cluster": [{room} for room in ("calls", "processes", "keys", "membership", "servers")],
 }
 """Folders and modules inside a part, from the bottom up: each imports those before it and those beside it."""
-DECIDING = {"engine.agreement", "autotune.plan_policy", "autotune.quality", "autotune.shares.policy"}
+DECIDING = {"engine.epochs.agreement", "autotune.plan_policy", "autotune.quality", "autotune.shares.policy"}
 """Pure modules, with all that they import from autotune/."""
 IMPURE = {"torch", "threading", "time", "datetime", "random", "os", "socket", "subprocess", "grpc", "queue", "asyncio",
           "concurrent", "multiprocessing"}
-ABOVE_PATHS = {"averages", "bucket_assembler", "gradient_comparison", "hooks", "plan_handover", "worker"}
-"""Modules of engine/ that drive a worker, or are it. Paths import none of them, and only two of these import a path."""
-KNOW_PATHS = {"bucket_assembler", "worker"}
+KNOW_PATHS = {"bucket_assembler", "worker", "late_results"}
+"""Modules of engine/ outside of paths/ that import a path."""
 TORCHLESS = {"codec_spec", "errors", "files", "records", "native", "config", "setting_kinds", "setting_sources", "plan_file",
              "loss_budget", "planner", "balance", "observe", ""}
 LATE = {"importlib.import_module", "import_module", "__import__"}
@@ -107,7 +98,7 @@ def imports_of(file: Path) -> list[Import]:
 
 
 def part_of(name: str) -> str:
-    """commlayer.cluster.client.join belongs to "cluster", commlayer itself to ""."""
+    """commlayer.cluster.membership.client.join belongs to "cluster", commlayer itself to ""."""
     pieces = name.split(".")
     known = len(pieces) > 1 and ((PACKAGE / pieces[1]).is_dir() or (PACKAGE / f"{pieces[1]}.py").is_file())
     return pieces[1] if known else ""
@@ -140,37 +131,30 @@ def test_imports_go_one_way() -> None:
 
 @pytest.mark.parametrize("part", ROOMS)
 def test_rooms_of_a_part_import_one_way(part: str) -> None:
-    place = {name: number for number, room in enumerate(ROOMS[part], 1) for name in room}
-    assert [name for name in place if not any((PACKAGE / part / found).exists() for found in (name, f"{name}.py"))] == []
+    place = {name: number for number, room in enumerate(ROOMS[part]) for name in room}
+    there = {file.stem for file in (PACKAGE / part).iterdir() if file.suffix == ".py" or (file / "__init__.py").exists()}
+    assert set(place) == there - {"__init__"}
     wrong = []
     for found in IMPORTS:
         own, target = found.file.relative_to(PACKAGE).with_suffix("").parts, found.target.split(".")[1:]
         if own[0] != part or target[:1] != [part] or len(target) < 2 or own[1] == "__init__":
             continue  # the part's __init__ names what it offers, from any room
-        if place.get(target[1], 0) > place.get(own[1], 0):
+        if place[target[1]] > place[own[1]]:
             wrong.append(said(found))
     assert wrong == []
 
 
-def test_paths_import_no_worker_and_only_the_worker_imports_paths() -> None:
-    engine = [(i, i.file.relative_to(PACKAGE).with_suffix("").parts[1:], i.target.split(".")[2:]) for i in IMPORTS
-              if own_part(i.file) == "engine" and i.target.startswith("commlayer.engine.")]
-    assert {own[0] for _, own, target in engine if target[0] == "paths" and len(own) == 1} == KNOW_PATHS
-    assert [said(i) for i, own, target in engine if own[0] == "paths" and target[0] in ABOVE_PATHS] == []
-    outside = [i for i in IMPORTS if own_part(i.file) != "engine" and i.target.startswith("commlayer.engine.paths")]
-    assert [said(i) for i in outside] == []
-
-
-@pytest.mark.parametrize("name", sorted(ABOVE_PATHS))
-def test_what_lies_above_paths_is_there(name: str) -> None:
-    assert (PACKAGE / "engine" / f"{name}.py").is_file()
+def test_only_the_worker_imports_paths() -> None:
+    paths = [i.file for i in IMPORTS if i.target.startswith("commlayer.engine.paths.")]
+    importing = {file.stem for file in paths if file.parent.name != "paths"}
+    assert importing == KNOW_PATHS
 
 
 def test_only_the_table_knows_paths_by_name() -> None:
     """A bucket has its path; the worker and its driver do not ask."""
     words = {"service", "allreduce"}
-    driving = [PACKAGE / "engine" / f"{name}.py" for name in sorted(ABOVE_PATHS)]
-    found = [f"{file.name}:{node.lineno}" for file in (*driving, *sorted((PACKAGE / "engine" / "paths").glob("*.py")))
+    rooms = [file for room in ("worker", "paths") for file in sorted((PACKAGE / "engine" / room).glob("*.py"))]
+    found = [f"{file.name}:{node.lineno}" for file in rooms
              for node in ast.walk(ast.parse(file.read_text("utf-8")))
              if isinstance(node, ast.Compare) and "path" in ast.unparse(node) and words & strings_in(node)]
     assert found == []
@@ -255,7 +239,7 @@ def test_the_process_that_plans_loads_no_torch() -> None:
 def test_a_coordinator_loads_no_numpy() -> None:
     """A rank starts one in attach(), and waits for it: neither what it imports nor what a call does."""
     program = ("import sys; from commlayer.config import Config\n"
-               "from commlayer.cluster.server_process import ServeOptions, run\n"
+               "from commlayer.cluster.servers.server_process import ServeOptions, run\n"
                "try: run(Config(bind='127.0.0.1', insecure=True), ServeOptions(1, 0, sums=False))\n"
                "finally: print(sorted({'torch', 'numpy'} & set(sys.modules)))")
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.optimizers import job_of
+from commlayer.engine.model.model_tensors import job_of
 from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan
 from commlayer.planner.buckets import fragments_of

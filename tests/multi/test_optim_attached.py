@@ -10,8 +10,8 @@ from support.attached import Run, Setting, coordinators, data, play
 from support.rank_pool import pool
 from torch import nn
 
-from commlayer.engine.buckets import SparseResult
-from commlayer.engine.sparse_averages import joined
+from commlayer.engine.buckets.results import SparseResult
+from commlayer.engine.worker.sparse_averages import joined
 from commlayer.optim import SparseAdamW, SparseSGD
 
 WORLD, STEPS = 2, 6
@@ -48,7 +48,7 @@ def train(run: Run, kind: str, lazy: bool, cleared: bool = False, looks: bool = 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SparseResult, "to_dense", counted)
         if looks:
-            patch.setattr("commlayer.engine.module_driver.keep_entries", lambda *_: None)
+            patch.setattr("commlayer.engine.step.module_driver.keep_entries", lambda *_: None)
         return trained(run, kind, lazy=lazy, cleared=cleared) | {"wholes": len(wholes)}
 
 

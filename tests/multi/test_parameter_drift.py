@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.observers import ObserverOrder
-from commlayer.engine.optimizers import EXACT_BITS, Digests, pieces
-from commlayer.engine.parameter_drift import LEAST, spacing
+from commlayer.engine.guards.parameter_drift import LEAST, spacing
+from commlayer.engine.model.digests import EXACT_BITS, Digests, pieces
+from commlayer.engine.observers.observers import ObserverOrder
 from commlayer.errors import code_of
 
 WORLD, STEPS = 2, 14

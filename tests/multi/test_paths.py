@@ -15,15 +15,16 @@ from support.workers import job, step
 from torch.distributed import distributed_c10d
 
 import commlayer
-from commlayer.cluster.collectives import Groups
+from commlayer.cluster.processes.collectives import Groups
 from commlayer.codec_spec import parse_spec
 from commlayer.compressors import codec_of, error_feedback, int8, parse, topk, two_way
 from commlayer.compressors.plan_codecs import ReducedAccumulator
 from commlayer.config import read_config
-from commlayer.engine.connection import DistributedJob
-from commlayer.engine.optimizers import OptimizerMemory
-from commlayer.engine.start import Start, connect
-from commlayer.engine.worker import Worker
+from commlayer.engine.job.job import DistributedJob
+from commlayer.engine.model.optimizer_state import OptimizerMemory
+from commlayer.engine.start.connect import connect
+from commlayer.engine.start.rendezvous import Start
+from commlayer.engine.worker.worker import Worker
 from commlayer.optim import OuterSGD
 from commlayer.planner import lower, tree
 from commlayer.planner import tables as machines

@@ -19,9 +19,10 @@ from torch import nn
 
 import commlayer
 from commlayer import plan_file, records
-from commlayer.engine import observers
-from commlayer.engine.plan_choice import unsuited, with_server_nodes
-from commlayer.engine.sync_modes import LocalSteps, modes_of, requested_modes, with_modes
+from commlayer.engine.job.plan_checks import unsuited
+from commlayer.engine.observers import stale_plan
+from commlayer.engine.start.plan_choice import with_server_nodes
+from commlayer.engine.sync.sync_modes import LocalSteps, modes_of, requested_modes, with_modes
 from commlayer.observe.prediction_check import PATIENCE, StalePlan
 from commlayer.planner import builtin, diff, verify, verify_alone
 from commlayer.planner.inputs import cluster_from_line
@@ -211,7 +212,7 @@ def test_verify_knows_the_tree(fields: dict[str, Any], lines: str) -> None:
 
 LONGEST_S, SHORTEST_S = 1e6, 1e-9
 """Predictions that no step comes near."""
-BEGIN = observers.StaleState()
+BEGIN = stale_plan.StaleState()
 
 
 def planned(predicted_s: float) -> Plan:
@@ -219,12 +220,12 @@ def planned(predicted_s: float) -> Plan:
 
 
 def after(
-    steps: list[tuple[Plan | None, float]], state: observers.StaleState = BEGIN, *, first: int = 1,
-) -> tuple[observers.StaleState, list[StalePlan]]:
+    steps: list[tuple[Plan | None, float]], state: stale_plan.StaleState = BEGIN, *, first: int = 1,
+) -> tuple[stale_plan.StaleState, list[StalePlan]]:
     """The state behind these steps, and its decisions."""
     lines = []
     for number, (requested, seconds) in enumerate(steps, first):
-        state, stale = observers.decide(state, requested, number, seconds)
+        state, stale = stale_plan.decide(state, requested, number, seconds)
         lines += [stale] if stale else []
     return state, lines
 
@@ -266,7 +267,7 @@ def test_another_plan_begins_anew() -> None:
 def test_a_stale_plan_is_an_event_and_a_line(predicted_s: float, level: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "commlayer")
     context = FakeJob(SimpleNamespace(step=0), planned(predicted_s))
-    watch = observers.StalePlanWatch(context)
+    watch = stale_plan.StalePlanWatch(context)
     for _ in range(PATIENCE + 1):
         assert (context.events, context.decisions) == ([], [])
         watch()

@@ -29,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from bench.chaos import proxy
-from commlayer.cluster import messages
+from commlayer.cluster.calls import messages
 from commlayer.config import host_port, join_host
-from commlayer.engine.switch import switch
+from commlayer.engine.epochs.plan_switch import switch
 from commlayer.errors import CorruptFrame, PeerLost, Refused
 from commlayer.planner import default_plan
 from commlayer.transport import handshake

@@ -20,11 +20,11 @@ from support.keys import (
     made_folders,  # noqa: F401  (a fixture)
 )
 
-from commlayer.cluster import coordinator as coordinator_module
-from commlayer.cluster import messages
-from commlayer.cluster.client import CoordinatorChannel
-from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.summation_server import DataServer
+from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
+from commlayer.cluster.membership import coordinator as coordinator_module
+from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.servers.summation_server import DataServer
 from commlayer.config import host_port
 from commlayer.doctor import server
 from commlayer.errors import CommError, Refused, Unsaid

@@ -37,17 +37,19 @@ from support.serving import JOB, PLAN, Pair, changed, plan_of, view_of
 from support.workers import Rig, job, on_ranks, step
 
 from commlayer import records
-from commlayer.cluster import client, messages, uplink
-from commlayer.cluster.child_processes import EmbeddedServer
-from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.epoch_change import EpochChange, change_problem, wire_generation
-from commlayer.cluster.server_codecs import CodecOps
-from commlayer.cluster.server_journal import ServerIdentity, ServerJournal
-from commlayer.cluster.summation_server import DataServer, Stalled
+from commlayer.cluster.calls import messages
+from commlayer.cluster.membership import client
+from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.membership.epoch_change import EpochChange, change_problem, wire_generation
+from commlayer.cluster.processes.child_processes import EmbeddedServer
+from commlayer.cluster.servers import uplink
+from commlayer.cluster.servers.server_codecs import CodecOps
+from commlayer.cluster.servers.server_journal import ServerIdentity, ServerJournal
+from commlayer.cluster.servers.summation_server import DataServer, Stalled
 from commlayer.compressors import fallback, kernels
 from commlayer.compressors.plan_codecs import codec_of
 from commlayer.config import host_port, join_host
-from commlayer.engine.worker import Worker
+from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, RecordError, Refused
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Job, Member, Plan, ServerInfo, Slice, TensorInfo, View
@@ -321,7 +323,7 @@ def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, code:
 def test_who_waits_hears_how_many_exchanges_one_has_made_that_ended_in_order(
         exchanges: int, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A server's word that it waits for somebody may be older than what that one sent last, so it alone says nothing."""
-    monkeypatch.setattr("commlayer.cluster.summation_server.REPEAT_S", 0.05)
+    monkeypatch.setattr("commlayer.cluster.servers.summation_server.REPEAT_S", 0.05)
     job = Pair(opened)
     payload = Header(Kind.PUSH, 1, 0, 0, codec=1, sender=1, weight=1.0, used=1)
     job.ups[1].transport.send(SERVER_BASE, payload, b"looked at after worker 0's")

@@ -37,10 +37,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.autotune import quality
-from commlayer.engine import trace
-from commlayer.engine.connection import JobContext
-from commlayer.engine.observers import Observer, ObserverOrder, Observers
-from commlayer.engine.optimizers import job_of
+from commlayer.engine.job.job import JobContext
+from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.observers import trace
+from commlayer.engine.observers.observers import Observer, ObserverOrder, Observers
 from commlayer.errors import code_of
 from commlayer.observe.events import LogEvent, decode
 from commlayer.observe.step_trace import read_comparison

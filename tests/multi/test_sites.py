@@ -32,15 +32,17 @@ from support.keys import (
 from support.membership import PATIENCE_S, several
 from support.site_groups import HOMES, asked, joined, leave, met, options, together
 
-from commlayer.cluster import client, epoch_change, kv_store, membership, messages, site_client, sites
-from commlayer.cluster.client import CoordinatorChannel
-from commlayer.cluster.coordinator import MAX_WORKERS, Coordinator
-from commlayer.cluster.membership import State
-from commlayer.cluster.messages import Overdue
-from commlayer.cluster.rendezvous_service import WAIT_EXPIRES_S, RendezvousService
-from commlayer.cluster.site_client import KvClient, SiteLease
-from commlayer.cluster.site_process_group import PART_NBYTES, PARTS_IN_FLIGHT, RelayedGroup, WorldStore
-from commlayer.cluster.sites import PendingWait
+from commlayer.cluster.calls import messages, site_client
+from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
+from commlayer.cluster.calls.messages import Overdue
+from commlayer.cluster.calls.site_client import KvClient, SiteLease
+from commlayer.cluster.membership import client, epoch_change, kv_store, membership, sites
+from commlayer.cluster.membership.coordinator import MAX_WORKERS, Coordinator
+from commlayer.cluster.membership.membership import State
+from commlayer.cluster.membership.rendezvous_service import WAIT_EXPIRES_S, RendezvousService
+from commlayer.cluster.membership.sites import PendingWait
+from commlayer.cluster.processes.relayed_group import PART_NBYTES, PARTS_IN_FLIGHT, RelayedGroup
+from commlayer.cluster.processes.world_store import WorldStore
 from commlayer.errors import CommError, CorruptFrame, PeerLost, Refused
 from commlayer.transport.handshake import RefusalLog
 

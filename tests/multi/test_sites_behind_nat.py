@@ -24,7 +24,7 @@ from support.lab import needs_lab
 from bench.lab import namespaces
 
 pytest.importorskip("cryptography", reason="cryptography is not installed")
-from commlayer.cluster import authority
+from commlayer.cluster.keys import authority
 
 # ---- homes behind address translation, and a server that has an address: namespaces, and a translator that is this process
 

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.cluster import messages
+from commlayer.cluster.calls import messages
 from commlayer.config import read_launch
-from commlayer.engine.optimizers import differences, settings_of
-from commlayer.engine.start import RankRow, problem_of, ranks_per_node
+from commlayer.engine.model.optimizer_settings import differences, settings_of
+from commlayer.engine.start.rendezvous import RankRow, problem_of, ranks_per_node
 
 WORLD = 3
 AT_ONCE_S = 45.0

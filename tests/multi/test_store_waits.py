@@ -17,7 +17,7 @@ from support.rank_pool import pool, quick, tree
 from torch import nn
 
 import commlayer
-from commlayer.cluster.process_groups import Members
+from commlayer.cluster.processes.process_groups import Members
 from commlayer.errors import CommError
 
 WAIT_S = 1.0

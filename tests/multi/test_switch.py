@@ -31,9 +31,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-import commlayer.engine.switch as automatic
-from commlayer.engine.observers import Observer, ObserverOrder
-from commlayer.engine.optimizers import job_of
+import commlayer.engine.epochs.plan_switch as automatic
+from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.observers.observers import Observer, ObserverOrder
 from commlayer.records import Plan
 
 WORLD, SERVERS, STEPS = 2, 2, 4

@@ -20,9 +20,11 @@ from support.coordinators import WAIT_S, Failures, quick
 from support.meshes import WIRES, exchange_pair, keys, soon
 
 from commlayer import records
-from commlayer.cluster import client, messages, uplink
-from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.summation_server import DataServer
+from commlayer.cluster.calls import messages
+from commlayer.cluster.membership import client
+from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.servers import dialing, uplink
+from commlayer.cluster.servers.summation_server import DataServer
 from commlayer.config import host_port
 from commlayer.errors import PeerLost, Refused
 from commlayer.planner import default_plan
@@ -146,7 +148,7 @@ def test_what_gets_through_is_taken_and_said_in_a_line(opened: contextlib.ExitSt
 def test_where_tcp_does_not_get_through_grpc_does(
     how: str, why: str, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(uplink, "TCP_S", 0.3)
+    monkeypatch.setattr(dialing, "TCP_S", 0.3)
     caplog.set_level(logging.INFO, "commlayer")
     server = Server(opened)
     present = {"closed": closed_port, "web": lambda: opened.enter_context(answering(web_server)),
@@ -202,7 +204,7 @@ def test_a_coordinator_without_a_server_takes_no_streams(opened: contextlib.Exit
     opened.callback(coordinator.close)
     worker = StreamTransport(Hello("job", 0))
     opened.callback(worker.close)
-    line = outcome(lambda: uplink.dial_grpc(worker, SERVER_BASE, host_port(coordinator.address), None, soon()))
+    line = outcome(lambda: dialing.dial_grpc(worker, SERVER_BASE, host_port(coordinator.address), None, soon()))
     assert_refused(line, "E-ADDRESS", "server 0: ", "accepts no gRPC ")
 
 
@@ -215,14 +217,14 @@ def test_a_refusal_is_not_asked_twice(opened: contextlib.ExitStack) -> None:
     opened.callback(worker.close)
     host, port = end.listen()
     present = ServerInfo(0, f"{host}:{port}", streams=closed_port())
-    line = outcome(lambda: uplink.make_dial(worker, present, "", quick(), None)(soon()))
+    line = outcome(lambda: dialing.make_dial(worker, present, "", quick(), None)(soon()))
     assert_refused(line, "E-REFUSED", "server 0: not today")
     assert seen == ["job"]
 
 
 def test_a_server_that_waits_for_its_plan_is_waited_for(opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The handshake has begun, so TCP works. What got through once is dialled again, and nothing else."""
-    monkeypatch.setattr(uplink, "TCP_S", 0.2)
+    monkeypatch.setattr(dialing, "TCP_S", 0.2)
     late = threading.Event()
     threading.Timer(0.5, late.set).start()
     end = StreamTransport(Hello("job", SERVER_BASE), admit=lambda _: "" if late.wait(WAIT_S) else "no plan")
@@ -230,7 +232,7 @@ def test_a_server_that_waits_for_its_plan_is_waited_for(opened: contextlib.ExitS
     worker = StreamTransport(Hello("job", 0))
     opened.callback(worker.close)
     host, port = end.listen()
-    dial = uplink.make_dial(worker, ServerInfo(0, f"{host}:{port}", streams=closed_port()), "", quick(), None)
+    dial = dialing.make_dial(worker, ServerInfo(0, f"{host}:{port}", streams=closed_port()), "", quick(), None)
     dial(soon())
     assert exchange_pair(worker, end)
     end.close()

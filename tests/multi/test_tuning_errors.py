@@ -18,9 +18,9 @@ from commlayer.autotune.controller import MEASURED_STEPS, Phase, ShareMover, Tun
 from commlayer.autotune.guard import QualityGuard
 from commlayer.autotune.job_actions import Measured
 from commlayer.autotune.shares.policy import WorkerTime
-from commlayer.engine.observers import ObserverOrder
-from commlayer.engine.parameter_drift import ParameterDrift
-from commlayer.engine.switch import switch
+from commlayer.engine.epochs.plan_switch import switch
+from commlayer.engine.guards.parameter_drift import ParameterDrift
+from commlayer.engine.observers.observers import ObserverOrder
 from commlayer.observe.events import LogEvent, decode
 from commlayer.observe.link_monitor import LinkWatch
 from commlayer.records import Plan

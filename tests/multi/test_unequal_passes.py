@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.worker import FinishedPeers
+from commlayer.engine.worker.finished_peers import FinishedPeers
 
 WORLD, STEPS = 2, 3
 FAR_S = 300.0

@@ -40,7 +40,7 @@ from bench.tta.store import Store, key_of, usual
 from bench.tta.summary import summary
 from bench.tta.systems import SYSTEMS
 from bench.virtual_training import Variant
-from commlayer.cluster import messages
+from commlayer.cluster.calls import messages
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.payload import CODEC_IDS
 from commlayer.errors import CorruptFrame

@@ -18,8 +18,8 @@ from bench import virtual_training as learning_steps
 from bench.learning_run import Variant, optimizer_of, plan_of, train
 from bench.learning_tasks import TASKS
 from bench.virtual_training import TrainingTask, outer_of
-from commlayer.engine.local_steps import OuterSteps, StepWeights
-from commlayer.engine.optimizers import job_of
+from commlayer.engine.model.model_tensors import job_of
+from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
 
 RATE, STEPS, WORKERS = 0.01, 10, 2
 

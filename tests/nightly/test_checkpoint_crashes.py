@@ -22,7 +22,7 @@ import torch.distributed as dist
 from support.attached import Run, Setting, loss_of, mlp
 from support.rank_pool import PoolError, Servers, pool
 
-from commlayer.engine import checkpoint
+from commlayer.engine.checkpoints import checkpoint, checkpoint_files
 from commlayer.errors import code_of
 
 WORLD, SERVERS = 2, 2
@@ -195,7 +195,7 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
             job.session.checkpoint(place)
         for victim, operations in enumerate([row[0] for row in everyones([Crash(counted[0], "")])]):
             for at in range(operations[0]):
-                left, before, present = [at if rank == victim else -1], job.kept(), checkpoint.numbers(Path(place))
+                left, before, present = [at if rank == victim else -1], job.kept(), checkpoint_files.numbers(Path(place))
 
                 def fail(name: str, args: tuple[Any, ...], left: list[int] = left) -> None:
                     left[0] -= 1
@@ -217,7 +217,7 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
                     wrong.append(f"{at}: {failed}")
                 if not equal(before, job.kept()):
                     wrong.append(f"{at}: the failed save changed the state")
-                if failed and checkpoint.numbers(Path(place)) != present:
+                if failed and checkpoint_files.numbers(Path(place)) != present:
                     wrong.append(f"{at}: left {os.listdir(place)}")
                 job.session.resume(place)
         job.session.checkpoint(place)

@@ -15,8 +15,8 @@ from commlayer.autotune import plan_policy
 from commlayer.autotune.controller import MEASURED_STEPS, WARM_STEPS, TuningController
 from commlayer.autotune.shares.driver import LoadBalancer
 from commlayer.balance import Decision, LinearTime, Sampler
-from commlayer.engine import spacing
-from commlayer.engine.observers import ObserverOrder
+from commlayer.engine.observers import spacing
+from commlayer.engine.observers.observers import ObserverOrder
 from commlayer.observe import link_monitor
 
 WORLD, BATCH = 2, 24

@@ -13,11 +13,12 @@ from support.coordinators import Failures, all_opened, quick, until  # noqa: F40
 from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
 from support.sites import WAIT_S
 
-from commlayer.cluster import client, messages
-from commlayer.cluster.client import CoordinatorChannel
-from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.coordinator_journal import NAME, CoordinatorJournal
-from commlayer.cluster.site_client import KvClient, SiteLease
+from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
+from commlayer.cluster.calls.site_client import KvClient, SiteLease
+from commlayer.cluster.membership import client
+from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.membership.coordinator_journal import NAME, CoordinatorJournal
 
 
 class Restarted:

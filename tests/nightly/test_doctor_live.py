@@ -27,10 +27,11 @@ from support.processes import clean_environment
 
 from bench.lab import Lab
 from commlayer import plan_file
-from commlayer.cluster import client, coordinator, messages
-from commlayer.cluster.client import CoordinatorChannel
-from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.summation_server import DataServer
+from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
+from commlayer.cluster.membership import client, coordinator
+from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.servers.summation_server import DataServer
 from commlayer.doctor import machine, network, server
 from commlayer.doctor.report import Finding
 from commlayer.errors import code_of

@@ -22,8 +22,9 @@ from commlayer.autotune.quality import SETTLE
 from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel, LossPoint
 from commlayer.compressors import parse, wrap
-from commlayer.engine import gradient_comparison, plan_choice
-from commlayer.engine.plan_choice import unsuited
+from commlayer.engine.guards import gradient_comparison
+from commlayer.engine.job import codec_floor
+from commlayer.engine.job.plan_checks import unsuited
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Policy
 from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
@@ -57,7 +58,7 @@ def train(run: Run, *parts: tuple[str, int], rises_at: int = 0) -> dict[str, Any
             loss.backward()
             session.log_loss(1.0 + (run.rank == 1 and step > rises_at) if rises_at else loss)
             optimizer.step()
-            levels.append(plan_choice.lowest(session.inspect.plan))
+            levels.append(codec_floor.lowest(session.inspect.plan))
             sent.append(session.metrics()["sent_nbytes"])
             step += 1
         codecs.append({b.codec for b in session.inspect.plan.buckets})
@@ -132,8 +133,8 @@ def test_under_the_automatic_plan_the_guard_acts_until_the_script_requests_a_pla
     coarse, requested = "topk(ratio=0.01)", "topk(ratio=0.001)"
     for result in ran(train, "", plan="auto", parts=((f"auto: {coarse}", 60), (requested, 60)), max_loss=0.005):
         first, second = result["codecs"]
-        assert min(plan_choice.level(parse(codec)) for codec in first) > 0.01
-        assert {plan_choice.level(parse(codec)) for codec in second} == {0.001}
+        assert min(codec_floor.level(parse(codec)) for codec in first) > 0.01
+        assert {codec_floor.level(parse(codec)) for codec in second} == {0.001}
         later = result["decisions"][result["decisions before"][1] :]
         assert any("the plan stays as the user set it" in line for line in later)
         assert result["floor"] > 0.01, "the planner learns it"
@@ -237,24 +238,24 @@ def bucket(codec: str, path: str = "service", **fields: Any) -> Bucket:
     (bucket("topk(ratio=0.01)", "encode@cpu all.allgather decode@cpu"), 0.5, "fp16()"),
 ])
 def test_a_bucket_below_the_floor_takes_the_next_finer_codec_that_fits(before: Bucket, floor: float, codec: str) -> None:
-    plan = plan_choice.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2)
+    plan = codec_floor.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2)
     assert parse(plan.buckets[0].codec) == parse(codec)
     assert not unsuited(plan, 2, 1)
-    assert plan_choice.lift(plan, floor, nodes=2) == plan
-    assert plan_choice.lowest(plan) >= min(floor, 1.0) * plan_choice.EQUAL
+    assert codec_floor.lift(plan, floor, nodes=2) == plan
+    assert codec_floor.lowest(plan) >= min(floor, 1.0) * codec_floor.EQUAL
 
 
 def test_both_directions_and_all_nodes_are_made_finer() -> None:
     def lifted(before: Bucket, floor: float) -> Bucket:
-        return plan_choice.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2).buckets[0]
+        return codec_floor.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2).buckets[0]
 
     uneven = lifted(bucket("topk(ratio=0.1)", down="topk(ratio=0.02)", by_node=("topk(ratio=0.1)", "topk(ratio=0.01)")), 0.05)
-    assert [plan_choice.level(parse(text)) for text in (uneven.codec, uneven.down, *uneven.by_node)] == [0.1, 0.05, 0.1, 0.05]
+    assert [codec_floor.level(parse(text)) for text in (uneven.codec, uneven.down, *uneven.by_node)] == [0.1, 0.05, 0.1, 0.05]
     coarse_down = lifted(bucket("fp16()", down="topk(ratio=0.1)"), 0.4)
     assert (coarse_down.codec, coarse_down.down) == ("fp16()", "")
     dense = bucket("identity()", "allreduce")
     assert lifted(dense, 1.0) == dense
-    assert not plan_choice.lossy(dense)
+    assert not codec_floor.lossy(dense)
 
 
 def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from support import processes, rank_pool
 from support.attached import mlp
 
 import commlayer
-from commlayer.engine import interrupted
+from commlayer.engine.start import interrupted
 
 WORLD, LIMIT_S = 2, 100.0
 

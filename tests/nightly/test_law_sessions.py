@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.optimizers import job_of
+from commlayer.engine.model.model_tensors import job_of
 from commlayer.errors import StepAbandoned
 from commlayer.planner import default_plan, lower
 from commlayer.planner.plan_rules import together

@@ -12,7 +12,7 @@ from commlayer import loss_budget
 from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel, LossPoint
 from commlayer.cli.main import run
-from commlayer.engine.plan_choice import FINE, LEAST_RATIO, SPARSE
+from commlayer.engine.start.plan_choice import FINE, LEAST_RATIO, SPARSE
 from commlayer.planner import plan
 from commlayer.planner import tables as machines
 from commlayer.planner.inputs import cluster_from_line

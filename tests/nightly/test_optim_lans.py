@@ -19,7 +19,7 @@ from torch import nn
 from bench.virtual_training import VirtualWorkers
 from commlayer.compressors import parse, wrap
 from commlayer.demo.problem import batches, digits, mlp
-from commlayer.engine.optimizers import job_of
+from commlayer.engine.model.model_tensors import job_of
 from commlayer.optim import CLAN, LANS
 from commlayer.planner import default_plan
 

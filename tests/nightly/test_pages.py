@@ -156,7 +156,7 @@ WAIT_S = 90.0
 
 def test_a_node_that_slurm_starts_and_one_that_kubernetes_starts_are_one_job(tmp_path: Path) -> None:
     """Each command finds the number of nodes and its own number, so one job tests both."""
-    authority = pytest.importorskip("commlayer.cluster.authority", reason="cryptography is not installed")
+    authority = pytest.importorskip("commlayer.cluster.keys.authority", reason="cryptography is not installed")
     authority.init(tmp_path / "keys")
     keys = str(authority.add(tmp_path / "keys", "cluster"))
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from commlayer import records
 from commlayer.cli.main import run as command
-from commlayer.engine.optimizers import job_of
+from commlayer.engine.model.model_tensors import job_of
 from commlayer.planner import default_plan, lower
 from commlayer.records import Bucket, Job, Plan, Slice, Timing
 
@@ -260,7 +260,7 @@ def test_what_cannot_run_is_refused_in_a_line_by_every_rank_and_lint_finds_all_o
 
 
 def test_a_lowered_plan_knows_which_bucket_each_is_of() -> None:
-    from commlayer.engine.trace import origins
+    from commlayer.engine.observers.predicted_trace import origins
 
     sizes = [info.numel for info in job_of(mlp()).tensors]
     assert len(sizes) == 6

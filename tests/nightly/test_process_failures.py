@@ -24,7 +24,7 @@ def main(how: str, fail_on: int) -> None:
     from torch.utils.data import DataLoader
 
     import commlayer
-    from commlayer.cluster.collectives import RowChannel
+    from commlayer.cluster.processes.rows import RowChannel
 
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from commlayer.autotune.shares.driver import LoadBalancer
 from commlayer.balance import Decision, LinearTime, Note, Outcome, Sampler, shares, solve
-from commlayer.engine import spacing
-from commlayer.engine.connection import EpochListener
-from commlayer.engine.step import StepTiming
+from commlayer.engine.job.listeners import EpochListener
+from commlayer.engine.observers import spacing
+from commlayer.engine.worker.stopwatch import StepTiming
 from commlayer.errors import CommError, InvalidInput
 
 WORLD, EPOCHS, BATCH, LENGTH = 3, 3, 12, 67

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from support.site_job import MOMENTUM, SIZES, Event, Script, expected, flat, gradients, optimizer_of, run
 from support.sites import KILLED, Ended, Sites, all_ended, ended, joined
 
-from commlayer.engine.local_steps import scale_of, square_of
+from commlayer.engine.sync.norm_matching import scale_of, square_of
 
 pytestmark = pytest.mark.timeout(300)
 DEAD_AT = 3

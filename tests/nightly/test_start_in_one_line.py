@@ -14,7 +14,7 @@ import pytest
 from support.sites import WAIT_S, Process, Sites, all_ended, ended, next_row
 
 pytest.importorskip("cryptography", reason="cryptography is not installed")
-from commlayer.cluster import authority
+from commlayer.cluster.keys import authority
 
 pytestmark = pytest.mark.timeout(300)
 START_S = 60.0

@@ -19,7 +19,7 @@ import commlayer
 from commlayer.autotune.controller import TuningController
 from commlayer.autotune.job_actions import JobActions
 from commlayer.autotune.plan_policy import ReplanVerdict
-from commlayer.engine.observers import Observer, ObserverOrder
+from commlayer.engine.observers.observers import Observer, ObserverOrder
 
 WORLD = 2
 

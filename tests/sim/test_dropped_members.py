@@ -16,11 +16,12 @@ from support.serving import JOB, PLAN, Pair, view_of
 from support.summation import Doubles, ask, hub_of_a_test, next_stalled, push, served, service  # noqa: F401  (a fixture)
 
 from commlayer import records
-from commlayer.cluster import client, epoch_change, membership, messages
-from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.epoch_change import EpochChange, wire_generation
-from commlayer.cluster.messages import FINISHED, Heartbeat, PeerExit
-from commlayer.cluster.summation_server import DataServer, Stalled
+from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.messages import FINISHED, Heartbeat, PeerExit
+from commlayer.cluster.membership import client, epoch_change, membership
+from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.membership.epoch_change import EpochChange, wire_generation
+from commlayer.cluster.servers.summation_server import DataServer, Stalled
 from commlayer.config import host_port
 from commlayer.errors import PeerLost, Refused
 from commlayer.transport.endpoint import Settings, StreamTransport

@@ -14,11 +14,11 @@ from support.membership import DEAD_AFTER_S, PLAN, elastic, members, worker
 from support.site_groups import leave, met, options, together
 from support.summation import push, service
 
-from commlayer.cluster import epoch_change, membership
-from commlayer.cluster.coordinator_journal import CoordinatorRecord, without_times
-from commlayer.cluster.membership import State
-from commlayer.cluster.messages import FINISHED, Heartbeat, Join, pack
-from commlayer.cluster.site_process_group import RelayedGroup
+from commlayer.cluster.calls.messages import FINISHED, Heartbeat, Join, pack
+from commlayer.cluster.membership import epoch_change, membership
+from commlayer.cluster.membership.coordinator_journal import CoordinatorRecord, without_times
+from commlayer.cluster.membership.membership import State
+from commlayer.cluster.processes.relayed_group import RelayedGroup
 from commlayer.errors import CommError
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import Header, Kind, Message, key

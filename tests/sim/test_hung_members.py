@@ -14,12 +14,13 @@ from support.serving import PLAN, view_of
 from support.summation import Doubles, hub_of_a_test, push  # noqa: F401  (a fixture)
 
 from commlayer import records
-from commlayer.cluster import client, epoch_change, membership, messages
-from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.membership import State
-from commlayer.cluster.messages import Heartbeat, Overdue
-from commlayer.cluster.summation import Summation
-from commlayer.cluster.summation_server import DataServer, SumServer
+from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.messages import Heartbeat, Overdue
+from commlayer.cluster.membership import client, epoch_change, membership
+from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.membership.membership import State
+from commlayer.cluster.servers.summation import Summation
+from commlayer.cluster.servers.summation_server import DataServer, SumServer
 from commlayer.errors import CorruptFrame
 from commlayer.transport.protocol import SERVER_BASE
 

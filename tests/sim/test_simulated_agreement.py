@@ -11,11 +11,11 @@ import pytest
 
 from bench.chaos.simulated_agreement import Agreement
 from bench.chaos.simulated_member import Member
-from commlayer.cluster import epoch_change
-from commlayer.cluster.membership import State
-from commlayer.cluster.summation import BucketSum
-from commlayer.engine import agreement
-from commlayer.engine.agreement import AgreementOutcome, Vote, VoterState
+from commlayer.cluster.membership import epoch_change
+from commlayer.cluster.membership.membership import State
+from commlayer.cluster.servers.bucket_sum import BucketSum
+from commlayer.engine.epochs import agreement
+from commlayer.engine.epochs.agreement import AgreementOutcome, Vote, VoterState
 from commlayer.records import Member as MemberRecord
 from commlayer.records import ServerInfo, View
 

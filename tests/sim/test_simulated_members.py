@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from bench.chaos.simulated_members import Members
-from commlayer.cluster import coordinator_journal, epoch_change, membership
-from commlayer.cluster.coordinator_journal import CoordinatorRecord
-from commlayer.cluster.membership import State
-from commlayer.cluster.sites import AdmissionState
+from commlayer.cluster.membership import coordinator_journal, epoch_change, membership
+from commlayer.cluster.membership.coordinator_journal import CoordinatorRecord
+from commlayer.cluster.membership.membership import State
+from commlayer.cluster.membership.sites import AdmissionState
 
 LEAST = 120
 

@@ -134,7 +134,7 @@ def log_lines(level: int = logging.WARNING) -> Iterator[list[str]]:
 def plan_of(model: nn.Module, codec: str = "identity()", path: str = "service", *, servers: int = 1, ranks_per_node: int = 1,
             nbytes: tuple[int, int] = (2048, 4096), bucket: dict[str, Any] | None = None, **fields: Any) -> Plan:
     """One codec and one path for all buckets, also a path of stages. `bucket` and `fields` change the buckets and the plan."""
-    from commlayer.engine.optimizers import job_of
+    from commlayer.engine.model.model_tensors import job_of
     from commlayer.planner import default_plan
 
     staged = path not in ("service", "allreduce")

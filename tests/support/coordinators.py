@@ -86,7 +86,8 @@ class Process:
 
 def _main(address: str, rank: str, world: str, how: str, fields: str) -> None:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    from commlayer.cluster import client, messages
+    from commlayer.cluster.calls import messages
+    from commlayer.cluster.membership import client
 
     def tell(**what: Any) -> None:
         print(json.dumps(what), flush=True)
@@ -103,7 +104,7 @@ def _main(address: str, rank: str, world: str, how: str, fields: str) -> None:
         ctypes.PyDLL(None).usleep(int(1e6 * HELD_S))
         tell(held=True)
     if how.startswith("embed"):
-        from commlayer.cluster.child_processes import EmbeddedServer
+        from commlayer.cluster.processes.child_processes import EmbeddedServer
 
         embedded = EmbeddedServer.start(config, workers=1, servers=0, number=None).pid
         # A DataLoader worker: it holds the pipes of its trainer open and may outlive it.

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from commlayer.compressors.device import kernels as device
-from commlayer.engine.buckets import BucketMemory
+from commlayer.engine.buckets.bucket_layout import BucketMemory
 from commlayer.gpu import launch
 from commlayer.gpu.launch import Argument, Launcher
 from support import native_builds

@@ -33,7 +33,8 @@ import msgspec
 import torch
 
 from commlayer import records
-from commlayer.cluster import client, messages, site_client
+from commlayer.cluster.calls import coordinator_channel, messages, site_client
+from commlayer.cluster.membership import client
 from commlayer.compressors import codec_of
 from commlayer.config import host_port
 from commlayer.records import Plan, Record
@@ -165,7 +166,7 @@ class Member:
         """Waits until all `world` have joined: see `joined`. `fields`: of the worker's Join."""
         folder = None if victim.folders is None else (victim.folders.worker, victim.folders.second)[rank % 2]
         self.victim, self.rank, self.plan, self.config = victim, rank, plan, victim.config(folder)
-        self.link = client.CoordinatorChannel(victim.address, self.config.token, self.keys, own=True)
+        self.link = coordinator_channel.CoordinatorChannel(victim.address, self.config.token, self.keys, own=True)
         self._lease = site_client.SiteLease(victim.address, self.config, messages.site_request(1, rank), lambda _: None)
         self.home = self._lease.request.token
         self._lease.meet(WAIT_S)
@@ -271,10 +272,10 @@ class HostileMember(Member):
         return flood(self.link, method, request, count, timeout_s)
 
     @contextlib.contextmanager
-    def unread(self) -> Iterator[client.CoordinatorChannel]:
+    def unread(self) -> Iterator[coordinator_channel.CoordinatorChannel]:
         """A further channel to the coordinator, whose replies the block's calls never read: see `flood`."""
         with Deaf(self.victim.address) as proxy:
-            link = client.CoordinatorChannel(proxy.address, self.config.token, self.keys, own=True)
+            link = coordinator_channel.CoordinatorChannel(proxy.address, self.config.token, self.keys, own=True)
             try:
                 link.call("Status", messages.StatusRequest(), messages.StatusReply, WAIT_S)  # the challenge
                 proxy.hearing.clear()
@@ -294,15 +295,16 @@ class HostileMember(Member):
             self.connection.close()
 
 
-def flood(link: client.CoordinatorChannel, method: str, request: Record | bytes | Callable[[int], Record | bytes], count: int,
-          timeout_s: float = WAIT_S) -> list[Any]:
+def flood(link: coordinator_channel.CoordinatorChannel, method: str, request: Record | bytes | Callable[[int], Record | bytes],
+          count: int, timeout_s: float = WAIT_S) -> list[Any]:
     """Starts `count` calls with valid proofs on that channel and waits for none."""
     known = link._asker._known = link._asker._known or link._asker._greet(timeout_s)
     caller = link._channel.unary_unary(f"/{messages.SERVICE}/{method}")
     futures = []
     for number in range(count):
         body = _bytes_of(request(number) if callable(request) else request)
-        proof = make_proof(link.secret, b"ask", method.encode(), known.challenge, body, *bound(client.fingerprint(link.keys)))
+        certificate = coordinator_channel.fingerprint(link.keys)
+        proof = make_proof(link.secret, b"ask", method.encode(), known.challenge, body, *bound(certificate))
         futures.append(caller.future(proof + body, timeout=timeout_s))
     return futures
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlayer.engine.connection import DistributedJob, JobContext, MemberChanges, WaitsFor
-from commlayer.engine.optimizers import OptimizerMemory
+from commlayer.engine.job.job import DistributedJob, JobContext, WaitsFor
+from commlayer.engine.job.listeners import MemberChanges
+from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.optim import OuterSGD
 
 

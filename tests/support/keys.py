@@ -14,7 +14,7 @@ pytest.importorskip("cryptography", reason="cryptography is not installed")
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from commlayer.cluster import authority
+from commlayer.cluster.keys import authority
 from commlayer.transport.key_folder import PeerCertificate, certificate_of
 
 DAY = datetime.timedelta(days=1)

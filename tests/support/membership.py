@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from commlayer.cluster import membership
-from commlayer.cluster.membership import State
-from commlayer.cluster.messages import PROTOCOL, Join, JoinReply, digest_of
+from commlayer.cluster.calls.messages import PROTOCOL, Join, JoinReply, digest_of
+from commlayer.cluster.membership import membership
+from commlayer.cluster.membership.membership import State
 
 PLAN = b'{"a": "plan"}'
 DEAD_AFTER_S = 10.0

@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeVar
 
 import pytest
 
-from commlayer.cluster import uplink
-from commlayer.cluster.client import fingerprint, tls_credentials
-from commlayer.cluster.grpc_server import GrpcPort, open_stream_port
+from commlayer.cluster.calls.coordinator_channel import fingerprint, tls_credentials
+from commlayer.cluster.calls.grpc_port import GrpcPort, open_stream_port
+from commlayer.cluster.servers import dialing
 from commlayer.transport import framing, grpc_stream, handshake, tls
 from commlayer.transport.crc import crc32c
 from commlayer.transport.endpoint import Address, Settings, StreamTransport
@@ -83,7 +83,7 @@ class GrpcEnd(StreamTransport):
         return host, self._ports[-1].number
 
     def dial(self, peer: int, address: Address, deadline: float, answer_by: float = math.inf) -> None:
-        uplink.dial_grpc(self, peer, address, self._settings.keys, deadline)
+        dialing.dial_grpc(self, peer, address, self._settings.keys, deadline)
 
     def close(self, flush_s: float | None = None) -> None:
         super().close(flush_s)
@@ -136,7 +136,7 @@ WIRES = {
 def keys() -> Keys:
     """A node's, made once."""
     pytest.importorskip("cryptography", reason="cryptography is not installed")
-    from commlayer.cluster import authority
+    from commlayer.cluster.keys import authority
 
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)

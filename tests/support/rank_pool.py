@@ -161,8 +161,8 @@ class Servers:
     """A coordinator and its servers as threads of this process: what `commlayer serve` runs, with their state in reach."""
 
     def __init__(self, workers: int, servers: int = 1, **fields: Any) -> None:
-        from commlayer.cluster.coordinator import Coordinator
-        from commlayer.cluster.summation_server import DataServer
+        from commlayer.cluster.membership.coordinator import Coordinator
+        from commlayer.cluster.servers.summation_server import DataServer
         from commlayer.config import read_config
 
         processes.start_fork_server()
@@ -177,7 +177,8 @@ class Servers:
             thread.start()
 
     def _serve(self, serving: Any) -> None:
-        from commlayer.cluster import client, messages
+        from commlayer.cluster.calls import messages
+        from commlayer.cluster.membership import client
 
         request = messages.server_request(serving.address)
         try:

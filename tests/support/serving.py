@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 
 from commlayer import records
-from commlayer.cluster import client, messages, uplink
-from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.summation_server import DataServer
+from commlayer.cluster.calls import messages
+from commlayer.cluster.membership import client
+from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.servers import uplink
+from commlayer.cluster.servers.summation_server import DataServer
 from commlayer.errors import CommError
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Job, Member, Plan, ServerInfo, TensorInfo, View

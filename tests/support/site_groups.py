@@ -6,10 +6,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from commlayer.cluster import client, messages
-from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.site_client import KvClient, SiteLease
-from commlayer.cluster.site_process_group import RelayedGroup
+from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.site_client import KvClient, SiteLease
+from commlayer.cluster.membership import client
+from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.processes.relayed_group import RelayedGroup
 from support.coordinators import WAIT_S, Failures, quick
 
 HOMES = 3

@@ -26,17 +26,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.cluster import client
-from commlayer.cluster.collectives import Groups, RowChannel
-from commlayer.cluster.uplink import Uplink
+from commlayer.cluster.membership import client
+from commlayer.cluster.processes.collectives import Groups
+from commlayer.cluster.processes.rows import RowChannel
+from commlayer.cluster.servers.uplink import Uplink
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.feedback import split_by_tensor
-from commlayer.engine import checkpoint
-from commlayer.engine.local_steps import OuterSteps
-from commlayer.engine.observers import Observer, ObserverOrder
-from commlayer.engine.replica import Replica
-from commlayer.engine.step import Arrivals
-from commlayer.engine.switch import switch
+from commlayer.engine.buckets.current_step import Arrivals
+from commlayer.engine.checkpoints import checkpoint_files
+from commlayer.engine.epochs.plan_switch import switch
+from commlayer.engine.epochs.replica import Replica
+from commlayer.engine.observers.observers import Observer, ObserverOrder
+from commlayer.engine.sync.local_steps import OuterSteps
 from commlayer.errors import CommError, StepAbandoned
 from commlayer.planner import default_plan
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
@@ -178,7 +179,7 @@ def residuals_of(connection: Any) -> list[torch.Tensor]:
 
 def one_save(folder: Path) -> tuple[int, int]:
     """The only save in the folder, which is complete: how many workers wrote it, and after which step."""
-    (save,) = checkpoint.saves_of(folder)
+    (save,) = checkpoint_files.saves_of(folder)
     assert save.sealed
     assert save.mark is not None
     assert not save.fault

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from commlayer.cluster.summation import Summation
-from commlayer.cluster.summation_server import Stalled, SumServer, stalled_key
+from commlayer.cluster.servers.summation import Summation
+from commlayer.cluster.servers.summation_server import Stalled, SumServer, stalled_key
 from commlayer.errors import CorruptFrame
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
 from support.loopback import Hub, Loopback

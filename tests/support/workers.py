@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from commlayer.cluster.server_codecs import ops_of, senders_of
-from commlayer.cluster.summation import Summation
-from commlayer.cluster.summation_server import SumServer, follow_stalls
+from commlayer.cluster.servers.server_codecs import ops_of, senders_of
+from commlayer.cluster.servers.summation import Summation
+from commlayer.cluster.servers.summation_server import SumServer, follow_stalls
 from commlayer.compressors import codec_of
-from commlayer.engine.worker import Worker
+from commlayer.engine.worker.worker import Worker
 from commlayer.observe.noise_scale import Agreement
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan, TensorInfo

@@ -28,8 +28,8 @@ from commlayer.autotune.search import MOST_FACTOR, NEARLY, SearchOrder, dearer, 
 from commlayer.autotune.search import search as process_search
 from commlayer.balance import Communication
 from commlayer.codec_spec import parse_spec
-from commlayer.engine.plan_choice import unsuited
-from commlayer.engine.sync_modes import LocalSteps, requested_modes, with_modes
+from commlayer.engine.job.plan_checks import unsuited
+from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes, with_modes
 from commlayer.errors import InvalidInput, InvalidState
 from commlayer.planner import default_plan, simulate
 from commlayer.planner.convergence import LearningRow

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from commlayer.engine.averages import AverageUse
-from commlayer.engine.optimizers import HeldParameters
+from commlayer.engine.model.optimizers import HeldParameters
+from commlayer.engine.worker.averages import AverageUse
 
 TENSORS = 3
 

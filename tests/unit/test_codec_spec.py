@@ -31,7 +31,7 @@ from commlayer.compressors import (
 from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.compressors.state import SERVER
-from commlayer.engine.plan_choice import promise_of
+from commlayer.engine.job.plan_checks import promise_of
 from commlayer.errors import InvalidInput
 from commlayer.planner.costs import Prices
 from commlayer.planner.model import Cluster, Policy

@@ -23,7 +23,7 @@ from commlayer.cli.main import run
 from commlayer.demo import report
 from commlayer.demo.report import Progress
 from commlayer.demo.settings import DemoSettings, Event
-from commlayer.engine.regroup import unfit
+from commlayer.engine.epochs.membership_change import unfit
 from commlayer.planner import builtin, plan
 from commlayer.planner.baselines import Curve, one_machine, what_if
 from commlayer.planner.convergence import ALONE

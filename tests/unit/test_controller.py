@@ -26,8 +26,8 @@ from commlayer.autotune.controller import (
 from commlayer.autotune.job_actions import Measured
 from commlayer.autotune.plan_policy import Candidate, SearchRequest
 from commlayer.autotune.report import Reports
-from commlayer.engine.plan_choice import PlanTerms
-from commlayer.engine.run_events import RunEvents
+from commlayer.engine.job.plan_terms import PlanTerms
+from commlayer.engine.job.run_events import RunEvents
 from commlayer.errors import InvalidInput
 from commlayer.observe.link_monitor import FACTOR, IN_A_ROW, PAYLOAD, SETTLED, Direction, Rates, Throughput
 from commlayer.observe.prediction_check import StalePlan

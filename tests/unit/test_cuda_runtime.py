@@ -12,8 +12,8 @@ from support.cuda import DEVICE, running
 from support.workers import Rig, job, on_ranks, step
 
 from commlayer.compressors import block_threshold, codec_of, identity, int8, runs_on
-from commlayer.engine.lanes import device_buckets
-from commlayer.engine.worker import Worker
+from commlayer.engine.paths.staging import device_buckets
+from commlayer.engine.worker.worker import Worker
 from commlayer.errors import InvalidInput
 from commlayer.gpu import launch
 from commlayer.planner import default_plan

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from commlayer.cluster import messages
-from commlayer.cluster.messages import StatusReply
+from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.messages import StatusReply
 from commlayer.config import Config
 from commlayer.doctor import checks, machine, network, nodes, report, server
 from commlayer.doctor.machine import Torch

@@ -12,17 +12,16 @@ from support.codecs import decoded, encode, noise, room
 from support.workers import Rig, job, on_ranks, step
 from torch import nn
 
-from commlayer.cluster.server_codecs import CodecOps
+from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.compressors import codec_of, parse, topk, two_way
 from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.feedback import wrap
 from commlayer.compressors.plan_codecs import reader_of
-from commlayer.engine import buckets
-from commlayer.engine import worker as worker_module
-from commlayer.engine.buckets import BucketExchange, EncodedBucket
-from commlayer.engine.local_steps import OuterSteps, StepWeights
-from commlayer.engine.step import Units
-from commlayer.engine.worker import Worker
+from commlayer.engine.buckets.bucket import BucketExchange, EncodedBucket
+from commlayer.engine.buckets.units import Units
+from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
+from commlayer.engine.worker import worker as worker_module
+from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, CorruptFrame
 from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan
@@ -139,7 +138,7 @@ def test_a_bucket_that_keeps_entries_writes_the_same_and_has_no_dense_sum(text: 
         bucket.decode(result)
         assert bucket.exchange.finite
         if keep:
-            assert isinstance(bucket.compact, buckets.SparseResult)
+            assert isinstance(bucket.compact, results.SparseResult)
             assert bucket.coder.host_y.numel() == bucket.memory.all_y.numel() == bucket.memory.tail_y.numel() == 0
         targets = [torch.full((40, 100), 9.0), None, torch.full((6000,), 9.0)]
         bucket.commit(0.25, targets)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.workers import Rig, job, on_ranks, step
 
-from commlayer.engine.lanes import Lane
-from commlayer.engine.plan_choice import unsuited
+from commlayer.engine.job.plan_checks import unsuited
+from commlayer.engine.paths.lanes import Lane
 from commlayer.errors import CorruptFrame, DeadlineExceeded, PeerLost
 from commlayer.planner import default_plan
 from commlayer.records import Plan

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from commlayer.cluster import site_process_group
-from commlayer.engine.agreement import Vote
-from commlayer.engine.regroup import EpochMessages, NewerEpoch
+from commlayer.cluster.processes import site_process_group
+from commlayer.engine.epochs.agreement import Vote
+from commlayer.engine.epochs.epoch_messages import EpochMessages, NewerEpoch
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.records import Member, View
 

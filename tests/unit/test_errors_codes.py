@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from commlayer import errors
-from commlayer.cluster.process_groups import ANY_PEER
-from commlayer.engine.step import RootCause
+from commlayer.cluster.processes.bounded_calls import ANY_PEER
+from commlayer.engine.worker.root_cause import RootCause
 from commlayer.errors import (
     CODES,
     CommError,

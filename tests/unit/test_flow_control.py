@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from commlayer.engine.start import RankRow, _own_address
+from commlayer.engine.start.rendezvous import RankRow, _own_address
 from commlayer.transport import flow_control, own_address
 from commlayer.transport.endpoint import StreamTransport
 from commlayer.transport.flow_control import (

@@ -25,8 +25,8 @@ from commlayer.compressors.global_budget import (
     share_budget,
     with_budget,
 )
-from commlayer.engine.plan_choice import unsuited
-from commlayer.engine.plan_handover import hand_over
+from commlayer.engine.job.plan_checks import unsuited
+from commlayer.engine.worker.plan_handover import hand_over
 from commlayer.planner import default_plan, verify
 from commlayer.records import Bucket, Plan, Slice, Spec
 

@@ -14,8 +14,9 @@ from commlayer.cli.join import in_order
 from commlayer.cli.main import run
 from commlayer.cli.options import stored_keys
 from commlayer.cli.up import Facts, next_step
-from commlayer.cluster import home_keys, sites
-from commlayer.cluster.home_keys import HomeLine, Token
+from commlayer.cluster.keys import home_keys
+from commlayer.cluster.keys.home_keys import HomeLine, Token
+from commlayer.cluster.membership import sites
 
 TOKEN = Token(bytes(range(32)), bytes(range(100, 116)))
 
@@ -93,7 +94,7 @@ def test_a_server_invites_as_many_homes_as_it_waits_for(words: list[str], worker
                                                         monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     served = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("commlayer.cluster.server_process.run", lambda _, part: served.append(part))
+    monkeypatch.setattr("commlayer.cluster.servers.server_process.run", lambda _, part: served.append(part))
     monkeypatch.setattr("sys.argv", ["commlayer", "serve", "--bind", "10.0.0.1:7000", *words])
     with pytest.raises(SystemExit, match="0"):
         run()

@@ -17,15 +17,16 @@ import msgspec
 import pytest
 import torch
 
-from commlayer.cluster import messages, sites
-from commlayer.cluster.coordinator_journal import NAME, CoordinatorJournal, CoordinatorRecord
-from commlayer.cluster.kv_store import KvStore, Row
-from commlayer.cluster.membership import State
-from commlayer.cluster.rendezvous_service import RendezvousService
-from commlayer.cluster.server_codecs import ops_of, senders_of
-from commlayer.cluster.server_journal import NAME as NAME_JOURNAL
-from commlayer.cluster.server_journal import ServerIdentity, ServerJournal, read
-from commlayer.cluster.summation import Summation
+from commlayer.cluster.calls import messages
+from commlayer.cluster.membership import sites
+from commlayer.cluster.membership.coordinator_journal import NAME, CoordinatorJournal, CoordinatorRecord
+from commlayer.cluster.membership.kv_store import KvStore, Row
+from commlayer.cluster.membership.membership import State
+from commlayer.cluster.membership.rendezvous_service import RendezvousService
+from commlayer.cluster.servers.server_codecs import ops_of, senders_of
+from commlayer.cluster.servers.server_journal import NAME as NAME_JOURNAL
+from commlayer.cluster.servers.server_journal import ServerIdentity, ServerJournal, read
+from commlayer.cluster.servers.summation import Summation
 from commlayer.compressors import codec_of, seed
 from commlayer.errors import RecordError
 from commlayer.planner import default_plan
@@ -85,9 +86,9 @@ def test_a_kill_loses_nothing_that_was_written(room: bool, full: Any, tmp_path: 
     """Also if the disk is full when the coordinator is started again."""
     program = f"""
 import os, signal
-from commlayer.cluster.coordinator_journal import *
+from commlayer.cluster.membership.coordinator_journal import *
 from commlayer.cluster import sites
-from commlayer.cluster.kv_store import Row
+from commlayer.cluster.membership.kv_store import Row
 from commlayer.transport.handshake import RefusalLog
 journal = CoordinatorJournal({str(tmp_path)!r})
 journal.begin(sites.Sites(2, meeting="m"), {{}})
@@ -203,7 +204,7 @@ def home(name: str, workers: int = 1) -> messages.Join:
 @pytest.fixture
 def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
     monkeypatch.setattr(messages, "version", lambda: "1.0")
-    monkeypatch.setattr("commlayer.cluster.rendezvous_service.version", lambda: "1.0")
+    monkeypatch.setattr("commlayer.cluster.membership.rendezvous_service.version", lambda: "1.0")
     result = Meeting(tmp_path)
     yield result
     assert result.journal is not None

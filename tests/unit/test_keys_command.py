@@ -16,7 +16,7 @@ pytest.importorskip("cryptography", reason="cryptography is not installed")
 from cryptography import x509
 
 from commlayer.cli.main import app
-from commlayer.cluster import authority
+from commlayer.cluster.keys import authority
 from commlayer.errors import RecordError
 from commlayer.transport.key_folder import Keys
 

@@ -23,9 +23,9 @@ from support.jobs import FakeJob
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.feedback import ResidualSlice
-from commlayer.engine import checkpoint
-from commlayer.engine.ledger import Ledger
-from commlayer.engine.optimizers import learning_rate
+from commlayer.engine.buckets.ledger import Ledger
+from commlayer.engine.checkpoints import checkpoint
+from commlayer.engine.model.model_tensors import learning_rate
 from commlayer.errors import StepAbandoned
 from commlayer.planner import default_plan
 from commlayer.records import Slice, Spec
@@ -150,7 +150,7 @@ def happen(r: kit.Rig, codec: str, event: Event, first: int, accounts: list[Acco
 
 
 def save(r: kit.Rig) -> tuple[list[Any], list[dict[int, bytes]]]:
-    """As engine/checkpoint.py: workers and servers behind one step, without what of it was not applied."""
+    """As checkpoints/checkpoint.py: workers and servers behind one step, without what of it was not applied."""
     words, *_ = [worker.roll_back() for worker in r.workers]
     servers = []
     for core in r.sums:

@@ -28,7 +28,7 @@ from bench.learning_run import LOOKS, STEPS, Variant
 from commlayer.cli.main import run
 from commlayer.codec_spec import parse_spec
 from commlayer.config import Config
-from commlayer.engine.plan_choice import settle
+from commlayer.engine.start.plan_choice import settle
 from commlayer.errors import RecordError, code_of
 from commlayer.plan_file import inputs_of
 from commlayer.planner import builtin, tables

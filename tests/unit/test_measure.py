@@ -24,9 +24,9 @@ from commlayer.autotune.measure import calibration, link_rates, step_times
 from commlayer.autotune.measure.step_times import BatchTrial, batches_of, out_of_memory, timing_of
 from commlayer.balance import Sampler
 from commlayer.balance.profile import profile
-from commlayer.cluster import summation_server
-from commlayer.cluster.summation import Summation
-from commlayer.cluster.summation_server import SumServer
+from commlayer.cluster.servers import summation_server
+from commlayer.cluster.servers.summation import Summation
+from commlayer.cluster.servers.summation_server import SumServer
 from commlayer.errors import DeadlineExceeded
 from commlayer.observe.step_trace import RecordedStep
 from commlayer.transport import mailbox

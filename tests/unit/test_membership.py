@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.membership import DEAD_AFTER_S, PLAN, after, beat, running, server, ticked, worker
 
-from commlayer.cluster import membership
-from commlayer.cluster.membership import State
-from commlayer.cluster.messages import ANY, FINISHED, Heartbeat, Join, digest_of
+from commlayer.cluster.calls.messages import ANY, FINISHED, Heartbeat, Join, digest_of
+from commlayer.cluster.membership import membership
+from commlayer.cluster.membership.membership import State
 from commlayer.transport.protocol import SERVER_BASE
 
 

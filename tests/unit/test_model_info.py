@@ -12,7 +12,7 @@ from torch import nn
 
 from commlayer.autotune.measure.model_info import ModelWatch
 from commlayer.autotune.measure.step_times import timed_job
-from commlayer.engine.optimizers import job_of
+from commlayer.engine.model.model_tensors import job_of
 from commlayer.planner.baselines import Gains, against_alone, gains, noise_range, one_machine
 from commlayer.planner.inputs import checked_inputs, cluster_of_homes
 from commlayer.planner.memory import accumulated, memory_of

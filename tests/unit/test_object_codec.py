@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from commlayer.cluster import object_codec
-from commlayer.cluster.object_codec import MAX_TUPLE, MAX_TUPLES, MAX_VALUES, decode, encode
+from commlayer.cluster.processes import object_codec
+from commlayer.cluster.processes.object_codec import MAX_TUPLE, MAX_TUPLES, MAX_VALUES, decode, encode
 
 VALUES = [
     None, True, False, 0, -1, 255, -256, 2**70, -(2**63), 1.5, float("inf"), -0.0, 1j, "h\u00e9\ud800", b"x", bytearray(b"y"),

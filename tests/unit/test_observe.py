@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from commlayer import planner
-from commlayer.engine.trace import predict
+from commlayer.engine.observers.predicted_trace import predict
 from commlayer.observe import link_monitor
 from commlayer.observe.link_monitor import (
     COST_S,

@@ -13,7 +13,8 @@ from support.loopback import Hub
 from support.workers import Rig, ToldRows, on_ranks
 from torch import nn
 
-from commlayer.engine.local_steps import OuterSteps, StepWeights, scale_of, square_of
+from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
+from commlayer.engine.sync.norm_matching import scale_of, square_of
 from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan
 from commlayer.planner.buckets import fragments_of

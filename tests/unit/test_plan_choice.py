@@ -9,13 +9,14 @@ import pytest
 from msgspec import structs
 from support.plans import toy_job
 
-from commlayer.cluster.server_codecs import CodecOps
+from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.codec_spec import parse_spec
 from commlayer.compressors import codec_of, fp16, identity, int8, parse, topk, two_way
 from commlayer.config import Config
-from commlayer.engine import plan_choice
-from commlayer.engine.plan_choice import unsuited
-from commlayer.engine.sync_modes import LocalSteps, requested_modes, with_modes
+from commlayer.engine.job import plan_checks
+from commlayer.engine.job.plan_checks import unsuited
+from commlayer.engine.start import plan_choice
+from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes, with_modes
 from commlayer.errors import code_of
 from commlayer.plan_file import basis_of, written
 from commlayer.planner import tables as machines
@@ -212,7 +213,7 @@ def test_payloads_that_no_frame_carries_are_refused(monkeypatch: pytest.MonkeyPa
     bucket = Bucket(0, (Slice(0, 0, 1 << 16),), "service", "identity()")
     plan = Plan("", (bucket,), 1)
     assert unsuited(plan, 2, 1) == []
-    monkeypatch.setattr(plan_choice, "MAX_FRAME_NBYTES", 200_000)
+    monkeypatch.setattr(plan_checks, "MAX_FRAME_NBYTES", 200_000)
     (line,) = unsuited(plan, 2, 1)
     assert line.startswith("bucket 0: payloads of identity()")
     assert line.endswith("a frame is limited to 200000: split the bucket, or use a codec that sends less")

@@ -28,8 +28,8 @@ from commlayer.autotune.measuring import filled_of
 from commlayer.autotune.search import best_plan
 from commlayer.compressors import codec_of, parse
 from commlayer.compressors.feedback import wrap
-from commlayer.engine.plan_choice import promise_of, unsuited
-from commlayer.engine.worker import Worker
+from commlayer.engine.job.plan_checks import promise_of, unsuited
+from commlayer.engine.worker.worker import Worker
 from commlayer.planner import choices, default_plan, verify
 from commlayer.planner import tables as machines
 from commlayer.planner.buckets import fragments_of

@@ -32,7 +32,7 @@ from commlayer.autotune.quality import (
     QualityState,
 )
 from commlayer.compressors import parse, wrap
-from commlayer.engine.spacing import steps_until_paid
+from commlayer.engine.observers.spacing import steps_until_paid
 from commlayer.observe.fidelity import Dots, Fidelity
 from commlayer.records import Spec
 

@@ -11,8 +11,9 @@ import torch
 
 import commlayer
 from commlayer.config import Config
-from commlayer.engine.run_events import LINK_S, RunEvents, check_folder
-from commlayer.engine.step import Counters, Units
+from commlayer.engine.buckets.current_step import Counters
+from commlayer.engine.buckets.units import Units
+from commlayer.engine.job.run_events import LINK_S, RunEvents, check_folder
 from commlayer.errors import InvalidInput
 from commlayer.observe import events
 from commlayer.observe.events import Event, LinkEvent, LogEvent, StepEvent

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from support.loopback import Hub
 from support.summation import VALUES, Doubles, ask, hub_of_a_test, next_stalled, push, served, service, value  # noqa: F401  (a fixture)
 
-from commlayer.cluster.server_codecs import CodecOps
-from commlayer.cluster.summation import Summation
-from commlayer.cluster.summation_server import Stalled
+from commlayer.cluster.servers.server_codecs import CodecOps
+from commlayer.cluster.servers.summation import Summation
+from commlayer.cluster.servers.summation_server import Stalled
 from commlayer.compressors import codec_of
 from commlayer.errors import CorruptFrame, PeerLost
 from commlayer.records import Bucket, Slice
@@ -236,7 +236,7 @@ class Broken(Doubles):
 def test_a_failure_of_the_server_itself_is_told_to_all_and_blamed_on_none(
     hub: tuple[Hub, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("commlayer.cluster.summation_server.FAILURE_NOTICE_S", 0.0)
+    monkeypatch.setattr("commlayer.cluster.servers.summation_server.FAILURE_NOTICE_S", 0.0)
     members = served(hub, Broken())
     waiting = [m.recv(SERVER_BASE, key(push(0, 0.0).header._replace(kind=Kind.RESULT))) for m in members]
     for m, transport in enumerate(members):

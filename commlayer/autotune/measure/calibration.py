@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from commlayer.cluster.collectives import Groups
-from commlayer.cluster.process_groups import PendingCollective
+from commlayer.cluster.processes.bounded_calls import PendingCollective
+from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors import Codec, parse, wrap
 from commlayer.compressors.plan_codecs import ReducedAccumulator, is_summable
-from commlayer.engine.plan_choice import promise_of
+from commlayer.engine.job.plan_checks import promise_of
 from commlayer.planner.costs import moves
 from commlayer.planner.model import ZERO, CodecCost, Line
 from commlayer.records import Spec

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from commlayer.autotune.measure.model_info import ModelWatch
-from commlayer.engine.hooks import before_forward
-from commlayer.engine.optimizers import job_of, parameters_of
+from commlayer.engine.hooks.forward_order import before_forward
+from commlayer.engine.model.model_tensors import job_of, parameters_of
 from commlayer.errors import InvalidInput
 from commlayer.observe.step_trace import RecordedStep
 from commlayer.planner.tables import device_named

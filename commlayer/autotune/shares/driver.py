@@ -24,7 +24,7 @@ from commlayer.autotune.start import reporting
 from commlayer.balance import Decision, LinearTime, Outcome, Sampler, SharePolicy
 from commlayer.balance.balancer import Event, describe
 from commlayer.balance.profile import LIMIT_S, WorkerProfile
-from commlayer.engine.connection import DistributedJob
+from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import CommError, InvalidInput
 from commlayer.session import Session
 

@@ -17,8 +17,8 @@ from torch import nn
 from commlayer.autotune.measure.step_times import BatchTrial, LossOf, batches_of
 from commlayer.balance import Sampler, SharePolicy
 from commlayer.balance.profile import InitialShares, SharesOf, WorkerProfile, initial_shares, ladder, profile
-from commlayer.cluster.collectives import RowChannel, Rows
-from commlayer.cluster.process_groups import Members
+from commlayer.cluster.processes.process_groups import Members
+from commlayer.cluster.processes.rows import RowChannel, Rows
 from commlayer.config import read_launch
 from commlayer.errors import CommError, InvalidInput
 from commlayer.session import Session

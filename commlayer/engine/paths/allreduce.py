@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from commlayer.cluster.collectives import Groups
-from commlayer.cluster.process_groups import PendingCollective
-from commlayer.engine.buckets import BucketExchange, CollectiveBucket, WorkerBucket
-from commlayer.engine.lanes import Staging
+from commlayer.cluster.processes.bounded_calls import PendingCollective
+from commlayer.cluster.processes.collectives import Groups
+from commlayer.engine.buckets.bucket import BucketExchange, CollectiveBucket, WorkerBucket
+from commlayer.engine.buckets.current_step import Step
 from commlayer.engine.paths.path import Path
-from commlayer.engine.step import Step
+from commlayer.engine.paths.staging import Staging
 
 
 class AllReducePath(Path[CollectiveBucket]):

@@ -1,117 +1,25 @@
-"""Sums buckets among the ranks of a node, and distributes the results to them.
-
-A single bucket is reduced onto its owner (the rank that encodes it), which broadcasts the result. Shards are buckets of which
-each rank owns one; they are summed by one exchange: every rank sends the other ranks their shards of its gradients, and sums
-the shards that it receives. One all-gather distributes all results.
-"""
+"""Paths over a server for nodes with several ranks: sum in the node, exchange by owners, distribution in the node."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from commlayer.cluster.collectives import Channel, Groups
-from commlayer.cluster.process_groups import PendingCollective
-from commlayer.engine.buckets import EncodedBucket, ServedBucket, WorkerBucket
-from commlayer.engine.lanes import Lane, Staging
+from commlayer.cluster.processes.collectives import Groups
+from commlayer.engine.buckets.bucket import EncodedBucket, ServedBucket, WorkerBucket
+from commlayer.engine.buckets.current_step import Step
+from commlayer.engine.paths.lanes import Lane
+from commlayer.engine.paths.node_sums import NodeSum, node_sums
 from commlayer.engine.paths.path import OneStepLate, Path
-from commlayer.engine.paths.server import FOREVER_S, ServerExchange
-from commlayer.engine.step import Step
+from commlayer.engine.paths.server import FOREVER_S
+from commlayer.engine.paths.server_exchange import ServerExchange
+from commlayer.engine.paths.staging import Staging
 from commlayer.errors import CommError, DeadlineExceeded
-from commlayer.planner.plan_rules import together
 from commlayer.transport.protocol import peer_name
 
-Error = Callable[[], BaseException | None]
-
-
-class NodeSum(ABC):
-    """Sums some buckets inside a node and distributes their results, on one rank. Every step calls `reduce`, `reduced`,
-    `distribute`, in this order."""
-
-    def __init__(self, buckets: Sequence[ServedBucket]) -> None:
-        self.buckets = tuple(buckets)
-        self.mine = next((bucket for bucket in buckets if isinstance(bucket, EncodedBucket)), None)
-        """The bucket that this rank encodes; None if this rank encodes none of the buckets."""
-
-    @abstractmethod
-    def reduce(self, channel: Channel) -> None:
-        """Starts to sum send buffers, flags and weights of all buckets over the node's ranks."""
-
-    @abstractmethod
-    def reduced(self, deadline: float, failed: Error) -> None:
-        """Waits for the sums; each owner then has the sum of its bucket. After that, buffers of other owners' buckets can be
-        overwritten."""
-
-    @abstractmethod
-    def distribute(self, channel: Channel) -> PendingCollective:
-        """Starts to distribute each owner's result, with flags and weight, to the receive buffers of all ranks of the node."""
-
-
-class OwnedSum(NodeSum):
-    def __init__(self, bucket: ServedBucket) -> None:
-        super().__init__([bucket])
-        self._memory, self._owner = bucket.memory, bucket.planned.owner
-
-    def reduce(self, channel: Channel) -> None:
-        self._pending = channel.reduce(self._memory.all, self._owner)
-
-    def reduced(self, deadline: float, failed: Error) -> None:
-        self._pending.wait(deadline, failed)
-
-    def distribute(self, channel: Channel) -> PendingCollective:
-        return channel.broadcast(self._memory.all_y, self._owner)
-
-
-class ShardedSum(NodeSum):
-    """Sums and distributes one bucket for each rank of a node (its shard), in the order of these ranks."""
-
-    def __init__(self, buckets: Sequence[ServedBucket], local: int) -> None:
-        super().__init__(buckets)
-        self._own, self._local = buckets[local].memory, local
-        self._sizes = [bucket.memory.all.numel() for bucket in buckets]
-        most, own_size = max(self._sizes), self._sizes[local]
-        self._parts = self._own.all.new_zeros(sum(self._sizes) - own_size)
-        """This rank's gradients of the buckets (shards) that other ranks of the node encode, one bucket after the other."""
-        self._rows = self._own.all.new_zeros(len(buckets), most)
-        """One row for each rank. During the sum: the other ranks' gradients in this rank's shard. After it: all results, as the
-        receive buffers."""
-        self._row = self._own.all.new_zeros(most)
-        at = 0
-        for number, (bucket, size) in enumerate(zip(buckets, self._sizes, strict=True)):
-            if number != local:
-                bucket.memory.place(self._parts[at : at + size], self._rows[number, :size])
-                at += size
-
-    def reduce(self, channel: Channel) -> None:
-        size = self._sizes[self._local]
-        sent = [0 if number == self._local else n for number, n in enumerate(self._sizes)]
-        received = [0 if number == self._local else size for number in range(len(self._sizes))]
-        self._received = self._rows.view(-1)[: sum(received)]
-        self._pending = channel.alltoall(self._received, self._parts, received, sent)
-
-    def reduced(self, deadline: float, failed: Error) -> None:
-        self._pending.wait(deadline, failed)
-        for row in self._received.view(len(self._sizes) - 1, -1):
-            self._own.all += row
-
-    def distribute(self, channel: Channel) -> PendingCollective:
-        self._row[: self._sizes[self._local]] = self._own.all_y
-        return channel.allgather(self._rows.view(-1), self._row)
-
-
-def node_sums(buckets: Sequence[ServedBucket], ranks_per_node: int, local: int) -> list[NodeSum]:
-    """Returns the sums inside a node that these buckets of a plan need, in order."""
-    return [
-        ShardedSum(buckets[run.start : run.stop], local) if len(run) > 1 else OwnedSum(buckets[run.start])
-        for run in together([bucket.planned for bucket in buckets], ranks_per_node)
-    ]
-
-
-# ---- paths over a server for nodes with several ranks: sum in the node, exchange by owners, distribution in the node
 
 class NodeReduce(Path[ServedBucket]):
     """Wraps the exchange with servers for nodes with several ranks. Every rank of a node has all of the path's buckets, and

@@ -12,11 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
-from commlayer.cluster.process_groups import ANY_PEER
-from commlayer.engine.buckets import BucketExchange, WorkerBucket
-from commlayer.engine.lanes import Staging
-from commlayer.engine.late_results import LateResult
-from commlayer.engine.step import Step
+from commlayer.cluster.processes.bounded_calls import ANY_PEER
+from commlayer.engine.buckets.bucket import BucketExchange, WorkerBucket
+from commlayer.engine.buckets.current_step import Step
+from commlayer.engine.paths.late_results import LateResult
+from commlayer.engine.paths.staging import Staging
 from commlayer.errors import CommError, DeadlineExceeded
 
 B = TypeVar("B", bound=WorkerBucket)

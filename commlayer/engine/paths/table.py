@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from commlayer.cluster.collectives import Groups
+from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors.codec import Codec
-from commlayer.engine.buckets import CollectiveBucket, EncodedBucket, ServedBucket, WorkerBucket
-from commlayer.engine.lanes import Lane, Staging
-from commlayer.engine.late_results import LateResult
+from commlayer.engine.buckets.bucket import CollectiveBucket, EncodedBucket, ServedBucket, WorkerBucket
+from commlayer.engine.buckets.current_step import Step
 from commlayer.engine.paths.allreduce import AllReducePath
 from commlayer.engine.paths.collectives import CollectivesPath
+from commlayer.engine.paths.lanes import Lane
+from commlayer.engine.paths.late_results import LateResult
 from commlayer.engine.paths.node import LateNodeReduce, NodeReduce
 from commlayer.engine.paths.path import OneStepLate, Path
-from commlayer.engine.paths.server import LateServerPath, ServerExchange, ServerPath
-from commlayer.engine.step import Step
+from commlayer.engine.paths.server import LateServerPath, ServerPath
+from commlayer.engine.paths.server_exchange import ServerExchange
+from commlayer.engine.paths.staging import Staging
 from commlayer.records import Plan
 from commlayer.transport.protocol import Transport
 

@@ -12,10 +12,11 @@ import torch
 from support.workers import job, step
 
 from commlayer import records
-from commlayer.cluster import messages, uplink
+from commlayer.cluster.calls import messages
+from commlayer.cluster.servers import uplink
 from commlayer.compressors import codec_of
 from commlayer.config import read_config
-from commlayer.engine.worker import Worker
+from commlayer.engine.worker.worker import Worker
 from commlayer.planner import default_plan
 from commlayer.records import Plan
 

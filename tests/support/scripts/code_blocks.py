@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import commlayer
 from commlayer import plan_file, planner
 from commlayer.balance import loss_model
-from commlayer.engine.optimizers import job_of
+from commlayer.engine.model.model_tensors import job_of
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

@@ -1,0 +1,1 @@
+"""Calls to the coordinator: messages, channels, and the port that serves them."""

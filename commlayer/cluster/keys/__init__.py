@@ -1,0 +1,1 @@
+"""Certificates: the job's CA, invitations, and enrolment."""

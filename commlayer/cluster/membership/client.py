@@ -1,0 +1,275 @@
+"""This process's membership: its registration at the coordinator, and its heartbeats."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.coordinator_channel import CALL_S, MIN_BEAT_S, CoordinatorChannel
+from commlayer.cluster.calls.messages import (
+    MAX_EVENTS,
+    MAX_EVENTS_NBYTES,
+    Heartbeat,
+    HeartbeatReply,
+    Join,
+    JoinReply,
+    PeerExit,
+)
+from commlayer.cluster.processes import child_processes, heartbeat_sidecar
+from commlayer.config import Config
+from commlayer.errors import CommError, PeerLost, Refused, without_code
+from commlayer.observe.events import Batch, EventLog
+from commlayer.records import View
+from commlayer.transport.key_folder import Keys
+
+log = logging.getLogger("commlayer")
+ROUND_TRIPS = 16
+"""Number of latest heartbeats whose shortest round-trip time is that of the link."""
+LAST_EVENTS_S = 1.0
+"""Timeout of the call with a leaving process's last events."""
+OnSilence = Callable[[float], None]
+"""Called after every failed heartbeat once the coordinator has not answered for dead_after_s, with the seconds since its last
+answer."""
+OnLeft = Callable[[PeerExit], None]
+OnView = Callable[[View], None]
+"""Function that is called with a newer epoch when the coordinator reports one. Only the members of that epoch continue."""
+
+
+class MembershipEvents(NamedTuple):
+    """Functions that the heartbeat thread calls. `failure` is called at most once, with the first peer failure that the
+    coordinator reports."""
+
+    failure: Callable[[CommError], None]
+    silence: OnSilence
+    left: OnLeft
+
+
+class HeartbeatReport:
+    """What a process adds to its heartbeats. The worker's Uplink or the server's DataServer sets `fields`, a function that
+    returns fields about data connections and sums. The session of a worker sets `events`, its newest events."""
+
+    def __init__(self) -> None:
+        self.fields: Callable[[], Mapping[str, Any]] = dict
+        self.events = EventLog(most=0)
+        self._sent = Batch((), 0)
+        """The events of the last heartbeat."""
+        self._acknowledged = 0
+        """Number of the first event that the coordinator might not have."""
+        self._round_trips_s: deque[float] = deque(maxlen=ROUND_TRIPS)
+
+    @property
+    def rtt_s(self) -> float:
+        """The shortest round-trip time of recent heartbeats; 0: unknown."""
+        return min(self._round_trips_s, default=0.0)
+
+    def next(self) -> dict[str, Any]:
+        """Returns the fields of the next heartbeat."""
+        fields = dict(self.fields())
+        self._sent = batch = self.events.since(self._acknowledged, most=MAX_EVENTS, most_nbytes=MAX_EVENTS_NBYTES)
+        if batch.lines:
+            fields |= {"events": batch.lines, "first_event": batch.cursor - len(batch.lines), "time_s": time.time()}
+        return fields
+
+    def answered(self, round_trip_s: float) -> None:
+        """Called when the coordinator has answered the last heartbeat."""
+        self._acknowledged = self._sent.cursor
+        self._round_trips_s.append(round_trip_s)
+
+    @property
+    def unsent(self) -> bool:
+        return bool(self.events.since(self._acknowledged, most=1).lines)
+
+
+def beat_timeout_s(config: Config) -> float:
+    """Returns the timeout of a heartbeat: another one fits into dead_after_s after one that got no answer. However long the
+    coordinator has been silent, the timeout is long enough for a new connection, or no heartbeat would ever arrive again."""
+    return max(MIN_BEAT_S, min(CALL_S, config.dead_after_s / 3))
+
+
+class Membership:
+    """This process's registration in the job.
+
+    `keep`: True: a child process continues the heartbeats while this process's threads wait for the GIL (child_processes.py).
+    """
+
+    def __init__(self, link: CoordinatorChannel, request: Join, reply: JoinReply, config: Config,
+                 events: MembershipEvents, ended: threading.Event, *, keep: bool) -> None:
+        assert reply.view is not None
+        self.view: View = reply.view
+        """The epoch that this process has switched to."""
+        self.newest: View = reply.view
+        """The newest epoch that the coordinator has sent; this process may not have switched to it yet."""
+        self.on_view: OnView = lambda _: None
+        self.plan = reply.plan
+        self.rank = reply.rank
+        self.name = f"{request.kind} {reply.rank}"
+        self.left: dict[str, PeerExit] = {}
+        """Peers that left in order, by peer name. An orderly leave is a failure only if another process waits for that peer."""
+        self.over = ended
+        """Event that is set when every worker has left or died. A server may end then."""
+        self.failed = False
+        """True: the job ended before all of its last workers had finished."""
+        self.remaining: tuple[str, ...] = ()
+        """Names of workers that were still in the job when this process left."""
+        self._channel, self._token, self._config, self._events = link, request.token, config, events
+        self.reachable = True
+        """Whether the coordinator answered the last heartbeat."""
+        self.report = HeartbeatReport()
+        self._closing = threading.Event()
+        self._failed = False
+        self._keeper = heartbeat_sidecar.start_sidecar({
+            "address": link.address, "secret": link.secret, "keys": str(link.keys.folder) if link.keys else "",
+            "token": self._token, "every_s": config.heartbeat_s, "call_s": beat_timeout_s(config)}) if keep else None
+        self._thread = threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True)
+        self._thread.start()
+
+    def leave(self, reason: str = messages.FINISHED, exchanges: int = -1) -> bool:
+        """Leaves the job, then closes. `exchanges`: number of completed exchanges, -1 if unknown. Returns whether the
+        coordinator was reached; an unreachable coordinator is not an error."""
+        if self._closing.is_set():
+            self.close()
+            return False
+        self._stop()
+        if self.reachable and self.report.unsent:
+            with contextlib.suppress(CommError):
+                self._send_beat(LAST_EVENTS_S)
+        # The coordinator counts a process as dead if its orderly leave is not delivered, so the call is retried.
+        patience_s = self._config.dead_after_s if reason == messages.FINISHED and self.reachable else 0.0
+        pulse = self._channel.leave(self._token, reason, exchanges, deadline=time.monotonic() + patience_s,
+                                    timeout_s=beat_timeout_s(self._config))
+        if pulse is not None:
+            exits = {g.peer for g in (*pulse.failed, *pulse.departed)} | {self.name}
+            self.remaining = tuple(f"worker {m.rank}" for m in self.view.members if f"worker {m.rank}" not in exits)
+        self.close()
+        return pulse is not None
+
+    def close(self) -> None:
+        """Stops the heartbeats without leaving, so the coordinator will detect this process as dead. Idempotent."""
+        self._stop()
+        if self._keeper is not None:
+            self._keeper.close()
+        self._channel.close()
+
+    def _stop(self) -> None:
+        self._closing.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2 * beat_timeout_s(self._config))
+
+    def _send_beat(self, timeout_s: float) -> HeartbeatReply:
+        beat = Heartbeat(self._token, generation=self.newest.generation, active_generation=self.view.generation,
+                         **self.report.next())
+        begin = time.monotonic()
+        pulse = self._channel.call("Heartbeat", beat, HeartbeatReply, timeout_s)
+        self.report.answered(time.monotonic() - begin)
+        return pulse
+
+    def _beat(self) -> None:
+        known, silent_s, mark, timeout_s = True, 0.0, time.monotonic(), beat_timeout_s(self._config)
+        while not self._closing.is_set():
+            began = time.monotonic()
+            try:
+                pulse = self._send_beat(timeout_s)
+            except CommError as error:
+                if self.reachable and not self._failed and not self._closing.is_set():
+                    log.warning("%s; training continues, but while the coordinator does not answer, a peer that dies is "
+                                "detected only when it stops responding", without_code(self._channel.explain(error)))
+                self.reachable = False
+                # A longer gap means that this process was stopped or waited for the GIL; only the usual interval counts as
+                # silence.
+                silent_s += min(time.monotonic() - mark, timeout_s + self._config.heartbeat_s)
+                if silent_s >= self._config.dead_after_s and not self._closing.is_set():
+                    self._events.silence(silent_s)
+            else:
+                if pulse.unknown_token and known:
+                    log.warning("coordinator %s was restarted and has lost this job; training continues without failure "
+                                "detection", self._channel.address)
+                elif not self.reachable and not self._failed:
+                    log.warning("coordinator %s answers again", self._channel.address)
+                self.reachable, silent_s = True, 0.0
+                known = not pulse.unknown_token
+                self._on_reply(pulse)
+            mark = time.monotonic()
+            if self._keeper is not None and not self._closing.is_set():
+                self._keeper.check_running()
+            self._closing.wait(max(0.0, self._config.heartbeat_s - (time.monotonic() - began)))
+
+    def _on_reply(self, pulse: HeartbeatReply) -> None:
+        new = [departure for departure in pulse.departed if departure.peer not in self.left]
+        self.left |= {departure.peer: departure for departure in new}
+        if pulse.view is not None and pulse.view.generation > self.newest.generation:
+            self.newest = pulse.view
+            self.on_view(pulse.view)
+        for departure in new:
+            self._events.left(departure)
+        if pulse.job_done:
+            self.failed = pulse.job_failed
+            self.over.set()
+        failures = [PeerLost(departure.reason, peer=departure.peer) for departure in pulse.failed]
+        # A peer that leaves with an error is a failure at once; one that has finished only if another process waits for it.
+        unfinished = [departure for departure in pulse.departed
+                      if departure.reason != messages.FINISHED and self.is_expected(departure.peer)]
+        failures += [PeerLost(f"left the job: {departure.reason}", peer=departure.peer) for departure in unfinished]
+        if pulse.dead:
+            failures.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}", peer=self._channel.peer))
+        if failures and not self._failed and not self._closing.is_set():
+            self._failed = True
+            self._events.failure(root_cause(failures))
+
+    def is_expected(self, peer: str) -> bool:
+        """Returns whether the peer is a server, or a worker of the newest epoch."""
+        return not peer.startswith("worker ") or any(peer == f"worker {m.rank}" for m in self.newest.members)
+
+
+def root_cause(lost: Sequence[CommError]) -> CommError:
+    """Returns the root cause among failures that were reported together: the first failure that names none of the other failed
+    peers. If every failure names another peer, returns the first one."""
+    return next((one for one in lost if not any(messages.names(one.what, other.peer) for other in lost if other is not one)),
+                lost[0])
+
+
+def join(address: str, request: Join, config: Config, on_failure: Callable[[CommError], None], *,
+         deadline_s: float | None = None, ended: threading.Event | None = None, on_silence: OnSilence = lambda _: None,
+         on_left: OnLeft = lambda *_: None, keep: bool = False) -> Membership:
+    """Registers this process and waits until all processes have joined: see CoordinatorChannel.register and Membership.
+
+    `deadline_s` (default: config.join_deadline_s) limits the wait for the other processes. The wait for the coordinator's
+    answer is always limited by config.join_deadline_s. The event `ended` becomes Membership.over.
+    """
+    ended = ended or threading.Event()
+    link = CoordinatorChannel(address, config.token, Keys(config.keys) if config.keys else None)
+    short = msgspec.structs.replace(request, plan=b"")  # a plan may be large, and the request is repeated often
+    try:
+        reply = link.register(lambda _: short, config.join_deadline_s if deadline_s is None else deadline_s,
+                              config.join_deadline_s, plan=request.plan, ended=ended)
+    except BaseException as error:
+        if isinstance(error, CommError) and not isinstance(error, Refused):
+            link.leave(request.token, "stopped waiting for the others")
+        link.close()
+        raise
+    return Membership(link, request, reply, config, MembershipEvents(on_failure, on_silence, on_left), ended, keep=keep)
+
+
+def sidecar_main() -> None:
+    """Entry point of a heartbeat sidecar (child_processes.py). Its argument is the parent's process id; all other settings are
+    one JSON line on standard input."""
+    line = child_processes.read_line()
+    if not line:
+        return
+    setup = json.loads(line)
+    link = CoordinatorChannel(setup["address"], setup["secret"], Keys(setup["keys"]) if setup["keys"] else None)
+
+    def send(state: Literal["", "stopped", "ended"]) -> None:
+        with contextlib.suppress(CommError):  # the worker's own thread has the same error, and logs it
+            link.call("Heartbeat", Heartbeat(setup["token"], parent=state), HeartbeatReply, setup["call_s"])
+
+    heartbeat_sidecar.run_heartbeats(int(sys.argv[1]), send, setup["every_s"])

@@ -1,0 +1,283 @@
+"""Changes of members in a running job: decides who continues when workers die, leave, hang or join. Pure functions of the
+state.
+
+If at least `min_workers` workers are left, a new epoch starts with them, and engine/epochs switches to it. If fewer are left,
+or some cannot continue without others, the death of a worker fails the job. Without `min_workers` every death fails the job.
+New workers may join until the job has its largest number of workers, each under a rank that was never used before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from msgspec import structs
+
+from commlayer.cluster.calls.messages import FINISHED, HeartbeatReply, Join, JoinReply, Overdue, PeerExit, incompatible, unpack
+from commlayer.cluster.membership.membership import Registration, State, conflict, evict, failure, over
+from commlayer.cluster.membership.sites import AdmissionState, PendingWait
+from commlayer.errors import coded, without_code
+from commlayer.records import Member, Record, View
+from commlayer.transport.protocol import SERVER_BASE, Message, peer_name
+
+MAX_FORMER = 64
+"""Maximum number of departed workers whose registrations are kept after all others have switched to an epoch without them. A
+departed worker that returns is sent the reason. The limit bounds the state of a job that sites leave and join for weeks."""
+UNLESS = ", unless it is served with --min-workers"
+"""Added to a reason for refusal only if the caller is a site, because `min_workers` has an effect only with sites."""
+
+
+def next_view(state: State) -> State:
+    """Starts an epoch with the remaining workers, if some of the present epoch's workers are gone and the others can continue.
+    Otherwise returns the state unchanged."""
+    view, workers = state.view, _workers(state)
+    if view is None or not state.min_workers:
+        return state
+    stay = tuple(m for m in view.members if workers[m.rank].present)
+    if not state.min_workers <= len(stay) < len(view.members) or inelastic_workers(state):
+        return state
+    view = msgspec.structs.replace(view, generation=view.generation + 1, members=stay)
+    places = {token: p if p.join.kind == "server" or p.present or p.removed_in else
+              msgspec.structs.replace(p, removed_in=view.generation) for token, p in state.registrations.items()}
+    return msgspec.structs.replace(state, view=view, registrations=_kept(places, settled_generation(state)))
+
+
+def _kept(places: Mapping[str, Registration], settled_generation: int) -> dict[str, Registration]:
+    """Drops registrations of workers that left long ago. The last MAX_FORMER of them are kept."""
+    former = sorted((p.removed_in, token) for token,
+                    p in places.items() if 0 < p.removed_in <= settled_generation)[:-MAX_FORMER]
+    over = {token for _, token in former}
+    return {token: p for token, p in places.items() if token not in over}
+
+
+def record_overdue(state: State, token: str, report: Overdue | None, now: float, patience_s: float) -> State:
+    """Stores a server's report of sums that wait for contributions. Evicts workers that hang, if the others can continue.
+
+    A worker is blamed only if it is missing in the earliest step for which any server waits. Without that step's sums no worker
+    can contribute to a later step. Two successive reports are needed, because the server may not have read all contributions at
+    the first. `patience_s`: how long the epoch's first worker may hold back its contribution after all others have sent theirs.
+    """
+    place, held = state.registrations.get(token), state.held
+    if place is None or not place.present or place.join.kind != "server":
+        return state
+    before = place.overdue
+    repeated = () if report is None or before is None or report.step != before.step else \
+        tuple(rank for rank in report.missing if rank in before.missing)
+    place = msgspec.structs.replace(place, overdue=report, hung=repeated)
+    state = msgspec.structs.replace(state, registrations={**state.registrations, token: place}, held=None)
+    reports = [(p, p.overdue) for _, p in sorted(state.registrations.items()) if p.present and p.overdue is not None]
+    if state.view is None or not reports:
+        return state
+    step = min(overdue.step for _, overdue in reports)
+    reports = [(p, overdue) for p, overdue in reports if overdue.step == step]
+    present = _present_ranks(state)
+    late = present & {rank for _, overdue in reports for rank in overdue.missing}
+    # While a worker joins, the epoch's first worker holds back its contribution until all workers have reached that step
+    # (membership_change.py). If only its contribution is missing, all workers have reached the step, and messages are pending.
+    joining = settled_generation(state) < state.view.generation and any(m.rank >= state.workers for m in state.view.members)
+    first = state.view.members[0].rank
+    if joining and late == {first}:
+        since = held[2] if held is not None and held[:2] == (step, first) else now
+        state = msgspec.structs.replace(state, held=(step, first, since))
+    if joining and (state.held is None or state.held[2] > now - patience_s):
+        late = late - {first}
+    if not state.min_workers or inelastic_workers(state) or len(present) - len(late) < state.min_workers:
+        return state
+    for server, overdue in reports:
+        why = (f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited in step {step} (reported by "
+               f"{server.peer}): it hangs, or its machine is too slow for deadline_s")
+        state = evict(state, [p.join.token for rank, p in _workers(state).items() if rank in late and rank in server.hung], why)
+    return state
+
+
+def hung_in_store(state: State, pending: Sequence[PendingWait], limit_s: float, ago_s: Mapping[int, float], patience_s: float
+            ) -> dict[int, str]:
+    """Finds workers for which others wait too long in the key-value store. Returns the reason by rank. The caller evicts a
+    worker only if a later call returns that worker again.
+
+    A blamed worker does not wait itself, and at least half of the present workers have waited for that worker for `limit_s`, or
+    for their own limit if that is longer. While a sum waits on a server, the result is usually empty, because the worker
+    missing in that sum may delay the others. The result is not empty if all workers except the blamed ones wait in the store.
+    `ago_s`: maps a rank to the seconds since that worker itself last waited; it gets `patience_s` after that.
+    """
+    if state.view is None or not state.min_workers or not pending or inelastic_workers(state):
+        return {}
+    present = _present_ranks(state)
+    free = present - {rank for one in pending for rank in one.waited_s}
+    # For each pending key: how long each of the present workers has waited, longest first.
+    waits = [(one, sorted((one.waited_s[rank] for rank in present & one.waited_s.keys()), reverse=True))
+             for one in pending if one.rank in free]
+    half = (len(present) + 1) // 2
+    waits = [(one, waited_s) for one, waited_s in waits if len(waited_s) >= half]
+    if len(present) - len({one.rank for one, _ in waits}) < state.min_workers:
+        return {}
+    late = {}
+    for one, waited_s in waits:
+        most_s = max(limit_s, one.limit_s)
+        if waited_s[half - 1] >= most_s and ago_s.get(one.rank, most_s) >= min(patience_s, most_s):
+            late[one.rank] = (f"was dropped: {len(waited_s)} others waited {most_s:g} s for it (in a collective, a checkpoint "
+                              "or a change of plans): it hangs, or its machine is too slow for deadline_s")
+    summing = any(p.present and p.overdue is not None for p in state.registrations.values())
+    return {} if summing and free - late.keys() else late
+
+
+def admission(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s: float = 0.0) -> AdmissionState:
+    """Returns whether the running job admits sites, and if not, why. A worker counts as silent after `noticed_s`
+    seconds without a sign of life; a silent worker is evicted after `patience_s`."""
+    view, workers = state.view, _workers(state)
+    if view is None:
+        return AdmissionState()
+    seated = [workers[m.rank] for m in view.members]
+    present, quiet = sum(p.present for p in seated), [p for p in seated if p.present and p.silent_s(now) > noticed_s]
+    return msgspec.structs.replace(_closed(state, view, present), size=present, generation=view.generation,
+                                   all_present=present == len(seated),
+                                   retry_reason=_wait(state, seated, quiet, patience_s))
+
+
+def _wait(state: State, seated: Sequence[Registration], silent: Sequence[Registration], patience_s: float) -> str:
+    """Returns why a new site should ask again later; "" if it need not. `seated`: the epoch's workers; `silent`: those present
+    that are silent."""
+    if over(state):
+        why = failure(state)
+        return why and f"the job has ended ({without_code(why)}); the server is starting another one"
+    present = [p for p in seated if p.present]
+    lost = next((p for p in seated if not p.present and p.left != FINISHED), None)
+    goes_on = state.min_workers and not inelastic_workers(state)
+    if lost is not None and not (goes_on and len(present) >= state.min_workers):
+        return f"the job is ending ({lost.peer}: {without_code(lost.dead or lost.left)}); the server will start another one"
+    if silent and (len(silent) == len(present) or not goes_on or len(present) >= state.limit):
+        names = ", ".join(f"{p.peer} on {p.join.certificate or p.join.name}" for p in silent)
+        return f"the job is running, but {names} does not respond; a worker is dropped after {patience_s:g} s of silence"
+    return ""
+
+
+def _closed(state: State, view: View, present: int) -> AdmissionState:
+    """Returns why the job admits no site; the reason is empty if it does."""
+    shut, full = "", False
+    if over(state):
+        shut = "the job is over"
+    elif not state.min_workers:
+        shut = f"the job has begun with {len(view.members)} workers; a running job admits no new members{UNLESS}"
+    elif inelastic_workers(state):
+        shut = "the job has begun and admits no new members: " \
+               f"{', '.join(inelastic_workers(state))} cannot continue after others leave"
+    elif present < len(view.members):
+        shut = f"the job is ending: {present} workers are left, and at least {state.min_workers} are needed (min_workers)"
+    elif present >= state.limit:
+        shut, full = f"the job is running with all its {state.limit} workers; it admits another when one has left", True
+    return AdmissionState(shut, full=full)
+
+
+def admit(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
+    """Admits a worker to the running job by starting an epoch with it as the last member, or refuses it."""
+    view = state.view
+    assert view is not None
+    workers = _workers(state)
+    first = workers[view.members[0].rank]
+    differs = [f"{name} is {request.must_match.get(name, 'unknown')} here and {value} in the job; set the same on all ranks"
+               for name, value in first.join.must_match.items() if request.must_match.get(name) != value]
+    problem, closed = incompatible(request, first.join.version), admission(state)
+    if not problem and closed.closed_reason:
+        why = closed.closed_reason.removesuffix("" if request.elastic else UNLESS)
+        problem = coded("E-JOB-FULL" if closed.full else "E-JOB-CLOSED", why)
+    if not problem and not (request.elastic and state.workers <= request.rank < SERVER_BASE):
+        problem = coded("E-JOB-CLOSED", "the job has begun and admits only processes of `commlayer join`")
+    if not problem:
+        problem = next(filter(None, (conflict(request, p) for p in workers.values())), "")
+    if not problem and differs:
+        problem = coded("E-RANKS-DIFFER", differs[0])
+    if problem:
+        return state, JoinReply(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}")
+    member = Member(request.rank, request.node, request.name, request.pid, request.certificate)
+    view = msgspec.structs.replace(view, generation=view.generation + 1, members=(*view.members, member))
+    place = Registration(msgspec.structs.replace(request, plan=b""), request.rank, now)
+    places = {**state.registrations, request.token: place}
+    return (msgspec.structs.replace(state, registrations=places, view=view),
+            JoinReply(rank=request.rank, view=view, plan=state.plan))
+
+
+def inelastic_workers(state: State) -> list[str]:
+    """Returns the names of the epoch's workers that cannot continue after other workers leave."""
+    workers = _workers(state)
+    return [] if state.view is None else [workers[m.rank].peer for m in state.view.members
+                                          if not workers[m.rank].join.elastic]
+
+
+def settled_generation(state: State) -> int:
+    """Returns the generation of the newest epoch that all present workers have switched to; 0 if there is none."""
+    return min((p.active_generation for p in state.registrations.values() if p.present and p.join.kind == "worker"), default=0)
+
+
+def explain_end(state: State, pulse: HeartbeatReply) -> HeartbeatReply:
+    """If too few workers are left, adds to each reported loss why the job does not continue."""
+    if not (state.min_workers and state.view is not None and (pulse.failed or pulse.departed)) or inelastic_workers(state):
+        return pulse
+    workers = _workers(state)
+    survivors = sum(workers[m.rank].present for m in state.view.members)
+    if survivors >= state.min_workers:
+        return pulse
+    why = (f"; {survivors} {'worker is' if survivors == 1 else 'workers are'} left, "
+           f"fewer than min_workers ({state.min_workers}): restart all from the last checkpoint")
+    members = {f"worker {m.rank}" for m in state.view.members}
+
+    def explain(gone: PeerExit) -> PeerExit:
+        ours = gone.peer in members and gone.reason != FINISHED
+        return msgspec.structs.replace(gone, reason=gone.reason + why) if ours else gone
+
+    return msgspec.structs.replace(pulse, failed=tuple(map(explain, pulse.failed)),
+                                   departed=tuple(map(explain, pulse.departed)))
+
+
+def _present_ranks(state: State) -> set[int]:
+    workers = _workers(state)
+    return set() if state.view is None else {m.rank for m in state.view.members if workers[m.rank].present}
+
+
+def _workers(state: State) -> dict[int, Registration]:
+    return {p.rank: p for p in state.registrations.values() if p.join.kind == "worker"}
+
+
+class EpochChange(Record, frozen=True):
+    """Body of a PLAN frame with the flag ABANDON: the servers switch to a new epoch."""
+
+    view: View
+    """The new epoch. Only its members contribute from now on, in this order; joining members come last."""
+    step: int
+    """The step in progress. No member has received all of its results. The server rolls it back and all members repeat it."""
+    undone: dict[int, int]
+    """Maps a bucket to the slices of the previous step that the workers did not apply, as one bit per slice."""
+    plan: bytes
+    """The plan to use in this epoch."""
+
+
+def wire_generation(view: View) -> int:
+    """Returns the first generation number that frame headers contain in an epoch. Later plans in the same epoch count up from
+    it.
+
+    >>> from commlayer.records import View
+    >>> wire_generation(View(1, (), ())), wire_generation(View(3, (), ()))
+    (1, 131073)
+    """
+    return ((view.generation - 1) << 16) + 1
+
+
+def change_problem(change: EpochChange, generation: int, sender: int, view: View) -> str:
+    """Returns why `change`, sent by worker `sender`, cannot follow the epoch `view`; "" if it can."""
+    new = change.view
+    if generation != wire_generation(new) or new.generation <= view.generation:
+        return f"it announces epoch {new.generation} with wire generation {generation}, while epoch {view.generation} is active"
+    if structs.replace(new, generation=view.generation, members=view.members) != view:
+        return "its servers or its plan differ from the job's"
+    stay = tuple(m for m in view.members if m in new.members)
+    new_members = new.members[len(stay):]
+    numbers = {m.rank for m in (*view.members, *new_members)}  # unordered: sites get these numbers before their workers join
+    if not stay or new.members != (*stay, *new_members) or len(numbers) < len(view.members) + len(new_members):
+        return "its members must be present members in their present order, followed by joining members"
+    if sender not in {m.rank for m in new.members}:
+        return "its sender is not one of its members"
+    return ""
+
+
+def read_change(message: Message) -> EpochChange:
+    return unpack(message.body, EpochChange, peer_name(message.peer), "a PLAN frame with a change of members")

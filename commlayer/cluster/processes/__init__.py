@@ -1,0 +1,1 @@
+"""Processes and their groups: children, collectives of a script, and groups of ranks in several sites."""

@@ -1,0 +1,246 @@
+"""Collectives of torch.distributed with deadlines and named errors.
+
+All ranks of a group must call the group's collectives in the same order; the caller ensures this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from commlayer.cluster.processes.bounded_calls import PendingCollective, torch_errors
+from commlayer.cluster.processes.channels import Channel, node_ranks
+from commlayer.cluster.processes.process_groups import Members, rows_of_all
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, check_nbytes, short_line
+from commlayer.observe.events import WaitKind
+from commlayer.records import MALFORMED
+
+V = TypeVar("V")
+PIECE_NBYTES = 16 << 20
+"""Number of bytes per broadcast of a longer byte string. Each broadcast has its own deadline."""
+
+
+class NodeGroups(NamedTuple):
+    """Process groups of this node's ranks. All ranks must call the collectives of one group in the same order. Calls of
+    different groups need no common order."""
+
+    out: Channel
+    """Group that sums gradients inside the node, as soon as the gradients are final."""
+    back: Channel
+    """Group that distributes averaged gradients inside the node, as soon as they arrive from outside."""
+    late: Channel
+    """Group that sums and distributes, inside the node, buckets whose exchange ends after their step."""
+    ready: Channel | None
+    """CPU group on which ranks wait for each other before each call on `back`. Without that wait, a collective that waits on a
+    GPU would block the GPU's computation. None if tensors are on the CPU."""
+    late_ready: Channel | None
+    """CPU group on which ranks wait for each other before each call on `late`. Two threads use `ready` and `late_ready` in no
+    common order, so the two groups are separate."""
+
+
+class Groups:
+    """The process group of all ranks and, if nodes have several ranks, the groups of this node's ranks."""
+
+    wait_kind: WaitKind = "call"
+
+    def __init__(self, ranks_per_node: int, timeout_s: float, device: torch.device, members: Members | None = None) -> None:
+        """Creates the groups; a collective call. `timeout_s`: timeout of their collectives. `members`: the ranks that take
+        part; None: all ranks of the world."""
+        self.device = device
+        self.members = members or Members()
+        self.rank, self.world = self.members.rank, self.members.world
+        self.ranks_per_node, self.timeout_s = ranks_per_node, timeout_s
+        if self.world % ranks_per_node:
+            raise InvalidInput("E-PROCESS-GROUP",
+                               f"ranks_per_node {ranks_per_node} does not divide the world of {self.world} ranks")
+        self.node, self.local = divmod(self.rank, ranks_per_node)
+        self.waiting_since = 0.0
+        """When the pending call that waits for other ranks began, by time.monotonic(); 0 if no call waits."""
+        self._all = self.members.group(timeout_s=timeout_s)
+        self._nodes: list[Any] = []
+        self._inside: NodeGroups | None = None
+        self._hosts: Channel | None = None
+        if ranks_per_node > 1:
+            out, back, late = (self._node() for _ in range(3))
+            ready, late_ready = (None if device.type == "cpu" else self._node("gloo") for _ in range(2))
+            self._inside = NodeGroups(out, back, late, ready, late_ready)
+
+    def _node(self, backend: str | None = None) -> Channel:
+        """Creates a group of this node's ranks. Every rank takes part in creating the groups of all nodes."""
+        mine = dict[int, Channel]()
+        for ranks in node_ranks(self.world, self.ranks_per_node):
+            group = self.members.group(ranks, timeout_s=self.timeout_s, backend=backend)
+            if group is not None:
+                self._nodes.append(group)
+                mine[self.node] = Channel(group, [self.members.ranks[m] for m in ranks], "inside the node")
+        return mine[self.node]
+
+    @property
+    def inside(self) -> NodeGroups:
+        """The groups within this node. Call this only if nodes have several ranks."""
+        assert self._inside is not None, "this node has one rank"
+        return self._inside
+
+    @property
+    def hosts(self) -> Channel:
+        """A CPU group of all ranks. It is created at the first use, which all ranks must make together."""
+        if self._hosts is None:
+            group = self.members.group(timeout_s=self.timeout_s, backend="gloo")
+            self._nodes.append(group)
+            self._hosts = Channel(group, self.members.ranks, "of the hosts")
+        return self._hosts
+
+    def allreduce(self, x: torch.Tensor) -> PendingCollective:
+        """Starts a sum of `x` over all ranks, in place."""
+        return self._start("all-reduce", dist.all_reduce, x, group=self._all)
+
+    def broadcast_all(self, x: torch.Tensor, source: int = 0) -> PendingCollective:
+        """Starts a broadcast of `x` from rank `source` to all ranks, in place."""
+        return self._start("broadcast", dist.broadcast, x, self.members.ranks[source], group=self._all)
+
+    def _start(self, what: str, call: Callable[..., Any], x: torch.Tensor, *args: Any, group: Any) -> PendingCollective:
+        with torch_errors(what):
+            return PendingCollective(call(x, *args, group=group, async_op=True), what, on_device=x.is_cuda)
+
+    @property
+    def waits_s(self) -> float:
+        """How long a collective may wait for other ranks, in seconds."""
+        return self.timeout_s
+
+    def missing(self) -> tuple[str, ...]:
+        """Returns the ranks that a pending collective waits for: always empty, since collectives do not report them."""
+        return ()
+
+    @contextlib.contextmanager
+    def waits(self, what: str) -> Iterator[None]:
+        """Context manager around a collective between two steps that waits for other ranks: sets `waiting_since`, and turns
+        torch's errors into a CommError that names the collective."""
+        self.waiting_since = time.monotonic()
+        try:
+            with torch_errors(what):
+                yield
+        finally:
+            self.waiting_since = 0.0
+
+    def gather_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Gathers a small tensor of every rank. Returns one tensor with a row per rank, in rank order. Blocks until all ranks
+        have sent their tensors."""
+        with self.waits("all-gather"):
+            work, rows = rows_of_all(x, self.world, self._all)
+            work.wait()
+        return rows
+
+    def share_bytes(self, data: bytes, most_nbytes: int, what: str, nbytes: int | None = None, source: int = 0) -> bytes:
+        """Broadcasts the bytes of rank `source` and returns them on every rank. This does not use torch's object broadcast,
+        which unpickles data.
+
+        `most_nbytes`: largest size in this job, above which all ranks raise CommError. `what`: what is sent, for that error.
+        `nbytes`: the size that rank `source` named before; None: it is broadcast first. Each piece has a deadline.
+        """
+        with self.waits(f"broadcast from rank {source}"):
+            if nbytes is None:
+                size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+                dist.broadcast(size, self.members.ranks[source], group=self._all)
+                nbytes = int(size.item())
+            self.check_nbytes(nbytes, most_nbytes, what, source)
+            body = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            if self.rank == source and data:
+                body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            for piece in body.split(PIECE_NBYTES) if nbytes else ():
+                self.broadcast_all(piece, source).wait(time.monotonic() + self.waits_s)
+        return body.cpu().numpy().tobytes()
+
+    def check_nbytes(self, nbytes: int, most_nbytes: int, what: str, rank: int) -> int:
+        """Returns the size that a rank named, if it is allowed; see check_nbytes."""
+        return check_nbytes(nbytes, most_nbytes, what, f"rank {self.members.ranks[rank]}")
+
+    def barrier(self) -> None:
+        self.gather_all(torch.zeros(1, device=self.device))
+
+    def close(self) -> None:
+        for group in (*self._nodes, self._all):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+        # A group's connections close with its last reference. A peer with a pending collective would otherwise wait for this
+        # rank's connections to close when it closes its own.
+        for channel in (*(self._inside or ()), self._hosts):
+            if channel is not None:
+                channel.close()
+        self._nodes, self._inside, self._hosts, self._all = [], None, None, None
+
+
+class RankNumbers:
+    """Integers that each rank sends to all ranks at the end of an `all_or_none` block."""
+
+    def __init__(self, numbers: int) -> None:
+        self.mine = [0] * numbers
+        self.rows: list[list[int]] = []
+        """The integers of all ranks, in rank order. Empty until the `all_or_none` block has ended."""
+
+
+@contextlib.contextmanager
+def all_or_none(groups: Groups | None, what: str, numbers: int = 0) -> Iterator[RankNumbers]:
+    """Makes all ranks leave the block together. If a rank raises an error in the block, the other ranks raise an error that
+    names that rank. The block must not contain collectives, since other ranks would wait in them for a rank that fails.
+    `numbers`: how many integers each rank puts into `mine`, to be sent to all ranks."""
+    failure: Exception | None = None
+    shared = RankNumbers(numbers)
+    try:
+        yield shared
+    except Exception as error:
+        failure = error
+    try:
+        rows = gather(groups, [failure is not None, *shared.mine])
+    except CommError as error:
+        if failure is None or isinstance(failure, CommError):
+            raise (failure or error) from None
+        raise failure from error  # the other ranks have not received this rank's failure
+    if failure is not None:
+        raise failure
+    failed = [str(rank) for rank, row in enumerate(rows) if row[0]]
+    if failed:
+        raise InvalidInput("E-OTHER-RANK", f"{what} failed on rank {', '.join(failed)}: see the error on that rank")
+    shared.rows = [row[1:] for row in rows]
+
+
+def gather(groups: Groups | None, row: list[int]) -> list[list[int]]:
+    """Gathers one list of integers per rank; blocks. Returns the lists in rank order; only this rank's `row` if `groups` is
+    None."""
+    if groups is None:
+        return [row]
+    rows: list[list[int]] = groups.gather_all(torch.tensor(row, dtype=torch.int64, device=groups.device)).tolist()
+    return rows
+
+
+def gather_bytes(groups: Groups | None, data: bytes, most_nbytes: int, what: str) -> list[bytes]:
+    """Gathers byte strings of different lengths; blocks. Returns them in rank order; only this rank's `data` if `groups` is
+    None. `most_nbytes`: largest size in this job, above which all ranks raise CommError. `what`: what is sent, for that error.
+    """
+    if groups is None:
+        return [data]
+    sizes = [groups.check_nbytes(row[0], most_nbytes, what, rank) for rank, row in enumerate(gather(groups, [len(data)]))]
+    padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+    rows = groups.gather_all(padded.to(groups.device)).cpu()
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+def gather_values(groups: Groups | None, value: V, kind: type[V], most_nbytes: int, what: str) -> list[V]:
+    """Gathers one value per rank, encoded as JSON, and otherwise works like `gather_bytes`."""
+    rows = gather_bytes(groups, msgspec.json.encode(value), most_nbytes, what)
+    return [decode_json(row, kind, what, f"rank {rank if groups is None else groups.members.ranks[rank]}")
+            for rank, row in enumerate(rows)]
+
+
+def decode_json(data: bytes, kind: type[V], what: str, peer: str) -> V:
+    """Decodes what a peer sent. Raises CorruptFrame, which names the peer, if the data is malformed."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except MALFORMED as error:
+        raise CorruptFrame(f"sends {what} that is malformed: {short_line(error, 200)}", peer=peer) from None

@@ -1,0 +1,1 @@
+"""Summation servers: sums, their journal, and the connections to them."""

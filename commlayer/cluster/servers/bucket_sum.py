@@ -1,0 +1,160 @@
+"""The sum of one bucket in one exchange, and what the server replies."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from commlayer.errors import CorruptFrame
+from commlayer.records import Record
+from commlayer.transport.protocol import Header, Message, peer_name
+
+if TYPE_CHECKING:
+    from commlayer.cluster.servers.server_codecs import CodecOps
+
+
+
+def as_float32(weight: float) -> float:
+    """Rounds the weight as a frame header does, so both ends compare the same number."""
+    return struct.unpack("<f", struct.pack("<f", weight))[0]  # type: ignore[no-any-return]
+
+
+def breach_of(message: Message, what: str, code: str = "") -> CorruptFrame:
+    return CorruptFrame(what, peer=peer_name(message.peer), step=message.header.step, bucket=message.header.bucket, code=code)
+
+
+KEPT_STEPS = 2
+EVERY_SLICE = (1 << 64) - 1
+MOST_REASON_NBYTES = 256
+"""Maximum size of the text that says why a step is aborted."""
+WriteEntry = Callable[[int, bytes, bytes], None]
+"""Writes a bucket's entry to the journal: bucket, metadata, codec state. The entry survives a crash after this returns."""
+
+
+class Reply(NamedTuple):
+    peer: int
+    header: Header
+    body: memoryview | bytes
+
+
+class Stall(NamedTuple):
+    """A sum that waits for contributions: the `missing` members, the members that have contributed (`waiting`), and since
+    when."""
+
+    bucket: int
+    step: int
+    missing: tuple[int, ...]
+    waiting: tuple[int, ...]
+    since: float
+
+
+class RoundSum:
+    """One round of a step in progress, with the contributions that have arrived. Between two steps, the round that comes
+    next."""
+
+    def __init__(self, step: int, r: int, *, begun: bool = True) -> None:
+        self.step, self.round, self.open = step, r, begun
+        self.next = self.summed = 0
+        """`next`: number of members, in member order, whose contributions were handled. `summed`: number of payloads that were
+        added."""
+        self.first: int | None = None
+        """The member that contributed first."""
+        self.early: dict[int, Message] = {}
+        self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
+        self.totals: set[float] = set()
+        self.again_header: Header | None = None
+        """Header of the AGAIN message that asked the members to compress again; None if they were not asked."""
+        self.abandoned = b""
+        """Text that says which member aborted the step and why; empty if none did."""
+        self.resumed = False
+        """True: the state comes from the journal, and no contribution has arrived since."""
+
+    @property
+    def expected(self) -> float:
+        """Total weight for which the server has asked the members to compress again; 0 if it has not asked."""
+        return 0.0 if self.again_header is None else as_float32(self.again_header.weight)
+
+
+class BucketSum:
+    """One bucket: the sum in progress or the last finished step, and the results that are kept."""
+
+    def __init__(self, bucket: int, ops: CodecOps, members: tuple[int, ...]) -> None:
+        self.bucket, self.ops, self.members = bucket, ops, members
+        self.lock = threading.Lock()
+        self.accs: list[Any] = [None] * ops.rounds
+        # One buffer per kept step and round. A result stays valid until KEPT_STEPS later steps have begun.
+        self.outs: dict[tuple[int, int], memoryview] = {}
+        self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
+        self.recomputable = ops.worth_giving_back(len(members))
+        """True: between steps the server keeps payloads instead of their sum, to save memory."""
+        self.held: list[Message] = []
+        """Payloads of the last result, in the order in which they were added, if the sum's memory was freed; otherwise
+        empty."""
+        self.ended = False
+        """True: the epoch has ended, so no contribution is added any more."""
+        self.idle(None)
+
+    def idle(self, step: int | None) -> None:
+        """Drops the contributions in progress and waits for the next step. `step`: number of that step; None: the first
+        contribution decides."""
+        self.awaited, self.sum = step, RoundSum(step or 0, 0, begun=False)
+
+    def begin(self, step: int, r: int) -> None:
+        self.sum = RoundSum(step, r)
+
+    def end(self, step: int, undone: int) -> None:
+        """Ends the epoch in a step that all workers roll back. `undone`: slices of the previous step that the workers did not
+        apply, one bit per slice."""
+        self.ended = True
+        rounds = range(self.ops.rounds)
+        if (step, rounds[-1]) in self.results:
+            self.undo(EVERY_SLICE)
+        elif undone and (step - 1, rounds[-1]) in self.results and not any((step, r) in self.results for r in rounds):
+            self.undo(undone)  # idempotent: a PUSH may have reported it already
+
+    def undo(self, slices: int) -> bool:
+        """Rolls back those slices of the last result that the workers did not apply. Returns whether anything has changed: a
+        journal has the rest already."""
+        if not slices:
+            return False
+        self.recompute_sum()
+        return bool(self.ops.undo(slices))
+
+    def recompute_sum(self) -> None:
+        """Computes the last result's sum again from its payloads, equal bit for bit."""
+        for number, message in enumerate(self.held):
+            self.ops.add(0, message.body, self.accs[0], number == 0)
+        self.held.clear()
+
+    def forget_results(self) -> None:
+        self.results.clear()
+        self.held.clear()
+
+    def contributors(self) -> set[int]:
+        return {*self.members[: self.sum.next], *self.sum.early} if self.sum.open else set()
+
+    def out(self, step: int, r: int) -> memoryview:
+        slot = (step % KEPT_STEPS, r)
+        if slot not in self.outs:
+            self.outs[slot] = memoryview(bytearray(self.ops.bound))
+        return self.outs[slot]
+
+
+ENTRY_HEADER_NBYTES = 1024
+"""Upper bound of the size, in bytes, of a journal entry's metadata without the result's payload."""
+
+
+class SumEntry(Record, frozen=True):
+    """Journaled state of one bucket's sum. The state is written before the server sends anything that depends on it: a result,
+    a request to compress again, or a state. Members repeat everything after that, since they have no reply to it yet."""
+
+    step: int | None
+    round: int
+    open: bool
+    again_header: Header | None = None
+    """See BucketSum.again_header."""
+    result: Header | None = None
+    """Header of the last result; `body` is its payload."""
+    body: bytes = b""

@@ -1,0 +1,393 @@
+"""The summation service as a state machine: receives contributions, returns replies.
+
+The state machine does no input or output, reads no clock and does not know codecs: each bucket's codec operations are passed in
+as CodecOps. Contributions to one (step, round) are added in member order, whatever their order of arrival, so sums are equal
+bit for bit in every run. Early contributions stay compressed until they are added. Each contribution is applied at most once.
+The results of the last two steps are kept for members that request them again.
+
+Every message is checked before it changes anything. CorruptFrame means that its sender broke the protocol or its format. Any
+other error is the server's own fault, and the sum in progress is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from commlayer.errors import CorruptFrame
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
+
+if TYPE_CHECKING:
+    pass
+from commlayer.cluster.servers.bucket_sum import (
+    KEPT_STEPS,
+    MOST_REASON_NBYTES,
+    BucketSum,
+    Reply,
+    Stall,
+    SumEntry,
+    WriteEntry,
+    as_float32,
+    breach_of,
+)
+
+log = logging.getLogger("commlayer")
+
+
+class Summation:
+    """The sums of all buckets of one server. `push` may be called from any number of threads."""
+
+    def __init__(self, server: int, generation: int, ops: dict[int, Any], senders: dict[int, tuple[int, ...]]) -> None:
+        """`server`: the server's number. `ops`: codec operations by bucket. `senders`: maps a bucket to its members, in the
+        order in which their contributions are added."""
+        self._keep: WriteEntry | None = None
+        self.peer = SERVER_BASE + server
+        self.generation = generation
+        self.fenced = 0
+        """Number of messages of earlier epochs that were received and ignored."""
+        self.cells = {bucket: BucketSum(bucket, o, senders[bucket]) for bucket, o in ops.items()}
+
+    # ---- journal
+
+    def remember(self, keep: WriteEntry | None) -> None:
+        """Calls `keep` with all state now, and from then on with every change, before replies that depend on the change are
+        sent. None stops journaling."""
+        self._keep = keep
+        for cell in self.cells.values():
+            with cell.lock:
+                self._remember(cell)
+
+    def _remember(self, cell: BucketSum) -> None:
+        if self._keep is None:
+            return
+        cell.recompute_sum()
+        last = max(cell.results, default=None)
+        header, body = cell.results[last] if last is not None else (None, b"")
+        step = cell.sum.step if cell.sum.open else cell.awaited
+        entry = SumEntry(step, cell.sum.round, cell.sum.open, cell.sum.again_header, header, bytes(body))
+        self._keep(cell.bucket, msgspec.msgpack.encode(entry), cell.ops.remember())
+
+    def recall(self, bucket: int, words: bytes, state: bytes) -> None:
+        """Restores what an earlier process journaled. If this raises ValueError or MsgspecError, call `forget`."""
+        cell, entry = self.cells[bucket], msgspec.msgpack.decode(words, type=SumEntry)
+        body = memoryview(entry.body)
+        if entry.result is not None:
+            if not entry.result.flags & Flag.ABANDON:
+                room = cell.out(entry.result.step, entry.result.round)
+                room[: len(body)] = body
+                body = room[: len(body)].toreadonly()
+            cell.results = {(entry.result.step, entry.result.round): (entry.result, body)}
+        cell.ops.recall(state, body)
+        if entry.open and entry.step is not None:
+            cell.begin(entry.step, entry.round)
+            cell.sum.again_header = entry.again_header
+        else:
+            cell.idle(entry.step)
+        cell.sum.resumed = True
+
+    def forget(self, bucket: int) -> None:
+        """Drops the bucket's state and residual. The next contribution decides at which step the bucket starts."""
+        cell = self.cells[bucket]
+        cell.forget_results()
+        cell.ops.begin_anew()
+        cell.idle(None)
+        cell.sum.resumed = True
+
+    # ---- contributions
+
+    def push(self, message: Message, now: float, release: Callable[[Message], None] = lambda _: None) -> list[Reply]:
+        """Handles one contribution and returns the replies to send. Early contributions are checked when they are added, so
+        CorruptFrame may name the sender of an earlier one.
+
+        `release` is called with each contribution that has been added. Other messages are not released for reuse: their sizes
+        are unchecked, and a pool of buffers would keep one of each size.
+        """
+        h = message.header
+        if self._ended(message):
+            return []  # its sender sends the contribution again in the new epoch
+        cell = self._cell(message)
+        with cell.lock:
+            if cell.ended:
+                return []
+            self._fits(cell, message)
+            result = cell.results.get((h.step, h.round))
+            if result is not None:
+                return [Reply(message.peer, *result)]
+            self._admit(cell, message)
+            if cell.sum.again_header is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
+                return [Reply(message.peer, cell.sum.again_header, b"")]  # the sender had not received the AGAIN yet
+            contributors = cell.contributors()
+            if message.peer in contributors:
+                return []  # a repeated message
+            if not contributors:
+                cell.sum.since, cell.sum.first = now, message.peer
+            cell.sum.early[message.peer] = message
+            return self._advance(cell, release)
+
+    def _ended(self, message: Message) -> bool:
+        """Returns whether the message is of an earlier epoch or plan, in which the bucket number may have meant a different
+        bucket."""
+        if message.header.generation >= self.generation:
+            return False
+        if message.header.sender != message.peer:
+            raise breach_of(message, f"the header names {peer_name(message.header.sender)} as the sender")
+        self.fenced += 1
+        return True
+
+    def _cell(self, message: Message) -> BucketSum:
+        """Checks the message's sender, generation and bucket, and returns the bucket's sum. Raises CorruptFrame if one of them
+        is wrong."""
+        h = message.header
+        if h.sender != message.peer:
+            raise breach_of(message, f"the header names {peer_name(h.sender)} as the sender")
+        if h.generation > self.generation:  # for example of a plan that another worker was to send to this server
+            raise breach_of(message, f"got generation {h.generation}, but the server is in generation {self.generation}")
+        cell = self.cells.get(h.bucket)
+        if cell is None:
+            raise CorruptFrame(f"bucket {h.bucket} is not summed by this server", peer=peer_name(message.peer), step=h.step)
+        return cell
+
+    def _fits(self, cell: BucketSum, message: Message) -> None:
+        h, ops = message.header, cell.ops
+        if message.peer not in cell.members:
+            raise breach_of(message, "its sender is not a member of this bucket's sum")
+        if h.round >= ops.rounds or h.parts != 1 or h.part != 0:
+            raise breach_of(message, f"got round {h.round}, part {h.part} of {h.parts}; this bucket has rounds 0 to "
+                                   f"{ops.rounds - 1} and no parts")
+        if h.codec != ops.codec or not 0.0 <= h.weight < float("inf") or not 0.0 <= h.total < float("inf"):
+            raise breach_of(message, f"got codec {h.codec}, weight {h.weight} and total weight {h.total}; the codec must be "
+                                   f"{ops.codec}, and weights finite and not negative")
+        if bool(h.flags & Flag.MEAN) != ops.means and not h.flags & Flag.ABANDON:
+            verb, kind = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of gradients")
+            raise breach_of(message, f"{verb} flag MEAN, but this bucket is {kind}")
+        bound = MOST_REASON_NBYTES if h.flags & Flag.ABANDON else ops.bound
+        if len(message.body) > bound:
+            raise breach_of(message, f"sent {len(message.body)} bytes, but a payload of this bucket has at most {bound}")
+
+    def _admit(self, cell: BucketSum, message: Message) -> None:
+        """Checks that a contribution belongs to the sum in progress. Between steps, starts the next step's sum."""
+        h = message.header
+        if cell.sum.resumed:
+            self._catch_up(cell, h)
+        if not cell.sum.open and h.round == 0 and cell.awaited in (None, h.step):
+            cell.begin(h.step, 0)
+        if cell.sum.open and (h.step, h.round) == (cell.sum.step, cell.sum.round):
+            return
+        if cell.sum.first is not None:
+            state = f"{peer_name(cell.sum.first)} is in round {cell.sum.round} of step {cell.sum.step}"
+        else:
+            begun = cell.sum.open or cell.awaited is not None
+            state = f"round {cell.sum.round} of step {cell.sum.step} is expected" if begun else "no step has begun"
+        # Members differ in their step when one has restored another checkpoint or has switched to another view.
+        raise breach_of(message, f"contribution is out of order: it is for round {h.round} of step {h.step}, "
+                               f"but {state}", "E-STEPS-DIFFER")
+
+    def _catch_up(self, cell: BucketSum, h: Header) -> None:
+        """Handles the first contribution after a restart, which shows whether the journal contains every reply that was
+        sent."""
+        cell.sum.resumed = False
+        step = cell.sum.step if cell.sum.open else cell.awaited
+        if step is None or (h.step, h.round) > (step, cell.sum.round):
+            if step is not None:
+                log.warning("bucket %d: the journal ends before step %d, round %d, so its residual is lost and "
+                            "restarts at zero", cell.bucket,
+                            h.step, h.round)
+                cell.ops.begin_anew()
+                cell.forget_results()
+            cell.begin(h.step, h.round)
+
+    def _advance(self, cell: BucketSum, release: Callable[[Message], None]) -> list[Reply]:
+        """Adds early contributions in member order. When all members have contributed, returns the result for all members."""
+        ops, current = cell.ops, cell.sum
+        r = current.round
+        lean = cell.recomputable and self._keep is None
+        if lean and current.next + len(current.early) < len(cell.members):
+            return []  # the compressed payloads take less memory than their sum until all have arrived
+        sum_of: list[Message] = []
+        if cell.accs[r] is None:
+            cell.accs[r] = ops.zeros(r)
+        while current.next < len(cell.members) and cell.members[current.next] in current.early:
+            message = current.early.pop(cell.members[current.next])
+            h = message.header
+            first = current.next == 0
+            if not first and h.undone != current.undone:
+                raise breach_of(message, f"{_applied(h.undone)} of the previous step, but {peer_name(cell.members[0])} "
+                                       f"{_applied(current.undone)}: all workers must call step(), skip steps and clear "
+                                       "gradients at the same steps",
+                              "E-STEPS-DIFFER")
+            if first and r == 0:
+                if h.undone:
+                    cell.undo(h.undone)  # before `_add`, which overwrites that step's sum
+                for held in cell.held:
+                    release(held)
+                cell.held.clear()
+            if current.expected and h.total != current.expected and not h.flags & Flag.ABANDON:
+                raise breach_of(message, f"compressed for a total weight of {h.total:g}, expected {current.expected:g}")
+            if h.flags & Flag.ABANDON:
+                current.abandoned = current.abandoned or bytes(message.body)
+            else:
+                self._add(cell, message)
+            current.next += 1
+            current.order, current.undone = h.order, h.undone
+            if lean:
+                sum_of.append(message)
+            else:
+                release(message)
+        if current.next < len(cell.members):
+            return []
+        mismatch = self._weights_differ(cell)
+        if lean and not (current.abandoned or mismatch):
+            replies = self._emit(cell)
+            cell.held = sum_of
+            ops.give_back(cell.accs[0])
+            return replies
+        for message in sum_of:
+            release(message)
+        if current.abandoned:
+            return self._abandon(cell)
+        return self._again(cell) if mismatch else self._emit(cell)
+
+    def _add(self, cell: BucketSum, message: Message) -> None:
+        h = message.header
+        try:
+            if cell.ops.means:
+                cell.ops.weigh(message.body, h.weight, cell.sum.summed == 0)
+            else:
+                cell.ops.add(cell.sum.round, message.body, cell.accs[cell.sum.round], cell.sum.summed == 0)
+        except (CorruptFrame, ValueError) as error:
+            raise breach_of(message, str(error)) from None
+        cell.sum.summed += 1
+        cell.sum.totals.add(h.total)
+        cell.sum.weight += h.weight
+        cell.sum.used |= h.used
+
+    def _abandon(self, cell: BucketSum) -> list[Reply]:
+        cell.ops.skip()
+        replies = self._reply(cell, Flag.ABANDON, memoryview(cell.sum.abandoned))
+        cell.idle(cell.sum.step + 1)
+        self._remember(cell)
+        return replies
+
+    def _weights_differ(self, cell: BucketSum) -> bool:
+        """Returns whether a member compressed its contribution for a different total weight. Its residual would then be applied
+        with a wrong factor."""
+        total = as_float32(cell.sum.weight)
+        return cell.sum.round == 0 and cell.ops.in_means and total > 0 and cell.sum.totals != {total}
+
+    def _again(self, cell: BucketSum) -> list[Reply]:
+        """Asks all members to compress their contributions to this step again, with the correct total weight. No result has
+        been sent yet."""
+        header = self._header(cell, Flag.AGAIN)
+        cell.begin(cell.sum.step, 0)
+        cell.sum.again_header = header
+        self._remember(cell)
+        return [Reply(member, header, b"") for member in cell.members]
+
+    def _emit(self, cell: BucketSum) -> list[Reply]:
+        ops, step, r = cell.ops, cell.sum.step, cell.sum.round
+        out = cell.out(step, r)
+        replies = self._reply(cell, Flag.NONE, out[: ops.emit(r, cell.accs[r], out)].toreadonly())
+        if r + 1 < ops.rounds:
+            cell.begin(step, r + 1)
+        else:
+            cell.idle(step + 1)
+        self._remember(cell)
+        return replies
+
+    def _reply(self, cell: BucketSum, flags: int, body: memoryview) -> list[Reply]:
+        """Returns the result for each member, and keeps it for members that request it again."""
+        header = self._header(cell, flags)
+        cell.results[(cell.sum.step, cell.sum.round)] = header, body
+        for old in [k for k in cell.results if k[0] <= cell.sum.step - KEPT_STEPS]:
+            del cell.results[old]
+        return [Reply(member, header, body) for member in cell.members]
+
+    def _header(self, cell: BucketSum, flags: int) -> Header:
+        return Header(Kind.RESULT, self.generation, cell.sum.step, cell.bucket, round=cell.sum.round, codec=cell.ops.codec,
+                      sender=self.peer, order=cell.sum.order, flags=flags, weight=cell.sum.weight, used=cell.sum.used)
+
+    def undo(self, message: Message) -> None:
+        """Rolls back the part of the last step that the workers did not apply, if no PUSH will report that part."""
+        if self._ended(message):
+            return
+        cell = self._cell(message)
+        with cell.lock:
+            self._between(cell, message)
+            if cell.undo(message.header.undone):
+                self._remember(cell)
+
+    def end(self, step: int, undone: Mapping[int, int]) -> None:
+        """Ends the epoch in the middle of step `step`. Later messages of the epoch change nothing. `undone`: maps a bucket to
+        the slices of the previous step that the workers did not apply, one bit per slice."""
+        for cell in self.cells.values():
+            with cell.lock:
+                cell.end(step, undone.get(cell.bucket, 0))
+
+    def busy(self) -> bool:
+        """Returns whether a contribution waits for others."""
+        return any(cell.contributors() for cell in self.cells.values())
+
+    def stalled(self, before: float) -> list[Stall]:
+        """Returns the sums that have waited since time `before` or longer, each with the missing members."""
+        stalls = []
+        for cell in self.cells.values():
+            with cell.lock:
+                contributors = cell.contributors()
+                if contributors and cell.sum.since <= before:
+                    missing = tuple(m for m in cell.members if m not in contributors)
+                    stalls.append(Stall(cell.bucket, cell.sum.step, missing, tuple(sorted(contributors)), cell.sum.since))
+        return stalls
+
+    def snapshot(self, message: Message) -> list[Reply]:
+        """Returns the codec state between two steps, after rolling back the part of the last step that was not applied."""
+        if self._ended(message):
+            return []
+        cell, h = self._cell(message), message.header
+        with cell.lock:
+            self._between(cell, message)
+            if cell.undo(h.undone):
+                self._remember(cell)
+            state = cell.ops.snapshot()
+        return [Reply(message.peer, h._replace(kind=Kind.STATE, undone=0, sender=self.peer), state)]
+
+    def restore(self, message: Message) -> list[Reply]:
+        """Restores saved state, completely or not at all, and drops results. The next contribution must be of the message's
+        step."""
+        if self._ended(message):
+            return []
+        cell, h = self._cell(message), message.header
+        with cell.lock:
+            self._between(cell, message)
+            try:
+                cell.ops.restore(message.body)
+            except (CorruptFrame, ValueError) as error:
+                raise breach_of(message, f"sent a state that does not fit this bucket: {error}") from None
+            cell.forget_results()
+            cell.idle(h.step)
+            self._remember(cell)
+        return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
+
+    def repeated(self, message: Message) -> list[Reply]:
+        """Replies to a repeated request, since the first reply may have been lost. Sends no reply if the sender has started the
+        next sum, because it must have received the first one."""
+        if self._ended(message):
+            return []
+        cell, h = self._cell(message), message.header
+        with cell.lock:
+            if cell.sum.open or h.kind == Kind.UNDO:
+                return []
+            if h.kind == Kind.STATE:
+                return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
+            return [Reply(message.peer, h._replace(kind=Kind.STATE, undone=0, sender=self.peer), cell.ops.snapshot())]
+
+    def _between(self, cell: BucketSum, message: Message) -> None:
+        if cell.sum.open:
+            raise breach_of(message, f"sent {Kind(message.header.kind).name} while step {cell.sum.step} is being summed; it is "
+                                   "allowed only between steps")
+
+
+def _applied(undone: int) -> str:
+    return "did not apply some averages" if undone else "applied all averages"

@@ -1,0 +1,315 @@
+"""A worker's connections: to the coordinator and to every server."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from commlayer.cluster.calls import messages
+from commlayer.cluster.membership import client
+from commlayer.cluster.membership.client import Membership, OnView
+from commlayer.cluster.membership.epoch_change import EpochChange
+from commlayer.cluster.processes.child_processes import EmbeddedServer
+from commlayer.cluster.servers.dialing import NOTE_AFTER_S, make_dial
+from commlayer.cluster.servers.summation_server import Stalled, follow_stalls
+from commlayer.config import Config, reconnect_window_s, unheard_s
+from commlayer.errors import CommError, InvalidInput, PeerLost
+from commlayer.records import ServerInfo, View
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hello
+from commlayer.transport.key_folder import Keys
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key, peer_name
+from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
+from commlayer.transport.secret import new_nonce
+
+log = logging.getLogger("commlayer")
+Fail = Callable[[CommError], None]
+OnStalled = Callable[[int, int, tuple[int, ...]], None]
+Left = Callable[[str, int], None]
+"""Called with the name of a worker that left in order, and the number of its completed exchanges."""
+FAILED_S = 0.5
+"""Seconds allowed for sending queued data after an error. The data is useless then, and the link may be the cause."""
+
+
+class Uplink:
+    """A worker's membership in the job and its connections to the servers.
+
+    The coordinator reports a failure only once, possibly before `subscribe` or while the worker changes its epoch. So the
+    failure is passed to every subscriber.
+    """
+
+    def __init__(self, config: Config, address: str, request: messages.Join) -> None:
+        """Registers with the coordinator at `address` and waits for all processes to join. `dial` connects to servers."""
+        keys = Keys(config.keys) if config.keys else None  # invalid keys must leave no registration
+        self._config, self._keys, self.address, self._elastic = config, keys, address, request.elastic
+        self._lock = threading.Lock()
+        self._failure: CommError | None = None
+        self._generation, self._probes, self._closed = 1, 0, False
+        self._fail: Fail = lambda _: None
+        self._stalled: OnStalled = lambda *_: None
+        self._left: Left = lambda *_: None
+        self._names: dict[int, tuple[str, str]] = {}
+        self._membership: Membership | None = None  # None while client.join() runs, whose thread calls the methods below
+        self.membership = client.join(
+            address, request, config, self._on_death, on_silence=self._on_silence, on_left=self._on_exit, keep=True)
+        self.children: Sequence[EmbeddedServer] = ()
+        """Servers that this process started. The heartbeat thread keeps them alive, so that they do not end with the session's
+        other objects when no one refers to these any more."""
+        self.remaining: tuple[str, ...] = ()
+        """Names of workers that were still in the job at close(); empty before."""
+        hello = Hello(request.job, request.rank, self.view.plan, messages.version(), session=new_nonce())
+        window_s = reconnect_window_s(config)
+        self._carrier = StreamTransport(hello, settings=Settings(
+            secret=config.token, user_timeout_s=unheard_s(config), keys=keys, resume=window_s > 0))
+        self._membership = self.membership
+        self.recycle = self._carrier.pool.give
+        self.pace = self._carrier.pace
+        """Sets this machine's measured upload rate in bit/s; 0: unknown."""
+        self.transport = ReconnectingTransport(
+            self._carrier, ReconnectPolicy(window_s, refused_is_over=self.embedded), self.recycle)
+        self.membership.report.fields = lambda: {"missed": self._carrier.missed()}
+
+    def limit_kept(self, nbytes: int) -> None:
+        """Sets the maximum bytes, per server, that are in flight or stored by this process without a posted receive."""
+        self._carrier.limit_kept(nbytes)
+        self.transport.limit_kept(nbytes)
+
+    def dial(self, deadline: float) -> None:
+        """Connects to every server of the epoch. Leaves the job if that fails."""
+        try:
+            for server in self.view.servers:
+                # The last process to join has little of the deadline left, so each connection gets at least 10 s.
+                dial = make_dial(self._carrier, server, self.address, self._config, self._keys)
+                self.transport.connect(SERVER_BASE + server.id, dial, max(deadline, time.monotonic() + 10.0))
+        except BaseException as error:
+            self.membership.leave(f"could not reach a server: {error}")
+            self.transport.close()
+            raise
+
+    @property
+    def view(self) -> View:
+        return self.membership.view
+
+    def name_of(self, worker: int) -> str:
+        """Returns the name of a present or former worker's machine: the name in its certificate, or its host name if all
+        workers use the same certificate. Returns "" if all host names are the same, too."""
+        members = (*self.view.members, *self.membership.newest.members)
+        self._names |= {member.rank: (member.certificate, member.name) for member in members}
+        for names in zip(*self._names.values(), strict=True):
+            if worker in self._names and len(set(names)) > 1:
+                name: str = names[list(self._names).index(worker)]
+                return name
+        return ""
+
+    def display_name(self, peer: str) -> str:
+        """Returns the display name of a peer, for example "worker 2 (ben)" for "worker 2"."""
+        kind, _, number = peer.partition(" ")
+        name = self.name_of(int(number)) if kind == "worker" and number.isdecimal() else ""
+        return f"{peer} ({name})" if name else peer
+
+    @property
+    def plan(self) -> bytes:
+        """Canonical bytes of the plan with which the job began."""
+        return self.membership.plan
+
+    def check(self) -> None:
+        """Raises the failure that the coordinator has reported, if there was one."""
+        if self._failure is not None:
+            raise self._failure
+
+    def subscribe_epochs(self, on_view: OnView) -> None:
+        """Subscribes to newer epochs. If a newer epoch has already arrived, calls `on_view` at once."""
+        self.membership.on_view = on_view
+        if self.membership.newest is not self.view:
+            on_view(self.membership.newest)
+
+    def switch_view(self, view: View) -> None:
+        """Switches to the epoch. Departures of peers outside that epoch are ignored from now on."""
+        self.membership.view = view
+
+    def finished(self, member: int) -> int:
+        """Returns the number of exchanges to which that worker contributed before it left in order; -1 if it has not left in
+        order."""
+        departure = self.membership.left.get(peer_name(member))
+        return -1 if departure is None or departure.reason != messages.FINISHED else departure.exchanges
+
+    def subscribe(self, fail: Fail, stalled: OnStalled, left: Left, generation: int = 1) -> None:
+        """Subscribes to deaths (`fail`), orderly departures (`left`) and the servers' stall reports of that generation
+        (`stalled`). Replaces the previous subscriber."""
+        with self._lock:
+            self._fail, self._stalled, self._left = fail, stalled, left
+            self._generation = generation
+        for departure in list(self.membership.left.values()):
+            self._on_exit(departure)
+        if self._failure is not None:
+            fail(self._failure)
+        for s in self.view.servers:
+            # Receives of earlier generations stay posted forever. They must not refer to objects of a worker that was replaced.
+            follow_stalls(self.transport, SERVER_BASE + s.id, generation, functools.partial(self._on_stalled, s.id))
+
+    def _on_stalled(self, server: int, report: Stalled) -> None:
+        if report.failed:
+            self._fail(CommError(report.failed, peer=peer_name(SERVER_BASE + server), step=report.step, bucket=report.bucket))
+            return
+        for member, why in report.dropped.items():
+            # If the job can continue without the member, the coordinator, to which the server reports the drop, informs this
+            # worker.
+            if not (self._elastic and self.membership.reachable):
+                self._fail(PeerLost(messages.dropped_by(peer_name(SERVER_BASE + server), why), peer=peer_name(member),
+                                      step=report.step, bucket=report.bucket))
+        self._stalled(report.bucket, report.step, report.missing)
+
+    def _on_exit(self, gone: messages.PeerExit) -> None:
+        awaited = self._membership is None or self._membership.is_expected(gone.peer)
+        if awaited and gone.reason == messages.FINISHED and gone.exchanges >= 0:
+            self._left(gone.peer, gone.exchanges)
+
+    def _on_death(self, error: CommError) -> None:
+        with self._lock:
+            self._failure, fail = self._failure or error, self._fail
+        fail(error)
+
+    def _on_silence(self, silent_s: float) -> None:
+        """Called while the coordinator does not answer. Training can continue without the coordinator, but not without a server
+        in the coordinator's process, whose death no other process would report. Data from that server shows that it lives."""
+        alive = self._carrier.heard(time.monotonic() - self._config.dead_after_s) if self._membership is not None else ()
+        near = [] if self._membership is None else \
+            [s for s in self._membership.view.servers if s.colocated and f"server {s.id}" not in alive]
+        over = [s for s in near if f"server {s.id}" in self._carrier.missed() and not s.restartable]
+        if near and (self.embedded or over or silent_s >= reconnect_window_s(self._config)):
+            self._on_death(PeerLost(f"no heartbeat for {silent_s:.1f} s from its process, which "
+                                  f"also runs the coordinator ({_place(near[0])}): it was killed "
+                                  "or stopped, or its network failed", peer=f"server {near[0].id}"))
+
+    def with_address(self, error: CommError) -> CommError:
+        """Returns the same error, with the address and node added if the error is about a server."""
+        servers = [s for s in self.view.servers if error.peer == f"server {s.id}"]
+        if not servers or "node " in error.what:
+            return error
+        return error.located(what=f"{error.what} ({_place(servers[0])})")
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the coordinator is a child process of rank 0."""
+        return not self._config.join
+
+    @property
+    def coordinated(self) -> bool:
+        """Whether the coordinator answered the last heartbeat."""
+        return self.membership.reachable
+
+    def fetch_state(self, server: int, bucket: int, undone: int) -> bytes:
+        """Reads a server's codec state of a bucket; see Summation.snapshot. `undone`: slices of the last step that were not
+        applied."""
+        header = self._header(Kind.STATE_GET, bucket)._replace(undone=undone)
+        return bytes(self._ask(server, header, b"", Kind.STATE).body)
+
+    def put_state(self, server: int, bucket: int, step: int, data: bytes) -> None:
+        """Restores a server's codec state of a bucket. `step`: the next step. See Summation.restore."""
+        self._ask(server, self._header(Kind.STATE, bucket)._replace(step=step), data, Kind.STATE_OK)
+
+    def probe(self, server: int, up_nbytes: int, down_nbytes: int, done: Callable[[Exception | None], None]) -> None:
+        """Sends `up_nbytes` to a server, which sends `down_nbytes` back. `done` is called with an error or None when they have
+        arrived, in any thread."""
+        self._probes += 1
+        header = self._header(Kind.PROBE, 0)._replace(step=self._probes, used=down_nbytes)
+        peer = SERVER_BASE + server
+        handle = self.transport.recv(peer, key(header._replace(kind=Kind.PROBE_OK)))
+        handle.on_done(lambda answer: done(answer.error()))
+        self.transport.send(peer, header, bytes(up_nbytes))
+
+    def pace_servers(self, node: int, bps: float) -> None:
+        """Sends the measured upload rate of node `node` (bit/s) to the servers on that node."""
+        for server in self.view.servers:
+            if server.node == node:
+                self.transport.send(SERVER_BASE + server.id, self._header(Kind.PACE, 0)._replace(used=int(bps)))
+
+    def send_plan(self, server: int, plan: bytes, generation: int, undone: Mapping[int, int]) -> None:
+        """Switches the server to that plan, between steps. Raises ValueError with the server's reason if the server cannot
+        switch.
+
+        `undone`: maps a bucket of the previous plan to the slices of the last step that were not applied.
+        """
+        for bucket, slices in undone.items():
+            self.transport.send(SERVER_BASE + server, self._header(Kind.UNDO, bucket)._replace(undone=slices))
+        header = self._header(Kind.PLAN, 0)._replace(generation=generation)
+        answer = bytes(self._ask(server, header, plan, Kind.PLAN_OK).body).decode(errors="replace")
+        if answer:
+            raise InvalidInput("E-PLAN-REFUSED", f"{peer_name(SERVER_BASE + server)} cannot use the plan: {answer}")
+
+    def send_view(self, server: int, change: EpochChange, generation: int) -> None:
+        """Switches the server to a new epoch, in the middle of a step. Raises CommError with the server's reason if the server
+        cannot switch."""
+        header = self._header(Kind.PLAN, 0)._replace(generation=generation, flags=Flag.ABANDON)
+        answer = bytes(self._ask(server, header, msgspec.msgpack.encode(change), Kind.PLAN_OK).body).decode(errors="replace")
+        if answer:
+            raise CommError(f"cannot continue with other members: {answer}", peer=peer_name(SERVER_BASE + server))
+
+    def _header(self, kind: Kind, bucket: int) -> Header:
+        return Header(kind, self._generation, bucket=bucket, sender=self.transport.rank)
+
+    def _ask(self, server: int, header: Header, body: bytes, answer: Kind) -> Message:
+        peer = SERVER_BASE + server
+        handle = self.transport.recv(peer, key(header._replace(kind=answer)))
+        deadline = time.monotonic() + self._config.deadline_s
+        self.transport.wait(self.transport.send(peer, header, body), deadline)
+        return self.transport.wait(handle, deadline)
+
+    def close(self, reason: str = "", flush_s: float | None = None, exchanges: int = -1) -> bool:
+        """Leaves the job: without a `reason` in order, after queued data was sent within `flush_s`. Returns whether the
+        coordinator was reached. `exchanges`: number of exchanges to which this worker contributed; -1: unknown."""
+        if self._closed:
+            return True
+        self._closed = True
+        if reason:
+            delivered = self.membership.leave(reason)
+            self.transport.close(FAILED_S)
+        else:
+            with self._lock:
+                self._fail = self.transport.abort  # a server that dies from now on must not be waited for
+            self.transport.close(flush_s)  # before leaving: servers do not wait for a worker that has left
+            delivered = self.membership.leave(exchanges=exchanges)
+        self.remaining = self.membership.remaining
+        return delivered
+
+
+def _place(server: ServerInfo) -> str:
+    return f"at {server.address} on node {server.node}"
+
+
+def connect(address: str, request: messages.Join, config: Config) -> Uplink:
+    """Joins the job at that coordinator and connects to the job's servers."""
+    deadline = time.monotonic() + config.join_deadline_s
+    uplink = Uplink(config, address, request)
+    uplink.dial(deadline)
+    return uplink
+
+
+def leave_job(
+    link: Uplink | None, children: Sequence[EmbeddedServer], reason: str, exchanges: int, *, stay_s: float, notice_s: float,
+) -> None:
+    """Leaves the job and ends the servers that this process started.
+
+    Without a `reason` the process leaves in order: its sent data arrives, and its servers run until the last worker has left,
+    at most `stay_s`. With a `reason` the servers run for `notice_s`, so other workers can receive the reason. `exchanges`:
+    number of exchanges to which this process contributed.
+    """
+    until = time.monotonic() + (notice_s if reason else stay_s)
+    delivered = link is None or link.close(reason, stay_s, exchanges)
+    if not delivered:
+        until = time.monotonic() + notice_s  # others might still need its servers
+    try:
+        if children and delivered and not reason and not children[0].over(min(NOTE_AFTER_S, stay_s)):
+            names = ", ".join(link.remaining) if link is not None and link.remaining else "others"
+            log.warning("this process is done, but its server may still be needed by %s: waiting until they "
+                        "have ended, at most %.0f s (deadline_s)", names, stay_s)
+        for child in children:
+            child.over(until - time.monotonic())
+    finally:
+        for child in children:
+            child.close()

@@ -1,0 +1,1 @@
+"""Buckets: memory, residuals, results, and the state of the current step."""

@@ -1,0 +1,218 @@
+"""Defines the state of the current step that all paths share: its number, units, first error, counters, and arrivals of
+buckets.
+
+The worker advances this state to the next step. A path reads it, counts its work, and reports the first error and each arrived
+bucket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from commlayer.engine.buckets.bucket import WorkerBucket
+from commlayer.engine.buckets.units import Units
+from commlayer.observe.step_trace import Recorder
+
+
+@dataclasses.dataclass
+class Counters:
+    """Totals since the start of the session, noise scale and agreement, as Session.metrics defines them. Any thread can add
+    bytes and codec time through the methods."""
+
+    exchanges: int = 0
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    exposed_s: float = 0.0
+    exchange_s: float = 0.0
+    guard_s: float = 0.0
+    noise_scale: float = 0.0
+    """Gradient noise scale in batches of one worker; 0: not known."""
+    agreement: float = 0.0
+    """Mean cosine between two workers' changes in local steps; 0: not known."""
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def carried(self, sent_nbytes: int, received_nbytes: int) -> None:
+        with self._lock:
+            self.sent_nbytes += sent_nbytes
+            self.received_nbytes += received_nbytes
+
+    def coded(self, *, encode_s: float = 0.0, decode_s: float = 0.0) -> None:
+        with self._lock:
+            self.encode_s += encode_s
+            self.decode_s += decode_s
+
+    def all_reduced(self, nbytes: int, members: int) -> None:
+        """Counts an all-reduce of `nbytes` bytes: in a ring of n members, each sends and receives 2 (n - 1) / n of them."""
+        part = 2 * (members - 1) * nbytes // members
+        self.carried(part, part)
+
+    def as_dict(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
+
+
+class EpochChanged(Exception):
+    """Error: the members of the job are changing, so the current step is abandoned, and the remaining members repeat it."""
+
+
+class WorkerListener:
+    """Interface by which a worker sends questions and reports to its session. This class serves a worker without a session;
+    JobContext implements it for others."""
+
+    def check_interrupts(self, complete: Callable[[], bool]) -> None:
+        """Polls for interrupts. The training thread calls it before each wait and after each `wake`. It can raise, for example
+        EpochChanged. `complete` returns True if all results have arrived."""
+
+    def patience(self) -> float:
+        """Returns the seconds to wait after a step's deadline, because the coordinator has yet to decide which worker is lost.
+        """
+        return 0.0
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Replaces an error by a more precise one, or returns it unchanged."""
+        return error
+
+    def interrupted(self, cause: str) -> None:
+        """Called when the script's exception has ended the wait for a step's results. `cause`: for the other ranks."""
+
+    def settle(self) -> None:
+        """Reports to the worker the averages of the last step that the script has cleared; see Worker.mark_discarded."""
+
+    def finish_pending(self) -> None:
+        """Waits for results of the last step that are still missing, if results are applied bucket by bucket."""
+
+
+class Step:
+    """State of the step that one worker executes. One object exists for all steps of a Worker."""
+
+    def __init__(
+        self, rank: int, generation: int, units: Units, check_interrupts: Callable[[Callable[[], bool]], None], *,
+        eager: bool = False,
+    ) -> None:
+        """`eager`: True if results are applied one by one, in the order in which the next forward pass needs the parameters."""
+        self.rank, self.generation, self.units, self.eager = rank, generation, units, eager
+        self.check_interrupts = check_interrupts
+        self.number = 0
+        self.error: BaseException | None = None
+        """The first error of any step; None if there is none. It is never cleared and ends the worker."""
+        self.waiting_since = 0.0
+        """Value of time.monotonic() when the training thread began to wait for results; 0 while it does not wait."""
+        self.deadline_s = 0.0
+        """Limit in seconds of the training thread's current or last wait, without the time for the coordinator's decision
+        (`patience`)."""
+        self.counters, self.recorder = Counters(), Recorder()
+        self.sent_at = 0.0
+        """Value of time.monotonic() when the first bucket of the current exchange was sent; 0 before."""
+        self._lock = threading.Lock()
+        self._awaited: list[Arrivals] = []
+
+    def latch(self, error: BaseException) -> None:
+        """Stores an error, unless there is one already, and ends all waits for arrivals; the waiting thread then reads the
+        error. Any thread can call it."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+        for arrivals in self._awaited:
+            arrivals.end()
+
+    def wake(self) -> None:
+        """Makes the current wait, or the next one, poll for interrupts. Any thread can call it."""
+        for arrivals in self._awaited:
+            arrivals.wake()
+
+    def failed(self) -> BaseException | None:
+        return self.error
+
+    def arrivals(self) -> Arrivals:
+        self._awaited.append(Arrivals(lambda: self.check_interrupts(self._whole)))
+        return self._awaited[-1]
+
+    def _whole(self) -> bool:
+        return all(arrivals.complete for arrivals in self._awaited)
+
+
+class Arrivals:
+    """Counts the buckets of one path whose results the step still waits for. `arrived` is called by lanes, all other methods by
+    the training thread."""
+
+    def __init__(self, check_interrupts: Callable[[], None]) -> None:
+        self._lock, self._all, self._next = threading.Lock(), threading.Event(), threading.Event()
+        self._check_interrupts = check_interrupts
+        self._left = 0
+        self._ended = False
+        self.last_at = 0.0
+        """Value of time.monotonic() when the last of all buckets arrived."""
+
+    def expect(self, count: int) -> None:
+        self._left = count
+        self._all.clear()
+        if not count:
+            self._all.set()
+
+    def arrived(self) -> None:
+        """Counts one more bucket for which the step no longer has to wait. Called by lanes."""
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self.last_at = time.monotonic()
+                self._all.set()
+        self._next.set()
+
+    @property
+    def complete(self) -> bool:
+        return self._left <= 0
+
+    def end(self) -> None:
+        with self._lock:
+            self._ended = True
+            self._all.set()
+        self._next.set()
+
+    def wake(self) -> None:
+        """Makes the waiting thread poll for interrupts and then continue to wait."""
+        with self._lock:
+            self._all.set()
+        self._next.set()
+
+    def wait(self, deadline: float) -> bool:
+        """Waits until all buckets have arrived or the worker has an error. Returns False if `deadline` passes first."""
+        while True:
+            with self._lock:
+                if self._left <= 0 or self._ended:
+                    return True
+                self._all.clear()
+            self._check_interrupts()
+            if not self._all.wait(max(0.0, deadline - time.monotonic())):
+                return False
+
+    def wait_for(self, condition: Callable[[], bool], deadline: float) -> bool:
+        """Waits until `condition()` is true or the worker has an error; every arrival checks the condition again. Returns False
+        if `deadline` passes first."""
+        while True:
+            self._next.clear()
+            if condition() or self._ended:
+                return True
+            self._check_interrupts()
+            if not self._next.wait(max(0.0, deadline - time.monotonic())):
+                return condition() or self._ended
+
+
+BROKEN = "its backward pass broke off"
+
+
+def aborted_by(buckets: Sequence[WorkerBucket], *, by_this_worker: bool) -> str:
+    """Returns which worker aborted the step and why; "" if none did. `buckets`: those with results of this step.
+    `by_this_worker`: True if this worker aborted it."""
+    if reason := next((bucket.exchange.abandoned for bucket in buckets if bucket.exchange.abandoned), ""):
+        return reason
+    # Collectives run in plan order, so the last weight covers the workers that finished the backward pass.
+    last = [bucket for bucket in buckets if not bucket.served][-1:]
+    weights = [bucket.exchange.weight for bucket in buckets if bucket.served] + [bucket.summed_weight() for bucket in last]
+    return f"a worker: {BROKEN}" if by_this_worker or any(map(math.isnan, weights)) else ""

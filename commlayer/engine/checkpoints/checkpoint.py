@@ -1,0 +1,429 @@
+"""Writes and loads checkpoints: model, optimizer, GradScaler, the script's own objects, and the codec state of all ranks and
+servers.
+
+A checkpoint is a folder `save-N` in the user's directory. Each rank writes files to this folder, which is on a shared disk or
+on the rank's own disk. `training-R` contains model and optimizer. `rank-R` contains the codec state of rank R (residuals,
+momenta) and its own module buffers. `server-S` contains the codec state of server S. After that the manifest is written. Only
+when it is on disk do ranks remove older checkpoints, so one complete checkpoint always remains. A checkpoint without manifest,
+or with missing files, is incomplete.
+
+A rank writes `training-R` if its optimizer differs from that of other ranks (local steps), or if it does not see rank 0's file.
+`_convert_residuals` converts the residuals of a job with another number of workers or another plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from commlayer import records
+from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES, named_at
+from commlayer.cluster.processes.collectives import Groups, all_or_none, gather, gather_values
+from commlayer.compressors import codec_of, restore, snapshot
+from commlayer.compressors.feedback import ResidualSlice, in_updates, residual_of, split_by_tensor
+from commlayer.engine.buckets import shared_buffers
+from commlayer.engine.buckets.bucket import EncodedBucket
+from commlayer.engine.buckets.current_step import EpochChanged
+from commlayer.engine.checkpoints.checkpoint_files import (
+    LIST_NBYTES,
+    MANIFEST,
+    MAX_NUMBER_STEP,
+    PLAN,
+    TRAINING,
+    Files,
+    Mark,
+    SaveOnDisk,
+    belongs,
+    files_in,
+    folder_of,
+    keep_only,
+    numbers,
+    own_files,
+    path_of,
+    read,
+    reading,
+    remove,
+    saves_of,
+    seal,
+    write,
+    writing,
+)
+from commlayer.engine.epochs.plan_switch import switch
+from commlayer.engine.epochs.replica import Replica
+from commlayer.engine.job.job import DistributedJob, JobContext
+from commlayer.engine.worker.plan_handover import inherit_residuals
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost, short_line
+from commlayer.observe.events import CheckpointEvent
+from commlayer.records import Bucket, Plan
+
+log = logging.getLogger("commlayer")
+RESIDUAL, CARRY = "residual.", "carry."
+"""Prefixes of tensor names in the file of a rank: residuals of a bucket's elements, and residuals inherited from an earlier
+plan."""
+SAVING, LOADING = "checkpoint()", "resume()"
+
+
+def worker_state(context: DistributedJob) -> dict[str, Any]:
+    """Returns the state of this rank's codecs (residuals, momenta) for every bucket that the rank encodes, and the number of
+    the next step."""
+    worker = context.worker
+    _refuse_under_way(context)
+    if worker.error is None:
+        worker.drain()
+        worker.roll_back()
+    tensors: dict[str, torch.Tensor] = {}
+    for bucket in worker.buckets:
+        state = snapshot(bucket.ledger.state)
+        residual = _residual_of(bucket)
+        if residual is not None:
+            tensors[f"{RESIDUAL}{bucket.id}"] = residual
+            state = {name: t for name, t in state.items() if not isinstance(bucket, EncodedBucket) or not _is_residual(name)}
+        tensors |= {f"{bucket.id}.{name}": torch.from_numpy(value) for name, value in state.items()}
+    tensors["total"] = torch.tensor(worker.units.total, dtype=torch.float64)
+    inherited = {bucket.id: bucket.ledger.inherited for bucket in worker.buckets}
+    tensors |= {f"{CARRY}{number}": residual.clone() for number, residual in inherited.items() if residual is not None}
+    tensors |= worker.late.snapshot()
+    tensors |= shared_buffers.snapshot(worker.shared_buffers)
+    tensors |= {} if context.local is None else context.local.snapshot()
+    return {"step": worker.step, "plan": records.digest(worker.plan), "tensors": tensors}
+
+
+def _residual_of(bucket: Any) -> torch.Tensor | None:
+    """Returns the residuals of a bucket's elements that this rank keeps, and 0 for other elements; None if the codec keeps no
+    residuals."""
+    total = None
+    for (low, high), state in bucket.ledger.encoders:
+        if (values := residual_of(state)) is not None:
+            total = torch.zeros(bucket.numel) if total is None else total
+            total[low:high] = torch.as_tensor(values).cpu()
+    return total
+
+
+def _is_residual(name: str) -> bool:
+    return name.rsplit(".", 1)[-1] == "residual"
+
+
+def restore_worker(context: DistributedJob, state: Mapping[str, Any]) -> None:
+    """Restores the result of `worker_state`, under the plan with which it was saved. Does nothing if `state` is empty."""
+    worker = context.worker
+    if not state:
+        return
+    _refuse_under_way(context)
+    _same("saved state", "plan", state.get("plan"), records.digest(worker.plan))
+    tensors: Mapping[str, torch.Tensor] = state["tensors"]
+    worker.drain()
+    for bucket in worker.buckets:
+        saved = _of_bucket(tensors, bucket.id)
+        if isinstance(bucket, EncodedBucket) and (residual := tensors.get(f"{RESIDUAL}{bucket.id}")) is not None:
+            at = 0
+            for name, like in snapshot(bucket.ledger.state).items():
+                if _is_residual(name):
+                    saved[name], at = residual[at : at + like.size].view(like.shape), at + like.size
+        restore(bucket.ledger.state, saved)
+    for bucket in worker.buckets:
+        bucket.forget()
+        bucket.ledger.inherited = tensors.get(f"{CARRY}{bucket.id}")
+    worker.late.restore(tensors)
+    shared_buffers.restore(worker.shared_buffers, tensors)
+    if context.local is not None:
+        context.local.restore(tensors)
+    worker.now.number = int(state["step"])
+    worker.units.total = float(tensors.get("total", worker.units.total))
+
+
+def save(
+    context: JobContext, replica: Replica, directory: Path, extra: Mapping[str, Any], *, model: bool,
+) -> None:
+    """Writes a checkpoint, as Session.checkpoint describes. All ranks call it between the same two steps."""
+    job = context if isinstance(context, DistributedJob) else None
+    if job is None:
+        _save(context, job, replica, directory, extra, model=model)
+    else:
+        job.anew(lambda: _save(context, job, replica, directory, extra, model=model))
+    if context.rank == 0:
+        context.stream.log.append(CheckpointEvent(action="saved", step=context.passes, directory=str(directory)))
+
+
+def _save(
+    context: JobContext, job: DistributedJob | None, replica: Replica, directory: Path, extra: Mapping[str, Any], *,
+    model: bool,
+) -> None:
+    if job is not None:
+        job.complete()
+        for listener in job.listeners:
+            listener.before_switch()
+    groups, plan = context.groups, context.plan  # these calls may have changed them
+    undone: dict[int, int] = {}
+    with all_or_none(groups, SAVING):
+        with writing(directory):  # first: the calls below roll back discarded averages
+            directory.mkdir(parents=True, exist_ok=True)
+            highest = max(numbers(directory), default=0)
+        if job is not None:
+            job.worker.drain()
+            undone = job.worker.roll_back()
+    contents: Files = {}
+    if job is not None:
+        with all_or_none(groups, SAVING):
+            for server in _servers_of(job):
+                tensors: dict[str, torch.Tensor] = {}
+                for bucket in _summed_by(job.plan, server):
+                    data = job.uplink.fetch_state(server, bucket.id, undone.get(bucket.id, 0))
+                    tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
+                contents[f"server-{server}"] = tensors
+        job.worker.acknowledge_rollbacks()  # on all ranks, although only one rank reported to each server
+    rows = gather(groups, [highest, secrets.randbits(62)])
+    number, first = next_number([row[0] for row in rows]), context.rank == 0
+    mark = Mark(save=f"{rows[0][1]:016x}", step=context.passes, round=0 if job is None else job.worker.step,
+                world=context.world, servers=0 if plan is None else plan.servers,
+                plan="" if plan is None else records.digest(plan), rate=1.0 if job is None else job.worker.units.rate)
+    folder = folder_of(directory, number)
+
+    def training() -> Files:
+        return {f"{TRAINING}{context.rank}": replica.state(context, plan, extra, model=model)}
+
+    try:
+        # No rank may continue yet: messages of the next step would change state that other ranks still fetch.
+        with all_or_none(groups, SAVING):
+            state = {} if job is None else worker_state(job)["tensors"]
+            contents[f"rank-{context.rank}"] = state | replica.own_state(extra)
+            with writing(directory):
+                own = first or (plan is not None and plan.steps_locally)
+                write(folder, contents | (training() if own else {}), mark, plan if first else None)
+        with all_or_none(groups, SAVING), writing(directory):
+            if context.logs and not path_of(folder, f"{TRAINING}0").exists():
+                write(folder, training(), mark, plan)
+            if first:
+                seal(folder, mark)
+        with all_or_none(groups, SAVING), writing(directory):
+            if context.logs and not (folder / MANIFEST).exists():
+                seal(folder, mark)
+    except Exception as error:
+        if not isinstance(error, CommError):  # after a CommError, ranks can differ
+            remove(folder)
+        raise
+    keep_only(directory, number)
+
+
+def next_number(highest: Sequence[int]) -> int:
+    """Returns the number of the next checkpoint from the highest number of each rank. It is higher than any rank's, so that no
+    file of an earlier checkpoint is overwritten."""
+    if min(highest) < 0 or max(highest) - min(highest) > MAX_NUMBER_STEP:
+        rank = highest.index(max(highest) if min(highest) >= 0 else min(highest))
+        raise CommError(f"has a checkpoint with number {highest[rank]}, but numbers may differ by {MAX_NUMBER_STEP}: remove "
+                        "folders that no checkpoint() wrote from its directory", peer=f"rank {rank}", code="E-SIZE")
+    return 1 + max(highest)
+
+
+class FoundCheckpoint(NamedTuple):
+    """The checkpoint that all ranks load, and which rank reads which of its files."""
+
+    folder: Path
+    mark: Mark
+    exact: bool
+    """True: the job has as many workers as the job that saved the checkpoint, and each rank has its own files."""
+    readers: dict[str, int]
+    """Maps the name of each file to the rank that reads it."""
+
+
+def find(groups: Groups | None, rank: int, world: int, directory: Path) -> FoundCheckpoint | None:
+    """Finds the newest complete checkpoint in the directory; returns None if no rank has any checkpoint. All ranks call it
+    together."""
+    with all_or_none(groups, LOADING), reading(directory):
+        mine = saves_of(directory)
+    rows = gather_values(groups, mine, list[SaveOnDisk], LIST_NBYTES, "a list of checkpoints")
+    faults: list[str] = []
+    for number, save in sorted({(held.number, held.save) for row in rows for held in row}, reverse=True):
+        on = {r: held for r, row in enumerate(rows) for held in row if (held.number, held.save) == (number, save)}
+        mark = next(iter(on.values())).mark
+        readers = {name: r for r, held in reversed(on.items()) for name in held.files}
+        if mark is None or not any(held.sealed for held in on.values()):
+            faults.append("the save was interrupted" + next((f": {held.fault}" for held in on.values() if held.fault), ""))
+        elif not any(name.startswith(TRAINING) for name in readers):
+            faults.append("no rank has its model")
+        else:
+            own = {r: own_files(r, mark.world, mark.servers) for r in range(world)} if mark.world == world else {}
+            exact = bool(own) and all(r in on and {*own[r]} <= {*on[r].files} for r in own)
+            if faults and rank == 0:
+                log.warning("resume(): loading the checkpoint of step %d, because a newer one is not complete: %s", mark.step,
+                            faults[0])
+            return FoundCheckpoint(folder_of(directory, number), mark, exact,
+                                   readers | {name: r for r, names in own.items() for name in names if exact})
+        faults[-1] = f"{folder_of(directory, number)}: {faults[-1]}"
+    if faults:
+        raise InvalidInput("E-CHECKPOINT", f"{faults[0]}; there is no complete checkpoint")
+    return None
+
+
+def load_training(
+    groups: Groups | None, rank: int, found: FoundCheckpoint, replica: Replica, extra: Mapping[str, Any],
+) -> dict[str, torch.Tensor]:
+    """Restores model, optimizer, GradScaler and `extra`. A rank without the file receives the state from a rank that has it.
+    All ranks call it together. Returns the state of local steps."""
+    with all_or_none(groups, LOADING), reading(found.folder):
+        held = sorted((name for name in files_in(found.folder)
+                       if name.startswith(TRAINING) and belongs(path_of(found.folder, name), found.mark)),
+                      key=lambda name: (name != f"{TRAINING}{rank}", int(name.removeprefix(TRAINING))))
+        state = read(found.folder, held[0], found.mark) if held else {}
+    having = [row[0] for row in gather(groups, [bool(state)])]
+    if groups is not None and not all(having):
+        source = having.index(1)
+        if rank == 0:
+            log.warning("resume(): %d ranks do not have the checkpoint's model; rank %d sends it to them", having.count(0),
+                        source)
+        data = safetensors.torch.save(state) if rank == source else b""
+        data = groups.share_bytes(data, replica.most_nbytes, "the checkpoint's model", source=source)
+        try:
+            state = state or safetensors.torch.load(data)
+        except SafetensorError as error:
+            raise CorruptFrame(f"sends a checkpoint that is malformed: {short_line(error, 200)}",
+                               peer=f"rank {groups.members.ranks[source]}") from None
+    with all_or_none(groups, LOADING), reading(found.folder):
+        own = read(found.folder, f"rank-{rank}", found.mark) if found.exact else None
+        return replica.load(state, extra, own)
+
+
+def load_codecs(context: JobContext, found: FoundCheckpoint, directory: Path, local: Mapping[str, torch.Tensor]) -> None:
+    """Restores the codec state of ranks and servers. If a member leaves meanwhile, or fails to restore its state, the job ends
+    on all ranks, because some ranks might have restored their state already."""
+    context.passes = found.mark.step
+    if context.rank == 0:
+        context.stream.log.append(CheckpointEvent(action="loaded", step=context.passes, directory=str(directory)))
+    if not isinstance(context, DistributedJob):
+        if found.mark.plan:
+            context.say("resume(): the residuals in the checkpoint are dropped, because this job has one worker")
+        return
+    try:
+        if found.exact:
+            _take_plan(context, found.folder)
+        if found.exact and found.mark.plan == records.digest(context.plan):
+            _restore_unchanged(context, found)
+        else:
+            _convert_residuals(context, found, local)
+    except (CommError, EpochChanged) as error:
+        raise not_loaded(context, directory, error) from None
+    except Exception as error:
+        raise not_loaded(context, directory, error) from error
+
+
+def _restore_unchanged(context: DistributedJob, found: FoundCheckpoint) -> None:
+    """Restores on each rank and server the codec state that this rank or server had."""
+    worker, link = context.worker, context.uplink
+    with all_or_none(context.groups, LOADING), reading(found.folder):
+        worker.drain()
+        states = {name: read(found.folder, name, found.mark)
+                  for name in own_files(context.rank, context.world, worker.plan.servers)}
+    with all_or_none(context.groups, LOADING):  # no rank may push before every server has its state back
+        for server in _servers_of(context):
+            for bucket in _summed_by(worker.plan, server):
+                data = safetensors.torch.save(_of_bucket(states[f"server-{server}"], bucket.id))
+                link.put_state(server, bucket.id, found.mark.round, data)
+        restore_worker(context, {"step": found.mark.round, "plan": found.mark.plan, "tensors": states[f"rank-{context.rank}"]})
+
+
+def _convert_residuals(context: DistributedJob, found: FoundCheckpoint, local: Mapping[str, torch.Tensor]) -> None:
+    """Converts the residuals of a job with another plan or number of workers. Each rank inherits the residuals in the files
+    that it reads. Momenta of codecs start again from zero."""
+    worker, mark = context.worker, found.mark
+    offered, source = b"", found.readers.get(PLAN, 0)
+    with all_or_none(context.groups, LOADING), reading(found.folder):
+        worker.drain()
+        if context.rank == source and (found.folder / PLAN).is_file():
+            offered = (found.folder / PLAN).read_bytes()
+    shared = context.groups.share_bytes(offered, MAX_PLAN_NBYTES, "a plan", source=source)
+    with all_or_none(context.groups, LOADING), reading(found.folder):
+        residuals: list[ResidualSlice] = []
+        plan = records.decode(shared, Plan, f"plan {found.folder / PLAN}") if shared else None
+        fits = plan is not None and plan.job == worker.plan.job and plan.steps_locally == worker.plan.steps_locally
+        if plan is not None and fits:
+            for name, reader in found.readers.items():
+                if reader == context.rank and name.startswith(("rank-", "server-")):
+                    residuals += _residuals_in(read(found.folder, name, mark), plan, mark.rate)
+        inherit_residuals(worker, residuals, members=mark.world)
+        if context.local is not None and local:
+            context.local.restore(local)
+    if not mark.plan:
+        return  # one worker alone, which has no residuals
+    files_of = [name for r in range(mark.world) for name in own_files(r, mark.world, mark.servers)]
+    lost = [name for name in files_of if name not in found.readers]
+    how = "are lost, because the plan has another sync mode" if not fits else \
+        f"continue on this job's {context.world}" + (f", except those in {', '.join(lost)}, which no rank has" if lost else "")
+    context.say(f"resume(): residuals of the {mark.world} workers that wrote the checkpoint {how}")
+
+
+def _residuals_in(tensors: Mapping[str, torch.Tensor], plan: Plan, rate: float) -> list[ResidualSlice]:
+    """Returns the residuals in the file of a rank or a server, as slices of tensors, in units of the gradient."""
+    residuals: list[ResidualSlice] = []
+    for bucket in plan.buckets:
+        scale = rate if in_updates(codec_of(bucket, plan=plan)) else 1.0
+        parts = [t.reshape(-1) for name, t in _of_bucket(tensors, bucket.id).items() if _is_residual(name)]
+        if f"{RESIDUAL}{bucket.id}" in tensors:
+            parts = [tensors[f"{RESIDUAL}{bucket.id}"]]
+        for values in ([torch.cat(parts)] if sum(part.numel() for part in parts) == bucket.numel else []) + [
+                tensors[name] for name in (f"{CARRY}{bucket.id}",) if name in tensors]:
+            residuals += split_by_tensor(bucket.slices, 0, values / scale if scale != 1.0 else values)
+    return residuals
+
+
+def not_loaded(context: JobContext, directory: Path, error: Exception) -> CommError:
+    """Creates the error that ends the job on all ranks after a failed load."""
+    if isinstance(error, EpochChanged) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    cause = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
+    job = context if isinstance(context, DistributedJob) else None
+    if job is not None and job.members.pending(job.waits.verdict_s):
+        peer = job.members.gone()[0]
+        at = named_at(str(cause), peer)
+        cause = PeerLost(str(cause)[at:].partition(": ")[2] if at >= 0 else "is gone", peer=peer)
+    elif job is not None and isinstance(explained := job.explain(cause), CommError):
+        cause = explained
+    final = cause.located(what=f"{cause.what}; {directory} was not loaded and is unchanged, and all ranks stop: start all "
+                               "ranks again")
+    if job is not None:
+        job.worker.latch(final)
+    return final
+
+
+def _take_plan(context: DistributedJob, folder: Path) -> None:
+    """Switches to the plan in the checkpoint, unless the user specified a plan. This plan can differ from the one with which
+    the saving job started."""
+    if not context.terms.auto:
+        return
+    saved: Plan | None = None
+    with all_or_none(context.groups, LOADING), reading(folder.parent):
+        file = folder / PLAN
+        if context.rank == 0 and file.is_file():
+            saved = records.decode(file.read_bytes(), Plan, f"plan {file}")
+    other = saved is not None and records.digest(saved) != records.digest(context.plan)
+    if gather(context.groups, [other])[0][0]:
+        switch(context, saved)
+
+
+def _servers_of(context: DistributedJob) -> list[int]:
+    """Returns the ids of the servers whose files this rank writes and reads. Each server is assigned to one rank."""
+    return [s for s in range(context.plan.servers) if s % context.world == context.rank]
+
+
+def _summed_by(plan: Plan, server: int) -> list[Bucket]:
+    return [b for b in plan.buckets if b.served and b.server == server]
+
+
+def _of_bucket(tensors: Mapping[str, torch.Tensor], bucket: int) -> dict[str, torch.Tensor]:
+    prefix = f"{bucket}."
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _refuse_under_way(context: DistributedJob) -> None:
+    if context.local is not None and context.local.under_way:
+        raise InvalidInput("E-CHECKPOINT", "an exchange of local steps is running: call session.flush() on all ranks first")
+
+
+def _same(name: str, what: str, saved: object, here: object) -> None:
+    if saved != here:
+        raise InvalidInput("E-CHECKPOINT", f"{name} was saved with {what} {saved}, but this job has {here}")

@@ -1,0 +1,303 @@
+"""Continues a job with the remaining workers, and with new ones, when members leave, die or join in the middle of a step.
+
+The coordinator defines a new epoch with the remaining members (epoch_change.py; the code calls an epoch a view). Each rank
+receives it while it waits for others. Members then exchange messages to find the step that all of them repeat.
+
+If one member has completed a step, all of them will: servers push results, and keep them for members that lack them. A member
+might receive such a result while it waits for messages. It must then continue, because the others might wait for it after that
+step, in a collective of the script. So when all messages name one step, each member sends a binding confirmation: it stays in
+the step, or has completed it.
+
+In the end all members are in one step that none has completed. That step is abandoned: codecs roll back what they encoded,
+servers what they summed. A new Worker is created for the new epoch, as for another plan (switch.py). It inherits the residuals,
+and encodes the same gradients again, which are still in the script's `.grad`.
+
+A joining worker only reports that it is ready. It receives its state (replica.py) before all members switch to the epoch, so
+its first backward pass is in the repeated step. To hold all members in one step, the first member of the epoch withholds its
+part of a step (step_loop.py, local_steps.py).
+
+Joining is paused (`closed_door`) while local steps are exchanged early, as for a save or a change of plans; then a joining
+worker waits for the next scheduled exchange (replica.py). If members are lost meanwhile, the others must repeat an exchange to
+which the joining worker has not contributed. They turn it away, and then switch to the epoch without it.
+
+If another member dies during all this, the coordinator defines another epoch, and all members restart with it. An epoch takes
+effect only when all of its members have reported that they are ready for it. No step completes without all of them.
+agreement.py decides which step they repeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from commlayer import records
+from commlayer.cluster.calls.site_client import KvClient
+from commlayer.cluster.membership.epoch_change import EpochChange, wire_generation
+from commlayer.cluster.processes import process_groups, site_process_group
+from commlayer.cluster.processes.collectives import Groups
+from commlayer.cluster.processes.rows import RowChannel
+from commlayer.cluster.servers.uplink import Uplink
+from commlayer.config import Config, judged_s, reconnect_window_s
+from commlayer.engine.buckets.current_step import EpochChanged
+from commlayer.engine.epochs import agreement
+from commlayer.engine.epochs.agreement import AWAY, AgreementOutcome, Claims, Vote, VoterState, new_in
+from commlayer.engine.epochs.epoch_messages import EpochMessages, NewerEpoch, never
+from commlayer.engine.epochs.state_relay import StateGiver, StateRelay
+from commlayer.engine.hooks.callbacks import weakly
+from commlayer.engine.job.job import DistributedJob
+from commlayer.engine.job.listeners import MemberChanges
+from commlayer.engine.sync.sync_modes import Forbids
+from commlayer.engine.worker.worker import Worker
+from commlayer.errors import CommError
+from commlayer.records import Plan, View, plan_of
+from commlayer.transport.protocol import peer_name
+
+
+class MembershipChange(MemberChanges):
+    """Carries out changes of members on one rank. The heartbeat thread calls `offer`; the thread that waits for a step calls
+    everything else."""
+
+    elastic = True
+
+    def __init__(self, context: DistributedJob, config: Config, home: str, replica: StateGiver) -> None:
+        """`replica` creates the state which a joining rank receives from this rank."""
+        super().__init__()
+        self._context, self._config, self._home, self._replica = context, config, home, replica
+        self._words = EpochMessages(context.uplink.view, context.waits.notice_s, reconnect_window_s(config))
+        self._stands = VoterState()
+        self._agreed: tuple[View, list[Vote]] | None = None
+        self._admits = True
+        """True: new members can join during the current operation."""
+        context.uplink.subscribe_epochs(weakly(self.offer))
+
+    @contextlib.contextmanager
+    def closed_door(self) -> Iterator[None]:
+        self._admits, before = False, self._admits
+        try:
+            yield
+        finally:
+            self._admits = before
+
+    def offer(self, view: View) -> None:
+        self._words.newest = view
+        self._context.worker.now.wake()
+
+    def pending(self, wait_s: float) -> bool:
+        until, worker = time.monotonic() + wait_s, self._context.worker
+        while not self._gone() and time.monotonic() < until and worker.error is None:
+            time.sleep(0.05)
+        return bool(self._gone())
+
+    def patience(self) -> float:
+        """Returns the extra seconds of each wait. The value does not depend on whether the coordinator replies now: it might
+        reply again before the wait ends."""
+        return judged_s(self._config)
+
+    def gone(self) -> list[str]:
+        return [peer_name(rank) for rank in self._gone()]
+
+    def unfit(self, plan: Plan) -> str:
+        return unfit(plan)
+
+    def check_interrupts(self, worker: Worker, complete: Callable[[], bool]) -> None:
+        if agreement.calls(self._stands, worker.step, self._view, self._newest, self._finished(), lets_in=self._admits):
+            # results of collectives are not kept for members that lack them
+            served = all(bucket.served for bucket in worker.plan.buckets)
+            self._agree(worker, complete if served else never)
+
+    def invites(self) -> bool:
+        return self._admits and bool(self._new()) and self._newest.members[0].rank == self._context.id
+
+    def between(self, plan: Plan | None = None) -> None:
+        if self.pending(0.0):
+            self._context.worker.roll_back()
+            with self.closed_door():
+                self.go(plan)
+                for listener in self._context.listeners:
+                    listener.after_between()
+
+    def go(self, plan: Plan | None = None) -> None:
+        old = self._context.worker
+        try:
+            while True:
+                try:
+                    agreed, self._agreed = self._agreed, None
+                    if agreed is None:
+                        self._agree(old)
+                        raise CommError("other members have completed the step that this rank abandoned", step=old.step)
+                    self._go_over(old, plan or old.plan, agreed)
+                    return
+                except (NewerEpoch, EpochChanged):
+                    continue
+        except Exception as error:
+            old.now.error = error
+            raise
+
+    # ---- agreement on the step to repeat
+
+    @property
+    def _view(self) -> View:
+        return self._context.uplink.view
+
+    @property
+    def _newest(self) -> View:
+        return self._words.newest
+
+    def _gone(self) -> list[int]:
+        return agreement.gone_from(self._view, self._newest)
+
+    def _new(self) -> list[int]:
+        return new_in(self._newest, self._view)
+
+    def _finished(self) -> Iterator[int]:
+        """Yields, for each member that has left or died, the number of exchanges that it completed; -1 if it did not announce
+        its leave."""
+        return (self._context.uplink.finished(member) for member in self._gone())
+
+    def _agree(self, worker: Worker, complete: Callable[[], bool] = never) -> None:
+        """Finds the step that all members repeat. Raises EpochChanged if no member has completed the step in which all members
+        are.
+
+        Returns without an error if some member has completed this step, because this rank then will, too; or if `complete`
+        reports that this rank has all results.
+        """
+        # Under local steps, slow members arrive later.
+        local = worker.plan.local_steps
+        until = time.monotonic() + self._config.deadline_s * local + self.patience()
+        mine = Vote(worker.step, worker.units.weight)
+        while True:
+            view = self._newest
+            stay = agreement.staying(self._view, view)
+            try:
+                words = self._hear(view, agreement.first(self._stands, view, mine), until, stay, complete, local)
+                self._stands, vote = agreement.second(self._stands, view, mine, words, complete=complete())
+                confirmed = self._hear(view, vote, until, stay, complete, local) if vote is not None else []
+            except NewerEpoch:
+                continue
+            self._stands, outcome = agreement.outcome(self._stands, view, worker.step, words, confirmed, self._finished())
+            if outcome is AgreementOutcome.WHOLE:
+                return
+            if outcome is AgreementOutcome.TOGETHER and not self._admits and new_in(view, self._view):
+                self._send_away(view)
+            elif outcome is AgreementOutcome.TOGETHER:
+                self._agreed = view, words
+                raise EpochChanged
+
+    def _send_away(self, view: View) -> None:
+        """Turns joining workers away and waits for the epoch without them. They leave, or are declared dead when they send no
+        heartbeats."""
+        with contextlib.suppress(NewerEpoch):
+            for name in ("ready", "left"):  # a joining worker never sends the second one, so this waits for the newer epoch
+                self._tell(view, name, AWAY, time.monotonic() + self._patience_s)
+
+    @property
+    def _patience_s(self) -> float:
+        """Returns the longest wait for other members, in seconds. It includes time for the coordinator to decide who is lost:
+        if one member fails during the wait, the others can still continue."""
+        return self._config.deadline_s + judged_s(self._config)
+
+    def _hear(self, view: View, says: Claims, until: float, among: Sequence[int], complete: Callable[[], bool], local_steps: int
+              ) -> list[Vote]:
+        """Sends a vote and returns the votes of the members `among`. `local_steps`: steps per exchange; the other members might
+        need as long as an outer step before they vote."""
+        limit_s = self._config.deadline_s * local_steps
+        return self._words.tell(view, says.what, self._context.id, says.word, until, among=among,
+                                complete=complete if says.ends else never, limit_s=limit_s)
+
+    def _tell(self, view: View, what: str, word: Vote, until: float) -> list[Vote]:
+        return self._words.tell(view, what, self._context.id, word, until, limit_s=self._config.deadline_s)
+
+    # ---- to the new epoch
+
+    def _go_over(self, old: Worker, under: Plan, agreed: tuple[View, list[Vote]]) -> None:
+        job_context, (view, words) = self._context, agreed
+        if old.intact is False:
+            raise CommError("a codec was still encoding in the step that other members abandoned, so its residual is "
+                            "unknown and this rank cannot continue",
+                            step=old.step)
+        begin, ids, former = time.monotonic(), [m.rank for m in view.members], self._view
+        place, new, old_places = (
+            ids.index(job_context.id), new_in(view, former), {m.rank: place for place, m in enumerate(former.members)})
+        plan = plan_of(under, [old_places[rank] for rank in ids if rank in old_places], len(new))
+        generation = wire_generation(view)
+        change = EpochChange(view, old.step, old.pending_rollbacks(), records.encode(plan))
+        for server in agreement.told_by(job_context.id, former, view):
+            self._send(job_context.uplink, server.id, change, generation)
+        mine = words[place]
+        words = self._tell(view, "ready", mine, begin + self._patience_s)
+        if new:
+            relay = StateRelay(self._words, view, job_context.id, mine, self._config.deadline_s, judged_s(self._config),
+                               self._replica.most_nbytes)
+            if relay.giver == job_context.id:
+                relay.give(self._replica.given(job_context, plan))
+            else:
+                relay.watch()
+        # From here on no other process is involved, so nothing can fail.
+        self.parted |= {rank: job_context.carried for rank in old_places if rank not in ids}
+        job_context.groups = new_world(job_context.groups, job_context.rows, self._config, self._home, view, job_context.id)
+        job_context.terms.basis = job_context.terms.price = None
+        new_worker = job_context.worker_for(plan, old.job, old.device, generation)
+        job_context.hand_on(old, new_worker)
+        new_worker.units.regroup(sum(word.weight for word in words))
+        job_context.uplink.switch_view(view)
+        job_context.follow(new_worker)
+        old.close()
+        old.forget_states()
+        job_context.uplink.transport.end(generation)
+        job_context.note_plan("members")
+        self._stands = self._stands.gone_over()
+        for listener in job_context.listeners:
+            listener.after_regroup()
+        self._say(former, view, time.monotonic() - begin)
+
+    def _send(self, uplink: Uplink, server: int, change: EpochChange, generation: int) -> None:
+        """Sends the epoch change to a server. Servers accept only the coordinator's newest epoch, which they might receive
+        before this rank does."""
+        try:
+            uplink.send_view(server, change, generation)
+        except CommError:
+            if not self._words.hears_of(change.view):
+                raise
+            raise NewerEpoch from None
+
+    def _say(self, former: View, view: View, took_s: float) -> None:
+        job_context, current = self._context, {m.rank for m in view.members}
+        gone = [job_context.uplink.display_name(peer_name(m.rank)) for m in former.members if m.rank not in current]
+        joined = [job_context.uplink.display_name(peer_name(rank)) for rank in new_in(view, former)]
+        parts = [f"{', '.join(gone)} left, with {'its' if len(gone) == 1 else 'their'} residuals"] if gone else []
+        parts += [f"{', '.join(joined)} joined"] if joined else []
+        parts = parts or ["the worker that was joining left"]
+        job_context.say(f"{'; '.join(parts)}; continuing with {len(view.members)} workers after {took_s:.2g} s, as rank "
+                        f"{job_context.rank}", event_level=logging.WARNING if gone else logging.INFO)
+
+
+def new_world(former: Groups, rows: RowChannel, config: Config, home: str, view: View, own: int) -> Groups:
+    """Creates torch.distributed's process groups for the members of the epoch `view`. `own`: this member's initial rank."""
+    ids = [m.rank for m in view.members]
+    former.close()
+    site_process_group.change_members(KvClient(config.join, config, home), ids, ids.index(own), view.generation)
+    process_groups.reset_counts()
+    groups = Groups(1, config.deadline_s, former.device)
+    rows.regroup(groups.members)
+    return groups
+
+
+def unfit(plan: Plan) -> str:
+    """Returns why workers cannot leave under this plan; "" if they can.
+
+    A repeated exchange starts from its inputs, so no part of it can be applied before it is complete.
+    """
+    what = "averages that are applied one step late" if any(b.stale for b in plan.buckets) else \
+        f"{plan.fragments} fragments" if plan.fragments > 1 else "sync='forward'" if plan.overlap == "forward" else \
+        f"{plan.ranks_per_node} ranks per node" if plan.ranks_per_node > 1 else ""
+    return what and (f"has {what}, but workers of this job can leave (min_workers), so an exchange must be complete before "
+                     "any part of it is applied: make the plan without this feature, or set min_workers=0")
+
+
+def forbidding(others: Forbids) -> Forbids:
+    """Returns a function from a sync mode to the reason why a job whose workers can leave cannot use the mode; "" if it can.
+    `others`: the job's other reasons."""
+    why = "workers of this job can leave (min_workers), and results that are applied bucket by bucket cannot be repeated"
+    return lambda mode: why if mode == "forward" else others(mode)

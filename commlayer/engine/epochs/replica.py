@@ -1,0 +1,326 @@
+"""Sends and installs the state that a joining worker receives: weights, buffers, optimizer state, and progress.
+
+The state is that of the current step, before which all ranks have the same weights; under local steps, that of the last
+exchange. The format is safetensors plus plain values, without pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import msgspec
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from commlayer import records
+from commlayer.cluster.calls import messages
+from commlayer.cluster.processes.collectives import Groups
+from commlayer.engine.buckets.shared_buffers import agreed
+from commlayer.engine.job.job import DistributedJob, JobContext
+from commlayer.engine.model.model_tensors import buffers_of, parameters_of
+from commlayer.errors import CorruptFrame, InvalidInput, short_line
+from commlayer.records import MALFORMED, Plan, Record
+
+TENSOR, TUPLE = "\0tensor", "\0tuple"
+"""Keys that mark tensors and tuples, for which msgpack has no type, in the encoded optimizer state."""
+LOCAL, OWN, HEAD = "local.", "own.", "head"
+STATE_PER_ELEMENT, HEAD_NBYTES = 16, messages.MAX_PLAN_NBYTES
+"""Largest size of a state, which limits what a rank receives: 16 values per element of the model (weights, moments, master
+weights, the state of local steps, and as much of a script's own objects), and as much as a plan for all else."""
+
+
+class GivenState(Record, frozen=True):
+    """All values of a sent state that are not tensors."""
+
+    error: str = ""
+    """The reason why the sender could not read its state; empty if it could."""
+    plan: bytes = b""
+    step: int = 0
+    """Number of the current step in messages (Worker.step)."""
+    counted: int = 0
+    """Number of complete exchanges (DistributedJob.exchanges)."""
+    passes: int = 0
+    """Number of training steps (JobContext.passes)."""
+    carried: int = 0
+    """Number of training steps whose weight changes all ranks have (DistributedJob.carried)."""
+    matched: bool = False
+    """True: all ranks use norm-matched averaging (DistributedJob.matched)."""
+    automatic: bool = False
+    """True: commlayer chooses the plan."""
+    optimizer: str = ""
+    """Name of the optimizer's class; "NoneType" without an optimizer."""
+    state: Any = None
+    """State of the optimizer, with names instead of tensors."""
+    scaler: dict[str, Any] = msgspec.field(default_factory=dict)
+    followed: dict[str, str] = msgspec.field(default_factory=dict)
+    """Results of the functions in JobContext.followers, by name."""
+    extra: dict[str, Any] = msgspec.field(default_factory=dict)
+    """States of the script's own objects, in a checkpoint."""
+    model: bool = True
+    """True: the state includes model, optimizer and scaler."""
+
+
+class TakenState(NamedTuple):
+    """The state of a running job, after this rank has installed it."""
+
+    told: GivenState
+    plan: Plan
+    local: dict[str, torch.Tensor]
+    """State of local steps, by tensor name. It is needed when local steps begin."""
+    restore: Callable[[], None]
+    """Function that installs the received optimizer state once more, after the first step."""
+
+
+class Replica:
+    def __init__(self, model: nn.Module, optimizer: Any = None, scaler: Any = None) -> None:
+        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._trained = [p for _, p in parameters_of(model)]
+        self._averaged = [name for name, _ in buffers_of(model)]
+
+    @property
+    def most_nbytes(self) -> int:
+        """Largest size of this model's state on any rank. LBFGS keeps two further vectors for each remembered step."""
+        groups = getattr(self._optimizer, "param_groups", ())
+        history = max((group.get("history_size", 0) for group in groups), default=0)
+        return most_state_nbytes([*self._model.parameters(), *self._model.buffers()], STATE_PER_ELEMENT + 2 * history)
+
+    # ---- sender
+
+    def given(self, context: DistributedJob, plan: Plan) -> bytes:
+        """Encodes this rank's state for a joining rank. If the state cannot be read, encodes the error instead."""
+        try:
+            tensors = self.state(context, plan)
+        except Exception as error:  # the optimizer's code can raise any error; the other ranks continue to train
+            tensors = {HEAD: _head(GivenState(error=f"{type(error).__name__}: {error}".splitlines()[0]))}
+        data = safetensors.torch.save({name: on_host(t) for name, t in tensors.items()})
+        if len(data) <= self.most_nbytes:
+            return data
+        why = f"it has {len(data)} bytes, but with this model at most {self.most_nbytes}"
+        return safetensors.torch.save({HEAD: _head(GivenState(error=why))})
+
+    def state(
+        self, context: JobContext, plan: Plan | None, extra: Mapping[str, Any] = MappingProxyType({}), *, model: bool = True,
+    ) -> dict[str, torch.Tensor]:
+        """Returns this rank's state as named tensors; one of them contains all values that are not tensors. `model`: True if
+        model, optimizer and GradScaler are included. `plan`: None if the job has one worker. `extra`: further objects, by name.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        job = context if isinstance(context, DistributedJob) else None
+        local = None if job is None else job.local
+        optimizer, scaler = (self._optimizer, self._scaler) if model else (None, None)
+        head = GivenState(
+            plan=b"" if plan is None else records.encode(plan), step=0 if job is None else job.worker.step,
+            counted=0 if job is None else job.exchanges, passes=context.passes, carried=context.carried,
+            matched=job is not None and job.matched, automatic=context.terms.auto, optimizer=type(optimizer).__name__,
+            state=None if optimizer is None else _plain(optimizer.state_dict(), tensors),
+            scaler=_plain(scaler.state_dict(), tensors) if scaler is not None else {},
+            followed={name: say() for name, say in context.followers.items()},
+            extra=_states_of(extra, tensors), model=model)
+        if model:
+            buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
+            if job is not None:
+                # The current buffers belong to one forward pass later and differ between ranks.
+                agreed(job.worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
+            tensors |= {f"buffer.{name}": b for name, b in buffers.items()}
+            starts = {} if local is None else dict(zip(map(id, self._trained), local.starts, strict=True))
+            for name, p in self._model.named_parameters():
+                tensors[f"parameter.{name}"] = starts.get(id(p), p.data).detach()
+        return tensors | ({} if local is None else local.snapshot()) | {HEAD: _head(head)}
+
+    @contextlib.contextmanager
+    def averaged(self, context: JobContext) -> Iterator[None]:
+        if not isinstance(context, DistributedJob) or (local := context.local) is None:
+            yield
+            return
+        buffers = dict(self._model.named_buffers())
+        shared = [buffers[name].data for name in self._averaged]
+        tensors = [*(p.data for p in self._trained), *shared]
+        own = [t.clone() for t in tensors]
+        try:
+            for p, start in zip(self._trained, local.starts, strict=True):
+                p.data.copy_(start)
+            agreed(context.worker.shared_buffers, [*[None] * len(self._trained), *shared])
+            yield
+        finally:
+            for tensor, value in zip(tensors, own, strict=True):
+                tensor.copy_(value)
+
+    def own_state(self, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Returns the part of a checkpoint that is different on each rank: current buffers, and the states of the script's own
+        objects `extra`."""
+        tensors: dict[str, torch.Tensor] = {}
+        head = _head(_states_of(extra, tensors))
+        buffers = dict(self._model.named_buffers())
+        tensors |= {f"buffer.{name}": buffers[name].detach() for name in self._averaged}
+        return {f"{OWN}{name}": t for name, t in (tensors | {HEAD: head}).items()}
+
+    # ---- receiver
+
+    def take(self, data: bytes, check: Callable[[Plan], None]) -> TakenState:
+        """Installs the state of a running job that this rank joins. `check` receives the plan. Raises ValueError if the state
+        does not fit."""
+        try:
+            tensors = safetensors.torch.load(data)
+            transfer = msgspec.msgpack.decode(tensors.pop(HEAD).numpy().tobytes(), type=GivenState)
+        except (*MALFORMED, ValueError, KeyError, SafetensorError) as error:
+            raise CorruptFrame(f"the state received from the job is malformed: {short_line(error, 200)}") from None
+        if transfer.error:
+            raise InvalidInput("E-JOIN-STATE", "joining a running job: its workers cannot send their state: "
+                                               f"{transfer.error}")
+        plan = records.decode(transfer.plan, Plan, "plan of the running job")
+        check(plan)
+        try:
+            restore = self._install(transfer, tensors, "E-JOIN-STATE", "joining a running job")
+        except InvalidInput:
+            raise
+        except Exception as error:  # of the optimizer's code
+            raise InvalidInput("E-JOIN-STATE", "joining a running job: the state of its workers does not fit: "
+                                               f"{short_line(error, 200)}") from None
+        return TakenState(transfer, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}, restore)
+
+    def load(
+        self, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any], own: Mapping[str, torch.Tensor] | None,
+    ) -> dict[str, torch.Tensor]:
+        """Installs the state in a checkpoint, and returns the state of local steps. `own`: result of `own_state` on this rank
+        when it was saved; None if the checkpoint contains none. Raises ValueError if the state does not fit."""
+        saved = msgspec.msgpack.decode(tensors[HEAD].numpy().tobytes(), type=GivenState)
+        states, of_states = saved.extra, tensors
+        if own is not None:
+            of_states = {name.removeprefix(OWN): t for name, t in own.items() if name.startswith(OWN)}
+            states = msgspec.msgpack.decode(of_states[HEAD].numpy().tobytes())
+        if set(extra) != set(states):
+            given, kept = (", ".join(sorted(names)) or "nothing" for names in (extra, states))
+            raise InvalidInput("E-CHECKPOINT", f"resume(): extra names {given}, but the checkpoint was saved with {kept}")
+        if saved.model:
+            self._install(saved, tensors, "E-CHECKPOINT", "resume()")
+        for name, value in extra.items():
+            value.load_state_dict(_whole(states[name], dict(of_states)))
+        buffers = dict(self._model.named_buffers())
+        for name in self._averaged if own is not None and saved.model else ():
+            buffers[name].data.copy_(of_states[f"buffer.{name}"])
+        return {name: t for name, t in tensors.items() if name.startswith(LOCAL)}
+
+    def _install(self, given: GivenState, tensors: Mapping[str, torch.Tensor], code: str, what: str) -> Callable[[], None]:
+        """Writes model, optimizer and scaler. Returns a function that writes the optimizer's state once more."""
+        mine = type(self._optimizer).__name__
+        if given.optimizer != mine:
+            raise InvalidInput(code, f"{what}: the optimizer is {mine}, but that of the job is {given.optimizer}; it must be "
+                                     "the same")
+        targets = {f"parameter.{name}": p.data for name, p in self._model.named_parameters()}
+        targets |= {f"buffer.{name}": b for name, b in self._model.named_buffers()}
+        for name, tensor in targets.items():
+            if name not in tensors or tensors[name].shape != tensor.shape:
+                other = tuple(tensors[name].shape) if name in tensors else "does not exist"
+                raise InvalidInput(code, f"{what}: {name} has shape {tuple(tensor.shape)} here, and {other} in the saved state")
+
+        def restore() -> None:
+            if self._optimizer is not None:
+                _restore(self._optimizer, given.state, tensors)
+
+        restore()
+        if self._scaler is not None and given.scaler:
+            self._scaler.load_state_dict(_whole(given.scaler, dict(tensors)))
+        for name, tensor in targets.items():
+            tensor.data.copy_(tensors[name])
+        return restore
+
+
+def _states_of(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Returns the states of the script's own objects, with names instead of tensors. The tensors are added to `tensors`."""
+    for name, value in extra.items():
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise InvalidInput("E-CHECKPOINT", f"checkpoint(): extra {name!r} is a {type(value).__name__}, but it must have "
+                                               "state_dict() and load_state_dict()")
+    return {name: _plain(value.state_dict(), tensors) for name, value in extra.items()}
+
+
+def most_state_nbytes(tensors: Iterable[torch.Tensor], per_element: int = STATE_PER_ELEMENT) -> int:
+    return HEAD_NBYTES + per_element * sum(t.numel() * max(t.element_size(), 4) for t in tensors)
+
+
+def _head(record: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(record)), dtype=torch.uint8)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor in CPU memory that it shares with no other tensor, as the safetensors format requires. Copies only if
+    needed."""
+    host = tensor.detach().cpu().contiguous()
+    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
+
+
+def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: int = 0) -> None:
+    """Copies the optimizer's state and hyperparameters from rank `source` to all ranks. All ranks call it together.
+
+    Raises the same ValueError on all ranks if rank `source` has no optimizer, or one whose state cannot be sent.
+    """
+    head, body = b"", b""
+    if groups.rank == source:
+        tensors: dict[str, torch.Tensor] = {}
+        error, state = "", None
+        try:
+            state = _plain(optimizer.state_dict(), tensors)
+        except Exception as failed:  # the optimizer's code can raise any error, and the other ranks wait for a message
+            error, tensors = f"rank {source}: {type(failed).__name__}: {failed}".partition("\n")[0], {}
+        body = safetensors.torch.save({name: on_host(t) for name, t in tensors.items()})
+        head = msgspec.msgpack.encode((error, state, len(body)))
+    what = "the optimizer's state"
+    shared = groups.share_bytes(head, HEAD_NBYTES, what, source=source)
+    error, state, nbytes = messages.unpack(shared, tuple[str, Any, int], f"rank {groups.members.ranks[source]}", what)
+    if error:
+        raise InvalidInput("E-JOIN-STATE", error)
+    tensors_of = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
+    received = groups.share_bytes(body, most_state_nbytes(tensors_of), what, nbytes, source)
+    if groups.rank == source:
+        return
+    try:
+        _restore(optimizer, state, safetensors.torch.load(received))
+    except Exception as failed:  # of the optimizer's code
+        raise InvalidInput("E-JOIN-STATE", f"the optimizer's state of rank {groups.members.ranks[source]} does not fit: "
+                                           f"{short_line(failed, 200)}") from None
+
+
+def _restore(optimizer: Any, state: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    groups = list(optimizer.param_groups)
+    optimizer.load_state_dict(_whole(state, dict(tensors)))
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.update(loaded)
+    optimizer.param_groups[:] = groups  # scripts keep references to them
+
+
+def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Returns the value with names instead of tensors. The tensors are added to `tensors`. Raises ValueError for a value that
+    is neither a tensor nor of a plain type."""
+    if isinstance(value, torch.Tensor):
+        name = f"state.{len(tensors)}"
+        tensors[name] = value
+        return {TENSOR: name}
+    if isinstance(value, Mapping):
+        return {key: _plain(inner, tensors) for key, inner in value.items()}
+    if isinstance(value, tuple):
+        return {TUPLE: [_plain(inner, tensors) for inner in value]}
+    if isinstance(value, list):
+        return [_plain(inner, tensors) for inner in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise InvalidInput("E-JOIN-STATE", f"the optimizer's state contains a value of type {type(value).__name__}, but only "
+                                       "tensors and plain values are supported")
+
+
+def _whole(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Returns the value with tensors instead of their names; the inverse of `_plain`. Removes these tensors from `tensors`:
+    each is copied once, so a value takes no more memory than was received for it."""
+    if isinstance(value, dict):
+        if TENSOR in value:
+            return tensors.pop(value[TENSOR]).clone()
+        if TUPLE in value:
+            return tuple(_whole(inner, tensors) for inner in value[TUPLE])
+        return {key: _whole(inner, tensors) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_whole(inner, tensors) for inner in value]
+    return value

@@ -1,0 +1,1 @@
+"""Checks that refuse or report what would make ranks diverge."""

@@ -1,0 +1,215 @@
+"""Keeps optimizers from applying gradients that are not finite, and reports the ranks and tensors that these gradients come
+from.
+
+Averages that are not finite are still written to `.grad`, so that a GradScaler or a script that checks them can skip the step
+itself. If an optimizer is about to step with such averages, they are removed. All ranks have the same averages, so all ranks
+drop that step. Under local steps each rank checks its own gradients and drops only its own step; the other ranks log this
+after a later exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from commlayer.engine.buckets.bucket_layout import all_finite
+from commlayer.engine.buckets.current_step import EpochChanged
+from commlayer.engine.job.job import DistributedJob
+from commlayer.engine.model.optimizers import HeldParameters, closure_of, watch
+from commlayer.errors import CommError
+
+MOST = 5
+"""Number of steps or exchanges in a row that are dropped before the job ends."""
+SHARED_EVERY = 4
+"""Number of local steps after which ranks exchange how many steps each has dropped, at the next exchange of weight changes."""
+REMEDY = "check the data and the learning rate, and continue from the last checkpoint"
+
+
+class FiniteSteps:
+    """Checks the gradients of one attached model for values that are not finite, before they are applied."""
+
+    def __init__(self, connection: DistributedJob, parameters: Sequence[nn.Parameter], held: HeldParameters) -> None:
+        """`parameters`: the averaged parameters, in the order of their numbers. `held`: returns which parameters belong to an
+        optimizer."""
+        self._connection, self._parameters, self.held = connection, parameters, held
+        self._rows = connection.rows.rows("gradients that are not finite")
+        self._found: str | None = None
+        """Text that names the ranks and the tensor with non-finite gradients; "" if the averages in `.grad` are finite; None if
+        that is not known yet."""
+        self._dropped = False
+        """True: the log already reports that this step was dropped."""
+        self._in_row: dict[int, int] = {}
+        """Maps the smallest parameter number of an optimizer to the number of its steps that were dropped in a row."""
+        self._spoilt = 0
+        """Number of exchanges of weight changes that were dropped in a row."""
+        self._drops = connection.rows.rows("dropped steps")
+        self._own_drops, self._first_dropped = 0, -1
+        """Number of local steps that this rank has dropped and not reported yet, and the first tensor of the last one."""
+        self._unshared = 0
+        """Number of local steps since ranks last exchanged how many steps each has dropped."""
+        connection.on_close.append(watch(self._before))
+
+    # ---- averaged gradients
+
+    def averaged(self, own: int, *, finite: bool) -> None:
+        """Records whether a step's averages are finite. All ranks call it with the same `finite`. `own`: number of the first
+        tensor whose gradient on this rank is not finite; -1 if there is none."""
+        if finite and self._found is None:
+            self._in_row.pop(0, None)
+        self._found, self._dropped = "" if finite else self._whose(own), False
+
+    def written(self) -> None:
+        """Checks the averages that have just been written into `.grad`, for optimizers whose step is running because its
+        closure ran the backward pass."""
+        for optimizer in self.held.stepping():
+            self._drop(self.held.by(optimizer))
+
+    def dropped(self, own: int, *, finite: bool) -> None:
+        """Does the same as `averaged`, for a step whose non-finite averages were not applied."""
+        self.averaged(own, finite=finite)
+        if self._found:
+            self._count(0, f"gradients of {self._found}", "they are dropped on all ranks")
+
+    def begun(self) -> None:
+        """Resets the check, because new averages for `.grad` are being exchanged."""
+        self._found = None
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mine = self.held.by(optimizer)
+        if not mine or closure_of(args, kwargs) is not None or getattr(optimizer, "found_inf", None) is not None:
+            return  # gradients arrive during that step, or a fused optimizer skips the step by itself
+        if self._connection.local is not None:
+            self._look(mine)
+        else:
+            self._drop(mine)
+
+    def _drop(self, mine: Sequence[int]) -> None:
+        if self._found is None:
+            return
+        if not self._found or self._first(mine) < 0:
+            self._in_row.pop(min(mine), None)
+            return
+        worker = self._connection.worker
+        # Under sync="forward" other ranks may have applied the finite averages of this step already (forward_overlap.py).
+        forward = worker.plan.overlap == "forward"
+        bad = worker.spoilt if forward else mine
+        for number in mine:
+            if number in bad:
+                self._parameters[number].grad = None
+        if not self._dropped:  # otherwise the drop is logged already, for another optimizer of the same step
+            self._dropped = True
+            self._count(0 if forward else min(mine), f"gradients of {self._found}", "the step is dropped on all ranks")
+
+    def _first(self, mine: Sequence[int]) -> int:
+        """Returns the first of these parameter numbers whose gradient is not finite; -1 if all are finite."""
+        return first_not_finite([(number, grad) for number in mine if (grad := self._parameters[number].grad) is not None])
+
+    # ---- local steps
+
+    def counted(self) -> None:
+        """Checks the gradients of a local step whose backward pass has just ended, for optimizers whose step is running because
+        its closure ran that pass."""
+        for optimizer in self.held.stepping():
+            self._look(self.held.by(optimizer))
+
+    def _look(self, mine: Sequence[int]) -> None:
+        """Checks the gradients that this rank is about to apply locally, and drops the step if some are not finite. On a GPU
+        this waits for the device once per step."""
+        first, local = self._first(mine), self._connection.local
+        if first < 0:
+            self._in_row.pop(min(mine), None)
+            return
+        for number in mine:
+            self._parameters[number].grad = None
+        if local is not None:
+            local.unpaid.take_back(mine)
+        connection = self._connection
+        self._own_drops, self._first_dropped = self._own_drops + 1, first
+        self._count(min(mine), f"gradients of {connection.called(connection.rank)}, first in {self._name(first)},",
+                    "this rank drops the step", own=True)
+
+    def share_drops(self) -> None:
+        """Reports the steps that this rank has dropped, and logs those that the other ranks have reported. All ranks call it
+        after an exchange. A report is read when the next one is sent, so no rank waits for the transfer."""
+        connection = self._connection
+        self._unshared += connection.plan.local_steps // connection.plan.fragments
+        if self._unshared < SHARED_EVERY:
+            return
+        try:
+            rows = self._drops.read() if self._drops.under_way else []
+            self._drops.start(float(self._own_drops), float(self._first_dropped))
+        except CommError as error:
+            connection.broke(error)
+            return
+        self._own_drops = self._unshared = 0
+        for place, (count, first) in enumerate(rows):
+            if count and place != connection.rank:
+                whose = f"gradients of {connection.called(place)}, first in {self._name(int(first))},"
+                connection.decisions.append(f"step {connection.passes}: {whose} were not finite: that rank has dropped "
+                                            f"{int(count)} of its last steps ({MOST} in a row end training)")
+                connection.log(connection.decisions[-1], logging.WARNING, event=False)  # that rank's event is in the stream
+
+    def begin_again(self) -> None:
+        """Restarts the reports on dropped steps, because members have left or joined."""
+        self._unshared = 0
+
+    def exchanged(self, own: int, *, finite: bool) -> None:
+        """Records whether averaged weight changes are finite. `own`: number of the first parameter whose weight change is not
+        finite on this rank; -1 if there is none."""
+        self._spoilt = 0 if finite else self._spoilt + 1
+        if not finite:
+            self._say(f"weights of {self._whose(own)}", "all ranks return to those of the last exchange", self._spoilt)
+
+    # ---- reports
+
+    def _whose(self, own: int) -> str:
+        """Returns a text that names the ranks with non-finite values, and the first such tensor. All ranks call it together."""
+        connection, guilty, numbers = self._connection, list[int](), list[int]()
+        first = -1
+        try:
+            self._rows.start(float(own))
+            numbers = [int(row[0]) for row in self._rows.read()]
+            guilty = [rank for rank, number in enumerate(numbers) if number >= 0]
+            first = next((number for number in numbers if number >= 0), -1)
+        except CommError as error:
+            with contextlib.suppress(EpochChanged):
+                connection.broke(error)
+        if not guilty:
+            return "no single rank, but of their compressed sum,"
+        who = "all ranks" if len(guilty) == len(numbers) else ", ".join(map(connection.called, guilty))
+        return f"{who}, first in {self._name(first)},"
+
+    def _name(self, number: int) -> str:
+        return self._connection.worker.job.tensors[number].name
+
+    def _count(self, key: int, what: str, then: str, *, own: bool = False) -> None:
+        self._in_row[key] = self._in_row.get(key, 0) + 1
+        self._say(what, then, self._in_row[key], own=own)
+
+    def _say(self, what: str, then: str, in_row: int, *, own: bool = False) -> None:
+        """Logs a dropped step. Raises CommError after MOST dropped steps in a row. `own`: True if the other ranks do not know
+        of the drop."""
+        connection = self._connection
+        if in_row < MOST:
+            connection.say(f"{what} are not finite: {then} ({in_row} in a row; {MOST} in a row end training)", own=own)
+            return
+        diverged = "the loss has diverged: " if "all ranks" in what else ""
+        error = CommError(f"step {connection.passes}: {what} are not finite, {MOST} times in a row: {diverged}{REMEDY}",
+                          code="E-NOT-FINITE")
+        connection.worker.latch(error)
+        raise error
+
+
+def first_not_finite(gradients: Sequence[tuple[int, torch.Tensor]]) -> int:
+    """Returns the number of the first gradient that is not finite; -1 if all are finite."""
+    dense = [(number, grad._values() if grad.is_sparse else grad) for number, grad in gradients]
+    sums = [grad.sum(dtype=torch.float32) for _, grad in dense if grad.device.type != "cpu"]
+    if sums and bool(torch.stack(sums).isfinite().all()):  # an infinite sum may be an overflow: check each
+        dense = [(number, grad) for number, grad in dense if grad.device.type == "cpu"]
+    return next((number for number, grad in dense if not all_finite(grad)), -1)

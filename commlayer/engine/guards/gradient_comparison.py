@@ -1,0 +1,118 @@
+"""Compares sent and received values with the exact gradients, for a sampled piece of a bucket.
+
+The comparison runs after a step's exchange, before its averages are written. At that time the receive buffer contains the sum,
+the gradients are unchanged, and the residual is the part that was not sent. So steps without a comparison cost nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import NamedTuple
+
+import torch
+
+from commlayer.cluster.processes.collectives import Groups
+from commlayer.compressors.feedback import residual_of
+from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket
+from commlayer.engine.job.codec_floor import exchanges_gradients, lossy
+from commlayer.engine.worker.worker import Worker
+from commlayer.observe.fidelity import Dots
+
+GOLDEN = 0.6180339887498949
+"""The golden ratio. Its multiples modulo 1 are the positions of the sampled pieces, so the pieces cover a model evenly, however
+many are sampled."""
+
+
+class SampledPiece(NamedTuple):
+    """Elements `start` to `stop` of a bucket, and a copy of their residuals before the step. The copy is None if this rank
+    keeps no residuals of its own gradients."""
+
+    bucket: WorkerBucket
+    start: int
+    stop: int
+    owing: torch.Tensor | None
+
+
+NOTHING_SAID = Dots(*[math.nan] * 4)
+"""Result for a step that cannot be compared, because it also sent residuals of an earlier plan."""
+
+
+def watched(worker: Worker) -> list[WorkerBucket]:
+    """Returns the lossily compressed buckets whose results belong to the same step as their gradients. The list is the same on
+    all ranks."""
+    return [b for b in worker.buckets
+            if lossy(b.planned) and not b.buffer and not b.late and exchanges_gradients(b.planned)]
+
+
+def piece(buckets: list[WorkerBucket], number: int, most: int) -> SampledPiece:
+    """Returns the `number`th sampled piece, of at most `most` elements. Buckets are chosen in proportion to their sizes. The
+    piece is the same on all ranks."""
+    at = int(number * GOLDEN % 1.0 * sum(f.numel for f in buckets))
+    for bucket in buckets:
+        if at < bucket.numel:
+            break
+        at -= bucket.numel
+    start = max(0, min(at, bucket.numel - most))
+    stop = min(bucket.numel, start + most)
+    residual = _kept(bucket)
+    return SampledPiece(bucket, start, stop, None if residual is None else residual[start:stop].clone())
+
+
+def exact(worker: Worker, of: SampledPiece) -> torch.Tensor:
+    """Returns this rank's gradients of the piece as they are added to the sum: weighted, and without loss scale."""
+    bucket = of.bucket
+    gradients = torch.zeros(of.stop - of.start, device=bucket.x.device)
+    if worker.units.weight == 0.0:
+        return gradients
+    at = 0
+    for source, s in zip(bucket.sources, bucket.slices, strict=True):
+        low, high = max(at, of.start), min(at + s.numel, of.stop)
+        if low < high and source is not None:
+            first = s.start - at  # the source contains all elements of the tensor
+            gradients[low - of.start : high - of.start] = source.detach().reshape(-1)[first + low : first + high]
+        at += s.numel
+    return gradients.mul_(worker.units.factor(bucket))
+
+
+def here(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
+    """Compares the values that this node sent with the exact values (`mine`), using the residuals before and after. All ranks
+    of a node call it.
+
+    The result is not finite if the step cannot be compared.
+    """
+    if groups.ranks_per_node > 1 and of.bucket.served:
+        mine = mine.clone()
+        groups.inside.out.reduce(mine, of.bucket.planned.owner).wait(time.monotonic() + deadline_s)
+    residual = _kept(of.bucket)
+    if of.owing is None or residual is None:
+        return Dots()
+    if of.bucket.ledger.sent is not None:
+        return NOTHING_SAID
+    after = residual[of.start : of.stop].to(mine.device)
+    return dots(mine, mine + of.owing.to(mine.device) - after, after)
+
+
+def everywhere(of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
+    """Compares the received sum with the exact sum, which an all-reduce computes in place in `mine`. All ranks call it
+    together."""
+    groups.allreduce(mine).wait(time.monotonic() + deadline_s)
+    if of.bucket.ledger.sent is not None:
+        return NOTHING_SAID
+    return dots(mine, of.bucket.y[of.start : of.stop])
+
+
+def dots(x: torch.Tensor, y: torch.Tensor, kept: torch.Tensor | None = None) -> Dots:
+    """Returns the scalar products of x with itself, x with y, y with itself, and `kept` with itself. On a GPU the host waits
+    once."""
+    pairs = [(x, x), (x, y), (y, y), (kept, kept) if kept is not None else (x.new_zeros(1), x.new_zeros(1))]
+    return Dots(*torch.stack([torch.dot(a, b) for a, b in pairs]).tolist())
+
+
+def _kept(bucket: WorkerBucket) -> torch.Tensor | None:
+    """Returns the bucket's residual, if it belongs to this rank's own gradients and not to partial sums or a node's sum; else
+    None."""
+    if not isinstance(bucket, EncodedBucket):
+        return None
+    residual = residual_of(bucket.ledger.state)
+    return None if residual is None else torch.as_tensor(residual)

@@ -1,0 +1,381 @@
+"""Checks for replica divergence: once per round of N steps, all ranks exchange a digest of each parameter.
+
+Ranks might diverge because a script changes weights on one of them, optimizers have different states, or processors round
+differently. Then their gradients belong to different models, and no error shows it. Digests are computed during all steps of a
+round and read one step later, so ranks do not wait for them. All ranks read the same digests after the same step, and react
+alike.
+
+If ranks make unequal numbers of backward passes per step, each rank's gradients are averaged with those of another step. So
+ranks also exchange a checksum of the exchanges after which the optimizer has stepped, and a digest of the optimizer's settings.
+
+Before the first optimizer step of a job, or after a load, ranks compare everything at once and wait: settings, weights, and
+optimizer state, which scripts often load after attach().
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from commlayer.cluster.processes.collectives import Groups, gather, gather_values
+from commlayer.config import Config
+from commlayer.engine.epochs.replica import share_optimizer
+from commlayer.engine.job.job import DistributedJob
+from commlayer.engine.model.digests import Digests, pieces
+from commlayer.engine.model.optimizer_settings import differences, digest, settings_of, structural
+from commlayer.engine.model.optimizer_state import state_digests
+from commlayer.engine.model.optimizers import HeldParameters, watch
+from commlayer.engine.observers.spacing import steps_between
+from commlayer.engine.worker.finished_peers import UNEQUAL
+from commlayer.errors import CommError
+
+COST_MOST = 0.001
+"""Largest fraction of the training time that digests take, if the setting drift_steps is -1."""
+LEAST, MOST = 10, 10_000
+"""LEAST: number of steps of the first round, whose cost is not known yet. MOST: largest number of steps of a round."""
+SETTINGS_NBYTES = 64 << 10
+"""Largest size of a rank's optimizer settings, in addition to four times those of this rank."""
+NAMED = 3
+"""Largest number of tensors or settings that one log line or error names."""
+HEAD = 6
+"""Number of values before the digests in a row that ranks exchange: kind of digest, seconds that digests cost, seconds of a
+step, two values about the optimizer's steps, and a digest of the optimizer's settings."""
+SHARDED = "consolidate_state_dict"
+"""Name of a method of optimizers whose state is divided among the ranks; other optimizers do not have it."""
+
+
+def drift_of(
+    connection: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
+    held: HeldParameters,
+) -> ParameterDrift | None:
+    """Creates the check for replica divergence; returns None if there can be no other ranks, or if drift_steps is 0."""
+    if not config.drift_steps or (connection.world == 1 and not connection.elastic):
+        return None
+    return ParameterDrift(connection, named, optimizer, config, held)
+
+
+def spacing(cost_s: float, step_s: float) -> int:
+    """Returns the number of steps of a round whose digests cost `cost_s` seconds in total.
+
+    >>> spacing(0.02, 0.5), spacing(0.02, 0.001), spacing(0.02, 60.0)
+    (40, 10000, 10)
+    """
+    return min(MOST, max(LEAST, steps_between(cost_s, step_s, COST_MOST))) if step_s > 0 else LEAST
+
+
+def _unlike(rows: Sequence[Sequence[float]]) -> dict[int, list[int]]:
+    """Maps the index of each column in which rows differ to the ranks whose value differs from that of rank 0."""
+    differing = {at: [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]] for at in range(len(rows[0]))}
+    return {at: ranks for at, ranks in differing.items() if ranks}
+
+
+@dataclasses.dataclass
+class _Round:
+    """What has happened on this rank in the current round, since the last row of digests was sent."""
+
+    began: float
+    training_steps: int = 0
+    cost_s: float = 0.0
+    """Seconds that the digests have taken."""
+    optimizer_steps: int = 0
+    positions_digest: int = 0
+    """Checksum of the values of `training_steps` at which the optimizer steps were made."""
+
+
+class ParameterDrift:
+    """Compares parameters between ranks. All ranks call it when their parameters must be equal: after a step's exchange, before
+    the optimizer's step."""
+
+    def __init__(
+        self, connection: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
+        held: HeldParameters,
+    ) -> None:
+        """`named`: the parameters with their names. `held`: returns which optimizers step the averaged parameters."""
+        self._connection, self._optimizer, self._answer = connection, optimizer, config.drift
+        self._named, self._names = named, [name for name, _ in named]
+        self._tensors = [tensor for _, tensor in named]
+        self._pieces, self._digests = pieces(self._tensors), Digests(self._tensors)
+        self._fixed = max(0, config.drift_steps)
+        self._rows = connection.rows.rows("parameters' digests")
+        self._deadline_s = config.deadline_s
+        self._held = held
+        # A worker that joins under local steps enters in the middle of an exchange, where the others compare nothing.
+        self._compared = connection.fresh and connection.local is not None
+        """True: settings, weights and optimizer states have been compared since the start or the last load."""
+        self.begin_again()
+        connection.on_close.append(watch(after=self._stepped))
+
+    def begin_again(self) -> None:
+        """Restarts with the first round, because a new member has no digests of earlier rounds. All ranks call it in the same
+        step."""
+        self._digests = Digests(self._tensors)
+        self._compared = self._compared and self._connection.local is not None
+        self._span = self._fixed or (LEAST if self._connection.local is None else 1)
+        self._round = _Round(time.perf_counter())
+        self._costs_s: deque[float] = deque(maxlen=5)
+        self._said: list[int] = []
+        self._failed = self._ended = False
+        """`_failed`: this rank's part of the check has failed. `_ended`: all ranks know that it has failed on one of them."""
+        self._apart = self._unlike = False
+        """Two flags about the last round. `_apart`: optimizer steps differed between ranks. `_unlike`: optimizer settings
+        differed."""
+
+    def loaded(self) -> None:
+        """Restarts the comparison after a checkpoint was loaded. All ranks call it after the same step."""
+        self._rows.forget()
+        self._compared = False
+        self.begin_again()
+
+    def start(self) -> None:
+        """Compares settings, weights and optimizer states before the first optimizer step. All ranks call it after the same
+        backward pass; later calls do nothing."""
+        if not self._compared:
+            self._compared = True
+            try:
+                self._compare_all()
+            except CommError as error:
+                self._connection.broke(error)
+
+    def compare(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Selects the tensors to compare from now on, under the same names. All ranks call it after the same step."""
+        if [*map(id, tensors)] != [*map(id, self._tensors)]:
+            self._tensors = [*tensors]
+            self._pieces, self._digests, self._round.training_steps = pieces(self._tensors), Digests(self._tensors), 0
+
+    def __call__(self) -> None:
+        if not self._compared:
+            self.start()
+            return
+        begin = time.perf_counter()
+        if self._rows.under_way:
+            self._hear()
+        if self._ended:
+            return
+        done = self._round.training_steps
+        self._round.training_steps += 1
+        try:
+            low, high = (len(self._pieces) * at // self._span for at in (done, done + 1))
+            for piece in self._pieces[low:high] if not self._failed else ():
+                self._digests.add(piece)
+        except Exception:
+            self._failed = True
+            raise
+        finally:
+            if self._round.training_steps == self._span:
+                self._tell()
+            self._round.cost_s += time.perf_counter() - begin
+
+    def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        # Under local steps, a scaler may skip a step on one rank only.
+        if self._connection.local is None and self._held.by(optimizer):
+            self._optimizer = self._optimizer or optimizer
+            self._round.optimizer_steps += 1
+            position = self._round.training_steps.to_bytes(4, "little")
+            self._round.positions_digest = zlib.crc32(position, self._round.positions_digest)
+
+    def _tell(self) -> None:
+        now, ended = time.perf_counter(), self._round
+        self._costs_s.append(ended.cost_s)
+        cost_s, step_s = min(self._costs_s), (now - ended.began) / self._span  # other load on the machine only adds time
+        self._round = _Round(now)
+        row = self._own_row(HEAD + len(self._tensors), lambda: (
+            float(self._digests.by_sums), cost_s, step_s, float(ended.optimizer_steps), float(ended.positions_digest),
+            float(digest(self._settings())), *map(float, self._digests.take())))
+        try:
+            self._rows.start(*row)
+        except CommError as error:
+            self._connection.broke(error)
+
+    def _own_row(self, numbers: int, of: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
+        """Returns this rank's row. If computing it has failed, the row has only NaN, so that all ranks end the check."""
+        if not self._failed:
+            try:
+                return of()
+            except Exception as error:
+                self._failed = True
+                self._connection.report_failure("the comparison of weights", error)
+        return (math.nan,) * numbers
+
+    def _read(self) -> list[list[float]]:
+        """Returns the rows of all ranks; an empty list if the check has failed on one of them and therefore ends."""
+        rows = self._rows.read()
+        if failed := [self._connection.called(rank) for rank, row in enumerate(rows) if math.isnan(row[0])]:
+            self._ended = True
+            self._connection.say(f"the check for replica divergence ends, because it has failed on {', '.join(failed)}")
+        return [] if failed else rows
+
+    def _hear(self) -> None:
+        try:
+            if not (rows := self._read()):
+                return
+            if not self._fixed:
+                self._span = spacing(max(row[1] for row in rows), min(row[2] for row in rows))
+            self._compare_steps(rows)
+            if self._connection.local is None:  # under local steps, a skipped step can delay a schedule
+                self._compare_settings({row[HEAD - 1] for row in rows})
+            if len({row[0] for row in rows}) > 1:
+                return  # digests from CPUs and from GPUs cannot be compared
+            self._act(_unlike([row[HEAD:] for row in rows]))
+        except CommError as error:
+            self._connection.broke(error)
+
+    def _compare_steps(self, rows: Sequence[Sequence[float]]) -> None:
+        """Reports ranks whose optimizers have stepped after different exchanges. If that continues, each sum mixes gradients of
+        several steps, which comparing parameters would not show."""
+        connection, before = self._connection, self._apart
+        others = [rank for rank, row in enumerate(rows) if row[3:5] != rows[0][3:5]]
+        self._apart = bool(others)
+        if not others:
+            return
+        ranks = ", ".join(map(connection.called, others))
+        what = (f"{ranks} and {connection.called(0)} have stepped their optimizers after different exchanges "
+                f"({rows[others[0]][3]:.0f} and {rows[0][3]:.0f} steps since the last check): {UNEQUAL}")
+        if self._answer == "end" or (self._answer == "resync" and before):
+            raise CommError(f"step {self._step}: {what}", code="E-REPLICAS")
+        if not self._fixed:
+            self._span = LEAST
+        if not before:
+            self._connection.say(what)
+
+    # ---- settings, weights and optimizer states at once
+
+    def _compare_all(self) -> None:
+        """Compares settings, weights and optimizer states of all ranks. Under local steps, values of states differ by design,
+        but all ranks must have the same entries."""
+        connection = self._connection
+        local = connection.local is not None
+        parameters = [tensor for _, tensor in self._named]
+
+        def own() -> tuple[float, ...]:
+            digests = Digests(parameters)
+            for piece in () if local else pieces(parameters):
+                digests.add(piece)
+            mine = [0] * len(parameters) if hasattr(self._optimizer, SHARDED) else \
+                state_digests(parameters, self._optimizer, moments=not local)
+            return float(digests.by_sums), float(digest(self._settings())), *map(float, digests.take()), *map(float, mine)
+
+        self._rows.start(*self._own_row(2 + 2 * len(parameters), own))
+        if not (rows := self._read()):
+            return
+        kinds, digested, count = {row[0] for row in rows}, {row[1] for row in rows}, len(parameters)
+        # Digests from CPUs and from GPUs cannot be compared.
+        weights, states = ({}, {}) if len(kinds) > 1 else (_unlike([row[at : at + count] for row in rows])
+                                                            for at in (2, 2 + count))
+        unlike = self._gather_settings(connection.groups) if len(digested) > 1 else {}
+        if not (weights or states or unlike):
+            return
+        parts = [*self._spelled(unlike)]
+        parts += [f"weights of {self._named_some(weights)} differ on {self._ranks(weights)}"] if weights else []
+        if states:
+            parts.append(f"the optimizer's state of {self._named_some(states)} differs on {self._ranks(states)}")
+        self._answer_with("; ".join(parts), lambda groups: self._take_all([*weights], groups, optimizer=bool(states or unlike)),
+                          unlike)
+
+    def _take_all(self, numbers: Sequence[int], groups: Groups, *, optimizer: bool) -> None:
+        for number in numbers:
+            self._take(self._named[number][1], groups)
+        if optimizer:
+            share_optimizer(self._optimizer, groups, self._deadline_s)
+
+    # ---- settings
+
+    def _settings(self) -> dict[str, str]:
+        return settings_of(self._optimizer, self._named)
+
+    def _compare_settings(self, digested: set[float]) -> None:
+        before = self._unlike
+        unlike = self._gather_settings(self._connection.groups) if len(digested) > 1 else {}
+        self._unlike = bool(unlike)
+        if not unlike or (before and self._answer == "warn"):
+            return
+        what = "; ".join(self._spelled(unlike))
+        if before:
+            raise CommError(f"step {self._step}: {what}, again after it was copied from rank 0: set it "
+                            'to the same value on all ranks, or use drift="warn"', code="E-REPLICAS")
+        self._answer_with(what, lambda groups: share_optimizer(self._optimizer, groups, self._deadline_s), unlike)
+
+    def _gather_settings(self, groups: Groups) -> dict[str, list[str]]:
+        settings = self._settings()
+        most_nbytes = SETTINGS_NBYTES + 4 * sum(len(name) + len(value) for name, value in settings.items())
+        return differences(gather_values(groups, settings, dict[str, str], most_nbytes, "settings of the optimizer"))
+
+    def _spelled(self, unlike: dict[str, list[str]]) -> list[str]:
+        called = self._connection.called
+        return [f"{name} is " + ", ".join(
+            f"{value} on {', '.join(called(at) for at, other in enumerate(row) if other == value)}"
+            for value in dict.fromkeys(row)) for name, row in [*unlike.items()][:NAMED]]
+
+    def _answer_with(self, what: str, take: Callable[[Groups], None], unlike: dict[str, list[str]]) -> None:
+        if self._answer == "warn":
+            self._connection.say(f'{what}; training continues, since drift="warn"')
+            return
+        at = f"step {self._step}: "
+        if self._answer == "end":
+            raise CommError(f"{at}{what}; drift=\"resync\" would copy rank 0's state, drift=\"warn\" would continue",
+                            code="E-REPLICAS")
+        if bad := [name for name in unlike if structural(name)]:
+            raise CommError(f"{at}{what}; ranks that differ in {bad[0]} cannot use rank 0's state: start "
+                            'all ranks with the same, or use drift="warn"', code="E-REPLICAS")
+        try:
+            take(self._connection.groups)
+        except ValueError as error:
+            raise CommError(f"{at}{what}; rank 0's state cannot be copied: {error}", code="E-REPLICAS") from None
+        self._connection.say(f"{what}: all ranks continue with rank 0's state")
+
+    # ---- weights, compared during training
+
+    @property
+    def _step(self) -> int:
+        return self._connection.passes
+
+    def _ranks(self, differing: dict[int, list[int]]) -> str:
+        return ", ".join(map(self._connection.called, sorted({rank for each in differing.values() for rank in each})))
+
+    def _named_some(self, numbers: Iterable[int]) -> str:
+        names = [self._names[number] for number in numbers]
+        return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+    def _act(self, differing: dict[int, list[int]]) -> None:
+        """Reacts to differences as the setting drift says. `differing` maps a tensor's number to the ranks whose tensor differs
+        from rank 0's; usually it is empty."""
+        connection = self._connection
+        if not differing:
+            self._said = []
+            return
+        what = f"the weights of {self._ranks(differing)} and {connection.called(0)} differ in {self._named_some(differing)}"
+        if self._answer == "end":
+            raise CommError(f"step {self._step}: {what}; drift=\"resync\" would copy rank 0's state", code="E-REPLICAS")
+        if self._answer == "resync":
+            what += ": all ranks continue with rank 0's weights, " + self._resync([*differing], connection.groups)
+        else:
+            what += ': training continues with different models; drift="resync" would copy rank 0 to all'
+        if [*differing] != self._said or self._answer == "resync":
+            self._connection.say(what)
+        self._said = [*differing]
+
+    def _resync(self, numbers: Sequence[int], groups: Groups) -> str:
+        for number in numbers:
+            self._take(self._tensors[number], groups)
+        if not all(row[0] for row in gather(groups, [bool(getattr(self._optimizer, "state", None))])):
+            return "without any optimizer's state"
+        try:
+            share_optimizer(self._optimizer, groups, self._deadline_s)
+        except ValueError as error:
+            return f"but not the optimizer's state: {error}"
+        return "with the optimizer's state"
+
+    def _take(self, tensor: torch.Tensor, groups: Groups) -> None:
+        received = tensor.detach().to(groups.device).contiguous()
+        groups.broadcast_all(received).wait(time.monotonic() + self._deadline_s)
+        # Writes to .data, so autograd does not count a change, as it counts none of the optimizer's.
+        tensor.data.copy_(received)
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()  # the optimizer may run on another stream

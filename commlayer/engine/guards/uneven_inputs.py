@@ -1,0 +1,261 @@
+"""Implements session.join(): a rank that runs out of batches takes part in the steps of the other ranks with weight 0, until
+all ranks have run out.
+
+Before each step, each rank sends a row of numbers: 1 if it has a batch of its own, and which averages of the last step its
+script did not apply. So no step begins in which no rank has a batch, and all ranks know the steps in which some ranks had none.
+In these steps no observer runs, because observers compare weights and times of ranks that train alike. A rank without batches
+applies nothing itself. It copies the other ranks' reports on the last step, so that residuals and servers treat the step alike
+on all ranks.
+
+Several sessions, such as those of a GAN's two models, enter one inside the other. The outermost leaves for all of them: a rank
+without batches takes part in the next step of whichever session the other ranks train.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from commlayer.cluster.calls.messages import unpack
+from commlayer.engine.epochs.replica import share_optimizer
+from commlayer.engine.guards.parameter_drift import SHARDED
+from commlayer.engine.job.job import DistributedJob
+from commlayer.engine.model.alignment import align
+from commlayer.engine.observers.observers import ObserverOrder, Observers
+from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, cause_of
+from commlayer.observe.step_trace import Recorder
+
+log = logging.getLogger("commlayer")
+
+TWICE = "session.join() must not be called inside session.join(): call it once, around the loop over batches"
+BITS = 48
+"""Number of bits that ranks pack into one float64 of a row."""
+SCALER_NBYTES = 64 << 10
+"""Largest size of a GradScaler's state, which is some numbers."""
+LOOK_S = 1e-3
+"""Seconds between two looks at which of several sessions the other ranks train."""
+_entered: list[UnevenInputs] = []
+"""Sessions of this process that are inside session.join(), the outermost first."""
+
+
+class UnevenInputs:
+    """Runs session.join() for one attached module. Outside session.join() it sends nothing."""
+
+    def __init__(
+        self, model: nn.Module, connection: DistributedJob, optimizer: Any, scaler: Any, observers: Observers,
+        deadline_s: float,
+    ) -> None:
+        self._model, self._connection, self._optimizer, self._scaler = model, connection, optimizer, scaler
+        self._observers, self._deadline_s = observers, deadline_s
+        self._rows = connection.rows.rows("which ranks still have batches in session.join()")
+        self.inside = False
+        """True: this rank is inside session.join(), where ranks can be at different positions in their scripts."""
+        self._sent = False
+        """True: this rank has sent to the others, for the current step, whether it has a batch."""
+        self._active: list[bool] = []
+        """One flag for each rank. True: the rank had a batch in the last step for which this rank has received the other ranks'
+        reports."""
+        self._last: list[bool] = []
+        """One flag for each rank. True: the rank had a batch in the last step in which any rank had one."""
+        self._step: Callable[[], None] | None = None
+        """Takes part in one step of the other ranks; None while this rank has batches."""
+
+    def enter(self) -> None:
+        """Called when session.join() begins. Raises the same ValueError on all ranks if session.join() is not supported in this
+        job."""
+        self._check()
+        self.inside, self._sent, self._active, self._last, self._step = True, False, [], [], None
+        _entered.append(self)
+
+    def _check(self) -> None:
+        connection = self._connection
+        terms, plan = connection.terms, connection.plan
+        if self.inside:
+            raise InvalidInput("E-UNEVEN-INPUTS", TWICE)
+        if plan.steps_locally:
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               f"session.join() is not supported with a plan of local steps (every={plan.local_steps}), "
+                               "because all ranks must make the same number of them; use a plan that averages gradients in "
+                               "every step")
+        if terms.auto and terms.requested.exact is False:
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "session.join() is not supported with sync='auto', because the automatic plan might use "
+                               "local steps, of which all ranks must make the same number; use sync='step'")
+        if connection.elastic:
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "session.join() is not supported if workers of this job can leave (min_workers), because "
+                               "all ranks then need the same number of batches; use commlayer.balance.Sampler")
+        if connection.worker.units.weight_known:
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "session.join(): weight(total=...) was given, and that sum changes when a rank runs out of "
+                               "batches; leave total out")
+        if self._optimizer is None:
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "session.join() copies the optimizer's state to ranks that run out of batches, but attach() "
+                               "got no optimizer; remedy: attach(model, optimizer)")
+        if self._scaler is None and _has_scaler():
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "session.join(): the script has a GradScaler that attach() did not get, and its scale would "
+                               "differ between ranks; remedy: attach(model, optimizer, grad_scaler=scaler)")
+        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        if foreign := [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in held]:
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               f"session.join(): {len(foreign)} parameters do not belong to the optimizer that attach() "
+                               f"received, for example {foreign[0]}: the state of another optimizer is not copied; pass "
+                               "attach() an optimizer of all parameters, or freeze these")
+        if hasattr(self._optimizer, SHARDED):
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               f"session.join() is not supported with {type(self._optimizer).__name__}, which steps on all "
+                               "ranks together, including those without batches; use the optimizer that it shards")
+
+    # ---- around a step
+
+    def send(self) -> None:
+        """Sends to the other ranks, before a step's first gradient, that this rank has a batch."""
+        self._send(active=True)
+
+    def passed(self) -> None:
+        """Records that the step has ended or was aborted."""
+        self._sent = False
+
+    def all_active(self) -> bool:
+        """Returns True if all ranks had a batch in the step whose sums have arrived, or else in the last step."""
+        if not self.inside:
+            return True
+        self._read()
+        return all(self._active)
+
+    def _send(self, *, active: bool) -> None:
+        if _entered and not self.inside:
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "a backward pass of this session runs inside another session's join(), so ranks that run out of "
+                               "batches would not take part in it: enter both, with first.join(), second.join()")
+        if self.inside and not self._sent:
+            self._read()  # receives the rows of a step that was aborted
+            self._sent = True
+            bits, slices = self._connection.worker.discarded()
+            try:
+                self._rows.start(float(active), *(float(bits >> at & (1 << BITS) - 1) for at in range(0, slices, BITS)))
+            except CommError as error:
+                self._connection.broke(error)
+
+    def _read(self) -> None:
+        worker = self._connection.worker
+        if not self._rows.under_way:
+            return
+        try:
+            with self._connection.groups.waits("exchange of which ranks still have batches"):  # so that the wait is logged
+                flags = self._rows.read(self._deadline_s, worker.now.failed)
+        except CommError as error:
+            if isinstance(error, DeadlineExceeded):
+                error.what += ": enter session.join() on all ranks, with the same sessions"
+            self._connection.broke(error)
+            return
+        before, self._active = self._active, [bool(row[0]) for row in flags]
+        if before and not self._active[rank := self._connection.rank] and (any(self._active) or not all(before)):
+            source = (self._active if any(self._active) else before).index(True)
+            if source != rank:
+                worker.set_discarded(sum(int(part) << BITS * n for n, part in enumerate(flags[source][1:])))
+        self._last = self._active if any(self._active) else self._last
+
+    # ---- this rank has no more batches
+
+    def leave(self, step: Callable[[], None]) -> None:
+        """Called when session.join() ends. `step` takes part in one step of the other ranks. The outermost session calls those
+        of all sessions, until no rank has a batch. Then all ranks copy the state of a rank that had the last batch."""
+        self._step = step
+        if _entered[0] is not self:
+            return
+        log.info("this rank has run out of batches and takes part in the other ranks' steps with weight 0")
+        try:
+            restore = [each._stand_aside() for each in _entered]
+            waiting = [*_entered]
+            while waiting:
+                session = _next(waiting)
+                if session._any_active():
+                    assert session._step is not None
+                    session._step()
+                else:
+                    waiting.remove(session)
+            for each, act in zip(_entered, restore, strict=True):
+                act()
+                if each._last and not all(each._last):
+                    each._copy(each._last.index(True))
+        except BaseException as error:
+            for each in _entered:
+                each._connection.close(cause_of(error))
+            raise
+
+    def end(self) -> None:
+        """Called at the end of session.join(), also after an error. A session inside another one's join() ends with it."""
+        ended = [*_entered] if _entered[0] is self else [self] if self._step is None else []
+        for session in ended:
+            session.inside = False
+            _entered.remove(session)
+
+    def _stand_aside(self) -> Callable[[], None]:
+        """Gives this rank's gradients the weight 0. Returns a function that restores the weight."""
+        worker = self._connection.worker
+        units, recorder = worker.units, worker.recorder
+        weight, total, given = units.weight, units.total, units.weight_known
+        units.weigh(0.0, None)
+        worker.now.recorder = Recorder()  # discards the record of the unfinished step
+
+        def restore() -> None:
+            worker.now.recorder = recorder
+            recorder.restart()
+            units.weigh(weight, total if given else None)
+
+        return restore
+
+    def _any_active(self) -> bool:
+        self._read()
+        if not any(self._active):
+            self._sent = False
+        return any(self._active)
+
+    def _copy(self, source: int) -> None:
+        """Copies weights, buffers, and the state of optimizer and GradScaler from a rank that had the last batch to all ranks.
+        It broadcasts all of this once per session.join(): with AdamW, three times the size of the model."""
+        groups = self._connection.groups
+        state = {} if self._scaler is None else self._scaler.state_dict()
+        try:
+            tensors: list[torch.Tensor] = [*(p.data for p in self._model.parameters()), *self._model.buffers()]
+            align(tensors, groups, self._deadline_s, source)
+            share_optimizer(self._optimizer, groups, self._deadline_s, source)
+            data = groups.share_bytes(msgspec.msgpack.encode(state), SCALER_NBYTES, "the GradScaler's state", source=source)
+            state = unpack(data, dict[str, bool | int | float], f"rank {source}", "the GradScaler's state")
+        except CommError as error:
+            self._connection.broke(error)
+        if state and self._scaler is not None and groups.rank != source:
+            self._scaler.load_state_dict(state)
+        for drift in self._observers.at(ObserverOrder.PARAMETER_DRIFT):
+            drift.loaded()  # compares everything before the next step
+
+
+def _next(sessions: Sequence[UnevenInputs]) -> UnevenInputs:
+    """Returns the session which the other ranks train next, or in which this rank can wait for them."""
+    for session in sessions:
+        session._send(active=False)
+    deadline = time.monotonic() + sessions[0]._deadline_s
+    while len(sessions) > 1 and time.monotonic() < deadline:
+        for session in sessions:
+            if session._rows.arrived or session._connection.worker.error is not None:
+                return session
+        time.sleep(LOOK_S)
+    return sessions[0]
+
+
+def _has_scaler() -> bool:
+    """Returns True if the script has an enabled GradScaler. The function scans all Python objects, which takes about 50 ms."""
+    def some() -> bool:
+        return any(issubclass(type(each), torch.amp.GradScaler) and each.is_enabled() for each in gc.get_objects())
+
+    return some() and (gc.collect() >= 0 and some())  # counts only a GradScaler that is still referenced

@@ -1,0 +1,1 @@
+"""What commlayer attaches to torch: callbacks, the order of forward passes, and checks for aliases."""

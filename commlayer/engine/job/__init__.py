@@ -1,0 +1,1 @@
+"""One attached job: its plan, its terms, and what it reports."""

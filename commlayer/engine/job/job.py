@@ -1,0 +1,507 @@
+"""Defines the state of one rank's job: process groups, links to coordinator and servers, worker and plan.
+
+connect() creates this state, plan_switch.py switches it to another plan, and the session or the exit of the process closes it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from commlayer.cluster.processes import site_process_group
+from commlayer.cluster.processes.child_processes import EmbeddedServer
+from commlayer.cluster.processes.collectives import Groups
+from commlayer.cluster.processes.rows import RowChannel
+from commlayer.cluster.servers.server_codecs import expected_nbytes
+from commlayer.cluster.servers.uplink import Uplink, leave_job
+from commlayer.compressors import codec_of
+from commlayer.engine.buckets.current_step import Counters, EpochChanged, WorkerListener
+from commlayer.engine.buckets.units import Units
+from commlayer.engine.hooks.callbacks import weakly
+from commlayer.engine.job.listeners import EpochListener, MemberChanges
+from commlayer.engine.job.plan_terms import PlanTerms
+from commlayer.engine.job.run_events import NO_UNITS, RunEvents
+from commlayer.engine.model.optimizer_state import OptimizerMemory
+from commlayer.engine.sync.local_steps import OuterSteps
+from commlayer.engine.worker.plan_handover import hand_over
+from commlayer.engine.worker.root_cause import RootCause
+from commlayer.engine.worker.waits import Waiting, WaitNotices
+from commlayer.engine.worker.worker import Worker
+from commlayer.errors import CommError, InvalidInput, InvalidState, cause_of
+from commlayer.observe.events import PlanReason
+from commlayer.observe.prediction_check import StalePlan
+from commlayer.records import Job, Plan
+
+log = logging.getLogger("commlayer")
+T = TypeVar("T")
+NO_COUNTERS = Counters()
+DROPPED_S = 5.0
+"""Longest wait, in seconds, for the end of sessions whose models are gone."""
+FORKED = ("this process is a forked child of the one that called attach(), so it is no member of the job: train in the process "
+          "that attached the model, or a copy.deepcopy() of the model here")
+
+
+class WaitsFor(NamedTuple):
+    """Numbers of seconds that this rank waits for other ranks after an error or at the end."""
+
+    notice_s: float = 0.0
+    """Seconds to wait for the coordinator's report of which rank left or died."""
+    verdict_s: float = 0.0
+    """Seconds to wait for the coordinator's report of a lost rank after a failed collective. A collective names no rank, so
+    this includes the time without heartbeats after which a worker counts as dead."""
+    stay_s: float = 0.0
+    """Seconds that the servers hosted by this rank continue after the rank's end, because other ranks might still use them."""
+    silent_s: float = 0.0
+    """Seconds without heartbeats after which a peer counts as dead."""
+
+
+class JoinedState:
+    """State that a joining rank has received, and its progress when it joined."""
+
+    def __init__(self, local: Mapping[str, torch.Tensor], restore: Callable[[], None], followed: dict[str, str], carried: int
+                 ) -> None:
+        self.local, self._restore = local, restore
+        """`local`: state of local steps, as returned by OuterSteps.snapshot. `_restore`: function that restores the optimizer's
+        state."""
+        self.followed = followed
+        """Results of the functions in JobContext.followers, by name, as computed by the rank that sent this state."""
+        self.carried = carried
+        """Value of DistributedJob.carried, a number of training steps, when this rank joined."""
+        self.fresh = True
+        """True: this rank has not finished its first step."""
+
+    def begun(self) -> None:
+        """Called after this rank's first step: the script can then make all calls that other ranks make. Restores the received
+        optimizer state again, because before that step the script might have changed the optimizer, for example with schedulers
+        that catch up. The received state already contains such changes."""
+        self._restore()
+        self.local, self._restore, self.fresh = {}, _nothing, False  # frees memory as large as model and optimizer
+        site_process_group.release()
+
+
+def _nothing() -> None:
+    """Default of `_restore`: does nothing, because the optimizer's state is restored already."""
+
+
+_open: weakref.WeakSet[JobContext] = weakref.WeakSet()
+"""Jobs of this process that nothing has closed yet."""
+_dropped: list[threading.Thread] = []
+"""Threads that close jobs whose models are gone."""
+
+
+def end_dropped() -> None:
+    """Ends sessions whose models are gone and which the script has not closed. All ranks call it in attach(), so that such
+    sessions end on all ranks."""
+    if _open:
+        gc.collect()
+    while _dropped:
+        _dropped.pop().join(DROPPED_S)
+
+
+def _in_child() -> None:
+    for job in _open:
+        job.forked()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+class JobContext:
+    """State of the job of a script without other workers. DistributedJob adds what several workers need.
+
+    No thread refers to this object, except weakly. So it is freed with the session and the model, and then leaves the job.
+    """
+
+    plan: Plan | None = None
+    groups: Groups | None = None
+    joined: JoinedState | None = None
+    """The state that this rank received when it joined a running job; None if it did not join."""
+    embedded: Sequence[EmbeddedServer] = ()
+    """Servers that this rank hosts."""
+    id = 0
+    """This rank's number in messages and at the coordinator: the rank that it had when it joined. It does not change when other
+    members leave."""
+
+    def __init__(self, terms: PlanTerms | None = None, *, logs: bool = True) -> None:
+        """`terms`: constraints that the job's plans must respect. `logs`: True if this rank logs, for its node or home, the
+        events that all ranks know."""
+        self.terms, self.logs = terms or PlanTerms(), logs
+        self.followers: dict[str, Callable[[], str]] = {}
+        """Maps names to functions that return the state of script objects, such as a sampler, as a string for joining ranks."""
+        self.passes = 0
+        """Number of training steps since the job began, dropped steps included. It is the same on all ranks."""
+        self.passed_s = 0.0
+        """Value of time.perf_counter() when the last backward pass ended. backward() itself can return later, after the
+        averages have arrived."""
+        self.observed_s = 0.0
+        """Total seconds of observers between steps, which belong neither to computing nor to communication."""
+        self.decisions: list[str] = []
+        """Decisions of this run, such as changes of plan, as text with step and reason."""
+        self.events: list[StalePlan] = []
+        """Decisions in `decisions` that also have a structured record."""
+        self.on_close: list[Callable[[], None]] = []
+        self.stream = RunEvents()
+        """The event stream of this rank."""
+        self._owner, self._closed = os.getpid(), False
+        self._exit: Callable[[], None] | None = None
+        """Function that atexit calls; None if this object needs no end."""
+
+    def open(self) -> None:
+        """Makes the end of the process close the job; the end of model and session, too."""
+        self._exit = weakly(self.at_exit)
+        atexit.register(self._exit)
+        _open.add(self)
+
+    def __del__(self) -> None:
+        if self._exit is not None and not self._closed and os.getpid() == self._owner:
+            self.drop()
+            # The garbage collector can run in any thread, even in one whose end close() waits for.
+            _dropped.append(threading.Thread(target=self.close, name="commlayer-close"))
+            _dropped[-1].start()
+
+    def drop(self) -> None:
+        """Drops pending exchanges, because the model of this job is gone."""
+
+    def forked(self) -> None:
+        """Called in a forked child of this process."""
+
+    def check_process(self) -> None:
+        """Raises RuntimeError in a forked child of the process that called attach()."""
+        if os.getpid() != self._owner:
+            raise InvalidState("E-FORKED", FORKED)
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def world(self) -> int:
+        return 1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Returns, for each current rank, the rank that its worker had when it joined the job."""
+        return tuple(range(self.world))
+
+    @property
+    def elastic(self) -> bool:
+        """True: workers can leave while the others continue."""
+        return False
+
+    @property
+    def fresh(self) -> bool:
+        """True: this rank has joined a running job and has not finished its first step."""
+        return self.joined is not None and self.joined.fresh
+
+    @property
+    def carried(self) -> int:
+        """Number of training steps (as `passes` counts) whose effect survives the death of any single rank: averaged steps, and
+        local steps in complete exchanges. It is the same on all ranks after the same step."""
+        return self.passes
+
+    def passed(self) -> None:
+        self.passes, self.passed_s = self.passes + 1, time.perf_counter()
+        self.stream.step(self.passes, self.passed_s, *self._counted)
+
+    @property
+    def _counted(self) -> tuple[Counters, Units]:
+        return NO_COUNTERS, NO_UNITS
+
+    def metrics(self) -> dict[str, float]:
+        return {"steps": self.passes, **Counters().as_dict(), "reconnects": 0, "resent_nbytes": 0, "kept_nbytes": 0}
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Returns an error that names the peer which caused `error`, once that is known."""
+        return error
+
+    # ---- decisions and logs
+
+    def say(self, what: str, level: int = logging.WARNING, *, own: bool = False, event_level: int | None = None) -> None:
+        """Adds a text to `decisions`, with the number of training steps so far, and logs it. `own`: no other rank knows of the
+        decision, so this rank logs it even if another rank logs for its node. `event_level`: its level in the event stream, for
+        good news that people see without configuring logging."""
+        self.decisions.append(f"step {self.passes}: {what}")
+        if own:
+            self.stream.text(self.decisions[-1], level)
+            log.log(level, "%s", self.decisions[-1])
+        else:
+            self.log(self.decisions[-1], level, event_level=event_level)
+
+    def log(self, line: str, level: int = logging.INFO, *, event: bool = True, event_level: int | None = None) -> None:
+        """Logs an event that all ranks know, once on each node and in each home. `event`: False if the event stream has an
+        event of another kind about it."""
+        if event and self.rank == 0 and level >= logging.INFO:
+            self.stream.text(line, level if event_level is None else event_level)
+        if self.logs:
+            log.log(level, "%s", line)
+
+    def report_failure(self, what: str, error: Exception) -> None:
+        """Logs an error in a part of commlayer that training does not need. The rank on which it arose logs the traceback."""
+        text = f"step {self.passes}: an error in {what}; training continues: {type(error).__name__}: {error}"
+        if isinstance(error, InvalidInput) and error.code == "E-OTHER-RANK":
+            self.log(text, logging.WARNING)
+        else:
+            log.error("%s [E-OBSERVER]", text, exc_info=error)
+            self.stream.failure(text, "E-OBSERVER", error)
+
+    # ---- the end
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self, reason: str = "") -> None:
+        if self._closed or os.getpid() != self._owner:
+            return  # a forked copy of the trainer is not a member of the job
+        self._closed = True
+        _open.discard(self)
+        if self._exit is not None:
+            atexit.unregister(self._exit)
+        self.stream.flush()
+        self._leave(reason)
+        for end in self.on_close:
+            end()
+        self.stream.close()
+
+    def _leave(self, reason: str) -> None:
+        """Leaves the job, before the functions in `on_close` are called."""
+        self.stream.left(reason)
+
+    def at_exit(self) -> None:
+        """Closes the connection when the process exits, if the script has not closed it. The exception that ended the script is
+        sent to other ranks as the reason."""
+        error = getattr(sys, "last_value", None)
+        self.close("" if error is None else cause_of(error))
+
+
+class DistributedJob(JobContext, WorkerListener):
+    """State of a job of several workers on one of them, which the components of this rank share.
+
+    `connect()` creates it. membership_change.py replaces `groups`; membership_change.py and plan_switch.py replace the worker.
+    """
+
+    groups: Groups
+    plan: Plan
+
+    def __init__(
+        self, terms: PlanTerms, own: int, groups: Groups, rows: RowChannel, uplink: Uplink, memory: OptimizerMemory,
+        plan: Plan, job: Job, *, generation: int = 1, logs: bool = True, waits: WaitsFor = WaitsFor(),
+        embedded: Sequence[EmbeddedServer] = (), matched: bool = False, joined: JoinedState | None = None,
+    ) -> None:
+        """`own`: this rank's number in messages. `matched`: True if all ranks use norm-matched averaging."""
+        super().__init__(terms, logs=logs)
+        self.id, self.groups, self.uplink, self.embedded, self.waits = own, groups, uplink, embedded, waits
+        uplink.children = embedded
+        self.rows = rows
+        """Exchanges rows of numbers between the observers (observers.py) of all ranks, in the same order on each rank."""
+        self.memory, self.matched, self.joined = memory, matched, joined
+        self.members = MemberChanges()
+        self.local: OuterSteps | None = None
+        """Runs local steps and their exchanges; None unless the plan has local steps."""
+        self.listeners: list[EpochListener] = []
+        self._verdict = RootCause()
+        self.stream.log.rank, self.stream.dense_nbytes = own, 4 * job.numel
+        self.stream.rtt_s = lambda: uplink.membership.report.rtt_s
+        uplink.membership.report.events = self.stream.log
+        self.follow(self.worker_for(plan, job, groups.device, generation))
+        notices = WaitNotices(weakly(self._waiting), uplink.display_name, waits.silent_s,
+                              partial(weakly(self.log), event=False), self.stream.log)
+        self.on_close += [rows.close, notices.close]
+
+    def listen(self, listener: EpochListener) -> None:
+        self.listeners = sorted([*self.listeners, listener], key=lambda each: each.order)
+
+    @property
+    def rank(self) -> int:
+        return self.groups.rank
+
+    @property
+    def world(self) -> int:
+        return self.groups.world
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(member.rank for member in self.uplink.view.members) if self.elastic else super().ranks
+
+    @property
+    def elastic(self) -> bool:
+        return self.members.elastic
+
+    @property
+    def exchanges(self) -> int:
+        """Number of complete exchanges since the start. Between two steps it is the same on all ranks. `worker.step` is another
+        number: it counts messages, continues after a restored checkpoint and also counts dropped exchanges."""
+        return self.worker.counters.exchanges
+
+    @property
+    def carried(self) -> int:
+        return self.passes - (0 if self.local is None else self.local.behind)
+
+    @property
+    def _counted(self) -> tuple[Counters, Units]:
+        return self.worker.counters, self.worker.units
+
+    def note_plan(self, reason: PlanReason) -> None:
+        """Adds the current plan to the event stream. Rank 0 does this for all ranks."""
+        if self.rank == 0:
+            self.stream.plan(self.plan, reason)
+
+    def stepped_apart(self) -> bool:
+        """Returns True if local steps have left the optimizers in different states on different ranks."""
+        return self.local is not None and self.memory.remembers
+
+    def metrics(self) -> dict[str, float]:
+        resumed = self.uplink.transport
+        return {"steps": self.passes, **self.worker.counters.as_dict(), "reconnects": resumed.breaks,
+                "resent_nbytes": resumed.resent_nbytes, "kept_nbytes": resumed.kept_nbytes}
+
+    # ---- workers
+
+    def worker_for(self, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:
+        """Creates a worker that runs this plan. It is idle until `follow` makes it current."""
+        codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node, plan) for b in plan.buckets}
+        return Worker(
+            job, plan, codecs, device, rank=self.id, members=self.world, generation=generation, groups=self.groups,
+            transport=self.uplink.transport, recycle=self.uplink.recycle, listener=weakref.proxy(self),
+        )
+
+    def follow(self, worker: Worker) -> None:
+        """Makes a worker and its plan the current ones. This worker receives the coordinator's reports about other ranks; the
+        reports are also kept for `explain`."""
+        self.worker = worker
+        self.plan = worker.plan
+        self.uplink.limit_kept(max((expected_nbytes(worker.plan, n) for n in range(worker.plan.servers)), default=0))
+
+        verdict = self._verdict
+
+        def fail(error: CommError) -> None:
+            verdict.fall(error)
+            worker.latch(error)
+
+        def left(peer: str, exchanges: int) -> None:
+            if (error := worker.finished_peers.add(peer, exchanges)) is not None:
+                fail(error)
+
+        self.uplink.subscribe(fail, worker.stalled, left, worker.now.generation)
+
+    def hand_on(self, old: Worker, new: Worker) -> None:
+        """Transfers residuals and step number from worker `old` to worker `new`, which continues the job."""
+        hand_over(old, new, self.memory.effect, self.memory.rate)
+
+    def _waiting(self) -> Waiting:
+        """Returns the step, or the call between two steps, that might be waiting for other ranks now."""
+        return self.worker if self.worker.waiting_since else self.groups
+
+    # ---- what the worker asks and reports
+
+    def check_interrupts(self, complete: Callable[[], bool]) -> None:
+        self.members.check_interrupts(self.worker, complete)
+
+    def patience(self) -> float:
+        return self.members.patience()
+
+    def interrupted(self, cause: str) -> None:
+        self.uplink.close(cause)  # the other ranks fail at once; servers of this rank continue until close()
+
+    def settle(self) -> None:
+        for listener in self.listeners:
+            listener.settle()
+
+    def finish_pending(self) -> None:
+        for listener in self.listeners:
+            listener.finish_pending()
+
+    def explain(self, error: BaseException) -> BaseException:
+        error = self._verdict.explain(error, self.uplink, notice_s=self.waits.notice_s, verdict_s=self.waits.verdict_s)
+        if isinstance(error, CommError):
+            error.call(", ".join(map(self.uplink.display_name, error.peer.split(", "))))
+        return error
+
+    # ---- calls that all ranks make together between two steps
+
+    def catch_up(self) -> None:
+        for listener in self.listeners:
+            listener.catch_up()
+
+    def complete(self) -> None:
+        """Completes pending exchanges. All ranks call it after the same step."""
+        for listener in self.listeners:
+            listener.complete()
+
+    def broke(self, error: CommError) -> None:
+        """Handles the failure of a call that all ranks make together between two steps. If members have left, raises
+        EpochChanged: the call is dropped and the next step runs with the remaining ranks. Otherwise raises `error`."""
+        worker = self.worker
+        if worker.error is None and self.members.pending(self.waits.verdict_s):
+            raise EpochChanged from error
+        worker.latch(error)
+        worker.check()
+
+    def anew(self, act: Callable[[], T]) -> T:
+        """Runs `act`, a function that all ranks run together between two steps. If members leave, the remaining ranks run `act`
+        again from its start.
+
+        A collective without one of its ranks fails on all ranks, so all of them repeat it.
+        """
+        while True:
+            try:
+                return act()
+            except EpochChanged:
+                pass
+            except Exception as error:
+                comm_error = error if isinstance(error, CommError) else error.__cause__
+                if not self.elastic or not isinstance(comm_error, CommError):
+                    raise
+                with contextlib.suppress(EpochChanged):
+                    self.broke(comm_error)
+            self.members.between()
+
+    def called(self, place: int) -> str:
+        """Returns the display name of a rank, given its index among the current members: "rank 2 (ben)", or "rank 2" if all
+        nodes have the same name."""
+        name = self.uplink.name_of(self.uplink.view.members[place].rank)
+        return f"rank {self.groups.members.ranks[place]} ({name})" if name else f"rank {self.groups.members.ranks[place]}"
+
+    # ---- the end
+
+    def drop(self) -> None:
+        self.listeners = []
+
+    def forked(self) -> None:
+        self.worker.forked(InvalidState("E-FORKED", FORKED))
+
+    def _leave(self, reason: str) -> None:
+        worker = self.worker
+        if not reason and worker.error is None:
+            try:
+                for listener in self.listeners:
+                    listener.finish()
+            except Exception as failed:  # even an optimizer's error: the other ranks must still be notified below
+                log.warning("the last exchange failed when the session closed, so the weights do not include it: "
+                            "%s", failed)
+            worker = self.worker
+            worker.rest()
+        error = worker.error or self._verdict.error
+        worker.close()
+        reason = reason or ("" if error is None else f"it had an error: {error}".splitlines()[0])
+        self.stream.left(reason)
+        if reason:
+            self.rows.forget()
+        leave_job(self.uplink, self.embedded, reason, worker.step, stay_s=self.waits.stay_s, notice_s=self.waits.notice_s)
+
+    def close(self, reason: str = "") -> None:
+        if not self._closed and os.getpid() == self._owner:
+            super().close(reason)
+            self.groups.close()

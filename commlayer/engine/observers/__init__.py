@@ -1,0 +1,1 @@
+"""Observers of training: traces, inspection, and checks of the plan's predictions."""

@@ -1,0 +1,124 @@
+"""Implements session.inspect: the state and decisions of a session, for users and for components such as samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from commlayer.engine.job.job import DistributedJob, JobContext
+from commlayer.engine.observers.observers import Observers
+from commlayer.engine.observers.trace import STEPS, trace
+from commlayer.engine.worker.stopwatch import StepTiming
+from commlayer.observe.prediction_check import StalePlan
+from commlayer.records import Plan
+
+
+class Inspected(Protocol):
+    """Interface through which an Inspection reads its session's state."""
+
+    @property
+    def connection(self) -> JobContext: ...
+
+    @property
+    def observers(self) -> Observers: ...
+
+    def complete(self) -> object: ...
+
+
+class Inspection:
+    """Diagnostics of one session."""
+
+    def __init__(self, inspected: Inspected) -> None:
+        self._inspected = inspected
+
+    @property
+    def plan(self) -> Plan | None:
+        """The current plan; None if there are no other ranks."""
+        return self.connection.plan
+
+    @property
+    def steps_locally(self) -> bool:
+        """True: the current plan has local steps, so weights and optimizer states differ between ranks."""
+        return self.plan is not None and self.plan.steps_locally
+
+    @property
+    def connection(self) -> JobContext:
+        return self._inspected.connection
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """For each current rank, the rank that its worker had when it joined the job. The two differ after other workers have
+        left."""
+        return self.connection.ranks
+
+    @property
+    def may_leave(self) -> bool:
+        """True: workers can leave while the others continue (setting min_workers)."""
+        return self.connection.elastic
+
+    @property
+    def own(self) -> int:
+        """This worker's number in `members`: the rank that it had when it joined the job."""
+        return self.connection.id
+
+    @property
+    def carried(self) -> int:
+        """Number of training steps (`session.step`) whose weight changes all workers have. Later steps are local, and are lost
+        if their worker dies."""
+        return self.connection.carried
+
+    def parted(self, member: int) -> int:
+        """Returns the value of `carried` when a worker left: the worker contributes nothing to later steps. `member`: the
+        worker's number in `members`."""
+        connection = self.connection
+        entered = 0 if connection.joined is None else connection.joined.carried
+        return connection.members.parted.get(member, entered) if isinstance(connection, DistributedJob) else entered
+
+    def catch_up(self, *, wholly: bool = False) -> None:
+        """Runs an exchange that is due because this rank's optimizer step was skipped. All ranks call it between two steps.
+        `wholly`: in jobs whose workers can leave, it also exchanges until all workers have the weight changes of all steps."""
+        connection = self.connection
+        if isinstance(connection, DistributedJob) and connection.local is not None:
+            connection.catch_up()
+            for listener in connection.listeners if wholly and self.may_leave else ():
+                listener.end_rounds()
+
+    @property
+    def followers(self) -> dict[str, Callable[[], str]]:
+        """Maps names to functions that return state for joining workers, such as the state of a sampler."""
+        return self.connection.followers
+
+    @property
+    def given(self) -> dict[str, str]:
+        """State that this rank received when it joined a running job: results of another rank's `followers`, by name. Readers
+        remove the entries that they use."""
+        return {} if self.connection.joined is None else self.connection.joined.followed
+
+    @property
+    def observers(self) -> Observers:
+        """The observers that are called in each step."""
+        return self._inspected.observers
+
+    def decisions(self) -> list[str]:
+        """commlayer's decisions during training, such as changes of plan: one line for each, with step and reason. Only rank 0
+        has all of them."""
+        return list(self.connection.decisions)
+
+    def events(self) -> list[StalePlan]:
+        """Reports that another plan is needed, as records. Only rank 0 has all of them."""
+        return list(self.connection.events)
+
+    def laps(self) -> list[StepTiming]:
+        """Returns the computation time of this worker in each step since the last call, without waits for other ranks."""
+        connection = self.connection
+        return connection.worker.stopwatch.take() if isinstance(connection, DistributedJob) else []
+
+    def trace(self, path: str | Path, steps: int = STEPS) -> None:
+        """Writes a trace of the next steps, predicted and measured, on rank 0. All ranks call it together.
+
+        Perfetto (ui.perfetto.dev) displays it; `commlayer trace FILE` compares predicted and measured times of each operation.
+        With the setting `trace`, a trace is written automatically.
+        """
+        self._inspected.complete()
+        trace(self.connection, self.observers, Path(path), steps)

@@ -1,0 +1,96 @@
+"""Converts a simulated step into the events that a worker of each node would record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from msgspec import structs
+
+from commlayer.observe.step_trace import (
+    EXCHANGE,
+    NO_BUCKET,
+    STEP,
+    Event,
+)
+from commlayer.planner import lower
+from commlayer.planner.model import Basis, Group, fold
+from commlayer.planner.simulation import Span, Timeline, hosts_of, simulate
+from commlayer.records import Plan
+
+SERVED = {"net.push", "server.add", "server.emit", "net.pull", "net.forward"}
+
+
+class Prediction(NamedTuple):
+    timeline: Timeline
+    by_node: dict[int, list[Event]]
+    """Maps a node's index to the events that a worker on this node would record. Only nodes with ranks have an index."""
+
+
+def predict(basis: Basis) -> Prediction:
+    plan, made_of = basis.plan, basis.inputs
+    cluster = made_of.cluster
+    timeline = simulate(plan, made_of.job, cluster, made_of.profile, made_of.policy)
+    groups = fold(cluster, hosts_of(plan, cluster))
+    trained = [place for place, node in enumerate(cluster.nodes) if node.ranks]
+    by_bucket: list[list[Span]] = [[] for _ in plan.buckets]
+    for span in timeline.spans:
+        by_bucket[span.bucket].append(span)
+    by_node: dict[int, list[Event]] = {}
+    for group in groups:
+        if group.workers:
+            events = [*_compute(basis, group, timeline)]
+            for bucket, spans in zip(plan.buckets, by_bucket, strict=True):
+                events += _over_server(spans, group.name) if bucket.served else _own(spans, group.name)
+            by_node.update((trained.index(place), events) for place in group.members)
+    return Prediction(timeline, by_node)
+
+
+def origins(plan: Plan) -> list[int]:
+    """Returns, for each bucket of the lowered plan, the id of the bucket from which lowering made it."""
+    return [old.id for old in plan.buckets for _ in lower(structs.replace(plan, buckets=(old,))).buckets]
+
+
+def _compute(basis: Basis, group: Group, timeline: Timeline) -> Iterator[Event]:
+    timing = basis.inputs.job.timing
+    if timing is None:
+        return  # `simulate` has refused this plan
+    forward_s, backward_s = timing.forward_s / group.node.speed, timing.backward_s / group.node.speed
+    yield Event("forward", NO_BUCKET, 0.0, forward_s)
+    yield Event("backward", NO_BUCKET, forward_s, forward_s + backward_s)
+    yield Event(STEP, NO_BUCKET, 0.0, timeline.step_s / basis.plan.local_steps)
+
+
+def _own(spans: Sequence[Span], name: str) -> Iterator[Event]:
+    """Yields events for the spans in which lanes of the node `name` are busy."""
+    return (_event(s) for s in spans if any(_of(lane, name) for lane in s.lanes))
+
+
+def _over_server(spans: Sequence[Span], name: str) -> Iterator[Event]:
+    """Yields the events of a bucket over a server, as a worker on node `name` records them: everything between sending its
+    payload and receiving the result is one exchange."""
+    own = [s for s in spans if s.op not in SERVED and any(_of(lane, name) for lane in s.lanes)]
+    coded = next((i for i, s in enumerate(own) if s.op.startswith("encode")), None)
+    decoded = next((i for i, s in enumerate(own) if s.op.startswith("decode")), None)
+    if coded is None or decoded is None:
+        return
+    # As in the runtime, each rank is the root of its own part of a bucket.
+    yield from (_event(s)._replace(op="node.reduce") for s in own[:coded])
+    yield _event(own[coded])
+    away = [s for s in spans if s.op in SERVED]
+    back = [s.end_s for s in away if f"down:{name}" in s.lanes and s.op in ("net.pull", "net.forward")]
+    end_s = max(back or [s.end_s for s in away if s.op.startswith("server")], default=own[coded].end_s)
+    nbytes = sum(s.nbytes for s in away if f"up:{name}" in s.lanes and s.op == "net.push")
+    yield Event(EXCHANGE, own[coded].bucket, own[coded].end_s, end_s, nbytes)
+    yield _event(own[decoded])
+    yield from (_event(s)._replace(op="node.broadcast") for s in own[decoded + 1 :])
+
+
+def _event(span: Span) -> Event:
+    return Event(span.op, span.bucket, span.start_s, span.end_s, span.nbytes)
+
+
+def _of(lane: str, name: str) -> bool:
+    """Returns True if a simulated lane belongs to the node `name`. For example "cpu:home.1" is a lane of node "home"."""
+    where = lane.partition(":")[2]
+    return where == name or (where.startswith(f"{name}.") and where[len(name) + 1 :].isdigit())

@@ -1,0 +1,71 @@
+"""Checks whether a requested plan still performs as predicted, and reports it if not, but never changes the plan."""
+
+from __future__ import annotations
+
+import logging
+import time
+from statistics import median
+
+from msgspec import structs
+
+from commlayer.engine.job.job import DistributedJob
+from commlayer.observe.prediction_check import PredictionCheck, StalePlan
+from commlayer.records import Plan, Record
+
+REMEDY = 'the requested plan stays in use: create a new one from new measurements of `commlayer profile`, or leave plan out'
+
+
+class StaleState(Record, frozen=True):
+    """What is known about the requested plan and its step times."""
+
+    plan: Plan | None = None
+    check: PredictionCheck | None = None
+    """Comparison of step times with the plan's prediction; None if the plan has no prediction."""
+    recent: tuple[float, ...] = ()
+    """Seconds of the latest steps under the plan, at most three. `check` observes their median."""
+
+
+def decide(state: StaleState, plan: Plan | None, step: int, step_s: float) -> tuple[StaleState, StalePlan | None]:
+    """Compares the time of step number `step` with the plan's prediction. Returns the new state, and a report if the plan is
+    slower or faster than predicted. `plan`: the requested plan in use; None if commlayer chooses the plan.
+
+    A plan's first step is not compared, because part of it ran under another plan. After a report, the reported time becomes
+    the expected one, so that the report is not repeated.
+    """
+    if plan is not state.plan:
+        check = PredictionCheck(plan.step_s) if plan is not None and plan.step_s > 0 else None
+        return StaleState(plan, check), None
+    if state.check is None:
+        return state, None
+    recent = (*state.recent[-2:], step_s)
+    check, stale = state.check.observe(median(recent), step)
+    if stale is not None:
+        check = PredictionCheck(stale.measured_s, usual=True)
+    return structs.replace(state, recent=recent, check=check), stale
+
+
+def watch_of(connection: DistributedJob) -> StalePlanWatch | None:
+    """Returns the observer of requested plans on rank 0; None on other ranks."""
+    return StalePlanWatch(connection) if connection.rank == 0 else None
+
+
+class StalePlanWatch:
+    """Observer that is called after each step and compares step times with the plan's prediction. Warm-up steps are not
+    compared: they send more than the prediction includes."""
+
+    def __init__(self, connection: DistributedJob) -> None:
+        self._connection, self._state, self._ended = connection, StaleState(), 0.0
+
+    def __call__(self) -> None:
+        connection = self._connection
+        step_s = time.perf_counter() - self._ended
+        plan = connection.plan
+        warming = connection.worker.step < plan.warmup
+        self._state, stale = decide(self._state, None if connection.terms.auto or warming else plan, connection.passes, step_s)
+        if stale is not None:
+            if stale.slower:
+                connection.events.append(stale)
+                connection.say(f"{stale.reason}; {REMEDY}")
+            else:
+                connection.say(stale.reason, logging.INFO)
+        self._ended = time.perf_counter()

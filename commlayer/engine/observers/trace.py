@@ -1,0 +1,262 @@
+"""Records a trace of a few steps: predictions and each rank's measurements, in one file that rank 0 writes.
+
+All ranks count steps alike, so they record the same steps. With an automatic plan, only rank 0 knows when the search for a plan
+has ended. Until then rank 0 informs the other ranks after agreed steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import torch
+
+from commlayer.cluster.calls.messages import unpack
+from commlayer.cluster.processes.collectives import gather_bytes
+from commlayer.engine.job.job import DistributedJob, JobContext
+from commlayer.engine.observers.observers import Observer, ObserverOrder, Observers
+from commlayer.engine.observers.predicted_trace import Prediction, origins, predict
+from commlayer.engine.worker.worker import Worker
+from commlayer.errors import CommError, CorruptFrame, InvalidInput
+from commlayer.observe.step_trace import (
+    NO_BUCKET,
+    STEP,
+    Comparison,
+    Event,
+    RecordedStep,
+    Seen,
+    by_lane,
+    rows_of,
+    write_trace,
+)
+from commlayer.records import Plan, digest
+
+log = logging.getLogger("commlayer")
+STEPS = 3
+WARM_STEPS = 2
+"""Number of first steps that are not traced: they find thresholds and allocate buffers, so their times are not typical."""
+LATEST_STEP = 200
+"""Number of steps after which a trace starts even if the search for a plan has not ended."""
+MOST_GAP = 16
+"""Largest number of steps between two checks whether the search for a plan has ended."""
+STEP_NBYTES, BUCKET_NBYTES, TENSOR_NBYTES = 64 << 10, 8 << 10, 64
+"""Largest size of a recorded step: for itself, for each bucket with some 10 events of 80 bytes in every round, and for each
+tensor."""
+APART = 1.05
+"""Distance between two steps in the drawing, in units of the longest step, predicted or measured."""
+
+
+def trace_once(connection: JobContext, observers: Observers, file: str, *, planning: bool) -> None:
+    """Starts a trace when the plan is final, if `file` is not empty. `planning`: True while commlayer is still searching for a
+    plan."""
+    if file and (why := _untraceable(connection)):
+        log.warning("no trace in %s: %s", file, why)
+    elif file and isinstance(connection, DistributedJob):
+        Tracer(connection, observers, Path(file), STEPS, planning=planning, warm=WARM_STEPS)
+
+
+def trace(connection: JobContext, observers: Observers, path: Path, steps: int) -> None:
+    if steps < 1:
+        raise InvalidInput("E-TRACE", f"steps: got {steps}, but it must be 1 or more")
+    why = _untraceable(connection)
+    if why or not isinstance(connection, DistributedJob):
+        raise InvalidInput("E-TRACE", f"there is nothing to trace: {why}")
+    Tracer(connection, observers, path, steps, planning=False, warm=0)
+
+
+def _untraceable(connection: JobContext) -> str:
+    """Returns the reason why a trace would record nothing in this job; "" if it would record steps."""
+    if not isinstance(connection, DistributedJob):
+        return "this process trains alone"
+    if connection.local is not None or connection.plan.local_steps > 1:
+        return "the plan has local steps, in which no step sends its own gradients"
+    return ""
+
+
+class Tracer:
+    """Records one trace, from its construction until the file is written."""
+
+    def __init__(
+        self, connection: DistributedJob, observers: Observers, path: Path, steps: int, *, planning: bool, warm: int,
+    ) -> None:
+        self._connection, self._observers, self._path, self._wanted = connection, observers, path, steps
+        self._before, self._planning, self._ask = connection.exchanges, planning, WARM_STEPS
+        self._first = warm
+        """Number of steps after which recording starts at the earliest."""
+        self._steps: list[RecordedStep] = []
+        self._latest: RecordedStep | None = None
+        """The last recorded step, until it is known whether to keep the record. Only steps in which all ranks have a batch are
+        kept (uneven_inputs.py)."""
+        self._recording: Worker | None = None
+        self._plan: Plan | None = None
+        observers.add(Observer(ObserverOrder.TRACE, self, self._after_step))
+        connection.on_close.append(self._ended)
+        self._look()
+
+    @property
+    def _done(self) -> int:
+        return self._connection.exchanges - self._before
+
+    def _after_step(self) -> None:
+        try:
+            self._look()
+        except CommError as error:
+            self._connection.broke(error)
+
+    def _ended(self) -> None:
+        if self in self._observers.at(ObserverOrder.TRACE) and self._connection.rank == 0:
+            log.warning("no trace in %s: the job ended after %d steps, before %d steps were recorded", self._path,
+                        self._done, self._wanted)
+
+    def _look(self) -> None:
+        if self._recording is None:
+            if self._done >= self._first and self._stands():
+                self._begin()
+        elif self._connection.plan is not self._plan:
+            self._plan = self._connection.plan
+            self._steps.clear()
+            self._latest = None
+        elif self._latest is not None:
+            self._steps.append(self._latest)
+            self._latest = None
+        if len(self._steps) >= self._wanted:
+            self.end()
+            self._observers.remove(self)
+            self._write(self._steps[: self._wanted])
+
+    def end(self) -> None:
+        if self._recording is not None:
+            self._recording.recorder.unfollow(self._take)
+
+    def _begin(self) -> None:
+        self._recording, self._plan = self._connection.worker, self._connection.plan
+        self._recording.recorder.follow(self._take)
+
+    def _take(self, step: RecordedStep) -> None:
+        self._latest = step
+
+    def _stands(self) -> bool:
+        """Returns True if the current plan is to be traced. Rank 0 decides for all ranks."""
+        if not self._planning or not self._connection.terms.auto:
+            return True
+        if self._done < self._ask:
+            return False
+        self._ask = self._done + min(self._done, MOST_GAP)
+        groups = self._connection.groups
+        word = torch.tensor([self._connection.terms.basis is not None], dtype=torch.int64, device=groups.device)
+        groups.broadcast_all(word).wait(time.monotonic() + groups.timeout_s)
+        return bool(word) or self._done >= LATEST_STEP
+
+    def _write(self, steps: Sequence[RecordedStep]) -> None:
+        """Gathers the steps of all ranks, and writes the file on rank 0. A file that cannot be written does not end the
+        training."""
+        connection = self._connection
+        gathered = gather_steps(connection, steps)
+        if connection.rank != 0:
+            return
+        try:
+            comparison = write(connection, self._path, gathered, self._done - len(steps))
+        except OSError as error:
+            log.warning("the trace could not be written: %s", error)
+            return
+        log.info("traced %d steps to %s%s", len(steps), self._path, f"; {comparison.note}" if comparison.note else "")
+
+
+def gather_steps(connection: DistributedJob, steps: Sequence[RecordedStep]) -> list[list[RecordedStep]]:
+    most_nbytes = len(steps) * (STEP_NBYTES + BUCKET_NBYTES * len(connection.plan.buckets)
+                                + TENSOR_NBYTES * len(connection.worker.job.tensors))
+    rows = gather_bytes(connection.groups, zlib.compress(msgspec.msgpack.encode(steps)), most_nbytes, "a trace")
+    return [_decode_steps(row, most_nbytes, len(steps), len(connection.plan.buckets), connection.called(rank))
+            for rank, row in enumerate(rows)]
+
+
+def _decode_steps(row: bytes, most_nbytes: int, count: int, buckets: int, peer: str) -> list[RecordedStep]:
+    """Returns the steps that a rank recorded. Raises CorruptFrame, which names the rank, if they are malformed."""
+    try:
+        data = zlib.decompressobj().decompress(row, max(1, most_nbytes))
+    except zlib.error as error:
+        raise CorruptFrame(f"sends a trace that is malformed: {error}", peer=peer) from None
+    steps = unpack(data, list[RecordedStep], peer, "a trace")
+    if len(steps) != count or any(not {"backward", "end"} <= step.marks.keys() for step in steps) or not all(
+            NO_BUCKET <= event.bucket < buckets for step in steps for event in step.events):
+        raise CorruptFrame(f"sends a trace of {len(steps)} steps with other buckets or marks than those of {count} steps here",
+                           peer=peer)
+    return steps
+
+
+def write(connection: DistributedJob, path: Path, ranks: Sequence[Sequence[RecordedStep]], first_step: int) -> Comparison:
+    plan = connection.plan
+    nodes = connection.world // plan.ranks_per_node
+    prediction, note = _predicted(connection, nodes)
+    origin = origins(connection.terms.basis.plan) if prediction and connection.terms.basis else [b.id for b in plan.buckets]
+    seen = [
+        Seen(rank // plan.ranks_per_node, [[*_events(step, origin)] for step in steps]) for rank, steps in enumerate(ranks)
+    ]
+    by_node = prediction.by_node if prediction else {}
+    comparison = Comparison(_name(connection, plan), first_step, len(ranks[0]), len(ranks), nodes, rows_of(seen, by_node), note)
+    write_trace(path, _tracks(seen, prediction, comparison.steps), comparison)
+    return comparison
+
+
+def _name(connection: DistributedJob, plan: Plan) -> str:
+    """Returns the digest of the plan that users know: that of the file from `plan create`, or the one in the log."""
+    basis = connection.terms.basis
+    return digest(plan if connection.terms.auto or basis is None else basis.plan)
+
+
+def _predicted(connection: DistributedJob, nodes: int) -> tuple[Prediction | None, str]:
+    if connection.terms.basis is None:
+        return None, "no prediction: the inputs of the plan are not known"
+    try:
+        prediction = predict(connection.terms.basis)
+    except ValueError as error:
+        return None, f"no prediction: {error}"
+    if len(prediction.by_node) != nodes:
+        return None, f"no prediction: the plan was made for {len(prediction.by_node)} nodes, but this job has {nodes}"
+    return prediction, ""
+
+
+def _events(step: RecordedStep, origin: Sequence[int]) -> Iterator[Event]:
+    """Yields the events of a recorded step in the form in which they are compared: with computation and the step itself, and
+    with bucket ids as before lowering (the division of the plan into executable buckets)."""
+    backward_s = step.marks["backward"]
+    first_s = min(step.ready.values(), default=backward_s)
+    yield Event("forward", NO_BUCKET, 0.0, first_s)
+    yield Event("backward", NO_BUCKET, first_s, backward_s)
+    yield from (event._replace(bucket=origin[event.bucket]) for event in step.events)
+    yield Event(STEP, NO_BUCKET, 0.0, step.marks["end"])
+
+
+def _tracks(seen: Sequence[Seen], prediction: Prediction | None, steps: int) -> Mapping[str, Mapping[str, Sequence[Event]]]:
+    """Returns the tracks of the drawing: for each node the prediction, below it the measurements of its ranks; at the end the
+    simulated lanes."""
+    longest = [max(e.end_s for e in events) for rank in seen for events in rank.steps]
+    longest += [max(e.end_s for e in events) for events in prediction.by_node.values()] if prediction else []
+    at_s = [APART * max(longest) * number for number in range(steps + 1)]
+    begins = [begin for begin, _ in pairwise(at_s)]
+    tracks: dict[str, Mapping[str, Sequence[Event]]] = {}
+    for node in sorted({s.node for s in seen}):
+        if prediction:
+            tracks[f"predicted, node {node}"] = by_lane(_laid([prediction.by_node[node]] * steps, begins))
+        for rank, each in enumerate(seen):
+            if each.node == node:
+                tracks[f"measured, rank {rank} on node {node}"] = by_lane(_laid(each.steps, begins))
+    if prediction:
+        lanes: dict[str, list[Event]] = {}
+        for span in prediction.timeline.spans:
+            for lane in span.lanes:
+                event = Event(span.op, span.bucket, span.start_s, span.end_s, span.nbytes)
+                lanes.setdefault(lane, []).extend(_laid([[event]] * steps, begins))
+        tracks["predicted, lanes"] = dict(sorted(lanes.items()))
+    return tracks
+
+
+def _laid(steps: Sequence[Sequence[Event]], begins: Sequence[float]) -> Iterator[Event]:
+    for begin_s, events in zip(begins, steps, strict=True):
+        for event in events:
+            yield event._replace(start_s=begin_s + event.start_s, end_s=begin_s + event.end_s)

@@ -1,0 +1,199 @@
+"""A bucket's exchange with the server that sums it: encode, send, receive, decode, on two lanes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket
+from commlayer.engine.buckets.current_step import BROKEN, Step
+from commlayer.engine.paths.lanes import Lane, Urgency
+from commlayer.engine.paths.staging import Staging
+from commlayer.errors import CorruptFrame, DeadlineExceeded
+from commlayer.observe.step_trace import EXCHANGE
+from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Transport, key, peer_name
+
+AGAIN = 1 << 30
+"""Number added to the position of a bucket that is encoded again, so that the bucket follows all buckets that have not been
+encoded yet."""
+Fill = Callable[[EncodedBucket], float]
+"""Function that fills a bucket's send buffer on the encode lane, and sets weight and used slices. It returns the
+time.perf_counter() when it began to fill."""
+
+
+class _Running(NamedTuple):
+    """A bucket whose exchange is running, and the function to call when its sum is in the receive buffer."""
+
+    bucket: EncodedBucket
+    done: Callable[[EncodedBucket], None]
+    urgency: Urgency
+    """Priority on both lanes and on the network; smaller tuples come first."""
+
+
+class ServerExchange:
+    """Exchanges one worker's buckets with all servers: encode, send, receive, decode, on two lanes."""
+
+    def __init__(
+        self, step: Step, transport: Transport, recycle: Callable[[memoryview], None], staging: Staging
+    ) -> None:
+        """`recycle` receives the buffers of decoded results for reuse."""
+        self._step, self._transport, self._recycle, self._staging = step, transport, recycle, staging
+        self._encode = Lane("encode", step.latch)
+        self._decode = Lane("decode", step.latch)
+        self._stalled: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    def put(
+        self, bucket: EncodedBucket, fill: Fill, done: Callable[[EncodedBucket], None], *, in_order: bool = False,
+    ) -> None:
+        """Queues a bucket for its exchange. Buckets that the next forward pass needs first are encoded first. `done` is called
+        on the decode lane.
+
+        `in_order`: encodes in the order of the calls of `put`. All ranks of a node then use the same order, because `fill`
+        calls collectives of the node.
+        """
+        run = _Running(bucket, done, () if in_order else (self._step.number, bucket.order))
+        self._encode.put(lambda: self._push(run, fill), run.urgency)
+
+    def _push(self, run: _Running, fill: Fill) -> None:
+        """Fills and encodes a bucket and sends its payload. Runs on the encode lane."""
+        step, bucket = self._step, run.bucket
+        if step.error is not None:
+            return
+        with self._staging.lane(bucket):
+            begin = fill(bucket)
+            broken = math.isnan(bucket.exchange.weight)
+            if bucket.means and not broken:
+                bucket.to_mean()
+            self._staging.to_host(bucket)
+            nbytes = bucket.encode()
+        if broken:
+            self._give_up(run)
+            return
+        step.counters.coded(encode_s=time.perf_counter() - begin)
+        if step.recorder.on:
+            step.recorder.add(f"encode@{bucket.coder.place}", bucket.id, begin, nbytes)
+        self._send(run, 0, bucket.coder.payload[:nbytes], Flag.MEAN if bucket.means else Flag.NONE)
+
+    def _give_up(self, run: _Running) -> None:
+        """Sends an abort instead of the payload, because a rank of this node has aborted the step. The bucket is encoded and
+        rolled back nevertheless, as on ranks that do not know of the abort. So counters and shared random numbers of codecs
+        stay equal on all ranks."""
+        run.bucket.exchange.weight = 0.0
+        self._send(run, 0, f"{peer_name(self._step.rank)}: {BROKEN}".encode(), Flag.ABANDON)
+
+    def _send(self, run: _Running, r: int, body: memoryview | bytes, flags: int = Flag.NONE) -> None:
+        step, bucket, exchange = self._step, run.bucket, run.bucket.exchange
+        server = SERVER_BASE + bucket.planned.server
+        undone = bucket.ledger.report()
+        exchange.reported |= undone
+        header = Header(
+            Kind.PUSH, step.generation, exchange.step, bucket.id, round=r, codec=bucket.codec.id, sender=step.rank,
+            order=bucket.order, flags=flags, weight=exchange.weight, used=exchange.used,
+            total=exchange.total if bucket.in_means else 0.0, undone=undone,
+        )
+        begin = time.perf_counter()
+        answer = self._transport.recv(server, key(header._replace(kind=Kind.RESULT)))
+        answer.on_done(lambda handle: self._answered(run, r, handle, begin))
+        step.counters.carried(len(body), 0)  # counted before sending, because the step can end right after it
+        self._transport.send(server, header, body).on_done(self._sent)
+
+    def _sent(self, handle: Handle) -> None:
+        if (error := handle.error()) is not None:
+            self._step.latch(error)
+
+    def _answered(self, run: _Running, r: int, handle: Handle, begin: float) -> None:
+        """Queues the decoding of a server's reply, or another encoding. Runs on a receiver thread, so it does no other work."""
+        if (error := handle.error()) is not None:
+            self._step.latch(error)
+            return
+        self._step.recorder.add(EXCHANGE, run.bucket.id, begin)
+        if handle.message().header.flags & Flag.AGAIN:
+            # It follows all buckets that are not encoded yet. Otherwise network timing would decide which of them use the new
+            # weight.
+            urgency = run.urgency and (run.urgency[0], AGAIN + run.urgency[1])
+            self._encode.put(lambda: self._code_again(run, handle.message().header.weight), urgency)
+        else:
+            self._decode.put(lambda: self._take(run, r, handle), run.urgency)
+
+    def _code_again(self, run: _Running, total: float) -> None:
+        """Encodes a bucket again, because the total weight of all workers differs from this worker's assumption. Runs on the
+        encode lane."""
+        if self._step.error is not None:
+            return
+        self._step.units.receive(total)
+        with self._staging.lane(run.bucket):
+            nbytes = run.bucket.restart(total)
+        self._send(run, 0, run.bucket.coder.payload[:nbytes], Flag.AGAIN)
+
+    def _take(self, run: _Running, r: int, handle: Handle) -> None:
+        """Decodes a server's reply, and sends the codec's next round if there is one. Runs on the decode lane."""
+        step, bucket, exchange = self._step, run.bucket, run.bucket.exchange
+        if step.error is not None:
+            return
+        begin = time.perf_counter()
+        message = handle.message()
+        nbytes = len(message.body)
+        step.counters.carried(0, nbytes)
+        last, kept = r + 1 == len(bucket.codec.rounds), False
+        if message.header.flags & Flag.ABANDON:
+            exchange.abandoned, exchange.weight, exchange.finite = str(message.body, "utf-8", "replace"), math.nan, False
+            self._finished(run)
+            return
+        try:
+            if last:
+                with self._staging.way_back(bucket):
+                    kept = bucket.decode(message.body)
+                exchange.weight, exchange.used = message.header.weight, message.header.used
+            else:
+                next_nbytes = bucket.coder.next(r, message.body)
+        except CorruptFrame as error:
+            raise error.located(peer=peer_name(message.peer), step=exchange.step, bucket=bucket.id) from None
+        if not kept:
+            self._recycle(message.body)
+        step.counters.coded(decode_s=time.perf_counter() - begin)
+        if step.recorder.on:
+            step.recorder.add(f"decode@{bucket.coder.place}", bucket.id, begin, nbytes)
+        if last:
+            self._staging.to_device(bucket)
+            self._finished(run)
+        else:
+            self._send(run, r + 1, bucket.coder.payload[:next_nbytes])
+
+    def _finished(self, run: _Running) -> None:
+        run.bucket.exchange.answered = True
+        run.done(run.bucket)
+
+    def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
+        """Stores a server's report that the server waits for the workers `missing`, for one bucket and step."""
+        self._stalled[bucket] = step, missing
+
+    def overdue(self, bucket: WorkerBucket) -> DeadlineExceeded:
+        """Creates the deadline error of a bucket. It names the peer that caused the delay."""
+        begun = bucket.exchange.started
+        error = partial(DeadlineExceeded, step=bucket.exchange.step if begun else self._step.number, bucket=bucket.id)
+        server = peer_name(SERVER_BASE + bucket.planned.server)
+        if not begun:
+            return error("the bucket was not summed inside the node before the deadline", peer="a rank of this node")
+        if (names := self.awaited(bucket)) != (server,):
+            return error(f"sent no contribution to the bucket before the deadline ({server} waits "
+                         "for it)", peer=", ".join(names))
+        return error("sent no result of the bucket before the deadline", peer=server)
+
+    def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
+        """Returns the names of the workers that have not contributed to a bucket, if the bucket's server has reported any; else
+        the server's name."""
+        stalled_step, missing = self._stalled.get(bucket.id, (bucket.exchange.step, ()))
+        if stalled_step == bucket.exchange.step and missing:
+            return tuple(map(peer_name, missing))
+        return (peer_name(SERVER_BASE + bucket.planned.server),)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Returns True if both lanes finished their work within `timeout_s` seconds each."""
+        return self._encode.drain(timeout_s) and self._decode.drain(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        self._encode.close(timeout_s)
+        self._decode.close(timeout_s)

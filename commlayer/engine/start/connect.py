@@ -1,0 +1,253 @@
+"""Starts training on one rank: chooses the plan, starts or finds the servers, registers with the coordinator, and connects."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import torch
+
+from commlayer import records
+from commlayer.cluster.calls import messages
+from commlayer.cluster.processes.child_processes import EmbeddedServer
+from commlayer.cluster.processes.collectives import Groups
+from commlayer.cluster.processes.process_groups import Members
+from commlayer.cluster.processes.rows import RowChannel
+from commlayer.cluster.servers import uplink
+from commlayer.cluster.servers.uplink import Uplink, leave_job
+from commlayer.compressors import kernels
+from commlayer.config import (
+    Config,
+    codec_threads,
+    is_loopback,
+    notice_s,
+    reconnect_window_s,
+    verdict_s,
+)
+from commlayer.engine.epochs.membership_change import MembershipChange, forbidding, unfit
+from commlayer.engine.epochs.replica import Replica
+from commlayer.engine.job.job import DistributedJob, JobContext, WaitsFor
+from commlayer.engine.job.plan_agreement import agreed_plan, check_plan, from_rank_0
+from commlayer.engine.job.plan_terms import PlanTerms
+from commlayer.engine.job.run_events import check_folder
+from commlayer.engine.model.alignment import align as align_tensors
+from commlayer.engine.model.optimizer_state import OptimizerMemory
+from commlayer.engine.start import plan_choice
+from commlayer.engine.start.interrupted import print_one_line
+from commlayer.engine.start.joining import enter
+from commlayer.engine.start.rendezvous import HEARD_S, Rendezvous, Start, compared
+from commlayer.engine.sync.sync_modes import Forbids, RequestedModes, with_modes
+from commlayer.errors import InvalidInput
+from commlayer.planner import tensors as float64
+from commlayer.planner.plan_rules import late_and_sparse, summary_of
+from commlayer.planner.tables import learning_rows
+from commlayer.records import Job, Plan
+from commlayer.transport import secret
+
+
+def connect(
+    job: Job, device: torch.device, start: Start, memory: OptimizerMemory, *, plan: Plan | Path | str, config: Config,
+    align: Sequence[torch.Tensor] = (), forbids: Forbids = lambda _: "", requested: RequestedModes = RequestedModes(),
+    must: Mapping[str, str] | None = None, settings: Mapping[str, str] | None = None, replica: Replica | None = None,
+) -> JobContext:
+    """Connects this rank to the job that the environment names. All ranks call it together, inside `start`. Returns a
+    DistributedJob if there are other ranks.
+
+    `must`: further values that must be the same on all ranks. `settings`: settings of optimizers, which can differ between
+    ranks if drift="warn". `forbids` returns why a plan cannot use a sync mode (sync_modes.py). `replica`: sends this rank's
+    state to workers that join later, or receives it if this rank joins; None: workers cannot leave or join.
+    """
+    kernels.choose(config.backend)
+    check_folder(config)
+    must = {"plan": "a plan" if isinstance(plan, Plan | Path) else plan, "sync": str(requested), **(must or {})}
+    met = start.meet(config, job=job, must=must, settings=settings or {}, matched=memory.matched)
+    # Child processes of this rank's servers get the same limit.
+    placed = met.launch._replace(local_world=met.local_world)
+    config = msgspec.structs.replace(config, codec_threads=codec_threads(config, placed))
+    kernels.threads(config.codec_threads)
+    terms = PlanTerms(requested, forbids, auto=plan == "auto" and not requested.updates, optimizer=memory.family,
+                      max_loss=config.max_loss, loss=config.loss, learning=config.learning)
+
+    if met.members is None:
+        if config.join:
+            raise InvalidInput("E-PROCESS-GROUP", f"join: got {config.join}, but this process has no other ranks: start the "
+                                                  "script with torchrun or `commlayer join`, or leave join out")
+        settled = plan_choice.settle(plan, job, config, 1, 1, requested=requested, optimizer=memory.family)
+        settled = with_modes(settled, requested)
+        # A single process also reports an error in the plan, but ignores the plan's number of nodes.
+        nodes = max((len(b.by_node) for b in settled.buckets), default=0)
+        check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
+        alone = JobContext(terms, logs=met.logs)
+        alone.stream.open(config, rank=0, world=1, run=secrets.token_hex(8), host=socket.gethostname())
+        if config.events:
+            alone.open()
+        return alone
+    silent_s = max(config.dead_after_s, reconnect_window_s(config)) if config.join else config.dead_after_s
+    waits = WaitsFor(notice_s(config), verdict_s(config), config.deadline_s, silent_s)
+    if met.launch.joins >= 0:
+        context = _enter(terms, job, device, met, config, replica, memory, waits, compared(must, config))
+    else:
+        context = _begin(terms, job, device, met, met.members, config, replica, memory, waits, plan, align,
+                         compared(must, config))
+        print_one_line(context.rank)
+    me = next((member for member in context.uplink.view.members if member.rank == context.id), None)
+    context.stream.open(config, rank=context.id, world=context.world, run=context.uplink.view.run,
+                        host="" if me is None else me.certificate or me.name)
+    context.note_plan("start")
+    context.open()
+    return context
+
+
+def _begin(
+    terms: PlanTerms, job: Job, device: torch.device, met: Rendezvous, members: Members, config: Config,
+    replica: Replica | None, memory: OptimizerMemory, waits: WaitsFor, plan: Plan | Path | str,
+    align: Sequence[torch.Tensor], must_match: Mapping[str, str],
+) -> DistributedJob:
+    elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and members.world == met.launch.world
+    per_node = 1 if elastic else met.per_node  # workers leave one by one, so each one exchanges for itself
+    nodes, first = members.world // per_node, members.rank == 0
+    if elastic:
+        terms.forbids = forbidding(terms.forbids)
+    notes = [met.note] if met.note and first else []
+    if met.differs:
+        notes.append(f'{met.differs}; training continues, since drift="warn"')
+    if config.min_workers and not elastic and first:
+        notes.append(f"min_workers={config.min_workers} is ignored, and all ranks must stay: the setting applies to homes "
+                     "(commlayer join) whose workers all train together; other process groups cannot lose a rank")
+    servers: list[EmbeddedServer] = []
+    link: Uplink | None = None
+    with contextlib.ExitStack() as undo:
+        with members.all_there(config.deadline_s):
+            groups = Groups(per_node, config.deadline_s, device, members)
+            undo.callback(groups.close)
+            rows = RowChannel(members, config.deadline_s)
+            undo.callback(rows.close)
+        undo.callback(lambda: leave_job(link, servers, "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s))
+        align_tensors(align, groups, config.deadline_s)
+        terms.basis = plan_choice.basis(plan, notes.append) if first else None
+
+        def settle() -> Plan:
+            made = plan_choice.settle(plan, job, config, members.world, per_node, requested=terms.requested,
+                                      optimizer=memory.family, elastic=elastic)
+            return with_modes(plan_choice.with_server_nodes(made, terms.basis, nodes, notes.append), terms.requested)
+
+        agreed = agreed_plan(settle, groups)
+        if first and (terms.requested.fragments or 1) > agreed.fragments:
+            notes.append(f"{terms.requested}: fragments={terms.requested.fragments} becomes fragments={agreed.fragments}: a "
+                         f"plan cannot have more fragments than buckets ({len(agreed.buckets)})")
+        if elastic and (why := unfit(agreed)):
+            raise InvalidInput("E-PLAN-REFUSED", f"plan: {why}")
+        check_plan(agreed, job, nodes, per_node, device, terms.forbids, reachable=met.reachable)
+        if first:
+            notes += late_and_sparse(agreed, learning_rows(config.learning), memory.family)
+        if first and (note := float64.doubles_notice(job, nodes)):
+            notes.append(note)
+        # Heartbeats are needed even without servers: a broken collective does not show which rank failed.
+        config = _placed(config, met.address, notes.append if first else _not_told)
+        link = _join(job, agreed, groups, servers, config, outbound_only=not met.reachable, elastic=elastic,
+                     must_match=must_match if elastic else {})
+        context = DistributedJob(terms, groups.rank, groups, rows, link, memory, agreed, job, logs=met.logs, waits=waits,
+                                 embedded=servers, matched=met.matched)
+        undo.pop_all()
+    for line in notes:
+        context.say(line)
+    if elastic and replica is not None:
+        context.members = MembershipChange(context, config, met.launch.home, replica)
+    context.log(f"begins with plan {records.digest(agreed)}: {summary_of(agreed)}", event=False)
+    return context
+
+
+def _enter(
+    terms: PlanTerms, job: Job, device: torch.device, met: Rendezvous, config: Config, replica: Replica | None,
+    memory: OptimizerMemory, waits: WaitsFor, must_match: Mapping[str, str],
+) -> DistributedJob:
+    """Registers this worker with a running job, and receives the state of its workers."""
+    if replica is None or not config.min_workers:
+        raise InvalidInput("E-JOIN-ATTACH",
+                           "attach() cannot join a running job in this way: call attach(model, optimizer) in a home "
+                           "(commlayer join), with a server that was started with --min-workers. A communication "
+                           "hook that the script registers is not supported")
+    own = met.launch.joins
+
+    def check(plan: Plan, workers: int) -> None:
+        check_plan(plan, job, workers, 1, device, terms.forbids, reachable=False)
+
+    return enter(terms, job, device, replica, memory, messages.worker_request(
+        job.digest(), own, 0, node=own, outbound_only=True, elastic=True, must_match=must_match,
+        gradients=sum(not tensor.buffer for tensor in job.tensors), tensors=len(job.tensors), elements=job.numel),
+        config, met.launch.home, waits, check, logs=met.logs)
+
+
+def _join(
+    job: Job, plan: Plan, groups: Groups, servers: list[EmbeddedServer], config: Config, *, outbound_only: bool, elastic: bool,
+    must_match: Mapping[str, str],
+) -> Uplink:
+    """Starts this node's servers unless the setting `join` names a coordinator, then registers with the coordinator and
+    connects."""
+    address = config.join
+    if not address:
+        address, token = _start_embedded(plan, groups, servers, config)
+        config = msgspec.structs.replace(config, token=token)
+    return uplink.connect(address, messages.worker_request(
+        job.digest(), groups.rank, groups.world, node=groups.node, plan=records.encode(plan) if groups.rank == 0 else b"",
+        plan_digest=records.digest(plan), outbound_only=outbound_only, elastic=elastic,
+        gradients=sum(not tensor.buffer for tensor in job.tensors), tensors=len(job.tensors), elements=job.numel,
+        must_match=must_match,
+    ), config)
+
+
+def _not_told(_line: str) -> None:
+    """Does nothing with a log line, because rank 0 logs it for all ranks."""
+
+
+def _placed(config: Config, address: str, tell: Callable[[str], None]) -> Config:
+    """Returns settings with `address` as the address on which this node's servers listen, if ranks run on several machines.
+    Servers on loopback serve one machine only."""
+    if not address or config.join or config.advertise or not is_loopback(config.bind):
+        return config
+    tell(f"the servers of this node listen on {address}, the address of this machine on the route to MASTER_ADDR; the setting "
+         "bind overrides it")
+    return msgspec.structs.replace(config, bind=address)
+
+
+def _start_embedded(plan: Plan, groups: Groups, servers: list[EmbeddedServer], config: Config) -> tuple[str, str]:
+    """Starts this node's `commlayer serve` processes and adds them to `servers`. The plan decides on which nodes servers run,
+    otherwise the setting `servers`.
+
+    Returns the coordinator's address and the job's secret, which rank 0 creates and sends to the other ranks.
+    """
+    nodes = groups.world // groups.ranks_per_node
+    config = msgspec.structs.replace(config, node=groups.node)
+    hosts = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
+    mine = [number for number, host in enumerate(hosts) if host == groups.node] if groups.local == 0 else []
+
+    # Servers load codecs, which takes time; a coordinator does not. So the coordinator starts first, and then the servers start
+    # in parallel. A configured port is for the coordinator, and for a server in its process.
+    alone = plan.servers > 1 and not config.port
+
+    def first() -> bytes:
+        number = mine.pop(0) if mine and not alone else None
+        guarded = msgspec.structs.replace(config, token=config.token or secret.new_secret())
+        child = EmbeddedServer.start(guarded, workers=groups.world, servers=plan.servers, number=number)
+        servers.append(child)
+        # The group's store is plain text. With keys, each rank reads the secret from its key folder instead.
+        return f"{child.control} {'' if config.keys else guarded.token}".encode()
+
+    # The child process has the limit join_deadline_s itself, and then reports why it did not start.
+    reply = from_rank_0(first, groups, config.join_deadline_s + HEARD_S).decode()
+    address, _, token = reply.partition(" ")
+    token = token or config.token
+    config = msgspec.structs.replace(config, token=token)
+
+    def start(number: int) -> None:
+        servers.append(EmbeddedServer.start(config, join=address, number=number))
+
+    if mine:
+        with ThreadPoolExecutor(len(mine), "commlayer-start") as starting:
+            list(starting.map(start, mine))
+    return address, token

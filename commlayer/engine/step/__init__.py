@@ -1,0 +1,1 @@
+"""Drives a step: from the backward pass to the optimizer's step and the next forward pass."""

@@ -1,0 +1,257 @@
+"""Decides when local steps are counted and exchanged, by hooks on the model and its optimizer. OuterSteps runs the exchange."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlayer.engine.buckets.current_step import EpochChanged
+from commlayer.engine.guards.step_guard import StepGuard
+from commlayer.engine.hooks.forward_order import before_forward
+from commlayer.engine.job.job import DistributedJob
+from commlayer.engine.job.listeners import EpochListener, ListenerOrder
+from commlayer.engine.model.optimizers import watch
+from commlayer.engine.observers.observers import Observers
+from commlayer.engine.step.update_norms import UpdateNorms
+from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
+from commlayer.engine.worker.plan_handover import owe
+from commlayer.engine.worker.worker import Worker
+from commlayer.optim import OuterSGD
+
+
+class ExchangeSchedule(EpochListener):
+    """Schedule of one attached model's local steps. It does nothing under a plan that averages gradients.
+
+    The schedule counts the optimizer's steps. A step counts from the first backward pass that adds to its gradients, so a step
+    that a GradScaler skips on one rank is counted on that rank, too. A backward pass starts another step if gradients were
+    applied or cleared before it. A step whose gradients come from no backward pass (torch.autograd.grad) is counted when it
+    begins.
+
+    An exchange follows the optimizer's step. If that step was skipped, the exchange runs before the next training forward pass.
+    """
+
+    order = ListenerOrder.SCHEDULE
+
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], buffers: Callable[[], list[torch.Tensor]], *,
+        outer: OuterSGD, connection: DistributedJob, observers: Observers, deadline_s: float, guard: StepGuard,
+        optimizer: Any, merged: Callable[..., None],
+    ) -> None:
+        """`model`: an exchange can run before a training forward pass of this module. `merged`: see OuterSteps.__init__."""
+        self._model, self._parameters, self._buffers = model, parameters, buffers
+        self._outer, self._connection, self._observers, self._deadline_s = outer, connection, observers, deadline_s
+        self._forward: Any = None
+        self._guard, self._optimizer, self._merged = guard, optimizer, merged
+        self._counted = False
+        """True: a step was counted since local steps began."""
+        self._noted = 0, 0
+        """Number of gradients after the last backward pass, and the sum of the versions of these tensors."""
+        guard.local_step = self._local_step
+        self._lengths = UpdateNorms(connection, deadline_s)
+        connection.on_close.append(watch(after=self._after_step))
+        connection.listen(self)
+        self.after_switch()
+
+    @property
+    def local(self) -> OuterSteps | None:
+        return self._connection.local
+
+    def count(self, scale: float, *, adds: bool = True) -> bool:
+        """Counts a backward pass of a loss times `scale` that has just ended. Returns True if the pass belonged to a local
+        step.
+
+        `adds`: True if the pass has added to gradients, False if the script has written them.
+        """
+        if (local := self.local) is None:
+            return False
+        cleared = adds and self._accumulates and self._cleared()
+        if cleared:
+            local.unpaid.take_back()
+        if not self._accumulates or (cleared and not self._guard.inside):
+            self._count(local)
+        local.unpaid.pay(scale)
+        self._noted = self._versions()
+        return True
+
+    def _count(self, local: OuterSteps) -> None:
+        self._counted = True
+        local.count()
+        self._connection.passed()
+        self._guard.exchanged()
+
+    def _local_step(self, counts: bool) -> bool:
+        if (local := self.local) is None:
+            return False
+        if counts:
+            self._count(local)
+            local.unpaid.pay()
+            self._noted = self._versions()  # a closure may clear them
+        elif self._counted:  # otherwise the gradients are averages of the previous plan
+            local.begin()
+        return True
+
+    @property
+    def _accumulates(self) -> bool:
+        """True: the optimizer has not applied the gradients of the last counted step yet."""
+        return self._counted and self._guard.awaits_step(self._optimizer)
+
+    def _versions(self) -> tuple[int, int]:
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        return len(grads), sum(grad._version for grad in grads)
+
+    def _cleared(self) -> bool:
+        """Returns True if gradients were cleared before the last backward pass added to them. Adding increases each tensor's
+        version by one, clearing by one more. Gradients that replace None start at version 0."""
+        count, versions = self._noted
+        return not 1 <= self._versions()[1] - versions <= count
+
+    def _skipped(self) -> bool:
+        """Returns True if the current gradients, which no optimizer step has applied, are missing, zero or not finite. Called
+        before a forward pass."""
+        grads = [grad._values() if grad.is_sparse else grad for p in self._parameters if (grad := p.grad) is not None]
+        largest = [torch.linalg.vector_norm(grad.detach(), math.inf).double() for grad in grads if grad.numel()]
+        return not largest or not 0 < float(torch.stack(largest).max()) < math.inf
+
+    def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if optimizer is self._optimizer:
+            self.catch_up()
+
+    def _before_forward(self, model: nn.Module) -> None:
+        if not model.training or self.local is None or self._guard.inside:
+            return
+        if not self._accumulates:
+            self.catch_up()
+        elif self.local.due and self._skipped():
+            self.local.unpaid.take_back()
+            self.catch_up()
+        elif self._versions()[1] - self._noted[1] >= self._noted[0] and not self._skipped():
+            self._noted = self._versions()  # gradients were clipped or unscaled, not cleared
+
+    def join_round(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Starts local steps on a rank that joins during an exchange of the other ranks. `given`: the state that one of these
+        ranks sent."""
+        if self.local is not None:
+            self.local.join(given)
+            if self.local.tells:
+                self._lengths.agree(self.local.starts)
+
+    def drain(self, deadline_s: float = 0.0) -> None:
+        """Exchanges the weight changes of all local steps since the last exchange. All ranks call it after the same step.
+        `deadline_s`: 0: the usual one, in which a slower rank can take all steps of a round."""
+        self.catch_up()  # other ranks have made this exchange already, if this rank's scaler has skipped the step
+        with self._connection.members.closed_door():
+            deadline_s = deadline_s or self._deadline_s * (1 if self.local is None else self.local.every)
+            if self.local is not None and self.local.drain(self._worker, self._buffers(), deadline_s):
+                self._drained()
+
+    def complete(self) -> None:
+        """Waits for an exchange of weight changes that has begun, and applies it. All ranks call it after the same step."""
+        self.catch_up()
+        if self.local is not None and self.local.under_way:
+            with self._connection.members.closed_door():
+                self.local.settle(self._worker, self._buffers(), self._deadline_s * self.local.every)
+            self._drained()
+
+    def finish(self) -> None:
+        """Exchanges the last steps, if all ranks end after the same step. Where members may leave, others may continue."""
+        self.complete()
+        if not self._connection.elastic:
+            self.drain(self._deadline_s)
+        elif self.local is not None and self.local.behind:
+            self._connection.log(f"the last {self.local.behind} steps were not exchanged: call session.flush() at the end, on "
+                                 "all workers after the same step", logging.WARNING)
+
+    def detach(self) -> None:
+        if self._forward is not None:
+            self._forward.remove()
+            self._forward = None
+
+    def before_switch(self) -> None:
+        self.drain()
+
+    def after_switch(self) -> None:
+        """Starts or ends local steps as the current plan requires. Called when a plan takes effect."""
+        connection = self._connection
+        plan, units = connection.worker.plan, connection.worker.units
+        if not plan.steps_locally:
+            if connection.local is not None:
+                units.weigh(*connection.local.weights.now)
+                owe(connection.worker, connection.local.unpaid.slices)
+                connection.local = None
+                self._lengths.rest()
+                self.detach()
+            return
+        before = 0 if connection.local is None else connection.local.every
+        schedule: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
+        if connection.local is None:
+            weights = StepWeights(units.weight, units.total if units.weight_known else None)
+            connection.local = OuterSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup,
+                                          hold=connection.members.invites, merged=self._merged)
+            connection.local.unpaid.owe(connection.worker.unpaid)
+            self._counted = False
+            self._forward = before_forward(self._model, lambda model, _: self._before_forward(model))
+        if plan.local_steps != before:
+            parts = f" in {plan.fragments} fragments" if plan.fragments > 1 else ""
+            steps = "every step" if plan.local_steps == 1 else f"every {plan.local_steps} steps"
+            connection.log(f"exchanging weight changes {steps}{parts}; outer optimizer: {self._outer}")
+        connection.local.go(plan.local_steps, **schedule, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
+
+    def end_rounds(self) -> None:
+        """Exchanges weight changes until all ranks have those of all local steps: once, or twice if exchanges overlap with
+        steps. All ranks call it after the same step. Unlike in `drain`, new members can join."""
+        while self.local is not None and self.local.behind:
+            self._exchange(self.local)
+
+    def catch_up(self) -> None:
+        if self.local is not None and self.local.due:
+            self._exchange(self.local)
+
+    def _exchange(self, local: OuterSteps) -> None:
+        # The deadline covers all steps between exchanges, because ranks may differ in speed.
+        local.exchange(self._worker, self._buffers(), self._deadline_s * local.every)
+        if (joined := self._connection.joined) is not None and joined.fresh:
+            joined.begun()
+        with contextlib.suppress(EpochChanged):  # observers restart with the remaining ranks
+            for observer in self._observers:
+                begin = time.perf_counter()
+                observer.after_exchange()
+                took_s = time.perf_counter() - begin
+                self._connection.observed_s += took_s
+                for recorder in (local.recorder, self._worker.recorder):
+                    recorder.skip(took_s)
+        if local is self.local and not local.under_way and local.every > 1:
+            self._worker.let_go()
+
+    def _regroup(self) -> Worker:
+        """Switches to the remaining ranks after members have left during an exchange. Returns the worker to use from now on."""
+        self._connection.members.go()
+        if self.local is not None and self.local.tells:
+            self._lengths.agree(self.local.starts)
+        return self._worker
+
+    def after_regroup(self) -> None:
+        """Drops the total weights of earlier steps, which are no longer valid because members have left or joined."""
+        if self.local is not None:
+            self.local.weights.regroup()
+
+    def after_between(self) -> None:
+        """Makes the weights from which the next outer step starts equal on all ranks, after members have left between two
+        exchanges."""
+        if self.local is not None and self.local.tells:
+            self.local.align(self._lengths.agree)
+
+    @property
+    def _worker(self) -> Worker:
+        return self._connection.worker
+
+    def _drained(self) -> None:
+        with contextlib.suppress(EpochChanged):
+            for observer in self._observers:
+                observer.after_drain()

@@ -1,0 +1,440 @@
+"""Implements sync="forward": backward() returns before averages arrive, and each update is applied on arrival. Results are
+bit for bit the same as without overlap.
+
+    hand_in       after backward: `.grad` gets placeholders (pending-gradient marks) that raise if they are used
+    step()        the optimizer applies the averages that have arrived; it keeps its hyperparameters for the others
+    forward       each module waits for its own tensors; the model as a whole waits for tensors of modules that are not called
+    end           when the next backward pass begins: the remaining averages arrive, the step ends, observers read it
+
+If a weight is used outside its module, a deferred tensor (see below) waits for it. hooks/gradient_mark.py handles access to
+pending gradients. Some steps need all averages at once: a loss scaler, a closure, observers of sums or times. Such a step waits
+for them at the end of its backward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlayer.engine.hooks.aliases import gradient_held, hooked_behind_adding, hooked_by_script, weight_held
+from commlayer.engine.hooks.callbacks import weakly
+from commlayer.engine.hooks.forward_order import ModuleHook, before_forward
+from commlayer.engine.hooks.gradient_mark import GradientMark, Marks
+from commlayer.engine.model.optimizers import closure_of, watch
+from commlayer.engine.step.deferred import defer, defer_state, undefer, undefer_state
+from commlayer.engine.step.step_loop import StepLoop
+from commlayer.engine.worker.partial_step import PartialStep
+from commlayer.errors import CommError, InvalidInput, StepAbandoned
+from commlayer.optim.pieces import Group, step_piece, values_of
+
+log = logging.getLogger("commlayer")
+
+
+class PendingStep(PartialStep):
+    """A step whose averages are applied one by one during the next forward pass."""
+
+    def __init__(
+        self, loop: StepLoop, tensors: Sequence[torch.Tensor | None], parameters: Sequence[nn.Parameter],
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(loop.worker, tensors, parameters, loop.deadline_s)
+        self.buffers = buffers
+        self.later: dict[int, Group] = {}
+        """Maps the number of each parameter that is not updated yet to the hyperparameters of the optimizer step that will
+        update it."""
+        self.held: list[int] = []
+        """Numbers of the parameters that the running optimizer step must skip, because their averages have not arrived."""
+        self.stepped: set[int] = set()
+        self.gone: set[int] = set()
+        """Numbers of the parameters whose averages the script cleared before an optimizer step, or which are not finite."""
+        self.passed_over = False
+        """True: some averages were not applied because they are not finite."""
+        self.after: list[Callable[[], None]] = []
+        """Functions to call at the end of the step, because `then` was called during it."""
+
+
+class ForwardOverlap:
+    """Overlaps the exchanges of one attached module with its next forward pass. At most one step's exchange is running."""
+
+    def __init__(
+        self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, scaler: Any,
+        loop: StepLoop, buffers: Callable[[], Sequence[torch.Tensor]], written: Callable[[], None], *, clips: bool,
+    ) -> None:
+        """`named`: the parameters with their names, in the order of their numbers. `clips`: True if the optimizer's step begins
+        with clipping by the norm of all gradients."""
+        self._parameters = [p for _, p in named]
+        # If the user did not ask for this overlap, the script may use gradients as under any other plan.
+        self._waits = loop.connection.terms.requested.overlap != "forward"
+        self._marks = Marks(named, self._final if self._waits else None)
+        self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
+        self._optimizer, self._scaler, self._loop, self._written, self._clips = optimizer, scaler, loop, written, clips
+        self._lock = threading.RLock()
+        self._out: PendingStep | None = None
+        self._stepping = self._unobserved = self._shared = False
+        self._said: set[str] = set()
+        self._error: CommError | None = None
+        self._seen: set[int] = set()
+        """Numbers of the tensors in modules that were called since the last call of the complete model."""
+        self._whole_called = False
+        self._handles: list[Any] = []
+        self._hook(model, buffers())
+
+    def _hook(self, model: nn.Module, buffers: Sequence[torch.Tensor]) -> None:
+        numbers = self._numbers | {id(b): len(self._parameters) + i for i, b in enumerate(buffers)}
+        for module in model.modules():
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if (tensor_numbers := [numbers[id(tensor)] for tensor in tensors if id(tensor) in numbers]) and module is not model:
+                hook = ModuleHook(partial(self._before_module, tensor_numbers), compiled=False)
+                self._handles.append(before_forward(module, hook, prepend=True))
+        # Compiled code calls no module hooks, so its tensors are waited for before it runs.
+        model_hook = ModuleHook(torch.compiler.disable(partial(self._before_model, set(numbers.values()))), compiled=True)
+        self._end_watch = watch(self._before_step, self._after_step)
+        self._handles += [
+            before_forward(model, model_hook, prepend=True),
+            *(p.register_hook(partial(self._before_adding, p)) for p in self._parameters),
+            self._optimizer.register_state_dict_pre_hook(lambda _: self._finish_updates()),
+            self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._finish_updates()),
+        ]
+
+    # ---- after the backward pass
+
+    def takes(self) -> bool:
+        """Returns True if the step whose backward pass has just ended can overlap with the next forward pass."""
+        if self._scaler is not None and self._scaler.is_enabled():
+            return self._not("a GradScaler needs all gradients to decide whether to skip a step")
+        if self._stepping:
+            return self._not("the optimizer's closure needs its gradients at once")
+        return not self._loop.looked_at
+
+    def _not(self, why: str) -> bool:
+        if why not in self._said:
+            self._said.add(why)
+            log.warning("sync='forward' has no effect in this step: %s, so backward() waits for the averages", why)
+        return False
+
+    def hand_in(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Starts to exchange all gradients and buffers, without waiting. Replaces `.grad` by placeholders."""
+        with self._lock:
+            for p, mark in zip(self._parameters, self._marks, strict=True):
+                if p.dtype != mark.dtype:
+                    raise InvalidInput("E-MODEL-CHANGED",
+                                       f"parameter {mark.owner} has dtype {p.dtype}, but had {mark.dtype} when the model was "
+                                       "attached: sync='forward' does not support this change; convert the model before "
+                                       "attach()")
+            # The condition can differ between ranks. A step completed here is still observed at the same point as on other
+            # ranks.
+            finish = self._waits and (self._shared or any(p.grad is None or hooked_behind_adding(p) for p in self._parameters))
+            self._shared = False
+            # The exchange reads and writes detached aliases of the buffers, because use of an alias does not wait.
+            tensors = [*(p.grad for p in self._parameters), *(b.detach() for b in buffers)]
+            self._loop.hand_in(tensors)
+            self._out = PendingStep(self._loop, tensors, self._parameters, buffers)
+            for p, mark in zip(self._parameters, self._marks, strict=True):
+                p.grad = mark.fresh()
+            for number, buffer in enumerate(buffers, len(self._parameters)):
+                defer(buffer, weakly(self._need, (number,)))
+            if finish:
+                self.end()
+
+    # ---- the optimizer's step
+
+    def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if optimizer is not self._optimizer:
+            return
+        with self._lock:
+            self._stepping = True
+            try:
+                if self._out is not None:
+                    self._hold(self._out, args, kwargs)
+            except BaseException:
+                self._stepping = False  # the step will not run
+                raise
+            undefer_state(self._optimizer)
+
+    def _hold(self, out: PendingStep, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Writes the averages that have arrived, and makes the optimizer skip all other parameters."""
+        out.held = []
+        closure = closure_of(args, kwargs)
+        if out.later or self._clips or closure is not None or hooked_by_script(self._optimizer):
+            self._take(out, out.wait_all)
+            self._keep_from_step(out)
+            return
+        self._take(out, out.arrived)
+        self._keep_from_step(out)
+        numbered = [*enumerate(zip(self._parameters, self._marks, strict=True))]
+        # This precedes the next loop, because the wait can receive further averages.
+        if zeroed := [number for number, (p, mark) in numbered if p.grad is mark and mark.zeroed]:
+            self._take(out, partial(out.wait, zeroed))
+        # The optimizer applies nothing for zeroed gradients, but does step gradients that the script replaced.
+        out.gone -= {number for number, (p, mark) in numbered if p.grad is not None and not mark.zeroed}
+        for number, (p, mark) in numbered:
+            if p.grad is mark:
+                out.held.append(number)
+                p.grad = None
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if optimizer is not self._optimizer:
+            return
+        with self._lock:
+            self._stepping = False
+            if (out := self._out) is None:
+                return
+            withheld, out.held = set(out.held), []
+            out.stepped.update(number for number, p in enumerate(self._parameters)
+                               if number not in withheld and number not in out.gone and p.grad is not None)
+            exposed = []
+            for group in optimizer.param_groups:
+                numbers = withheld.intersection(self._numbers.get(id(p), -1) for p in group["params"])
+                values = values_of(group) if numbers else {}
+                for number in sorted(numbers):
+                    out.later[number] = values
+                    self._parameters[number].grad = self._marks[number]
+                    if weight_held(self._parameters[number]) or not defer(
+                            self._parameters[number], weakly(self._need, (number,))):
+                        exposed.append(number)
+            if not self._whole_called:
+                exposed += sorted(withheld - self._seen)
+            self._whole_called = False
+            self._need(exposed)
+            if out.later:
+                defer_state(self._optimizer, weakly(self._finish_updates))
+
+    # ---- the forward pass
+
+    def _before_module(self, numbers: Sequence[int]) -> None:
+        self._seen.update(numbers)
+        if self._out is not None:
+            self._need(numbers)
+
+    def _before_model(self, numbers: set[int]) -> None:
+        unseen, self._seen, self._whole_called = numbers - self._seen, set(), True
+        if self._out is not None:
+            self._need(sorted(unseen))
+
+    def _need(self, numbers: Iterable[int]) -> None:
+        """Waits for the averages of tensors that are about to be used, and applies their updates. `numbers`: the tensors'
+        numbers."""
+        with self._lock:
+            if self._out is None:
+                return
+            out = self._out
+            # A result that arrived before an error has been written but not applied. Waiting for it raises that error.
+            wanted = [n for n in numbers if n in out.later or (n >= len(self._parameters) and not out.complete(n))]
+            if wanted:
+                self._take(out, partial(out.wait, wanted), quietly=True)
+            self._end_if_over()
+
+    def _finish_updates(self) -> None:
+        """Waits until all weights and buffers contain the last step's updates."""
+        if (out := self._out) is not None:
+            self._need([*out.later, *range(len(self._parameters), len(out.averages))])
+
+    # ---- the end of a step
+
+    def _before_adding(self, p: torch.Tensor, _gradient: torch.Tensor) -> None:
+        """Ends the previous step when a backward pass is about to add its first gradient. Called by gradient hooks."""
+        if self._out is not None or self._unobserved:
+            self.look()
+        if self._waits and not self._shared:
+            self._shared = gradient_held(p)
+
+    def look(self) -> None:
+        """Ends the previous step and lets observers read its gradients and times."""
+        with self._lock:
+            self.end(quietly=True)
+            if self._unobserved:
+                self._unobserved = False
+                self._loop.observe(between=False)
+
+    def end(self, *, quietly: bool = False) -> bool:
+        """Ends the running step: waits for its averages that have not arrived, and applies them. Returns True if a step was
+        running. `quietly`: as in `_take`."""
+        with self._lock:
+            if (out := self._out) is None:
+                return False
+            self._take(out, out.wait_all, quietly=quietly)
+            if self._out is not None:
+                self._end(out)
+            return True
+
+    def _final(self, number: int, mark: GradientMark) -> torch.Tensor:
+        """Returns a gradient that the script reads. If the average for this gradient has not arrived, the step is completed
+        first."""
+        with self._lock:
+            if self._out is not None and not self._out.complete(number) and (
+                    mark is self._marks[number] or mark.value is self._out.averages[number]):
+                self.end()
+        p = self._parameters[number]
+        gradient = p.grad if mark.value is None else mark.value
+        return torch.zeros_like(p) if gradient is None or gradient is mark else gradient
+
+    def _end_if_over(self) -> None:
+        if self._out is not None and self._out.over and not self._stepping:
+            self._end(self._out)
+
+    def _end(self, out: PendingStep) -> None:
+        worker = self._loop.worker
+        with torch.inference_mode(mode=False):
+            out.end()
+        self._loop.judged(worker, dropped=out.passed_over)
+        worker.mark_applied(out.stepped - out.gone)
+        for number in out.gone:
+            worker.mark_discarded(number)
+        self._loop.written(out.stepped | out.gone)
+        self._forget()
+        self._unobserved = True
+        self._written()
+        for act in out.after:
+            act()
+
+    def _forget(self) -> None:
+        undefer_state(self._optimizer)
+        self._marks.let_go()
+        self._out = None
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Calls `act` when the running step has ended, or at once if no step is running."""
+        with self._lock:
+            if self._out is None:
+                act()
+            else:
+                self._out.after.append(act)
+
+    # ---- results that have arrived
+
+    def _take(self, out: PendingStep, come: Callable[[], Sequence[int]], *, quietly: bool = False) -> None:
+        """Applies or writes results when they have arrived. `quietly`: no exception if a peer has abandoned the step after this
+        rank's optimizer step. It would end a later iteration of the script, whose backward pass the other ranks make."""
+        try:
+            with torch.inference_mode(mode=False):  # the caller may be an evaluation
+                numbers = come()
+        except StepAbandoned as error:
+            quietly = quietly and bool(out.later)
+            self._abandon(out)
+            if not quietly:
+                raise
+            log.warning("%s", error)
+            return
+        except CommError as error:
+            self._say(out, error)
+            raise
+        due: dict[int, torch.Tensor] = {}
+        for number in numbers:
+            if number >= len(self._parameters):
+                undefer(out.buffers[number - len(self._parameters)])
+            elif number in out.later and number in out.not_finite:
+                self._pass_over(out, number)
+            elif number in out.later and (average := out.averages[number]) is not None:
+                due[number] = average
+            else:
+                self._put(out, number)
+        if due:
+            self._apply(out, due)
+
+    def _put(self, out: PendingStep, number: int) -> None:
+        """Records that a parameter needs no update any more, and writes the average, if there is one, into `.grad`."""
+        p, mark, average = self._parameters[number], self._marks[number], out.averages[number]
+        if out.later.pop(number, None) is not None:
+            undefer(p)
+            out.stepped.add(number)
+        elif p.grad is not mark or mark.zeroed:
+            out.gone.add(number)
+        if p.grad is mark:
+            p.grad = average.zero_() if mark.zeroed and average is not None else average
+        self._marks.became(number, average)
+
+    def _pass_over(self, out: PendingStep, number: int) -> None:
+        """Drops an update whose average is not finite, when the optimizer's step has already run."""
+        p, mark = self._parameters[number], self._marks[number]
+        del out.later[number]
+        undefer(p)
+        out.gone.add(number)
+        out.passed_over = True
+        if p.grad is mark:
+            p.grad = None
+        self._marks.became(number, None)
+
+    def _keep_from_step(self, out: PendingStep) -> None:
+        """Removes averages that have arrived and are not finite, before the optimizer's step."""
+        for number in out.not_finite:
+            p = self._parameters[number]
+            if p.grad is not None and p.grad is out.averages[number]:
+                p.grad = None
+                out.gone.add(number)
+                out.passed_over = True
+
+    def _apply(self, out: PendingStep, averages: Mapping[int, torch.Tensor]) -> None:
+        """Applies averages that have arrived after the optimizer's step, with the hyperparameters of that step. `averages`: by
+        parameter number."""
+        groups: dict[int, Group] = {}
+        previous = {}
+        for number, average in sorted(averages.items()):
+            p, values = self._parameters[number], out.later[number]
+            undefer(p)
+            previous[number], p.grad = p.grad, average
+            groups.setdefault(id(values), {**values, "params": []})["params"].append(p)
+        try:
+            # Same conditions as the script's own call of step(), whatever the caller has set.
+            kind = self._parameters[next(iter(averages))].device.type
+            with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(kind, enabled=False):
+                step_piece(self._optimizer, [*groups.values()])
+        except BaseException as error:
+            out.worker.latch(error)
+            raise
+        for number, grad in previous.items():
+            p, mark, average = self._parameters[number], self._marks[number], averages[number]
+            p.grad = grad if grad is not mark else average.zero_() if mark.zeroed else average
+            self._marks.became(number, average)
+            del out.later[number]
+        out.stepped.update(averages)
+        out.worker.mark_applied_early(averages)
+
+    # ---- failure and end
+
+    def _abandon(self, out: PendingStep) -> None:
+        """Abandons the step: no update has been applied. `.grad` contains this rank's own gradients again, or zeros after the
+        optimizer's step, so that no later step applies them."""
+        for number, (p, mark) in enumerate(zip(self._parameters, self._marks, strict=True)):
+            undefer(p)
+            own = out.averages[number]
+            if p.grad is mark:
+                p.grad = own.zero_() if (mark.zeroed or out.later) and own is not None else own
+            self._marks.became(number, own)
+        for buffer in out.buffers:
+            undefer(buffer)
+        self._forget()
+        for act in out.after:
+            act()
+
+    def _say(self, out: PendingStep, error: CommError) -> None:
+        """Adds to an error's text how many parameters the failed step has updated. Changes each error once."""
+        if out.later and error is not self._error:
+            self._error = error
+            done, total = len(out.stepped), len(out.stepped) + len(out.later)
+            error.what += (f"; step {out.step} updated {done} of {total} parameters: resume from a checkpoint" if done
+                           else f"; step {out.step} updated no parameter")
+
+    def detach(self) -> None:
+        """Removes the hooks. The running step can still be completed."""
+        self._end_watch()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def drop(self) -> None:
+        """Drops averages that have not arrived, because the connection has closed."""
+        with self._lock:
+            if (out := self._out) is None:
+                return
+            if out.later:
+                log.warning("step %d: the averages for %d parameters did not arrive before the connection closed, so these "
+                            "parameters are not updated", out.step, len(out.later))
+            self._abandon(out)
+            for p, mark in zip(self._parameters, self._marks, strict=True):
+                p.grad = None if p.grad is mark else p.grad

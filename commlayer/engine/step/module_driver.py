@@ -1,0 +1,333 @@
+"""Connects a session to a module: hooks on its parameters collect gradients in every backward pass.
+
+step/step_loop.py runs the rest of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from commlayer.config import Config
+from commlayer.engine.buckets.shared_buffers import agree
+from commlayer.engine.guards.attached_model import AttachedModel
+from commlayer.engine.guards.finite_steps import FiniteSteps
+from commlayer.engine.guards.model_checks import refuse_ddp_around
+from commlayer.engine.guards.step_guard import StepGuard
+from commlayer.engine.guards.uneven_inputs import TWICE, UnevenInputs
+from commlayer.engine.hooks.aliases import shares_memory
+from commlayer.engine.hooks.forward_order import ForwardOrder
+from commlayer.engine.job.job import DistributedJob, JobContext
+from commlayer.engine.job.listeners import EpochListener, ListenerOrder
+from commlayer.engine.model.model_tensors import buffers_of, parameters_of
+from commlayer.engine.model.optimizers import HeldParameters
+from commlayer.engine.observers.observers import Observers
+from commlayer.engine.observers.trace import trace_once
+from commlayer.engine.step.exchange_schedule import ExchangeSchedule
+from commlayer.engine.step.forward_overlap import ForwardOverlap
+from commlayer.engine.step.quiet_ddp import QuietDDP
+from commlayer.engine.step.step_loop import StepLoop
+from commlayer.engine.sync.sync_modes import useless_of
+from commlayer.engine.worker.averages import targets_of
+from commlayer.engine.worker.gradient_hooks import Hooks
+from commlayer.engine.worker.sparse_averages import (
+    SparseRows,
+    keep_entries,
+    make_dense,
+    make_sparse,
+    sparse_averages,
+    stepped_lazily,
+)
+from commlayer.errors import InvalidInput, InvalidState, cause_of
+from commlayer.optim import OuterSGD
+
+CHANGED = (
+    "the gradient of {} changed during backward() after it was passed on to be averaged, so the change would be lost on this "
+    "rank or on all: change a gradient in a hook on its own parameter (register_post_accumulate_grad_hook), or after backward()"
+)
+
+
+class SoloDriver:
+    """The driver of a session without other workers, which only counts steps."""
+
+    def __init__(self, model: nn.Module, connection: JobContext, optimizer: Any, config: Config) -> None:
+        """Counts the optimizer's steps; backward passes if there is no optimizer, or it has no step hooks."""
+        self.connection, self.observers = connection, Observers(connection)
+        trace_once(connection, self.observers, config.trace, planning=False)
+        self.in_join = False
+        self._syncing = True
+        trained = [p for _, p in parameters_of(model)]
+        self._counting: Any = None
+        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of optimizers have no hooks
+            self._counting = optimizer.register_step_post_hook(lambda *_: connection.passed())
+        elif trained:
+            self._counting = register_multi_grad_hook(
+                trained, lambda _: connection.passed() if self._syncing else None, mode="any")
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        if self.in_join:
+            raise InvalidInput("E-UNEVEN-INPUTS", TWICE)
+        self.in_join = True
+        try:
+            yield
+        except BaseException as error:
+            self.connection.close(cause_of(error))
+            raise
+        finally:
+            self.in_join = False
+
+    def weight(self, n: float, total: float | None) -> None:
+        """Sets the number of samples in events. An average over one worker has no weights."""
+        self.connection.stream.weigh(n)
+
+    def log_loss(self, loss: float | torch.Tensor) -> None:
+        """Passes the loss to the event stream. Without compression there is no quality guard."""
+        self.connection.stream.loss(loss)
+
+    def synchronize(self) -> None:
+        """Does nothing: one worker's gradients are their own average."""
+
+    def complete(self) -> None:
+        """Does nothing: no result is pending."""
+
+    def flush(self) -> bool:
+        return False
+
+    def detach(self) -> None:
+        if self._counting is not None:
+            self._counting.remove()
+
+
+class ModuleDriver(EpochListener):
+    order = ListenerOrder.DRIVER
+
+    def __init__(
+        self, model: nn.Module, connection: DistributedJob, *, optimizer: Any, scaler: Any, config: Config, outer: OuterSGD,
+        ddp: QuietDDP | None = None, clips: bool = False,
+    ) -> None:
+        """Registers the hooks. `ddp`: object that stops a DistributedDataParallel module around this module from averaging.
+        `clips`: True if the optimizer's step begins with clipping by the norm of all gradients."""
+        self.connection, self.observers, self._ddp = connection, Observers(connection), ddp
+        self._model = model
+        named = parameters_of(model)
+        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
+        self._buffers = [name for name, _ in buffers_of(model)]
+        self._lazy = stepped_lazily(optimizer, self._parameters)
+        self._rows = SparseRows(model, self._parameters, self._lazy)
+        self._sparse: dict[int, torch.Tensor] = {}
+        """Maps a parameter's number to its average in the current step, if this average arrived as sparse entries."""
+        self._syncing = True
+        self._passed_on: list[tuple[int, torch.Tensor, int]] = []
+        """Gradients that this backward pass has passed on to be averaged: number, tensor and version."""
+        self._written: list[tuple[int, int, int] | None] = []
+        """Identities of the gradients into which the last step has written averages, as `_gradients` returns them."""
+        self._overlap: ForwardOverlap | None = None
+        self._places: dict[int, int] = {}
+        self._guard = StepGuard(AttachedModel(model, named, optimizer), named, lambda error: connection.worker.latch(error))
+        connection.on_close.append(self._guard.remove)
+        finite = FiniteSteps(connection, self._parameters, HeldParameters(self._parameters))
+        schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, outer=outer, connection=connection,
+                                    observers=self.observers, deadline_s=config.deadline_s, guard=self._guard,
+                                    optimizer=optimizer, merged=finite.exchanged)
+        self._uneven = UnevenInputs(model, connection, optimizer, scaler, self.observers, config.deadline_s)
+        self._loop = StepLoop(connection, self._parameters, [*model.named_parameters()], optimizer=optimizer, scaler=scaler,
+                              config=config, observers=self.observers, guard=self._guard, finite=finite, schedule=schedule,
+                              uneven=self._uneven)
+        self._overlapped: Callable[[], ForwardOverlap] = lambda: ForwardOverlap(
+            model, parameters_of(model), optimizer, scaler, self._loop, self._buffers_now, self._note, clips=clips)
+        connection.terms.useless = useless_of(scaler, clips=clips, apart=connection.stepped_apart)
+        connection.on_close.append(self._drop)
+        connection.listen(self)
+        agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
+        self._order: ForwardOrder | None = None
+        self.after_switch()
+        ordered = [*self._parameters, *self._buffers_now()]
+        self._order = ForwardOrder(model, {id(tensor): i for i, tensor in enumerate(ordered)})
+        if ddp is None:
+            refuse_ddp_around(model)
+        # Compiled modules forward attributes to their original module.
+        plain = vars(getattr(model, "_orig_mod", model))
+        # Code that trains through several wrappers (Accelerate) sets DDP's attribute on any module.
+        self._hooks = Hooks(self._parameters, lambda: connection.worker, self._ready, self._end,
+                            lambda: self._syncing and plain.get("require_backward_grad_sync", True)
+                            and (ddp is None or ddp.syncing), self._guard.own.add, self._broke_off)
+        self._loop.join_round()
+
+    @property
+    def in_join(self) -> bool:
+        return self._uneven.inside
+
+    def after_switch(self) -> None:
+        """Adapts hooks, buckets and forward overlap to a plan that has just taken effect."""
+        worker, local = self._loop.worker, self.connection.local
+        forward = worker.plan.overlap == "forward"
+        if forward and self._overlap is None:
+            self._overlap = self._overlapped()
+        elif not forward and self._overlap is not None:
+            self._overlap.detach()
+            self._overlap = None
+        keep_entries(worker, self._lazy)
+        self._reorder()
+        self._loop.enter(dict(zip(self._names, local.starts, strict=True)) if local is not None and local.shifted else {})
+
+    def after_regroup(self) -> None:
+        keep_entries(self._loop.worker, self._lazy)
+
+    def catch_up(self) -> None:
+        if self._overlap is not None:
+            self._overlap.look()
+
+    def finish_pending(self) -> None:
+        self._finish_overlap()
+
+    def complete(self) -> None:
+        self._finish_overlap()
+
+    def _reorder(self) -> None:
+        """Sets the order in which buckets are sent to the order in which the forward pass needs them. Buffers have a position
+        in this order only if averages arrive during the forward pass."""
+        some = len(self._parameters) + (len(self._buffers) if self._overlap is not None else 0)
+        if self._order is None:
+            self._loop.worker.reorder({number: place for number, place in self._places.items() if number < some})
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        self._finish_overlap()
+        self._uneven.enter()
+        try:
+            yield
+            self._hooks.end_broken()
+            self._loop.discard()
+            self._uneven.leave(lambda: self._loop.take_part(self._buffers_now()))
+        except BaseException as error:
+            self.connection.close(cause_of(error))
+            raise
+        finally:
+            self._uneven.end()
+
+    def weight(self, n: float, total: float | None) -> None:
+        if self._overlap is None:
+            self._loop.weigh(n, total)
+        else:
+            self._overlap.then(lambda: self._loop.weigh(n, total))
+
+    def log_loss(self, loss: float | torch.Tensor) -> None:
+        self._loop.log_loss(loss)
+
+    def synchronize(self) -> None:
+        if not self._finish_overlap() and self._written != self._gradients():
+            self._end(adds=False)
+            self._finish_overlap()
+
+    def _drop(self) -> None:
+        if self._overlap is not None:
+            self._overlap.drop()
+
+    def _finish_overlap(self) -> bool:
+        """Waits for averages that arrive during a forward pass. Returns True if there were any."""
+        return self._overlap is not None and self._overlap.end()
+
+    def flush(self) -> bool:
+        self._finish_overlap()
+        make_dense(self._lazy.values())
+        self._rows.make_dense()
+        has_late = self._loop.flush(self._parameters)
+        self._rows.make_sparse()
+        return has_late
+
+    def detach(self) -> None:
+        self._hooks.remove()
+        if self._ddp is not None:
+            self._ddp.remove()
+        if self._overlap is not None:
+            self._overlap.detach()
+        self._loop.detach()
+
+    def _ready(self, number: int, gradient: torch.Tensor) -> None:
+        if self._order is not None:
+            self._places, self._order = self._order.take(), None
+            self._reorder()
+        if not self._loop.local:
+            self._passed_on.append((number, gradient, gradient._version))
+            if gradient.layout is torch.sparse_coo:
+                gradient = self._rows.dense(number, gradient)
+        self._loop.ready(number, gradient)
+
+    def _check_unchanged(self) -> None:
+        """Raises an error if a gradient has changed since it was passed on, because exchanges read gradients at any time."""
+        passed_on, self._passed_on = self._passed_on, []
+        for number, gradient, version in passed_on:
+            grad = self._parameters[number].grad
+            if grad is not gradient or (grad._version != version and not shares_memory(grad)):
+                self._loop.worker.latch(InvalidState("E-GRADIENT-CHANGED", CHANGED.format(self._names[number])))
+                self._loop.worker.check()
+
+    def _broke_off(self) -> None:
+        self._passed_on.clear()
+        self._rows.forget()
+        self._loop.abandon()
+
+    def _end(self, *, adds: bool = True) -> None:
+        """Exchanges and averages gradients at the end of a backward pass. `adds` is False if the script requests the exchange
+        without a backward pass."""
+        self._guard.check()
+        if self._loop.count_local(adds=adds):
+            return
+        self._check_unchanged()
+        if self._overlap is not None:
+            self._overlap.look()  # ends the previous step, if no gradient hook has done so
+        make_dense(self._lazy.values())
+        self._rows.make_dense()
+        buffers = self._buffers_now()
+        if self._overlap is not None and not self._uneven.inside and self._overlap.takes():
+            self._overlap.hand_in(buffers)
+            return
+        averages = self._loop.average([*(p.grad for p in self._parameters), *buffers], lambda: [*self._targets(), *buffers])
+        for number, (p, average) in enumerate(zip(self._parameters, averages, strict=False)):
+            p.grad = self._sparse.pop(number, average)
+        make_sparse(self._lazy.values())
+        self._rows.make_sparse()
+        self._note()
+        self._loop.written()
+        self._loop.observe()
+
+    def _targets(self) -> list[torch.Tensor | None]:
+        """Returns the tensors into which to write averages; None for parameters whose averages arrived as sparse entries."""
+        self._sparse = sparse_averages(self._loop.worker, self._lazy)
+        targets = targets_of(self._loop.worker, self._parameters)
+        return [None if number in self._sparse else target for number, target in enumerate(targets)]
+
+    def _note(self) -> None:
+        self._written = self._gradients()
+
+    def _gradients(self) -> list[tuple[int, int, int] | None]:
+        """Returns identities and versions of gradients and parameters. They change when gradients change or an optimizer steps.
+        """
+        return [None if p.grad is None else (id(p.grad), p.grad._version, p._version) for p in self._parameters]
+
+    def _buffers_now(self) -> list[torch.Tensor]:
+        # Looks buffers up by name, because a module can replace a buffer by another tensor.
+        named = dict(self._model.named_buffers())
+        return [named[name] for name in self._buffers]

@@ -1,0 +1,106 @@
+"""Exchanges the norms of weight changes between ranks: one small row of numbers per fragment and rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+from commlayer.engine.buckets.current_step import EpochChanged
+from commlayer.engine.job.job import DistributedJob
+from commlayer.engine.model.alignment import align
+from commlayer.errors import CommError
+from commlayer.observe.noise_scale import Agreement
+
+LEAST_AGREEMENT = 0.01
+"""A smaller agreement is logged as no further change."""
+
+
+class UpdateNorms:
+    """Exchanges the norms of weight changes between the ranks of one attached model, under successive plans. All ranks begin
+    exchanges in the same order.
+
+    The rows of norms use the observers' channel, so a change of plans makes no new process group, which would take long on slow
+    links. Under local steps the channel allows waits as long as an outer step, because ranks differ in speed. A row is read
+    when all ranks have sent theirs, so a rank waits only for the transfer of a row.
+    """
+
+    def __init__(self, connection: DistributedJob, deadline_s: float) -> None:
+        self._connection, self._deadline_s = connection, deadline_s
+        self._rows = connection.rows.rows("lengths of changes")
+        self._error: CommError | None = None
+        self._agreement, self._logged = Agreement(), 0.0
+        """Of the changes under the current plan, and the last logged agreement."""
+
+    def go(self, every: int) -> bool:
+        """Prepares for a plan of `every` local steps per exchange. All ranks call it together. Returns True if norms are
+        exchanged."""
+        self._agreement = Agreement()
+        try:
+            self._connection.rows.allow(self._deadline_s * every)
+            return self._connection.matched
+        except CommError as error:
+            with contextlib.suppress(EpochChanged):  # then norms are not exchanged under this plan
+                self._connection.broke(error)
+            return False
+
+    def rest(self) -> None:
+        """Called for a plan that exchanges no norms: resets the time limit for receiving rows of numbers to its usual value."""
+        self._connection.rows.allow(0.0)
+
+    def start(self, weight: float, square: float) -> None:
+        try:
+            self._rows.start(weight, square)
+        except CommError as error:
+            self._error = error
+
+    def read(self) -> Sequence[Sequence[float]]:
+        """Returns the rows that all ranks passed to their last `start`, in rank order; an empty list if members have left. The
+        next exchange continues without these members, see `agree`."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            return self._rows.read(self._deadline_s, self._failed)
+        except CommError as failure:
+            with contextlib.suppress(EpochChanged):
+                self._connection.broke(failure)
+            return []
+
+    def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
+        """Updates the agreement of the ranks' changes; logs it when it is known and when it has halved or doubled."""
+        self._agreement, connection = self._agreement.plus(rows, square), self._connection
+        plan = connection.worker.plan
+        if self._agreement.exchanges < plan.fragments:
+            return
+        connection.worker.counters.agreement = agreement = self._agreement.cosine
+        seen = max(agreement, LEAST_AGREEMENT)
+        if not 0.5 < self._logged / seen < 2:
+            self._logged = seen
+            connection.log(f"workers' changes over {plan.local_steps} local steps have a mean cosine of {agreement:.2f}")
+
+    def _failed(self) -> BaseException | None:
+        gone = self._connection.members.pending(0.0)
+        left = CommError("members left while ranks exchanged norms of weight changes") if gone else None
+        return self._connection.worker.error or left
+
+    def agree(self, starts: Sequence[torch.Tensor]) -> None:
+        """Makes `starts`, the weights from which the next outer step begins, equal on all ranks after members have changed.
+        Some ranks might have received the last row of norms, and others not.
+
+        Remaining and new members call it together, during an exchange or between two.
+        """
+        connection = self._connection
+        while True:
+            try:
+                differing = align(starts, connection.groups, self._deadline_s)
+                break
+            except CommError as error:
+                try:
+                    connection.broke(error)
+                except EpochChanged:
+                    connection.members.go()
+        if differing:
+            connection.say("the remaining ranks had merged the last exchange differently, because some had not received "
+                           "the norms of all changes: all ranks continue with rank 0's weights")

@@ -1,0 +1,1 @@
+"""Sync modes: every step, or local steps with their outer optimizer."""

@@ -1,0 +1,566 @@
+"""Executes a plan on one rank, step after step: receives gradients, exchanges buckets, writes averages.
+
+    ready(tensor, gradient)      called by gradient hooks, as gradients become final
+    finish(leftovers, deadline)  called after the backward pass: waits for every bucket, or raises
+    commit(targets)              writes the averages and ends the step; `abort` drops it on all workers instead
+
+`finish` consists of `complete` and `wait`; `commit` consists of `write` and `end`. Callers that send a step in fragments call
+these parts. Callers that apply buckets one by one call `take` and `write_bucket` between `complete` and `end`.
+
+paths/table.py assigns a path to each bucket. After the first error of a step, running exchanges end, no gradient is
+overwritten, what was sent returns to the residuals, and every later call raises the same error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import torch
+
+from commlayer.cluster.processes.collectives import Groups
+from commlayer.compressors.codec import Codec
+from commlayer.compressors.feedback import ResidualSlice
+from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket, bucket_of
+from commlayer.engine.buckets.bucket_layout import contiguous, release
+from commlayer.engine.buckets.current_step import Counters, Step, WorkerListener, aborted_by
+from commlayer.engine.buckets.entries_sent import allot_entries
+from commlayer.engine.buckets.results import EncodedResult, SparseResult
+from commlayer.engine.buckets.shared_buffers import SharedBuffers
+from commlayer.engine.buckets.units import Units
+from commlayer.engine.paths.late_results import LateResults
+from commlayer.engine.paths.staging import Staging, device_buckets
+from commlayer.engine.paths.table import make_paths
+from commlayer.engine.worker.bucket_assembler import BucketAssembler
+from commlayer.engine.worker.finished_peers import FinishedPeers
+from commlayer.engine.worker.stopwatch import Stopwatch
+from commlayer.errors import CommError, InvalidInput, StepAbandoned, cause_of
+from commlayer.observe.events import WaitKind
+from commlayer.observe.step_trace import Recorder
+from commlayer.planner.buckets import fragments_of
+from commlayer.records import Job, Plan
+from commlayer.transport.protocol import Transport
+
+log = logging.getLogger("commlayer")
+DRAIN_S = 5.0
+"""Seconds that a failed step waits for a lane to end its current call, before residuals are corrected."""
+LARGE_NBYTES = 256 << 20
+"""Total size of the buckets' buffers above which a worker returns their memory to the system between steps. For smaller buffers
+the page faults would take longer than the memory is worth."""
+
+
+class Worker:
+    """Executes one plan on one rank, during one epoch."""
+
+    wait_kind: WaitKind = "step"
+
+    def __init__(
+        self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
+        *, rank: int = 0, members: int = 0, generation: int = 1, transport: Transport | None = None,
+        groups: Groups | None = None, recycle: Callable[[memoryview], None] = lambda _: None,
+        listener: WorkerListener | None = None,
+    ) -> None:
+        """Allocates the buckets and starts the lanes.
+
+        `members`: number of workers in this epoch; 0: the size of `groups`. `recycle` receives the buffers of decoded results
+        for reuse. `listener`: receives the worker's questions and reports to the session.
+        """
+        self.job, self.plan, self.device = job, plan, device
+        self._listener = listener or WorkerListener()
+        self.units = Units(members or (groups.world if groups is not None else 1), shared=plan.ranks_per_node > 1)
+        self.now = Step(rank, generation, self.units, lambda complete: self._listener.check_interrupts(complete),
+                        eager=plan.overlap == "forward")
+        on_device, last = device_buckets(plan, codecs, device), len(plan.buckets) - 1
+        self.buckets = [
+            bucket_of(b, job, codecs[b.id], device, last - i, local=rank % plan.ranks_per_node, rank=rank,
+                      on_device=b.id in on_device)
+            for i, b in enumerate(plan.buckets)
+        ]
+        for bucket in self.buckets if plan.ranks_per_node == 1 else ():
+            if isinstance(bucket, EncodedBucket):
+                bucket.keep_encoded(recycle)
+        allot_entries(self.buckets)
+        self.fragments = [[self.buckets[place] for place in places] for places in fragments_of(plan.buckets, plan.fragments)]
+        """Lists of buckets that are exchanged together: a single list with all buckets, except for local steps in fragments."""
+        self.late = LateResults(self.buckets)
+        self.tracked = any(bucket.in_means for bucket in self.buckets)
+        """True: averages of a step that are not applied must be rolled back in the residuals. The value is the same on all
+        ranks."""
+        self._looks = self.tracked or bool(self.late) or plan.steps_locally
+        """True: sums of collectives are checked for finite values on a GPU as well. The check makes the host wait for the GPU,
+        so uncompressed gradients are not checked."""
+        staging = Staging(device)
+        self._paths = make_paths(
+            self.fragments, plan, codecs, self.now, staging, self.late.of, transport, groups, recycle)
+        self._assembler = BucketAssembler(job, self.buckets, self._paths.of, staging, self.now, self._open)
+        self.places: Mapping[int, int] = {}
+        """Maps a tensor number to the tensor's position in the forward pass; tensors without an observed position are missing.
+        """
+        self.finished_peers = FinishedPeers()
+        self.not_finite = -1
+        """Number of the first tensor for which this worker's own contribution to the last step was not finite; -1 if there is
+        none."""
+        self.tentative = False
+        """True: some average of the last step was not finite. Such a step is skipped, unless an optimizer steps nevertheless.
+        """
+        self.intact: bool | None = None
+        """True: residuals were restored to their values before the failed step. False: an encoder was stuck, so the residuals
+        are unknown. None: no step has failed."""
+        self.unpaid: list[ResidualSlice] = []
+        """Residuals of an earlier plan that have not been sent and whose unit differs from this plan's; see plan_handover.py.
+        """
+        self.stopwatch = Stopwatch(device)
+        self._reset()
+
+    @property
+    def step(self) -> int:
+        return self.now.number
+
+    @property
+    def error(self) -> BaseException | None:
+        return self.now.error
+
+    @property
+    def counters(self) -> Counters:
+        return self.now.counters
+
+    @property
+    def recorder(self) -> Recorder:
+        return self.now.recorder
+
+    # ---- a step: ready for each gradient, finish, then commit or abort
+
+    @property
+    def begun(self) -> bool:
+        return self._assembler.begun
+
+    def ready(self, tensor: int, gradient: torch.Tensor) -> None:
+        """Receives a tensor's gradient, which is final for this step. The worker reads the gradient until `finish` returns."""
+        if self.now.error is not None:
+            self.check()
+        self._assembler.ready(tensor, gradient)
+
+    def finish(self, leftovers: Sequence[torch.Tensor | None], deadline_s: float) -> None:
+        """Completes the step after the backward pass. `leftovers[t]` is the gradient of a tensor for which `ready` was not
+        called, or None.
+
+        Returns when every bucket's sum has arrived. Raises a CommError that names the missing peers when the deadline passes.
+        """
+        self.complete(leftovers)
+        self.wait_all(deadline_s)
+
+    def commit(self, targets: Sequence[torch.Tensor | None]) -> None:
+        """Writes the averages into `targets`, one for each tensor (None: not written), and ends the step."""
+        finite = [self.write(targets, fragment) for fragment in range(len(self.fragments))]
+        self.end(finite=all(finite))
+
+    def abort(self, deadline_s: float) -> None:
+        """Drops the step on all workers, after an exception in this worker's backward pass. Called when its next backward pass
+        begins.
+
+        Until then the other workers wait for this worker, up to their deadline. current_step.py describes how this worker
+        reports the abort.
+        """
+        self.units.broken = True
+        try:
+            self.finish([None] * len(self.job.tensors), deadline_s)
+        except StepAbandoned as error:
+            log.warning("%s", error)
+        finally:
+            self.units.broken = False
+
+    # ---- parts of a step whose fragments are exchanged one by one
+
+    def send(self, changes: Mapping[int, torch.Tensor], fragment: int = 0) -> None:
+        """Sends the buckets of one fragment at once. `changes`: contiguous tensors of weight changes, by tensor number; buckets
+        read them until `wait` for this fragment returns."""
+        if self.now.error is not None:
+            self.check()
+        self._assembler.send(self.fragments[fragment], changes)
+
+    def _open(self) -> None:
+        if (missed := self.finished_peers.begin(self.step)) is not None:
+            self.latch(missed)
+            self.check()
+        self.not_finite = -1
+
+    def complete(self, leftovers: Sequence[torch.Tensor | None]) -> None:
+        """Sends the buckets that have not been started, after the backward pass has ended. `leftovers`: as in `finish`."""
+        begin = time.monotonic()
+        self.stopwatch.stop(self.counters.exchanges)
+        self.recorder.mark("backward")
+        self.check()
+        self._assembler.take_leftovers(leftovers)
+        self.counters.exposed_s += time.monotonic() - begin
+
+    def wait(self, deadline_s: float, fragment: int = 0) -> None:
+        """Waits until the sums of one fragment's buckets have arrived. All of these buckets must have been sent."""
+        self.now.deadline_s = deadline_s
+        begin = time.monotonic()
+        with self._waiting(begin):
+            for path in self._paths.fragments[fragment]:
+                if self.now.error is None:
+                    path.finish(begin + deadline_s + self._listener.patience())
+        if self.now.sent_at:
+            arrived_at = max((path.arrived_at for path in self._paths.fragments[fragment]), default=0.0)
+            self.counters.exchange_s += max(0.0, arrived_at - self.now.sent_at)
+        self.now.sent_at = 0.0
+        buckets = [bucket for bucket in self.fragments[fragment] if not bucket.late]
+        if reason := aborted_by(buckets, by_this_worker=self.units.broken):
+            self._finalize(finite=False)
+            self._next()
+            raise StepAbandoned(f"{reason}; the step is dropped on all workers", step=self.step - 1)
+        self.counters.exposed_s += time.monotonic() - begin
+        self.recorder.mark("summed")
+
+    def wait_all(self, deadline_s: float) -> None:
+        """Waits for the sums of all buckets. Call it even when all sums have arrived, because paths then complete their
+        bookkeeping."""
+        for fragment in range(len(self.fragments)):
+            self.wait(deadline_s, fragment)
+
+    @contextlib.contextmanager
+    def _waiting(self, since: float) -> Iterator[None]:
+        """Context manager around a wait: stores errors as the error of this worker, and raises the first error of the step. An
+        interrupt (Ctrl-C) ends this rank's part in the job."""
+        self.now.waiting_since = since
+        try:
+            yield
+        except Exception as error:
+            self.latch(error)
+        except BaseException as error:  # Ctrl-C, for example: raised once, since the script may catch it and go on
+            cause = cause_of(error)
+            self.latch(CommError(f"{cause} has ended the wait for the step's results, so this rank has left the job: attach "
+                                 "again on all ranks, or resume from a checkpoint", code="E-SESSION-CLOSED", step=self.step))
+            self._listener.interrupted(cause)
+            raise
+        finally:
+            self.now.waiting_since = 0.0
+        self.check()
+
+    def check_interrupts(self) -> None:
+        """Handles pending interrupts, such as a change of members, before this step sends anything."""
+        with self._waiting(0.0):
+            self._listener.check_interrupts(lambda: False)
+
+    def write(self, targets: Sequence[torch.Tensor | None], fragment: int = 0) -> bool:
+        """Writes the averages of one fragment's buckets into `targets`. Returns True if all averages are finite."""
+        finite = True
+        with contiguous(targets, self._assembler.cut) as into:
+            for bucket in self.fragments[fragment]:
+                if not bucket.late:
+                    finite = self.write_bucket(bucket, [into[s.tensor] for s in bucket.slices]) and finite
+            if not self.late.commit(self._factor, into):
+                finite = False
+                self.not_finite = self.late.not_finite if self.not_finite < 0 else self.not_finite
+            return finite
+
+    def write_bucket(self, bucket: WorkerBucket, targets: Sequence[torch.Tensor | None]) -> bool:
+        """Writes one bucket's averages into `targets`, one for each slice. Returns True if the values that the optimizer reads
+        are finite.
+
+        The result must be the same on all ranks, because False leads to communication. So the plan decides if values are
+        checked, and not the property `keeps`.
+        """
+        exchange = bucket.exchange
+        if not bucket.served and (self._looks or (bucket.memory.facts_y is not None and not bucket.buffer)):
+            bucket.look()
+        if bucket.buffer and not exchange.finite:
+            return True  # if a buffer is NaN on some rank, each rank keeps its own value
+        if not exchange.finite and self.not_finite < 0 and self.units.weight:
+            self.not_finite = bucket.own_not_finite()
+        begin = time.perf_counter()
+        bucket.commit(self._factor(bucket, exchange.weight), targets)
+        if isinstance(bucket.compact, EncodedResult):
+            self.counters.coded(decode_s=time.perf_counter() - begin)  # decodes encoded results
+        return exchange.finite
+
+    def end(self, *, finite: bool, computes: bool = True) -> None:
+        """Ends the step after its averages are written. `computes`: True if the stopwatch starts to time the next step's
+        computation."""
+        try:
+            self.units.learn(next((w for b in self.buckets if not b.late and (w := b.summed_weight())), 0.0))
+        except ValueError as error:
+            self.latch(error)
+            raise
+        self.tentative = not finite
+        self._finalize(finite=finite)
+        # Recorded steps keep their memory: measurements read the last step's results.
+        if self._nbytes >= LARGE_NBYTES and not self.keeps and not self.recorder.on:
+            self._give_back()
+        self.counters.exchanges += 1
+        self._next(computes=computes)
+
+    def _finalize(self, *, finite: bool) -> None:
+        """Marks averages that were not applied as discarded. The next exchange first rolls them back, and reports the rollback
+        to the servers."""
+        for bucket in self.buckets:
+            if not bucket.late and not bucket.buffer:
+                bucket.ledger.finite = bucket.exchange.finite
+                bucket.finalize(bucket.exchange.used if finite else 0)
+        self.late.finalize(finite=finite)
+
+    def _next(self, *, computes: bool = True) -> None:
+        self.now.number += 1
+        self._reset()
+        self.recorder.next()
+        if computes:
+            self.stopwatch.start()
+
+    def _reset(self) -> None:
+        for path in self._paths.all:
+            path.reset()
+        self._assembler.reset()
+        self.finished_peers.end()
+
+    def _factor(self, bucket: WorkerBucket, weight: float) -> float | torch.Tensor:
+        if (average := self.units.average(bucket, weight)) is not None:
+            return average
+        error = InvalidInput("E-WEIGHT",
+                             f"step {self.step}: all workers have weight 0, so there is no average: skip the step on all "
+                             "workers, or give one of them a weight above 0")
+        self.latch(error)
+        raise error
+
+    # ---- parts of a step whose buckets are applied one by one: complete(), take() and write_bucket() for each bucket, end()
+
+    def all_complete(self, deadline: float | None, deadline_s: float) -> bool:
+        """Returns True if all workers have ended their backward pass; before that, no average may be applied.
+
+        Waits until `deadline`; None: does not wait. If a worker has aborted the step, raises StepAbandoned after all buckets
+        have arrived.
+        """
+        self.now.deadline_s = deadline_s
+        last = self._assembler.last
+        if last is None or not self.take(last, deadline):
+            return last is None
+        if aborted_by([last], by_this_worker=False):
+            self.wait_all(deadline_s)
+        return True
+
+    def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
+        """Returns True if this bucket's average can be written. Waits until `deadline`; None: does not wait. Raises the same
+        CommErrors as `finish`."""
+        if self.now.error is not None:
+            self.check()
+        ready, begin = False, time.monotonic()
+        with self._waiting(0.0 if deadline is None else begin):
+            ready = self._paths.of[bucket.id].take(bucket, deadline)
+        if deadline is not None:
+            waited_s = time.monotonic() - begin
+            self.counters.exposed_s += waited_s
+            self.stopwatch.skip(waited_s)
+        return ready
+
+    # ---- which averages of the last step were applied. Each ledger has one bit per slice for an average that was not applied.
+    # The rollback happens before the bucket's next exchange, and that exchange reports the rollback to the server. `roll_back`
+    # does it between two steps.
+
+    def mark_discarded(self, tensor: int) -> None:
+        """Marks the last step's average of a tensor as not applied, because the script discarded it."""
+        for bucket, i in self._assembler.by_tensor[tensor]:
+            bucket.ledger.discarded |= 1 << i
+
+    def mark_applied(self, tensors: Collection[int], fragment: int | None = None) -> None:
+        """Marks the averages of these tensors as applied by an optimizer, although other averages of the step were not finite.
+        `fragment`: only buckets of this fragment; None: all."""
+        if not self.tentative:
+            return
+        for bucket in self.buckets if fragment is None else self.fragments[fragment]:
+            for i, s in enumerate(bucket.slices if bucket.ledger.finite else ()):
+                if s.tensor in tensors:
+                    bucket.ledger.discarded &= ~(1 << i)
+
+    def mark_applied_early(self, tensors: Collection[int]) -> None:
+        """Marks averages of an unfinished step as applied by an optimizer already, so that a failure of the step does not roll
+        them back."""
+        for tensor in tensors:
+            for bucket, i in self._assembler.by_tensor[tensor]:
+                bucket.exchange.applied |= 1 << i
+
+    def any_nonzero(self, tensor: int) -> bool:
+        """Returns True if the last step's average of a tensor has nonzero values. Results that arrive one step late count as
+        nonzero."""
+        return any(bucket.late or bool(bucket.slice_of_result(i).any()) for bucket, i in self._assembler.by_tensor[tensor])
+
+    def roll_back(self) -> dict[int, int]:
+        """Rolls back the last step's averages that were not applied. Returns, for each bucket id, a bit mask of slices whose
+        rollback the servers do not know yet. The result is the same on all ranks."""
+        self._listener.settle()
+        for bucket in self.buckets:
+            if not bucket.late:
+                bucket.ledger.roll_back()
+        return {bucket.id: bucket.ledger.unreported for bucket in self.buckets if bucket.ledger.unreported and bucket.served}
+
+    def discarded(self) -> tuple[int, int]:
+        """Returns which of the last averages were not applied: a bit mask over the slices of all buckets in order, and the
+        number of slices."""
+        self._listener.settle()
+        bits = slices = 0
+        for bucket in self.buckets:
+            bits, slices = bits | bucket.ledger.discarded << slices, slices + len(bucket.slices)
+        return bits, slices
+
+    def set_discarded(self, bits: int) -> None:
+        """Sets which of the last averages were not applied, from the bit mask that another rank's `discarded` returned."""
+        for bucket in self.buckets:
+            bucket.ledger.discarded, bits = bits & bucket.ledger.all_slices, bits >> len(bucket.slices)
+
+    def pending_rollbacks(self) -> dict[int, int]:
+        """Returns, after a failed step, for each bucket id a bit mask of slices whose rollback in the previous step the servers
+        might not have received."""
+        slices = {b.id: b.exchange.reported if b.exchange.started else b.ledger.unreported for b in self.buckets if b.served}
+        return {number: bits for number, bits in slices.items() if bits}
+
+    def acknowledge_rollbacks(self) -> None:
+        """Records that the servers have received all reported rollbacks."""
+        for bucket in self.buckets:
+            bucket.ledger.report()
+
+    # ---- for the session and checkpoints
+
+    @property
+    def waiting_since(self) -> float:
+        return self.now.waiting_since
+
+    @property
+    def waits_s(self) -> float:
+        """Upper limit in seconds for the training thread's current or last wait."""
+        return self.now.deadline_s + self._listener.patience()
+
+    def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
+        """Stores a server's report that the server waits for the workers `missing`, for one bucket and step."""
+        self._paths.stalled(bucket, step, missing)
+
+    def missing(self) -> tuple[str, ...]:
+        """Returns the names of the peers whose results are known to be missing. Any thread can call it. Collectives name no
+        peer."""
+        waiting = [bucket for bucket in self.buckets if bucket.served and not bucket.exchange.answered]
+        return tuple({name: None for bucket in waiting for name in self._paths.awaited(bucket)})
+
+    def holding(self, tensor: int) -> list[WorkerBucket]:
+        return [bucket for bucket, _ in self._assembler.by_tensor[tensor]]
+
+    def used(self) -> list[bool]:
+        """Returns one flag for each tensor: True if any worker had a gradient. Call it after `finish`."""
+        used = {bucket.id: bucket.exchange.used for bucket in self.buckets}
+        used |= {number: result.used for number, result in self.late.of.items()}
+        return [any(used[bucket.id] >> i & 1 for bucket, i in places) for places in self._assembler.by_tensor]
+
+    def entries(self, tensor: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Returns a tensor's average as sparse entries: pairs of positions and values, in order. None if a bucket of the tensor
+        has a dense or encoded result. Call it after `finish`."""
+        parts = []
+        for bucket, i in sorted(self._assembler.by_tensor[tensor], key=lambda place: place[0].slices[place[1]].start):
+            if not isinstance(bucket.compact, SparseResult):
+                return None
+            idx, values = bucket.compact.entries(i)
+            parts.append((idx, values * self._factor(bucket, bucket.exchange.weight)))
+        return parts
+
+    def drain(self) -> None:
+        """Waits until no exchange is running. Averages that are applied one step after their gradients are kept for `hand_out`.
+        All ranks call it after the same step."""
+        self.check()
+        self._listener.finish_pending()
+        with self._waiting(0.0):
+            self._quiet()
+        self.late.take()
+
+    def _quiet(self) -> None:
+        for path in self._paths.all:
+            path.quiet(time.monotonic() + self.now.deadline_s)
+
+    def rest(self) -> None:
+        """Waits, before the worker closes, for running exchanges in which other ranks of this node or the servers still need
+        this rank."""
+        several_rounds = any(bucket.late and len(bucket.codec.rounds) > 1 for bucket in self.buckets)
+        if self.error is None and (self.plan.ranks_per_node > 1 or several_rounds):
+            try:
+                self._quiet()
+            except Exception as error:  # a rank that misses a result reports it itself
+                log.info("an exchange was still running when the session closed: %s", error)
+
+    def hand_out(self, targets: Sequence[torch.Tensor | None]) -> None:
+        """Writes the late results that `drain` has kept into `targets`, which must be zeros."""
+        with contiguous(targets, self._assembler.cut) as into:
+            self.late.settle(applied=self.late.commit(self._factor, into))
+
+    @property
+    def spoilt(self) -> set[int]:
+        """Numbers of the tensors in buckets whose averages in the last step were not finite. The set is the same on all ranks.
+        """
+        return {s.tensor for bucket in self.buckets if not bucket.late and not bucket.ledger.finite for s in bucket.slices}
+
+    @property
+    def keeps(self) -> bool:
+        """True: some of the last step's averages can be rolled back if they are not applied. Ranks can differ."""
+        return self.tracked or bool(self.late) or any(bucket.ledger.sent is not None for bucket in self.buckets)
+
+    @property
+    def shared_buffers(self) -> dict[int, SharedBuffers]:
+        return {bucket.id: bucket.shared for bucket in self.buckets if bucket.shared is not None}
+
+    def let_go(self) -> None:
+        """Returns buffer memory to the system during a long time between two exchanges; see EncodedBucket.let_go."""
+        for bucket in self.buckets:
+            bucket.let_go()
+
+    def forget_states(self) -> None:
+        """Frees residuals and buffers at once. Called after close(), when another worker object has received the residuals.
+        Worker and paths refer to each other, so the garbage collector would free their memory late."""
+        for bucket in self.buckets:
+            for _, state in bucket.ledger.encoders:
+                state.clear()
+        self._give_back()
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(bucket.memory.all.nbytes for bucket in self.buckets)
+
+    def _give_back(self) -> None:
+        """Returns the memory of the buckets' buffers to the system. Their contents are lost."""
+        for bucket in self.buckets:
+            for buffer in (bucket.memory.all, bucket.memory.all_y):
+                release(buffer)
+
+    def reorder(self, places: Mapping[int, int]) -> None:
+        """Sets the order in which buckets are sent, from tensors' positions in the forward pass. Buckets without a position
+        follow, in reverse of the order in which their gradients become final."""
+        self.places, end = places, len(places)
+        # If averages are applied one by one, all of them wait for the bucket that `all_complete` reads, so it is sent first.
+        ahead = self._assembler.last if self.now.eager else None
+        first_use = {b.id: min((places.get(s.tensor, end) for s in b.slices), default=end) for b in self.buckets}
+        for order, bucket in enumerate(sorted(self.buckets, key=lambda b: (b is not ahead, first_use[b.id], b.order))):
+            bucket.order = order
+
+    # ---- failure
+
+    def latch(self, error: BaseException) -> None:
+        """Stores the first error of this worker; later errors are ignored. Callers report lost peers, or a script that aborts
+        in the middle of a step."""
+        self.now.latch(error)
+
+    def check(self) -> None:
+        """Raises the stored error, if there is one. The first time, what the failed step sent returns to the residuals. If a
+        lane does not end its call, perhaps inside a codec, residuals cannot be corrected."""
+        if self.now.error is None:
+            return
+        if self.intact is None:
+            self.now.error = self._listener.explain(self.now.error)
+            self.intact = self._paths.drain(DRAIN_S)
+            for bucket in self.buckets if self.intact else ():
+                if bucket.exchange.started:
+                    bucket.ledger.discard(bucket.ledger.all_slices & ~bucket.exchange.applied)
+                bucket.ledger.roll_back()
+        raise self.now.error
+
+    def forked(self, error: BaseException) -> None:
+        """Makes every later call raise `error`, in a forked child process, which has none of this worker's threads."""
+        self.now.error, self.intact = error, False
+
+    def close(self) -> None:
+        self.latch(CommError("the session is closed", code="E-SESSION-CLOSED"))
+        self._paths.close(1.0)
