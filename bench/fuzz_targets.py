@@ -23,7 +23,7 @@ from commlayer.compressors import codec_of, parse, seed, wrap
 from commlayer.compressors.codec import Codec
 from commlayer.errors import CorruptFrame, PeerLost, RecordError, Refused
 from commlayer.observe import events
-from commlayer.records import MALFORMED, Job, Plan, ServerInfo, Spec, TensorInfo, View
+from commlayer.records import MALFORMED, Epoch, Job, Plan, ServerInfo, Spec, TensorInfo
 from commlayer.transport import framing, handshake
 from commlayer.transport.chunking import Assembly, drop_zeros, restore_zeros, split_parts
 from commlayer.transport.crc import crc32c
@@ -197,7 +197,7 @@ JOB = Job((TensorInfo("weight", (40, 30)), TensorInfo("bias", (30,))))
 PLAN = planner.default_plan(JOB, codec="topk(ratio=0.1)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1024,
                             cut_nbytes=4096)
 MEMBERS = records.Member(0, 0, "a", 7), records.Member(1, 1, "b", 8)
-VIEW = View(1, MEMBERS, (records.ServerInfo(0, "127.0.0.1:7001"),), "digest")
+EPOCH = Epoch(1, MEMBERS, (records.ServerInfo(0, "127.0.0.1:7001"),), "digest")
 
 
 EVENT_LINES = tuple(events.encode(event) for event in (
@@ -210,7 +210,7 @@ def _messages() -> list[Any]:
     return [
         messages.worker_request("job", 0, 2, plan=b"a plan"),
         messages.server_request("127.0.0.1:7001", streams="127.0.0.1:7000"),
-        messages.JoinReply(view=VIEW, plan=b"a plan", rank=1), messages.JoinReply(error="no"),
+        messages.JoinReply(epoch=EPOCH, plan=b"a plan", rank=1), messages.JoinReply(error="no"),
         messages.PlanPart("digest", 40, 8, bytes(16)),
         messages.Heartbeat("token", dropped=(gone,), overdue=overdue), gone, overdue,
         messages.HeartbeatReply(failed=(gone,), departed=(gone, gone)), messages.Leave("token", "finished", 3),

@@ -311,7 +311,7 @@ class ServerInfo(Record, frozen=True):
     """True: the server has a journal, so it can be restarted after a crash."""
 
 
-class View(Record, frozen=True):
+class Epoch(Record, frozen=True):
     """Membership of one epoch: its generation number, members, servers and first step."""
 
     generation: int

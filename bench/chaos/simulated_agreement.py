@@ -18,7 +18,7 @@ from bench.chaos.simulated_service import Books, Ledger, Service, Waits
 from commlayer.cluster.calls.messages import FINISHED, KvRequest
 from commlayer.cluster.membership.epoch_change import wire_generation
 from commlayer.errors import CorruptFrame
-from commlayer.records import View
+from commlayer.records import Epoch
 from commlayer.transport.protocol import Header, Message
 
 CALM, MOST_EVENTS = 1_000, 60_000
@@ -52,11 +52,12 @@ class Agreement:
         self._loss, self._breaks = self.chance.choice((0.0, 0.05, 0.25)), self.chance.choice((0.0, 0.04))
         self.books = Books()
         self.desk = Desk(workers, servers, workers if self.chance.random() < 0.1 else self.chance.randint(1, workers - 1))
-        self._views: dict[int, View] = {wire_generation(self.desk.view): self.desk.view}
+        self._epochs: dict[int, Epoch] = {wire_generation(self.desk.epoch): self.desk.epoch}
         in_means = self.chance.random() < 0.5
-        self.services = [Service(s, self.desk.view, {b: Ledger(self.books, self.rounds, in_means=in_means) for b in self.buckets
-                                                     if self.server_of(b, servers) == s}) for s in range(servers)]
-        self.members = [Member(self, rank, self.desk.view, servers) for rank in range(workers)]
+        self.services = [
+            Service(s, self.desk.epoch, {b: Ledger(self.books, self.rounds, in_means=in_means) for b in self.buckets
+                                         if self.server_of(b, servers) == s}) for s in range(servers)]
+        self.members = [Member(self, rank, self.desk.epoch, servers) for rank in range(workers)]
         self._up: list[list[list[tuple[Header, bytes]]]] = [[[] for _ in range(servers)] for _ in range(workers)]
         self._down: list[list[list[tuple[Header, bytes]]]] = [[[] for _ in range(servers)] for _ in range(workers)]
         self._late: list[KvRequest] = []
@@ -112,18 +113,18 @@ class Agreement:
         return self.services[server].knows(rank)
 
     def commits(self, member: Member) -> None:
-        """Checks a committed step: continuing members have equal sums, with the contributions of all members of its view."""
+        """Checks a committed step: continuing members have equal sums, with the contributions of all members of its epoch."""
         step, sums = len(member.committed) - 1, member.committed[-1]
         for other in [] if self._dead(member) else self.members:
             goes_on = other.end in ("", FINISHED) and not self._dead(other)
             if goes_on and other.committed[step:] and other.committed[step] != sums:
                 self.problems.append(f"workers {member.rank} and {other.rank} have other sums of step {step}")
-        ranks = tuple(m.rank for m in member.view.members)
-        if member.view.generation > 1 and len(ranks) < self.desk.least:
+        ranks = tuple(m.rank for m in member.epoch.members)
+        if member.epoch.generation > 1 and len(ranks) < self.desk.least:
             self.problems.append(f"{len(ranks)} go on, and {self.desk.least} are the least")
         for (bucket, r), number in sums.items():
             parts = self.books.sum_of(number)
-            right = wire_generation(member.view), step, bucket, r
+            right = wire_generation(member.epoch), step, bucket, r
             odd = any((p.generation, p.step, p.bucket, p.round) != right for p in parts)
             if tuple(p.rank for p in parts) != ranks or odd or len({p.tries for p in parts}) > 1:
                 self.problems.append(f"step {step}, bucket {bucket}: the sum of {ranks} has {parts}")
@@ -205,10 +206,10 @@ class Agreement:
         return True
 
     def _server_hears(self, service: Service) -> bool:
-        if service.newest.generation == self.desk.view.generation:
+        if service.newest.generation == self.desk.epoch.generation:
             return False
         if not self.loses():
-            service.newest = self.desk.view
+            service.newest = self.desk.epoch
         return True
 
     def _breaks_one(self) -> bool:
@@ -263,7 +264,7 @@ class Agreement:
     # ---- invariants at the end
 
     def _ends(self) -> list[str]:
-        self.counts["views"] += self.desk.view.generation - 1
+        self.counts["epochs"] += self.desk.epoch.generation - 1
         problems = []
         if any(not m.end for m in self.members):
             problems.append(f"faults have ended, and nobody gets any further: {self._where()}")
@@ -287,5 +288,6 @@ class Agreement:
         return problems
 
     def _where(self) -> str:
-        return "; ".join(f"worker {m.rank} {m.end or m.phase} (step {m.step}, view {m.view.generation})" for m in self.members)
+        return "; ".join(f"worker {m.rank} {m.end or m.phase} (step {m.step}, epoch {m.epoch.generation})"
+                         for m in self.members)
 

@@ -12,7 +12,7 @@ from commlayer.cluster.membership import epoch_change, membership
 from commlayer.cluster.membership.membership import State
 from commlayer.cluster.membership.rendezvous_service import RendezvousService
 from commlayer.cluster.membership.sites import AdmissionState
-from commlayer.records import View
+from commlayer.records import Epoch
 from commlayer.transport.handshake import RefusalLog
 
 PLAN = b"a plan"
@@ -47,19 +47,19 @@ class Desk:
 
     def _joins(self, request: Join) -> None:
         request = msgspec.structs.replace(request, token=f"{request.kind} {request.rank}")
-        late = self.state.view is not None
+        late = self.state.epoch is not None
         self.state, seat = (epoch_change.admit if late else membership.join)(self.state, request, 0.0)
         assert not seat.error, seat.error
 
     @property
-    def view(self) -> View:
-        assert self.state.view is not None
-        return self.state.view
+    def epoch(self) -> Epoch:
+        assert self.state.epoch is not None
+        return self.state.epoch
 
     @property
     def there(self) -> list[int]:
-        """Workers of the view that the coordinator considers present."""
-        return [m.rank for m in self.view.members if self.state.registrations[token_of(m.rank)].present]
+        """Workers of the epoch that the coordinator considers present."""
+        return [m.rank for m in self.epoch.members if self.state.registrations[token_of(m.rank)].present]
 
     def holds_dead(self, rank: int) -> bool:
         return bool(self.state.registrations[token_of(rank)].dead)
@@ -107,7 +107,7 @@ class Desk:
         self._becomes(membership.evict(self.state, [token_of(rank)], "no heartbeat, as the coordinator sees it"))
 
     def _becomes(self, state: State) -> None:
-        self.state = epoch_change.next_view(state)
+        self.state = epoch_change.next_epoch(state)
         self.version += 1
 
 

@@ -17,7 +17,7 @@ from commlayer.cluster.calls.messages import FINISHED, HeartbeatReply, KvReply, 
 from commlayer.cluster.membership.epoch_change import EpochChange, wire_generation
 from commlayer.engine.epochs import agreement
 from commlayer.engine.epochs.agreement import AgreementOutcome, Claims, Vote, VoterState, key_of
-from commlayer.records import View
+from commlayer.records import Epoch
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind
 from commlayer.transport.reconnect import InFlightRequests
 
@@ -28,7 +28,7 @@ EVERYTHING = 1
 
 
 class Newer(Exception):
-    """There is a newer view than the one to which this worker is switching."""
+    """There is a newer epoch than the one to which this worker is switching."""
 
 
 class Regroup(Exception):
@@ -79,9 +79,9 @@ class Job(Protocol):
 
 
 class Member:
-    def __init__(self, job: Job, rank: int, view: View, servers: int) -> None:
+    def __init__(self, job: Job, rank: int, epoch: Epoch, servers: int) -> None:
         self._job, self.rank = job, rank
-        self.view = self.newest = view
+        self.epoch = self.newest = epoch
         self.step = 0
         self.phase = "computes"
         """The worker's current phase."""
@@ -98,7 +98,7 @@ class Member:
         self._answers: dict[tuple[int, int], str] = {}
         self._standing = VoterState()
         self._said: set[StoreKey] = set()
-        self._agreed: tuple[View, list[Vote]] | None = None
+        self._agreed: tuple[Epoch, list[Vote]] | None = None
         self._left: dict[str, int] = {}
         self._verdict: Ends | None = None
         """The coordinator's final verdict on this worker, which is sent once."""
@@ -123,7 +123,7 @@ class Member:
 
     def beat(self) -> bool:
         """The work of the heartbeat thread."""
-        generations = self.newest.generation, self.view.generation
+        generations = self.newest.generation, self.epoch.generation
         if self.end or self._beaten == (self._job.desk.version, *generations):
             return False
         if not self._job.loses():
@@ -136,8 +136,8 @@ class Member:
     def _pulse(self, pulse: HeartbeatReply) -> None:
         """Handles a heartbeat reply like client.py and uplink.py."""
         self._left |= {gone.peer: gone.exchanges for gone in pulse.departed if gone.reason == FINISHED}
-        if pulse.view is not None and pulse.view.generation > self.newest.generation:
-            self.newest = pulse.view
+        if pulse.epoch is not None and pulse.epoch.generation > self.newest.generation:
+            self.newest = pulse.epoch
         of = {f"worker {m.rank}" for m in self.newest.members}
         lost = [*pulse.failed, *(gone for gone in pulse.departed if gone.reason != FINISHED and gone.peer in of)]
         if pulse.dead:
@@ -162,7 +162,7 @@ class Member:
         elif header.flags & Flag.AGAIN:
             self._tries[header.bucket] += 1
             self._push(header.bucket, 0, header.weight)
-        elif header.generation == wire_generation(self.view):
+        elif header.generation == wire_generation(self.epoch):
             self._results[(header.bucket, header.round)] = number_of(body)
             if header.round + 1 < self._job.rounds:
                 self._push(header.bucket, header.round + 1)
@@ -210,7 +210,7 @@ class Member:
     def _push(self, bucket: int, r: int, total: float = 1.0) -> None:
         """Sends a contribution. The total is wrong at first; the server sends the true one."""
         tries = self._tries[bucket] if r == 0 else 0
-        generation = wire_generation(self.view)
+        generation = wire_generation(self.epoch)
         header = Header(Kind.PUSH, generation, self.step, bucket, round=r, codec=7, sender=self.rank, weight=1.0, used=1,
                         total=total, flags=Flag.AGAIN if tries else Flag.NONE, undone=EVERYTHING * self._owes)
         body = self._job.books.coded(Part(self.rank, generation, self.step, bucket, r, tries))
@@ -225,13 +225,13 @@ class Member:
 
     def _waits(self) -> Doing[None]:
         """Waits for the step's results, like Arrivals.wait and Worker.wait."""
-        last_view: View | None = None
+        last_epoch: Epoch | None = None
         while not self._here() and self.error is None:
             self.phase = "waits"
-            if last_view is self.newest:
+            if last_epoch is self.newest:
                 yield False
                 continue
-            last_view = self.newest
+            last_epoch = self.newest
             try:
                 yield from self._heeds()
             except (Ends, Regroup) as error:
@@ -242,8 +242,8 @@ class Member:
     def _meets(self) -> Doing[None]:
         """A collective of the training script, which continues without members that are gone."""
         self.phase = "meets"
-        name = f"script{self.view.generation}/{self.step}"
-        want = tuple((name, m.rank) for m in self.view.members)
+        name = f"script{self.epoch.generation}/{self.step}"
+        want = tuple((name, m.rank) for m in self.epoch.members)
         request = KvRequest(home_of(self.rank), (((name, self.rank), b""),), want=want, without=True)
         while True:
             version = self._job.desk.version
@@ -256,10 +256,10 @@ class Member:
     # ---- the agreement, as in membership_change.py
 
     def _finished(self) -> list[int]:
-        return [self._left.get(f"worker {rank}", -1) for rank in agreement.gone_from(self.view, self.newest)]
+        return [self._left.get(f"worker {rank}", -1) for rank in agreement.gone_from(self.epoch, self.newest)]
 
     def _heeds(self) -> Doing[None]:
-        if agreement.calls(self._standing, self.step, self.view, self.newest, self._finished(), lets_in=True):
+        if agreement.calls(self._standing, self.step, self.epoch, self.newest, self._finished(), lets_in=True):
             yield from self._agrees(self._here)
 
     def _goes(self) -> Doing[None]:
@@ -278,39 +278,39 @@ class Member:
     def _agrees(self, complete: Callable[[], bool] = lambda: False) -> Doing[None]:
         mine = Vote(self.step, 1.0)
         while True:
-            view = self.newest
-            stay = agreement.staying(self.view, view)
+            epoch = self.newest
+            stay = agreement.staying(self.epoch, epoch)
             try:
                 self.phase = "says where"
-                words = yield from self._hears(view, agreement.first(self._standing, view, mine), stay, complete)
-                self._standing, says = agreement.second(self._standing, view, mine, words, complete=complete())
+                words = yield from self._hears(epoch, agreement.first(self._standing, epoch, mine), stay, complete)
+                self._standing, says = agreement.second(self._standing, epoch, mine, words, complete=complete())
                 self.phase = "says for good"
-                sure = (yield from self._hears(view, says, stay, complete)) if says is not None else []
+                sure = (yield from self._hears(epoch, says, stay, complete)) if says is not None else []
             except Newer:
                 self._job.counts["rounds broken off"] += 1
                 continue
-            self._standing, outcome = agreement.outcome(self._standing, view, self.step, words, sure, self._finished())
+            self._standing, outcome = agreement.outcome(self._standing, epoch, self.step, words, sure, self._finished())
             self._job.counts[f"rounds {outcome.name.lower()}" if words else "rounds all here"] += 1
             if outcome is AgreementOutcome.WHOLE:
                 return
             if outcome is AgreementOutcome.TOGETHER:
-                self._agreed = view, words
+                self._agreed = epoch, words
                 raise Regroup
 
     def _goes_over(self) -> Doing[None]:
         assert self._agreed is not None
-        (view, words), self._agreed = self._agreed, None
-        change = EpochChange(view, self.step, dict.fromkeys(self._job.buckets, EVERYTHING) if self._owes else {}, b"")
-        for server in agreement.told_by(self.rank, self.view, view):
+        (epoch, words), self._agreed = self._agreed, None
+        change = EpochChange(epoch, self.step, dict.fromkeys(self._job.buckets, EVERYTHING) if self._owes else {}, b"")
+        for server in agreement.told_by(self.rank, self.epoch, epoch):
             self.phase = "tells servers"
             yield from self._tells(server.id, change)
-        mine = words[[m.rank for m in view.members].index(self.rank)]
+        mine = words[[m.rank for m in epoch.members].index(self.rank)]
         self.phase = "is ready"
-        yield from self._hears(view, Claims("ready", mine, False), [m.rank for m in view.members], lambda: False)
-        self.view, self._owes = view, False
+        yield from self._hears(epoch, Claims("ready", mine, False), [m.rank for m in epoch.members], lambda: False)
+        self.epoch, self._owes = epoch, False
         self._follows()
         for unanswered in self.inflight:
-            unanswered.end(wire_generation(view))
+            unanswered.end(wire_generation(epoch))
         self._standing = self._standing.gone_over()
         self._begins()
         self._job.counts["gone over"] += 1
@@ -318,31 +318,31 @@ class Member:
         yield True
 
     def _follows(self) -> None:
-        """The worker of a new view gets the coordinator's verdict, as from Uplink.subscribe."""
+        """The worker of a new epoch gets the coordinator's verdict, as from Uplink.subscribe."""
         self.error = self._verdict
 
     def _tells(self, server: int, change: EpochChange) -> Doing[None]:
-        generation = wire_generation(change.view)
+        generation = wire_generation(change.epoch)
         header = Header(Kind.PLAN, generation, sender=self.rank, flags=Flag.ABANDON)
         self._asks(server, header, body_of(change))
         while (server, generation) not in self._answers and self._job.reaches(self.rank, server):
             yield False
         if answer := self._answers.pop((server, generation), "its connection has ended"):
-            if not (yield from self._hears_of(change.view)):
+            if not (yield from self._hears_of(change.epoch)):
                 raise Ends(f"server {SERVER_BASE + server}: cannot go on with other members: {answer}")
             raise Newer
 
-    def _hears(self, view: View, says: Claims, among: Sequence[int], complete: Callable[[], bool]) -> Doing[list[Vote]]:
+    def _hears(self, epoch: Epoch, says: Claims, among: Sequence[int], complete: Callable[[], bool]) -> Doing[list[Vote]]:
         """Like EpochMessages.tell and read."""
-        want = tuple(key_of(view, says.what, rank) for rank in among)
-        own = key_of(view, says.what, self.rank)
+        want = tuple(key_of(epoch, says.what, rank) for rank in among)
+        own = key_of(epoch, says.what, self.rank)
         put = () if own in self._said else ((own, msgspec.msgpack.encode(says.word)),)
         while True:
-            version, newer, is_here = self._job.desk.version, self.newest is not view, complete()
+            version, newer, is_here = self._job.desk.version, self.newest is not epoch, complete()
             try:
-                kept = yield from self._calls(KvRequest(home_of(self.rank), put, want=want, view=view.generation))
+                kept = yield from self._calls(KvRequest(home_of(self.rank), put, want=want, generation=epoch.generation))
             except Lost:
-                if self.newest is view and not (yield from self._hears_of(view)):
+                if self.newest is epoch and not (yield from self._hears_of(epoch)):
                     raise
                 raise Newer from None
             put = ()
@@ -353,15 +353,15 @@ class Member:
                     if len(rows) == len(want) else []
             if newer:
                 raise Newer
-            while (self._job.desk.version, self.newest is not view, complete()) == (version, newer, is_here):
+            while (self._job.desk.version, self.newest is not epoch, complete()) == (version, newer, is_here):
                 yield False
 
-    def _hears_of(self, view: View) -> Doing[bool]:
-        """Whether there is a newer view. Waits until the worker has received it."""
-        while self.newest is view:
+    def _hears_of(self, epoch: Epoch) -> Doing[bool]:
+        """Whether there is a newer epoch. Waits until the worker has received it."""
+        while self.newest is epoch:
             if self._job.chance_of(0.02):
                 raise Ends("the coordinator did not answer in time")
-            if self._job.desk.view.generation == view.generation:
+            if self._job.desk.epoch.generation == epoch.generation:
                 return False
             yield True
         return True

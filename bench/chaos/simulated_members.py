@@ -1,6 +1,6 @@
 """Simulates membership: workers, a server and a coordinator as state machines in a simulated network.
 
-Workers join, send heartbeats, switch to new views, are killed, freeze, hang, join late and finish. By seed, calls and replies
+Workers join, send heartbeats, switch to new epochs, are killed, freeze, hang, join late and finish. By seed, calls and replies
 are late or lost; of some workers only data arrives for a while. The coordinator is killed before or after journal writes and
 restarted with its journal.
 """
@@ -22,7 +22,7 @@ from commlayer.cluster.calls.messages import FINISHED, Heartbeat, HeartbeatReply
 from commlayer.cluster.membership import coordinator_journal, epoch_change, membership
 from commlayer.cluster.membership.coordinator_journal import CoordinatorRecord
 from commlayer.cluster.membership.membership import State
-from commlayer.records import View
+from commlayer.records import Epoch
 
 BEAT_S, TICK_S, DEAD_AFTER_S, PATIENCE_S, ENDED_AFTER_S = 1.0, 0.25, 4.0, 7.0, 3.0
 LIMIT_S, JUDGED_S = 3.0, 6.0
@@ -45,7 +45,7 @@ class Process:
     def __init__(self, request: Join) -> None:
         self.request = request
         self.rank = request.rank
-        self.view: View | None = None
+        self.epoch: Epoch | None = None
         self.active_generation = 0
         self.awake_s = 0.0
         """The process is frozen until then."""
@@ -82,8 +82,8 @@ class Members:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._heard: dict[str, float] = {}
         """When the coordinator last heard from each process, since its last start."""
-        self._views: dict[int, View] = {}
-        """The view of each generation, as sent to any process."""
+        self._epochs: dict[int, Epoch] = {}
+        """The epoch of each generation, as sent to any process."""
         self._dead: set[str] = set()
         self.processes = [self._born(messages.server_request("10.99.0.1:7001", number=0))]
         self.processes += [self._born(self._worker(rank)) for rank in range(self.workers)]
@@ -137,12 +137,12 @@ class Members:
         self.counts["frozen"] += 1
 
     def _quieten(self, process: Process) -> None:
-        if process.view is not None and not process.end:
+        if process.epoch is not None and not process.end:
             process.quiet_s = self.now + self.chance.uniform(DEAD_AFTER_S, 1.5 * PATIENCE_S)
             self.counts["quiet"] += 1
 
     def _hang(self, process: Process) -> None:
-        if process.view is not None and not process.end:
+        if process.epoch is not None and not process.end:
             process.hangs_s = self.now
             self.counts["hung"] += 1
             for other in self.processes[1:]:
@@ -151,7 +151,7 @@ class Members:
 
     def _expires(self, process: Process, late: Process) -> None:
         """Ends a process whose step is late by more than its own deadline and that of a verdict, because of a late member."""
-        if not process.end and process.view is not None and math.isinf(process.hangs_s) and self._of_its(process, late.peer):
+        if not process.end and process.epoch is not None and math.isinf(process.hangs_s) and self._of_its(process, late.peer):
             self._leaves(process, f"{late.peer}: sent nothing")
 
     def _down(self) -> None:
@@ -172,12 +172,12 @@ class Members:
     # ---- the coordinator, as in coordinator.py
 
     def _writes(self, before: State) -> None:
-        self.state = epoch_change.next_view(self.state)
-        view = self.state.view
-        ranks = [] if view is None or view == before.view else [m.rank for m in view.members]
-        if view is not None and (again := [rank for rank in ranks if f"worker {rank}" in self._dead]):
-            self._wrong(f"view {view.generation} has worker {again[0]}, which somebody was told is dead")
-        if view is None or coordinator_journal.journaled_part(before) == coordinator_journal.journaled_part(self.state):
+        self.state = epoch_change.next_epoch(self.state)
+        epoch = self.state.epoch
+        ranks = [] if epoch is None or epoch == before.epoch else [m.rank for m in epoch.members]
+        if epoch is not None and (again := [rank for rank in ranks if f"worker {rank}" in self._dead]):
+            self._wrong(f"epoch {epoch.generation} has worker {again[0]}, which somebody was told is dead")
+        if epoch is None or coordinator_journal.journaled_part(before) == coordinator_journal.journaled_part(self.state):
             return
         dice = self.chance.random() if self.now < CALM_S else 1.0
         if dice >= 0.02:
@@ -188,7 +188,7 @@ class Members:
 
     def _joined(self, request: Join) -> JoinReply:
         before = self.state
-        late = before.view is not None and request.token not in before.registrations and request.kind == "worker"
+        late = before.epoch is not None and request.token not in before.registrations and request.kind == "worker"
         self.state, seat = (epoch_change.admit if late else membership.join)(before, request, self.now)
         self._heard[request.token] = self.now
         self._writes(before)
@@ -269,30 +269,30 @@ class Members:
     # ---- processes
 
     def _asks(self, process: Process) -> None:
-        if process.view is None and self._again(process, ASK_S, self._asks):
+        if process.epoch is None and self._again(process, ASK_S, self._asks):
             self._calls(process, lambda: self._joined(process.request), lambda seat: self._seated(process, seat))
 
     def _seated(self, process: Process, seat: JoinReply) -> None:
-        if process.view is not None:
+        if process.epoch is not None:
             return
         if seat.error:
             process.end = f"refused: {seat.error}"
-        elif seat.view is not None:
+        elif seat.epoch is not None:
             process.rank = seat.rank
-            self._takes(process, seat.view)
+            self._takes(process, seat.epoch)
             self._beats(process)
 
     def _beats(self, process: Process) -> None:
         if not self._again(process, BEAT_S, self._beats):
             return
-        assert process.view is not None
+        assert process.epoch is not None
         gone = tuple(p.peer for p in self.processes[1:] if p.end)
         serves = process.request.kind == "server"
         sending = tuple(p.peer for p in self.processes[1:]
-                        if p.view is not None and not p.end and p.awake_s <= self.now < p.hangs_s)
-        beat = Heartbeat(process.request.token, generation=process.view.generation, active_generation=process.active_generation,
-                         missed=gone if serves else (), heard=sending if serves else (),
-                         overdue=self._overdue() if serves else None)
+                        if p.epoch is not None and not p.end and p.awake_s <= self.now < p.hangs_s)
+        beat = Heartbeat(process.request.token, generation=process.epoch.generation,
+                         active_generation=process.active_generation, missed=gone if serves else (),
+                         heard=sending if serves else (), overdue=self._overdue() if serves else None)
         self._calls(process, lambda: self._beaten(beat), lambda pulse: self._pulse(process, pulse))
 
     def _overdue(self) -> Overdue | None:
@@ -302,13 +302,13 @@ class Members:
         return Overdue(1, late, LIMIT_S) if hung else None
 
     def _pulse(self, process: Process, pulse: HeartbeatReply) -> None:
-        if pulse.view is not None:
-            self._takes(process, pulse.view)
-        assert process.view is not None
+        if pulse.epoch is not None:
+            self._takes(process, pulse.epoch)
+        assert process.epoch is not None
         self._dead |= {gone.peer for gone in pulse.failed}
         serves = process.request.kind == "server"
         if pulse.unknown_token:
-            self._wrong(f"the coordinator does not know {process.peer}, whom it has told of view {process.view.generation}")
+            self._wrong(f"the coordinator does not know {process.peer}, whom it has told of epoch {process.epoch.generation}")
         if pulse.dead or pulse.unknown_token:
             process.end = pulse.dead or "nobody knows it"
         elif serves and pulse.job_done:
@@ -319,25 +319,25 @@ class Members:
             self._leaves(process, f"{left[0].peer}: {left[0].reason}")
 
     def _of_its(self, process: Process, peer: str) -> bool:
-        assert process.view is not None
-        return peer == "server 0" or any(f"worker {m.rank}" == peer for m in process.view.members)
+        assert process.epoch is not None
+        return peer == "server 0" or any(f"worker {m.rank}" == peer for m in process.epoch.members)
 
-    def _takes(self, process: Process, view: View) -> None:
-        """Switches the process to a view."""
-        if process.view is not None and view.generation < process.view.generation:
+    def _takes(self, process: Process, epoch: Epoch) -> None:
+        """Switches the process to an epoch."""
+        if process.epoch is not None and epoch.generation < process.epoch.generation:
             return  # a late reply
-        if (other := self._views.setdefault(view.generation, view)) != view:
-            self._wrong(f"view {view.generation} is {_named(other)} to one and {_named(view)} to another")
-        if view.generation > 1 and len(view.members) < self.least:
-            self._wrong(f"view {view.generation} has {len(view.members)} members, and {self.least} are the least")
-        if len(view.members) > (self.most or self.workers):
-            self._wrong(f"view {view.generation} has {len(view.members)} members, and {self.most or self.workers} are the most")
-        self.counts["grown"] += len(view.members) > self.workers
-        if len({m.rank for m in view.members}) < len(view.members):
-            self._wrong(f"view {view.generation} has a rank twice")
-        process.view = view
+        if (other := self._epochs.setdefault(epoch.generation, epoch)) != epoch:
+            self._wrong(f"epoch {epoch.generation} is {_named(other)} to one and {_named(epoch)} to another")
+        if epoch.generation > 1 and len(epoch.members) < self.least:
+            self._wrong(f"epoch {epoch.generation} has {len(epoch.members)} members, and {self.least} are the least")
+        if len(epoch.members) > (self.most or self.workers):
+            self._wrong(f"epoch {epoch.generation} has {len(epoch.members)} of at most {self.most or self.workers} members")
+        self.counts["grown"] += len(epoch.members) > self.workers
+        if len({m.rank for m in epoch.members}) < len(epoch.members):
+            self._wrong(f"epoch {epoch.generation} has a rank twice")
+        process.epoch = epoch
         self.at(self.now + self.chance.random(),
-                lambda: setattr(process, "active_generation", max(process.active_generation, view.generation)))
+                lambda: setattr(process, "active_generation", max(process.active_generation, epoch.generation)))
 
     def _leaves(self, process: Process, reason: str) -> None:
         process.end = reason
@@ -360,14 +360,14 @@ class Members:
         self._until(END_S - 1.5)
         self._settled()
         self._until(OVER_S)
-        began = self.state.view is not None
+        began = self.state.epoch is not None
         if began and not membership.over(self.state):
             self._wrong("all have ended, and the coordinator does not hold it to be over")
         server = self.processes[0]
         # If all its calls are lost for long enough, the server is dead like any other process.
         if began and server.end != "over" and not self.state.registrations[server.request.token].dead:
             self._wrong(f"the server has not heard that the job is over: {server.end or 'it beats'}")
-        self.counts["views"] += len(self._views)
+        self.counts["epochs"] += len(self._epochs)
         self.counts["begun"] += began
         return self.problems
 
@@ -379,18 +379,18 @@ class Members:
         self.now = seconds
 
     def _settled(self) -> None:
-        """Long after the last fault, all running workers have one view, and none of its members is gone; or all have ended."""
-        view, present = self.state.view, [p for p in self.processes[1:] if not p.end]
-        if view is None or self.problems:
+        """Long after the last fault, all running workers have one epoch, and none of its members is gone; or all have ended."""
+        epoch, present = self.state.epoch, [p for p in self.processes[1:] if not p.end]
+        if epoch is None or self.problems:
             return
         if self.state.min_workers and len(present) < self.least and present:
             self._wrong(f"{len(present)} go on, and {self.least} are the least")
-        members = {m.rank for m in view.members}
+        members = {m.rank for m in epoch.members}
         if present and {p.rank for p in present} != members:
-            self._wrong(f"{sorted(p.rank for p in present)} are there, and view {view.generation} is {_named(view)}")
+            self._wrong(f"{sorted(p.rank for p in present)} are there, and epoch {epoch.generation} is {_named(epoch)}")
         for process in present:
-            if process.view != view:
-                self._wrong(f"{process.peer} has not heard of view {view.generation}")
+            if process.epoch != epoch:
+                self._wrong(f"{process.peer} has not heard of epoch {epoch.generation}")
             place = self.state.registrations.get(process.request.token)
             if place is None:
                 self._wrong(f"the coordinator does not know {process.peer}")
@@ -401,5 +401,5 @@ class Members:
         self.problems.append(f"at {self.now:.2f} s: {what}")
 
 
-def _named(view: View) -> list[int]:
-    return [m.rank for m in view.members]
+def _named(epoch: Epoch) -> list[int]:
+    return [m.rank for m in epoch.members]

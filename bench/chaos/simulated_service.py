@@ -1,4 +1,4 @@
-"""A server of a simulated job that switches to new views in the middle of a step."""
+"""A server of a simulated job that switches to new epochs in the middle of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlayer.cluster.membership.epoch_change import EpochChange, change_proble
 from commlayer.cluster.servers.bucket_sum import EVERY_SLICE, Reply
 from commlayer.cluster.servers.summation import Summation
 from commlayer.errors import CorruptFrame
-from commlayer.records import View
+from commlayer.records import Epoch
 from commlayer.transport.protocol import Flag, Kind, Message, peer_name
 
 _NUMBER = struct.Struct("<q")
@@ -67,7 +67,7 @@ class Ledger:
         self._can_undo = False
 
     def after(self) -> Ledger:
-        """The ledger of the next view: the last sum can no longer be rolled back."""
+        """The ledger of the next epoch: the last sum can no longer be rolled back."""
         return Ledger(self._books, self.rounds, in_means=self.in_means, paid=self.paid)
 
     def zeros(self, r: int) -> list[Part]:
@@ -117,27 +117,27 @@ class Ledger:
 
 
 class Waits(Exception):
-    """The server must first receive the view that a member has named."""
+    """The server must first receive the epoch that a member has named."""
 
 
 class Service:
     """The message handling of the summation server, without waiting."""
 
-    def __init__(self, number: int, view: View, ledgers: dict[int, Ledger]) -> None:
-        self.number, self.view, self.newest = number, view, view
+    def __init__(self, number: int, epoch: Epoch, ledgers: dict[int, Ledger]) -> None:
+        self.number, self.epoch, self.newest = number, epoch, epoch
         self.ledgers = ledgers
-        self._core = self._sums(wire_generation(view))
+        self._core = self._sums(wire_generation(epoch))
 
     def _sums(self, generation: int) -> Summation:
-        members = tuple(m.rank for m in self.view.members)
+        members = tuple(m.rank for m in self.epoch.members)
         return Summation(self.number, generation, dict(self.ledgers), dict.fromkeys(self.ledgers, members))
 
     def knows(self, rank: int) -> bool:
         """Whether the rank is a member. If not, its connection has ended, and it is refused another one."""
-        return any(m.rank == rank for m in self.view.members)
+        return any(m.rank == rank for m in self.epoch.members)
 
     def take(self, message: Message, hurries: Callable[[], bool]) -> list[Reply]:
-        """`hurries`: whether the server gives up waiting for a view."""
+        """`hurries`: whether the server gives up waiting for an epoch."""
         if not self.knows(message.peer):
             return []
         if message.header.kind == Kind.PUSH:
@@ -158,20 +158,20 @@ class Service:
         return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), answer.encode())
 
     def _refused(self, change: EpochChange, generation: int, sender: int, hurries: Callable[[], bool]) -> str:
-        if generation == wire_generation(change.view) and change.view.generation <= self.view.generation:
-            return f"view {change.view.generation} has ended"
-        if why := change_problem(change, generation, sender, self.view):
+        if generation == wire_generation(change.epoch) and change.epoch.generation <= self.epoch.generation:
+            return f"epoch {change.epoch.generation} has ended"
+        if why := change_problem(change, generation, sender, self.epoch):
             raise CorruptFrame(f"PLAN frame with a change of members is invalid: {why}", peer=peer_name(sender))
-        if self.newest.generation < change.view.generation and not hurries():
+        if self.newest.generation < change.epoch.generation and not hurries():
             raise Waits
-        if self.newest.generation == change.view.generation and self.newest != change.view:
+        if self.newest.generation == change.epoch.generation and self.newest != change.epoch:
             raise CorruptFrame("PLAN frame with a change of members is invalid: its epoch differs from the coordinator's",
                                peer=peer_name(sender))
-        return "" if self.newest == change.view else f"view {change.view.generation} is not the coordinator's newest"
+        return "" if self.newest == change.epoch else f"epoch {change.epoch.generation} is not the coordinator's newest"
 
     def _gives_way(self, change: EpochChange, generation: int) -> None:
         self._core.end(change.step, change.undone)
-        self.view = change.view
+        self.epoch = change.epoch
         self.ledgers = {bucket: ledger.after() for bucket, ledger in self.ledgers.items()}
         self._core = self._sums(generation)
 

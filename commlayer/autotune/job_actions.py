@@ -100,7 +100,7 @@ class JobActions:
     def node_names(self) -> list[str]:
         """The display name of each node; "" for all if they have the same name."""
         uplink, groups = self._connection.uplink, self._connection.groups
-        return [uplink.name_of(member.rank) for member in uplink.view.members[:: groups.ranks_per_node]]
+        return [uplink.name_of(member.rank) for member in uplink.epoch.members[:: groups.ranks_per_node]]
 
     def pace(self, links: Sequence[Link]) -> None:
         """Paces uploads of this rank, and of the servers on its node, by the node's measured upload rate."""

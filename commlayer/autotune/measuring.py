@@ -117,7 +117,7 @@ class RankMeasurement(NamedTuple):
 
 def server_nodes_of(connection: DistributedJob) -> list[int]:
     """Returns the node number of each server. Servers on other machines get numbers after those of the workers' nodes."""
-    nodes = [s.node for s in connection.uplink.view.servers]
+    nodes = [s.node for s in connection.uplink.epoch.servers]
     if not connection.elastic:
         return nodes
     elsewhere = sorted(set(nodes))  # no site has a server, and sites are renumbered when members change
@@ -182,7 +182,7 @@ def probed(
     link is probed if that traffic shows the rates of all nodes. `expected`: known lower bounds of the rates, which set the
     initial TCP windows."""
     groups = connection.groups
-    away = [server.id for server in connection.uplink.view.servers if server.node != groups.node]
+    away = [server.id for server in connection.uplink.epoch.servers if server.node != groups.node]
     asks = bool(away) and groups.local == 0
     network, patience_s = link_rates.RequestNetwork(connection.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
     mine = _Known()
@@ -196,7 +196,7 @@ def probed(
         if asks and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
             longest_s = min(LONGEST_S, max(link_rates.LEAST_ROUND_TRIP_S, *(node.round_trip_s for node in nodes)))
             asking = [number for number, node in enumerate(nodes) if node.asks]
-            everywhere = len({server.node for server in connection.uplink.view.servers}) >= len(asking)
+            everywhere = len({server.node for server in connection.uplink.epoch.servers}) >= len(asking)
             turns, turn_s = turns_of(len(asking), budget_s, longest_s, everywhere=everywhere)
             mine_at = asking.index(groups.node) % turns
             begin = time.monotonic()  # all ranks have just exchanged values, so turns need no further synchronization
@@ -294,6 +294,6 @@ def meter_of(connection: DistributedJob) -> InterfaceCounters | None:
     counters."""
     if connection.groups.local:
         return None
-    servers = [host_port(server.address)[0] for server in connection.uplink.view.servers]
+    servers = [host_port(server.address)[0] for server in connection.uplink.epoch.servers]
     counters = counters_of(own_address.interface_towards(servers))
     return None if counters is None else InterfaceCounters(counters)

@@ -75,7 +75,7 @@ class Job:
         """A complete handshake of a data connection, at whose end the server says that the rank is connected already. Returns
         the seconds that it took."""
         begin, member = time.monotonic(), self.honest
-        hello = Hello(member.plan.job, 0, member.membership.view.plan, messages.version())
+        hello = Hello(member.plan.job, 0, member.membership.epoch.plan, messages.version())
         end = StreamTransport(hello, settings=Settings(secret=member.config.token, keys=member.keys))
         with contextlib.closing(end), pytest.raises(NotYet) as caught:
             end.dial(SERVER_BASE, host_port(address or self.victim.data_address), begin + WAIT_S)

@@ -55,11 +55,11 @@ class Scene:
         """A step of the honest member in the epoch that begins when the server has dropped the other one."""
         honest = self.honest
         until(lambda: honest.membership.newest.generation > 1, "there is an epoch without the hostile member")
-        view = honest.membership.newest
-        change = EpochChange(view, step, {}, records.encode(records.plan_of(PLAN, [0])))
-        ask = Header(Kind.PLAN, wire_generation(view), sender=honest.rank, flags=Flag.ABANDON, used=1)
+        epoch = honest.membership.newest
+        change = EpochChange(epoch, step, {}, records.encode(records.plan_of(PLAN, [0])))
+        ask = Header(Kind.PLAN, wire_generation(epoch), sender=honest.rank, flags=Flag.ABANDON, used=1)
         header, body = honest.contribution(step)
-        header = header._replace(generation=wire_generation(view), total=1.0)
+        header = header._replace(generation=wire_generation(epoch), total=1.0)
         for request, data, answer in ((ask, msgspec.msgpack.encode(change), Kind.PLAN_OK), (header, body, Kind.RESULT)):
             waiting = honest.transport.recv(SERVER_BASE, key(request._replace(kind=answer)))
             honest.transport.send(SERVER_BASE, request, data)

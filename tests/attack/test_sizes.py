@@ -40,7 +40,7 @@ from commlayer.engine.guards.parameter_drift import ParameterDrift
 from commlayer.engine.job.plan_agreement import from_rank_0
 from commlayer.engine.observers.trace import gather_steps
 from commlayer.observe.step_trace import Event, RecordedStep
-from commlayer.records import Member, View, encode
+from commlayer.records import Epoch, Member, encode
 
 WORLD, HOSTILE, TIMEOUT_S = 3, 0, 20.0
 SIZES = [10**12, 8 << 30, -1]
@@ -212,7 +212,7 @@ def test_a_rank_makes_no_more_groups_than_ranks_may_differ_by(monkeypatch: pytes
 
 # ---- the state for a joining worker
 
-VIEW = View(2, (Member(0, 0, "a", 1), Member(1, 1, "b", 2), Member(2, 2, "c", 3)), ())
+EPOCH = Epoch(2, (Member(0, 0, "a", 1), Member(1, 1, "b", 2), Member(2, 2, "c", 3)), ())
 
 
 @pytest.mark.parametrize(("how", "size"), [
@@ -223,10 +223,10 @@ def test_a_state_for_a_joining_worker_is_no_larger_than_its_model_needs(
     monkeypatch.setattr(site_process_group, "kv_client", lambda: desk)
     most_nbytes, soon = most_state_nbytes(model().parameters()), time.monotonic() + WAIT_S
     named = b"\xc1" if size == "noise" else msgspec.msgpack.encode(100 if size == "longer" else size)
-    hostile.request(soon, put=[(key_of(VIEW, "state", 0), named), (key_of(VIEW, "part0", 0), bytes(1000))])
+    hostile.request(soon, put=[(key_of(EPOCH, "state", 0), named), (key_of(EPOCH, "part0", 0), bytes(1000))])
     for rank, home in ((0, hostile), (2, other)):
-        home.request(soon, put=[(key_of(VIEW, "window0", rank), msgspec.msgpack.encode(Vote(1, 1.0)))])
-    relay = StateRelay(EpochMessages(VIEW, 0.0), VIEW, 1, Vote(1, 1.0), WAIT_S, 0.0, most_nbytes)
+        home.request(soon, put=[(key_of(EPOCH, "window0", rank), msgspec.msgpack.encode(Vote(1, 1.0)))])
+    relay = StateRelay(EpochMessages(EPOCH, 0.0), EPOCH, 1, Vote(1, 1.0), WAIT_S, 0.0, most_nbytes)
     before = memory_nbytes("VmRSS")
     line = outcome(lambda: relay.take(lambda _: None) if how == "take" else relay.watch())
     assert_refused(line, "E-FRAME" if size == "noise" else "E-SIZE", "worker 0")

@@ -44,7 +44,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
     "overwrite a chunk": {"put": [(CHUNK, b"forged")]}, "drop a chunk": {"drop": [CHUNK]},
     "write a chunk first": {"put": [(("world0/group0/1", 0), b"forged")]},
     "among others": {"put": [(("fine", ANY), b""), (("own", 2), b""), (CHUNK, b"forged")]},
-    "of a rank that may come": {"put": [(("view2/group0/0", 7), b"forged")]},
+    "of a rank that may come": {"put": [(("epoch2/group0/0", 7), b"forged")]},
     "of a server": {"put": [(("x", -2), b"forged")]},
     "overwrite torch's key": {"put": [(TEXT, b"forged")]}, "drop torch's key": {"drop": [TEXT]},
     "add to a value": {"add": (NUMBER, 1)}, "add to a rank's number": {"add": (("sum", 0), 1)},

@@ -26,7 +26,7 @@ def test_pieces_are_those_of_the_whole(members: bool, agreement: bool, tmp_path:
         pieces = schedules.run(Options(schedules_so_far, 5, 0.0, file, members, agreement))["summary"]
     timed = {"seconds", "schedules_per_s"}
     assert {name: result[name] for name in result.keys() - timed} == {name: pieces[name] for name in pieces.keys() - timed}
-    assert {"events", "views" if members else "rounds_together" if agreement else "contributions"} < result.keys()
+    assert {"events", "epochs" if members else "rounds_together" if agreement else "contributions"} < result.keys()
     assert (result["left"], result["wrong_schedules"], result["seeds"]) == (0, 0, "5 to 34")
     assert schedules.run(Options(60, 5, 1e-9, file, members, agreement))["summary"]["left"] == 30
     with pytest.raises(Unmeasurable, match="begins with seed 5, asked for: --seed 6"):

@@ -42,7 +42,7 @@ from commlayer.cluster.membership.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.servers import uplink
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, cause_of
-from commlayer.records import ServerInfo, View
+from commlayer.records import Epoch, ServerInfo
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE
@@ -68,7 +68,7 @@ def test_many_workers_join_and_see_one_view(opened: list[Any]) -> None:
     # Slow heartbeats: 64 clients in one process share one interpreter.
     members = join_all(coordinator.address, world, heartbeat_s=2.0, dead_after_s=60.0)
     opened.extend(members)
-    assert len({messages.pack(m.view) for m in members}) == 1
+    assert len({messages.pack(m.epoch) for m in members}) == 1
     assert [m.rank for m in members] == list(range(world))
     assert {m.plan for m in members} == {PLAN}
 
@@ -486,10 +486,10 @@ def test_a_stopped_coordinator_is_noticed_by_its_silence_and_told_once(
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_server_whose_data_arrives_is_not_lost_with_the_coordinators_answers(alive: bool) -> None:
-    view = View(1, (), (ServerInfo(0, "127.0.0.1:7001", 0, colocated=True),), "")
+    epoch = Epoch(1, (), (ServerInfo(0, "127.0.0.1:7001", 0, colocated=True),), "")
     carrier = SimpleNamespace(heard=lambda since_s: ("server 0",) if alive else (), missed=tuple)
     failures = Failures()
-    link: Any = SimpleNamespace(_membership=SimpleNamespace(view=view), _carrier=carrier, _config=quick(), embedded=True,
+    link: Any = SimpleNamespace(_membership=SimpleNamespace(epoch=epoch), _carrier=carrier, _config=quick(), embedded=True,
                                 _on_death=failures)
     uplink.Uplink._on_silence(link, 60.0)
     assert [error.peer for error in failures.errors] == ["server 0"] * (not alive)

@@ -58,8 +58,8 @@ def test_the_begin_of_a_job_names_its_members() -> None:
     state = running(2)
     job, *members = changes(before, state)
     assert isinstance(job, JobEvent)
-    assert state.view is not None
-    assert (job.run, job.world) == (state.view.run, 2)
+    assert state.epoch is not None
+    assert (job.run, job.world) == (state.epoch.run, 2)
     assert sorted((m.member, m.state) for m in members if isinstance(m, MemberEvent)) == [
         ("server 0", "joined"), ("worker 0", "joined"), ("worker 1", "joined")]
 
@@ -134,13 +134,13 @@ def test_a_member_speaks_only_for_itself() -> None:
     job.received(beat("w1", StepEvent(time=time.time(), rank=0, step=5), MemberEvent(time=1.0, member="worker 0", state="dead"),
                       JobEvent(time=time.time(), run="another", world=9),
                       *(WaitEvent(what=what, names=("worker 0",)) for what in ("heartbeat", "join"))), state, 0.0)
-    job.received(beat("w1", JobEvent(time=time.time(), run="another")), structs.replace(state, view=None), 0.0)
+    job.received(beat("w1", JobEvent(time=time.time(), run="another")), structs.replace(state, epoch=None), 0.0)
     job.received(beat("s0", LogEvent(time=time.time(), text="of a server")), state, 0.0)
     job.received(beat("stranger", LogEvent(time=time.time(), text="of a stranger")), state, 0.0)
     step, began = read(job.log)
-    assert state.view is not None
+    assert state.epoch is not None
     assert isinstance(began, JobEvent)
-    assert (step.rank, began.rank, began.run, began.world) == (1, 1, state.view.run, 2)
+    assert (step.rank, began.rank, began.run, began.world) == (1, 1, state.epoch.run, 2)
 
 
 def test_clocks_that_differ_are_corrected() -> None:
@@ -285,7 +285,7 @@ def train(rank: int, folder: str, address: str, every: int) -> tuple[str, float]
             session.log_loss(loss)
             optimizer.step()
             time.sleep(0.15)
-        return session.inspect.connection.uplink.view.run, session.metrics()["exchange_s"]  # type: ignore[attr-defined]
+        return session.inspect.connection.uplink.epoch.run, session.metrics()["exchange_s"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("every", [1, 4])

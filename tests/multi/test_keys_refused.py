@@ -67,7 +67,7 @@ def end(request: pytest.FixtureRequest, folders: Folders) -> Iterator[End]:
         def joined(folder: Path, secret: str) -> None:
             member = client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=b"a plan"),
                                  quick(token=secret, keys=str(folder)), Failures())
-            assert member.view.members[0].rank == 0
+            assert member.epoch.members[0].rank == 0
             member.leave()
 
         yield End((host, int(port)), tls.CONTROL, joined)

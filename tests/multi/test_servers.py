@@ -33,7 +33,7 @@ from support.coordinators import (
     quick,
 )
 from support.meshes import FAR, soon
-from support.serving import JOB, PLAN, Pair, changed, plan_of, view_of
+from support.serving import JOB, PLAN, Pair, changed, epoch_of, plan_of
 from support.workers import Rig, job, on_ranks, step
 
 from commlayer import records
@@ -52,7 +52,7 @@ from commlayer.config import host_port, join_host
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, RecordError, Refused
 from commlayer.planner import default_plan
-from commlayer.records import Bucket, Job, Member, Plan, ServerInfo, Slice, TensorInfo, View
+from commlayer.records import Bucket, Epoch, Job, Member, Plan, ServerInfo, Slice, TensorInfo
 from commlayer.transport.endpoint import StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
@@ -66,18 +66,18 @@ class Asked:
     def __init__(self, opened: list[Any], *, told: bool = True, stays: bool = False) -> None:
         self.serving = DataServer("127.0.0.1", 0, quick(heartbeat_s=0.05))
         opened.append(self.serving)
-        self.view = view_of(DATA, self.serving, 3)
-        self.next = msgspec.structs.replace(self.view, generation=2, members=self.view.members[:2])
-        newest = self.next if told else self.view
-        self.serving.start(self.view, DATA, 0, newest=None if stays else lambda: newest)
+        self.epoch = epoch_of(DATA, self.serving, 3)
+        self.next = msgspec.structs.replace(self.epoch, generation=2, members=self.epoch.members[:2])
+        newest = self.next if told else self.epoch
+        self.serving.start(self.epoch, DATA, 0, newest=None if stays else lambda: newest)
         self._worker = StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(DATA)))
         opened.append(self._worker)
         self._worker.dial(SERVER_BASE, host_port(self.serving.address), soon())
 
-    def answer(self, view: View, plan: bytes = DATA, generation: int = 0) -> str:
-        header = Header(Kind.PLAN, generation or wire_generation(view), flags=Flag.ABANDON)
+    def answer(self, epoch: Epoch, plan: bytes = DATA, generation: int = 0) -> str:
+        header = Header(Kind.PLAN, generation or wire_generation(epoch), flags=Flag.ABANDON)
         handle = self._worker.recv(SERVER_BASE, key(header._replace(kind=Kind.PLAN_OK)))
-        self._worker.send(SERVER_BASE, header, msgspec.msgpack.encode(EpochChange(view, 7, {}, plan)))
+        self._worker.send(SERVER_BASE, header, msgspec.msgpack.encode(EpochChange(epoch, 7, {}, plan)))
         return bytes(self._worker.wait(handle, soon()).body).decode()
 
     @property
@@ -116,8 +116,8 @@ def test_what_cannot_be_done_is_refused_before_anything_has_ended(
     ((3,), (3, 0)),
 ])
 def test_who_joins_stands_behind_all_others_whatever_their_numbers(present: tuple[int, ...], then: tuple[int, ...]) -> None:
-    view, new = (View(n, tuple(Member(rank, rank, "host") for rank in ranks), ()) for n, ranks in ((1, present), (2, then)))
-    assert change_problem(EpochChange(new, 7, {}, b""), wire_generation(new), then[0], view) == ""
+    epoch, new = (Epoch(n, tuple(Member(rank, rank, "host") for rank in ranks), ()) for n, ranks in ((1, present), (2, then)))
+    assert change_problem(EpochChange(new, 7, {}, b""), wire_generation(new), then[0], epoch) == ""
 
 
 WRONG = [
@@ -140,7 +140,7 @@ def test_a_member_cannot_say_who_is_a_member(
 ) -> None:
     requested = Asked(opened)
     if "members" in fields:
-        every = view_of(DATA, requested.serving, 4).members
+        every = epoch_of(DATA, requested.serving, 4).members
         fields = {"members": tuple(every[rank] for rank in fields["members"])}
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
         requested.answer(msgspec.structs.replace(requested.next, **fields), generation=generation)
@@ -266,7 +266,7 @@ def test_a_plan_that_cannot_be_served_is_one_line_for_the_server_and_its_workers
     serving = DataServer("127.0.0.1", 0, quick())
     opened.append(serving)
     with pytest.raises(InvalidInput) as caught:
-        serving.start(view_of(plan, serving), plan, 0)
+        serving.start(epoch_of(plan, serving), plan, 0)
     assert caught.value.what.startswith(line)
     assert caught.value.code == code
     assert "\n" not in str(caught.value)
@@ -281,7 +281,7 @@ def test_only_members_of_the_view_are_admitted(opened: list[Any]) -> None:
     serving = DataServer("127.0.0.1", 0, quick())
     opened.append(serving)
     plan = records.encode(PLAN)
-    serving.start(view_of(plan, serving), plan, 0)
+    serving.start(epoch_of(plan, serving), plan, 0)
     for rank in (0, 2, SERVER_BASE + 1):
         opened.append(StreamTransport(Hello(JOB.digest(), rank, messages.digest_of(plan))))
         where, deadline = host_port(serving.address), time.monotonic() + WAIT_S
@@ -338,7 +338,7 @@ def test_who_waits_hears_how_many_exchanges_one_has_made_that_ended_in_order(
 
 
 def test_what_the_coordinator_judges_reaches_who_follows_later_too(opened: list[Any]) -> None:
-    """It says so once. The worker that heard it may be on its way to another view, and has no use for it any more."""
+    """It says so once. The worker that heard it may be on its way to another epoch, and has no use for it any more."""
     job = Pair(opened)
     assert job.ups[1]._membership is not None
     job.ups[1]._membership._on_reply(messages.HeartbeatReply(failed=(messages.PeerExit("worker 0", "no heartbeat for 4.0 s"),)))
@@ -521,8 +521,8 @@ def test_who_finds_no_coordinator_keeps_its_journal(tmp_path: Path) -> None:
     journal = ServerJournal(str(tmp_path), required=False)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = join_host(*free.getsockname())
-    view = View(1, (Member(0, 0, "host"),), (ServerInfo(0, address),), "digest")
-    assert journal.replace(ServerIdentity("a token", 0, address, view, b"plan", 1), {0: 1000}, lambda _: None)
+    epoch = Epoch(1, (Member(0, 0, "host"),), (ServerInfo(0, address),), "digest")
+    assert journal.replace(ServerIdentity("a token", 0, address, epoch, b"plan", 1), {0: 1000}, lambda _: None)
     journal.close(over=False)
     command = [*SERVE, "--journal", str(tmp_path), "--join", "127.0.0.1:1"]
     for wait_s in ("1", "60"):
@@ -542,10 +542,10 @@ def test_streams_come_to_the_port_that_they_came_to(tmp_path: Path) -> None:
     for _ in range(2):
         serving = DataServer("127.0.0.1", 0, quick(carrier="auto", journal=str(tmp_path)))
         layout = plan("int8()")
-        view = View(1, tuple(Member(rank, rank, "host") for rank in range(WORLD)), (ServerInfo(0, serving.address),),
+        epoch = Epoch(1, tuple(Member(rank, rank, "host") for rank in range(WORLD)), (ServerInfo(0, serving.address),),
                     messages.digest_of(records.encode(layout)))
         results.append((serving.address, serving.streams))
-        serving.start(view, records.encode(layout), 0)
+        serving.start(epoch, records.encode(layout), 0)
         serving.close(over=False)
     assert results[0] == results[1]
     assert results[0][1]

@@ -501,7 +501,7 @@ def test_a_home_that_leaves_learns_whether_the_job_had_begun(opened: list[Any], 
     assert lease.begun is begins
 
 
-# ---- what sites leave at a coordinator: each has its part of the room, and what was left in a view goes when that is over
+# ---- what sites leave at a coordinator: each has its part of the room, and what was left in an epoch goes when that is over
 
 PART = bytes(PART_NBYTES)
 
@@ -520,7 +520,7 @@ def there(desk: KvClient, *keys: messages.StoreKey) -> list[bool]:
     return [value is not None for value in results]
 
 
-# ---- views
+# ---- epochs
 
 
 def test_who_is_gone_is_named_to_whoever_waits_for_it_and_not_the_coordinator_that_tells(opened: list[Any]) -> None:
@@ -552,11 +552,11 @@ def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_t
     soon = time.monotonic() + WAIT_S
     for rank, desk in enumerate(desks):
         desk.request(soon, put=[((f"of {rank}", messages.ANY), PART)], add=(("count", messages.ANY), 1))
-    desks[2].request(soon, put=[(("part of 2", messages.ANY), PART)], view=1)
+    desks[2].request(soon, put=[(("part of 2", messages.ANY), PART)], epoch=1)
     members[2].leave("it breaks off")
     stay, keys = members[:2], [(name, messages.ANY) for name in ("of 0", "of 2", "count", "part of 2")]
-    until(lambda: all(member.newest.generation == 2 for member in stay), "the next view")
-    desks[0].request(soon, put=[(("view2/group/0", 0), PART)])
+    until(lambda: all(member.newest.generation == 2 for member in stay), "the next epoch")
+    desks[0].request(soon, put=[(("epoch2/group/0", 0), PART)])
 
     def beaten() -> None:
         """Each has sent its state again."""
@@ -568,12 +568,12 @@ def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_t
     def heard(token: str, since_s: float) -> bool:
         return coordinator._state.registrations[token].seen_s > since_s
 
-    stay[0].view = stay[0].newest
+    stay[0].epoch = stay[0].newest
     beaten()
     assert there(desks[0], *keys) == [True] * 4, "one has not switched, and may ask for them"
-    stay[1].view = stay[1].newest
+    stay[1].epoch = stay[1].newest
     until(lambda: there(desks[0], *keys) == [False] * 4, "it is dropped")
-    assert there(desks[1], ("view2/group/0", 0)) == [True]
+    assert there(desks[1], ("epoch2/group/0", 0)) == [True]
     assert coordinator._rendezvous._store.nbytes.total() < 2 * PART_NBYTES
 
 
@@ -750,7 +750,7 @@ def test_who_wait_hear_that_the_one_who_hangs_is_done_without(opened: list[Any])
     assert [type(error) for error in errors] == [PeerLost] * 2
     assert (errors[0].code, errors[0].peer) == ("E-PEER-LOST", "worker 2")
     assert "2 others waited 0.2 s for it" in errors[0].what
-    until(lambda: members[0].newest.generation > 1, "a newer view")
+    until(lambda: members[0].newest.generation > 1, "a newer epoch")
     assert [m.rank for m in members[0].newest.members] == [0, 1]
 
 

@@ -65,7 +65,7 @@ class Server:
             up = pool.submit(uplink.connect, address, mine, quick(**fields))
             member = seat.result(WAIT_S)
             self.opened.enter_context(contextlib.closing(SimpleNamespace(close=member.leave)))
-            self.serving.start(member.view, member.plan, member.rank)
+            self.serving.start(member.epoch, member.plan, member.rank)
             connected = up.result(WAIT_S)
         self.opened.callback(connected.close)
         return connected

@@ -127,7 +127,7 @@ def test_requests_in_flight_are_answered_after_the_restart_and_a_new_site_joins(
     served.kill()
     served.start()
     members.append(newcomer.join())
-    assert [member.rank for member in members[-1].view.members] == [0, 1, 3]
+    assert [member.rank for member in members[-1].epoch.members] == [0, 1, 3]
     assert newcomer.request(want=[COUNT]).values == (b"4",)
     assert [site.end_reason for site in (*sites[:2], newcomer)] == [""] * 3
     served.wait_for_heartbeats(3)

@@ -99,7 +99,7 @@ def train(rank: int, parts: list[int], plan: str, config: dict[str, Any] | None,
         report: dict[str, Any] = {"weights": weights(model)}
         if session is not None:
             assert session.inspect.connection.uplink is not None
-            report |= {"servers": [s.node for s in session.inspect.connection.uplink.view.servers],
+            report |= {"servers": [s.node for s in session.inspect.connection.uplink.epoch.servers],
                      "decisions": session.inspect.decisions(), "children": len(session.inspect.connection.embedded)}
         return report
     finally:

@@ -12,7 +12,7 @@ from support.coordinators import WAIT_S, Failures, all_opened, quick  # noqa: F4
 from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
 from support.membership import beat, elastic, members, running, server, ticked, worker
 from support.meshes import soon
-from support.serving import JOB, PLAN, Pair, view_of
+from support.serving import JOB, PLAN, Pair, epoch_of
 from support.summation import Doubles, ask, hub_of_a_test, next_stalled, push, served, service  # noqa: F401  (a fixture)
 
 from commlayer import records
@@ -73,9 +73,9 @@ class Served:
     def __init__(self, things: list[Any]) -> None:
         self.serving = DataServer("127.0.0.1", 0, quick(heartbeat_s=0.05))
         things.append(self.serving)
-        self.view, self._things = view_of(DATA, self.serving, 3), things
-        self.next = msgspec.structs.replace(self.view, generation=2, members=self.view.members[:2])
-        self.serving.start(self.view, DATA, 0, newest=lambda: self.next)
+        self.epoch, self._things = epoch_of(DATA, self.serving, 3), things
+        self.next = msgspec.structs.replace(self.epoch, generation=2, members=self.epoch.members[:2])
+        self.serving.start(self.epoch, DATA, 0, newest=lambda: self.next)
 
     def end(self, rank: int) -> StreamTransport:
         end = StreamTransport(Hello(JOB.digest(), rank, messages.digest_of(DATA)))
@@ -117,10 +117,10 @@ def says(teller: str, peer: str, state: Any) -> Any:
 
 
 def test_a_servers_word_ends_a_seat_and_the_others_go_on() -> None:
-    state = epoch_change.next_view(says("s0", "worker 1", elastic()))
+    state = epoch_change.next_epoch(says("s0", "worker 1", elastic()))
     assert state.registrations["w1"].dead == "was dropped (by server 0): noise"
     assert members(state) == (2, [0, 2, 3])
-    assert epoch_change.next_view(says("s0", "worker 1", state)) == state, "said again it changes nothing"
+    assert epoch_change.next_epoch(says("s0", "worker 1", state)) == state, "said again it changes nothing"
 
 
 def test_where_all_must_stay_all_hear_who_was_dropped() -> None:
@@ -159,9 +159,10 @@ def test_under_the_rank_of_another_node_nobody_comes_in_to_be_dropped(
         folders: Folders, opened: list[Any], tmp_path: Path) -> None:
     serving = DataServer("127.0.0.1", 0, quick(token="of-this-job", keys=str(folders.server)))
     opened.append(serving)
-    (mine, *rest), names = (view_of(DATA, serving).members), [Keys(str(f)).own.name for f in (folders.worker, folders.second)]
-    view = msgspec.structs.replace(view_of(DATA, serving), members=(msgspec.structs.replace(mine, certificate=names[0]), *rest))
-    serving.start(view, DATA, 0)
+    (mine, *rest), names = (epoch_of(DATA, serving).members), [Keys(str(f)).own.name for f in (folders.worker, folders.second)]
+    mine = msgspec.structs.replace(mine, certificate=names[0])
+    epoch = msgspec.structs.replace(epoch_of(DATA, serving), members=(mine, *rest))
+    serving.start(epoch, DATA, 0)
     other, own = (StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(DATA)), settings=Settings(
         secret="of-this-job", keys=Keys(str(f)))) for f in (folders.second, folders.worker))
     opened.extend((other, own))

@@ -29,22 +29,22 @@ def without(state: State, *ranks: int) -> State:
     for token, p in state.registrations.items():
         if not (p.join.kind == "worker" and p.rank in ranks):
             state, _ = membership.heartbeat(state, token, DEAD_AFTER_S)
-    return epoch_change.next_view(membership.tick(state, DEAD_AFTER_S + 1.0, DEAD_AFTER_S))
+    return epoch_change.next_epoch(membership.tick(state, DEAD_AFTER_S + 1.0, DEAD_AFTER_S))
 
 
 def test_those_who_are_left_make_a_view_as_long_as_they_are_enough() -> None:
     state = without(elastic(), 0)
     assert members(state) == (2, [1, 2, 3])
     state, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", generation=1))
-    assert pulse.view == state.view
+    assert pulse.epoch == state.epoch
     assert not pulse.failed, "it is no member any more, so its death is no failure"
     _, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", generation=2))
-    assert pulse.view is None, "said once"
+    assert pulse.epoch is None, "said once"
     _, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", parent="stopped"))
-    assert pulse.view is None, "its child does not ask"
-    state = epoch_change.next_view(membership.leave(state, "w3", "an error"))
+    assert pulse.epoch is None, "its child does not ask"
+    state = epoch_change.next_epoch(membership.leave(state, "w3", "an error"))
     assert members(state) == (3, [1, 2])
-    state = epoch_change.next_view(membership.leave(state, "w1", FINISHED, 7))
+    state = epoch_change.next_epoch(membership.leave(state, "w1", FINISHED, 7))
     assert members(state) == (3, [1, 2]), "one is not enough"
 
 
@@ -73,7 +73,7 @@ def test_a_site_is_admitted_where_one_of_the_remaining_workers_responds() -> Non
 
 
 def test_a_home_waits_for_the_next_job_where_this_one_fails_and_not_where_it_finishes() -> None:
-    ends = epoch_change.next_view(membership.leave(elastic(2, 2), "w1", "an error"))
+    ends = epoch_change.next_epoch(membership.leave(elastic(2, 2), "w1", "an error"))
     assert (waits(ends), membership.failure(ends)) == (True, "")
     over = membership.leave(ends, "w0", FINISHED)
     assert (waits(over), membership.failure(over)) == (True, "worker 1: left the job: an error")
@@ -86,7 +86,7 @@ def test_a_home_waits_for_the_next_job_where_this_one_fails_and_not_where_it_fin
 
 
 def test_an_end_is_told_until_the_one_who_hears_it_has_gone_over_to_a_view_without() -> None:
-    state = epoch_change.next_view(membership.leave(elastic(), "w3", FINISHED, 7))
+    state = epoch_change.next_epoch(membership.leave(elastic(), "w3", FINISHED, 7))
 
     def departures(state: State, token: str, **known: int) -> list[str]:
         return [gone.peer for gone in membership.heartbeat(state, token, 1.0, Heartbeat(token, **known))[1].departed]
@@ -102,12 +102,12 @@ def test_an_end_is_told_until_the_one_who_hears_it_has_gone_over_to_a_view_witho
 def test_homes_that_come_and_go_for_weeks_make_no_heartbeat_and_no_journal_grow() -> None:
     state, sizes = elastic(), list[tuple[int, int]]()
     first = state.registrations["w0"].join
-    state = epoch_change.next_view(membership.leave(state, "w3", FINISHED, 1))
+    state = epoch_change.next_epoch(membership.leave(state, "w3", FINISHED, 1))
     for rank in range(4, 4 + 4 * epoch_change.MAX_FORMER):
         request = worker(rank, token=f"w{rank}", world=0, elastic=True, plan=PLAN, must_match=first.must_match)
         state, seat = epoch_change.admit(state, request, 1.0)
-        assert seat.view is not None, seat.error
-        state = epoch_change.next_view(membership.leave(state, f"w{rank}", FINISHED, 1))
+        assert seat.epoch is not None, seat.error
+        state = epoch_change.next_epoch(membership.leave(state, f"w{rank}", FINISHED, 1))
         newest = members(state)[0]
         for token in ("w0", "w1", "w2"):
             state, pulse = membership.heartbeat(state, token, 1.0,
@@ -154,9 +154,9 @@ def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> N
     state = without(elastic(), 0)
     assert epoch_change.admission(state).size == 3
     state, seat = epoch_change.admit(state, newcomer(4), 12.0)
-    assert (members(state), seat.view, seat.error) == ((3, [1, 2, 3, 4]), state.view, "")
+    assert (members(state), seat.epoch, seat.error) == ((3, [1, 2, 3, 4]), state.epoch, "")
     assert "with all its 4 workers" in epoch_change.admit(state, newcomer(5), 12.0)[1].error
-    state = epoch_change.next_view(membership.leave(state, "w4", "killed, say"))
+    state = epoch_change.next_epoch(membership.leave(state, "w4", "killed, say"))
     assert members(state) == (4, [1, 2, 3])
 
 
@@ -201,7 +201,7 @@ def test_a_server_takes_back_what_it_emitted_of_the_step_and_throws_away_what_it
         assert ops.residual != owed
     core.end(1, {})
     assert ops.residual == pytest.approx(owed, abs=1e-15)
-    assert core.push(push(1, 0.3, 1), 0.0) == [], "its view has ended"
+    assert core.push(push(1, 0.3, 1), 0.0) == [], "its epoch has ended"
     assert ops.residual == pytest.approx(owed, abs=1e-15)
 
 
@@ -210,7 +210,7 @@ def test_nobody_waits_for_what_names_a_view_that_has_ended() -> None:
     old, new = (key(Header(Kind.RESULT, generation, 3, 5)) for generation in (1, 65537))
     waits = box.recv(9, old), box.recv(9, new), box.recv(9, None)
     box.deliver(Message(8, Header(Kind.RESULT, 1, 2, 5, sender=8), memoryview(b"kept")))
-    box.end_generations(CommError("its view has ended"), 65537)
+    box.end_generations(CommError("its epoch has ended"), 65537)
     assert [w.error() is not None for w in waits] == [True, False, False]
     box.deliver(Message(8, Header(Kind.RESULT, 1, 3, 5, sender=8), memoryview(b"late")))
     assert not box.recv(8, None).done(), "what came for it is forgotten"

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from support.coordinators import Failures, all_opened, quick, until  # noqa: F401  (a fixture)
 from support.membership import PATIENCE_S, elastic, members, several, worker
-from support.serving import PLAN, view_of
+from support.serving import PLAN, epoch_of
 from support.summation import Doubles, hub_of_a_test, push  # noqa: F401  (a fixture)
 
 from commlayer import records
@@ -37,7 +37,7 @@ def hears(state: State, *reports: tuple[str, int | None, tuple[int, ...]], now: 
         state, _ = membership.heartbeat(state, token, now)
         state = epoch_change.record_overdue(state, token, None if step is None else Overdue(step, missing, 300.0), now,
                                             PATIENCE_S)
-    return epoch_change.next_view(state)
+    return epoch_change.next_epoch(state)
 
 
 def gone(state: State) -> list[int]:
@@ -78,7 +78,7 @@ def test_its_seat_ends_with_a_line_that_it_hears_itself() -> None:
     assert state.registrations["w2"].dead == WHY
     _, pulse = membership.heartbeat(state, "w2", 2.0)
     assert pulse.dead == WHY
-    assert hears(state, ("s0", 7, (2,))).view == state.view, "said again it changes nothing"
+    assert hears(state, ("s0", 7, (2,))).epoch == state.epoch, "said again it changes nothing"
 
 
 @pytest.mark.parametrize("state", [several(least=0), several(unable=3), several(least=4)], ids=["all", "unable", "least"])
@@ -97,7 +97,7 @@ def test_a_server_that_is_gone_holds_nobody_up() -> None:
 
 
 def joining(active_generation: int = 1) -> State:
-    """Worker 3 has died; worker 4 is admitted once all members have switched to the new view."""
+    """Worker 3 has died; worker 4 is admitted once all members have switched to the new epoch."""
     state = hears(membership.evict(several(), ["w3"], "killed"))
     state = epoch_change.admit(state, worker(4, world=4, elastic=True), 0.0)[0]
     assert members(state) == (3, [0, 1, 2, 4])
@@ -193,7 +193,7 @@ def test_under_local_steps_the_limit_is_that_of_as_many(opened: list[Any]) -> No
         serving = DataServer("127.0.0.1", 0, quick(deadline_s=0.001))
         opened.append(serving)
         data = records.encode(msgspec.structs.replace(PLAN, local_steps=steps))
-        serving.start(view_of(data, serving, 3), data, 0)
+        serving.start(epoch_of(data, serving, 3), data, 0)
         assert serving.report().get("overdue") is None
         assert serving._server is not None
         serving._server._core.cells[0].begin(5, 0)
@@ -212,7 +212,7 @@ def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
         seats = list(pool.map(lambda request: client.join(coordinator.address, request, quick(), Failures()), requests))
     opened.extend(seats)
     seats[0].report.fields = lambda: {"overdue": Overdue(3, (1,), 5.0)}
-    until(lambda: seats[0].newest.generation > 1, "there is another view")
+    until(lambda: seats[0].newest.generation > 1, "there is another epoch")
     assert [m.rank for m in seats[0].newest.members] == [0]
     dead = coordinator._state.registrations[requests[2].token].dead
     assert "sent nothing for 5 s while others waited in step 3 (reported by server 0)" in dead

@@ -16,8 +16,8 @@ from commlayer.cluster.membership.membership import State
 from commlayer.cluster.servers.bucket_sum import BucketSum
 from commlayer.engine.epochs import agreement
 from commlayer.engine.epochs.agreement import AgreementOutcome, Vote, VoterState
+from commlayer.records import Epoch, ServerInfo
 from commlayer.records import Member as MemberRecord
-from commlayer.records import ServerInfo, View
 
 LEAST = 150
 
@@ -34,20 +34,20 @@ def test_those_who_are_left_go_on_alike_whoever_dies_when() -> None:
     assert {"rounds whole", "rounds all here", "rounds apart", "rounds broken off", "goings over broken off"} <= counts.keys()
 
 
-FOUND, REGROUPED = agreement.outcome, epoch_change.next_view
+FOUND, REGROUPED = agreement.outcome, epoch_change.next_epoch
 
 
 def from_ones_own_step(
-    state: VoterState, view: View, step: int, words: list[Vote], *votes: Any,
+    state: VoterState, epoch: Epoch, step: int, words: list[Vote], *votes: Any,
 ) -> tuple[VoterState, AgreementOutcome]:
-    after, result = FOUND(state, view, step, words, *votes)
+    after, result = FOUND(state, epoch, step, words, *votes)
     return after, AgreementOutcome.TOGETHER if words else result
 
 
-def at_once(state: VoterState, view: View, step: int, words: list[Vote], sure: list[Vote], finished: Any
+def at_once(state: VoterState, epoch: Epoch, step: int, words: list[Vote], sure: list[Vote], finished: Any
             ) -> tuple[VoterState, AgreementOutcome]:
     """On first words, which may be old."""
-    return FOUND(state, view, step, words, [], finished)
+    return FOUND(state, epoch, step, words, [], finished)
 
 
 def too_few(state: State) -> State:
@@ -56,7 +56,7 @@ def too_few(state: State) -> State:
 
 
 def deaf(member: Member) -> None:
-    """To a message that the coordinator sent once, while this worker switched to the view."""
+    """To a message that the coordinator sent once, while this worker switched to the epoch."""
     member.error = None
 
 
@@ -66,8 +66,8 @@ def deaf(member: Member) -> None:
     (agreement, "told_by", lambda *_: [], "server 0 drops", 0),
     (agreement, "missed", lambda *_: False, "further", 0),
     (BucketSum, "end", lambda *_: None, "paid", 0),
-    (epoch_change, "next_view", too_few, "are the least", 0),
-    (epoch_change, "next_view", lambda state: state, "are left", 0),
+    (epoch_change, "next_epoch", too_few, "are the least", 0),
+    (epoch_change, "next_epoch", lambda state: state, "are left", 0),
     (Member, "_follows", deaf, "further", 236),
 ])
 def test_what_must_not_be_is_found(where: Any, name: str, wrong: Callable[..., Any], line: str, seed: int,
@@ -79,12 +79,12 @@ def test_what_must_not_be_is_found(where: Any, name: str, wrong: Callable[..., A
 # ---- branches that the schedules do not need
 
 
-def view(generation: int, *ranks: int, servers: int = 0) -> View:
-    return View(generation, tuple(MemberRecord(rank, rank, "a", 1) for rank in ranks),
+def epoch(generation: int, *ranks: int, servers: int = 0) -> Epoch:
+    return Epoch(generation, tuple(MemberRecord(rank, rank, "a", 1) for rank in ranks),
                 tuple(ServerInfo(number, "a:1") for number in range(servers)))
 
 
-BEFORE, AFTER, LAST = view(1, 0, 1, 2, 3), view(2, 0, 1, 2), view(3, 0, 1)
+BEFORE, AFTER, LAST = epoch(1, 0, 1, 2, 3), epoch(2, 0, 1, 2), epoch(3, 0, 1)
 
 
 def test_a_second_vote_binds_in_one_view() -> None:
@@ -101,11 +101,11 @@ def test_a_second_vote_binds_in_one_view() -> None:
     (VoterState(), AFTER, [-1], True, True),
     (VoterState(completed=5), AFTER, [-1], True, False),
     (VoterState(), AFTER, [6], True, False),
-    (VoterState(), view(2, 0, 1, 2, 3, 4), [], True, True),
-    (VoterState(), view(2, 0, 1, 2, 3, 4), [], False, False),
-    (VoterState(), view(3, 0, 1, 2, 3), [], True, True),
+    (VoterState(), epoch(2, 0, 1, 2, 3, 4), [], True, True),
+    (VoterState(), epoch(2, 0, 1, 2, 3, 4), [], False, False),
+    (VoterState(), epoch(3, 0, 1, 2, 3), [], True, True),
     (VoterState(), BEFORE, [], True, False),
 ])
 def test_which_members_send_a_first_vote(
-        state: VoterState, newest: View, finished: list[int], lets_in: bool, calls: bool) -> None:
+        state: VoterState, newest: Epoch, finished: list[int], lets_in: bool, calls: bool) -> None:
     assert agreement.calls(state, 5, BEFORE, newest, finished, lets_in=lets_in) == calls

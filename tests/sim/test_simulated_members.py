@@ -24,26 +24,27 @@ def test_all_hear_of_one_view_whatever_becomes_of_processes_and_calls() -> None:
         world = Members(seed)
         assert world.run() == [], f"python -m bench chaos --members --schedules 1 --seed {seed}"
         counts += world.counts
-    least = {"begun": 0.9, "views": 1.2, "grown": 0.5, "killed": 0.4, "frozen": 0.4, "hung": 0.1, "quiet": 0.1,
+    least = {"begun": 0.9, "epochs": 1.2, "grown": 0.5, "killed": 0.4, "frozen": 0.4, "hung": 0.1, "quiet": 0.1,
              "coordinators killed": 0.4, "lost": 5.0}
     assert {what: counts[what] for what, part in least.items() if counts[what] < LEAST * part} == {}
 
 
-REGROUPED, TICK, BEAT, PACKED = epoch_change.next_view, membership.tick, membership.heartbeat, coordinator_journal.without_times
+REGROUPED, TICK, BEAT = epoch_change.next_epoch, membership.tick, membership.heartbeat
+PACKED = coordinator_journal.without_times
 ADMITTED = epoch_change.admission
 
 
 def same_number(state: State) -> State:
     after = REGROUPED(state)
-    if after.view is None or state.view is None:
+    if after.epoch is None or state.epoch is None:
         return after
-    return msgspec.structs.replace(after, view=msgspec.structs.replace(after.view, generation=state.view.generation))
+    return msgspec.structs.replace(after, epoch=msgspec.structs.replace(after.epoch, generation=state.epoch.generation))
 
 
 def forgetful(kept: CoordinatorRecord) -> CoordinatorRecord:
-    view = kept.state.view
-    assert view is not None
-    first = msgspec.structs.replace(kept.state, view=msgspec.structs.replace(view, generation=1))
+    epoch = kept.state.epoch
+    assert epoch is not None
+    first = msgspec.structs.replace(kept.state, epoch=msgspec.structs.replace(epoch, generation=1))
     return PACKED(msgspec.structs.replace(kept, state=first))
 
 
@@ -58,7 +59,7 @@ def hasty(state: State, token: str, report: Any, *_: float) -> State:
 
 def mute(state: State, *arguments: Any) -> Any:
     after, pulse = BEAT(state, *arguments)
-    return after, msgspec.structs.replace(pulse, view=None)
+    return after, msgspec.structs.replace(pulse, epoch=None)
 
 
 def deaf(state: State, token: str, now: float, report: Any = None) -> Any:
@@ -76,12 +77,12 @@ def boundless(state: State, *now: float) -> AdmissionState:
 
 @pytest.mark.parametrize(("where", "name", "wrong", "line"), [
     (epoch_change, "admission", boundless, "are the most"),
-    (epoch_change, "next_view", same_number, "has not heard of view"),
-    (coordinator_journal, "without_times", forgetful, "has not heard of view"),
-    (epoch_change, "next_view", too_few, "are the least"),
+    (epoch_change, "next_epoch", same_number, "has not heard of epoch"),
+    (coordinator_journal, "without_times", forgetful, "has not heard of epoch"),
+    (epoch_change, "next_epoch", too_few, "are the least"),
     (membership, "tick", impatient, "and is dead"),
     (epoch_change, "record_overdue", hasty, "has not hung, and is dead"),
-    (membership, "heartbeat", mute, "has not heard of view"),
+    (membership, "heartbeat", mute, "has not heard of epoch"),
     (membership, "heartbeat", deaf, "and is dead"),
     (coordinator_journal, "journaled_part", lambda _: (), "does not know"),
     (membership, "over", lambda _: False, "has not heard that the job is over"),

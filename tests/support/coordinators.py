@@ -96,7 +96,7 @@ def _main(address: str, rank: str, world: str, how: str, fields: str) -> None:
     request = messages.worker_request("job", int(rank), int(world), plan=b"a plan")
     member = client.join(address, request, config, lambda error: tell(failure=str(error)), keep=True)
     keeper = member._keeper and member._keeper.pid
-    tell(keeper=keeper, rank=member.rank, plan=member.plan.decode(), pids=[m.pid for m in member.view.members])
+    tell(keeper=keeper, rank=member.rank, plan=member.plan.decode(), pids=[m.pid for m in member.epoch.members])
     if how == "hold_gil":
         import ctypes
 

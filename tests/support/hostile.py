@@ -205,7 +205,7 @@ class HonestMember(Member):
         self.longest_call_s, self.calls, self.failed = 0.0, 0, list[str]()
         self._over = threading.Event()
         self._caller: threading.Thread | None = None
-        hello = Hello(self.plan.job, self.rank, self.membership.view.plan, messages.version(), session=new_nonce())
+        hello = Hello(self.plan.job, self.rank, self.membership.epoch.plan, messages.version(), session=new_nonce())
         self.transport = StreamTransport(hello, settings=Settings(secret=self.config.token, keys=self.keys))
         self.transport.dial(SERVER_BASE, host_port(self.victim.data_address), time.monotonic() + WAIT_S)
         self.steps = 0
@@ -286,7 +286,7 @@ class HostileMember(Member):
     @contextlib.contextmanager
     def data(self, **hello: Any) -> Iterator[DataConnection]:
         """A data connection to the server after an honest handshake, or one with other fields of the HELLO."""
-        fields: dict[str, Any] = {"job": self.plan.job, "rank": self.rank, "plan": self.membership.view.plan}
+        fields: dict[str, Any] = {"job": self.plan.job, "rank": self.rank, "plan": self.membership.epoch.plan}
         fields |= {"session": new_nonce()} | hello
         self.connection = DataConnection(self.victim.data_address, self.config, Hello(**fields))
         try:

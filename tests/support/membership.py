@@ -37,7 +37,7 @@ def after(state: State, *requests: Join, now: float = 0.0) -> tuple[State, JoinR
 def running(workers: int = 3, servers: int = 1, now: float = 0.0) -> State:
     requests = [server(i) for i in range(servers)] + [worker(i, world=workers) for i in range(workers)]
     state, reply = after(State(0, servers), *requests, now=now)
-    assert reply.view is not None
+    assert reply.epoch is not None
     return state
 
 
@@ -63,8 +63,8 @@ def elastic(workers: int = 4, least: int = 2, *, unable: int = -1) -> State:
 
 
 def members(state: State) -> tuple[int, list[int]]:
-    assert state.view is not None
-    return state.view.generation, [m.rank for m in state.view.members]
+    assert state.epoch is not None
+    return state.epoch.generation, [m.rank for m in state.epoch.members]
 
 
 PATIENCE_S = 60.0

@@ -18,7 +18,7 @@ from commlayer.cluster.servers import uplink
 from commlayer.cluster.servers.summation_server import DataServer
 from commlayer.errors import CommError
 from commlayer.planner import default_plan
-from commlayer.records import Bucket, Job, Member, Plan, ServerInfo, TensorInfo, View
+from commlayer.records import Bucket, Epoch, Job, Member, Plan, ServerInfo, TensorInfo
 from support.coordinators import WAIT_S, Failures, quick, until
 
 JOB = Job((TensorInfo("weight", (100,)),))
@@ -26,9 +26,9 @@ PLAN = default_plan(JOB, codec="identity()", path="service", servers=1, ranks_pe
 BUCKET = PLAN.buckets[0]
 
 
-def view_of(plan: bytes, serving: DataServer, world: int = 2) -> View:
+def epoch_of(plan: bytes, serving: DataServer, world: int = 2) -> Epoch:
     members = tuple(Member(rank, rank, "host") for rank in range(world))
-    return View(1, members, (ServerInfo(0, serving.address),), messages.digest_of(plan))
+    return Epoch(1, members, (ServerInfo(0, serving.address),), messages.digest_of(plan))
 
 
 def plan_of(*buckets: Bucket, **fields: Any) -> Plan:
@@ -54,7 +54,7 @@ class Pair:
             ups = [pool.submit(uplink.connect, coordinator.address, request, config) for request in requests]
             member = seat.result(WAIT_S)
             opened.append(SimpleNamespace(close=member.leave))  # without a word it would be waited for
-            self.serving.start(member.view, member.plan, member.rank)
+            self.serving.start(member.epoch, member.plan, member.rank)
             self.ups = [up.result(WAIT_S) for up in ups]
         opened.extend(self.ups)
         # A server welcomes a worker just before it can send to it unasked.

@@ -296,7 +296,7 @@ class Faults:
 
     def joined_by(self, count: int) -> bool:
         """Whether the newest epoch has that many members more than the one of this site."""
-        return any(len({m.rank for m in one.newest.members} - {m.rank for m in one.view.members}) >= count
+        return any(len({m.rank for m in one.newest.members} - {m.rank for m in one.epoch.members}) >= count
                    for one in self._memberships)
 
     def die_with_joiner(self, after_s: float) -> None:

@@ -57,7 +57,7 @@ def main(how: str, *arguments: str) -> None:
         dist.all_reduce(total)
         connection = session.inspect.connection
         report = {"rank": rank, "world": world, "sum": total.item(), "local": os.environ["LOCAL_RANK"],
-                  "nodes": [server.node for server in connection.uplink.view.servers],
+                  "nodes": [server.node for server in connection.uplink.epoch.servers],
                   "sha": digest([*model.parameters(), *(t for p in model.parameters() for t in optimizer.state[p].values())]),
                   "decisions": session.inspect.decisions()}
     if how == "evaluation":

@@ -37,7 +37,7 @@ from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Cluster, Line, Link, Node, PlanInputs, Policy, Profile
 from commlayer.planner.models import builtin, published
 from commlayer.planner.tables import node, profile_from_tables
-from commlayer.records import Plan, ServerInfo, View
+from commlayer.records import Epoch, Plan, ServerInfo
 
 ROWS = tuple(
     LearningRow("adam", codes, codec, every, overlap, False, 0, 1.0 + more, 1.02 + more, more, more, 5, 5)
@@ -252,7 +252,7 @@ def test_what_is_found_for_a_model_on_gpus_runs_there(bps: float, cuda: bool) ->
 @pytest.mark.parametrize("world", [2, 3])
 def test_servers_of_homes_are_counted_behind_the_homes_that_there_are(world: int) -> None:
     """Three met, so servers got the numbers behind theirs; since then one is gone, or another has come in its place."""
-    view = View(5, (), (ServerInfo(0, "a", 3), ServerInfo(1, "b", 4), ServerInfo(2, "b", 4)))
+    view = Epoch(5, (), (ServerInfo(0, "a", 3), ServerInfo(1, "b", 4), ServerInfo(2, "b", 4)))
     simple_namespace: Any = SimpleNamespace(uplink=SimpleNamespace(view=view), elastic=True, world=world)
     nodes = server_nodes_of(simple_namespace)
     assert nodes == [world, world + 1, world + 1]

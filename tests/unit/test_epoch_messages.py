@@ -1,4 +1,4 @@
-"""Words of members whose view changes, and a coordinator that is away meanwhile."""
+"""Words of members whose epoch changes, and a coordinator that is away meanwhile."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from commlayer.cluster.processes import site_process_group
 from commlayer.engine.epochs.agreement import Vote
 from commlayer.engine.epochs.epoch_messages import EpochMessages, NewerEpoch
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
-from commlayer.records import Member, View
+from commlayer.records import Epoch, Member
 
-VIEW = View(2, (Member(0, 0, "a", 1), Member(7, 1, "b", 2)), ())
+EPOCH = Epoch(2, (Member(0, 0, "a", 1), Member(7, 1, "b", 2)), ())
 AWAY = PeerLost("not reachable: refused", peer="coordinator 10.99.0.1:7000"), \
     DeadlineExceeded("no answer within 5.0 s", peer="coordinator 10.99.0.1:7000")
 
@@ -38,29 +38,29 @@ class Desk:
 
 def told(desk: Desk, words: EpochMessages, monkeypatch: pytest.MonkeyPatch) -> list[Vote]:
     monkeypatch.setattr(site_process_group, "kv_client", lambda: desk)
-    return words.tell(VIEW, "step0", 7, Vote(5, 1.0), time.monotonic() + 30.0)
+    return words.tell(EPOCH, "step0", 7, Vote(5, 1.0), time.monotonic() + 30.0)
 
 
 def test_who_has_no_answer_says_its_word_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator may be started again, and knows then what it has answered."""
     desk = Desk(*AWAY, AWAY[0])
-    assert told(desk, EpochMessages(VIEW, 0.0, 20.0), monkeypatch) == [Vote(5, 1.0)] * 2
+    assert told(desk, EpochMessages(EPOCH, 0.0, 20.0), monkeypatch) == [Vote(5, 1.0)] * 2
     assert all(put and put == desk.puts[0] for put in desk.puts)
 
 
 @pytest.mark.parametrize("error", [PeerLost("no heartbeat", peer="worker 0"), CommError("dead", peer="coordinator x")])
 def test_what_the_coordinator_answers_is_not_asked_again(error: CommError, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CommError) as caught:
-        told(Desk(error), EpochMessages(VIEW, 0.0, 20.0), monkeypatch)
+        told(Desk(error), EpochMessages(EPOCH, 0.0, 20.0), monkeypatch)
     assert caught.value is error
 
 
 @pytest.mark.parametrize("result", [True, False])
 def test_only_an_answer_tells_whether_a_view_was_agreed_on_before_there_was_a_newer(
         result: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else one member could hold a view to be none that all others have switched to, with a home that has joined in it."""
-    words = EpochMessages(VIEW, 0.0, 20.0)
-    desk = Desk(AWAY[0], act=lambda: setattr(words, "newest", View(3, VIEW.members, ())))
+    """Else one member could hold an epoch to be none that all others have switched to, with a home that has joined in it."""
+    words = EpochMessages(EPOCH, 0.0, 20.0)
+    desk = Desk(AWAY[0], act=lambda: setattr(words, "newest", Epoch(3, EPOCH.members, ())))
     if result:
         assert told(desk, words, monkeypatch) == [Vote(5, 1.0)] * 2
     else:
@@ -71,4 +71,4 @@ def test_only_an_answer_tells_whether_a_view_was_agreed_on_before_there_was_a_ne
 
 def test_one_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerLost, match="not reachable.*E-PEER-LOST"):
-        told(Desk(AWAY[0]), EpochMessages(VIEW, 0.0, 0.0), monkeypatch)
+        told(Desk(AWAY[0]), EpochMessages(EPOCH, 0.0, 0.0), monkeypatch)

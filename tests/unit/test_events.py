@@ -229,7 +229,7 @@ def test_an_append_costs_microseconds() -> None:
 
 # ---- the view of a job
 
-def view_of(*applied: Event) -> JobView:
+def epoch_of(*applied: Event) -> JobView:
     view = JobView()
     for event in applied:
         view.apply(event)
@@ -246,7 +246,7 @@ def step(rank: int, number: int, at: float, **fields: Any) -> StepEvent:
 
 
 def test_totals_add_up_over_steps() -> None:
-    view = view_of(JOB, ANNA, step(0, 1, 101.0, step_s=0.0, compute_s=0.0, exposed_s=0.0),
+    view = epoch_of(JOB, ANNA, step(0, 1, 101.0, step_s=0.0, compute_s=0.0, exposed_s=0.0),
                    step(0, 11, 102.0, steps=10, sent_bytes=50, dense_bytes=400, samples=80.0),
                    step(0, 21, 103.0, steps=10, sent_bytes=50, dense_bytes=400, samples=80.0))
     totals = view.workers[0].totals
@@ -259,7 +259,7 @@ def test_totals_add_up_over_steps() -> None:
 
 def test_rates_come_from_the_link_or_else_from_exchanges() -> None:
     sent = step(0, 10, 101.0, steps=10, exposed_s=0.04, hidden_s=0.01, sent_bytes=1000, received_bytes=500)
-    view = view_of(JOB, sent)
+    view = epoch_of(JOB, sent)
     assert view.workers[0].up_bytes_per_s == pytest.approx(2000)
     assert view.workers[0].down_bytes_per_s == pytest.approx(1000)
     view.apply(LinkEvent(time=102.0, rank=0, up_bytes_per_s=7.0, down_bytes_per_s=8.0))
@@ -282,7 +282,7 @@ def test_rates_come_from_the_link_or_else_from_exchanges() -> None:
     ([WaitEvent(time=110.0, rank=0, names=("worker 1",), waited_s=3, limit_s=600)], 190.0, []),
 ])
 def test_what_a_job_waits_for_in_words(waits: list[Event], now: float, words: list[str]) -> None:
-    assert view_of(JOB, ANNA, BEN, *waits).waiting(now) == words
+    assert epoch_of(JOB, ANNA, BEN, *waits).waiting(now) == words
 
 
 @pytest.mark.parametrize(("last", "status"), [
@@ -294,17 +294,17 @@ def test_what_a_job_waits_for_in_words(waits: list[Event], now: float, words: li
     ([MemberEvent(time=103.0, member="worker 1", state="left")], "left"),
 ])
 def test_the_status_of_a_worker(last: list[Event], status: str) -> None:
-    view = view_of(JOB, ANNA, BEN, *last)
+    view = epoch_of(JOB, ANNA, BEN, *last)
     assert view.status(view.workers[1], 104.0) == status
 
 
 def test_without_a_coordinator_silence_is_the_lack_of_events() -> None:
-    view = view_of(msgspec.structs.replace(JOB, rank=0), step(0, 5, 101.0), step(1, 5, 101.0), step(0, 9, 120.0))
+    view = epoch_of(msgspec.structs.replace(JOB, rank=0), step(0, 5, 101.0), step(1, 5, 101.0), step(0, 9, 120.0))
     assert [view.status(worker, 121.0) for worker in view.present] == ["trains", "silent"]
 
 
 def test_a_job_is_over_when_all_have_left_and_another_run_begins_anew() -> None:
-    view = view_of(JOB, ANNA, BEN, step(0, 5, 101.0), MemberEvent(time=102.0, member="worker 0", state="left"))
+    view = epoch_of(JOB, ANNA, BEN, step(0, 5, 101.0), MemberEvent(time=102.0, member="worker 0", state="left"))
     assert not view.over
     view.apply(MemberEvent(time=102.0, member="worker 1", state="dead", reason="killed"))
     assert view.over
@@ -313,7 +313,7 @@ def test_a_job_is_over_when_all_have_left_and_another_run_begins_anew() -> None:
 
 
 def test_plans_count_as_changes_after_the_start_once_each() -> None:
-    view = view_of(JOB, PlanEvent(time=101.0, rank=0, digest="a"),
+    view = epoch_of(JOB, PlanEvent(time=101.0, rank=0, digest="a"),
                    PlanEvent(time=110.0, rank=0, digest="b", reason="automatic"),
                    PlanEvent(time=110.0, rank=0, digest="b", reason="automatic"),
                    PlanEvent(time=120.0, rank=0, digest="a", reason="rollback"))
@@ -321,30 +321,30 @@ def test_plans_count_as_changes_after_the_start_once_each() -> None:
 
 
 def test_a_change_of_codecs_keeps_the_last_comparison() -> None:
-    view = view_of(JOB, QualityEvent(rank=0, cosine=0.9, residual=2.0), QualityEvent(rank=0, before=0.01, after=0.02))
+    view = epoch_of(JOB, QualityEvent(rank=0, cosine=0.9, residual=2.0), QualityEvent(rank=0, before=0.01, after=0.02))
     assert (view.quality.cosine, view.quality.residual, view.quality.after) == (0.9, 2.0, 0.02)
     assert len([event for event in view.recent if isinstance(event, QualityEvent)]) == 1
 
 
 def test_names_are_shown_with_numbers_only_if_a_machine_has_several_workers() -> None:
-    view = view_of(JOB, ANNA, BEN, MemberEvent(member="worker 2", name="ben"))
+    view = epoch_of(JOB, ANNA, BEN, MemberEvent(member="worker 2", name="ben"))
     assert [view.display(f"worker {number}") for number in range(4)] == ["anna", "ben#1", "ben#2", "worker 3"]
 
 
 def test_a_line_names_its_sender_unless_it_is_for_all() -> None:
-    job = view_of(MemberEvent(member="worker 1", name="ben"))
+    job = epoch_of(MemberEvent(member="worker 1", name="ben"))
     said = [job.words(LogEvent(rank=rank, text="text", code="E-LINK")) for rank in (events.COORDINATOR, 0, 1, 2)]
     assert said == ["text [E-LINK]", "text [E-LINK]", "ben: text [E-LINK]", "worker 2: text [E-LINK]"]
 
 
 def test_losses_are_averaged_over_ranks_that_report_one() -> None:
-    assert view_of(JOB, step(0, 1, 101.0), step(1, 1, 101.0)).loss is None
-    assert view_of(JOB, step(0, 1, 101.0, loss=2.0), step(1, 1, 101.0, loss=4.0), step(2, 1, 101.0)).loss == 3.0
+    assert epoch_of(JOB, step(0, 1, 101.0), step(1, 1, 101.0)).loss is None
+    assert epoch_of(JOB, step(0, 1, 101.0, loss=2.0), step(1, 1, 101.0, loss=4.0), step(2, 1, 101.0)).loss == 3.0
 
 
 def test_a_home_that_joins_again_takes_the_row_of_its_former_worker() -> None:
     again = MemberEvent(time=130.0, member="worker 2", name="ben")
-    view = view_of(JOB, ANNA, BEN, step(1, 10, 101.0, steps=10, sent_bytes=50),
+    view = epoch_of(JOB, ANNA, BEN, step(1, 10, 101.0, steps=10, sent_bytes=50),
                    MemberEvent(time=120.0, member="worker 1", state="dead", reason="killed"))
     assert [(row.number, row.state) for row in view.rows] == [(0, "joined"), (1, "dead")]
     for event in (again, step(2, 30, 131.0, steps=5, sent_bytes=20), again):
@@ -357,7 +357,7 @@ def test_a_home_that_joins_again_takes_the_row_of_its_former_worker() -> None:
 
 def test_of_two_workers_of_a_home_only_the_lost_one_is_replaced() -> None:
     twins = [MemberEvent(time=100.0, member=f"worker {number}", name="ben") for number in (1, 2)]
-    view = view_of(JOB, ANNA, *twins, MemberEvent(time=120.0, member="worker 1", state="dead", reason="killed"))
+    view = epoch_of(JOB, ANNA, *twins, MemberEvent(time=120.0, member="worker 1", state="dead", reason="killed"))
     assert [row.number for row in view.rows] == [0, 1, 2]
     view.apply(MemberEvent(time=130.0, member="worker 3", name="ben"))
     assert [(row.number, row.returns) for row in view.rows] == [(0, 0), (2, 0), (3, 1)]
@@ -368,12 +368,12 @@ def test_a_job_that_is_over_waits_for_nobody_and_names_who_failed(reason: str, f
     waits = WaitEvent(time=110.0, rank=0, names=("worker 1",), waited_s=3, limit_s=600)
     ends = [MemberEvent(time=111.0, member="worker 0", state="left"),
             MemberEvent(time=111.0, member="worker 1", state="left", reason=reason)]
-    view = view_of(JOB, ANNA, BEN, waits, *ends)
+    view = epoch_of(JOB, ANNA, BEN, waits, *ends)
     assert (view.over, view.waiting(112.0), view.failures) == (True, [], failures)
 
 
 def test_the_time_left_follows_from_the_steps_that_the_script_announced() -> None:
-    view = view_of(JOB, ANNA, step(0, 100, 101.0))
+    view = epoch_of(JOB, ANNA, step(0, 100, 101.0))
     assert (view.total_steps, view.left_s) == (0, 0.0)
     view.apply(step(0, 200, 111.0, total=500))
     assert (view.total_steps, view.left_s) == (500, pytest.approx(30.0))

@@ -30,7 +30,7 @@ from commlayer.cluster.servers.summation import Summation
 from commlayer.compressors import codec_of, seed
 from commlayer.errors import RecordError
 from commlayer.planner import default_plan
-from commlayer.records import Job, Plan, ServerInfo, TensorInfo, View
+from commlayer.records import Epoch, Job, Plan, ServerInfo, TensorInfo
 from commlayer.records import Member as MemberRecord
 from commlayer.transport import framing
 from commlayer.transport.handshake import RefusalLog
@@ -60,12 +60,12 @@ def test_a_store_is_the_same_after_each_restart(number: int, tmp_path: Path) -> 
         store.save = journal.write_row
         for _ in range(50):
             key, total = ((chance.choice("abcde"), rank) for rank in (0, messages.ANY))
-            home, view = chance.choice([*HOMES]), chance.choice((1, 3))
+            home, epoch = chance.choice([*HOMES]), chance.choice((1, 3))
             how = chance.choice(("put", "put", "add", "add", "drop", "forget"))
             if how == "put":
-                store.put(home, [(key, chance.randbytes(chance.choice((0, 1, 1000))))], view)
+                store.put(home, [(key, chance.randbytes(chance.choice((0, 1, 1000))))], epoch)
             elif how == "add":
-                store.add(home, total, chance.randrange(9), str(chance.randrange(40)), view)
+                store.add(home, total, chance.randrange(9), str(chance.randrange(40)), epoch)
             elif how == "drop":
                 store.drop([key, total, ("never there", 0)])
             elif chance.random() < 0.2:
@@ -238,11 +238,11 @@ def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meet
 def test_words_of_an_ended_view_count_for_nothing_and_are_dropped(meeting: Meeting) -> None:
     meeting.service.register(home("a", 3))
     meeting.begin()
-    meeting.ask("a", put=((key("of 2"), b""),), view=2)
+    meeting.ask("a", put=((key("of 2"), b""),), epoch=2)
     meeting.door = sites.AdmissionState("", 3, 3)
     meeting.ask("a", put=((key("of 3"), b""),))
     meeting.again()
-    meeting.ask("a", put=((key("late"), b""),), view=2)
+    meeting.ask("a", put=((key("late"), b""),), epoch=2)
     wanted = tuple(key(name) for name in ("of 2", "of 3", "late"))
     assert meeting.ask("a", want=wanted).values == (b"", b"", None)
     meeting.service.forget(3)
@@ -279,8 +279,8 @@ CODECS = ["identity()", "int8()", "topk(ratio=0.1)", "powersgd(rank=2)", "random
 
 
 def about() -> ServerIdentity:
-    view = View(1, (MemberRecord(0, 0, "host"),), (ServerInfo(0, "127.0.0.1:7001"),), "digest")
-    return ServerIdentity("a token", 0, "127.0.0.1:7001", view, b"plan", 1)
+    epoch = Epoch(1, (MemberRecord(0, 0, "host"),), (ServerInfo(0, "127.0.0.1:7001"),), "digest")
+    return ServerIdentity("a token", 0, "127.0.0.1:7001", epoch, b"plan", 1)
 
 
 def written(folder: Path, *entries: tuple[int, bytes, bytes]) -> bytes:

@@ -17,16 +17,16 @@ from commlayer.transport.protocol import SERVER_BASE
 
 def test_the_view_is_made_when_all_are_in_and_not_before() -> None:
     state, reply = after(State(0, 1), worker(1), server(0, node=1))
-    assert (reply.error, reply.view, reply.plan) == ("", None, b"")
+    assert (reply.error, reply.epoch, reply.plan) == ("", None, b"")
     state, reply = after(state, worker(0))
-    view = reply.view
-    assert view is not None
-    assert [(m.rank, m.node, m.name, m.pid) for m in view.members] == [(0, 0, "host0", 100), (1, 1, "host1", 101)]
-    assert [(s.id, s.address, s.node) for s in view.servers] == [(0, "127.0.0.1:7000", 1)]
-    assert (view.generation, view.plan, reply.plan) == (1, digest_of(PLAN), PLAN)
-    assert view.gradients == 5
+    epoch = reply.epoch
+    assert epoch is not None
+    assert [(m.rank, m.node, m.name, m.pid) for m in epoch.members] == [(0, 0, "host0", 100), (1, 1, "host1", 101)]
+    assert [(s.id, s.address, s.node) for s in epoch.servers] == [(0, "127.0.0.1:7000", 1)]
+    assert (epoch.generation, epoch.plan, reply.plan) == (1, digest_of(PLAN), PLAN)
+    assert epoch.gradients == 5
     for early in (worker(1), server(0)):
-        assert after(state, early)[1].view == view, "those who came earlier learn it when they ask again"
+        assert after(state, early)[1].epoch == epoch, "those who came earlier learn it when they ask again"
         assert after(state, early)[1].plan == PLAN
 
 
@@ -40,8 +40,8 @@ def test_servers_are_where_they_say_else_with_their_machines_workers_else_on_nod
 ) -> None:
     results = [server(number, rank=number, name=name, node=node) for number, (name, node) in enumerate(servers)]
     _, reply = after(State(0, len(results)), *results, worker(0, world=2), worker(1, world=2))
-    assert reply.view is not None
-    assert [s.node for s in reply.view.servers] == nodes
+    assert reply.epoch is not None
+    assert [s.node for s in reply.epoch.servers] == nodes
 
 
 @given(st.permutations(range(6)))
@@ -49,7 +49,7 @@ def test_the_view_does_not_depend_on_who_came_first(order: list[int]) -> None:
     requests = [server(0), server(1, rank=1), *(worker(i, world=4) for i in range(4))]
     requests[0] = server(0, rank=0)
     _, reply = after(State(0, 2), *(requests[i] for i in order))
-    assert reply.view == running(4, 2).view
+    assert reply.epoch == running(4, 2).epoch
 
 
 def test_a_worker_without_a_rank_gets_the_lowest_free_one() -> None:
@@ -57,7 +57,7 @@ def test_a_worker_without_a_rank_gets_the_lowest_free_one() -> None:
     assert (reply.rank, reply.error) == (0, "")
     state, reply = after(state, worker(0, token="y", rank=ANY, world=0))
     assert reply.rank == 2
-    assert reply.view is not None
+    assert reply.epoch is not None
 
 
 REFUSALS = [
@@ -95,7 +95,7 @@ def test_a_refusal_says_why_and_changes_no_seat(
     assert "\n" not in reply.error
     assert not any(report in reply.error for report in ("jobA", digest_of(PLAN))), "digests of others stay theirs"
     assert refused.registrations == state.registrations
-    assert refused.view == state.view
+    assert refused.epoch == state.epoch
 
 
 def test_who_waits_learns_who_is_missing_and_why() -> None:
@@ -303,7 +303,7 @@ def test_a_huge_world_is_refused_and_the_largest_is_counted() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["join", "beat", "leave", "tick"]), st.integers(0, 3), st.floats(0.0, 4.0))))
 def test_no_history_seats_two_in_one_place_or_changes_a_view(events: list[tuple[str, int, float]]) -> None:
-    state, now, view = State(3, 1), 0.0, None
+    state, now, epoch = State(3, 1), 0.0, None
     for what, who, later_s in events:
         now += later_s
         request = server(0) if who == 3 else worker(who, world=3)
@@ -318,6 +318,6 @@ def test_no_history_seats_two_in_one_place_or_changes_a_view(events: list[tuple[
             state = membership.tick(state, now, DEAD_AFTER_S)
         seats = [place.peer for place in state.registrations.values()]
         assert len(seats) == len(set(seats))
-        assert view is None or state.view == view
-        view = state.view
-        assert (view is None) == bool(membership.missing(state))
+        assert epoch is None or state.epoch == epoch
+        epoch = state.epoch
+        assert (epoch is None) == bool(membership.missing(state))

@@ -156,12 +156,12 @@ class OnDevice:
 
 
 @ExchangeTable.View
-def view_of(tensor: OnDevice, out: Any) -> int:
+def epoch_of(tensor: OnDevice, out: Any) -> int:
     out[0] = TensorView(tensor.values.ctypes.data, tensor.device_type, 0, 1, 2, 32, 1, tensor.shape, None, 0)
     return 0
 
 
-TABLE = ExchangeTable(1, 0, None, None, None, None, view_of)
+TABLE = ExchangeTable(1, 0, None, None, None, None, epoch_of)
 capsule = ctypes.pythonapi.PyCapsule_New
 capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 CAPSULE_NAME = b"dlpack_exchange_api"

@@ -172,7 +172,7 @@ class CoordinatorChannel:
                 if reply.plan_wanted:
                     continue
                 if reply.complete:
-                    if reply.view is not None and messages.digest_of(reply.plan) != reply.view.plan:
+                    if reply.epoch is not None and messages.digest_of(reply.plan) != reply.epoch.plan:
                         raise CorruptFrame("sent a plan that does not match its digest", peer=self.peer)
                     return reply
                 line, since, limit_s = missing if "waiting" in missing else f"{missing}; waiting", begin, wait_s

@@ -15,7 +15,7 @@ import msgspec
 
 from commlayer.errors import CorruptFrame, coded, short_line
 from commlayer.observe.events import MAX_LINE_NBYTES
-from commlayer.records import MALFORMED, Record, ServerInfo, View
+from commlayer.records import MALFORMED, Epoch, Record, ServerInfo
 
 PROTOCOL = 6
 FINISHED = "finished"
@@ -119,7 +119,7 @@ class JoinReply(Record, frozen=True):
     error: str = ""
     rank: int = ANY
     """For a site: rank of its first worker. The site's other workers have the ranks after that."""
-    view: View | None = None
+    epoch: Epoch | None = None
     plan: bytes = b""
     missing: str = ""
     plan_wanted: bool = False
@@ -141,7 +141,7 @@ class JoinReply(Record, frozen=True):
 
     @property
     def complete(self) -> bool:
-        return self.view is not None or self.world > 0
+        return self.epoch is not None or self.world > 0
 
 
 class PlanPart(Record, frozen=True):
@@ -217,7 +217,7 @@ class HeartbeatReply(Record, frozen=True):
     """True: every worker has left or died."""
     job_failed: bool = False
     """True: the job is over, but not all of its last workers finished."""
-    view: View | None = None
+    epoch: Epoch | None = None
     """The newest epoch, if the sender does not have it yet; otherwise None. From now on the members of the job are those of
     this epoch."""
 
@@ -246,7 +246,7 @@ class KvRequest(Record, frozen=True):
     wait_s: float = 0.0
     without: bool = False
     """True: the call does not wait for keys whose writers are gone, and reports no error for such keys."""
-    view: int = 0
+    generation: int = 0
     """Generation of the epoch to which the writes belong; they are ignored if there is a newer epoch. 0: always written."""
     rank: int = ANY
     """Rank, at the calling site, that waits for keys of other ranks."""

@@ -41,19 +41,19 @@ class KvClient:
     def request(
         self, deadline: float, *, put: Sequence[tuple[StoreKey, bytes]] = (), drop: Sequence[StoreKey] = (),
         want: Sequence[StoreKey] = (), add: tuple[StoreKey, int] | None = None, wait: bool = True, without: bool = False,
-        view: int = 0, rank: int = messages.ANY, limit_s: float = 0.0, since: float = 0.0,
+        generation: int = 0, rank: int = messages.ANY, limit_s: float = 0.0, since: float = 0.0,
     ) -> messages.KvReply:
         """Writes and drops keys, then reads the keys in `want`. With `wait`, returns when all values are present, or at
         `deadline`; missing values are None.
 
-        `add`: key and amount of a number to increase. `without`: does not wait for values of writers that are gone. `view`,
-        `rank`, `limit_s`: see messages.KvRequest. `since`: the time.monotonic() at which an earlier call began to wait for
-        these keys; 0: this call is the first. Raises CommError for keys that will never be written. Also raises it if the
-        coordinator does not answer until `deadline`, or has refused connections for reconnect_s.
+        `add`: key and amount of a number to increase. `without`: does not wait for values of writers that are gone.
+        `generation`, `rank`, `limit_s`: see messages.KvRequest. `since`: the time.monotonic() at which an earlier call
+        began to wait for these keys; 0: this call is the first. Raises CommError for keys that will never be written. Also
+        raises it if the coordinator does not answer until `deadline`, or has refused connections for reconnect_s.
         """
         once = None if add is None else (*add, secrets.token_hex(8))
-        request = messages.KvRequest(self._home, tuple(put), tuple(drop), once, tuple(want), without=without, view=view,
-                                     rank=rank, limit_s=limit_s)
+        request = messages.KvRequest(self._home, tuple(put), tuple(drop), once, tuple(want), without=without,
+                                     generation=generation, rank=rank, limit_s=limit_s)
         begin = since or time.monotonic()
         while True:
             now = time.monotonic()

@@ -29,7 +29,7 @@ from commlayer.cluster.processes import child_processes, heartbeat_sidecar
 from commlayer.config import Config
 from commlayer.errors import CommError, PeerLost, Refused, without_code
 from commlayer.observe.events import Batch, EventLog
-from commlayer.records import View
+from commlayer.records import Epoch
 from commlayer.transport.key_folder import Keys
 
 log = logging.getLogger("commlayer")
@@ -41,7 +41,7 @@ OnSilence = Callable[[float], None]
 """Called after every failed heartbeat once the coordinator has not answered for dead_after_s, with the seconds since its last
 answer."""
 OnLeft = Callable[[PeerExit], None]
-OnView = Callable[[View], None]
+OnEpoch = Callable[[Epoch], None]
 """Function that is called with a newer epoch when the coordinator reports one. Only the members of that epoch continue."""
 
 
@@ -104,12 +104,12 @@ class Membership:
 
     def __init__(self, link: CoordinatorChannel, request: Join, reply: JoinReply, config: Config,
                  events: MembershipEvents, ended: threading.Event, *, keep: bool) -> None:
-        assert reply.view is not None
-        self.view: View = reply.view
+        assert reply.epoch is not None
+        self.epoch: Epoch = reply.epoch
         """The epoch that this process has switched to."""
-        self.newest: View = reply.view
+        self.newest: Epoch = reply.epoch
         """The newest epoch that the coordinator has sent; this process may not have switched to it yet."""
-        self.on_view: OnView = lambda _: None
+        self.on_epoch: OnEpoch = lambda _: None
         self.plan = reply.plan
         self.rank = reply.rank
         self.name = f"{request.kind} {reply.rank}"
@@ -149,7 +149,7 @@ class Membership:
                                     timeout_s=beat_timeout_s(self._config))
         if pulse is not None:
             exits = {g.peer for g in (*pulse.failed, *pulse.departed)} | {self.name}
-            self.remaining = tuple(f"worker {m.rank}" for m in self.view.members if f"worker {m.rank}" not in exits)
+            self.remaining = tuple(f"worker {m.rank}" for m in self.epoch.members if f"worker {m.rank}" not in exits)
         self.close()
         return pulse is not None
 
@@ -166,7 +166,7 @@ class Membership:
             self._thread.join(timeout=2 * beat_timeout_s(self._config))
 
     def _send_beat(self, timeout_s: float) -> HeartbeatReply:
-        beat = Heartbeat(self._token, generation=self.newest.generation, active_generation=self.view.generation,
+        beat = Heartbeat(self._token, generation=self.newest.generation, active_generation=self.epoch.generation,
                          **self.report.next())
         begin = time.monotonic()
         pulse = self._channel.call("Heartbeat", beat, HeartbeatReply, timeout_s)
@@ -206,9 +206,9 @@ class Membership:
     def _on_reply(self, pulse: HeartbeatReply) -> None:
         new = [departure for departure in pulse.departed if departure.peer not in self.left]
         self.left |= {departure.peer: departure for departure in new}
-        if pulse.view is not None and pulse.view.generation > self.newest.generation:
-            self.newest = pulse.view
-            self.on_view(pulse.view)
+        if pulse.epoch is not None and pulse.epoch.generation > self.newest.generation:
+            self.newest = pulse.epoch
+            self.on_epoch(pulse.epoch)
         for departure in new:
             self._events.left(departure)
         if pulse.job_done:

@@ -46,7 +46,7 @@ from commlayer.cluster.membership.sites import AdmissionState, PendingWait
 from commlayer.config import Config
 from commlayer.errors import MAX_PEER_TEXT_CHARS, CorruptFrame, InvalidInput, coded, short_line, without_code
 from commlayer.observe.events import EventLog
-from commlayer.records import Record, ServerInfo, View
+from commlayer.records import Epoch, Record, ServerInfo
 from commlayer.transport import framing, grpc_stream
 from commlayer.transport.grpc_stream import AcceptStream
 from commlayer.transport.handshake import RefusalLog
@@ -104,7 +104,7 @@ class Coordinator:
         if journal is not None and journal.recovered is not None:
             self._state = resumed_state(journal.recovered, clock())
             log.warning("journal: resumed a running job of %d workers; to start another job, remove %s",
-                        len(self._state.view.members) if self._state.view else self._state.workers, config.journal)
+                        len(self._state.epoch.members) if self._state.epoch else self._state.workers, config.journal)
         else:
             self._state = membership.State(0 if least else workers, servers, min_workers=least,
                                            max_workers=workers if least else 0)
@@ -130,7 +130,7 @@ class Coordinator:
                                              admission=self._admission, journal=journal,
                                              noticed_s=TOLD_HEARTBEATS * config.heartbeat_s, invited=invited,
                                              last_call_s=config.last_call_s)
-        if self._state.view is not None:
+        if self._state.epoch is not None:
             self._rendezvous.begin()
             self.events.changed(membership.State(0, 0), self._state)
         self._port.start(RpcServer({
@@ -249,7 +249,7 @@ class Coordinator:
             if not self._embedded and not is_registered and (why := membership.failure(self._state)):
                 return messages.JoinReply(missing=(f"the previous job has ended ({without_code(why)}); the coordinator is "
                                                    "starting the next one"))
-            late = self._state.view is not None and not is_registered and request.kind == "worker"
+            late = self._state.epoch is not None and not is_registered and request.kind == "worker"
             state, reply = (epoch_change.admit if late else membership.join)(self._state, request, self._clock())
             self._set(state)
         if reply.error:
@@ -278,16 +278,16 @@ class Coordinator:
 
     def _about(self, request: messages.StatusRequest) -> Record:
         with self._lock:
-            state, view = self._state, self._state.view
+            state, epoch = self._state, self._state.epoch
         present = [place for place in state.registrations.values() if place.present]
         servers = tuple(ServerInfo(p.rank, p.join.address, colocated=p.join.colocated, streams=p.join.streams)
                         for p in present if p.join.kind == "server")
         reply = StatusReply(version(), PROTOCOL, framing.VERSION, time.time(), state.limit,
                             sum(p.join.kind == "worker" for p in present), servers, min_workers=state.min_workers)
-        if view is None:
+        if epoch is None:
             return msgspec.structs.replace(reply, data=bytes(max(0, min(request.wanted, MAX_STATUS_NBYTES))))
         admission, shut = self._admission(), self._rendezvous.closed_reason()
-        return msgspec.structs.replace(reply, begun=True, plan=view.plan, closed_reason=shut, full=admission.full,
+        return msgspec.structs.replace(reply, begun=True, plan=epoch.plan, closed_reason=shut, full=admission.full,
                                        free_seats=0 if shut else state.limit - admission.size)
 
     def _events(self, request: messages.EventsRequest) -> Record:
@@ -324,7 +324,7 @@ class Coordinator:
             state, now = self._state, self._clock()
         noticed_s, pending = TOLD_HEARTBEATS * self._config.heartbeat_s, self._rendezvous.pending_waits()
         self.events.waits(waits_of(state, pending, now, begin, noticed_s, self._config.dead_after_s, self._patience_s), now)
-        if state.view is None:
+        if state.epoch is None:
             self.events.homes(self._rendezvous.homes())
 
     def _without_awaited(self, state: membership.State) -> membership.State:
@@ -354,36 +354,37 @@ class Coordinator:
         """Replaces the coordinator's state by `state`. Starts a new epoch if enough workers are left, writes the journal, and
         logs what has changed. Call it with the lock held, so that no reply reports a change before the change is in the
         journal."""
-        before, self._state = self._state, epoch_change.next_view(state)
-        state, view, former = self._state, self._state.view, before.view
-        if view is not None and former is None:
+        before, self._state = self._state, epoch_change.next_epoch(state)
+        state, epoch, former = self._state, self._state.epoch, before.epoch
+        if epoch is not None and former is None:
             self._rendezvous.begin()  # first, since a journal with registrations must also have the sites' values
-        if self._journal is not None and view is not None and journaled_part(before) != journaled_part(state):
+        if self._journal is not None and epoch is not None and journaled_part(before) != journaled_part(state):
             self._journal.write(CoordinatorRecord(self.address, self._journal.token, state))
         for token, place in state.registrations.items():
             known = before.registrations.get(token)
             if known is not None and place.dead and not known.dead:
                 log.warning("%s: %s", place.peer, short_line(place.dead, MAX_PEER_TEXT_CHARS))
         self.events.changed(before, state)
-        if view is not None and (former is None or view.generation != former.generation):
-            self._log_epoch(view, former)
+        if epoch is not None and (former is None or epoch.generation != former.generation):
+            self._log_epoch(epoch, former)
         if membership.over(state) and not self._staying():
             self.over.set()
         if membership.empty(state):
             self._empty.set()
 
-    def _log_epoch(self, view: View, former: View | None) -> None:
+    def _log_epoch(self, epoch: Epoch, former: Epoch | None) -> None:
         if former is None:
-            log.info("all joined: workers: %d, servers: %d, plan %s", len(view.members), len(view.servers), view.plan or "none")
+            log.info("all joined: workers: %d, servers: %d, plan %s", len(epoch.members), len(epoch.servers),
+                     epoch.plan or "none")
             if self._state.min_workers and (unable := epoch_change.inelastic_workers(self._state)):
                 log.warning("min_workers %d has no effect: %s cannot continue after other workers leave",
                             self._state.min_workers, ", ".join(unable))
             return
-        departed = [f"worker {m.rank}" for m in former.members if m not in view.members]
+        departed = [f"worker {m.rank}" for m in former.members if m not in epoch.members]
         finished = {p.peer for p in self._state.registrations.values() if p.left == messages.FINISHED}
         names = ", ".join(name + " (finished)" * (name in finished) for name in departed)
-        new = ", ".join(f"worker {m.rank}" for m in view.members if m not in former.members)
-        log.info("continuing with %d workers%s%s", len(view.members), names and f"; left: {names}", new and f"; joined: {new}")
+        new = ", ".join(f"worker {m.rank}" for m in epoch.members if m not in former.members)
+        log.info("continuing with %d workers%s%s", len(epoch.members), names and f"; left: {names}", new and f"; joined: {new}")
 
     def _method(self, name: str, kind: type[Q], act: Callable[[Q], Record | Awaitable[Record]]) -> Answer:
         """Wraps the handler `act` of a call: verifies and decodes the request, and calls `act`."""

@@ -189,4 +189,4 @@ def resumed_state(kept: CoordinatorRecord, now: float) -> State:
 
 def journaled_part(state: State) -> tuple[object, ...]:
     """Returns the part of the state whose changes must be written to the journal."""
-    return state.view, tuple((token, p.dead, p.left, p.join.serial) for token, p in state.registrations.items())
+    return state.epoch, tuple((token, p.dead, p.left, p.join.serial) for token, p in state.registrations.items())

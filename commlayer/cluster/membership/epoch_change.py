@@ -18,7 +18,7 @@ from commlayer.cluster.calls.messages import FINISHED, HeartbeatReply, Join, Joi
 from commlayer.cluster.membership.membership import Registration, State, conflict, evict, failure, over
 from commlayer.cluster.membership.sites import AdmissionState, PendingWait
 from commlayer.errors import coded, without_code
-from commlayer.records import Member, Record, View
+from commlayer.records import Epoch, Member, Record
 from commlayer.transport.protocol import SERVER_BASE, Message, peer_name
 
 MAX_FORMER = 64
@@ -28,19 +28,19 @@ UNLESS = ", unless it is served with --min-workers"
 """Added to a reason for refusal only if the caller is a site, because `min_workers` has an effect only with sites."""
 
 
-def next_view(state: State) -> State:
+def next_epoch(state: State) -> State:
     """Starts an epoch with the remaining workers, if some of the present epoch's workers are gone and the others can continue.
     Otherwise returns the state unchanged."""
-    view, workers = state.view, _workers(state)
-    if view is None or not state.min_workers:
+    epoch, workers = state.epoch, _workers(state)
+    if epoch is None or not state.min_workers:
         return state
-    stay = tuple(m for m in view.members if workers[m.rank].present)
-    if not state.min_workers <= len(stay) < len(view.members) or inelastic_workers(state):
+    stay = tuple(m for m in epoch.members if workers[m.rank].present)
+    if not state.min_workers <= len(stay) < len(epoch.members) or inelastic_workers(state):
         return state
-    view = msgspec.structs.replace(view, generation=view.generation + 1, members=stay)
+    epoch = msgspec.structs.replace(epoch, generation=epoch.generation + 1, members=stay)
     places = {token: p if p.join.kind == "server" or p.present or p.removed_in else
-              msgspec.structs.replace(p, removed_in=view.generation) for token, p in state.registrations.items()}
-    return msgspec.structs.replace(state, view=view, registrations=_kept(places, settled_generation(state)))
+              msgspec.structs.replace(p, removed_in=epoch.generation) for token, p in state.registrations.items()}
+    return msgspec.structs.replace(state, epoch=epoch, registrations=_kept(places, settled_generation(state)))
 
 
 def _kept(places: Mapping[str, Registration], settled_generation: int) -> dict[str, Registration]:
@@ -67,7 +67,7 @@ def record_overdue(state: State, token: str, report: Overdue | None, now: float,
     place = msgspec.structs.replace(place, overdue=report, hung=repeated)
     state = msgspec.structs.replace(state, registrations={**state.registrations, token: place}, held=None)
     reports = [(p, p.overdue) for _, p in sorted(state.registrations.items()) if p.present and p.overdue is not None]
-    if state.view is None or not reports:
+    if state.epoch is None or not reports:
         return state
     step = min(overdue.step for _, overdue in reports)
     reports = [(p, overdue) for p, overdue in reports if overdue.step == step]
@@ -75,8 +75,8 @@ def record_overdue(state: State, token: str, report: Overdue | None, now: float,
     late = present & {rank for _, overdue in reports for rank in overdue.missing}
     # While a worker joins, the epoch's first worker holds back its contribution until all workers have reached that step
     # (membership_change.py). If only its contribution is missing, all workers have reached the step, and messages are pending.
-    joining = settled_generation(state) < state.view.generation and any(m.rank >= state.workers for m in state.view.members)
-    first = state.view.members[0].rank
+    joining = settled_generation(state) < state.epoch.generation and any(m.rank >= state.workers for m in state.epoch.members)
+    first = state.epoch.members[0].rank
     if joining and late == {first}:
         since = held[2] if held is not None and held[:2] == (step, first) else now
         state = msgspec.structs.replace(state, held=(step, first, since))
@@ -101,7 +101,7 @@ def hung_in_store(state: State, pending: Sequence[PendingWait], limit_s: float, 
     missing in that sum may delay the others. The result is not empty if all workers except the blamed ones wait in the store.
     `ago_s`: maps a rank to the seconds since that worker itself last waited; it gets `patience_s` after that.
     """
-    if state.view is None or not state.min_workers or not pending or inelastic_workers(state):
+    if state.epoch is None or not state.min_workers or not pending or inelastic_workers(state):
         return {}
     present = _present_ranks(state)
     free = present - {rank for one in pending for rank in one.waited_s}
@@ -125,12 +125,12 @@ def hung_in_store(state: State, pending: Sequence[PendingWait], limit_s: float, 
 def admission(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s: float = 0.0) -> AdmissionState:
     """Returns whether the running job admits sites, and if not, why. A worker counts as silent after `noticed_s`
     seconds without a sign of life; a silent worker is evicted after `patience_s`."""
-    view, workers = state.view, _workers(state)
-    if view is None:
+    epoch, workers = state.epoch, _workers(state)
+    if epoch is None:
         return AdmissionState()
-    seated = [workers[m.rank] for m in view.members]
+    seated = [workers[m.rank] for m in epoch.members]
     present, quiet = sum(p.present for p in seated), [p for p in seated if p.present and p.silent_s(now) > noticed_s]
-    return msgspec.structs.replace(_closed(state, view, present), size=present, generation=view.generation,
+    return msgspec.structs.replace(_closed(state, epoch, present), size=present, generation=epoch.generation,
                                    all_present=present == len(seated),
                                    retry_reason=_wait(state, seated, quiet, patience_s))
 
@@ -152,17 +152,17 @@ def _wait(state: State, seated: Sequence[Registration], silent: Sequence[Registr
     return ""
 
 
-def _closed(state: State, view: View, present: int) -> AdmissionState:
+def _closed(state: State, epoch: Epoch, present: int) -> AdmissionState:
     """Returns why the job admits no site; the reason is empty if it does."""
     shut, full = "", False
     if over(state):
         shut = "the job is over"
     elif not state.min_workers:
-        shut = f"the job has begun with {len(view.members)} workers; a running job admits no new members{UNLESS}"
+        shut = f"the job has begun with {len(epoch.members)} workers; a running job admits no new members{UNLESS}"
     elif inelastic_workers(state):
         shut = "the job has begun and admits no new members: " \
                f"{', '.join(inelastic_workers(state))} cannot continue after others leave"
-    elif present < len(view.members):
+    elif present < len(epoch.members):
         shut = f"the job is ending: {present} workers are left, and at least {state.min_workers} are needed (min_workers)"
     elif present >= state.limit:
         shut, full = f"the job is running with all its {state.limit} workers; it admits another when one has left", True
@@ -171,10 +171,10 @@ def _closed(state: State, view: View, present: int) -> AdmissionState:
 
 def admit(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
     """Admits a worker to the running job by starting an epoch with it as the last member, or refuses it."""
-    view = state.view
-    assert view is not None
+    epoch = state.epoch
+    assert epoch is not None
     workers = _workers(state)
-    first = workers[view.members[0].rank]
+    first = workers[epoch.members[0].rank]
     differs = [f"{name} is {request.must_match.get(name, 'unknown')} here and {value} in the job; set the same on all ranks"
                for name, value in first.join.must_match.items() if request.must_match.get(name) != value]
     problem, closed = incompatible(request, first.join.version), admission(state)
@@ -190,17 +190,17 @@ def admit(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
     if problem:
         return state, JoinReply(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}")
     member = Member(request.rank, request.node, request.name, request.pid, request.certificate)
-    view = msgspec.structs.replace(view, generation=view.generation + 1, members=(*view.members, member))
+    epoch = msgspec.structs.replace(epoch, generation=epoch.generation + 1, members=(*epoch.members, member))
     place = Registration(msgspec.structs.replace(request, plan=b""), request.rank, now)
     places = {**state.registrations, request.token: place}
-    return (msgspec.structs.replace(state, registrations=places, view=view),
-            JoinReply(rank=request.rank, view=view, plan=state.plan))
+    return (msgspec.structs.replace(state, registrations=places, epoch=epoch),
+            JoinReply(rank=request.rank, epoch=epoch, plan=state.plan))
 
 
 def inelastic_workers(state: State) -> list[str]:
     """Returns the names of the epoch's workers that cannot continue after other workers leave."""
     workers = _workers(state)
-    return [] if state.view is None else [workers[m.rank].peer for m in state.view.members
+    return [] if state.epoch is None else [workers[m.rank].peer for m in state.epoch.members
                                           if not workers[m.rank].join.elastic]
 
 
@@ -211,15 +211,15 @@ def settled_generation(state: State) -> int:
 
 def explain_end(state: State, pulse: HeartbeatReply) -> HeartbeatReply:
     """If too few workers are left, adds to each reported loss why the job does not continue."""
-    if not (state.min_workers and state.view is not None and (pulse.failed or pulse.departed)) or inelastic_workers(state):
+    if not (state.min_workers and state.epoch is not None and (pulse.failed or pulse.departed)) or inelastic_workers(state):
         return pulse
     workers = _workers(state)
-    survivors = sum(workers[m.rank].present for m in state.view.members)
+    survivors = sum(workers[m.rank].present for m in state.epoch.members)
     if survivors >= state.min_workers:
         return pulse
     why = (f"; {survivors} {'worker is' if survivors == 1 else 'workers are'} left, "
            f"fewer than min_workers ({state.min_workers}): restart all from the last checkpoint")
-    members = {f"worker {m.rank}" for m in state.view.members}
+    members = {f"worker {m.rank}" for m in state.epoch.members}
 
     def explain(gone: PeerExit) -> PeerExit:
         ours = gone.peer in members and gone.reason != FINISHED
@@ -231,7 +231,7 @@ def explain_end(state: State, pulse: HeartbeatReply) -> HeartbeatReply:
 
 def _present_ranks(state: State) -> set[int]:
     workers = _workers(state)
-    return set() if state.view is None else {m.rank for m in state.view.members if workers[m.rank].present}
+    return set() if state.epoch is None else {m.rank for m in state.epoch.members if workers[m.rank].present}
 
 
 def _workers(state: State) -> dict[int, Registration]:
@@ -241,7 +241,7 @@ def _workers(state: State) -> dict[int, Registration]:
 class EpochChange(Record, frozen=True):
     """Body of a PLAN frame with the flag ABANDON: the servers switch to a new epoch."""
 
-    view: View
+    epoch: Epoch
     """The new epoch. Only its members contribute from now on, in this order; joining members come last."""
     step: int
     """The step in progress. No member has received all of its results. The server rolls it back and all members repeat it."""
@@ -251,28 +251,28 @@ class EpochChange(Record, frozen=True):
     """The plan to use in this epoch."""
 
 
-def wire_generation(view: View) -> int:
+def wire_generation(epoch: Epoch) -> int:
     """Returns the first generation number that frame headers contain in an epoch. Later plans in the same epoch count up from
     it.
 
-    >>> from commlayer.records import View
-    >>> wire_generation(View(1, (), ())), wire_generation(View(3, (), ()))
+    >>> from commlayer.records import Epoch
+    >>> wire_generation(Epoch(1, (), ())), wire_generation(Epoch(3, (), ()))
     (1, 131073)
     """
-    return ((view.generation - 1) << 16) + 1
+    return ((epoch.generation - 1) << 16) + 1
 
 
-def change_problem(change: EpochChange, generation: int, sender: int, view: View) -> str:
-    """Returns why `change`, sent by worker `sender`, cannot follow the epoch `view`; "" if it can."""
-    new = change.view
-    if generation != wire_generation(new) or new.generation <= view.generation:
-        return f"it announces epoch {new.generation} with wire generation {generation}, while epoch {view.generation} is active"
-    if structs.replace(new, generation=view.generation, members=view.members) != view:
+def change_problem(change: EpochChange, generation: int, sender: int, epoch: Epoch) -> str:
+    """Returns why `change`, sent by worker `sender`, cannot follow the epoch `epoch`; "" if it can."""
+    new = change.epoch
+    if generation != wire_generation(new) or new.generation <= epoch.generation:
+        return f"it announces epoch {new.generation} with wire generation {generation}, but epoch {epoch.generation} is active"
+    if structs.replace(new, generation=epoch.generation, members=epoch.members) != epoch:
         return "its servers or its plan differ from the job's"
-    stay = tuple(m for m in view.members if m in new.members)
+    stay = tuple(m for m in epoch.members if m in new.members)
     new_members = new.members[len(stay):]
-    numbers = {m.rank for m in (*view.members, *new_members)}  # unordered: sites get these numbers before their workers join
-    if not stay or new.members != (*stay, *new_members) or len(numbers) < len(view.members) + len(new_members):
+    numbers = {m.rank for m in (*epoch.members, *new_members)}  # unordered: sites get these numbers before their workers join
+    if not stay or new.members != (*stay, *new_members) or len(numbers) < len(epoch.members) + len(new_members):
         return "its members must be present members in their present order, followed by joining members"
     if sender not in {m.rank for m in new.members}:
         return "its sender is not one of its members"

@@ -17,7 +17,7 @@ from commlayer.cluster.membership.sites import PendingWait
 from commlayer.errors import CorruptFrame, short_line
 from commlayer.observe import events
 from commlayer.observe.events import AnyEvent, Event, EventLog, JobEvent, MemberEvent, MemberState, WaitEvent, WaitKind
-from commlayer.records import MALFORMED, View
+from commlayer.records import MALFORMED, Epoch
 from commlayer.transport.protocol import peer_name
 
 RATE, BURST = 10.0, 256
@@ -71,7 +71,7 @@ class JobEvents:
         clock = time.time()
         ahead_s = beat.time_s - clock if abs(beat.time_s - clock) > SKEW_S else 0.0
         for line in lines:
-            if (event := _checked(line, place, state.view)) is not None:
+            if (event := _checked(line, place, state.epoch)) is not None:
                 at = min(max(1.0, event.time - ahead_s), clock + SKEW_S)
                 self.log.append(structs.replace(event, rank=place.rank, time=at))
 
@@ -104,7 +104,7 @@ class JobEvents:
             self.log.append(WaitEvent(what=what, names=names, over=True))
 
 
-def _checked(line: bytes, place: Registration, view: View | None) -> AnyEvent | None:
+def _checked(line: bytes, place: Registration, epoch: Epoch | None) -> AnyEvent | None:
     """Decodes a member's event; None if the event is not for members to send. The coordinator decides which run it is."""
     try:
         event = events.decode(line)
@@ -114,9 +114,9 @@ def _checked(line: bytes, place: Registration, view: View | None) -> AnyEvent | 
         case MemberEvent() | WaitEvent(what="heartbeat" | "join"):
             return None
         case JobEvent():
-            if view is None:
+            if epoch is None:
                 return None
-            return structs.replace(event, run=view.run, world=len(view.members), host=name_of(place))
+            return structs.replace(event, run=epoch.run, world=len(epoch.members), host=name_of(place))
     return event
 
 
@@ -126,13 +126,13 @@ def name_of(place: Registration) -> str:
 
 def changes(before: State, after: State) -> Iterator[Event]:
     """Yields the events of a change of the coordinator's state: the job begins, members register, leave or die."""
-    begins = before.view is None and after.view is not None
-    if begins and after.view is not None:
-        yield JobEvent(run=after.view.run, world=len(after.view.members), version=version())
+    begins = before.epoch is None and after.epoch is not None
+    if begins and after.epoch is not None:
+        yield JobEvent(run=after.epoch.run, world=len(after.epoch.members), version=version())
     for token, place in after.registrations.items():
         known = before.registrations.get(token)
         if place.present and (known is None or begins):
-            yield _member(place, "joined" if after.view is not None else "waiting")
+            yield _member(place, "joined" if after.epoch is not None else "waiting")
         elif known is not None and known.present and not place.present:
             yield _member(place, "dead" if place.dead else "left")
     for token, place in before.registrations.items():
@@ -152,7 +152,7 @@ def waits_of(state: State, pending: Sequence[PendingWait], now: float, since: fl
     `since`: when the coordinator began to wait for processes. `noticed_s`: silence from which a member counts as silent; the
     other limits are those of membership.tick.
     """
-    if state.view is None:
+    if state.epoch is None:
         if names := missing_peers(state):
             yield WaitEvent(what="join", names=names, waited_s=now - since)
         return

@@ -34,7 +34,7 @@ class Row(Record, frozen=True):
     """The value of one key. A number is stored as text."""
 
     value: bytes
-    view: int
+    generation: int
     """Generation of the newest epoch when the value was written."""
     home: str = ""
     """Token of the site that owns the value."""
@@ -77,16 +77,16 @@ class KvStore:
         row = self.rows.get(key)
         return "" if row is None or (adds and row.tokens) else row.home
 
-    def put(self, home: str, pairs: Iterable[tuple[StoreKey, bytes]], view: int = 1) -> None:
+    def put(self, home: str, pairs: Iterable[tuple[StoreKey, bytes]], generation: int = 1) -> None:
         """Sets or replaces values of the site `home`. Raises CorruptFrame if its share is used up; pairs before the one that
         exceeds it stay set."""
         for key, value in pairs:
-            self._change(home, key, Row(value, view, home))
+            self._change(home, key, Row(value, generation, home))
 
-    def add(self, home: str, key: StoreKey, amount: int, once: str, view: int = 1) -> int:
+    def add(self, home: str, key: StoreKey, amount: int, once: str, generation: int = 1) -> int:
         """Adds `amount` to a number and returns the sum; the key's value is the sum as text. A repeated call with the same
         token `once` changes nothing."""
-        row = self.rows.get(key, Row(b"0", view, home))
+        row = self.rows.get(key, Row(b"0", generation, home))
         try:
             total = int(row.value)
         except ValueError:
@@ -95,7 +95,7 @@ class KvStore:
             return total
         _check_name(once)
         tokens = (*tokens, once)[-MAX_TOKENS * self.workers.get(home, 1) :]
-        self._change(home, key, Row(str(total + amount).encode(), view, row.home, {**row.tokens, home: tokens}))
+        self._change(home, key, Row(str(total + amount).encode(), generation, row.home, {**row.tokens, home: tokens}))
         return total + amount
 
     def drop(self, keys: Iterable[StoreKey]) -> None:
@@ -104,10 +104,9 @@ class KvStore:
                 self.nbytes.subtract(_charges(key, row))
                 self.save(key, None)
 
-    def forget(self, view: int) -> None:
-        """Drops values that were written in epochs before generation `view`. Call this after all workers have switched to that
-        epoch."""
-        self.drop([key for key, row in self.rows.items() if row.view < view])
+    def forget(self, generation: int) -> None:
+        """Drops values that were written in epochs before this generation. Call this after all workers have switched."""
+        self.drop([key for key, row in self.rows.items() if row.generation < generation])
 
     def values(self, keys: Sequence[StoreKey]) -> tuple[bytes | None, ...]:
         """Returns the values of these keys, None for a key that is not set. Raises CorruptFrame if the values do not fit in one

@@ -28,7 +28,7 @@ from commlayer.cluster.calls.messages import (
     names,
 )
 from commlayer.errors import coded, one_line, without_code
-from commlayer.records import Member, Record, ServerInfo, View
+from commlayer.records import Epoch, Member, Record, ServerInfo
 from commlayer.transport.protocol import SERVER_BASE
 
 PAUSE_S = 2.0
@@ -89,7 +89,7 @@ class State(Record, frozen=True):
     servers: int
     registrations: Mapping[str, Registration] = msgspec.field(default_factory=dict)
     """Registrations, keyed by token."""
-    view: View | None = None
+    epoch: Epoch | None = None
     plan: bytes = b""
     ticked_s: float | None = None
     refusals: tuple[tuple[str, str], ...] = ()
@@ -143,7 +143,7 @@ def heartbeat(state: State, token: str, now: float, report: Heartbeat | None = N
     if place is None:
         return state, HeartbeatReply(unknown_token=True)
     parent = report.parent if report is not None else ""
-    if place.present and parent == "ended" and state.view is not None:
+    if place.present and parent == "ended" and state.epoch is not None:
         place = msgspec.structs.replace(place, dead=f"{_silent(state, place, now)}; its machine reports that it has ended")
         state = _with(state, place)
     elif place.present:
@@ -156,20 +156,20 @@ def heartbeat(state: State, token: str, now: float, report: Heartbeat | None = N
             state = _update(state, lambda p: p.join.kind == "worker" and p.peer in report.heard, heard_s=now)
             state = _parted(state, report.ended)
             state = _dropped(state, place, report.dropped) if place.present else state
-    # A worker that has switched to a view without a peer needs no report about that peer. A server reports the view it knows.
+    # A worker that has switched to an epoch without a peer needs no report about it. A server reports the epoch it knows.
     generation = report.generation if report is not None and place.join.kind == "server" else place.active_generation
     others = [p for t, p in sorted(state.registrations.items()) if t != token and not 0 < p.removed_in <= generation]
-    failures = tuple(PeerExit(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
+    failures = tuple(PeerExit(p.peer, p.dead) for p in others if p.dead and in_epoch(state, p))
     departures = tuple(PeerExit(p.peer, p.left, p.exchanges) for p in others if p.left and not verdict_pending(state, p))
-    newer = state.view is not None and report is not None and 0 < report.generation < state.view.generation
+    newer = state.epoch is not None and report is not None and 0 < report.generation < state.epoch.generation
     return state, HeartbeatReply(dead=place.dead, failed=failures, departed=departures, job_done=over(state),
                                  job_failed=bool(failure(state)),
-                        view=state.view if newer else None)
+                        epoch=state.epoch if newer else None)
 
 
-def in_view(state: State, place: Registration) -> bool:
+def in_epoch(state: State, place: Registration) -> bool:
     """Returns whether the process is a server or a worker of the newest epoch. True for all processes before epoch 1."""
-    return place.join.kind == "server" or state.view is None or any(m.rank == place.rank for m in state.view.members)
+    return place.join.kind == "server" or state.epoch is None or any(m.rank == place.rank for m in state.epoch.members)
 
 
 def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
@@ -177,7 +177,7 @@ def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
     place = state.registrations.get(token)
     if place is None or not place.present:
         return state
-    if state.view is None:
+    if state.epoch is None:
         return _without(state, {token})
     culprits = [p for t, p in state.registrations.items() if t != token and names(reason, p.peer)]
     first = min(culprits, key=lambda p: named_at(reason, p.peer), default=None)
@@ -240,7 +240,7 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0,
                   for t, p in places.items()}
     state = msgspec.structs.replace(state, registrations=places, ticked_s=now)
     silent = {t: p for t, p in places.items() if p.present and p.silent_s(now) >= dead_after_s}
-    if state.view is None:
+    if state.epoch is None:
         return _without(state, silent) if silent else state
     workers = {t: p for t, p in places.items() if p.present and p.join.kind == "worker"}
     if all(p.closed_cleanly and now - p.seen_s >= ended_after_s for p in workers.values()):
@@ -265,27 +265,27 @@ def _silent(state: State, p: Registration, now: float) -> str:
 def mark_exited(state: State, name: str, pid: int) -> State:
     """Records that a process on machine `name` has exited without leaving the job. Its registrations are dead at once."""
     mine = [p for p in state.registrations.values() if p.present and (p.join.name, p.join.pid) == (name, pid)]
-    return state if state.view is None or not mine else evict(
+    return state if state.epoch is None or not mine else evict(
         state, [p.join.token for p in mine], f"its process {_who(mine[0].join)} exited without leaving the job")
 
 
 def evict(state: State, tokens: Iterable[str], why: str) -> State:
     """Evicts these processes. Before the job begins their registrations are removed; after that they are dead."""
     chosen = {token for token in tokens if token in state.registrations and state.registrations[token].present}
-    return _without(state, chosen) if state.view is None else _update(state, lambda p: p.join.token in chosen, dead=why)
+    return _without(state, chosen) if state.epoch is None else _update(state, lambda p: p.join.token in chosen, dead=why)
 
 
 def over(state: State) -> bool:
     """Returns whether the job has begun and all its workers have left or died."""
-    return state.view is not None and not any(p.present for p in state.registrations.values() if p.join.kind == "worker")
+    return state.epoch is not None and not any(p.present for p in state.registrations.values() if p.join.kind == "worker")
 
 
 def failure(state: State) -> str:
     """Returns why the job failed: how its last workers ended before they had finished. "" if they finished, or the job is not
     over."""
-    if state.view is None or not over(state):
+    if state.epoch is None or not over(state):
         return ""
-    of = {m.rank for m in state.view.members}
+    of = {m.rank for m in state.epoch.members}
     ends = [p for p in state.registrations.values() if p.join.kind == "worker" and p.rank in of and p.left != FINISHED]
     first = min(ends, key=lambda p: (not p.dead, bool(p.blamed_peer)),
                 default=None)  # the root cause comes before the failures that followed from it
@@ -325,8 +325,8 @@ def _problem(state: State, request: Join) -> str:
     """Returns why the registration request is refused; "" if it is not."""
     if problem := incompatible(request, next((p.join.version for p in state.registrations.values()), "")):
         return problem
-    if state.view is not None:
-        return coded("E-JOB-CLOSED", f"the job has begun with {len(state.view.members)} workers; a running job admits no new "
+    if state.epoch is not None:
+        return coded("E-JOB-CLOSED", f"the job has begun with {len(state.epoch.members)} workers; a running job admits no new "
                      "members")
     if request.kind == "server" and request.dials_only:
         return coded("E-CERTIFICATE-USE", f"{request.certificate} was made with --dials-only, so it may not be used by a "
@@ -383,11 +383,11 @@ def _completed(state: State) -> State:
     servers = _placed([p for p in seated if p.join.kind == "server"], workers)
     first = workers[0].join
     run = digest_of("".join(sorted(state.registrations)).encode())  # tokens are random, so no two runs are equal
-    view = View(1, members, servers, digest_of(first.plan), gradients=first.gradients, tensors=first.tensors,
+    epoch = Epoch(1, members, servers, digest_of(first.plan), gradients=first.gradients, tensors=first.tensors,
                 elements=first.elements, run=run)
     places = {t: msgspec.structs.replace(p, join=msgspec.structs.replace(p.join, plan=b"")) for t,
               p in state.registrations.items()}
-    return msgspec.structs.replace(state, view=view, plan=first.plan, registrations=places)
+    return msgspec.structs.replace(state, epoch=epoch, plan=first.plan, registrations=places)
 
 
 def _placed(servers: list[Registration], workers: list[Registration]) -> tuple[ServerInfo, ...]:
@@ -403,8 +403,8 @@ def _placed(servers: list[Registration], workers: list[Registration]) -> tuple[S
 
 
 def _seat(state: State, place: Registration) -> JoinReply:
-    return JoinReply(rank=place.rank, view=state.view, plan=state.plan,
-                     missing="" if state.view is not None else missing(state))
+    return JoinReply(rank=place.rank, epoch=state.epoch, plan=state.plan,
+                     missing="" if state.epoch is not None else missing(state))
 
 
 def _free(state: State, kind: str) -> int:
@@ -439,7 +439,7 @@ def _who(request: Join) -> str:
 
 def _where(state: State, place: Registration) -> str:
     """Returns the same text as `_who`, plus a server's node, since several processes may have the name of its machine."""
-    servers = () if state.view is None or place.join.kind != "server" else state.view.servers
+    servers = () if state.epoch is None or place.join.kind != "server" else state.epoch.servers
     return next((f"{_who(place.join)} on node {s.node}" for s in servers if s.id == place.rank), _who(place.join))
 
 

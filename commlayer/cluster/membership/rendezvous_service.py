@@ -108,7 +108,7 @@ class RendezvousService:
         if request.put or request.add:
             newest = max(1, (self._admission() or sites.AdmissionState()).generation)
         # Writes for an earlier epoch are dropped, so all readers that know the newer epoch read the same values.
-        put = request.put if not request.view or request.view >= newest else ()
+        put = request.put if not request.generation or request.generation >= newest else ()
         store.put(request.home, put, newest)
         store.drop(request.drop)
         total = 0 if request.add is None else store.add(request.home, *request.add, newest)
@@ -190,12 +190,12 @@ class RendezvousService:
             self._journal.begin(sites.reset_silence(self._state, 0.0), self._store.rows)
             self._store.save = self._journal.write_row
 
-    def forget(self, view: int) -> None:
-        """Drops values of earlier epochs, after all workers have switched to the epoch with generation number `view`. Call it
+    def forget(self, epoch: int) -> None:
+        """Drops values of earlier epochs, after all workers have switched to the epoch with generation number `epoch`. Call it
         in the event loop's thread."""
-        if view > self._settled:
-            self._settled = view
-            self._store.forget(view)
+        if epoch > self._settled:
+            self._settled = epoch
+            self._store.forget(epoch)
 
     def pending_waits(self) -> list[PendingWait]:
         """Returns the pending waits of ranks for other ranks' keys. Includes only waits for which the waiting rank gave a

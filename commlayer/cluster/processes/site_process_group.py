@@ -89,7 +89,7 @@ def change_members(kv: KvClient, ids: Sequence[int], rank: int, generation: int)
     former.kv.close()
     for group in [group for group in _groups if group not in moved]:
         group.abort()
-    name = f"view{generation}"
+    name = f"epoch{generation}"
     store = WorldStore(kv, former.timeout_s, ids[rank])
     inside_store = WorldStore(kv, former.timeout_s, ANY, min(former.home))
     _make(former._replace(kv=kv, name=name, ids=tuple(ids), store=store, inside_store=inside_store), rank)

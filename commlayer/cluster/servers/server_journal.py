@@ -22,7 +22,7 @@ import msgspec
 from commlayer.cluster.processes.folder_lock import lock_folder
 from commlayer.cluster.servers.bucket_sum import WriteEntry
 from commlayer.errors import InvalidInput, RecordError
-from commlayer.records import MALFORMED, Record, View
+from commlayer.records import MALFORMED, Epoch, Record
 from commlayer.transport.crc import crc32c
 
 log = logging.getLogger("commlayer")
@@ -44,7 +44,7 @@ class ServerIdentity(Record, frozen=True):
     number: int
     address: str
     """Address where the server listens for data connections."""
-    view: View
+    epoch: Epoch
     plan: bytes
     generation: int
     """Generation number of the plan. It is higher than the epoch's number if the plan has changed in the epoch."""

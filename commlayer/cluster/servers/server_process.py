@@ -225,7 +225,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                 stack.callback(lambda: member.close() if goes_on() else member.leave(reason[0]))
                 try:
                     # The coordinator of an embedded server starts no other epochs.
-                    serving.start(member.view, member.plan, member.rank, request.token,
+                    serving.start(member.epoch, member.plan, member.rank, request.token,
                                   newest=None if part.parent else lambda: member.newest)
                 except ValueError as error:
                     end.wait(REFUSE_S)

@@ -181,7 +181,7 @@ class Summation:
         else:
             begun = cell.sum.open or cell.awaited is not None
             state = f"round {cell.sum.round} of step {cell.sum.step} is expected" if begun else "no step has begun"
-        # Members differ in their step when one has restored another checkpoint or has switched to another view.
+        # Members differ in their step when one has restored another checkpoint or has switched to another epoch.
         raise breach_of(message, f"contribution is out of order: it is for round {h.round} of step {h.step}, "
                                f"but {state}", "E-STEPS-DIFFER")
 

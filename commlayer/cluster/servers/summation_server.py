@@ -42,7 +42,7 @@ from commlayer.errors import (
     short_line,
     without_code,
 )
-from commlayer.records import MALFORMED, Plan, Record, View
+from commlayer.records import MALFORMED, Epoch, Plan, Record
 from commlayer.transport.connection import Limits
 from commlayer.transport.endpoint import Refusal, Settings, StreamTransport
 from commlayer.transport.handshake import Hello, RefusalLog, RetryLater, same_job
@@ -300,7 +300,7 @@ class SumServer:
                 if generation > self._core.generation:
                     self._core.end(change.step, change.undone)
                     self._core = make()
-                    self._set_members(tuple(m.rank for m in change.view.members))
+                    self._set_members(tuple(m.rank for m in change.epoch.members))
         if generation < self._core.generation:
             problem = f"generation {generation} has ended; the server is in generation {self._core.generation}"
         return self._switched(message, problem)
@@ -434,7 +434,7 @@ class DataServer:
         """Journal with the state that a crashed server left, and that this server records; None without a journal folder."""
         self._token, self._reported_s = "", 0.0
         self._ops: dict[int, CodecOps] = {}
-        self._view: View | None = None
+        self._epoch: Epoch | None = None
         self._plan: Plan | None = None
         streams_port = port and port + (config.carrier != "grpc")
         if (former := None if self.journal is None else self.journal.recovered) is not None:  # where workers reconnect
@@ -472,46 +472,48 @@ class DataServer:
         return same_job(self._hello)(theirs)
 
     def _certificate_of(self, rank: int) -> str:
-        return "" if self._view is None else next((m.certificate for m in self._view.members if m.rank == rank), "")
+        return "" if self._epoch is None else next((m.certificate for m in self._epoch.members if m.rank == rank), "")
 
     @property
     def _members(self) -> tuple[int, ...]:
-        return () if self._view is None else tuple(m.rank for m in self._view.members)
+        return () if self._epoch is None else tuple(m.rank for m in self._epoch.members)
 
-    def start(self, view: View, plan: bytes, server: int, token: str = "", newest: Callable[[], View] | None = None) -> None:
-        """Starts summing the plan's buckets of server number `server`, for the members of `view`. If the journal is of the same
-        job and server, resumes from it. `token`: token of this server's registration. `newest`: returns the newest epoch that
-        the coordinator has sent; None if members never change.
+    def start(
+        self, epoch: Epoch, plan: bytes, server: int, token: str = "", newest: Callable[[], Epoch] | None = None,
+    ) -> None:
+        """Starts summing the plan's buckets of server number `server`, for the members of `epoch`. If the journal is of the
+        same job and server, resumes from it. `token`: token of this server's registration. `newest`: returns the newest
+        epoch that the coordinator has sent; None if members never change.
 
         Raises ValueError if the plan cannot be served. Every worker that connects is then refused with the same reason.
         """
-        former = self._former(view, server)
-        self._view = view = former.view if former else view
+        former = self._former(epoch, server)
+        self._epoch = epoch = former.epoch if former else epoch
         self._token = token
         try:
-            self._plan = decoded = _checked_plan(former.plan if former else plan, view, "")
-            self._ops = ops_of(decoded, server, gradients=view.gradients)
-            core = self._core(decoded, server, former.generation if former else view.generation)
+            self._plan = decoded = _checked_plan(former.plan if former else plan, epoch, "")
+            self._ops = ops_of(decoded, server, gradients=epoch.gradients)
+            core = self._core(decoded, server, former.generation if former else epoch.generation)
             if former is not None and self.journal is not None:
                 self._recall(core, self.journal)
-            self._write_down(core, former.plan if former else plan, server, view)
+            self._write_down(core, former.plan if former else plan, server, epoch)
             self._set_limits(decoded, server)
         except ValueError as error:
             self._refusal = str(error)
             self._ready.set()
             raise
-        self._hello = msgspec.structs.replace(self._hello, job=decoded.job, rank=SERVER_BASE + server, plan=view.plan)
+        self._hello = msgspec.structs.replace(self._hello, job=decoded.job, rank=SERVER_BASE + server, plan=epoch.plan)
         self._transport.hello = self._hello
         self._server = SumServer(core, self._transport, self._members, stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self._transport.pool.give, replan=self._switch_plan, pace=self._transport.pace,
                                  regroup=functools.partial(self._regroup, newest) if newest is not None else None)
         self._ready.set()
 
-    def _former(self, view: View, server: int) -> ServerIdentity | None:
+    def _former(self, epoch: Epoch, server: int) -> ServerIdentity | None:
         """Returns what the journal records about an earlier process of this server in this job; None if there was none."""
         if self.journal is None or (former := self.journal.recovered) is None:
             return None
-        if _is_same_job(former.view, view) and former.number == server:
+        if _is_same_job(former.epoch, epoch) and former.number == server:
             return former
         self.journal.ignore("it belongs to another job or to another server")
         return None
@@ -533,11 +535,11 @@ class DataServer:
             log.warning("journal: the residuals of %d buckets are lost and restart at zero: %s", len(lost_buckets),
                         ", ".join(lost_buckets[:8]))
 
-    def _write_down(self, core: Summation, plan: bytes, server: int, view: View) -> None:
+    def _write_down(self, core: Summation, plan: bytes, server: int, epoch: Epoch) -> None:
         """Starts journaling, if the server has a journal."""
         if self.journal is None:
             return
-        about = ServerIdentity(self._token, server, self.address, view, plan, core.generation, self.streams)
+        about = ServerIdentity(self._token, server, self.address, epoch, plan, core.generation, self.streams)
         sizes = {b: ops.memory_nbytes + ops.bound + ENTRY_HEADER_NBYTES for b, ops in self._ops.items()}
         if not self.journal.replace(about, sizes, core.remember):
             core.remember(None)
@@ -584,26 +586,26 @@ class DataServer:
         step, missing = overdue
         return messages.Overdue(step, missing if len(missing) <= MAX_OVERDUE else (), limit_s)
 
-    def _regroup(self, newest: Callable[[], View], change: EpochChange, generation: int, sender: int
+    def _regroup(self, newest: Callable[[], Epoch], change: EpochChange, generation: int, sender: int
                  ) -> Callable[[], Summation]:
         """Checks a change of members against the coordinator's newest epoch. Changes nothing, but returns a function that
         creates the new sums."""
-        assert self._view is not None
-        if generation == wire_generation(change.view) and change.view.generation <= self._view.generation:
+        assert self._epoch is not None
+        if generation == wire_generation(change.epoch) and change.epoch.generation <= self._epoch.generation:
             raise InvalidInput("E-EPOCH-ENDED",
-                               f"epoch {change.view.generation} has ended: epoch {self._view.generation} is active")
-        if why := change_problem(change, generation, sender, self._view):
+                               f"epoch {change.epoch.generation} has ended: epoch {self._epoch.generation} is active")
+        if why := change_problem(change, generation, sender, self._epoch):
             raise CorruptFrame(f"PLAN frame with a change of members is invalid: {why}", peer=peer_name(sender))
         # Checked now, because an error after the end of the previous sums could not be undone.
-        expected_nbytes(_checked_plan(change.plan, change.view, self._hello.job), self._hello.rank - SERVER_BASE)
+        expected_nbytes(_checked_plan(change.plan, change.epoch, self._hello.job), self._hello.rank - SERVER_BASE)
         until = time.monotonic() + NOTICE_HEARTBEATS * self._config.heartbeat_s
-        while newest().generation < change.view.generation and time.monotonic() < until:
+        while newest().generation < change.epoch.generation and time.monotonic() < until:
             time.sleep(POLL_VIEW_S)
         known = newest()
-        if known.generation != change.view.generation:
-            raise InvalidInput("E-EPOCH-ENDED", f"epoch {change.view.generation} is not the coordinator's newest, which is "
+        if known.generation != change.epoch.generation:
+            raise InvalidInput("E-EPOCH-ENDED", f"epoch {change.epoch.generation} is not the coordinator's newest, which is "
                                                 f"{known.generation}")
-        if known != change.view:
+        if known != change.epoch:
             raise CorruptFrame(f"PLAN frame with a change of members is invalid: its epoch {known.generation} differs from the "
                                "coordinator's", peer=peer_name(sender))
         return functools.partial(self._switch_members, change, generation)
@@ -611,20 +613,20 @@ class DataServer:
     def _switch_members(self, change: EpochChange, generation: int) -> Summation:
         """Creates the new members' sums. Residuals are scaled, because the number of members in the mean has changed."""
         # The epoch is set first: from now on a worker with a new rank is checked against its certificate in that epoch.
-        former, self._view = self._members, change.view
+        former, self._epoch = self._members, change.epoch
         return self._switch_plan(change.plan, generation, scale=len(self._members) / len(former))
 
     def _switch_plan(self, plan: bytes, generation: int, scale: float = 1.0) -> Summation:
         """Creates the sums of the plan that the workers switch to. Raises ValueError, and changes nothing, if the plan cannot
         be served."""
-        assert self._view is not None
-        view = self._view
-        decoded = _checked_plan(plan, view, self._hello.job)
+        assert self._epoch is not None
+        epoch = self._epoch
+        decoded = _checked_plan(plan, epoch, self._hello.job)
         server = self._hello.rank - SERVER_BASE
-        before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), scale, gradients=view.gradients)
+        before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), scale, gradients=epoch.gradients)
         try:
             core = self._core(decoded, server, generation)
-            self._write_down(core, plan, server, view)
+            self._write_down(core, plan, server, epoch)
             self._set_limits(decoded, server)
         except Exception:
             self._ops = before
@@ -659,13 +661,13 @@ class DataServer:
             self.journal.close(over=over)
 
 
-def _is_same_job(one: View, other: View) -> bool:
+def _is_same_job(one: Epoch, other: Epoch) -> bool:
     """Returns whether both epochs are of one job, even if some of its workers have left."""
     return (one.servers, one.plan) == (other.servers, other.plan) and \
         bool({*one.members} & {*other.members})
 
 
-def _checked_plan(plan: bytes, view: View, job: str) -> Plan:
+def _checked_plan(plan: bytes, epoch: Epoch, job: str) -> Plan:
     """Decodes the plan and checks it for this job, before anything is made from it. `job`: digest of the job; "": the plan is
     the first one, and names it."""
     what = "plan of worker 0"
@@ -673,11 +675,11 @@ def _checked_plan(plan: bytes, view: View, job: str) -> Plan:
         decoded = records.decode(plan, Plan, what)
     except RecordError as error:
         raise RecordError("E-PLAN-REFUSED", error.what) from None
-    problems = planner.verify_alone(decoded, len(view.members), view.tensors, view.elements)
+    problems = planner.verify_alone(decoded, len(epoch.members), epoch.tensors, epoch.elements)
     if job and decoded.job != job:
         problems.insert(0, f"it was made for another model: job {decoded.job}, but this is {job}")
-    if decoded.servers > len(view.servers):
-        problems.append(f"it is for {decoded.servers} servers, but the job has {len(view.servers)}: start more servers, or "
+    if decoded.servers > len(epoch.servers):
+        problems.append(f"it is for {decoded.servers} servers, but the job has {len(epoch.servers)}: start more servers, or "
                         "create the plan again")
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

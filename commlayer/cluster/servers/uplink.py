@@ -12,14 +12,14 @@ import msgspec
 
 from commlayer.cluster.calls import messages
 from commlayer.cluster.membership import client
-from commlayer.cluster.membership.client import Membership, OnView
+from commlayer.cluster.membership.client import Membership, OnEpoch
 from commlayer.cluster.membership.epoch_change import EpochChange
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.servers.dialing import NOTE_AFTER_S, make_dial
 from commlayer.cluster.servers.summation_server import Stalled, follow_stalls
 from commlayer.config import Config, reconnect_window_s, unheard_s
 from commlayer.errors import CommError, InvalidInput, PeerLost
-from commlayer.records import ServerInfo, View
+from commlayer.records import Epoch, ServerInfo
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
@@ -62,7 +62,7 @@ class Uplink:
         other objects when no one refers to these any more."""
         self.remaining: tuple[str, ...] = ()
         """Names of workers that were still in the job at close(); empty before."""
-        hello = Hello(request.job, request.rank, self.view.plan, messages.version(), session=new_nonce())
+        hello = Hello(request.job, request.rank, self.epoch.plan, messages.version(), session=new_nonce())
         window_s = reconnect_window_s(config)
         self._carrier = StreamTransport(hello, settings=Settings(
             secret=config.token, user_timeout_s=unheard_s(config), keys=keys, resume=window_s > 0))
@@ -82,7 +82,7 @@ class Uplink:
     def dial(self, deadline: float) -> None:
         """Connects to every server of the epoch. Leaves the job if that fails."""
         try:
-            for server in self.view.servers:
+            for server in self.epoch.servers:
                 # The last process to join has little of the deadline left, so each connection gets at least 10 s.
                 dial = make_dial(self._carrier, server, self.address, self._config, self._keys)
                 self.transport.connect(SERVER_BASE + server.id, dial, max(deadline, time.monotonic() + 10.0))
@@ -92,13 +92,13 @@ class Uplink:
             raise
 
     @property
-    def view(self) -> View:
-        return self.membership.view
+    def epoch(self) -> Epoch:
+        return self.membership.epoch
 
     def name_of(self, worker: int) -> str:
         """Returns the name of a present or former worker's machine: the name in its certificate, or its host name if all
         workers use the same certificate. Returns "" if all host names are the same, too."""
-        members = (*self.view.members, *self.membership.newest.members)
+        members = (*self.epoch.members, *self.membership.newest.members)
         self._names |= {member.rank: (member.certificate, member.name) for member in members}
         for names in zip(*self._names.values(), strict=True):
             if worker in self._names and len(set(names)) > 1:
@@ -122,15 +122,15 @@ class Uplink:
         if self._failure is not None:
             raise self._failure
 
-    def subscribe_epochs(self, on_view: OnView) -> None:
-        """Subscribes to newer epochs. If a newer epoch has already arrived, calls `on_view` at once."""
-        self.membership.on_view = on_view
-        if self.membership.newest is not self.view:
-            on_view(self.membership.newest)
+    def subscribe_epochs(self, on_epoch: OnEpoch) -> None:
+        """Subscribes to newer epochs. If a newer epoch has already arrived, calls `on_epoch` at once."""
+        self.membership.on_epoch = on_epoch
+        if self.membership.newest is not self.epoch:
+            on_epoch(self.membership.newest)
 
-    def switch_view(self, view: View) -> None:
+    def switch_epoch(self, epoch: Epoch) -> None:
         """Switches to the epoch. Departures of peers outside that epoch are ignored from now on."""
-        self.membership.view = view
+        self.membership.epoch = epoch
 
     def finished(self, member: int) -> int:
         """Returns the number of exchanges to which that worker contributed before it left in order; -1 if it has not left in
@@ -148,7 +148,7 @@ class Uplink:
             self._on_exit(departure)
         if self._failure is not None:
             fail(self._failure)
-        for s in self.view.servers:
+        for s in self.epoch.servers:
             # Receives of earlier generations stay posted forever. They must not refer to objects of a worker that was replaced.
             follow_stalls(self.transport, SERVER_BASE + s.id, generation, functools.partial(self._on_stalled, s.id))
 
@@ -179,7 +179,7 @@ class Uplink:
         in the coordinator's process, whose death no other process would report. Data from that server shows that it lives."""
         alive = self._carrier.heard(time.monotonic() - self._config.dead_after_s) if self._membership is not None else ()
         near = [] if self._membership is None else \
-            [s for s in self._membership.view.servers if s.colocated and f"server {s.id}" not in alive]
+            [s for s in self._membership.epoch.servers if s.colocated and f"server {s.id}" not in alive]
         over = [s for s in near if f"server {s.id}" in self._carrier.missed() and not s.restartable]
         if near and (self.embedded or over or silent_s >= reconnect_window_s(self._config)):
             self._on_death(PeerLost(f"no heartbeat for {silent_s:.1f} s from its process, which "
@@ -188,7 +188,7 @@ class Uplink:
 
     def with_address(self, error: CommError) -> CommError:
         """Returns the same error, with the address and node added if the error is about a server."""
-        servers = [s for s in self.view.servers if error.peer == f"server {s.id}"]
+        servers = [s for s in self.epoch.servers if error.peer == f"server {s.id}"]
         if not servers or "node " in error.what:
             return error
         return error.located(what=f"{error.what} ({_place(servers[0])})")
@@ -225,7 +225,7 @@ class Uplink:
 
     def pace_servers(self, node: int, bps: float) -> None:
         """Sends the measured upload rate of node `node` (bit/s) to the servers on that node."""
-        for server in self.view.servers:
+        for server in self.epoch.servers:
             if server.node == node:
                 self.transport.send(SERVER_BASE + server.id, self._header(Kind.PACE, 0)._replace(used=int(bps)))
 
@@ -242,7 +242,7 @@ class Uplink:
         if answer:
             raise InvalidInput("E-PLAN-REFUSED", f"{peer_name(SERVER_BASE + server)} cannot use the plan: {answer}")
 
-    def send_view(self, server: int, change: EpochChange, generation: int) -> None:
+    def send_epoch(self, server: int, change: EpochChange, generation: int) -> None:
         """Switches the server to a new epoch, in the middle of a step. Raises CommError with the server's reason if the server
         cannot switch."""
         header = self._header(Kind.PLAN, 0)._replace(generation=generation, flags=Flag.ABANDON)

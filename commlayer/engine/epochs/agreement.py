@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from commlayer.cluster.calls.messages import StoreKey
-from commlayer.records import ServerInfo, View
+from commlayer.records import Epoch, ServerInfo
 
 
 class Vote(NamedTuple):
@@ -32,10 +32,10 @@ AWAY = Vote(-2, 0.0)
 new member."""
 
 
-def key_of(view: View, what: str, rank: int) -> StoreKey:
+def key_of(epoch: Epoch, what: str, rank: int) -> StoreKey:
     """Returns the key of a vote in the rendezvous store: the epoch with the kind and round of the vote (`what`), and the rank
     of the voter."""
-    return f"regroup{view.generation}/{what}", rank
+    return f"regroup{epoch.generation}/{what}", rank
 
 
 class VoterState(NamedTuple):
@@ -76,29 +76,29 @@ class AgreementOutcome(enum.Enum):
 # ---- members of two epochs
 
 
-def new_in(view: View, former: View) -> list[int]:
+def new_in(epoch: Epoch, former: Epoch) -> list[int]:
     """Returns the ranks of the members that have joined since the epoch `former`."""
     former_ranks = {m.rank for m in former.members}
-    return [m.rank for m in view.members if m.rank not in former_ranks]
+    return [m.rank for m in epoch.members if m.rank not in former_ranks]
 
 
-def gone_from(former: View, view: View) -> list[int]:
-    remaining = {m.rank for m in view.members}
+def gone_from(former: Epoch, epoch: Epoch) -> list[int]:
+    remaining = {m.rank for m in epoch.members}
     return [m.rank for m in former.members if m.rank not in remaining]
 
 
-def staying(former: View, view: View) -> list[int]:
+def staying(former: Epoch, epoch: Epoch) -> list[int]:
     """Returns the ranks of the members that vote: the members of both epochs, in the order of the newer epoch."""
-    new = new_in(view, former)
-    return [m.rank for m in view.members if m.rank not in new]
+    new = new_in(epoch, former)
+    return [m.rank for m in epoch.members if m.rank not in new]
 
 
-def told_by(mine: int, former: View, view: View) -> list[ServerInfo]:
+def told_by(mine: int, former: Epoch, epoch: Epoch) -> list[ServerInfo]:
     """Returns the servers to which the member with rank `mine` must report the new epoch. The members of both epochs share the
     servers among themselves."""
-    ids = [m.rank for m in view.members]
-    among = len(ids) - len(new_in(view, former))
-    return [server for number, server in enumerate(view.servers) if number % among == ids.index(mine)]
+    ids = [m.rank for m in epoch.members]
+    among = len(ids) - len(new_in(epoch, former))
+    return [server for number, server in enumerate(epoch.servers) if number % among == ids.index(mine)]
 
 
 # ---- votes
@@ -110,7 +110,7 @@ def missed(step: int, finished: Iterable[int]) -> bool:
     return any(exchanges <= step for exchanges in finished)
 
 
-def calls(state: VoterState, step: int, former: View, newest: View, finished: Iterable[int], *, lets_in: bool) -> bool:
+def calls(state: VoterState, step: int, former: Epoch, newest: Epoch, finished: Iterable[int], *, lets_in: bool) -> bool:
     """Returns True if a member that waits in `step` must send its first vote now. `lets_in`: True if the job currently admits
     new members."""
     if step == state.completed:
@@ -120,12 +120,12 @@ def calls(state: VoterState, step: int, former: View, newest: View, finished: It
     return missed(step, finished) or (bool(other) and lets_in)
 
 
-def first(state: VoterState, view: View, mine: Vote) -> Claims:
-    return Claims(f"step{_round(state, view)}", mine, not _bound(state, view, mine.step))
+def first(state: VoterState, epoch: Epoch, mine: Vote) -> Claims:
+    return Claims(f"step{_round(state, epoch)}", mine, not _bound(state, epoch, mine.step))
 
 
 def second(
-    state: VoterState, view: View, mine: Vote, first_votes: Sequence[Vote], *, complete: bool,
+    state: VoterState, epoch: Epoch, mine: Vote, first_votes: Sequence[Vote], *, complete: bool,
 ) -> tuple[VoterState, Claims | None]:
     """Returns the state and the second vote of a member. `first_votes`: those of all members; empty if this member received all
     data of its step before the votes. `complete`: True if it has all data now. The vote is None if members are in different
@@ -133,21 +133,21 @@ def second(
     if first_votes and not _alike(first_votes, mine.step):
         return state, None
     # If a member completed its step and moved on, its first vote here is outdated; the next round has a newer one.
-    if first_votes and not (complete and not _bound(state, view, mine.step)):
-        state = state._replace(bound=(view.generation, mine.step))
-    now = mine._replace(step=mine.step + (not _bound(state, view, mine.step)))
-    return state, Claims(f"sure{_round(state, view)}", now, not first_votes)
+    if first_votes and not (complete and not _bound(state, epoch, mine.step)):
+        state = state._replace(bound=(epoch.generation, mine.step))
+    now = mine._replace(step=mine.step + (not _bound(state, epoch, mine.step)))
+    return state, Claims(f"sure{_round(state, epoch)}", now, not first_votes)
 
 
 def outcome(
-    state: VoterState, view: View, step: int, first_votes: Sequence[Vote], second_votes: Sequence[Vote],
+    state: VoterState, epoch: Epoch, step: int, first_votes: Sequence[Vote], second_votes: Sequence[Vote],
     finished: Iterable[int],
 ) -> tuple[VoterState, AgreementOutcome]:
     """Returns the state and the result of a round of votes. `second_votes`: empty if there are none, or if this member does not
     wait for them."""
     if not first_votes:
         return state._replace(completed=step), AgreementOutcome.WHOLE
-    state = state._replace(rounds_sent=(view.generation, _round(state, view) + 1))
+    state = state._replace(rounds_sent=(epoch.generation, _round(state, epoch) + 1))
     together = _alike(first_votes, step)
     latest = max(*(word.step for word in first_votes), -1, *finished)
     if step < latest or (together and any(word.step > step for word in second_votes)):
@@ -155,13 +155,13 @@ def outcome(
     return state, AgreementOutcome.TOGETHER if together else AgreementOutcome.APART
 
 
-def _round(state: VoterState, view: View) -> int:
+def _round(state: VoterState, epoch: Epoch) -> int:
     of, rounds = state.rounds_sent
-    return rounds if of == view.generation else 0
+    return rounds if of == epoch.generation else 0
 
 
-def _bound(state: VoterState, view: View, step: int) -> bool:
-    return state.bound == (view.generation, step)
+def _bound(state: VoterState, epoch: Epoch, step: int) -> bool:
+    return state.bound == (epoch.generation, step)
 
 
 def _alike(first_votes: Sequence[Vote], step: int) -> bool:

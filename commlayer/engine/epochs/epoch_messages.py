@@ -13,7 +13,7 @@ from commlayer.cluster.processes import site_process_group
 from commlayer.engine.epochs import agreement
 from commlayer.engine.epochs.agreement import Vote
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
-from commlayer.records import View
+from commlayer.records import Epoch
 from commlayer.transport.protocol import peer_name
 
 LOOK_S = 0.5
@@ -37,14 +37,14 @@ class EpochMessages:
     has.
     """
 
-    def __init__(self, view: View, notice_s: float, away_s: float = 0.0) -> None:
+    def __init__(self, epoch: Epoch, notice_s: float, away_s: float = 0.0) -> None:
         """`notice_s`: seconds to wait for a new epoch from the coordinator. `away_s`: seconds for which requests to an
         unresponsive coordinator are repeated."""
-        self.newest, self._notice_s, self._away_s = view, notice_s, away_s
+        self.newest, self._notice_s, self._away_s = epoch, notice_s, away_s
         self._said: set[StoreKey] = set()
         """Keys of the messages that this rank has sent. Their content does not change."""
 
-    def tell(self, view: View, what: str, mine: int, word: Vote, until: float, *, among: Sequence[int] = (),
+    def tell(self, epoch: Epoch, what: str, mine: int, word: Vote, until: float, *, among: Sequence[int] = (),
              complete: Callable[[], bool] = never, limit_s: float = 0.0) -> list[Vote]:
         """Sends a message, and returns the messages of the members `among` (empty: all members of the epoch), in the epoch's
         order.
@@ -53,16 +53,16 @@ class EpochMessages:
         newer epoch starts first. `limit_s`: how long the others might wait for this rank; the coordinator receives this limit.
         The wait ends at `until`, which includes time for the coordinator to decide who is lost.
         """
-        ranks = [m.rank for m in view.members if not among or m.rank in among]
-        own = agreement.key_of(view, what, mine)
+        ranks = [m.rank for m in epoch.members if not among or m.rank in among]
+        own = agreement.key_of(epoch, what, mine)
         put = [(own, msgspec.msgpack.encode(word))] if own not in self._said else []
-        rows = self.read(view, [agreement.key_of(view, what, rank) for rank in ranks], until, step=word.step, put=put,
+        rows = self.read(epoch, [agreement.key_of(epoch, what, rank) for rank in ranks], until, step=word.step, put=put,
                          complete=complete, waits=(mine, limit_s))
         self._said.add(own)
         return [Vote(*unpack(row, tuple[int, float], peer_name(rank), "a vote"))
                 for row, rank in zip(rows, ranks, strict=bool(rows))]
 
-    def read(self, view: View, want: Sequence[StoreKey], until: float, *, step: int,
+    def read(self, epoch: Epoch, want: Sequence[StoreKey], until: float, *, step: int,
              put: Sequence[tuple[StoreKey, bytes]] = (), complete: Callable[[], bool] = never,
              waits: tuple[int, float] = (ANY, 0.0)) -> list[bytes]:
         """Waits for values in the store and returns them. `want`: their keys. `put`: keys and values to write first. `waits`:
@@ -70,9 +70,9 @@ class EpochMessages:
         give_up, begin = math.inf, time.monotonic()
         while True:
             try:
-                newer = self.newest is not view
+                newer = self.newest is not epoch
                 rows = site_process_group.kv_client().request(min(until, time.monotonic() + LOOK_S), put=put, want=want,
-                                                              wait=not newer, view=view.generation, rank=waits[0],
+                                                              wait=not newer, generation=epoch.generation, rank=waits[0],
                                                               limit_s=waits[1], since=begin).values
             except CommError as error:
                 now = time.monotonic()
@@ -81,7 +81,7 @@ class EpochMessages:
                 # found all messages of this one.
                 if _unanswered(error) and now < min(until, give_up):
                     continue
-                if self.newest is view and not self.hears_of(view):
+                if self.newest is epoch and not self.hears_of(epoch):
                     raise
                 raise NewerEpoch from None
             put, give_up = (), math.inf
@@ -96,22 +96,22 @@ class EpochMessages:
                 raise DeadlineExceeded("has not reached the step in which the members change before the deadline",
                                        peer=", ".join(late), step=step)
 
-    def put(self, view: View, rows: Sequence[tuple[StoreKey, bytes]], until: float, *, drop: Sequence[StoreKey] = ()) -> None:
+    def put(self, epoch: Epoch, rows: Sequence[tuple[StoreKey, bytes]], until: float, *, drop: Sequence[StoreKey] = ()) -> None:
         """Writes values into the store, and deletes those with the keys `drop`."""
         try:
-            site_process_group.kv_client().request(until, put=rows, drop=drop, view=view.generation)
+            site_process_group.kv_client().request(until, put=rows, drop=drop, generation=epoch.generation)
         except CommError:
-            if not self.hears_of(view):
+            if not self.hears_of(epoch):
                 raise
             raise NewerEpoch from None
 
-    def hears_of(self, view: View) -> bool:
-        """Returns True if a newer epoch than `view` arrives soon. The coordinator defines one when it declares a member dead.
+    def hears_of(self, epoch: Epoch) -> bool:
+        """Returns True if a newer epoch than `epoch` arrives soon. The coordinator defines one when it declares a member dead.
         """
         until = time.monotonic() + self._notice_s
-        while self.newest is view and time.monotonic() < until:
+        while self.newest is epoch and time.monotonic() < until:
             time.sleep(0.05)
-        return self.newest is not view
+        return self.newest is not epoch
 
 
 def _unanswered(error: CommError) -> bool:

@@ -1,6 +1,6 @@
 """Continues a job with the remaining workers, and with new ones, when members leave, die or join in the middle of a step.
 
-The coordinator defines a new epoch with the remaining members (epoch_change.py; the code calls an epoch a view). Each rank
+The coordinator defines a new epoch with the remaining members (epoch_change.py). Each rank
 receives it while it waits for others. Members then exchange messages to find the step that all of them repeat.
 
 If one member has completed a step, all of them will: servers push results, and keep them for members that lack them. A member
@@ -51,7 +51,7 @@ from commlayer.engine.job.listeners import MemberChanges
 from commlayer.engine.sync.sync_modes import Forbids
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError
-from commlayer.records import Plan, View, plan_of
+from commlayer.records import Epoch, Plan, plan_of
 from commlayer.transport.protocol import peer_name
 
 
@@ -65,9 +65,9 @@ class MembershipChange(MemberChanges):
         """`replica` creates the state which a joining rank receives from this rank."""
         super().__init__()
         self._context, self._config, self._home, self._replica = context, config, home, replica
-        self._words = EpochMessages(context.uplink.view, context.waits.notice_s, reconnect_window_s(config))
+        self._words = EpochMessages(context.uplink.epoch, context.waits.notice_s, reconnect_window_s(config))
         self._stands = VoterState()
-        self._agreed: tuple[View, list[Vote]] | None = None
+        self._agreed: tuple[Epoch, list[Vote]] | None = None
         self._admits = True
         """True: new members can join during the current operation."""
         context.uplink.subscribe_epochs(weakly(self.offer))
@@ -80,8 +80,8 @@ class MembershipChange(MemberChanges):
         finally:
             self._admits = before
 
-    def offer(self, view: View) -> None:
-        self._words.newest = view
+    def offer(self, epoch: Epoch) -> None:
+        self._words.newest = epoch
         self._context.worker.now.wake()
 
     def pending(self, wait_s: float) -> bool:
@@ -102,7 +102,7 @@ class MembershipChange(MemberChanges):
         return unfit(plan)
 
     def check_interrupts(self, worker: Worker, complete: Callable[[], bool]) -> None:
-        if agreement.calls(self._stands, worker.step, self._view, self._newest, self._finished(), lets_in=self._admits):
+        if agreement.calls(self._stands, worker.step, self._epoch, self._newest, self._finished(), lets_in=self._admits):
             # results of collectives are not kept for members that lack them
             served = all(bucket.served for bucket in worker.plan.buckets)
             self._agree(worker, complete if served else never)
@@ -138,18 +138,18 @@ class MembershipChange(MemberChanges):
     # ---- agreement on the step to repeat
 
     @property
-    def _view(self) -> View:
-        return self._context.uplink.view
+    def _epoch(self) -> Epoch:
+        return self._context.uplink.epoch
 
     @property
-    def _newest(self) -> View:
+    def _newest(self) -> Epoch:
         return self._words.newest
 
     def _gone(self) -> list[int]:
-        return agreement.gone_from(self._view, self._newest)
+        return agreement.gone_from(self._epoch, self._newest)
 
     def _new(self) -> list[int]:
-        return new_in(self._newest, self._view)
+        return new_in(self._newest, self._epoch)
 
     def _finished(self) -> Iterator[int]:
         """Yields, for each member that has left or died, the number of exchanges that it completed; -1 if it did not announce
@@ -168,29 +168,29 @@ class MembershipChange(MemberChanges):
         until = time.monotonic() + self._config.deadline_s * local + self.patience()
         mine = Vote(worker.step, worker.units.weight)
         while True:
-            view = self._newest
-            stay = agreement.staying(self._view, view)
+            epoch = self._newest
+            stay = agreement.staying(self._epoch, epoch)
             try:
-                words = self._hear(view, agreement.first(self._stands, view, mine), until, stay, complete, local)
-                self._stands, vote = agreement.second(self._stands, view, mine, words, complete=complete())
-                confirmed = self._hear(view, vote, until, stay, complete, local) if vote is not None else []
+                words = self._hear(epoch, agreement.first(self._stands, epoch, mine), until, stay, complete, local)
+                self._stands, vote = agreement.second(self._stands, epoch, mine, words, complete=complete())
+                confirmed = self._hear(epoch, vote, until, stay, complete, local) if vote is not None else []
             except NewerEpoch:
                 continue
-            self._stands, outcome = agreement.outcome(self._stands, view, worker.step, words, confirmed, self._finished())
+            self._stands, outcome = agreement.outcome(self._stands, epoch, worker.step, words, confirmed, self._finished())
             if outcome is AgreementOutcome.WHOLE:
                 return
-            if outcome is AgreementOutcome.TOGETHER and not self._admits and new_in(view, self._view):
-                self._send_away(view)
+            if outcome is AgreementOutcome.TOGETHER and not self._admits and new_in(epoch, self._epoch):
+                self._send_away(epoch)
             elif outcome is AgreementOutcome.TOGETHER:
-                self._agreed = view, words
+                self._agreed = epoch, words
                 raise EpochChanged
 
-    def _send_away(self, view: View) -> None:
+    def _send_away(self, epoch: Epoch) -> None:
         """Turns joining workers away and waits for the epoch without them. They leave, or are declared dead when they send no
         heartbeats."""
         with contextlib.suppress(NewerEpoch):
             for name in ("ready", "left"):  # a joining worker never sends the second one, so this waits for the newer epoch
-                self._tell(view, name, AWAY, time.monotonic() + self._patience_s)
+                self._tell(epoch, name, AWAY, time.monotonic() + self._patience_s)
 
     @property
     def _patience_s(self) -> float:
@@ -198,37 +198,38 @@ class MembershipChange(MemberChanges):
         if one member fails during the wait, the others can still continue."""
         return self._config.deadline_s + judged_s(self._config)
 
-    def _hear(self, view: View, says: Claims, until: float, among: Sequence[int], complete: Callable[[], bool], local_steps: int
-              ) -> list[Vote]:
+    def _hear(
+        self, epoch: Epoch, says: Claims, until: float, among: Sequence[int], complete: Callable[[], bool], local_steps: int,
+    ) -> list[Vote]:
         """Sends a vote and returns the votes of the members `among`. `local_steps`: steps per exchange; the other members might
         need as long as an outer step before they vote."""
         limit_s = self._config.deadline_s * local_steps
-        return self._words.tell(view, says.what, self._context.id, says.word, until, among=among,
+        return self._words.tell(epoch, says.what, self._context.id, says.word, until, among=among,
                                 complete=complete if says.ends else never, limit_s=limit_s)
 
-    def _tell(self, view: View, what: str, word: Vote, until: float) -> list[Vote]:
-        return self._words.tell(view, what, self._context.id, word, until, limit_s=self._config.deadline_s)
+    def _tell(self, epoch: Epoch, what: str, word: Vote, until: float) -> list[Vote]:
+        return self._words.tell(epoch, what, self._context.id, word, until, limit_s=self._config.deadline_s)
 
     # ---- to the new epoch
 
-    def _go_over(self, old: Worker, under: Plan, agreed: tuple[View, list[Vote]]) -> None:
-        job_context, (view, words) = self._context, agreed
+    def _go_over(self, old: Worker, under: Plan, agreed: tuple[Epoch, list[Vote]]) -> None:
+        job_context, (epoch, words) = self._context, agreed
         if old.intact is False:
             raise CommError("a codec was still encoding in the step that other members abandoned, so its residual is "
                             "unknown and this rank cannot continue",
                             step=old.step)
-        begin, ids, former = time.monotonic(), [m.rank for m in view.members], self._view
+        begin, ids, former = time.monotonic(), [m.rank for m in epoch.members], self._epoch
         place, new, old_places = (
-            ids.index(job_context.id), new_in(view, former), {m.rank: place for place, m in enumerate(former.members)})
+            ids.index(job_context.id), new_in(epoch, former), {m.rank: place for place, m in enumerate(former.members)})
         plan = plan_of(under, [old_places[rank] for rank in ids if rank in old_places], len(new))
-        generation = wire_generation(view)
-        change = EpochChange(view, old.step, old.pending_rollbacks(), records.encode(plan))
-        for server in agreement.told_by(job_context.id, former, view):
+        generation = wire_generation(epoch)
+        change = EpochChange(epoch, old.step, old.pending_rollbacks(), records.encode(plan))
+        for server in agreement.told_by(job_context.id, former, epoch):
             self._send(job_context.uplink, server.id, change, generation)
         mine = words[place]
-        words = self._tell(view, "ready", mine, begin + self._patience_s)
+        words = self._tell(epoch, "ready", mine, begin + self._patience_s)
         if new:
-            relay = StateRelay(self._words, view, job_context.id, mine, self._config.deadline_s, judged_s(self._config),
+            relay = StateRelay(self._words, epoch, job_context.id, mine, self._config.deadline_s, judged_s(self._config),
                                self._replica.most_nbytes)
             if relay.giver == job_context.id:
                 relay.give(self._replica.given(job_context, plan))
@@ -236,12 +237,12 @@ class MembershipChange(MemberChanges):
                 relay.watch()
         # From here on no other process is involved, so nothing can fail.
         self.parted |= {rank: job_context.carried for rank in old_places if rank not in ids}
-        job_context.groups = new_world(job_context.groups, job_context.rows, self._config, self._home, view, job_context.id)
+        job_context.groups = new_world(job_context.groups, job_context.rows, self._config, self._home, epoch, job_context.id)
         job_context.terms.basis = job_context.terms.price = None
         new_worker = job_context.worker_for(plan, old.job, old.device, generation)
         job_context.hand_on(old, new_worker)
         new_worker.units.regroup(sum(word.weight for word in words))
-        job_context.uplink.switch_view(view)
+        job_context.uplink.switch_epoch(epoch)
         job_context.follow(new_worker)
         old.close()
         old.forget_states()
@@ -250,34 +251,34 @@ class MembershipChange(MemberChanges):
         self._stands = self._stands.gone_over()
         for listener in job_context.listeners:
             listener.after_regroup()
-        self._say(former, view, time.monotonic() - begin)
+        self._say(former, epoch, time.monotonic() - begin)
 
     def _send(self, uplink: Uplink, server: int, change: EpochChange, generation: int) -> None:
         """Sends the epoch change to a server. Servers accept only the coordinator's newest epoch, which they might receive
         before this rank does."""
         try:
-            uplink.send_view(server, change, generation)
+            uplink.send_epoch(server, change, generation)
         except CommError:
-            if not self._words.hears_of(change.view):
+            if not self._words.hears_of(change.epoch):
                 raise
             raise NewerEpoch from None
 
-    def _say(self, former: View, view: View, took_s: float) -> None:
-        job_context, current = self._context, {m.rank for m in view.members}
+    def _say(self, former: Epoch, epoch: Epoch, took_s: float) -> None:
+        job_context, current = self._context, {m.rank for m in epoch.members}
         gone = [job_context.uplink.display_name(peer_name(m.rank)) for m in former.members if m.rank not in current]
-        joined = [job_context.uplink.display_name(peer_name(rank)) for rank in new_in(view, former)]
+        joined = [job_context.uplink.display_name(peer_name(rank)) for rank in new_in(epoch, former)]
         parts = [f"{', '.join(gone)} left, with {'its' if len(gone) == 1 else 'their'} residuals"] if gone else []
         parts += [f"{', '.join(joined)} joined"] if joined else []
         parts = parts or ["the worker that was joining left"]
-        job_context.say(f"{'; '.join(parts)}; continuing with {len(view.members)} workers after {took_s:.2g} s, as rank "
+        job_context.say(f"{'; '.join(parts)}; continuing with {len(epoch.members)} workers after {took_s:.2g} s, as rank "
                         f"{job_context.rank}", event_level=logging.WARNING if gone else logging.INFO)
 
 
-def new_world(former: Groups, rows: RowChannel, config: Config, home: str, view: View, own: int) -> Groups:
-    """Creates torch.distributed's process groups for the members of the epoch `view`. `own`: this member's initial rank."""
-    ids = [m.rank for m in view.members]
+def new_world(former: Groups, rows: RowChannel, config: Config, home: str, epoch: Epoch, own: int) -> Groups:
+    """Creates torch.distributed's process groups for the members of the epoch `epoch`. `own`: this member's initial rank."""
+    ids = [m.rank for m in epoch.members]
     former.close()
-    site_process_group.change_members(KvClient(config.join, config, home), ids, ids.index(own), view.generation)
+    site_process_group.change_members(KvClient(config.join, config, home), ids, ids.index(own), epoch.generation)
     process_groups.reset_counts()
     groups = Groups(1, config.deadline_s, former.device)
     rows.regroup(groups.members)

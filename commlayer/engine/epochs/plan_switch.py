@@ -51,7 +51,7 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
     """
     again = False
     while True:
-        before = context.uplink.view.members
+        before = context.uplink.epoch.members
         try:
             _all_go_over(context, plan, by_itself=by_itself, again=again)
             return
@@ -63,7 +63,7 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
             if not requested:
                 raise
             context.members.between()
-            plan, again = _of_those_left(plan, before, context.uplink.view.members), True
+            plan, again = _of_those_left(plan, before, context.uplink.epoch.members), True
 
 
 def _all_go_over(context: DistributedJob, plan: Plan | None, *, by_itself: bool, again: bool) -> None:
@@ -106,7 +106,7 @@ def _go_over(context: DistributedJob, plan: Plan | None, *, by_itself: bool) -> 
     note = ""
     if old.plan.steps_locally and not agreed.steps_locally and len({stand.memory for stand in stands}) > 1:
         agreed, note = _updates_still(agreed, by_itself=by_itself)
-    servers = len(link.view.servers)
+    servers = len(link.epoch.servers)
     with all_or_none(groups, "switch()"):
         if agreed.servers > servers:
             raise InvalidInput("E-PLAN-SWITCH", f"plan: it needs {agreed.servers} servers, but the job has {servers}")

@@ -333,7 +333,7 @@ class DistributedJob(JobContext, WorkerListener):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(member.rank for member in self.uplink.view.members) if self.elastic else super().ranks
+        return tuple(member.rank for member in self.uplink.epoch.members) if self.elastic else super().ranks
 
     @property
     def elastic(self) -> bool:
@@ -471,7 +471,7 @@ class DistributedJob(JobContext, WorkerListener):
     def called(self, place: int) -> str:
         """Returns the display name of a rank, given its index among the current members: "rank 2 (ben)", or "rank 2" if all
         nodes have the same name."""
-        name = self.uplink.name_of(self.uplink.view.members[place].rank)
+        name = self.uplink.name_of(self.uplink.epoch.members[place].rank)
         return f"rank {self.groups.members.ranks[place]} ({name})" if name else f"rank {self.groups.members.ranks[place]}"
 
     # ---- the end

@@ -95,8 +95,8 @@ def connect(
         context = _begin(terms, job, device, met, met.members, config, replica, memory, waits, plan, align,
                          compared(must, config))
         print_one_line(context.rank)
-    me = next((member for member in context.uplink.view.members if member.rank == context.id), None)
-    context.stream.open(config, rank=context.id, world=context.world, run=context.uplink.view.run,
+    me = next((member for member in context.uplink.epoch.members if member.rank == context.id), None)
+    context.stream.open(config, rank=context.id, world=context.world, run=context.uplink.epoch.run,
                         host="" if me is None else me.certificate or me.name)
     context.note_plan("start")
     context.open()

@@ -26,7 +26,7 @@ from commlayer.engine.job.job import DistributedJob, JoinedState, WaitsFor
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost
-from commlayer.records import Job, View
+from commlayer.records import Epoch, Job
 
 log = logging.getLogger("commlayer")
 
@@ -46,17 +46,17 @@ def enter(
         link = Uplink(config, config.join, request)
         undo.callback(leave_job, link, (), "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s)
         log.warning("joining a running job as worker %d: waiting for the other workers to reach the end of a step", own)
-        view, ready, taken = _receive(replica, link, own, config, waits, check, begin)
+        epoch, ready, taken = _receive(replica, link, own, config, waits, check, begin)
         given = taken.told
         if given.matched and not memory.matched:
             raise InvalidInput("E-RANKS-DIFFER",
                                "sync: the job that this home joins uses norm-matched averaging (OuterSGD(matched=True)), but "
                                "this home does not; set it alike on all ranks")
-        link.switch_view(view)
-        groups = new_world(groups, rows, config, home, view, own)
+        link.switch_epoch(epoch)
+        groups = new_world(groups, rows, config, home, epoch, own)
         terms.auto = given.automatic
         context = DistributedJob(
-            terms, own, groups, rows, link, memory, taken.plan, job, generation=wire_generation(view), logs=logs, waits=waits,
+            terms, own, groups, rows, link, memory, taken.plan, job, generation=wire_generation(epoch), logs=logs, waits=waits,
             matched=given.matched, joined=JoinedState(taken.local, taken.restore, dict(given.followed), given.carried))
         undo.pop_all()
     context.passes = given.passes - int(taken.plan.steps_locally)  # local steps are counted at the end of their backward pass
@@ -71,22 +71,22 @@ def enter(
 
 def _receive(
     replica: Replica, link: Uplink, own: int, config: Config, waits: WaitsFor, check: Callable[..., None], begin: float,
-) -> tuple[View, list[Vote], TakenState]:
+) -> tuple[Epoch, list[Vote], TakenState]:
     """Waits until the other members reach a step in which this rank can join, and installs their state. Returns the epoch with
     this rank, the votes of its members, and the state."""
-    words = EpochMessages(link.view, waits.notice_s, reconnect_window_s(config))
+    words = EpochMessages(link.epoch, waits.notice_s, reconnect_window_s(config))
 
-    def offer(view: View) -> None:
-        words.newest = view
+    def offer(epoch: Epoch) -> None:
+        words.newest = epoch
 
     link.subscribe_epochs(offer)
     dialled = False
     while True:
-        view = words.newest
+        epoch = words.newest
         try:
-            _check_givers(view, own, link)
+            _check_givers(epoch, own, link)
             try:
-                ready = words.tell(view, "ready", own, Vote(-1, 1.0), time.monotonic() + config.deadline_s)
+                ready = words.tell(epoch, "ready", own, Vote(-1, 1.0), time.monotonic() + config.deadline_s)
             except DeadlineExceeded:
                 # The plan of the running job defines how long an exchange takes. The coordinator reports members that have
                 # died.
@@ -101,17 +101,17 @@ def _receive(
             if not dialled:  # servers know this worker now
                 link.dial(time.monotonic() + config.join_deadline_s)
                 dialled = True
-            relay = StateRelay(words, view, own, Vote(-1, 1.0), config.deadline_s, judged_s(config), replica.most_nbytes)
-            fits = functools.partial(check, workers=len(view.members))
-            return view, ready, relay.take(functools.partial(replica.take, check=fits))
+            relay = StateRelay(words, epoch, own, Vote(-1, 1.0), config.deadline_s, judged_s(config), replica.most_nbytes)
+            fits = functools.partial(check, workers=len(epoch.members))
+            return epoch, ready, relay.take(functools.partial(replica.take, check=fits))
         except NewerEpoch:
             continue
 
 
-def _check_givers(view: View, mine: int, link: Uplink) -> None:
+def _check_givers(epoch: Epoch, mine: int, link: Uplink) -> None:
     """Raises an error if the coordinator has dropped this worker, or if all members that have the job's state are gone."""
     link.check()
-    ids = [m.rank for m in view.members]
+    ids = [m.rank for m in epoch.members]
     if mine not in ids:
         raise PeerLost("the job continued without this home", peer=f"coordinator {link.address}", code="E-JOIN-MISSED")
     if ids[0] == mine:
