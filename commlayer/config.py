@@ -178,6 +178,9 @@ ALIKE_SET = ("join", "trace", "loss", "learning")
 JOINS = "@"
 """Separator in the setting `home`, between the site's name and the number of its first worker; present only if the site joins a
 running job."""
+JOIN_AGAIN = 75
+"""Exit code of a training script if the job ended, or had no place left, before this home had joined it. `commlayer join` then
+joins again."""
 
 
 class Launch(NamedTuple):

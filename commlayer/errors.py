@@ -118,6 +118,7 @@ CODES: dict[str, tuple[str, str]] = {
                       "Use attach(model, optimizer) under `commlayer join`."),
     "E-JOIN-STATE": ("The state of a running job does not fit this model or optimizer.",
                      "The message names which part of the state."),
+    "E-JOB-ENDED": ("The job ended before this home had joined it.", "Nothing: `commlayer join` joins again by itself."),
     "E-JOIN-MISSED": ("A home could not join the job before its members or its plan changed.", "Start the home again."),
     "E-DDP-HOOK": ("A HookState is used with more than one module.", "Create one HookState per module."),
     "E-DDP-UNSUPPORTED": ("attach() does not support this use of DistributedDataParallel.",

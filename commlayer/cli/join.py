@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 from commlayer.cli.doctor import examine
 from commlayer.cli.options import Insecure, Keys, fetched_keys, parse_line, stored_keys
 from commlayer.cluster.keys import home_keys
-from commlayer.config import Launch, home_environment, read_config
+from commlayer.config import JOIN_AGAIN, Config, Launch, home_environment, read_config
 from commlayer.errors import CommError, InvalidInput
 from commlayer.transport.secret import REMEDY
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 Child = subprocess.Popen[bytes]
 CHECK = "--check"
 POLL_S = 0.1
+TRIES = 5
+"""How often a home joins again if the job ended, or had no place left, before it had joined."""
 END_S = 30.0
 """Seconds that a home's other workers get to end after a failure or Ctrl-C. Before they end, they notify the other homes."""
 
@@ -67,6 +69,19 @@ def join(
     if not config.token:
         raise InvalidInput("E-SECRET", f"joining {config.join} needs the job's secret: {REMEDY}")
     _check_script(script)
+    settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else ""}
+    line = ["traceback" if full else "line", str(script), *(args or [])]
+    for _ in range(TRIES):
+        code = _train(config, line, nproc_per_node, node_rank, wait, settings)
+        if code != JOIN_AGAIN:
+            break
+        _say("this home had not joined that job yet: joining again")
+    raise typer.Exit(code)
+
+
+def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: int, wait: float,
+           settings: Mapping[str, str]) -> int:
+    """Joins one job with all workers of this home. Returns the exit code of the first worker that failed, or 0."""
     # Imported late: these load grpc, which --help does not need.
     from commlayer.cluster.calls import messages
     from commlayer.cluster.calls.site_client import SiteLease
@@ -85,9 +100,7 @@ def join(
             workers = f"{reply.world} worker{'s' * (reply.world > 1)}"
             start = f"starting with {workers}" if reply.min_workers else "all homes have joined"
             _say(f"{start}: this home has {ranks} of {reply.world}")
-        settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else "",
-                    "min_workers": str(reply.min_workers)}
-        line = ["traceback" if full else "line", str(script), *(args or [])]
+        settings = {**settings, "min_workers": str(reply.min_workers)}
         children = [_start(line, lease.request.token, reply, local, nproc_per_node, settings)
                     for local in range(nproc_per_node)]
         code, reason = _wait(children, lease)
@@ -96,10 +109,10 @@ def join(
         raise
     finally:
         lease.close(reason)
-    if code and not lease.ended.is_set():
+    if code and code != JOIN_AGAIN and not lease.ended.is_set():
         others = f"continue if they have {reply.min_workers} workers" if reply.min_workers and lease.begun else "end, too"
         _say(f"{reason}; the other homes {others}")
-    raise typer.Exit(code)
+    return code
 
 
 def _check_script(script: Path) -> None:
@@ -173,6 +186,8 @@ def _wait(children: Sequence[Child], lease: SiteLease) -> tuple[int, str]:
                 _signal(children, signal.SIGKILL)
             time.sleep(POLL_S)
     failed = [child.returncode for child in children if child.returncode]
+    if JOIN_AGAIN in failed:
+        return JOIN_AGAIN, reason
     return (_code(failed[0]), _said(failed[0])) if failed and not code else (code, reason)
 
 

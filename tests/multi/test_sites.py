@@ -155,6 +155,18 @@ def test_a_home_asks_again_while_what_keeps_it_out_may_pass() -> None:
         assert (after, bool(reply.missing), bool(reply.error), reply.rank) == (state, waits, not waits, messages.ANY)
 
 
+def test_a_home_joins_a_running_job_only_once_its_earlier_process_is_known_to_run_or_not() -> None:
+    first, again = (msgspec.structs.replace(asked("a"), certificate="anna") for _ in range(2))
+    state, _ = come(sites.Sites(2, min_workers=1), first)
+    state = msgspec.structs.replace(sites.assign(state, 99.0), begun=True)
+    free = sites.AdmissionState("", 1, all_present=True)
+    for waited_s, certificate, joins in ((2.0, "anna", False), (3.0, "anna", True), (2.0, "ben", True)):
+        one = msgspec.structs.replace(again, waited_s=waited_s, certificate=certificate)
+        after, reply = sites.register(state, one, 1.0, free, 3.0)
+        assert (reply.error, bool(reply.missing), reply.joins) == ("", not joins, joins)
+        assert (after == state) != joins
+
+
 @pytest.mark.parametrize(("certificates", "again", "now", "found"), [
     (("anna", "ben"), ("0", "anna"), 5.0, 0), (("anna", "ben"), ("x", "anna"), 5.0, None),  # on another machine
     (("anna", "ben"), ("0", "anna"), 4.9, None),  # a moment ago it answered

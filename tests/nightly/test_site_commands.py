@@ -221,10 +221,11 @@ def launcher(sites: Sites, folders: Folders) -> Callable[[int, str], Process]:
     return lambda site, how: sites.launch(__file__, "switched off", how, options=("--keys", str(keys[site])))
 
 
-@pytest.mark.parametrize("least", ["0", "1"])
+@pytest.mark.parametrize(("least", "gap_s"), [("0", 0.0), ("1", 0.0), ("1", 1.0)])
 def test_when_all_sites_were_switched_off_the_same_commands_begin_a_new_job(
-    sites: Sites, folders: Folders, start: Callable[[int, str], Process], least: str,
+    sites: Sites, folders: Folders, start: Callable[[int, str], Process], least: str, gap_s: float,
 ) -> None:
+    """The first may join what is left of the old job, which ends when the second comes. Both then train in the next job."""
     keys = ("--keys", str(folders.server))
     server = sites.serve(2, "--min-workers", least, "--servers", "2", *keys)
     other = sites.run("serve", "--join", sites.address, *keys)
@@ -232,7 +233,9 @@ def test_when_all_sites_were_switched_off_the_same_commands_begin_a_new_job(
     assert [next_row(process)["world"] for process in both] == [2, 2]
     for process in both:
         switch_off(process)
-    for end in all_ended([start(site, "again") for site in range(2)]):
+    again = [start(0, "again")]
+    time.sleep(gap_s)
+    for end in all_ended([*again, start(1, "again")]):
         assert end.rows[-1] == {"first": 0, "worlds": [2]}
     assert [end.errors.count("the job failed") for end in all_ended([other, server])] == [1, 1]
 

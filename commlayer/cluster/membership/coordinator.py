@@ -247,6 +247,9 @@ class Coordinator:
                 request = msgspec.structs.replace(request, plan=self._plans[request.certificate].whole(request.plan_digest))
             is_registered = request.token in self._state.registrations
             if not self._embedded and not is_registered and (why := membership.failure(self._state)):
+                if request.kind == "worker" and request.rank >= self._state.workers > 0:  # it was to join the job that ended
+                    return messages.JoinReply(coded("E-JOB-ENDED", f"the job ended before this home joined "
+                                                                   f"({without_code(why)})"))
                 return messages.JoinReply(missing=(f"the previous job has ended ({without_code(why)}); the coordinator is "
                                                    "starting the next one"))
             late = self._state.epoch is not None and not is_registered and request.kind == "worker"

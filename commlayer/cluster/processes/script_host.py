@@ -19,13 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from commlayer.config import (
-    Launch,
-    judged_s,
-    read_config,
-    read_launch,
-)
-from commlayer.errors import Coded, InvalidInput
+from commlayer.config import JOIN_AGAIN, Launch, judged_s, read_config, read_launch
+from commlayer.errors import Coded, CommError, InvalidInput
 from commlayer.observe.log_lines import LogLines
 
 _LOG = logging.getLogger("commlayer")
@@ -66,7 +61,8 @@ def main() -> None:
         if not isinstance(error, KeyboardInterrupt):  # the launcher reports Ctrl-C
             sys.stderr.write(f"commlayer: {line}\n")  # one write, so that lines of several processes do not mix
             sys.stderr.flush()
-        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+        missed = isinstance(error, CommError) and error.code in ("E-JOB-ENDED", "E-JOB-FULL")
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else JOIN_AGAIN if missed else 1)
 
 
 def line_for(error: BaseException) -> str:

@@ -93,7 +93,7 @@ def device_buckets(plan: Plan, codecs: Mapping[int, Codec], device: torch.device
     """
     if not launch.serves(device):
         return set()
-    wanted = {b.id for b in plan.buckets if b.path == "service" and b.coder == "gpu"}
+    wanted = {b.id for b in plan.buckets if b.served and b.coder == "gpu"}
     supported = {number for number in wanted if runs_on(codecs[number], device)}
     if unsupported := wanted - supported:
         names = ", ".join(sorted({str(codecs[number]) for number in unsupported}))

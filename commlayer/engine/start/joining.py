@@ -116,4 +116,4 @@ def _check_givers(epoch: Epoch, mine: int, link: Uplink) -> None:
         raise PeerLost("the job continued without this home", peer=f"coordinator {link.address}", code="E-JOIN-MISSED")
     if ids[0] == mine:
         raise CommError("the job ended before this home joined: no worker is left that has the job's weights",
-                        code="E-JOIN-MISSED")
+                        code="E-JOB-ENDED")
