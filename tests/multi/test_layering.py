@@ -68,7 +68,7 @@ DECIDING = {"engine.epochs.agreement", "autotune.plan_policy", "autotune.quality
 """Pure modules, with all that they import from autotune/."""
 IMPURE = {"torch", "threading", "time", "datetime", "random", "os", "socket", "subprocess", "grpc", "queue", "asyncio",
           "concurrent", "multiprocessing"}
-KNOW_PATHS = {"bucket_assembler", "worker", "late_results"}
+KNOW_PATHS = {"bucket_assembler", "worker"}
 """Modules of engine/ outside of paths/ that import a path."""
 TORCHLESS = {"codec_spec", "errors", "files", "records", "native", "config", "setting_kinds", "setting_sources", "plan_file",
              "loss_budget", "planner", "balance", "observe", ""}
