@@ -11,13 +11,13 @@ from bench import Unmeasurable, report
 
 MEASUREMENTS = {
     "balance": "bench.balance",
-    "chaos": "bench.chaos.command",
+    "chaos": "tests.chaos.command",
     "check": "bench.check",
     "clan": "bench.clan",
     "codecs": "bench.codecs",
     "collectives": "bench.collectives",
     "energy": "bench.energy",
-    "fuzz": "bench.fuzz",
+    "fuzz": "tests.chaos.fuzz",
     "kernels": "bench.kernels",
     "learning": "bench.learning",
     "longrun": "bench.longrun",

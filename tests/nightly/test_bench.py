@@ -25,12 +25,10 @@ from bench import (
     check,
     energy,
     energy_models,
-    fuzz,
     longrun,
     longrun_law,
     report,
 )
-from bench.fuzz_targets import CODECS, Target, targets
 from bench.paced.pace import BACKWARD_S, FORWARD_S, Pace
 from bench.tasks import TASKS
 from bench.tta import shown
@@ -46,6 +44,8 @@ from commlayer.compressors.payload import CODEC_IDS
 from commlayer.errors import CorruptFrame
 from commlayer.planner.convergence import LONG_RUNS, LONG_RUNS_HIGH, LongRunLaw
 from commlayer.records import Record
+from tests.chaos import fuzz
+from tests.chaos.fuzz_targets import CODECS, Target, targets
 
 RESULT: report.Result = {
     "rows": [{"what": "first", "gain": 1.5, "steps": 3}, {"what": "second", "extra": True}],

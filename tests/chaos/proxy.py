@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from bench.chaos.wire import Seen, Stretch
+from tests.chaos.wire import Seen, Stretch
 
 UP, DOWN = 0, 1
 CHUNK_NBYTES = 1 << 16

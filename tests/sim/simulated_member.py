@@ -11,8 +11,6 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from bench.chaos.simulated_desk import Desk, home_of
-from bench.chaos.simulated_service import Books, Part, body_of, number_of
 from commlayer.cluster.calls.messages import FINISHED, HeartbeatReply, KvReply, KvRequest, StoreKey
 from commlayer.cluster.membership.epoch_change import EpochChange, wire_generation
 from commlayer.engine.epochs import agreement
@@ -20,6 +18,8 @@ from commlayer.engine.epochs.agreement import AgreementOutcome, Claims, Vote, Vo
 from commlayer.records import Epoch
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind
 from commlayer.transport.reconnect import InFlightRequests
+from tests.sim.simulated_coordinator import Desk, home_of
+from tests.sim.simulated_server import Books, Part, body_of, number_of
 
 T = TypeVar("T")
 Doing = Generator[bool, None, T]

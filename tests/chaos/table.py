@@ -10,8 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from bench.chaos.campaign import Row, p95, quantile
-from bench.chaos.faults import FAULTS
+from tests.chaos.campaign import Row, p95, quantile
+from tests.chaos.faults import FAULTS
 
 NONE = "-"
 PIPE_WIDTH = 118

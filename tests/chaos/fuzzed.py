@@ -24,10 +24,7 @@ from typing import Any
 import grpc
 import torch
 
-from bench import Unmeasurable, fuzz
-from bench.chaos.fuzz_server import HONEST, PLAN
-from bench.fuzz_mutate import mutated, resealed
-from bench.fuzz_targets import SECRET, Target, targets
+from bench import Unmeasurable
 from bench.report import Result
 from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 from commlayer.compressors import codec_of, seed
@@ -39,6 +36,10 @@ from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 from commlayer.transport.secret import AuthenticationFailed, new_nonce
+from tests.chaos import fuzz
+from tests.chaos.fuzz_mutate import mutated, resealed
+from tests.chaos.fuzz_server import HONEST, PLAN
+from tests.chaos.fuzz_targets import SECRET, Target, targets
 
 ROOT = Path(__file__).parents[2]
 PART, LEAST, MOST = 50, 200, 20_000
@@ -75,7 +76,7 @@ class _Server:
 
     def __init__(self, said: Any) -> None:
         self._said = said
-        self.process = subprocess.Popen([sys.executable, "-m", "bench.chaos.fuzz_server"], cwd=ROOT, text=True,
+        self.process = subprocess.Popen([sys.executable, "-m", "tests.chaos.fuzz_server"], cwd=ROOT, text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
                                         env=os.environ | ONE_ARENA)
         assert self.process.stdout is not None

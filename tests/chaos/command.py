@@ -15,15 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import Unmeasurable
-from bench.chaos import fuzzed, hosts, outages, schedules, soak, soak_homes
-from bench.chaos.campaign import Campaign, summary
-from bench.chaos.dealing import dealt
-from bench.chaos.faults import FAULTS
-from bench.chaos.kept import Kept
-from bench.chaos.table import closing, problems, screen, table
 from bench.lab import LabUnavailable
 from bench.report import Result
 from commlayer.errors import CommError
+from tests.chaos import fuzzed, hosts, outages, soak, soak_homes
+from tests.chaos.campaign import Campaign, summary
+from tests.chaos.dealing import dealt
+from tests.chaos.faults import FAULTS
+from tests.chaos.kept import Kept
+from tests.chaos.table import closing, problems, screen, table
+from tests.sim import schedules
 
 RUNS, QUICK_RUNS = 300, 21
 SCHEDULES, QUICK_SCHEDULES = 100_000, 2_000

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from bench import Unmeasurable
-from bench.chaos.simulated import World
-from bench.chaos.simulated_agreement import Agreement
-from bench.chaos.simulated_members import Members
 from bench.report import Result
 from commlayer.files import write_whole
+from tests.sim.simulated_agreement import Agreement
+from tests.sim.simulated_members import Members
+from tests.sim.simulated_sums import World
 
 MOST_FINDINGS = 5
 

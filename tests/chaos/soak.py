@@ -14,14 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 from bench import Unmeasurable
-from bench.chaos import processes
-from bench.chaos.cluster import HERE, Cluster
-from bench.chaos.dealing import undisturbed
-from bench.chaos.reports import Ended, Stepped
-from bench.chaos.sizes import MOST_GROWTH_PCT, Sizes, growth
-from bench.chaos.trials import Setting
 from bench.report import Result
 from commlayer.errors import CommError
+from tests.chaos import processes
+from tests.chaos.cluster import HERE, Cluster
+from tests.chaos.dealing import undisturbed
+from tests.chaos.reports import Ended, Stepped
+from tests.chaos.sizes import MOST_GROWTH_PCT, Sizes, growth
+from tests.chaos.trials import Setting
 
 SETTING = Setting("topk(ratio=0.1)", apart=True)
 TOLD_EVERY = 25

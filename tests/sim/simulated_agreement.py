@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from bench.chaos.simulated_desk import Desk
-from bench.chaos.simulated_member import Member
-from bench.chaos.simulated_service import Books, Ledger, Service, Waits
 from commlayer.cluster.calls.messages import FINISHED, KvRequest
 from commlayer.cluster.membership.epoch_change import wire_generation
 from commlayer.errors import CorruptFrame
 from commlayer.records import Epoch
 from commlayer.transport.protocol import Header, Message
+from tests.sim.simulated_coordinator import Desk
+from tests.sim.simulated_member import Member
+from tests.sim.simulated_server import Books, Ledger, Service, Waits
 
 CALM, MOST_EVENTS = 1_000, 60_000
 """After CALM events there are no more faults; beyond MOST_EVENTS a schedule is stuck. A schedule takes some hundred events."""

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from bench.chaos.campaign import Row
-from bench.chaos.dealing import trial
 from commlayer.errors import InvalidInput
 from commlayer.files import write_whole
 from commlayer.records import MALFORMED
+from tests.chaos.campaign import Row
+from tests.chaos.dealing import trial
 
 
 class _File(msgspec.Struct):

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import Unmeasurable
-from bench.chaos import hosts, processes
-from bench.chaos.campaign import quantile
-from bench.chaos.hosts import HostCluster
-from bench.chaos.reports import Ended, Stepped
-from bench.chaos.trials import Setting, Trial
 from bench.lab import Lab, LabUnavailable
 from bench.report import Result
 from commlayer.errors import CommError
+from tests.chaos import hosts, processes
+from tests.chaos.campaign import quantile
+from tests.chaos.hosts import HostCluster
+from tests.chaos.reports import Ended, Stepped
+from tests.chaos.trials import Setting, Trial
 
 WAITS = {"heartbeat_s": 1.0, "dead_after_s": 10.0, "reconnect_s": 60.0, "deadline_s": 600.0}
 """The defaults, in words, because a default that changes changes what is measured."""

@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.chaos.clock import jump
-from bench.chaos.reports import Task
 from commlayer.config import Launch, read_config, take_environment
 from commlayer.errors import CommError
+from tests.chaos.clock import jump
+from tests.chaos.reports import Task
 
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "commlayer.session", "commlayer.balance",
-           "bench.chaos.training", "commlayer.cluster.servers.server_process", "commlayer.cluster.servers.summation_server",
+           "tests.chaos.training", "commlayer.cluster.servers.server_process", "commlayer.cluster.servers.summation_server",
            "commlayer.cli.main"]
 START_S = 60.0
 """Timeout until torch is loaded, which happens once."""
@@ -106,14 +106,14 @@ def _begin(target: Callable[..., None], pipe: Any, args: tuple[Any, ...], enviro
 
 def train(pipe: Any, task: Task) -> None:
     """A worker."""
-    from bench.chaos import training
+    from tests.chaos import training
 
     training.train(pipe, task)
 
 
 def replay(pipe: Any, workers: int, width: int, steps: Sequence[Sequence[Sequence[int]]]) -> None:
     """See training.replay."""
-    from bench.chaos import training
+    from tests.chaos import training
 
     training.replay(pipe, workers, width, steps)
 

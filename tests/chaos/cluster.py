@@ -1,7 +1,7 @@
 """The processes and links of one chaos run: `commlayer serve` processes, workers, and proxies between them.
 
 Servers listen on 127.0.0.1 and advertise 127.0.0.2, where the proxies are. Each worker has its own address for the coordinator,
-so that its link is known. The cluster follows the workers, strikes once and collects the evidence; bench.chaos.verdict judges
+so that its link is known. The cluster follows the workers, strikes once and collects the evidence; tests.chaos.verdict judges
 it.
 """
 
@@ -20,16 +20,16 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from bench.chaos import processes
-from bench.chaos.faults import FAULTS, FULL_NBYTES
-from bench.chaos.processes import Started
-from bench.chaos.proxy import Link, Proxy
-from bench.chaos.reports import Began, Ended, Finding, Stepped, Task
-from bench.chaos.trials import STEPS, Trial
-from bench.chaos.wire import Seen
 from commlayer.cluster.keys import authority
 from commlayer.config import home_environment
 from commlayer.errors import CommError
+from tests.chaos import processes
+from tests.chaos.faults import FAULTS, FULL_NBYTES
+from tests.chaos.processes import Started
+from tests.chaos.proxy import Link, Proxy
+from tests.chaos.reports import Began, Ended, Finding, Stepped, Task
+from tests.chaos.trials import STEPS, Trial
+from tests.chaos.wire import Seen
 
 HERE, THERE, CONTROL = "127.0.0.1", "127.0.0.2", "127.0.1.{}"
 PORTS = range(20_000, 32_000)

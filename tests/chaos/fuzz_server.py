@@ -9,7 +9,6 @@ import json
 import sys
 from typing import Any
 
-from bench.fuzz_targets import JOB, SECRET
 from commlayer import planner
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.servers import server_codecs
@@ -19,6 +18,7 @@ from commlayer.config import join_host, read_config
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE
+from tests.chaos.fuzz_targets import JOB, SECRET
 
 HONEST = 2
 """Number of members whose sums must continue. Other ranks are accepted as well and may send anything."""

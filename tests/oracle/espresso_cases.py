@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bench.reference.espresso import KEEP, cpu_pass, gpu_pass
-from bench.reference.fifo import Played, play, timed
-from bench.reference.ugatit import ugatit
+from oracle.espresso import KEEP, cpu_pass, gpu_pass
+from oracle.fifo import Played, play, timed
+from oracle.ugatit import ugatit
+
 from commlayer.planner import models
 from commlayer.planner.costs import Prices
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from bench.chaos.trials import Trial
+from tests.chaos.trials import Trial
 
 
 class Outcome(NamedTuple):

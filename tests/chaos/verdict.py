@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from typing import Any, NamedTuple
 
-from bench.chaos import oracle
-from bench.chaos.cluster import Evidence
-from bench.chaos.faults import FAULTS
-from bench.chaos.oracle import GOES_ON, Outcome
-from bench.chaos.reports import SETTLING, STEPS_PER_EPOCH, Ended, Finding
-from bench.chaos.trials import STEPS, Trial
-from bench.chaos.wire import weights
+from tests.chaos import outcomes
+from tests.chaos.cluster import Evidence
+from tests.chaos.faults import FAULTS
+from tests.chaos.outcomes import GOES_ON, Outcome
+from tests.chaos.reports import SETTLING, STEPS_PER_EPOCH, Ended, Finding
+from tests.chaos.trials import STEPS, Trial
+from tests.chaos.wire import weights
 
 ROUNDING = 1e-4
 """Of sums in float32 over a run."""
@@ -44,7 +44,7 @@ def judge(trial: Trial, evidence: Evidence, plain: Evidence) -> Verdict:
         findings.append(Finding("hangs", f"{', '.join(hanging)} did not end within {evidence.wall_s:.1f} s"))
     findings += [Finding("bug", f"worker {rank}: {ended.bug}")
                  for rank, ended in enumerate(evidence.ended) if ended is not None and ended.bug]
-    allowed = oracle.allowed(trial)
+    allowed = outcomes.allowed(trial)
     if not any(_is(outcome, one) for one in allowed):
         findings.append(Finding("outcome", f"the job {outcome}; allowed: {'; or '.join(map(str, allowed))}"))
     findings += _victim(trial, evidence)
@@ -77,7 +77,7 @@ def _at_the_end(trial: Trial, evidence: Evidence, plain: Evidence) -> list[Findi
 
 
 def _left_behind(trial: Trial, evidence: Evidence) -> list[Finding]:
-    files = [file for file in evidence.left_files if file.partition(".")[0] not in oracle.leaves(trial)]
+    files = [file for file in evidence.left_files if file.partition(".")[0] not in outcomes.leaves(trial)]
     return [Finding("left", f"{name} did not end behind the job") for name in evidence.servers_left] + \
         [Finding("left", f"{name} was left behind the job") for name in files]
 
@@ -93,7 +93,7 @@ def _come_again(trial: Trial, evidence: Evidence, others: list[int]) -> list[Fin
 
 def _victim(trial: Trial, evidence: Evidence) -> list[Finding]:
     """A victim that is alive but cut off must end by itself."""
-    if not (names := oracle.alone(trial)):
+    if not (names := outcomes.alone(trial)):
         return []
     ended = evidence.ended[trial.number]
     if ended is None:

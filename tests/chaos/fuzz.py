@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from bench.fuzz_mutate import mutated, resealed
-from bench.fuzz_targets import Target, targets
 from bench.report import Result
+from tests.chaos.fuzz_mutate import mutated, resealed
+from tests.chaos.fuzz_targets import Target, targets
 
 FRAMES, QUICK = 1_000_000, 20_000
 BLOCK = 1000

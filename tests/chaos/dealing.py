@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from bench.chaos.faults import FAULTS
-from bench.chaos.trials import SETTINGS, Setting, Trial
+from tests.chaos.faults import FAULTS
+from tests.chaos.trials import SETTINGS, Setting, Trial
 
 FIRST, LAST = 3, 16
 """The fault strikes between these steps, so that there are steps before and after it."""

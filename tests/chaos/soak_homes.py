@@ -13,12 +13,12 @@ from collections import defaultdict
 from statistics import median
 from typing import Any
 
-from bench.chaos.cluster import Cluster
-from bench.chaos.reports import Ended, Stepped
-from bench.chaos.sizes import MOST_GROWTH_PCT, UNKNOWN, Sizes, growth
-from bench.chaos.soak import LIMIT_S, soaked
-from bench.chaos.trials import Setting
 from bench.report import Result
+from tests.chaos.cluster import Cluster
+from tests.chaos.reports import Ended, Stepped
+from tests.chaos.sizes import MOST_GROWTH_PCT, UNKNOWN, Sizes, growth
+from tests.chaos.soak import LIMIT_S, soaked
+from tests.chaos.trials import Setting
 
 SETTING = Setting("identity()", workers=3, apart=True, least=2)
 STAY, GUEST = (0, 1), 2

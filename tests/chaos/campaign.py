@@ -8,14 +8,14 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from bench.chaos import processes, verdict
-from bench.chaos.cluster import HERE, Cluster, Evidence
-from bench.chaos.dealing import dealt, trial, undisturbed
-from bench.chaos.faults import FAULTS
-from bench.chaos.strikes import STRIKES
-from bench.chaos.trials import Setting, Trial
-from bench.chaos.verdict import Verdict
 from commlayer.errors import CommError
+from tests.chaos import processes, verdict
+from tests.chaos.cluster import HERE, Cluster, Evidence
+from tests.chaos.dealing import dealt, trial, undisturbed
+from tests.chaos.faults import FAULTS
+from tests.chaos.strikes import STRIKES
+from tests.chaos.trials import Setting, Trial
+from tests.chaos.verdict import Verdict
 
 LIMIT_S = 30.0
 """Time limit of a run; a run that takes longer hangs."""

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from bench.chaos.campaign import Campaign
-from bench.chaos.cluster import BRIEF, MEET_S, PATIENT, SLOW_MEET_S, UNTOLD, Cluster, Waits
-from bench.chaos.proxy import DOWN, UP, Link
-from bench.chaos.trials import SETTINGS, STEPS, Trial
 from bench.lab import Lab
+from tests.chaos.campaign import Campaign
+from tests.chaos.cluster import BRIEF, MEET_S, PATIENT, SLOW_MEET_S, UNTOLD, Cluster, Waits
+from tests.chaos.proxy import DOWN, UP, Link
+from tests.chaos.trials import SETTINGS, STEPS, Trial
 
 FAULTS = ("kill-worker", "stop-worker", "freeze-worker", "kill-server", "restart-storm", "lose-server", "kill-coordinator",
           "lose-coordinator", "partition", "isolate-worker", "slow-link", "kill-home", "kill-homes", "rejoin-home", "stop-home",

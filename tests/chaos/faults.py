@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from bench.chaos.trials import Setting
+from tests.chaos.trials import Setting
 
 FULL_NBYTES = 8 << 10
 """Maximum file size that simulates a full disk: no journal fits."""

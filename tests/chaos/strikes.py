@@ -11,10 +11,10 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from bench.chaos.cluster import POLL_S, Cluster
-from bench.chaos.processes import Started
-from bench.chaos.proxy import Link, Way
-from bench.chaos.trials import Trial
+from tests.chaos.cluster import POLL_S, Cluster
+from tests.chaos.processes import Started
+from tests.chaos.proxy import Link, Way
+from tests.chaos.trials import Trial
 
 Strike = Callable[[Cluster, Trial, random.Random], int]
 HOUR_S = 3600.0

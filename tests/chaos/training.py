@@ -22,14 +22,14 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.utils.data import DataLoader, Dataset
 
-from bench.chaos.reports import SETTLING, STEPS_PER_EPOCH, Began, Ended, Stepped, Task
-from bench.chaos.wire import weights
 from commlayer.balance import Sampler
 from commlayer.cluster.membership.client import Membership
 from commlayer.cluster.processes.script_host import begin_world
 from commlayer.config import read_launch
 from commlayer.errors import CommError
 from commlayer.session import Session, attach
+from tests.chaos.reports import SETTLING, STEPS_PER_EPOCH, Began, Ended, Stepped, Task
+from tests.chaos.wire import weights
 
 PAYS = "error_feedback(fp16())"
 """A codec that sends everything in each step. It has residuals at both ends, so those of an earlier codec are kept."""

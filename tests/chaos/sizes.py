@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from bench.chaos.processes import Started
+from tests.chaos.processes import Started
 
 SETTLED = 250
 """Number of steps after which a process has reached its size, because buffers of all kinds have been used."""

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bench.chaos.reports import Finding
 from commlayer.errors import CorruptFrame
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import Flag, Kind
+from tests.chaos.reports import Finding
 
 BASE = 4
 MOST_FAULTS = 5
