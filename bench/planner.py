@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from bench.baselines import launch_hosts, median_step_s, worker
 from bench.lab import Lab, LabUnavailable, check, sound
+from bench.ranks import launch_hosts, median_step_s
 from bench.report import Result
+from bench.worker import command
 from commlayer.planner import models, tables
 from commlayer.planner.buckets import Sort
 from commlayer.planner.choices import Space, search, uniform
@@ -174,8 +175,8 @@ def _measured(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _priced(lab: Lab, net: Net, model: str, codec: str) -> dict[str, Any]:
-    command = worker(f"priced:{codec}", model, warmup=PRICED_STEPS, steps=net.steps)
-    replies = launch_hosts(lab, HOSTS, command, deadline_s=400)
+    argv = command(f"priced:{codec}", model, warmup=PRICED_STEPS, steps=net.steps)
+    replies = launch_hosts(lab, HOSTS, argv, deadline_s=400)
     measured_s, verdict = median_step_s(replies), replies[0]["verdicts"][0]
     return {
         "link": net.name, "model": model, "what": codec, "step_ms": measured_s * 1e3,

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bench.energy_models import Layer
 from commlayer.demo import problem
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -126,6 +125,20 @@ def _letters(model: nn.Module, seed: int, rates: dict[str, float]) -> Task:
 def _rows(text: torch.Tensor, starts: torch.Tensor) -> Batch:
     seen = torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()])
     return seen[:, :-1], seen[:, 1:]
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.after = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.mixed(self.first(x)).chunk(3, -1))
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(seen)
+        return x + self.after(self.second(x))  # type: ignore[no-any-return]
 
 
 class Transformer(nn.Module):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.reference.demo import Gather
+from bench.paced.demo import Gather
 
 CHUNK = 4096
 PLACE_BITS = 12

@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec import structs
 
-from bench.learning_run import Variant
-from bench.learning_tasks import TASKS
+from bench.learning.tasks import TASKS
+from bench.virtual_training import Variant
 
 OPTIMIZERS = ("adam", "sgd")
 INT4, TOP = "int4()", "topk(ratio={})".format

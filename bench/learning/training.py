@@ -5,30 +5,25 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bench import Unmeasurable, virtual_training
-from bench.learning_tasks import TASKS, Task
-from bench.virtual_training import LOOKS, OUTERS, STEPS, WARMUP, Variant, plan_of
-
-__all__ = ["LOOKS", "OUTERS", "STEPS", "WARMUP", "Task", "Variant", "optimizer_of", "plan_of", "train"]
+from bench.learning.tasks import TASKS
+from bench.virtual_training import LOOKS, STEPS, TrainingTask, Variant
+from bench.virtual_training import train as train_virtually
+from commlayer.errors import InvalidInput
 
 MOMENTUM = 0.9
 
 
 def train(way: Variant, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
-    """The validation loss at `looks` evenly spaced steps; NaN once weights are NaN."""
+    """Validation losses at `looks` evenly spaced steps; NaN once weights are NaN."""
     if way.task not in TASKS:
-        raise Unmeasurable(f"no task is called {way.task!r}; there are: {', '.join(TASKS)}")
+        raise InvalidInput("E-USER-CODE", f"no task is called {way.task!r}; there are: {', '.join(TASKS)}")
 
-    def make(seed: int) -> virtual_training.TrainingTask:
+    def make(seed: int) -> TrainingTask:
         task = TASKS[way.task](seed)
         rate = way.rate or task.rates[way.optimizer]
-        return virtual_training.TrainingTask(task.model, lambda model: optimizer_of(way, model, rate), task.batches, task.loss,
-                                     task.validation)
+        return TrainingTask(task.model, lambda model: optimizer_of(way, model, rate), task.batches, task.loss, task.validation)
 
-    try:
-        return virtual_training.train(way, make, steps=steps, looks=looks)
-    except ValueError as error:
-        raise Unmeasurable(str(error)) from None
+    return train_virtually(way, make, steps=steps, looks=looks)
 
 
 def optimizer_of(way: Variant, model: nn.Module, rate: float) -> torch.optim.Optimizer:

@@ -1,7 +1,7 @@
 """Convergence factors of sync modes and codecs, from hundreds of small trainings without a network.
 
 `python -m bench learning` runs the campaign and prints the factors. Ctrl-C stops it; the next run resumes.
-`python -m bench.learning_table` writes the table that ships with the package, and its page in the docs.
+`python -m bench.learning.table` writes the table that ships with the package, and its page in the docs.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import functools
 import hashlib
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
 from msgspec import structs
 
-from bench import learning_campaign, learning_factors, report
-from bench.learning_run import Variant, train
-from bench.learning_store import Run, Store
+from bench import report
+from bench.learning import campaign, factors
+from bench.learning.store import Run, Store
+from bench.learning.training import train
+from bench.virtual_training import Variant
 
-STORE = Path(__file__).with_name("learning_runs.jsonl")
+STORE = report.DATA / "learning_runs.jsonl"
 MARKED_STEPS = 24
 
 
@@ -30,7 +31,7 @@ def run(quick: bool) -> report.Result:
     torch.set_num_threads(1)
     store = Store(STORE)
     try:
-        measure(learning_campaign.quick() if quick else learning_campaign.campaign(), store)
+        measure(campaign.quick() if quick else campaign.campaign(), store)
     except KeyboardInterrupt:
         print("bench: stopped; what is measured stays, and the same command goes on from there", file=sys.stderr)
     return shown(store)
@@ -63,10 +64,10 @@ def current(store: Store) -> dict[Variant, tuple[float, ...]]:
 
 def shown(store: Store) -> report.Result:
     curves = current(store)
-    cost_by_variant = learning_factors.costs(curves)
-    rows = learning_factors.rows(cost_by_variant)
-    held_out = learning_factors.held_out(cost_by_variant)
-    by_itself = [one.steps for _, one in learning_factors.alone(curves)]
+    cost_by_variant = factors.costs(curves)
+    rows = factors.shared_rows(cost_by_variant)
+    held_out = factors.held_out(cost_by_variant)
+    by_itself = [one.steps for _, one in factors.alone(curves)]
     summary: dict[str, Any] = {
         "tasks": len({way.task for way in cost_by_variant}),
         "combinations": len([row for row in rows if row.workers == 0]),

@@ -1,5 +1,7 @@
 """Runs one program on every host of a lab, or N times on loopback, and collects the JSON line that each rank prints.
-bench.worker is the program for plain DDP and its fp16 hook."""
+
+Imports no commlayer, because the environments of rivals have none.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,16 @@ import itertools
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from bench.lab import Lab
 
@@ -25,13 +29,6 @@ _ports = itertools.count()
 
 class RankFailed(RuntimeError):
     """A rank failed, printed no result, or missed the deadline. The message names the rank and shows the end of its stderr."""
-
-
-def worker(mode: str, model: str = "mlp", *, batch: int = 32, warmup: int = 3, steps: int = 10) -> list[str]:
-    """The command line of one rank of bench.worker."""
-    numbers = {"--batch": batch, "--warmup": warmup, "--steps": steps}
-    flags = [word for flag, number in numbers.items() for word in (flag, str(number))]
-    return [sys.executable, "-m", "bench.worker", "--mode", mode, "--model", model, *flags]
 
 
 def launch_hosts(
@@ -73,11 +70,26 @@ def launch_hosts(
         return [_last_json(rank, out, err) for rank, (out, err) in enumerate(outputs)]
 
 
+def as_rank(run: Callable[[], object]) -> NoReturn:
+    """Entry point of a rank: runs `run` and exits the process without destructors. After DDP has used a Gloo group, the group's
+    destructor may join a thread that waits for the interpreter lock."""
+    code = 0
+    try:
+        run()
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        code = 1
+    os._exit(code)
+
+
+def slowest_s(answers: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Per step, the time of the slowest rank: a step ends when the last rank has finished it."""
+    return [max(times) for times in zip(*(answer["step_s"] for answer in answers), strict=True)]
+
+
 def median_step_s(answers: Sequence[Mapping[str, Any]]) -> float:
-    """Median over steps of the slowest rank's time: a step ends when the last rank has finished it."""
-    slowest = sorted(max(times) for times in zip(*(answer["step_s"] for answer in answers), strict=True))
-    middle = len(slowest) // 2
-    return float(slowest[middle] if len(slowest) % 2 else (slowest[middle - 1] + slowest[middle]) / 2)
+    return statistics.median(slowest_s(answers))
 
 
 def _free_port(lab: Lab | None) -> int:

@@ -10,10 +10,12 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from commlayer.balance.balancer import Balancer, Decision, Joined, Measurement, SharePolicy
+from commlayer.balance.schedule import even_shares
 from commlayer.balance.share_solver import FREE, Communication, solve
 from commlayer.balance.time_models import LinearTime
 from commlayer.records import Record
@@ -39,22 +41,6 @@ class Disturbance(Record, frozen=True):
         return self.added_s * part, 1.0 + (self.factor - 1.0) * part
 
 
-class Unevenness(Record, frozen=True):
-    """A time that is not linear in the batch, as with real GPUs.
-
-    Batches are rounded up to multiples of `wave`. Samples beyond `room` take `factor` times as long, as when memory overflows.
-    """
-
-    wave: int = 1
-    room: int = 1 << 30
-    factor: float = 1.0
-
-    def worth(self, batch: int) -> float:
-        """Batch size that would take the same time on the line."""
-        padded = -(-batch // self.wave) * self.wave
-        return padded + (self.factor - 1.0) * max(0, padded - self.room)
-
-
 class PlayedCluster(Record, frozen=True):
     """Workers with their time models and disturbances."""
 
@@ -64,8 +50,6 @@ class PlayedCluster(Record, frozen=True):
     disturbances: tuple[Disturbance, ...] = ()
     noise: float = 0.0
     seed: int = 0
-    uneven: tuple[Unevenness, ...] = ()
-    """Per worker; empty means that times are linear."""
 
     def truth(self, worker: int, step: int) -> LinearTime:
         line = self.lines[worker]
@@ -82,7 +66,7 @@ class PlayedCluster(Record, frozen=True):
         cap = self.caps[worker] if self.caps else None
         pieces = -(-batch // cap) if cap else 1
         line = self.truth(worker, step)
-        exact_s = pieces * line.intercept_s + (self.uneven[worker].worth(batch) if self.uneven else batch) * line.slope_s
+        exact_s = pieces * line.intercept_s + batch * line.slope_s
         return exact_s * (1.0 + self.noise * float(_noise(self.seed, step, len(self.lines))[worker]))
 
 
@@ -138,24 +122,13 @@ def run(mode: Mode, cluster: PlayedCluster, steps: int, communication: Communica
 def oracle_s(cluster: PlayedCluster, step: int, communication: Communication = FREE) -> float:
     """The best iteration time of a step in which every worker takes part."""
     workers = range(len(cluster.lines))
-    makespan_s = _best_s(tuple(cluster.truth(worker, step) for worker in workers), cluster.uneven, cluster.total, cluster.caps)
+    makespan_s = _best_s(tuple(cluster.truth(worker, step) for worker in workers), cluster.total, cluster.caps)
     return makespan_s + communication.exposed_s(makespan_s)
 
 
-class _Bent(NamedTuple):
-    """A line with an unevenness."""
-
-    line: LinearTime
-    uneven: Unevenness
-
-    def time_s(self, batch: float) -> float:
-        return self.line.time_s(self.uneven.worth(math.ceil(batch)))
-
-
 @lru_cache(maxsize=512)
-def _best_s(lines: tuple[LinearTime, ...], uneven: tuple[Unevenness, ...], total: int, caps: tuple[int | None, ...]) -> float:
-    models = [_Bent(*one) for one in zip(lines, uneven, strict=True)] if uneven else lines
-    return solve(models, total, caps).makespan_s
+def _best_s(lines: tuple[LinearTime, ...], total: int, caps: tuple[int | None, ...]) -> float:
+    return solve(lines, total, caps).makespan_s
 
 
 def slow_after(run: Sequence[PlayedStep], start: int, stop: int) -> int:
@@ -166,3 +139,41 @@ def slow_after(run: Sequence[PlayedStep], start: int, stop: int) -> int:
 def moves(run: Sequence[PlayedStep]) -> int:
     """Number of steps at which the shares changed."""
     return sum(a.shares != b.shares for a, b in itertools.pairwise(run))
+
+
+class Equal:
+    """Synchronous SGD: equal shares for all workers."""
+
+    def __init__(self, cluster: PlayedCluster) -> None:
+        self._shares = even_shares(cluster.total, len(cluster.lines))
+
+    def shares(self, step: int) -> Sequence[int]:
+        return self._shares
+
+    def observe(self, step: int, times_s: Sequence[float]) -> None:
+        pass
+
+
+class Ours:
+    """The balancer; its decisions apply from their announced step. With `profiled` it starts from the undisturbed lines."""
+
+    def __init__(
+        self, cluster: PlayedCluster, policy: SharePolicy | None = None, communication: Communication = FREE,
+        profiled: bool = True,
+    ) -> None:
+        caps = cluster.caps or (None,) * len(cluster.lines)
+        joined = [Joined(worker, cap, line if profiled else None)
+                  for worker, (cap, line) in enumerate(zip(caps, cluster.lines, strict=True))]
+        self.balancer = Balancer(joined, cluster.total, policy, communication)
+        self._announced: list[Decision] = [self.balancer.latest]
+
+    def shares(self, step: int) -> Sequence[int]:
+        while len(self._announced) > 1 and self._announced[1].from_step <= step:
+            del self._announced[0]
+        return self._announced[0].shares
+
+    def observe(self, step: int, times_s: Sequence[float]) -> None:
+        measured = zip(self.shares(step), times_s, strict=True)
+        decision = self.balancer.decide(step, [Measurement(worker, *one) for worker, one in enumerate(measured)])
+        if decision is not None:
+            self._announced.append(decision)

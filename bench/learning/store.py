@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from bench import Unmeasurable
-from bench.learning_run import LOOKS, STEPS, Variant
+from bench.virtual_training import LOOKS, STEPS, Variant
 from commlayer.records import Record
 
 FORM = 1

@@ -2,36 +2,28 @@
 
 The factor at step N is N divided by the step at which dense training first had the same loss. A configuration's factor is the
 mean over the last half of its run. So all runs have the same length, and large factors are measured like small ones.
-
-`measured` trains a user's own task by the method of the built-in table (`python -m bench learning`), with the user's model,
-data, optimizer and rate:
-
-    table = measured("task.py", make, [*ways_of(("int4()",), (4, 16))], tell)
+`held_out` says how well the rows predict tasks that they do not contain.
 """
 
 from __future__ import annotations
 
-import datetime
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from msgspec import structs
 
-from bench.virtual_training import LOOKS, STEPS, Make, Variant, train
-from commlayer.codec_spec import SPARSE, parse_spec
-from commlayer.errors import InvalidInput, cause_of
-from commlayer.optim.outer import family_of
-from commlayer.planner.convergence import ALONE, ALONE_AMONG, LearningRow
-from commlayer.planner.tables import LearningTable, Provenance
+from bench.virtual_training import STEPS, Variant
+from commlayer.errors import InvalidInput
+from commlayer.planner.convergence import ALONE, ALONE_AMONG, LearningRow, Recipe, excess
 
+LEAST_TASKS = 3
+"""A factor of the shipped table needs measurements on at least this number of tasks."""
 MOST = 20.0
 """Factor of a training that has learned almost nothing."""
 CAUTIOUS = 0.8
-
 
 Curve = Sequence[float]
 
@@ -165,74 +157,62 @@ def _spread(values: Sequence[float], least: float) -> tuple[float, float]:
     return round(max(least, median(values)), 4), round(max(least, cautious), 4)
 
 
-OWN = "your proxy"
-"""Source that distinguishes these rows from the built-in ones."""
-Tell = Callable[[Variant, float, LearningTable | None], None]
-"""Called after each training with its last loss and the table so far."""
+def shared_rows(costs: Mapping[Variant, Cost]) -> tuple[LearningRow, ...]:
+    """Rows for configurations measured on enough tasks."""
+    return rows_of(costs, least_tasks=LEAST_TASKS)
 
 
-def ways_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = False) -> Iterator[Variant]:
-    """The most useful configurations: each codec for gradients and for updates; local steps, with and without overlap, with
-    the finest codec that is not sparse; and, if local steps are requested, overlapped updates of each step."""
-    dense = Variant("", "")
-    yield dense
-    yield structs.replace(dense, workers=ALONE)
-    codecs = [codec for codec in dict.fromkeys(codecs) if codec != dense.codec]
-    yield from (structs.replace(dense, codec=codec) for codec in codecs)
-    fine = next((codec for codec in codecs if parse_spec(codec).core.family not in SPARSE), dense.codec)
-    for every in sorted({n for n in local_steps if n > 1}):
-        yield from (structs.replace(dense, codec=fine, every=every, overlap=overlap) for overlap in ("", "round"))
-    yield from (structs.replace(dense, codec=codec, codes="updates") for codec in codecs)
-    if max(local_steps, default=1) > 1:
-        yield structs.replace(dense, codec=fine, codes="updates", overlap="round")
-    if late:
-        yield structs.replace(dense, codec=fine, late=True)
+class Foretold(NamedTuple):
+    """Prediction of one task's factors, with one optimizer, from the rows of the other tasks."""
+
+    task: str
+    optimizer: str
+    ways: int
+    rank_correlation: float
+    error: float
+    """The median of |predicted - measured| / measured over the factors."""
+    cautious_rank: float
+    """Rank correlation of the cautious factors, which choose plans."""
+    covered: float
+    """Fraction of the configurations whose measured factor is at most the cautious one."""
 
 
-def measured(
-    name: str, make: Make, ways: Sequence[Variant], tell: Tell, *, steps: int = STEPS, seeds: int = 1,
-) -> LearningTable:
-    """Trains all configurations. Raises InvalidInput with one line for a task that cannot be trained."""
-    family = family_of(_optimizer(name, make))
-    if family == "other":
-        raise InvalidInput("E-USER-CODE",
-                           f"{name}: its optimizer is of no family that tables have; allowed: SGD, Adam and their like")
-    curves: dict[Variant, Sequence[float]] = {}
-    table: LearningTable | None = None
-    for seed in range(seeds):
-        for way in ways:
-            mine = structs.replace(way, task=name, optimizer=family, seed=seed)
-            curves[mine] = _trained(mine, make, steps)
-            table = _table(name, curves)
-            tell(mine, curves[mine][-1], table)
-    if table is None:
-        raise InvalidInput("E-USER-CODE", f"{name}: nothing to compare with dense training; name a codec or local steps")
-    return table
+def held_out(costs: Mapping[Variant, Cost]) -> list[Foretold]:
+    """Predicts each task from the other tasks."""
+    predictions = []
+    for task in sorted({way.task for way in costs}):
+        table = shared_rows({way: one for way, one in costs.items() if way.task != task})
+        for optimizer in sorted({row.optimizer for row in table}):
+            mine = _of_task(costs, task, optimizer)
+            known = {(row.optimizer, row.codes, row.codec, row.every, row.overlap, row.late) for row in table}
+            mine = {way: steps for way, steps in mine.items() if key_of(way) in known}
+            if len(mine) < LEAST_TASKS:
+                continue
+            looked_up = [excess(table, way.codec, _recipe(way)) for way in mine]
+            guessed, cautious = [1 + each.steps for each in looked_up], [1 + each.high for each in looked_up]
+            measured = list(mine.values())
+            errors = [abs(g - m) / m for g, m in zip(guessed, measured, strict=True)]
+            covered = fmean(m <= high for m, high in zip(measured, cautious, strict=True))
+            predictions.append(Foretold(task, optimizer, len(mine), _rank(guessed, measured), median(errors),
+                                 _rank(cautious, measured), covered))
+    return predictions
 
 
-def _trained(way: Variant, make: Make, steps: int) -> Sequence[float]:
-    """Trains one configuration; an error in the user's code becomes one line."""
-    try:
-        curve = train(way, make, steps=steps, looks=min(LOOKS, steps))
-    except ValueError:
-        raise
-    except Exception as error:
-        raise InvalidInput("E-USER-CODE", f"task {way.task}: {cause_of(error)}; a step of it by itself shows where") from None
-    if (least := min(curve)) <= 0:  # a diverged training gives NaN, which is valid
-        raise InvalidInput("E-USER-CODE",
-                           f"task {way.task}: validation returned {least:g}, needed is a loss above 0, since others are told "
-                           "as parts of it: return one that stays above 0, or train for fewer steps")
-    return curve
+def _rank(guessed: Sequence[float], measured: Sequence[float]) -> float:
+    from scipy.stats import spearmanr  # slow to import, so only where it is needed
+
+    rank = float(spearmanr(guessed, measured).statistic)
+    return 0.0 if math.isnan(rank) else rank
 
 
-def _optimizer(name: str, make: Make) -> torch.optim.Optimizer:
-    task = make(0)
-    return task.optimizer(task.model)
+def _of_task(costs: Mapping[Variant, Cost], task: str, optimizer: str) -> dict[Variant, float]:
+    """Factors of one task, averaged over seeds; keys have seed 0."""
+    by: dict[Variant, list[float]] = {}
+    for way, one in costs.items():
+        if (way.task, way.optimizer) == (task, optimizer) and told(way) and way.workers > 1:
+            by.setdefault(structs.replace(way, seed=0), []).append(one.steps)
+    return {way: fmean(each) for way, each in by.items()}
 
 
-def _table(name: str, curves: dict[Variant, Sequence[float]]) -> LearningTable | None:
-    rows = rows_of(costs(curves))
-    rows += alone_rows(curves) if rows else ()
-    source = Provenance(datetime.date.today().isoformat(), f"python -m bench.own_learning {name}", len(curves),
-                        (f"{OWN}: {name}",), str(torch.__version__), OWN)
-    return LearningTable(source, rows) if rows else None
+def _recipe(way: Variant) -> Recipe:
+    return Recipe(way.optimizer, way.codes, way.every, way.overlap, way.late, way.workers)
