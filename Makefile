@@ -80,7 +80,7 @@ cuda: setup
 bench: setup
 	$(BIN)/python -m bench $(NAME)
 
-# A handful of ratios beside those in bench/expected.json: fails where one has become worse. Before an issue is resolved.
+# A handful of ratios beside those in bench/data/expected.json: fails where one has become worse. Before an issue is resolved.
 bench-check: setup
 	$(BIN)/python -m bench check
 

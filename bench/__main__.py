@@ -8,32 +8,27 @@ import sys
 from pathlib import Path
 
 from bench import Unmeasurable, report
+from commlayer.errors import InvalidInput
 
 MEASUREMENTS = {
     "balance": "bench.balance",
-    "chaos": "bench.chaos.command",
+    "chaos": "tests.chaos.command",
     "check": "bench.check",
     "clan": "bench.clan",
     "codecs": "bench.codecs",
-    "collectives": "bench.collectives",
-    "energy": "bench.energy",
-    "fuzz": "bench.fuzz",
+    "fuzz": "tests.chaos.fuzz",
+    "gpu": "bench.gpu",
     "kernels": "bench.kernels",
     "learning": "bench.learning",
     "longrun": "bench.longrun",
     "longrun-law": "bench.longrun_law",
     "memory": "bench.memory",
-    "nodes": "bench.nodes",
     "overhead": "bench.overhead",
     "planner": "bench.planner",
     "published": "bench.published",
     "sparse": "bench.sparse",
     "transport": "bench.transport",
     "tta": "bench.tta",
-    "tuning": "bench.tuning",
-    "wan": "bench.wan",
-    "ways": "bench.ways",
-    "wire": "bench.wire",
 }
 
 
@@ -68,14 +63,12 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"bench: {args.name} was broken off", file=sys.stderr)
         return 130
-    except Unmeasurable as reason:
+    except (Unmeasurable, InvalidInput) as reason:
         print(f"bench: {args.name} cannot be measured here: {reason}", file=sys.stderr)
         return 2
     report.show(args.name, result)
     if args.json:
         report.write(args.json, args.name, result)
-        if hasattr(module, "draw"):
-            print(module.draw(args.json))
     return int(result.get("code", 0))
 
 

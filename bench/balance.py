@@ -1,26 +1,36 @@
 """Benchmark of load balancing: the paper's four GPUs and other clusters, ours against LBB and equal shares.
 
-Emulated workers are linear time models with noise (bench.reference.balance_cluster), so runs are reproducible; only solve times
-are measured. All modes see the same noise. The oracle knows the true times of each step. Communication counts only in the rows
-that name it. The last rows come from real processes.
+Emulated workers are linear time models with noise (bench/balance_cluster.py), so runs are reproducible; only solve times are
+measured. All modes see the same noise. The oracle knows the true times of each step. Communication counts only in the rows that
+name it. The last rows come from real processes over a shaped link. Their compute is replaced by sleeping for the modelled time:
+a third in forward, the rest spread over backward, so that gradients become ready as on a GPU.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from pathlib import Path
+from statistics import median
 from typing import Any
 
-from bench import balance_live, balance_unmodelled, relink
-from bench.balance_plot import Band, Timeline, write_png
-from bench.reference.balance_cluster import Disturbance, Mode, PlayedCluster, PlayedStep, moves, slow_after
-from bench.reference.balance_cluster import run as run_mode
-from bench.reference.balance_default import Equal, Ours
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import commlayer
+from bench.balance_cluster import Disturbance, Equal, Mode, Ours, PlayedCluster, PlayedStep, moves, slow_after
+from bench.balance_cluster import run as run_mode
+from bench.lab import Lab, LabUnavailable, check, sound
+from bench.ranks import as_rank, launch_hosts, slowest_s
 from bench.report import Result
-from commlayer.balance import Communication, LinearTime, shares, solve
+from bench.worker import DEADLINE, host_config
+from commlayer.balance import Communication, LinearTime, Sampler, shares, solve
 from commlayer.balance.lbb import Lbb
 from commlayer.balance.profile import profile
 from commlayer.balance.time_models import Cubic, fit_cubic
@@ -28,7 +38,6 @@ from commlayer.balance.time_models import Cubic, fit_cubic
 PAPER_MS = ((0.5931, 5.90), (0.5808, 7.15), (0.6023, 8.29), (2.6714, 50.98))
 """(ms per sample, launch overhead in ms) of the paper's M40, GTX 1070, GTX 1070 and GTX 750."""
 PAPER = tuple(LinearTime(slope / 1e3, launch / 1e3) for slope, launch in PAPER_MS)
-GPUS = ("M40", "GTX 1070 (a)", "GTX 1070 (b)", "GTX 750")
 BATCH = 512
 NOISE = 0.01
 ADDED_S = 0.05
@@ -79,11 +88,10 @@ MODES: Mapping[str, Callable[[PlayedCluster], Mode]] = {
     "ours": Ours,
 }
 
-DRAWN = ("equal (SSGD)", "LBB as published", "ours")
+
 
 def run(quick: bool) -> Result:
-    unmodelled = balance_unmodelled.run(quick)
-    parts = emulated(quick), unmodelled, balance_live.run(quick, PAPER, BATCH, ADDED_S), relink.run()
+    parts = emulated(quick), real(50 if quick else 100)
     rows = [row for part in parts for row in part["rows"]]
     return {"rows": rows, "summary": {key: value for part in parts for key, value in part["summary"].items()}}
 
@@ -119,19 +127,6 @@ def emulated(quick: bool) -> Result:
             "solve_us_1000_caps": _solve_us(lambda: solve(_many_lines(), MANY_TOTAL, MANY_CAPS), 10),
         },
     }
-
-
-def draw(path: Path) -> str:
-    """Plots shares, times and straggler effect while 50 ms are added to one worker after another. Returns a line to print."""
-    cluster, steps = SCENARIOS["paper, +50 ms in turn"]
-    bands = [Band(d.worker, d.start, d.stop) for d in cluster.disturbances]
-    courses = [Timeline(name, tuple(run_mode(MODES[name](cluster), cluster, steps))) for name in DRAWN]
-    target = path.with_suffix(".png")
-    try:
-        write_png(target, "+50 ms on one GPU after another (shaded in its colour)", GPUS, courses, bands)
-    except ModuleNotFoundError as missing:
-        return f'no plot: {missing}: pip install "commlayer[plot]"'
-    return f"drawn: {target}"
 
 
 def _mean_s(steps: list[PlayedStep]) -> float:
@@ -204,3 +199,128 @@ def _solve_us(call: Callable[[], object], times: int) -> float:
         call()
         best = min(best, time.perf_counter() - begin)
     return best * 1e6
+
+
+LINK_BPS, ONE_WAY_S = 200e6, 0.00025
+"""With this link an all-reduce of the model takes the 100 ms that the paper's authors measured."""
+WARM = 20
+"""Warm-up steps that are not counted, because shares settle in them."""
+REAL_MODES = {
+    "LBB as published, blocking all-reduce": "lbb",
+    "ours, overlapped, fp16": "fp16()",
+    "ours, overlapped, topk 1 % int8": "topk(ratio=0.01,values='int8')",
+}
+
+
+def real(steps: int) -> Result:
+    """LBB and ours in real processes."""
+    rows: list[dict[str, Any]] = []
+    times: dict[str, float] = {}
+    try:
+        with Lab(hosts=len(PAPER), up_bps=LINK_BPS, down_bps=LINK_BPS, delay_s=ONE_WAY_S) as lab:
+            passed = check(lab).passed
+            for name, mode in REAL_MODES.items():
+                before, command = lab.counters(), [sys.executable, "-m", "bench.balance", mode, str(steps)]
+                replies = launch_hosts(lab, len(PAPER), command, deadline_s=200)
+                times[mode] = median(slowest_s(replies)[WARM:])
+                final = "/".join(str(reply["shares"][-1]) for reply in replies)
+                rows.append({"scenario": f"real processes, {LINK_BPS / 1e6:.0f} Mb/s", "mode": name,
+                             "iteration_ms": times[mode] * 1e3, "final": final,
+                             "void": not (passed and sound(before, lab.counters()))})
+    except LabUnavailable as reason:
+        return {"rows": [{"scenario": "real processes, shaped link", "mode": str(reason), "void": True}], "summary": {}}
+    lbb, fp16, topk = times.values()
+    return {"rows": rows, "summary": {"vs_lbb_paper": lbb / topk, "vs_lbb_paper_fp16": lbb / fp16,
+                                      "lbb_exposed_ms": 1e3 * (lbb - solve(PAPER, BATCH).makespan_s)}}
+
+
+WIDTHS = (64, 352, 352, 352, 10)
+"""1.1 MB of float32: LBB's all-reduce per parameter among four ranks takes about 100 ms at 200 Mb/s, as in the paper."""
+SAMPLES = 4
+"""Number of samples that are really computed per share: enough to get gradients."""
+
+
+class Sleep(torch.autograd.Function):
+    """Sleeps in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, backward_s: float) -> torch.Tensor:
+        ctx.backward_s = backward_s
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        time.sleep(ctx.backward_s)
+        return gradients[0], None
+
+
+class SleepingModel(nn.Module):
+    """An MLP whose forward and backward passes together take `compute_s`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS))
+        self.compute_s = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.compute_s * (1 - BACKWARD))
+        for layer in self.layers:
+            x = Sleep.apply(torch.tanh(layer(x)), self.compute_s * BACKWARD / len(self.layers))  # type: ignore[no-untyped-call]
+        return x
+
+
+def published(model: SleepingModel, line: LinearTime, steps: int) -> Iterator[int]:
+    """LBB as its authors run it: a blocking all-reduce for each parameter after backward. Yields this rank's share after each
+    step."""
+    rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.01)
+    mode = Lbb(cubics(PlayedCluster(PAPER, BATCH)), BATCH)
+    x = torch.randn(SAMPLES, WIDTHS[0])
+    for step in range(steps):
+        shares = mode.shares(step)
+        model.compute_s = line.time_s(shares[rank])
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        computed_s = time.perf_counter() - begin
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad.mul_(shares[rank] / BATCH))
+        optimizer.step()
+        yield shares[rank]
+        times = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+        dist.all_gather(times, torch.tensor([computed_s], dtype=torch.float64))
+        mode.observe(step, [float(one) for one in times])
+
+
+def balanced(model: SleepingModel, line: LinearTime, steps: int, codec: str) -> Iterator[int]:
+    """Our balancer: starts with equal shares, without a profile. Yields this rank's share after each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = host_config(servers="each", fuse_nbytes=1 << 17, cut_nbytes=1 << 18)  # small: as many buckets as a large model has
+    session = commlayer.attach(model, optimizer, compression=codec, config=config)
+    sampler = Sampler(steps * BATCH, BATCH, world=dist.get_world_size(), rank=dist.get_rank())
+    x = torch.randn(SAMPLES, WIDTHS[0])
+    controller = commlayer.LoadBalancer(session, sampler)
+    loader = DataLoader(TensorDataset(torch.arange(sampler.length)), batch_sampler=sampler)
+    for (batch,) in controller.follow(loader):
+        model.compute_s = line.time_s(len(batch))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield len(batch)
+    session.close()
+
+
+def rank(mode: str, steps: int) -> None:
+    """One rank: prints one line of JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=DEADLINE)
+    model, line = SleepingModel(), PAPER[dist.get_rank()]
+    running = published(model, line, steps) if mode == "lbb" else balanced(model, line, steps, mode)
+    shares, marks = zip(*((share, time.perf_counter()) for share in running), strict=True)
+    step_s = [0.0] + [after - before for before, after in itertools.pairwise(marks)]
+    print(json.dumps({"step_s": step_s, "shares": shares}), flush=True)
+
+
+if __name__ == "__main__":
+    as_rank(lambda: rank(sys.argv[1], int(sys.argv[2])))

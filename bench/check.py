@@ -1,4 +1,4 @@
-"""Regression check of a few ratios against expected.json: memory, CPU time and step times.
+"""Regression check of a few ratios against data/expected.json: memory, CPU time and step times.
 
 Each ratio compares two measurements of one run. The stored ratios are those of a quiet machine with two cores.
 """
@@ -9,13 +9,12 @@ import argparse
 import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 from bench import memory, overhead
-from bench.report import Result
+from bench.report import DATA, Result
 
-EXPECTED = Path(__file__).with_name("expected.json")
+EXPECTED = DATA / "expected.json"
 """By name: the expected `ratio`, and `tolerance`, the relative amount by which a run may exceed it."""
 WAYS = ("int4", "topk", "every=16")
 NUMEL = 1 << 16
@@ -26,9 +25,9 @@ def run(quick: bool) -> Result:
     ratios = {f"peak memory of a rank over plain training, {way}, x model": ratio for way, ratio in _memory().items()}
     ratios |= _codec()
     if not quick:
-        answers = overhead.answers("bucket", "--steps", "30")
+        answers = overhead.answers("bucket", 30)
         ratios["CPU time per bucket, x calibration loop"] = overhead.bucket_us(answers) / (_calibration_s() * 1e6)
-        steps = overhead.answers("step", "--steps", "20")
+        steps = overhead.answers("step", 20)
         base = sum(overhead.slowest(steps, "ddp"))
         ratios |= {f"step, {way}, x DDP": sum(overhead.slowest(steps, way)) / base for way in ("allreduce", "service")}
     return compared(ratios, json.loads(EXPECTED.read_text()))

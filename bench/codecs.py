@@ -8,19 +8,14 @@ residual, relative to the gradient's norm.
 
 from __future__ import annotations
 
-import importlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import kernels as memory_speed
-from bench.codecs_figures import figures
-from bench.codecs_plot import draw_rows
-from bench.report import Result
+from bench.report import Result, one_thread
 from commlayer.codec_spec import parse_spec
 from commlayer.compressors import Codec, kernels, parse, seed, wrap
 from commlayer.compressors.fallback import FAMILIES
@@ -164,25 +159,5 @@ def rows(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def run(quick: bool) -> Result:
-    """The table, the ratios of bench.kernels (which interleaves its rivals), the cost of positions, and rows of a GPU."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        table = list(rows(quick))
-        speed = memory_speed.run(quick)["summary"]
-        summary = {name: speed[name] for name in (
-            "select_1pct_vs_torch_topk", "select_1pct_vs_stream", "codec_topk_1pct_vs_stream", "decode_add_vs_stream",
-            "onebit_vs_copy", "int8_vs_copy")}  # fmt: skip
-        summary |= figures(quick)
-    finally:
-        torch.set_num_threads(threads)
-    if torch.cuda.is_available():
-        gpu = importlib.import_module("bench.gpu").run(quick)
-        table += gpu["rows"]
-        summary |= gpu["summary"]
-    return {"rows": table, "summary": summary}
-
-
-def draw(json_file: Path) -> str:
-    """Plots error and speed against bits as a PNG next to the file. Returns a line with the path, or why there is none."""
-    return f"drawn: {draw_rows(json_file, json_file.with_suffix('.png'))}"
+    with one_thread():
+        return {"rows": list(rows(quick)), "summary": {}}

@@ -1,6 +1,6 @@
 """Benchmark of GPU kernels and codecs, compared in one run with torch and with memory bandwidth.
 
-bench.codecs calls `run(quick)`, which raises Unmeasurable without a GPU. Kernels are checked against the host's first.
+Raises Unmeasurable without a GPU. Kernels are checked against the host's first.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bench.report import Result, one_thread
 from commlayer.compressors import Codec, error_feedback, fallback, int8, kernels, onebit, topk
 from commlayer.native import core
 from commlayer.records import Spec
@@ -142,16 +143,12 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def run(quick: bool) -> dict[str, Any]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+def run(quick: bool) -> Result:
+    with one_thread():
         return _run(quick)
-    finally:
-        torch.set_num_threads(threads)
 
 
-def _run(quick: bool) -> dict[str, Any]:
+def _run(quick: bool) -> Result:
     check()
     stage = _Stage(N_QUICK if quick else N)
     k = int(stage.n * DENSITY)
@@ -202,9 +199,3 @@ def _run(quick: bool) -> dict[str, Any]:
         "crc32c_gbs": BYTES["crc32c"] * stage.n / statistics.median(times["crc32c"]) / 1e9,
     }
     return {"rows": rows, "summary": {name: round(value, 3) for name, value in summary.items()}}
-
-
-def rows(quick: bool) -> list[dict[str, Any]]:
-    """Only the rows."""
-    table: list[dict[str, Any]] = run(quick)["rows"]
-    return table

@@ -4,7 +4,7 @@ Virtual workers in one process train models of different kinds for 2,000 steps a
 sums, local steps and outer optimizers. The synchronous training is run at several lengths, each with its own whole schedule.
 The factor of another training is its length over the length at which the synchronous one reaches the same final loss.
 
-Each finished training is a line of bench/longrun_runs.jsonl. Ctrl-C stops; the same command resumes.
+Each finished training is a line of bench/data/longrun_runs.jsonl. Ctrl-C stops; the same command resumes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from typing import Any, NamedTuple
 import torch
 from msgspec import structs
 
-from bench import learning_tasks, report, virtual_training
-from bench.learning_run import optimizer_of
+from bench import report, virtual_training
+from bench.learning import tasks as learning_tasks
+from bench.learning.training import optimizer_of
 from bench.virtual_training import Noise, Variant
 from commlayer.planner import convergence, tables
 
-STORE = Path(__file__).with_name("longrun_runs.jsonl")
+STORE = report.DATA / "longrun_runs.jsonl"
 STEPS, WARMUP, LOOKS = 2000, 100, 20
 SHORTER = (0.25, 0.4, 0.6, 0.8, 1.0)
 """Lengths of the synchronous trainings, as fractions of `STEPS`."""

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.baselines import launch_hosts
+from bench.ranks import launch_hosts
 from bench.report import Result
 
 RANKS = 2

@@ -1,16 +1,32 @@
 """Overhead of commlayer where compression cannot help: step time against DDP on Gloo over loopback, and memory.
 
-The codec is identity, on 4 ranks with 1 thread each. Ratios are medians over interleaved, paired steps of one run.
+The codec is identity, on 4 ranks with 1 thread each. Ratios are medians over interleaved, paired steps of one run:
+`python -m bench.overhead WHAT` is one rank, which trains the same model under DDP and under commlayer.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
-from typing import Any
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from bench.baselines import launch_hosts
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer
+from bench.memory import peak
+from bench.ranks import launch_hosts, slowest_s
 from bench.report import Result
+from bench.worker import DEADLINE, MODELS, build
+from commlayer import planner
+from commlayer.engine.model.model_tensors import job_of
 
 RANKS = 4
 AGREE = 1e-5
@@ -20,7 +36,7 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 def run(quick: bool) -> Result:
     steps = 20 if quick else 60
     rows: list[dict[str, Any]] = []
-    replies = answers("step", "--steps", str(steps))
+    replies = answers("step", steps)
     ratios: dict[str, float] = {}
     base = slowest(replies, "ddp")
     for way in ("ddp", "allreduce", "service"):
@@ -29,7 +45,7 @@ def run(quick: bool) -> Result:
         ratios[way] = ratio
         rows.append({"what": f"step, {way}", "ms": statistics.median(times) * 1e3, "x_ddp": ratio,
                      "buckets": replies[0]["ways"][way]["buckets"], "steps": steps})
-    few_and_many = answers("bucket", "--steps", str(steps))
+    few_and_many = answers("bucket", steps)
     per_bucket = bucket_us(few_and_many)
     # The second session of a process finds all modules imported. Its server is a new process, which loads its own.
     attach_s = max(t["attach_s"]["many"] for t in few_and_many)
@@ -46,8 +62,8 @@ def run(quick: bool) -> Result:
     }}
 
 
-def answers(what: str, *arguments: str, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    replies = launch_hosts(None, RANKS, [sys.executable, "-m", "bench.overhead_worker", what, *arguments], env=env)
+def answers(what: str, steps: int, *more: object, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
+    replies = launch_hosts(None, RANKS, [sys.executable, "-m", "bench.overhead", what, *map(str, (steps, *more))], env=env)
     worst = max(t.get("disagreement", 0.0) for t in replies)
     if worst > AGREE:
         raise RuntimeError(f"the ways compared did not train the same model: parameters differ by {worst:.2g}")
@@ -56,7 +72,7 @@ def answers(what: str, *arguments: str, env: dict[str, str] | None = None) -> li
 
 def slowest(replies: list[dict[str, Any]], way: str) -> list[float]:
     """Per step, the time of the slowest rank."""
-    return [max(times) for times in zip(*(t["ways"][way]["step_s"] for t in replies), strict=True)]
+    return slowest_s([reply["ways"][way] for reply in replies])
 
 
 def bucket_us(replies: list[dict[str, Any]]) -> float:
@@ -76,8 +92,7 @@ def measured_memory(quick: bool, rows: list[dict[str, Any]]) -> tuple[float, flo
     megabytes, short = 128, 8 if quick else 12  # with a smaller model, the fixed 25 MB of gRPC and buffers would dominate
 
     def train(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
-        arguments = ["--mode", mode, "--megabytes", str(megabytes), "--steps", str(steps)]
-        first, *others = answers("memory", *arguments, env=MALLOC)
+        first, *others = answers("memory", steps, mode, megabytes, env=MALLOC)
         return sorted(others, key=lambda t: int(t["peak"]))[len(others) // 2] | {"servers": first["servers"]}
 
     base = train("plain", megabytes, short)
@@ -96,3 +111,159 @@ def measured_memory(quick: bool, rows: list[dict[str, Any]]) -> tuple[float, flo
     growth = (peaks["rss"][-1] / peaks["rss"][1] - 1) * 100
     rows.append({"what": f"growth from step {steps // 10} to {steps}, topk", "pct": growth, "steps": steps})
     return worst, growth
+
+
+MODEL, WARMUP = "mlp", 5
+COMPARED = 20
+"""Steps after which parameters are compared. Later, rounding may switch a ReLU in one model only, and the models diverge."""
+
+
+class Way(NamedTuple):
+    """A model whose gradients are averaged by one method: its training step, and how to close it."""
+
+    step: Callable[[torch.Tensor, torch.Tensor], None]
+    close: Callable[[], None]
+    model: nn.Module
+    buckets: int
+    servers: tuple[int, ...] = ()
+    """Process ids of the servers that this rank started."""
+    attach_s: float = 0.0
+
+
+def trained(
+    module: nn.Module, model: nn.Module, close: Callable[[], None], buckets: int, servers: tuple[int, ...] = (),
+    attach_s: float = 0.0,
+) -> Way:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loss_of = nn.CrossEntropyLoss()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(module(x), y).backward()
+        optimizer.step()
+
+    return Way(step, close, model, buckets, servers, attach_s)
+
+
+def plain(make: Callable[[], nn.Module]) -> Way:
+    model = make()
+    return trained(model, model, lambda: None, 0)
+
+
+def ddp(make: Callable[[], nn.Module]) -> Way:
+    model = make()
+    return trained(DistributedDataParallel(model), model, lambda: None, 0)
+
+
+def attached(make: Callable[[], nn.Module], path: str, **sizes: int) -> Way:
+    """attach() with the identity codec, by all-reduce or through one summation server (`path`)."""
+    model = make()
+    world = dist.get_world_size()
+    cut: dict[str, Any] = {"fuse_nbytes": 1 << 20, "cut_nbytes": 4 << 20} | sizes
+    plan = planner.default_plan(job_of(model), codec="identity()", path=path, servers=1 if path == "service" else 0,
+                                ranks_per_node=1, **cut)
+    dist.barrier()
+    begin = time.perf_counter()
+    session = commlayer.attach(model, plan=plan, config={"ranks_per_node": 1 if path == "service" else world})
+    return trained(model, model, session.close, len(plan.buckets), servers_of(session), time.perf_counter() - begin)
+
+
+def many(layers: int, width: int) -> Callable[[], nn.Module]:
+    """A stack of equal layers: many buckets of equal size, little compute."""
+    def make() -> nn.Module:
+        torch.manual_seed(7)
+        return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+    return make
+
+
+Paired = tuple[dict[str, dict[str, Any]], float]
+"""Times by method, and the largest difference between their parameters after COMPARED steps."""
+
+
+def paired(ways: dict[str, Way], width: int, batch: int, classes: int, steps: int) -> Paired:
+    """Times each method one step at a time. A barrier before each step keeps stragglers of one method out of the next time."""
+    disagreement = 0.0
+    generator = torch.Generator().manual_seed(1000 + dist.get_rank())
+    times: dict[str, dict[str, Any]] = {name: {"step_s": [], "cpu_s": [], "buckets": way.buckets} for name, way in ways.items()}
+    for number in range(WARMUP + steps):
+        x = torch.randn(batch, width, generator=generator)
+        y = torch.randint(0, classes, (batch,), generator=generator)
+        for name, way in ways.items():
+            dist.barrier()
+            begin, cpu = time.perf_counter(), time.process_time()
+            way.step(x, y)
+            if number >= WARMUP:
+                times[name]["step_s"].append(time.perf_counter() - begin)
+                times[name]["cpu_s"].append(time.process_time() - cpu)
+        if number + 1 == min(COMPARED, WARMUP + steps):
+            disagreement = agree(ways)
+    return times, disagreement
+
+
+def agree(ways: dict[str, Way]) -> float:
+    """Largest difference between any method's parameters and the first method's, relative to the largest parameter."""
+    flat = [torch.cat([p.detach().view(-1) for p in way.model.parameters()]) for way in ways.values()]
+    return max(float((f - flat[0]).abs().max() / flat[0].abs().max()) for f in flat)
+
+
+def memory(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
+    """Peak resident bytes during steps, and resident bytes after some steps; servers are separate processes.
+
+    The peak is the memory that a machine needs. Between steps, resident bytes depend on what the allocator has returned.
+    """
+    width = int((megabytes * (1 << 20) / 4 / 4) ** 0.5)
+    make = many(4, width)
+    way = {"plain": plain, "topk": compressed}[mode](make) if mode in ("plain", "topk") else attached(make, mode)
+    x, y = torch.randn(2, width), torch.zeros(2, dtype=torch.long)
+    marks = []
+    for number in range(steps):
+        if number == steps // 2:
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, so the peak is of the second half
+        way.step(x, y)
+        if number in (min(4, steps - 1), steps // 10, steps - 1):
+            marks.append(peak(field="VmRSS"))
+    nbytes = sum(p.numel() * 4 for p in way.model.parameters())
+    answer = {"nbytes": nbytes, "rss": marks, "peak": peak(),
+              "servers": [peak(pid) for pid in way.servers]}
+    dist.barrier()
+    way.close()
+    return answer
+
+
+def compressed(make: Callable[[], nn.Module]) -> Way:
+    model = make()
+    session = commlayer.attach(model, compression=commlayer.compressors.topk(ratio=0.01), config={"ranks_per_node": 1})
+    return trained(model, model, session.close, 0, servers_of(session))
+
+
+def servers_of(session: commlayer.Session) -> tuple[int, ...]:
+    return tuple(child.pid for child in session.inspect.connection.embedded)
+
+
+def rank(what: str, steps: int, mode: str = "plain", megabytes: str = "64") -> None:
+    """One rank: prints one line of JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=DEADLINE)
+    if what == "memory":
+        print(json.dumps(memory(mode, int(megabytes), steps)), flush=True)
+    else:
+        if what == "step":
+            make = partial(build, MODEL)
+            ways = {"ddp": ddp(make), "allreduce": attached(make, "allreduce"), "service": attached(make, "service")}
+            times, disagreement = paired(ways, MODELS[MODEL][0], 32, 10, steps)
+        else:
+            # The same bytes in 64 buckets and in 4: only the number of buckets differs.
+            equal = many(64, 64)
+            ways = {"few": attached(equal, "service", fuse_nbytes=1 << 18), "many": attached(equal, "service", fuse_nbytes=0)}
+            times, disagreement = paired(ways, 64, 2, 64, steps)
+        print(json.dumps({"ways": times, "disagreement": disagreement,
+                          "attach_s": {name: way.attach_s for name, way in ways.items()}}), flush=True)
+        dist.barrier()
+        for way in ways.values():
+            way.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    rank(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

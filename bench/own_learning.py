@@ -1,27 +1,33 @@
 """`python -m bench.own_learning TASK FILE`: measures the convergence factor of each sync mode on your own task.
 
 TASK is a file.py with task(seed), or module:function. FILE is for `attach(config={"learning": FILE})` and for
-`commlayer plan create --learning FILE`.
+`commlayer plan create --learning FILE`. The method is that of the built-in table (`python -m bench learning`), with the user's
+model, data, optimizer and rate.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from msgspec import structs
 from torch import nn
 
-from bench.convergence import measured, ways_of
-from bench.virtual_training import TrainingTask, Variant
+from bench.learning.factors import alone_rows, costs, rows_of
+from bench.virtual_training import LOOKS, STEPS, Make, TrainingTask, Variant, train
 from commlayer.cli.arguments import function_of, of_user
+from commlayer.codec_spec import SPARSE, parse_spec
 from commlayer.compressors import parse
-from commlayer.errors import InvalidInput
+from commlayer.errors import InvalidInput, cause_of
 from commlayer.files import write_whole
+from commlayer.optim.outer import family_of
 from commlayer.planner.convergence import ALONE, ALONE_AMONG
-from commlayer.planner.tables import LearningTable, written
+from commlayer.planner.tables import LearningTable, Provenance, written
 
 CODECS = ("int4()", "topk(ratio=0.1)", "topk(ratio=0.01)")
 LOCAL_STEPS = (4, 16)
@@ -82,6 +88,79 @@ def run(
             how += (f", every={row.every}" if row.every > 1 else "") + (", overlapped" if row.overlap else "")
             print(f"{how + (', a step late' if row.late else ''):56} {row.steps:.2f} times as many steps as dense")
     print(f'{len(table.rows)} rows in {out}: commlayer plan create --learning {out}, attach(config={{"learning": "{out}"}})')
+
+
+OWN = "your proxy"
+"""Source that distinguishes these rows from the built-in ones."""
+Tell = Callable[[Variant, float, LearningTable | None], None]
+"""Called after each training with its last loss and the table so far."""
+
+
+def ways_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = False) -> Iterator[Variant]:
+    """The most useful configurations: each codec for gradients and for updates; local steps, with and without overlap, with
+    the finest codec that is not sparse; and, if local steps are requested, overlapped updates of each step."""
+    dense = Variant("", "")
+    yield dense
+    yield structs.replace(dense, workers=ALONE)
+    codecs = [codec for codec in dict.fromkeys(codecs) if codec != dense.codec]
+    yield from (structs.replace(dense, codec=codec) for codec in codecs)
+    fine = next((codec for codec in codecs if parse_spec(codec).core.family not in SPARSE), dense.codec)
+    for every in sorted({n for n in local_steps if n > 1}):
+        yield from (structs.replace(dense, codec=fine, every=every, overlap=overlap) for overlap in ("", "round"))
+    yield from (structs.replace(dense, codec=codec, codes="updates") for codec in codecs)
+    if max(local_steps, default=1) > 1:
+        yield structs.replace(dense, codec=fine, codes="updates", overlap="round")
+    if late:
+        yield structs.replace(dense, codec=fine, late=True)
+
+
+def measured(
+    name: str, make: Make, ways: Sequence[Variant], tell: Tell, *, steps: int = STEPS, seeds: int = 1,
+) -> LearningTable:
+    """Trains all configurations. Raises InvalidInput with one line for a task that cannot be trained."""
+    family = family_of(_optimizer(name, make))
+    if family == "other":
+        raise InvalidInput("E-USER-CODE",
+                           f"{name}: its optimizer is of no family that tables have; allowed: SGD, Adam and their like")
+    curves: dict[Variant, Sequence[float]] = {}
+    table: LearningTable | None = None
+    for seed in range(seeds):
+        for way in ways:
+            mine = structs.replace(way, task=name, optimizer=family, seed=seed)
+            curves[mine] = _trained(mine, make, steps)
+            table = _table(name, curves)
+            tell(mine, curves[mine][-1], table)
+    if table is None:
+        raise InvalidInput("E-USER-CODE", f"{name}: nothing to compare with dense training; name a codec or local steps")
+    return table
+
+
+def _trained(way: Variant, make: Make, steps: int) -> Sequence[float]:
+    """Trains one configuration; an error in the user's code becomes one line."""
+    try:
+        curve = train(way, make, steps=steps, looks=min(LOOKS, steps))
+    except ValueError:
+        raise
+    except Exception as error:
+        raise InvalidInput("E-USER-CODE", f"task {way.task}: {cause_of(error)}; a step of it by itself shows where") from None
+    if (least := min(curve)) <= 0:  # a diverged training gives NaN, which is valid
+        raise InvalidInput("E-USER-CODE",
+                           f"task {way.task}: validation returned {least:g}, needed is a loss above 0, since others are told "
+                           "as parts of it: return one that stays above 0, or train for fewer steps")
+    return curve
+
+
+def _optimizer(name: str, make: Make) -> torch.optim.Optimizer:
+    task = make(0)
+    return task.optimizer(task.model)
+
+
+def _table(name: str, curves: dict[Variant, Sequence[float]]) -> LearningTable | None:
+    rows = rows_of(costs(curves))
+    rows += alone_rows(curves) if rows else ()
+    source = Provenance(datetime.date.today().isoformat(), f"python -m bench.own_learning {name}", len(curves),
+                        (f"{OWN}: {name}",), str(torch.__version__), OWN)
+    return LearningTable(source, rows) if rows else None
 
 
 def maker(name: str) -> Callable[[int], TrainingTask]:

@@ -1,6 +1,7 @@
-"""Quality and speed of the planner: planning time, gap to brute force, Espresso's cases.
+"""Quality and speed of the planner: planning time, gap to brute force, and predicted against measured steps.
 
-Plans are compared by seconds per step, in the planner's own simulation. planner_wan.py compares with real steps.
+Predicted: rank 0 prices the current plan from measurements of all ranks in the first steps, as "auto" does. Measured: the
+median of the later steps, in real runs over the lab's links. A row is void if the lab fell below 95 % of its rates.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
 
-from bench import Unmeasurable, planner_wan
-from bench.reference.espresso_cases import CASES, cluster_of, profile, published
-from bench.reference.espresso_cases import run as espresso
+from bench.lab import Lab, LabUnavailable, check, sound
+from bench.ranks import launch_hosts, median_step_s
 from bench.report import Result
-from commlayer.planner import tables
+from bench.worker import command
+from commlayer.planner import models, tables
 from commlayer.planner.buckets import Sort
 from commlayer.planner.choices import Space, search, uniform
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Prices
-from commlayer.planner.model import DENSE, Cluster, Link, Policy
+from commlayer.planner.model import Cluster, Link, Policy
 from commlayer.planner.options import Catalog, options
 from commlayer.planner.search import plan
 from commlayer.planner.simulation import native_schedule
@@ -54,34 +55,13 @@ def run(quick: bool) -> Result:
                  "not_best": sum(gap > 1e-6 for gap in gaps)})
     summary["gap_to_bruteforce_pct_p50"] = statistics.median(gaps)
     summary["gap_to_bruteforce_pct_max"] = max(gaps)
-    over: dict[str, float] = {}
-    for case in CASES[:2] if quick else CASES:
-        name = f"{case.model} {case.testbed}"
-        costs = profile(case.codec)
-        machines = cluster_of(case.testbed)
-        job = published(case.model)
-        chosen = plan(job, machines, costs, Policy(objective="step", whole_tree=True))
-        dense = plan(job, machines, costs, Policy(codecs=(DENSE,), objective="step"))
-        steps = espresso(case)
-        over[name] = 100 * (chosen.step_s / steps.espresso_s - 1)
-        rows.append({
-            "what": f"{name} {case.codec}", "step_ms": chosen.step_s * 1e3, "espresso_ms": steps.espresso_s * 1e3,
-            "x_dense": dense.step_s / chosen.step_s,
-            "espresso_over_dense_pct": steps.over_dense_pct,
-            "published_over_dense_pct": case.over_dense_pct if case.over_dense_pct is not None else "-",
-            "espresso_over_all_pct": steps.over_all_pct, "published_over_all_pct": case.over_all_pct,
-        })
-    summary["over_espresso_pct"] = over
     try:
-        measured, figures = planner_wan.rows(quick)
-    except Unmeasurable as error:
-        rows.append({"what": f"real runs: {error}"})
-    else:
-        rows += measured
-        summary |= figures
-    return {"rows": rows, "summary": summary}
-
-
+        measured = list(_measured(quick))
+    except LabUnavailable as reason:
+        return {"rows": [*rows, {"what": f"real runs: {reason}"}], "summary": summary}
+    if errors := [abs(row["error_pct"]) for row in measured if not row["void"]]:
+        summary |= {"predicted_vs_measured_pct_p50": statistics.median(errors), "predicted_vs_measured_pct_worst": max(errors)}
+    return {"rows": rows + measured, "summary": summary}
 def _planning(quick: bool, rows: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
     """CPU seconds of planning on one thread, the minimum of several runs."""
     small, full = Policy(codecs=("topk(ratio=0.01)",), objective="step"), Policy(objective="step")
@@ -94,9 +74,9 @@ def _planning(quick: bool, rows: list[dict[str, Any]]) -> Iterator[tuple[str, fl
         "plan_s_300_homes": ("300 tensors, all codecs, 4 homes", lambda: plan(_job(300), HOMES, None, full)),
         "plan_s_300_to_loss": ("the same by seconds to a loss, all ways", lambda: plan(_job(300), HOMES, None, free)),
         "plan_s_resnet50_32_unequal": ("ResNet-50, all codecs, 32 homes of 20 - 900 Mb/s",
-                                       lambda: plan(published("resnet50"), unequal(32, 20e6, 900e6), None, full)),
+                                       lambda: plan(models.published("resnet50"), unequal(32, 20e6, 900e6), None, full)),
         "plan_s_resnet50_32_to_loss": ("the same by seconds to a loss, all ways",
-                                       lambda: plan(published("resnet50"), unequal(32, 20e6, 900e6), None, free)),
+                                       lambda: plan(models.published("resnet50"), unequal(32, 20e6, 900e6), None, free)),
     }
     for key, (what, call) in cases.items():
         seconds, chosen = _least(call, 2 if quick else 5)
@@ -163,3 +143,43 @@ def _brute(space: Space) -> float:
             if lost + space.loss[-1][option] <= space.max_loss + 1e-9:
                 best_s = min(best_s, swept[option])
     return best_s
+
+
+HOSTS, ONE_WAY_S = 4, 0.015
+PRICED_STEPS = 10
+"""First steps, from which the plan is priced. Step times are of later steps."""
+
+
+class Net(NamedTuple):
+    """Link rates of every host, in bit/s, and the number of steps to measure there."""
+
+    name: str
+    up_bps: float
+    down_bps: float
+    steps: int
+
+
+NETS = (Net("1g", 1e9, 1e9, 20), Net("100m", 1e8, 1e8, 12), Net("100/20m", 2e7, 1e8, 8), Net("10m", 1e7, 1e7, 6))
+MODELS = ("mlp", "mlp_small")
+CODECS = ("topk(ratio=0.01)", "int8()", "fp16()")
+
+
+def _measured(quick: bool) -> Iterator[dict[str, Any]]:
+    for net in NETS[1:2] if quick else NETS:
+        with Lab(hosts=HOSTS, up_bps=net.up_bps, down_bps=net.down_bps, delay_s=ONE_WAY_S) as lab:
+            passed = check(lab).passed
+            for model, codec in itertools.product(MODELS[:1] if quick else MODELS, CODECS[:2] if quick else CODECS):
+                before = lab.counters()
+                row = _priced(lab, net, model, codec)
+                yield row | {"void": not (passed and sound(before, lab.counters()))}
+
+
+def _priced(lab: Lab, net: Net, model: str, codec: str) -> dict[str, Any]:
+    argv = command(f"priced:{codec}", model, warmup=PRICED_STEPS, steps=net.steps)
+    replies = launch_hosts(lab, HOSTS, argv, deadline_s=400)
+    measured_s, verdict = median_step_s(replies), replies[0]["verdicts"][0]
+    return {
+        "link": net.name, "model": model, "what": codec, "step_ms": measured_s * 1e3,
+        "predicted_ms": verdict["priced_s"] * 1e3, "error_pct": 100 * (verdict["priced_s"] / measured_s - 1),
+        "found_ms": verdict["found_s"] * 1e3,
+    }

@@ -1,12 +1,14 @@
 """`python -m bench published`: the law of local steps, fitted to published trainings, and its error on each paper left out.
 
-Papers give losses or perplexities after equal numbers of tokens. A loss L beside data parallel's D becomes a convergence factor
-by the scaling law of 2503.09799: F = (L / D) ** 20.96. One per cent of loss is 23 % of steps, so single trainings scatter much.
+data/published.jsonl has the papers' losses after equal numbers of tokens, relative to synchronous training ("loss_pct"), or
+perplexities beside those of synchronous training. A loss L beside data parallel's D becomes a convergence factor by the
+scaling law of 2503.09799: F = (L / D) ** 20.96. One per cent of loss is 23 % of steps, so single trainings scatter much.
 Factors below 1 count as 1: the planner does not promise that local steps learn faster.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -31,41 +33,17 @@ class Cell(NamedTuple):
     inner: str = "adamw"
 
 
-SCALING, OUTER, MULOCO, STREAMING, UNTUNED = "2503.09799", "2509.10439", "2505.23725", "2501.18512", "ft-diloco"
-PERPLEXITY = {150e6: 16.89, 400e6: 13.21, 1e9: 11.34}
-"""Of data parallel in `OUTER`."""
-
-
 def cells() -> list[Cell]:
-    result = [Cell(SCALING, numel, workers, 30, factor, "Nesterov") for numel, factors in (
-        (35e6, (1.15, 1.51, 2.2)), (180e6, (1.05, 1.25, 1.62)), (550e6, (1.03, 1.17, 1.42)), (2.4e9, (0.97, 1.06, 1.25)),
-    ) for workers, factor in zip((2, 4, 8), factors, strict=True)]
-    result += [Cell(SCALING, numel, workers, 30, by_loss(percent), "Nesterov") for numel, workers, percent in (
-        (4e9, 2, -0.2), (4e9, 4, 0.2), (10e9, 2, -0.2), (10e9, 4, 0.3))]
-    for outer, perplexities in (("Nesterov 0.7", (17.25, 17.90, 18.09, 17.95, 18.16, 18.40)),
-                                ("schedule-free 2.0", (16.88, 16.96, 16.97, 17.18, 17.29, 17.59))):
-        result += [Cell(OUTER, 150e6, 4, every, by_perplexity(perplexity, 150e6), outer)
-                   for every, perplexity in zip((50, 150, 250, 500, 1000, 2000), perplexities, strict=True)]
-    result += [Cell(OUTER, numel, 4, 50, by_perplexity(perplexity, numel), outer) for numel, perplexity, outer in (
-        (400e6, 13.71, "Nesterov 0.7"), (400e6, 13.95, "schedule-free 2.0"),
-        (1e9, 12.51, "Nesterov 0.7"), (1e9, 12.40, "schedule-free 2.0"))]
-    for inner, percents in (("adamw", (5.3, 4.7, 3.4, 3.6, 3.3, 1.0)), ("muon", (2.0, 1.2, 0.3, 1.1, 0.9, 1.6))):
-        result += [Cell(MULOCO, numel, 16, 30, by_loss(percent), "Nesterov", inner) for numel, percent in zip(
-            (150e6, 416e6, 914e6, 1.76e9, 3.1e9, 15e9), percents, strict=True)]
-    result += [Cell(STREAMING, 1e9, 2, 100, by_loss(100 * (loss / data_parallel - 1)), "Nesterov, 4 bits, overlapped")
-               for loss, data_parallel in ((2.66, 2.67), (2.51, 2.52), (2.45, 2.45))]
-    return result + [Cell(UNTUNED, 51e6, 2, every, by_loss(percent), "Nesterov 0.7, untuned") for every, percent in (
-        (25, 2.8), (500, 9.4))]
+    rows = map(json.loads, (report.DATA / "published.jsonl").read_text().splitlines())
+    return [Cell(row["paper"], row["numel"], row["workers"], row["every"], factor_of(row), row["outer"],
+                 row.get("inner", "adamw")) for row in rows]
 
 
-def by_loss(percent: float) -> float:
-    """The factor for this increase of the loss."""
-    return math.exp(max(0.0, math.log1p(percent / 100)) / LOSS_EXPONENT)
-
-
-def by_perplexity(perplexity: float, numel: float) -> float:
-    loss, data_parallel = math.log(perplexity), math.log(PERPLEXITY[numel])
-    return by_loss(100 * (loss / data_parallel - 1))
+def factor_of(row: dict[str, Any]) -> float:
+    if "factor" in row:
+        return float(row["factor"])
+    loss_pct = row["loss_pct"] if "loss_pct" in row else 100 * (math.log(row["perplexity"]) / math.log(row["synchronous"]) - 1)
+    return math.exp(max(0.0, math.log1p(loss_pct / 100)) / LOSS_EXPONENT)
 
 
 def fitted(known: Sequence[Cell], quantile: float = 0.5) -> LocalStepLaw:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -18,6 +19,8 @@ from rich.table import Table
 from commlayer.files import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "bench" / "data"
+"""Stored rows of long measurements, published figures, and expected ratios."""
 
 Row = Mapping[str, Any]
 
@@ -31,6 +34,19 @@ class Result(TypedDict):
     rows: list[dict[str, Any]]
     summary: dict[str, Any]
     code: NotRequired[int]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Lets torch compute on one thread, inside a `with` block."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def machine() -> dict[str, Any]:
@@ -75,6 +91,14 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     for row in rows:
         result.add_row(*(escape(cell(row[key])) if key in row else "" for key in columns))  # rich reads brackets as markup
     return result
+
+
+def markdown(columns: str, rows: Iterable[Iterable[str]]) -> list[str]:
+    """The lines of a table for a page. `columns`: names between bars; those that end with ":" are aligned to the right."""
+    names = columns.split("|")
+    return ["| " + " | ".join(name.rstrip(":") for name in names) + " |",
+            "| " + " | ".join("---:" if name.endswith(":") else "---" for name in names) + " |",
+            *("| " + " | ".join(row) + " |" for row in rows)]
 
 
 def cell(value: object) -> str:

@@ -1,8 +1,7 @@
 """Lazy sparse optimizers against torch's dense optimizers with 1 % nonzero gradients: step time, memory and final loss.
 
 Runs on one thread. The optimizers are interleaved in each round; ratios are medians over rounds. First, flushed weights are
-checked against torch's. "fused" is torch's fused kernel, one pass over memory. "handed over" is the conversion of a server's
-result to the optimizer's gradient.
+checked against torch's. "fused" is torch's fused kernel, one pass over memory.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from bench import Unmeasurable, sparse_handover
+from bench import Unmeasurable
+from bench.report import Result, one_thread
 from commlayer.optim import SparseAdamW, SparseSGD
 from commlayer.optim.sparse import sparse_gradient
 
@@ -158,25 +158,13 @@ def _learning(seeds: tuple[int, ...]) -> list[dict[str, Any]]:
     return rows
 
 
-def run(quick: bool) -> dict[str, Any]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _run(quick)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _run(quick: bool) -> dict[str, Any]:
-    for kind in KINDS:
-        check(kind)
-    rows = [row for kind in ("sgdm", "adamw") for row in _speed(kind, ROUNDS_QUICK if quick else ROUNDS)]
-    handed = sparse_handover.rows(SHAPE, ROUNDS_QUICK if quick else ROUNDS)
-    learnt = _learning(SEEDS_QUICK if quick else SEEDS)
+def run(quick: bool) -> Result:
+    with one_thread():
+        for kind in KINDS:
+            check(kind)
+        speeds = [row for kind in ("sgdm", "adamw") for row in _speed(kind, ROUNDS_QUICK if quick else ROUNDS)]
+        losses = _learning(SEEDS_QUICK if quick else SEEDS)
     summary = {f"{row['optimizer']}_{row['step'].replace(' ', '_')}_vs_dense": row["times_dense"]
-               for row in rows if row["step"] not in ("dense", "fused")}
-    summary |= {f"{row['optimizer']}_{row['step'].replace(' ', '_')}_loss": row["loss"] for row in learnt}
-    dense, entries = handed
-    summary |= {"handed_over_vs_dense_first": round(dense["median_ms"] / entries["median_ms"], 1),
-                "handed_over_mb": entries["memory_mb"], "dense_first_mb": dense["memory_mb"]}
-    return {"rows": rows + handed + learnt, "summary": summary}
+               for row in speeds if row["step"] not in ("dense", "fused")}
+    summary |= {f"{row['optimizer']}_{row['step'].replace(' ', '_')}_loss": row["loss"] for row in losses}
+    return {"rows": speeds + losses, "summary": summary}

@@ -1,32 +1,54 @@
-"""Throughput of the transport, against a plain socket and against Gloo.
+"""Throughput of the transport against a plain socket, and of a summation server against memory.
 
 Sends message bodies over a plain socket, TCP frames, TLS and gRPC: between two processes on loopback and between two hosts of
-the lab. transport_sums.py compares dense sums over servers with Gloo's all-reduce. transport_server.py measures a server's
-summation.
+the lab. `python -m bench.transport` is one end of a link: it receives bodies and acknowledges each burst, or sends bursts and
+prints the rates.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import select
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from bench import Unmeasurable, transport_server, transport_sums
-from bench.baselines import ROOT
+import torch
+
+from bench import Unmeasurable
 from bench.lab import Lab, LabUnavailable, sound
-from bench.report import Result
+from bench.report import ROOT, Result
+from commlayer.cluster.calls.grpc_port import open_stream_port
+from commlayer.cluster.servers import dialing
+from commlayer.cluster.servers.server_codecs import ops_of, senders_of
+from commlayer.cluster.servers.summation import Summation
+from commlayer.compressors import codec_of
+from commlayer.engine.buckets.bucket import EncodedBucket
+from commlayer.engine.model.model_tensors import job_of
+from commlayer.errors import CommError
+from commlayer.planner import default_plan
+from commlayer.records import Plan
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hello, RefusalLog
+from commlayer.transport.key_folder import Keys
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, key
 
 SIZES = {"4 MiB": 4 << 20, "64 KiB": 64 << 10}
 BODY = "4 MiB"
 """The size that the summary uses: about the size of a bucket."""
-ALL = "socket,plain,tls,grpc"
+KINDS = ("socket", "plain", "tls", "grpc")
+"""A plain socket, which is as fast as this machine and the link allow; frames over TCP; frames over TLS; gRPC."""
 RATIOS = (("vs_socket", "plain", "socket"), ("tls_vs_plain", "tls", "plain"), ("grpc_vs_tcp", "grpc", "plain"))
 
 
@@ -39,7 +61,7 @@ class Place(NamedTuple):
     one_way_s: float
     burst_nbytes: int
     times: int
-    kinds: str = ALL
+    kinds: str = ",".join(KINDS)
     key: str = ""
 
 
@@ -67,9 +89,8 @@ def run(quick: bool) -> Result:
                     rows.append(row | {"void": not sound(before, lab.counters()), "congestion": lab.congestion})
             except LabUnavailable as reason:
                 rows.append({"where": line.name, "void": True, "why": str(reason)})
-    sums, more = transport_sums.run(quick)
-    added, server = transport_server.run(quick)
-    return {"rows": rows + sums + added, "summary": summarised(rows) | more | server}
+    added, server = summed(quick)
+    return {"rows": [*rows, added], "summary": summarised(rows) | server}
 
 
 def summarised(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -100,7 +121,7 @@ def _keys(folder: Path) -> dict[str, str]:
 def _row(place: Place, size: str, keys: dict[str, str], lab: Lab | None, quick: bool) -> dict[str, Any]:
     """One process receives; another sends bursts, alternating between the transports. The row has medians over bursts."""
     address = lab.addresses[0] if lab else "127.0.0.1"
-    command = [sys.executable, "-m", "bench.transport_worker"]
+    command = [sys.executable, "-m", "bench.transport"]
     source = None
     sink = _start(lab, 0, [*command, "take", "--keys", keys["sink"], "--address", address], stdin=subprocess.PIPE)
     try:
@@ -135,3 +156,174 @@ def _start(lab: Lab | None, host: int, argv: list[str], **pipes: Any) -> subproc
     if lab:
         return lab.popen(host, argv, env=env, stdout=subprocess.PIPE, text=True, **pipes)
     return subprocess.Popen(argv, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, **pipes)
+
+
+WORLD = 4
+FLOATS = 4 << 20
+"""Floats in a body, 16 MiB: four bodies are far larger than the caches."""
+TIMES, QUICK_TIMES = 25, 7
+
+
+def summed(quick: bool) -> tuple[dict[str, Any], dict[str, float]]:
+    """A row and the summary figure `server_add_vs_stream`: a summation server on dense bodies, against `r += g` in place.
+
+    Uses the real server without sockets: it checks each body and adds the bodies in member order. Rates count the added bytes.
+    The first and last body of a step are not timed: the first starts the sum, and after the last the sum is encoded and sent.
+    """
+    model = torch.nn.Linear(1 << 11, FLOATS >> 11, bias=False)
+    plan = default_plan(job_of(model), codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4 * FLOATS,
+                        cut_nbytes=4 * FLOATS)
+    bodies = [_body(model, plan, rank) for rank in range(WORLD)]
+    server = Summation(0, 1, dict(ops_of(plan, 0)), senders_of(plan, WORLD))
+    acc, gradient, threads = torch.rand(FLOATS), torch.rand(FLOATS), torch.get_num_threads()
+    torch.set_num_threads(1)  # the server adds a bucket on one thread, too
+    rates: list[float] = []
+    streams: list[float] = []
+    for step in range(QUICK_TIMES if quick else TIMES):
+        messages = [Message(rank, Header(Kind.PUSH, 1, step, 0, codec=codec, sender=rank, weight=1.0, used=used), body)
+                    for rank, (codec, used, body) in enumerate(bodies)]
+        server.push(messages[0], now=0.0)
+        begin = time.perf_counter()
+        for message in messages[1:-1]:
+            server.push(message, now=0.0)
+        added = time.perf_counter()
+        server.push(messages[-1], now=0.0)
+        again = time.perf_counter()
+        for _ in messages[1:-1]:
+            acc.add_(gradient)
+        rates.append((WORLD - 2) * 4 * FLOATS / (added - begin))
+        streams.append((WORLD - 2) * 4 * FLOATS / (time.perf_counter() - again))
+    torch.set_num_threads(threads)
+    ratio = median(mine / its for mine, its in zip(rates, streams, strict=True))
+    row = {"where": "a server's sums", "body": "16 MiB", "server_gb_s": median(rates) / 1e9,
+           "stream_gb_s": median(streams) / 1e9}
+    return row, {"server_add_vs_stream": ratio}
+
+
+def _body(model: torch.nn.Module, plan: Plan, rank: int) -> tuple[int, int, memoryview]:
+    """A body as a worker encodes it: codec id, mask of its slices, and the bytes."""
+    (planned,) = plan.buckets
+    worker = EncodedBucket(planned, job_of(model), codec_of(planned, plan=plan), torch.device("cpu"), 0, rank=rank)
+    worker.sources = [parameter.detach() for parameter in model.parameters()]
+    worker.gather(1.0, 1.0)
+    return worker.codec.id, worker.ledger.all_slices, worker.coder.payload[: worker.encode()]
+
+
+WAIT_S = 60.0
+LENGTH = struct.Struct("<Q")
+CHUNK_NBYTES = 1 << 20
+
+
+def ends(rank: int, folder: str) -> dict[str, StreamTransport]:
+    return {kind: StreamTransport(Hello("transport", rank), settings=Settings(keys=Keys(folder) if kind == "tls" else None))
+            for kind in KINDS[1:]}
+
+
+def listening(kind: str, transport: StreamTransport, address: str) -> int:
+    if kind != "grpc":
+        return transport.listen(address)[1]
+    return open_stream_port(None, address, 0, transport.take, RefusalLog().refused).number
+
+
+def dial(kind: str, transport: StreamTransport, address: tuple[str, int]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    if kind == "grpc":
+        dialing.dial_grpc(transport, SERVER_BASE, address, None, deadline)
+    else:
+        transport.dial(SERVER_BASE, address, deadline)
+
+
+def take(args: argparse.Namespace) -> None:
+    """Receives until standard input is closed. Prints the ports first."""
+    transports = ends(SERVER_BASE, args.keys)
+    bare = socket.create_server((args.address, 0))
+    threading.Thread(target=drink, args=(bare,), daemon=True).start()
+    ports = {kind: listening(kind, transport, args.address) for kind, transport in transports.items()}
+    print(json.dumps({"socket": bare.getsockname()[1], **ports}), flush=True)
+    for transport in transports.values():
+        threading.Thread(target=answer, args=(transport,), daemon=True).start()
+    sys.stdin.read()
+
+
+def answer(transport: StreamTransport) -> None:
+    """Acknowledges the last body of each burst, with the CPU time of this process so far."""
+    with contextlib.suppress(CommError):  # the sender disconnected
+        while True:
+            message = transport.wait(transport.recv(0), time.monotonic() + WAIT_S)
+            if message.header.bucket == 0:
+                spent = int(1e6 * time.process_time())
+                transport.send(0, Header(Kind.DATA, step=message.header.step, sender=SERVER_BASE, used=spent))
+            transport.pool.give(message.body)
+
+
+def drink(bare: socket.socket) -> None:
+    """Receives bursts on the plain socket: a length, then that many bytes. Replies with the CPU time of this process."""
+    taken, _ = bare.accept()
+    room = bytearray(CHUNK_NBYTES)
+    while head := taken.recv(LENGTH.size, socket.MSG_WAITALL):
+        left = LENGTH.unpack(head)[0]
+        while left:
+            if not (got := taken.recv_into(room, min(left, CHUNK_NBYTES))):
+                return  # the sender disconnected during a burst
+            left -= got
+        taken.sendall(LENGTH.pack(int(1e6 * time.process_time())))
+
+
+def send(args: argparse.Namespace) -> None:
+    transports, ports, kinds = ends(0, args.keys), json.loads(args.ports), args.kinds.split(",")
+    for kind, transport in transports.items():
+        dial(kind, transport, (args.address, ports[kind]))
+    bare = socket.create_connection((args.address, ports["socket"]))
+    body, count = bytes(args.body), args.burst // args.body
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    spent: dict[str, float] = dict.fromkeys(kinds, 0.0)
+    peer_cpu_s = burst(transports["plain"], body, 1, 0)[1]
+    for number in range(1, 2 + args.times):
+        for kind in kinds if number % 2 else reversed(kinds):
+            own_cpu_s = time.process_time()
+            took_s, after = poured(bare, body, count) if kind == "socket" else burst(transports[kind], body, count, number)
+            if number > 1:  # the first burst of each warms up the buffers
+                seconds[kind].append(count * len(body) / took_s / 1e9)
+                spent[kind] += time.process_time() - own_cpu_s + after - peer_cpu_s
+            peer_cpu_s = after
+    gb = args.times * count * len(body) / 1e9
+    figures: dict[str, Any] = {**seconds, **{f"{kind}_cpu": spent[kind] / gb for kind in kinds}}
+    print(json.dumps(figures), flush=True)
+
+
+def burst(transport: StreamTransport, body: bytes, count: int, number: int) -> tuple[float, float]:
+    """Seconds until the peer acknowledges the burst, and the peer's CPU seconds so far."""
+    handle = transport.recv(SERVER_BASE, key(Header(Kind.DATA, step=number, sender=SERVER_BASE)))
+    begin = time.monotonic()
+    for bucket in reversed(range(count)):
+        transport.send(SERVER_BASE, Header(Kind.DATA, step=number, bucket=bucket, order=count - bucket), body)
+    reply = transport.wait(handle, begin + WAIT_S)
+    return time.monotonic() - begin, reply.header.used / 1e6
+
+
+def poured(bare: socket.socket, body: bytes, count: int) -> tuple[float, float]:
+    """The same over the plain socket."""
+    begin = time.monotonic()
+    bare.sendall(LENGTH.pack(count * len(body)))
+    for _ in range(count):
+        bare.sendall(body)
+    spent = LENGTH.unpack(bare.recv(LENGTH.size, socket.MSG_WAITALL))[0] / 1e6
+    return time.monotonic() - begin, spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.transport")
+    parser.add_argument("role", choices=["take", "send"])
+    parser.add_argument("--keys", required=True)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--ports", default="{}")
+    parser.add_argument("--body", type=int, default=4 << 20)
+    parser.add_argument("--burst", type=int, default=64 << 20)
+    parser.add_argument("--times", type=int, default=9)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="which of them send")
+    args = parser.parse_args()
+    {"take": take, "send": send}[args.role](args)
+
+
+if __name__ == "__main__":
+    main()

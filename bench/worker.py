@@ -11,12 +11,12 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,12 +24,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from bench.as_rank import as_rank
+from bench.ranks import as_rank
 from commlayer.autotune.controller import TuningController
 from commlayer.autotune.job_actions import JobActions
 from commlayer.engine.job.job import DistributedJob
-from commlayer.engine.model.model_tensors import job_of
-from commlayer.planner import default_plan
 
 DEADLINE = timedelta(seconds=120)
 
@@ -77,17 +75,6 @@ def commlayer_service(model: nn.Module, optimizer: torch.optim.Optimizer, argume
     return Trained(model, session.close, session.inspect.decisions)
 
 
-def commlayer_staged(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
-    """No servers: every bucket takes the same path of stages. `argument` is "PATH|CODEC"."""
-    dist.init_process_group("gloo", timeout=DEADLINE)
-    path, _, codec = argument.partition("|")
-    base = default_plan(job_of(model), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20,
-                        cut_nbytes=4 << 20)
-    plan = msgspec.structs.replace(base, servers=0, buckets=tuple(msgspec.structs.replace(b, path=path) for b in base.buckets))
-    session = commlayer.attach(model, optimizer, plan=plan, config=host_config())
-    return Trained(model, session.close, session.inspect.decisions)
-
-
 def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
     """As mode `commlayer`; the plan is also priced from the first steps, as by "auto", but never replaced."""
     trained = commlayer_service(model, optimizer, argument)
@@ -110,9 +97,15 @@ MODES: dict[str, Callable[[nn.Module, torch.optim.Optimizer, str], Trained]] = {
     "ddp_fp32": ddp_fp32,
     "ddp_fp16": ddp_fp16,
     "commlayer": commlayer_service,
-    "staged": commlayer_staged,
     "priced": commlayer_priced,
 }
+
+
+def command(mode: str, model: str = "mlp", *, batch: int = 32, warmup: int = 3, steps: int = 10) -> list[str]:
+    """The command line of one rank of bench.worker."""
+    numbers = {"--batch": batch, "--warmup": warmup, "--steps": steps}
+    flags = [word for flag, number in numbers.items() for word in (flag, str(number))]
+    return [sys.executable, "-m", "bench.worker", "--mode", mode, "--model", model, *flags]
 
 
 def build(name: str) -> nn.Module:
@@ -125,14 +118,14 @@ def build(name: str) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-class Told(NamedTuple):
+class Steps(NamedTuple):
     """Seconds and loss of every step."""
 
     step_s: list[float]
     loss: list[float]
 
 
-def train(trained: Trained, optimizer: torch.optim.Optimizer, width: int, batch: int, rank: int, steps: int) -> Told:
+def train(trained: Trained, optimizer: torch.optim.Optimizer, width: int, batch: int, rank: int, steps: int) -> Steps:
     """Trains on this rank's seeded data. Generating the data is not timed."""
     generator = torch.Generator().manual_seed(1000 + rank)
     loss_of = nn.CrossEntropyLoss()
@@ -147,7 +140,7 @@ def train(trained: Trained, optimizer: torch.optim.Optimizer, width: int, batch:
         optimizer.step()
         step_s.append(time.perf_counter() - begin)
         losses.append(loss.item())
-    return Told(step_s, losses)
+    return Steps(step_s, losses)
 
 
 def digest(model: nn.Module) -> str:

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent))
 
-from bench.tta.plot import middle  # noqa: E402
+
 from bench.tta.store import Store, usual  # noqa: E402
-from bench.tta.summary import Times  # noqa: E402
+from bench.tta.summary import Times, middle  # noqa: E402
 from commlayer import planner  # noqa: E402
 from commlayer.planner import tables  # noqa: E402
 from commlayer.planner.model import Cluster  # noqa: E402
@@ -32,7 +32,7 @@ OTHERS = {"10m-80ms": "SparseLoCo-like H=15", "100m-30ms": "DeMo-like"}
 
 def loss() -> Figure:
     """Validation loss against seconds: a small GPT on four hosts."""
-    store = Store(FOLDER.parent / "bench" / "tta_runs.jsonl")
+    store = Store(FOLDER.parent / "bench" / "data" / "tta_runs.jsonl")
     rows = middle(Times([row for row in usual(store.rows.values()) if row["task"] == "chars"]))
     figure = Figure(figsize=(9.6, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.baselines import launch_hosts
 from bench.lab import Lab, sound
 from bench.paced.watch import Watch
+from bench.ranks import launch_hosts
 from bench.tasks import TASKS, Task
 
 Curve = Sequence[tuple[int, float, float]]

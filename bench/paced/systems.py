@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.paced.demo import DeMo
 from bench.paced.place import Place, Started
-from bench.reference.demo import DeMo
-from bench.reference.sparseloco import SparseLoCo
+from bench.paced.sparseloco import SparseLoCo
 from bench.tasks import Task
 
 if TYPE_CHECKING:  # rivals train in environments without commlayer

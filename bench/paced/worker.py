@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from bench.as_rank import as_rank
 from bench.paced.pace import Pace
 from bench.paced.place import Place
 from bench.paced.systems import started
+from bench.ranks import as_rank
 from bench.tasks import TASKS, layers_of, together
 
 LOOK = 10

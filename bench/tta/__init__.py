@@ -26,12 +26,10 @@ from bench.paced.race import LATE_PCT, Run, reached, trained
 from bench.report import Result
 from bench.tta import links, systems
 from bench.tta.links import NETWORKS, NO_LINK, RANKS, Network
-from bench.tta.plot import draw
 from bench.tta.store import Store, key_of, longest
 from bench.tta.summary import summary
 from bench.tta.systems import SYSTEMS, System
 
-__all__ = ["draw", "flags", "run"]
 USUAL = ("chars", "digits", "passages")
 TASKS = {name: tasks.TASKS[name] for name in (*USUAL, "text")}
 SECONDS, QUICK_SECONDS = 75.0, 60.0
@@ -173,18 +171,17 @@ def void(passed: bool, result: Run) -> str:
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
-    """The row as a line of the table; keys that begin with _ are for the plots."""
+    """The row as a line of the table."""
     cells = {key: row[key] for key in ("task", "link", "system", "seed")}
     if "error" in row:
-        return cells | {"void": row["error"], "commit": row.get("commit", ""), "_group": row["group"]}
+        return cells | {"void": row["error"], "commit": row.get("commit", "")}
     for name, target in zip(("easy", "middle", "hard"), row["targets"], strict=True):
         seconds = reached(row["curve"], target)
         cells[f"s to {name}"] = "-" if seconds is None else round(seconds, 1)
     return cells | {
         "loss at the end": row["curve"][-1][2], "steps/s": 1 / row["s_per_step"], "exposed s": exposed_s(row),
         "up kB": row["up_kb"], "down kB": row["down_kb"], "cpu s": row["cpu_s"], "peak MB": row["peak_mb"],
-        "late %": row["late_pct"], "void": row["void"], "commit": row.get("commit", ""), "_group": row["group"],
-        "_curve": row["curve"], "_targets": row["targets"],
+        "late %": row["late_pct"], "void": row["void"], "commit": row.get("commit", ""),
     }
 
 

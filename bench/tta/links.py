@@ -102,5 +102,3 @@ NETWORKS = {
 QUICK = ("100m-30ms", "10m-80ms")
 NO_LINK = "none"
 """Link name of systems that need no network."""
-BANDWIDTH_MBPS = {"10m-80ms": 10.0, "50m-80ms": 50.0, "100m-30ms": 100.0, "1g-2ms": 1000.0}
-"""Bandwidth of the links that the bandwidth plot shows."""

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/benchmarks.md from the rows in bench/tta_runs.jsonl: `python -m bench.tta.page`.
+"""Writes the tables of docs/benchmarks.md from the rows in bench/data/tta_runs.jsonl: `python -m bench.tta.page`.
 
 A test checks that the page matches the rows.
 """
@@ -6,7 +6,6 @@ A test checks that the page matches the rows.
 from __future__ import annotations
 
 import math
-import operator
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.paced.race import LATE_PCT, reached
-from bench.tta import exposed_s
+from bench.report import DATA, ROOT, markdown
 from bench.tta.links import NETWORKS, NO_LINK
 from bench.tta.store import Store, usual
 from bench.tta.summary import AIMS, Aim, Place, Row, Times, by_place, loss_delta_pct
 from bench.tta.systems import SYSTEMS, shown
 from commlayer.files import between, write_whole
 
-ROOT = Path(__file__).parents[2]
-KEPT = ROOT / "bench" / "tta_runs.jsonl"
+KEPT = DATA / "tta_runs.jsonl"
 NAMES = {"1g-2ms": "1 Gb/s, 2 ms", "100m-30ms": "100 Mb/s, 30 ms", "50m-80ms": "50 Mb/s, 80 ms", "10m-80ms": "10 Mb/s, 80 ms",
          "40/200m": "40 / 200 Mb/s, 30 ms"}
 EQUAL = 1e-9
@@ -57,42 +55,21 @@ def void(group: Group) -> bool:
     return all(row.get("void") for row in group)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The full table: a line per task, link and system."""
-    lines = ["| task | link | system | seeds | s a step | exposed s | s to the easy loss | middle | hard | loss at the end "
-             "| kB up a step | kB down | CPU s | peak MB | late % |", "| --- | --- | --- |" + " ---: |" * 12]
-    for (task, link, system), group in groups(rows).items():
-        def of(value: Callable[[Row], float], group: Group = group) -> float:
-            return statistics.median(value(row) for row in counted(group))
-
-        lengths = {row["seconds"] for row in group}
-        name = shown(system) if lengths == {60.0} else f"{shown(system)} ({max(lengths):g} s)"
-        left = sum(bool(row.get("void")) for row in group)
-        seeds = f"{len(group) - left} ({left} void)" if 0 < left < len(group) else str(len(group))
-        cells = [task, NAMES.get(link, link), name, seeds, f"{of(lambda r: r['s_per_step']):.3f}", f"{of(exposed_s):.3f}",
-                 *(_text(seconds(group, target)) for target in range(3)), f"{of(lambda r: r['curve'][-1][2]):.3f}",
-                 *(f"{of(operator.itemgetter(key)):.0f}" for key in ("up_kb", "down_kb", "cpu_s", "peak_mb")),
-                 f"{of(lambda r: r['late_pct']):.1f}{', void' if void(group) else ''}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def figures(rows: Sequence[Row]) -> str:
     """The summary: goal, measured value, number of places and worst place of each figure."""
     times = Times(rows)
     measured = by_place(times)
-    lines = ["| figure | what | wanted | measured | places | worst |", "| --- | --- | ---: | ---: | ---: | --- |"]
-    lines += [f"| {' | '.join(_figure(aim, measured[aim.key], times))} |" for aim in AIMS]
     valid = [row for row in rows if not row.get("error")]
     late = [row for row in valid if row["late_pct"] > LATE_PCT]
     last = max(valid, key=lambda row: float(row["late_pct"]), default=None)
     where = "" if last is None else f"{_place(last['task'], last['link'])}, {shown(last['system'])}: {last['late_pct']:.1f} %"
-    lines += [
-        f"| pace_kept | no row has more than {LATE_PCT:g} % of its passes late | yes "
-        f"| {'not measured' if last is None else f'no: {len(late)} rows' if late else 'yes'} | {len(valid)} rows | {where} |",
-        f"| void_rows, failed_rows | rows that count for nothing | - | {sum(bool(row.get('void')) for row in valid)}, "
-        f"{len(rows) - len(valid)} | {len(rows)} rows | |",
-    ]
+    kept = "not measured" if last is None else f"no: {len(late)} rows" if late else "yes"
+    lines = markdown("figure|what|wanted:|measured:|places:|worst", [
+        *(_figure(aim, measured[aim.key], times) for aim in AIMS),
+        ["pace_kept", f"no row has more than {LATE_PCT:g} % of its passes late", "yes", kept, f"{len(valid)} rows", where],
+        ["void_rows, failed_rows", "rows that count for nothing", "-",
+         f"{sum(bool(row.get('void')) for row in valid)}, {len(rows) - len(valid)}", f"{len(rows)} rows", ""],
+    ])
     off = {task: delta for task in times.tasks if (delta := loss_delta_pct(times, task, "1g-2ms", "DDP fp16")) is not None}
     if off:
         each = ", ".join(f"{round(delta, 1) + 0.0:+.1f} % on {task} ({_seeds(len(times.of(task, '1g-2ms', 'DDP fp16')))})"
@@ -126,17 +103,16 @@ def _seeds(count: int) -> str:
 def overview(rows: Sequence[Row]) -> str:
     """A line per task and link with sync="auto" and its alternatives."""
     by_system = groups(rows)
-    lines = ["| task, link | one machine, no network | each host alone | DDP fp16 | best of the others "
-             "| commlayer, a fixed plan | commlayer, `sync=\"auto\"` |", "| --- |" + " ---: |" * 6]
+    lines = []
     for task, link, system in by_system:
         if system == "auto":
             def cell(names: Sequence[str], where: str = link, task: str = task) -> str:
                 return _best({name: by_system[task, where, name] for name in names if (task, where, name) in by_system})
 
-            cells = [f"{task}, {NAMES.get(link, link)}", cell(["ideal"], NO_LINK), cell(["alone"], NO_LINK), cell(["DDP fp16"]),
-                     cell(RIVALS), cell(FIXED), cell(["auto"])]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.append([_place(task, link), cell(["ideal"], NO_LINK), cell(["alone"], NO_LINK), cell(["DDP fp16"]),
+                          cell(RIVALS), cell(FIXED), cell(["auto"])])
+    return "\n".join(markdown("task, link|one machine, no network:|each host alone:|DDP fp16:|best of the others:"
+                              "|commlayer, a fixed plan:|commlayer, `sync=\"auto\"`:", lines))
 
 
 def _best(measured: dict[str, list[Row]]) -> str:
@@ -147,10 +123,6 @@ def _best(measured: dict[str, list[Row]]) -> str:
     group = measured[name]
     text = " / ".join(_rounded(seconds(group, target), group) for target in range(2)) + (", void" if void(group) else "")
     return text if name in ("ideal", "alone", "DDP fp16", "auto") else f"{text} ({shown(name)})"
-
-
-def _text(values: float) -> str:
-    return f"{values:.1f}" if math.isfinite(values) else "-"
 
 
 def _rounded(values: float, group: Group) -> str:
@@ -169,7 +141,7 @@ class Part(NamedTuple):
 
 
 PAGE = ROOT / "docs" / "benchmarks.md"
-PARTS = (Part(PAGE, "summary", figures), Part(PAGE, "rows", table), Part(PAGE, "overview", overview))
+PARTS = (Part(PAGE, "summary", figures), Part(PAGE, "overview", overview))
 
 
 def main() -> int:

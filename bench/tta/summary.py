@@ -66,6 +66,15 @@ class Times:
         return min(names, key=lambda name: [self.seconds(task, link, name, target) for target in ASKED]) if names else None
 
 
+def middle(times: Times) -> list[Row]:
+    """The row with the median seconds over seeds (the lower median), for each task, link and system; valid rows only."""
+    result = []
+    for place in times.measured:
+        group = sorted(times.of(*place), key=lambda row: [Times([row]).seconds(*place, target) for target in ASKED])
+        result.append(group[(len(group) - 1) // 2])
+    return result
+
+
 def stands(row: Row) -> bool:
     return not (row.get("error") or row.get("void"))
 

@@ -302,7 +302,7 @@ class _Version(Record, frozen=True, forbid_unknown_fields=False):
 def read(path: Path) -> LearningTable:
     """Reads a table of measured convergence costs; raises a one-line error for an invalid file."""
     what, data = f"learning table {path}", path.read_bytes()
-    remedy = "python -m bench.learning_table" if path == SHIPPED else f"python -m bench.own_learning TASK {path}"
+    remedy = "python -m bench.learning.table" if path == SHIPPED else f"python -m bench.own_learning TASK {path}"
     try:
         version = decode(data, _Version, what).version
         if version != VERSION:

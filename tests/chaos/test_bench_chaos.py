@@ -12,10 +12,11 @@ from support.lab import needs_lab
 
 from bench import Unmeasurable
 from bench.__main__ import main
-from bench.chaos import fuzzed, hosts, schedules, soak, soak_homes
-from bench.chaos.schedules import Done, Options
-from bench.chaos.simulated import Sums
-from bench.chaos.trials import Setting, Trial
+from tests.chaos import fuzzed, hosts, soak, soak_homes
+from tests.chaos.trials import Setting, Trial
+from tests.sim import schedules
+from tests.sim.schedules import Done, Options
+from tests.sim.simulated_sums import Sums
 
 
 @pytest.mark.parametrize(("members", "agreement"), [(False, False), (True, False), (False, True)])

@@ -20,25 +20,25 @@ import pytest
 from msgspec import msgpack
 
 from bench.__main__ import main
-from bench.chaos import cluster, oracle, strikes, verdict
-from bench.chaos.campaign import Campaign, Row, summary
-from bench.chaos.cluster import Cluster, Evidence, all_free
-from bench.chaos.dealing import KEYED, dealt, trial
-from bench.chaos.faults import FAULTS
-from bench.chaos.kept import Kept
-from bench.chaos.oracle import GOES_ON
-from bench.chaos.proxy import DOWN, UP, Link, Proxy, end
-from bench.chaos.reports import Began, Ended, Finding, Stepped
-from bench.chaos.strikes import STRIKES
-from bench.chaos.table import closing, problems, table
-from bench.chaos.trials import STEPS, Setting, Trial
-from bench.chaos.verdict import Verdict
-from bench.chaos.wire import Seen, Stretch, digits, weights
 from commlayer.errors import CommError
 from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import Header, Kind
+from tests.chaos import cluster, outcomes, strikes, verdict
+from tests.chaos.campaign import Campaign, Row, summary
+from tests.chaos.cluster import Cluster, Evidence, all_free
+from tests.chaos.dealing import KEYED, dealt, trial
+from tests.chaos.faults import FAULTS
+from tests.chaos.kept import Kept
+from tests.chaos.outcomes import GOES_ON
+from tests.chaos.proxy import DOWN, UP, Link, Proxy, end
+from tests.chaos.reports import Began, Ended, Finding, Stepped
+from tests.chaos.strikes import STRIKES
+from tests.chaos.table import closing, problems, table
+from tests.chaos.trials import STEPS, Setting, Trial
+from tests.chaos.verdict import Verdict
+from tests.chaos.wire import Seen, Stretch, digits, weights
 
 # ---- evidence of a run that went on after a fault, to be changed by tests of the verdict
 
@@ -71,9 +71,9 @@ def test_a_seed_says_everything_and_alone_the_same_as_among_others() -> None:
 
 def test_who_is_lost_for_good_is_named_and_everything_else_heals() -> None:
     for name in dealt():
-        allowed = oracle.allowed(Trial(0, name, SETTING, FAULTS[name].strikes, 1))
+        allowed = outcomes.allowed(Trial(0, name, SETTING, FAULTS[name].strikes, 1))
         assert any(one == GOES_ON or one.how == "goes on with" for one in allowed) != FAULTS[name].ends, name
-    assert [str(one) for one in oracle.allowed(Trial(0, "kill-worker", SETTING, "worker", 1))] == ["stops, naming worker 1"]
+    assert [str(one) for one in outcomes.allowed(Trial(0, "kill-worker", SETTING, "worker", 1))] == ["stops, naming worker 1"]
 
 
 # ---- verdicts

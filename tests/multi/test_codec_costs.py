@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from msgspec import structs
+from oracle.fifo import timed
 from support.planner import DENSE, PROFILE, SHARED, flat, tall
 from support.rank_pool import pool
 
-from bench.reference.fifo import timed
 from commlayer.autotune.measure import calibration
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.planner.costs import Prices, moves

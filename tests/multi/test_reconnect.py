@@ -28,7 +28,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from bench.chaos import proxy
 from commlayer.cluster.calls import messages
 from commlayer.config import host_port, join_host
 from commlayer.engine.epochs.plan_switch import switch
@@ -40,6 +39,7 @@ from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
+from tests.chaos import proxy
 
 # ---- connections that are cut: a proxy that ends them at given bytes, and ranks and servers that talk through it
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import fmean
 from types import ModuleType
 from typing import Any
 
@@ -19,18 +18,7 @@ import torch
 from torch import nn
 
 import bench.__main__ as front
-from bench import (
-    Unmeasurable,
-    balance,
-    check,
-    energy,
-    energy_models,
-    fuzz,
-    longrun,
-    longrun_law,
-    report,
-)
-from bench.fuzz_targets import CODECS, Target, targets
+from bench import Unmeasurable, balance, check, longrun, longrun_law, report
 from bench.paced.pace import BACKWARD_S, FORWARD_S, Pace
 from bench.tasks import TASKS
 from bench.tta import shown
@@ -46,6 +34,8 @@ from commlayer.compressors.payload import CODEC_IDS
 from commlayer.errors import CorruptFrame
 from commlayer.planner.convergence import LONG_RUNS, LONG_RUNS_HIGH, LongRunLaw
 from commlayer.records import Record
+from tests.chaos import fuzz
+from tests.chaos.fuzz_targets import CODECS, Target, targets
 
 RESULT: report.Result = {
     "rows": [{"what": "first", "gain": 1.5, "steps": 3}, {"what": "second", "extra": True}],
@@ -105,22 +95,6 @@ def test_one_that_is_worse_fails_and_is_named() -> None:
         assert result["code"] == 1
         assert result["summary"]["worse"] == [name]
         assert check.compared({name: limit * 0.99}, STORED)["code"] == 0
-
-
-# ---- The measurement of where entries go: on all its models one threshold keeps more of the energy
-
-SETTLED = 3
-"""Steps after which counts have found their place; the first has the plain ones."""
-
-
-@pytest.mark.parametrize("model", energy_models.MODELS)
-def test_one_threshold_keeps_more_than_sorting_each_bucket(model: str) -> None:
-    _, sent, down = energy.train(model, "sgd", "plan", seed=1, steps=SETTLED + 4)
-    plain, settled = sent[: energy.WORKERS], sent[SETTLED * energy.WORKERS :]
-    assert all(s.kept == pytest.approx(s.alike, rel=1e-3) for s in plain)
-    assert fmean(s.kept for s in settled) > 1.02 * fmean(s.alike for s in settled)
-    assert max(s.nbytes for s in settled) <= 1.02 * plain[0].nbytes
-    assert max(down[SETTLED:]) <= 1.02 * down[0]
 
 
 # ---- Whatever reads bytes of others refuses damaged ones by its own error

@@ -13,13 +13,14 @@ from msgspec import structs
 from support.workers import Rig, ToldRows, on_ranks, step
 from torch import nn
 
-from bench import Unmeasurable, learning_run
 from bench import virtual_training as learning_steps
-from bench.learning_run import Variant, optimizer_of, plan_of, train
-from bench.learning_tasks import TASKS
-from bench.virtual_training import TrainingTask, outer_of
+from bench.learning import tasks as learning_tasks
+from bench.learning.tasks import TASKS
+from bench.learning.training import optimizer_of, train
+from bench.virtual_training import WARMUP, TrainingTask, Variant, outer_of, plan_of
 from commlayer.engine.model.model_tensors import job_of
 from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
+from commlayer.errors import InvalidInput
 
 RATE, STEPS, WORKERS = 0.01, 10, 2
 
@@ -39,7 +40,7 @@ def over_loopback(way: Variant) -> list[torch.Tensor]:
             local = OuterSteps(parameters, way.every, outer_of(way), StepWeights(1.0, None), overlap=way.overlap == "round",
                                lengths=rows.of(rank))
             for i in range(STEPS):
-                optimizer.param_groups[0]["lr"] = RATE * min(1.0, (i + 1) / learning_run.WARMUP)
+                optimizer.param_groups[0]["lr"] = RATE * min(1.0, (i + 1) / WARMUP)
                 loss = task.loss(task.model, next(feed))
                 if way.updates:
                     optimizer.zero_grad()
@@ -67,7 +68,7 @@ def virtual(way: Variant, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]
         return 0.0
 
     with monkeypatch.context() as patch:
-        patch.setattr(learning_run.Task, "validation", look)
+        patch.setattr(learning_tasks.Task, "validation", look)
         train(structs.replace(way, rate=RATE), steps=STEPS, looks=1)
     return results
 
@@ -98,7 +99,7 @@ def test_the_mean_of_changes_is_matched_under_adam_alone() -> None:
     for optimizer, same in (("sgd", True), ("adam", False)):
         way = Variant("mlp", optimizer, "int4()", every=4)
         assert (train(way, steps=12, looks=3) == train(structs.replace(way, outer="plain"), steps=12, looks=3)) is same
-    with pytest.raises(Unmeasurable, match="outer: .*'none'.*'plain', 'diloco'.*E-USER-CODE"):
+    with pytest.raises(InvalidInput, match="outer: .*'none'.*'plain', 'diloco'.*E-USER-CODE"):
         train(structs.replace(way, outer="none"))
 
 

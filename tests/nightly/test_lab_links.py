@@ -15,10 +15,11 @@ import pytest
 from support.coordinators import until
 from support.lab import needs_lab
 
-from bench.baselines import RankFailed, launch_hosts, worker
 from bench.lab import Lab, LabUnavailable, check
 from bench.lab.__main__ import main
 from bench.lab.namespaces import present
+from bench.ranks import RankFailed, launch_hosts
+from bench.worker import command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,7 +94,7 @@ def isolated(program: str) -> list[str]:
 
 def test_ddp_ranks_train_one_model_on_loopback() -> None:
     for mode in ("ddp_fp32", "ddp_fp16"):
-        answers = launch_hosts(None, 2, worker(mode, "mlp_small", warmup=1, steps=2), deadline_s=100)
+        answers = launch_hosts(None, 2, command(mode, "mlp_small", warmup=1, steps=2), deadline_s=100)
         assert [answer["rank"] for answer in answers] == [0, 1]
         assert {answer["world"] for answer in answers} == {2}
         assert len({answer["digest"] for answer in answers}) == 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.lab import needs_lab
 
-from bench.chaos import outages
-from bench.chaos.outages import Job, Outage
+from tests.chaos import outages
+from tests.chaos.outages import Job, Outage
 
 
 @pytest.mark.timeout(400)

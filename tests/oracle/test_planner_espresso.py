@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import product
 
 import pytest
+from oracle.espresso import KEEP, cpu_pass, gpu_pass, settle
+from oracle.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, Model, cluster_of, profile, published, run
+from oracle.fifo import Played, TimedTask, play
 
-from bench.reference.espresso import KEEP, cpu_pass, gpu_pass, settle
-from bench.reference.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, Model, cluster_of, profile, published, run
-from bench.reference.fifo import Played, TimedTask, play
 from commlayer.planner.model import Policy
 from commlayer.planner.search import plan
 from commlayer.planner.tree import check

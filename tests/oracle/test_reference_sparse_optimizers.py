@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from bench.reference.demo import Chunks, DeMo, dct
-from bench.reference.sparseloco import CHUNK, SparseLoCo, coded, decoded
+from bench.paced.demo import Chunks, DeMo, dct
+from bench.paced.sparseloco import CHUNK, SparseLoCo, coded, decoded
 
 
 def test_the_cosines_are_orthonormal_and_chunks_go_back() -> None:

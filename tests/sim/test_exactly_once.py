@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from bench.chaos import schedules
-from bench.chaos.schedules import Done, Options
-from bench.chaos.simulated import Sums, World
 from commlayer.transport.reconnect import InFlightRequests
+from tests.sim import schedules
+from tests.sim.schedules import Done, Options
+from tests.sim.simulated_sums import Sums, World
 
 LONG_S, LEAST = 6.0, 300
 
@@ -33,7 +33,7 @@ def test_what_must_not_be_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) 
                                                                      emit(self, r, acc, out))[1])
     elif wrong == "one that is not asked for again":
         monkeypatch.setattr(InFlightRequests, "pending", lambda self: [])
-        monkeypatch.setattr("bench.chaos.simulated.MOST_EVENTS", 2000)
+        monkeypatch.setattr("tests.sim.simulated_sums.MOST_EVENTS", 2000)
     else:
         monkeypatch.setattr(World, "_keep", lambda self, bucket, words, state: self._count(bucket))
         monkeypatch.setattr(World, "_arrive_at_server", _killing(World._arrive_at_server))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from oracle.fifo import TimedTask as Task
 from oracle.schedule import PortableSchedule
 from support.fuzz_build import NATIVE, SANITIZE
 from support.schedules import Load, chain, flatten, one_node, random_problem
 
-from bench.reference.fifo import TimedTask as Task
 from commlayer.planner.problem import Problem
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")

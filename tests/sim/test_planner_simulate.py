@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from oracle.fifo import TimedTask as Task
 from oracle.schedule import PortableSchedule
 from support.schedules import Load, Pace, chain, flatten, one_node, random_problem
 
-from bench.reference.fifo import TimedTask as Task
 from commlayer.native import core
 from commlayer.planner.problem import Problem
 from commlayer.planner.simulation import native_schedule

@@ -9,8 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench.chaos.simulated_agreement import Agreement
-from bench.chaos.simulated_member import Member
 from commlayer.cluster.membership import epoch_change
 from commlayer.cluster.membership.membership import State
 from commlayer.cluster.servers.bucket_sum import BucketSum
@@ -18,6 +16,8 @@ from commlayer.engine.epochs import agreement
 from commlayer.engine.epochs.agreement import AgreementOutcome, Vote, VoterState
 from commlayer.records import Epoch, ServerInfo
 from commlayer.records import Member as MemberRecord
+from tests.sim.simulated_agreement import Agreement
+from tests.sim.simulated_member import Member
 
 LEAST = 150
 

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from bench.chaos.simulated_members import Members
 from commlayer.cluster.membership import coordinator_journal, epoch_change, membership
 from commlayer.cluster.membership.coordinator_journal import CoordinatorRecord
 from commlayer.cluster.membership.membership import State
 from commlayer.cluster.membership.sites import AdmissionState
+from tests.sim.simulated_members import Members
 
 LEAST = 120
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from oracle.fifo import TimedTask
 
-from bench.reference.fifo import TimedTask
 from commlayer.planner import problem as planner
 from commlayer.planner.model import Line
 from commlayer.planner.problem import Network, Problem, Template, joined

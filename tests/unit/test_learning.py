@@ -14,22 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import commlayer
-from bench import Unmeasurable, learning_table, own_learning
-from bench.learning_factors import (
+from bench import own_learning
+from bench.learning.factors import (
     LEAST_TASKS,
     MOST,
     Cost,
     cost,
     costs,
     held_out,
-    rows,
+    shared_rows,
 )
-from bench.learning_run import LOOKS, STEPS, Variant
+from bench.virtual_training import LOOKS, STEPS, Variant
 from commlayer.cli.main import run
 from commlayer.codec_spec import parse_spec
 from commlayer.config import Config
 from commlayer.engine.start.plan_choice import settle
-from commlayer.errors import RecordError, code_of
+from commlayer.errors import InvalidInput, RecordError, code_of
 from commlayer.plan_file import inputs_of
 from commlayer.planner import builtin, tables
 from commlayer.planner.convergence import (
@@ -273,7 +273,7 @@ def test_who_learns_nothing_has_the_most(lost: tuple[float, ...]) -> None:
 
 def test_a_dense_training_that_fails_is_said() -> None:
     way = Variant("a", "adam", "int4()")
-    with pytest.raises(Unmeasurable, match=r"task a: .*adam .*\bnan\b.*E-USER-CODE"):
+    with pytest.raises(InvalidInput, match=r"task a: .*adam .*\bnan\b.*E-USER-CODE"):
         costs({way: DENSE, way.dense: (*DENSE[:-1], math.nan)})
 
 
@@ -283,7 +283,7 @@ def measured(codec: str, factor: float, *, tasks: tuple[str, ...] = TASKS, **fie
 
 
 def test_a_row_is_the_median_task_and_a_cautious_one() -> None:
-    row, = rows(measured("int4()", 1.0))
+    row, = shared_rows(measured("int4()", 1.0))
     assert (row.codec, row.codes, row.workers, row.tasks, row.runs) == ("int4()", "gradients", 0, 4, 4)
     assert (row.steps, row.steps_high, row.loss, row.loss_high) == pytest.approx((1.15, 1.24, 0.015, 0.024))
 
@@ -310,8 +310,9 @@ def test_tasks_of_one_order_foretell_each_other() -> None:
     ((b']}', b''), "E-LEARNING-TABLE"),
 ])
 def test_a_table_that_cannot_be_used_is_said_in_one_line(change: tuple[bytes, bytes], text: str, tmp_path: Path) -> None:
-    result = tables.LearningTable(tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash"), rows(measured("int4()", 1.0)))
-    data = learning_table.written(result)
+    source = tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash")
+    result = tables.LearningTable(source, shared_rows(measured("int4()", 1.0)))
+    data = tables.written(result)
     assert change[0] in data
     (tmp_path / "t.json").write_bytes(data.replace(*change))
     with pytest.raises(RecordError, match=text) as caught:

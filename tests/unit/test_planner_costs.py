@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from oracle.fifo import TimedTask as Task
+from oracle.fifo import timed
 from support.planner import DENSE, PROFILE, SHARED, SPARSE, codec, flat, home, tall
 
-from bench.reference.fifo import TimedTask as Task
-from bench.reference.fifo import timed
 from commlayer.planner.costs import Prices
 from commlayer.planner.model import Cluster, Line, Node, Profile
 from commlayer.planner.tree import encodes, options, spell

@@ -15,10 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.balance import PAPER
 
-from bench.balance_unmodelled import BATCH, KINDS, LINES, POLICY
-from bench.reference.balance_cluster import Disturbance, PlayedCluster, PlayedStep, Unevenness, moves, run, slow_after
-from bench.reference.balance_default import Ours
-from bench.reference.balance_search import MOST, OursThenSearch, Simplex, Split
+from bench.balance_cluster import Disturbance, Ours, PlayedCluster, PlayedStep, moves, run, slow_after
 from commlayer.autotune.shares import policy
 from commlayer.autotune.shares.policy import RankStart, SharesState, WorkerTime
 from commlayer.balance import Cubic, Decision, shares, solve
@@ -455,60 +452,6 @@ def test_in_a_job_it_keeps_the_sum_and_waits_for_all_times() -> None:
     assert decision is not None
     assert (decision.reason, decision.from_step, sum(decision.shares)) == ("LBB, rapid tuning", 3, 512)
     assert decision.shares[3] < 30
-
-
-# ---- Uneven times and the search that is measured on them: exact sums, what it finds, and when the lines are given up
-
-
-def slowest_s(split: Split) -> float:
-    return max(line.time_s(share) for line, share in zip(LINES, split, strict=True))
-
-
-def drive(simplex: Simplex, cost: Callable[[Split], float]) -> list[Split]:
-    """The splits that it asked for."""
-    results = []
-    while not simplex.done:
-        results.append(simplex.ask())
-        simplex.tell(cost(results[-1]))
-    return results
-
-
-def test_a_batch_is_worth_whole_waves_and_more_beyond_its_room() -> None:
-    assert [Unevenness(32).worth(batch) for batch in (1, 32, 33)] == [32, 32, 64]
-    assert [Unevenness(1, 100, 6.0).worth(batch) for batch in (100, 101, 110)] == [100, 106, 160]
-
-
-def test_the_search_finds_what_lines_would_and_ends_on_the_best() -> None:
-    simplex = Simplex([128] * 4)
-    request = drive(simplex, slowest_s)
-    assert len(request) <= MOST
-    assert len(set(request)) > 20
-    assert simplex.ask() == min(request, key=slowest_s)
-    assert slowest_s(simplex.ask()) < 1.02 * solve(LINES, BATCH).makespan_s
-    simplex.tell(1e-9)
-    assert simplex.ask() == min(request, key=slowest_s), "after its end nothing is learnt"
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=2, max_size=5), st.integers(0, 1000))
-def test_every_split_has_the_sum_and_leaves_nobody_out(start: list[int], seed: int) -> None:
-    simplex = Simplex(start)
-    for turn in range(12):
-        assert sum(simplex.ask()) == sum(start)
-        assert min(simplex.ask()) >= 1
-        simplex.tell(1.0 + (seed * (turn + 7)) % 13)
-
-
-def test_missed_outcomes_begin_the_search_and_lines_that_hold_do_not() -> None:
-    def turned(kind: str) -> bool:
-        cluster = PlayedCluster(LINES, BATCH, noise=0.01, uneven=KINDS[kind])
-        mode = OursThenSearch(cluster, POLICY)
-        steps = run(mode, cluster, 600)
-        assert all(sum(step.shares) == BATCH for step in steps)
-        return mode.simplex is not None
-
-    assert turned("stairs of 32 samples")
-    assert not turned("lines, with heat"), "here without its heat"
 
 
 # ---- The policy of shares: which shares follow from the rows of all ranks, and from which step

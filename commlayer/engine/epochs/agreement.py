@@ -6,7 +6,7 @@ follows if all first votes name the same step, or if the member completed its st
 second vote is binding: the member stays in that step, or has completed it. A first vote can be outdated when another member
 reads it.
 
-epoch_messages.py sends the votes and carries out the result; bench/chaos tests these functions with generated schedules.
+epoch_messages.py sends the votes and carries out the result; tests/sim tests these functions with generated schedules.
 """
 
 from __future__ import annotations

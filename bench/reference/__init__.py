@@ -1,1 +1,0 @@
-"""Published methods for comparison. Jobs never run this code."""
