@@ -237,14 +237,15 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
     from commlayer.cli import arguments, plan_output
     from commlayer.planner.memory import accumulated
     from commlayer.planner.search import PlanSearch
-    from commlayer.planner.tables import GPUS, at_job_speed, rows_in
+    from commlayer.planner.tables import at_job_speed, gpus, rows_in
 
     job = arguments.with_noise(arguments.job_named(model, batch), noise_scale)
     if job.timing is not None:
         info = job.timing.model
         if info is not None and (info.tokens or info.image_side):
             job = structs.replace(job, batch=job.batch or info.samples)
-        job = accumulated(job, [node.device for node in machines.nodes if node.ranks and node.device in GPUS], policy.optimizer)
+        devices = [node.device for node in machines.nodes if node.ranks and node.device in gpus()]
+        job = accumulated(job, devices, policy.optimizer)
     machines = structs.replace(machines, nodes=at_job_speed(machines.nodes, job.timing))
     shared, by_speed = _by_speed(job, machines) if shares else (machines, ())
     # Homes of equal speed may leave (--min-workers), which requires exchanges of the whole model. Shares of the batch by speed

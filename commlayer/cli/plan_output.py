@@ -35,7 +35,7 @@ from commlayer.planner.model import Cluster, Node, Policy
 from commlayer.planner.noise import law_of, noise_of
 from commlayer.planner.plan_rules import codecs_of, sync_mode
 from commlayer.planner.simulation import Timeline
-from commlayer.planner.tables import GPUS, LAUNCH_S, LearningTable, gpu, job_limit, job_speed, peak_tflops, stream_bytes_s
+from commlayer.planner.tables import LAUNCH_S, LearningTable, gpu, gpus, job_limit, job_speed, peak_tflops, stream_bytes_s
 from commlayer.records import Bucket, Job, Plan, Why
 
 PIPE_WIDTH = 120
@@ -411,7 +411,7 @@ def assumptions(
     yield f"optimizer: {OPTIMIZER[optimizer]}" + ("" if named else " (not read from your script; change it with --optimizer)")
     yield f"noise scale: {_noise(model, job, optimizer)}"
     for device in devices:
-        if device in GPUS:
+        if device in gpus():
             yield f"memory: {_memory(job, device, optimizer)}"
     yield f"network: {_network(cluster)}"
     if shares:
@@ -441,19 +441,20 @@ def _batch(model: str, job: Job) -> str:
         "the number of samples that the model's function draws"
     pieces = timing.micro_batches
     parts = f", as {pieces} micro-batches of {-(-(job.batch or 1) // pieces)} (session.no_sync())" if pieces > 1 else ""
-    return f"{count} per worker and step{parts}" + ("" if model in models.MODELS else "; the times are for this batch")
+    return f"{count} per worker and step{parts}" + ("" if model in models.built_in() else "; the times are for this batch")
 
 
 def _computing(model: str, job: Job, node: Node) -> str:
-    where, timing, known = node.device, job.timed, node.device in ("cpu", *GPUS)
+    where, timing, known = node.device, job.timed, node.device in ("cpu", *gpus())
     own = "" if not known or node.speed in (0.0, job_speed(where, timing)) else \
         f", at {node.speed:g} x a V100 as set in the cluster"
     if timing.work is None:
-        source = "published times of a V100" if model in models.PUBLISHED else f"the times in {model}"
-        precision = "FP32" if model in models.PUBLISHED else "the precision of the measurement"
+        built_in = model in models.built_in()
+        source = "published times of a V100" if built_in else f"the times in {model}"
+        precision = "FP32" if built_in else "the precision of the measurement"
         return f"{where} in {precision}, from {source}, converted by data sheets (FP32){own}"
-    counted = "" if model in models.PRESETS else f"counted from {model}, "
-    precision = gpu(where).precision if timing.half and where in GPUS else "FP32"
+    counted = "" if models.preset_of(model) else f"counted from {model}, "
+    precision = gpu(where).precision if timing.half and where in gpus() else "FP32"
     return f"{where} in {precision}, {counted}{_limit(model, job, where) if known else 'as a V100'}{own}"
 
 
@@ -466,8 +467,8 @@ def _limit(model: str, job: Job, where: str) -> str:
         return f"limited by starting kernels, in {1e6 * LAUNCH_S:g} us each"
     if not job.timed.half:
         return "from published times of a V100, converted by data sheets"
-    if model in models.PRESETS:
-        part = models.PRESETS[model].utilisation
+    if preset := models.preset_of(model):
+        part = preset.utilisation
         return f"{part * peak:.3g} TFLOP/s: {part:.0%} of its data sheet's {peak:g}"
     return (f"{models.PRODUCTS * peak:.3g} TFLOP/s: {models.PRODUCTS:.0%} of its data sheet's {peak:g} (convolutions "
             f"{models.CONVOLUTIONS:.0%})")
@@ -483,10 +484,11 @@ def _noise(model: str, job: Job, optimizer: str) -> str:
                 'two workers, read session.metrics()["noise_scale"] (in batches), and set --noise-scale SAMPLES')
     batches = f"{_short(noise)} batches of one worker"
     if law is None or job.timed.noise_scale:
-        published = model in models.PRESETS and models.PRESETS[model].noise_scale == job.timed.noise_scale
+        preset = models.preset_of(model)
+        published = preset is not None and preset.noise_scale == job.timed.noise_scale
         samples = f"{noise * job.batch:,.0f} samples{', as published' if published else ''}: " if job.batch else ""
         return f"{samples}{batches}"
-    scratch = "" if model in models.MODELS else "; less if you fine-tune: then set --noise-scale"
+    scratch = "" if model in models.built_in() else "; less if you fine-tune: then set --noise-scale"
     return f"{law.scale:,.0f} {law.unit}, {law.source}: {batches}{scratch}"
 
 
@@ -505,7 +507,7 @@ class Unfit(NamedTuple):
 
 def unfit(job: Job, cluster: Cluster, optimizer: str) -> Unfit | None:
     """Why the training does not fit into a machine's memory; None if it fits into all of them."""
-    for device in dict.fromkeys(node.device for node in cluster.nodes if node.ranks and node.device in GPUS):
+    for device in dict.fromkeys(node.device for node in cluster.nodes if node.ranks and node.device in gpus()):
         memory = memory_of(job, device, optimizer)
         if not memory.fits:
             once = " even with one sample at once" if job.batch == job.timed.micro_batches else ""
