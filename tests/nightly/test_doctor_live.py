@@ -33,7 +33,7 @@ from commlayer.cluster.membership import client, coordinator
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.servers.summation_server import DataServer
 from commlayer.doctor import machine, network, server
-from commlayer.doctor.report import Finding
+from commlayer.doctor.findings import Finding
 from commlayer.errors import code_of
 from commlayer.records import Bucket, Plan, Slice
 from commlayer.transport import own_address
