@@ -173,6 +173,7 @@ CODES: dict[str, tuple[str, str]] = {
                        "Let only their ratios differ."),
     "E-PLAN-CODEC-COST": ("A codec has no measured or built-in cost.", "Measure it with `commlayer profile`."),
     "E-PLAN-QUESTION": ("An argument of explain, diff or whatif does not fit the plan.", "The message lists what is allowed."),
+    "E-PLAN-DATA": ("A table of machines, links, codecs or models in the package cannot be used.", "Install commlayer again."),
     "E-GPU-NAME": ("A GPU is unknown.", "Use a name from the message, or measure with `commlayer profile`."),
     "E-LINK-NAME": ("A link's name or rate is wrong.", "Use a name from the message."),
     "E-MODEL-NAME": ("A built-in model's name or batch is wrong.", "Use a name from the message."),

@@ -1,4 +1,4 @@
-"""Reads the arguments of commands (jobs, clusters, profiles, functions in a user's files) and checks and writes their output.
+"""Reads the arguments of commands (jobs, clusters, profiles, functions in a user's files) as records.
 
 A user's function is FILE.py, FILE.py:FUNCTION or MODULE:FUNCTION. A file is imported only if its top level runs no calls, such
 as training; a module is imported without this check.
@@ -10,9 +10,8 @@ import ast
 import importlib
 import importlib.util
 import math
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +21,6 @@ from msgspec import structs
 from commlayer import records
 from commlayer.config import MOST_LOSS
 from commlayer.errors import InvalidInput
-from commlayer.files import write_whole
 from commlayer.plan_file import text_of
 from commlayer.planner import models
 from commlayer.planner.inputs import cluster_from_line, cluster_of, cluster_of_homes, profile_of
@@ -145,39 +143,6 @@ def learning_table(file: str, profile: Profile | None) -> LearningTable | None:
     if file:
         return table_in(Path(file))
     return None if profile is not None and profile.learning and profile.learning != shipped().rows else shipped()
-
-
-def check_json(path: Path | None) -> None:
-    """Checks the output file of --json before the command starts its work."""
-    if path is not None:
-        check_out(path, "--json ")
-
-
-def write_json(path: Path | None, text: str) -> None:
-    """Writes the command's result to the file of --json, if that option is set."""
-    if path is not None:
-        write({path: text + "\n"})
-
-
-def check_out(path: Path, option: str = "") -> None:
-    """Checks that an output file can be written, before the command starts its work."""
-    folder = path.absolute().parent
-    if path.is_dir():
-        raise InvalidInput("E-CLI-OPTION", f"{option}{path}: is a folder, allowed: the name of a file")
-    if not folder.is_dir():
-        raise InvalidInput("E-CLI-OPTION", f"{option}{path}: the folder {folder} does not exist")
-    if not os.access(folder, os.W_OK):
-        raise InvalidInput("E-CLI-OPTION", f"{option}{path}: the folder {folder} cannot be written to")
-
-
-def write(texts: Mapping[Path, str]) -> None:
-    """Writes all files completely, or none."""
-    for path in texts:
-        check_out(path)
-    try:
-        write_whole({path: text.encode() for path, text in texts.items()})
-    except OSError as error:
-        raise InvalidInput("E-CLI-OPTION", f"{error.filename}: {error.strerror}") from None
 
 
 def function_of(text: str, default: str, what: str) -> Callable[..., Any]:

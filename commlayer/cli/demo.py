@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from commlayer.cli.arguments import check_json, check_out, write_json
 from commlayer.cli.options import Json
+from commlayer.cli.output import check_out, write_json
 from commlayer.demo.settings import COMMLAYER, DDP, DemoSettings
 from commlayer.errors import CommError, InvalidInput
 
@@ -33,7 +33,6 @@ def demo(
 ) -> None:
     """Race one machine alone, DDP, and commlayer on simulated homes to a loss; takes under two minutes."""
     settings = _settings(links, homes, seconds, seed, page=page)
-    check_json(json)
     check_out(png, "--png ")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -58,7 +57,6 @@ def _settings(links: str, homes: int, seconds: int, seed: int, *, page: bool) ->
 
 def _run(settings: DemoSettings, png: Path, json: Path | None, links: str) -> None:
     # Imported late: they load rich's parts and asyncio, which --help does not need.
-    import msgspec
     from rich.console import Console
     from rich.live import Live
 
@@ -97,7 +95,7 @@ def _run(settings: DemoSettings, png: Path, json: Path | None, links: str) -> No
                   if console.is_terminal else report.table(progress, rows))
     console.print(report.notes(progress), markup=False)
     picture = report.draw(png, progress)
-    write_json(json, msgspec.json.format(msgspec.json.encode(report.results(progress, rows))).decode())
+    write_json(json, report.results(progress, rows))
     console.print(report.verdict(progress, rows), style="bold")
     console.print(f"Your own model: commlayer estimate FILE.py:make --homes {settings.homes}xrtx3060@{links}", markup=False,
                   soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,14 +23,15 @@ from commlayer.cli.options import (
     split_bind,
     stored_keys,
 )
+from commlayer.cli.output import Table, show, write_json
 from commlayer.cluster.keys import home_keys
 from commlayer.config import Config, read_config
+from commlayer.doctor.findings import Finding, of_error, run_checks, summary, usable
 from commlayer.errors import Coded, RecordError
 
 if TYPE_CHECKING:
-    from commlayer.doctor.report import Finding
+    from commlayer.doctor.nodes import Link
 
-PAGE = 80
 ENROL_S = 10.0
 """Seconds to wait for a server that does not answer while a home fetches its certificate."""
 
@@ -53,24 +55,14 @@ def examine(
 ) -> None:
     """Runs all checks for these settings, and prints the findings and the verdict. Raises typer.Exit(2) if a check fails.
     `script`: the training script of a home, which is only compiled."""
-    from commlayer.cli.arguments import check_json, write_json
-
-    check_json(json)
     # Imported late: checks load numpy, which --help does not need.
-    import msgspec
-    from rich.console import Console
-
-    from commlayer.doctor import report
     from commlayer.doctor.checks import Doctor
-    from commlayer.doctor.report import of_error, run_checks, usable
 
-    console = Console(highlight=False, markup=False)
-    console = console if console.is_terminal else Console(highlight=False, markup=False, width=PAGE)
     findings: list[Finding] = []
 
-    def show(finding: Finding) -> None:
+    def report(finding: Finding) -> None:
         findings.append(finding)
-        report.show(console, finding)
+        show(finding)
 
     bind, port = split_bind(bind, port)
     home = parse_line(join, keys) if home_keys.is_line(join) else None
@@ -84,27 +76,33 @@ def examine(
         except Coded as error:
             if home.token is None:
                 raise
-            show(of_error("keys", error))
+            report(of_error("keys", error))
             enrolled, insecure = False, True  # the checks that need no keys are still useful
     settings = {"join": join, "bind": bind, "port": port, "keys": keys, "journal": journal, "insecure": insecure}
     try:
         config = read_config({name: value for name, value in settings.items() if value})
     except RecordError as error:
-        show(of_error("settings", error))
+        report(of_error("settings", error))
         config = Config(port=port, journal=journal, insecure=True)  # so one wrong setting does not hide other problems
     examination = Doctor(config, plan, script, enrolled=enrolled)
     for checks in (examination.checks, examination.link_check, examination.node_check):
         for finding in run_checks(checks()):
-            show(finding)
+            report(finding)
     if examination.links:
-        from commlayer.doctor.nodes import table
-
-        console.print("\n".join(table(examination.nodes, examination.links)))
-    console.print(report.summary(findings))
+        show(_rates([node.host for node in examination.nodes], examination.links))
+    show(summary(findings))
     if home is not None and usable(findings):
         print(f"next: commlayer join {home._replace(token=None)} {script or 'SCRIPT'}")
     data = {"host": socket.gethostname(), "usable": usable(findings), "findings": findings, "nodes": examination.nodes,
             "links": examination.links}
-    write_json(json, msgspec.json.encode(data).decode())
+    write_json(json, data)
     if not usable(findings):
         raise typer.Exit(2)
+
+
+def _rates(hosts: Sequence[str], links: Sequence[Sequence[Link]]) -> Table:
+    """Rates from the node of each row to the node of each column."""
+    rows = [["" if a == b else "-" if isinstance(link, str) else f"{link / 1e6:.0f}" if link >= 1e8 else f"{link / 1e6:.3g}"
+             for b, link in enumerate(row)] for a, row in enumerate(links)]
+    return Table("", ("Mb/s from, to", *(f">{number}" for number in range(len(hosts)))),
+                 [[f"{number} {host}", *row] for number, (host, row) in enumerate(zip(hosts, rows, strict=True))])

@@ -8,11 +8,13 @@ from typing import Annotated
 
 import typer
 
+from commlayer.cli.output import check_json
 from commlayer.cluster.keys import home_keys
 from commlayer.config import host_port, read_config
 from commlayer.errors import InvalidInput, RecordError
 
-Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.", metavar="FILE")]
+Json = Annotated[Path | None, typer.Option(
+    "--json", callback=check_json, help="Also write the result to this file.", metavar="FILE")]
 Out = Annotated[Path, typer.Option(help="Write the result there.", metavar="FILE")]
 Batch = Annotated[int | None, typer.Option(help="Samples per worker; default: the model's usual batch.", metavar="N")]
 NoiseScale = Annotated[float | None, typer.Option(

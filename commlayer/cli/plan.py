@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import msgspec
 import typer
 from msgspec import structs
 
 from commlayer.cli.options import Batch, Codecs, Json, NoiseScale, Out
+from commlayer.cli.output import Commands, Notes, Part, Report, check_out, publish, write
 from commlayer.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from commlayer.cli.plan_output import Unfit
+    from commlayer.cli.plan_report import Unfit
     from commlayer.plan_file import PlanFileInputs
     from commlayer.planner.baselines import Baseline, Gains
     from commlayer.planner.model import Cluster, Policy, Profile
@@ -58,13 +56,11 @@ def estimate(
     verbose: Annotated[bool, typer.Option("-v", help="Also print the sources of the factors, and the buckets.")] = False,
 ) -> None:
     """Estimate how much faster training is on these machines than on the fastest one alone."""
-    from commlayer import records
-    from commlayer.cli import arguments, plan_output
+    from commlayer.cli import arguments, plan_report
     from commlayer.planner.baselines import Verdict, training_costs
     from commlayer.planner.convergence import measured_local_steps
     from commlayer.planner.tables import learning_rows
 
-    arguments.check_json(json)
     server, price = arguments.server_price(server, steps)
     machines = arguments.cluster_named(cluster, nodes, homes, server)
     policy = _policy(sync, optimizer)
@@ -78,21 +74,18 @@ def estimate(
     headline, unfit = planned.headline(gain), planned.unfit
     result = Verdict(headline, *((gain.plan, gain.cautious, gain.high, gain.step) if unfit is None else (0.0,) * 4), rows,
                      assumptions, planned.plan, costs)
-    arguments.write_json(json, records.encode(result).decode())
-    console = plan_output.console_of()
-    console.print(headline)
     if unfit is not None:
-        console.print("\n".join([*plan_output.indented(assumptions, console.width), f"Instead: {unfit.remedy}."]))
+        publish(Report(result, headline, (Notes("assumed", assumptions), f"Instead: {unfit.remedy}.")), json)
         return
+    parts: list[Part] = []
     if gain.plan:
-        console.print(plan_output.verdicts(gain, auto=not planned.policy.exact, synchronous=planned.synchronous is None))
+        parts.append(plan_report.verdicts(gain, auto=not planned.policy.exact, synchronous=planned.synchronous is None))
     if steps:
-        console.print(plan_output.training(steps, costs))
-    for part in planned.parts(rows, assumptions, plan_output.labels(exact=planned.policy.exact), steps or 0,
-                              table=arguments.learning_table("", measured), verbose=verbose, buckets=verbose):
-        console.print(part)
-    # Each line is copied as a whole, so none is wrapped.
-    console.print("\n".join(plan_output.next_lines(gain, rows, planned.plan, planned.shares)), soft_wrap=True)
+        parts.append(plan_report.training(steps, costs))
+    parts += planned.parts(rows, assumptions, plan_report.labels(exact=planned.policy.exact), steps or 0,
+                           table=arguments.learning_table("", measured), verbose=verbose, buckets=verbose)
+    commands = plan_report.next_lines(gain, rows, planned.plan, planned.shares)
+    publish(Report(result, headline, (*parts, Commands(tuple(commands)))), json)
 
 
 @app.command()
@@ -112,12 +105,11 @@ def create(
 ) -> None:
     """Write the plan with the shortest time to a loss, and its inputs in a file next to it."""
     from commlayer import plan_file, records
-    from commlayer.cli import arguments, plan_output
+    from commlayer.cli import arguments
     from commlayer.planner.model import NO_LIMIT
 
-    arguments.check_json(json)
-    arguments.check_out(out)
-    arguments.check_out(plan_file.sidecar(out))
+    check_out(out)
+    check_out(plan_file.sidecar(out))
     machines, measured = arguments.cluster_named(cluster, nodes, homes, server), arguments.profile_named(profile)
     for name in allow or ():
         if name not in ALLOWED:
@@ -130,15 +122,12 @@ def create(
         staleness="staleness" in (allow or ()), fragments="fragments" in (allow or ()))
     planned = _planned(model, machines, batch, optimizer, policy, measured, loss, learning, noise_scale)
     beside = plan_file.sidecar(out)
-    arguments.write({beside: records.encode(planned.inputs).decode() + "\n", out: plan_file.written(planned.plan)})
-    arguments.write_json(json, records.encode(planned.plan).decode())
+    write({beside: records.encode(planned.inputs).decode() + "\n", out: plan_file.written(planned.plan)})
     rows, gain = planned.judged()
-    console = plan_output.console_of()
-    for part in (planned.headline(gain), *planned.parts(
-            rows, planned.assumptions(model, named=bool(optimizer)), {}, table=arguments.learning_table(learning, measured),
-            buckets=True)):
-        console.print(part)
-    console.print(f"plan {records.digest(planned.plan)} is in {out}, its inputs are in {beside}")
+    parts = planned.parts(rows, planned.assumptions(model, named=bool(optimizer)), {},
+                          table=arguments.learning_table(learning, measured), buckets=True)
+    where = f"plan {records.digest(planned.plan)} is in {out}, its inputs are in {beside}"
+    publish(Report(planned.plan, planned.headline(gain), (*parts, where)), json)
 
 
 def _policy(sync: str, optimizer: str) -> Policy:
@@ -172,9 +161,9 @@ class _Planned(NamedTuple):
 
     @property
     def unfit(self) -> Unfit | None:
-        from commlayer.cli import plan_output
+        from commlayer.cli import plan_report
 
-        return plan_output.unfit(self.job, self.machines, self.policy.optimizer)
+        return plan_report.unfit(self.job, self.machines, self.policy.optimizer)
 
     def judged(self) -> tuple[tuple[Baseline, ...], Gains]:
         """The plan and its alternatives, and the gains over one machine alone. If the noise scale is unknown, the alternatives
@@ -197,34 +186,33 @@ class _Planned(NamedTuple):
         return verdict(gain) if unfit is None else coded("E-PLAN-MEMORY", f"DOES NOT FIT: {unfit.why}: {unfit.remedy}")
 
     def assumptions(self, model: str, *, named: bool) -> tuple[str, ...]:
-        from commlayer.cli import plan_output
+        from commlayer.cli import plan_report
 
-        return tuple(plan_output.assumptions(model, self.job, self.machines, self.policy, self.shares, named=named))
+        return tuple(plan_report.assumptions(model, self.job, self.machines, self.policy, self.shares, named=named))
 
     def parts(self, rows: tuple[Baseline, ...], assumptions: tuple[str, ...], names: Mapping[str, str], steps: int = 0, *,
-              table: LearningTable | None, buckets: bool, verbose: bool = False) -> Iterator[RenderableType]:
+              table: LearningTable | None, buckets: bool, verbose: bool = False) -> Iterator[Part]:
         """The alternatives, the plan and the assumptions. `names`: what to call an alternative; `steps`: length of the
         training, 0 if unknown."""
-        from commlayer.cli import plan_output
+        from commlayer.cli import plan_report
         from commlayer.planner.simulation import simulate
         from commlayer.planner.tables import learning_rows
         from commlayer.planner.tensors import untouched
 
         (costs, limits), known = self.inputs.costs(), self.plan.steps > 0
         timeline = simulate(self.plan, self.job, self.shared, costs, limits)
-        yield from plan_output.to_a_loss(rows, known, names, steps)
+        yield from plan_report.to_a_loss(rows, known, names, steps)
         if known and buckets:
-            yield plan_output.spread(table, self.policy.optimizer, self.job)
-        yield plan_output.title(self.plan, self.job, self.machines)
-        yield plan_output.summary(self.plan, self.job, self.machines, timeline)
-        yield from ("assumed", *plan_output.indented(assumptions, plan_output.console_of().width))
+            yield plan_report.spread(table, self.policy.optimizer, self.job)
+        yield plan_report.title(self.plan, self.job, self.machines)
+        yield plan_report.summary(self.plan, self.job, self.machines, timeline)
+        yield Notes("assumed", assumptions)
         if verbose:
-            yield "sources of the convergence factors"
             learning = costs.learning if costs is not None else learning_rows()
-            yield from (f"  {line}" for line in plan_output.provenance(
-                self.job, self.policy.optimizer, self.machines.ranks, self.plan, learning))
+            yield Notes("sources of the convergence factors", tuple(plan_report.provenance(
+                self.job, self.policy.optimizer, self.machines.ranks, self.plan, learning)))
         if buckets:
-            yield plan_output.by_decision(self.plan, self.job, plan_output.console_of().width)
+            yield plan_report.by_decision(self.plan, self.job)
             yield from untouched(self.plan, self.job)
 
 
@@ -234,17 +222,18 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
     speed get shares of the batch by their speed."""
     from commlayer import plan_file
     from commlayer.balance import loss_model
-    from commlayer.cli import arguments, plan_output
+    from commlayer.cli import arguments, plan_report
     from commlayer.planner.memory import accumulated
     from commlayer.planner.search import PlanSearch
-    from commlayer.planner.tables import GPUS, at_job_speed, rows_in
+    from commlayer.planner.tables import at_job_speed, gpus, rows_in
 
     job = arguments.with_noise(arguments.job_named(model, batch), noise_scale)
     if job.timing is not None:
         info = job.timing.model
         if info is not None and (info.tokens or info.image_side):
             job = structs.replace(job, batch=job.batch or info.samples)
-        job = accumulated(job, [node.device for node in machines.nodes if node.ranks and node.device in GPUS], policy.optimizer)
+        devices = [node.device for node in machines.nodes if node.ranks and node.device in gpus()]
+        job = accumulated(job, devices, policy.optimizer)
     machines = structs.replace(machines, nodes=at_job_speed(machines.nodes, job.timing))
     shared, by_speed = _by_speed(job, machines) if shares else (machines, ())
     # Homes of equal speed may leave (--min-workers), which requires exchanges of the whole model. Shares of the batch by speed
@@ -255,7 +244,7 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
                                       rows_in(Path(learning)) if learning else ())
     search = PlanSearch(job, shared, *inputs.costs())
     result = search.explained(search.best(exact=policy.exact))
-    synchronous = None if plan_output.is_synchronous(result) else search.explained(search.best(exact=True))
+    synchronous = None if plan_report.is_synchronous(result) else search.explained(search.best(exact=True))
     return _Planned(inputs, machines, shared, by_speed, policy, result, synchronous)
 
 
@@ -282,17 +271,15 @@ def explain(
     json: Json = None,
 ) -> None:
     """Explain a bucket: path, codec, cost and runner-up."""
-    from commlayer import plan_file, records
-    from commlayer.cli import arguments, plan_output
+    from commlayer import plan_file
+    from commlayer.cli import plan_report
     from commlayer.planner.explanation import bucket_of
     from commlayer.planner.explanation import explain as explained
 
-    arguments.check_json(json)
     record, inputs = plan_file.plan_in(plan), plan_file.inputs_of(plan)
     _refuse(record, inputs.job)
     result = explained(record, bucket_of(record, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
-    arguments.write_json(json, records.encode(result).decode())
-    _print(lambda width: plan_output.explanation(result, width))
+    publish(Report(result, "", plan_report.explanation(result)), json)
 
 
 @app.command()
@@ -302,16 +289,14 @@ def diff(
     json: Json = None,
 ) -> None:
     """Show the differences of two plans by tensor. Exit code 1 if they differ."""
-    from commlayer import plan_file, records
-    from commlayer.cli import arguments, plan_output
+    from commlayer import plan_file
+    from commlayer.cli import plan_report
     from commlayer.planner.explanation import diff as differ
 
-    arguments.check_json(json)
     beside = plan_file.sidecar(before)
     job = plan_file.inputs_of(before).job if beside.is_file() else None
     result = differ(plan_file.plan_in(before), plan_file.plan_in(after), job)
-    arguments.write_json(json, records.encode(result).decode())
-    _print(lambda _: plan_output.difference(result, str(before), str(after)))
+    publish(Report(result, "", plan_report.difference(result, str(before), str(after))), json)
     raise typer.Exit(0 if result.equal else 1)
 
 
@@ -325,13 +310,12 @@ def whatif(
     json: Json = None,
 ) -> None:
     """Plan the same job on other machines; print the gains, and the link rate below which compression is faster."""
-    from commlayer import plan_file, records
-    from commlayer.cli import arguments, plan_output
+    from commlayer import plan_file
+    from commlayer.cli import plan_report
     from commlayer.planner.baselines import what_if
     from commlayer.planner.inputs import nodes_of, rate_of
     from commlayer.planner.tables import at_job_speed
 
-    arguments.check_json(json)
     values = {"--add": add, "--bandwidth": bandwidth, "--count": count, "--gpu": gpu}
     options = [name for name, value in values.items() if value]
     if len(options) != 1:
@@ -348,8 +332,7 @@ def whatif(
         bandwidths=[rate_of(text) for text in _listed(bandwidth)], counts=[_whole(text) for text in _listed(count)],
         gpus=_listed(gpu),
     )
-    arguments.write_json(json, records.encode(curve).decode())
-    _print(lambda width: plan_output.curve(curve, width))
+    publish(Report(curve, "", plan_report.curve(curve)), json)
 
 
 @app.command()
@@ -359,11 +342,9 @@ def lint(
 ) -> None:
     """List all problems of a plan, bucket by bucket. Exit code 2 if there are any."""
     from commlayer import plan_file
-    from commlayer.cli import arguments
     from commlayer.errors import RecordError
     from commlayer.planner.plan_lint import lint as linted
 
-    arguments.check_json(json)
     problems, job, machines, costs = plan_file.misread(plan_file.text_of(plan, "plan").encode()), None, None, None
     plan_ = None if problems else plan_file.plan_in(plan)
     try:
@@ -374,9 +355,7 @@ def lint(
         problems.append(str(error))
     if plan_ is not None:
         problems += linted(plan_, job, machines, costs, _codec_problem)
-    arguments.write_json(json, msgspec.json.encode(problems).decode())
-    for line in problems or [f"{plan}: nothing wrong"]:
-        typer.echo(line)
+    publish(Report(problems, "", [Commands(problems or [f"{plan}: nothing wrong"])]), json)
     raise typer.Exit(2 if problems else 0)
 
 
@@ -385,22 +364,12 @@ def init(
     out: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("cluster.toml"),
 ) -> None:
     """Write an example cluster file for you to edit."""
-    from commlayer.cli import arguments
     from commlayer.planner.inputs import EXAMPLE
 
     if out.exists():
         raise InvalidInput("E-CLI-OPTION", f"{out} exists: choose another file")
-    arguments.write({out: EXAMPLE})
+    write({out: EXAMPLE})
     typer.echo(f"wrote {out}: edit it, then run `commlayer estimate MODEL --cluster {out}`")
-
-
-def _print(parts: Callable[[int], Iterable[RenderableType]]) -> None:
-    """Prints the parts of a page; `parts` takes the page's width in characters."""
-    from commlayer.cli.plan_output import console_of
-
-    console = console_of()
-    for part in parts(console.width):
-        console.print(part)
 
 
 def _codec_problem(text: str) -> str:

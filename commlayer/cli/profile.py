@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from commlayer import records
-from commlayer.cli.arguments import check_batch, check_out, made_by, timed_job, write
+from commlayer.cli.arguments import check_batch, made_by, timed_job
 from commlayer.cli.options import Batch, Codecs, Out
+from commlayer.cli.output import Table, check_out, show, write
 from commlayer.errors import InvalidInput
 from commlayer.planner.model import CodecCost, Line, Profile
 from commlayer.planner.tables import BUCKET_S, DEFAULT_CODECS, PCIE_COPY, SERVER_BYTE_S
@@ -51,7 +52,7 @@ def profile(
     profile = Profile(costs, Line(0.0, SERVER_BYTE_S), BUCKET_S, PCIE_COPY, *collectives, source="measured")
     files: dict[Path, Record] = {out: profile} if timed is None else {out: profile, job: timed}
     write({file: records.encode(record).decode() for file, record in files.items()})
-    _show(costs)
+    show(_table(costs))
     for where, of in (("inside a node", profile.inside), ("between nodes", profile.across)):
         if of.slope_s:
             print(f"collectives {where}: {1e6 * of.floor_s:.0f} us a message and {1e9 * of.slope_s:.2f} ns a byte, fit error "
@@ -87,12 +88,10 @@ def _among_ranks() -> tuple[Line, Line] | None:
     return (inside, across) if launch.rank == 0 else None
 
 
-def _show(costs: tuple[CodecCost, ...]) -> None:
-    from commlayer.cli.plan_output import console_of, table
-
-    grid = table("", "codec", ">encode 4 MiB, ms", ">add, ms", ">GB/s", ">bits/element", ">fit error")
+def _table(costs: tuple[CodecCost, ...]) -> Table:
+    rows = []
     for cost in costs:
         encode_s, error = cost.encode(SHOWN), max(cost.encode.error, cost.decode.error)
-        grid.add_row(cost.codec, f"{1e3 * encode_s:.2f}", f"{1e3 * cost.decode(SHOWN):.2f}",
-                     f"{4 * SHOWN / encode_s / 1e9:.1f}", f"{8 * cost.nbytes(SHOWN) / SHOWN:.2f}", f"{100 * error:.0f} %")
-    console_of().print(grid)
+        rows.append([cost.codec, f"{1e3 * encode_s:.2f}", f"{1e3 * cost.decode(SHOWN):.2f}",
+                     f"{4 * SHOWN / encode_s / 1e9:.1f}", f"{8 * cost.nbytes(SHOWN) / SHOWN:.2f}", f"{100 * error:.0f} %"])
+    return Table("", ("codec", ">encode 4 MiB, ms", ">add, ms", ">GB/s", ">bits/element", ">fit error"), rows)

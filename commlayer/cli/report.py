@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from commlayer.cli.options import Out
+from commlayer.cli.output import check_out, write
 
 
 def report(
@@ -15,7 +16,6 @@ def report(
     out: Out = Path("report.html"),
 ) -> None:
     """Write one HTML file about a finished run: members, curves, plan changes and failures. A browser opens it from disk."""
-    from commlayer.cli.arguments import check_out, write
     from commlayer.observe.event_files import read_run
     from commlayer.observe.page import report as page_of
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from commlayer.cli.options import Json
+from commlayer.cli.output import Part, Report, Table, publish
 
 if TYPE_CHECKING:
     from commlayer.observe.step_trace import Comparison
@@ -18,29 +20,21 @@ def trace(
     json: Json = None,
 ) -> None:
     """Compare predicted and measured times of a recorded step. Open FILE in ui.perfetto.dev to see the timeline."""
-    from commlayer import records
-    from commlayer.cli.arguments import check_json, write_json
     from commlayer.observe.step_trace import read_comparison
 
-    check_json(json)
     comparison = read_comparison(file)
-    write_json(json, records.encode(comparison).decode())
-    _show(comparison)
+    publish(Report(comparison, "", _parts(comparison)), json)
 
 
-def _show(comparison: Comparison) -> None:
-    from commlayer.cli.plan_output import console_of, ms, table
+def _parts(comparison: Comparison) -> Iterator[Part]:
+    from commlayer.cli.plan_report import ms
 
-    console = console_of()
-    console.print(f"{comparison.steps} steps from step {comparison.first_step} on, {comparison.ranks} ranks on "
-                  f"{comparison.nodes} nodes, plan {comparison.plan}", markup=False)
+    yield (f"{comparison.steps} steps from step {comparison.first_step} on, {comparison.ranks} ranks on "
+           f"{comparison.nodes} nodes, plan {comparison.plan}")
     if comparison.note:
-        console.print(comparison.note, markup=False)
-    grid = table("", "op", ">buckets", ">predicted ms", ">measured ms", ">error", ">worst bucket")
-    for row in comparison.rows:
-        predicted = "" if row.predicted_s is None else ms(row.predicted_s)
-        error = "" if row.error is None else f"{100 * row.error:+.0f} %"
-        grid.add_row(row.op, str(row.buckets or ""), predicted, ms(row.measured_s), error,
-                     "" if row.worst is None else str(row.worst))
-    console.print(grid)
-    console.print("milliseconds per step, summed over all buckets, which may overlap; mean over nodes", markup=False)
+        yield comparison.note
+    yield Table("", ("op", ">buckets", ">predicted ms", ">measured ms", ">error", ">worst bucket"), [
+        [row.op, str(row.buckets or ""), "" if row.predicted_s is None else ms(row.predicted_s), ms(row.measured_s),
+         "" if row.error is None else f"{100 * row.error:+.0f} %", "" if row.worst is None else str(row.worst)]
+        for row in comparison.rows])
+    yield "milliseconds per step, summed over all buckets, which may overlap; mean over nodes"

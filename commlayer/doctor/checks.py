@@ -10,7 +10,7 @@ from typing import Any
 
 from commlayer.config import Config, host_port, is_loopback, launcher_says, master, read_launch
 from commlayer.doctor import machine, network, nodes, server
-from commlayer.doctor.report import Check, Finding, of_error
+from commlayer.doctor.findings import Check, Finding, of_error
 from commlayer.errors import CommError
 
 QUICK_S, NAMES_S, SERVER_S, LINK_S = 5.0, 8.0, 17.0, 2.0

@@ -22,7 +22,7 @@ from commlayer import native, planner, records
 from commlayer.cluster.calls import messages
 from commlayer.cluster.servers.server_journal import NAME
 from commlayer.config import Config, host_port, is_loopback
-from commlayer.doctor.report import Finding, fail, judge, of_error, ok, warn
+from commlayer.doctor.findings import Finding, fail, judge, of_error, ok, warn
 from commlayer.errors import RecordError
 from commlayer.plan_file import plan_in
 from commlayer.records import Plan, Record

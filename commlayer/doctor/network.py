@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from commlayer.config import is_loopback, join_host
-from commlayer.doctor.report import Finding, fail, of_error, ok, warn
+from commlayer.doctor.findings import Finding, fail, of_error, ok, warn
 from commlayer.records import Record
 from commlayer.transport import own_address
 from commlayer.transport.flow_control import SLOW_BPS

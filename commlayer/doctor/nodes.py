@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 
 from commlayer.config import Launch, host_port, is_loopback, join_host, launcher_says
+from commlayer.doctor.findings import Finding, fail, judge, ok
 from commlayer.doctor.machine import own_version
 from commlayer.doctor.network import INSIDE, connect_problem, own_addresses
-from commlayer.doctor.report import Finding, fail, judge, ok
 from commlayer.doctor.server import rate_text
 from commlayer.errors import CommError
 from commlayer.records import Record
@@ -36,7 +36,6 @@ SEND_S, SETTLE_S, PATIENCE_S = 1.0, 0.3, 8.0
 """Seconds for which a node sends, the first seconds that are not counted, and seconds without progress after which it gives
 up."""
 CHUNK_NBYTES = 128 << 10
-HOST_WIDTH = 14
 
 
 class NodeFacts(Record, frozen=True):
@@ -121,18 +120,6 @@ def check_links(nodes: Sequence[NodeFacts], links: Sequence[Sequence[Link]]) -> 
         uneven = slowest_bps * UNEVEN < median_bps
         yield judge("nodes", f"{line}, the median {rate_text(median_bps)}" if uneven else line,
                     "repair that link, or plan for it: commlayer plan create", doubtful=uneven)
-
-
-def table(nodes: Sequence[NodeFacts], links: Sequence[Sequence[Link]]) -> list[str]:
-    """Formats a table of rates in Mb/s: from the node of each row to the node of each column."""
-    def cell(link: Link) -> str:
-        return "-" if isinstance(link, str) else f"{link / 1e6:.0f}" if link >= 1e8 else f"{link / 1e6:.3g}"
-
-    cells = [["" if a == b else cell(link) for b, link in enumerate(row)] for a, row in enumerate(links)]
-    wide = max(5, *(len(cell) for row in cells for cell in row)) + 1
-    head = f"{'Mb/s from, to':{HOST_WIDTH + 3}}" + "".join(f"{number:>{wide}}" for number in range(len(nodes)))
-    return [head, *(f"{number:>2} {node.host[:HOST_WIDTH]:{HOST_WIDTH}}" + "".join(f"{cell:>{wide}}" for cell in cells[number])
-                    for number, node in enumerate(nodes))]
 
 
 def own_facts(plan: str) -> NodeFacts:

@@ -17,8 +17,8 @@ from commlayer.cluster.calls.diagnosis import diagnose
 from commlayer.cluster.calls.messages import MAX_STATUS_NBYTES, StatusReply, StatusRequest
 from commlayer.cluster.servers import dialing
 from commlayer.config import Config, host_port
+from commlayer.doctor.findings import Finding, fail, judge, of_error, ok, warn
 from commlayer.doctor.network import check_idle, dial, idle_setting
-from commlayer.doctor.report import Finding, fail, judge, of_error, ok, warn
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, RecordError
 from commlayer.records import ServerInfo
 from commlayer.transport import framing, tls

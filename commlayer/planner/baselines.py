@@ -19,7 +19,7 @@ from commlayer.planner.noise import noise_of
 from commlayer.planner.plan_rules import main_codec, sync_mode
 from commlayer.planner.search import PAYS, plan
 from commlayer.planner.simulation import bucket_template, exact_s, hosts_of
-from commlayer.planner.tables import GPUS, job_speed
+from commlayer.planner.tables import gpus, job_speed
 from commlayer.planner.tensors import sent_numel
 from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record, Timing
 
@@ -74,7 +74,7 @@ def training_costs(
     for row in [rows[0], *(row for row in rows if row.name == ALONE)]:
         nodes = [node for node in cluster.nodes if node.ranks and row.node in ("", node.name)]
         hours = steps * row.step_s * row.steps / 3600
-        power = [node.ranks * GPUS[node.device].watts if node.device in GPUS else 0.0 for node in nodes]
+        power = [node.ranks * gpus()[node.device].watts if node.device in gpus() else 0.0 for node in nodes]
         kwh = hours * sum(power) / 1000 if all(power) else 0.0
         result.append(TrainingCost(row.name, hours, hours * sum(node.ranks for node in nodes),
                                    0.0 if row.node else price * rented * hours, kwh, row.nbytes * steps * row.steps / 1e9))

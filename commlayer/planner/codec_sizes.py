@@ -1,18 +1,19 @@
 """Default costs of codecs that were not measured: bytes that kernels read and write, and bytes sent, per element.
 
-Codecs are bound by memory bandwidth: an element costs the bytes that its kernels read and write. The project's bench measured
-each codec's speed as a fraction of the memory's streaming speed. Convergence costs are in `learning.json`.
+Codecs are bound by memory bandwidth: an element costs the bytes that its kernels read and write (data/codecs.toml).
+Convergence costs are in data/learning.json.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from typing import Literal
 
 from msgspec import structs
 
 from commlayer.codec_spec import LEVEL_BITS, VALUE_BITS, CodecSpec
 from commlayer.errors import InvalidInput
+from commlayer.planner.data import NotNegative, Positive, load
 from commlayer.records import Record
 
 
@@ -32,55 +33,59 @@ MEMORY_NBYTES = 12
 """Bytes per element that momentum reads and writes to update its velocity."""
 POSITION_ROOM = 1.15
 """Size of encoded positions of selected entries, relative to their entropy."""
-SELECT, SELECT_RUNS = 12 / 0.68, 12 / 0.34
-"""Bytes per element that encoding touches, for selection by entry and by run. Gradient and residual are read and the residual
-is written. Scoring runs takes as long as topk."""
+STREAMED_NBYTES = 12
+"""Bytes per element that encoding touches at least: it reads gradient and residual and writes the residual."""
+
+
+class Plain(Record, frozen=True, tag_field="kind", tag="plain"):
+    """A family in which all codecs cost the same."""
+
+    encode: NotNegative
+    decode: NotNegative
+    sent: Positive
+    sums: bool = False
+
+    def touch(self, name: CodecSpec) -> Touch:
+        return Touch(self.encode, self.decode, self.sent, sums=self.sums)
+
+
+class Quantized(Record, frozen=True, tag_field="kind", tag="quantized"):
+    """A family that sends a code for each element, and a scale for each block. `bits`: of a code; 0: by the codec's levels."""
+
+    speed: Positive
+    scale_nbytes: Positive
+    bits: NotNegative = 0.0
+
+    def touch(self, name: CodecSpec) -> Touch:
+        code = (self.bits or LEVEL_BITS[name.get("levels")]) / 8
+        return Touch((STREAMED_NBYTES + code) / self.speed, 8 + code, code + self.scale_nbytes / name.get("block"))
+
+
+class Selected(Record, frozen=True, tag_field="kind", tag="selected"):
+    """A family that sends some entries. `positions`: a position is sent for each entry or each run, or the seed gives all."""
+
+    speed: Positive
+    positions: Literal["entry", "run", "seed"]
+
+    def touch(self, name: CodecSpec) -> Touch:
+        ratio, seeded = float(name.get("ratio")), self.positions == "seed"
+        entry_nbytes = VALUE_BITS[name.get("values")] / 8
+        if not seeded:
+            entry_nbytes += _position_nbytes(ratio) / (name.get("run") if self.positions == "run" else 1)
+        return Touch(STREAMED_NBYTES / self.speed, 4 + 64 * ratio, ratio * entry_nbytes, sums=seeded, alone=not seeded,
+                     answers=not seeded)
 
 
 def touch(name: CodecSpec) -> Touch:
     """Costs of a codec by its family's formula. InvalidInput if the family has none."""
-    core = name.core
-    if core.family not in _FAMILIES:
-        raise InvalidInput("E-PLAN-CODEC-COST", f"codec {core.family}() has no default cost (known: {', '.join(_FAMILIES)}); "
+    core, families = name.core, load("codecs", dict[str, Plain | Quantized | Selected])
+    if core.family not in families:
+        raise InvalidInput("E-PLAN-CODEC-COST", f"codec {core.family}() has no default cost (known: {', '.join(families)}); "
                            "measure it with `commlayer profile`")
-    base = _FAMILIES[core.family](core)
+    base = families[core.family].touch(core)
     layers = tuple(name.bare.layers())
     more = MEMORY_NBYTES * sum(layer.family == "momentum" for layer in layers)
     return structs.replace(base, encode=base.encode + more, answers=base.answers and len(layers) == 1)
-
-
-def _quantiser(speed: float, bits: float, scale_nbytes: int) -> Callable[[CodecSpec], Touch]:
-    return lambda name: _quantised(name, speed, bits, scale_nbytes)
-
-
-def _quantised(name: CodecSpec, speed: float, bits: float, scale_nbytes: int) -> Touch:
-    """`speed`: encoding speed as a fraction of the memory's streaming speed."""
-    code = bits / 8
-    return Touch((12 + code) / speed, 8 + code, code + scale_nbytes / name.get("block"))
-
-
-def _qsgd(name: CodecSpec) -> Touch:
-    return _quantised(name, 0.35, LEVEL_BITS[name.get("levels")], 2)
-
-
-def _topk(name: CodecSpec) -> Touch:
-    ratio = float(name.get("ratio"))
-    return _picked(SELECT, ratio, VALUE_BITS[name.get("values")] / 8 + _position_nbytes(ratio))
-
-
-def _block_threshold(name: CodecSpec) -> Touch:
-    ratio = float(name.get("ratio"))
-    return _picked(SELECT_RUNS, ratio, VALUE_BITS[name.get("values")] / 8 + _position_nbytes(ratio) / name.get("run"))
-
-
-def _picked(encode: float, ratio: float, entry_nbytes: float) -> Touch:
-    return Touch(encode, 4 + 64 * ratio, ratio * entry_nbytes)
-
-
-def _randomk(name: CodecSpec) -> Touch:
-    ratio = float(name.get("ratio"))
-    return Touch(12, 4 + 64 * ratio, ratio * VALUE_BITS[name.get("values")] / 8,
-                 sums=True, alone=False, answers=False)
 
 
 def _position_nbytes(ratio: float) -> float:
@@ -89,17 +94,3 @@ def _position_nbytes(ratio: float) -> float:
         return 0.0
     bits = -math.log2(ratio) - (1 - ratio) / ratio * math.log2(1 - ratio)
     return POSITION_ROOM * bits / 8
-
-
-_FAMILIES: Mapping[str, Callable[[CodecSpec], Touch]] = {
-    "identity": lambda _: Touch(0, 12, 4, sums=True),
-    "fp16": lambda _: Touch(6, 10, 2),
-    "bf16": lambda _: Touch(6, 10, 2),
-    "int8": _quantiser(0.72, 8, 4),
-    "int4": _quantiser(0.72, 4, 2),
-    "onebit": _quantiser(0.746, 1, 2),
-    "qsgd": _qsgd,
-    "topk": _topk,
-    "randomk": _randomk,
-    "block_threshold": _block_threshold,
-}

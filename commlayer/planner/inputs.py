@@ -19,7 +19,7 @@ from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner import tables
 from commlayer.planner.convergence import row_problem
 from commlayer.planner.model import Cluster, Link, Node, Policy, Profile, bare
-from commlayer.planner.tables import DEFAULT_CODECS, GPUS, profile_from_tables
+from commlayer.planner.tables import DEFAULT_CODECS, gpus, profile_from_tables
 from commlayer.records import Job, Record, Timing
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ def profile_problems(profile: Profile, cluster: Cluster | None = None) -> Iterat
     yield from (f"{name}: {problem}" for problem in numbers(profile))
     if not all(0 <= part < math.inf for part in profile.energy) or (profile.energy and not sum(profile.energy) > 0):
         yield f"{name}: energy has a negative value, or only zeros; allowed: 0 or more, not all 0"
-    known = {"gpu", "cpu", *GPUS, *(node.device for node in cluster.nodes)} if cluster else set()
+    known = {"gpu", "cpu", *gpus(), *(node.device for node in cluster.nodes)} if cluster else set()
     for device in sorted({cost.device for cost in profile.codecs} - known) if cluster else ():
         near = difflib.get_close_matches(device, known, 3, 0.5)
         yield (f"{name}: device {device!r} is neither gpu, cpu, a known GPU nor the device of a node"
@@ -241,7 +241,7 @@ def nodes_of(text: str, *, first: int = 0, what: str = "nodes") -> tuple[Node, .
 def cluster_from_line(text: str) -> Cluster:
     """Parses a cluster from a comma-separated list of nodes. Nodes can reach each other if all links are rack links ("10g")."""
     nodes = nodes_of(text)
-    return Cluster(nodes, all(node.link.alpha_s <= tables.RACK_ALPHA_S for node in nodes))
+    return Cluster(nodes, all(node.link.alpha_s <= tables.links().rack_alpha_s for node in nodes))
 
 
 def cluster_of_homes(text: str, server: str) -> Cluster:
@@ -287,7 +287,8 @@ def link_of(text: str, what: str) -> Link:
     up_bps = _bps(up, unit) if up else down_bps
     if not min(down_bps, up_bps) > 0:
         raise InvalidInput("E-LINK-NAME", f"{what}: link {text!r}: rates must be above 0")
-    return Link(up_bps, down_bps, tables.HOME_ALPHA_S if up else tables.FIBER_ALPHA_S)
+    links = tables.links()
+    return Link(up_bps, down_bps, links.home_alpha_s if up else links.fiber_alpha_s)
 
 
 def _bps(number: str, unit: str) -> float:
@@ -312,11 +313,11 @@ def _nodes(written: WrittenNode, place: int, what: str) -> Iterator[Node]:
     try:
         link = tables.link(written.link) if isinstance(written.link, str) else written.link
         speed = written.speed or tables.speed(written.device)
-        if written.intra not in tables.INTRA:
-            raise InvalidInput("E-PLAN-INPUT", f"intra {written.intra!r}: allowed are {', '.join(tables.INTRA)}")
+        if written.intra not in tables.links().intra:
+            raise InvalidInput("E-PLAN-INPUT", f"intra {written.intra!r}: allowed are {', '.join(tables.links().intra)}")
     except ValueError as error:
         raise InvalidInput("E-PLAN-INPUT", f"{what}: node {name}: {error}") from None
-    intra_bps, intra_alpha_s = tables.INTRA[written.intra] if written.ranks > 1 else (0.0, 0.0)
+    intra_bps, intra_alpha_s = tables.intra_of(written.intra, written.ranks)
     node = Node(name, written.ranks, written.device, link, written.intra_bps or intra_bps,
                 written.intra_alpha_s or intra_alpha_s, speed, written.server)
     for i in range(written.count):

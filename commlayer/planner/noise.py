@@ -5,15 +5,55 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from commlayer.records import Job, ModelInfo
+from commlayer.planner.data import Positive, load
+from commlayer.records import Job, ModelInfo, Record
 
-CHARACTERS = 1000
-"""A vocabulary of fewer words consists of characters, which carry less information than words."""
-SMALL_IMAGE = 64
-"""Pixels per side up to which images are like those of CIFAR-10."""
-IMAGENET_NOISE, CIFAR_NOISE = 8192, 900
-"""Gradient noise scale in images. ImageNet: training with batches of 8192 takes as many epochs as with small ones (Goyal et
-al., 1706.02677). CIFAR-10: the critical batch size, averaged over the training (McCandlish et al., 1812.06162)."""
+
+class ImageScale(Record, frozen=True):
+    scale: Positive
+    source: str
+
+
+class Images(Record, frozen=True):
+    small_side: int
+    small: ImageScale
+    large: ImageScale
+
+
+class Language(Record, frozen=True):
+    """A law of data/noise.toml."""
+
+    scale: Positive
+    exponent: Positive
+    typical_loss: Positive
+    typical_numel: int
+    loss_exponent: Positive
+    source: str
+
+    def expected_loss(self, numel: float) -> float:
+        """A model's loss in the middle of its training."""
+        return float(self.typical_loss * (self.typical_numel / numel) ** self.loss_exponent)
+
+    def noise_scale(self, loss: float) -> float:
+        """In tokens."""
+        return self.scale * math.exp(-math.log(loss) / self.exponent)
+
+
+class Characters(Record, frozen=True):
+    most_vocabulary: int
+    scale: Positive
+    exponent: Positive
+    source: str
+
+    def noise_scale(self, numel: float) -> float:
+        """In characters."""
+        return float(self.scale * (numel / 1e6) ** self.exponent)
+
+
+class Table(Record, frozen=True):
+    images: Images
+    language: Language
+    characters: Characters
 
 
 class NoiseLaw(NamedTuple):
@@ -30,44 +70,21 @@ def law_of(model: ModelInfo | None, numel: int) -> NoiseLaw | None:
     of a model that knows its task already.
 
     >>> law_of(ModelInfo(8, 1024, 50257), 124_439_808), law_of(ModelInfo(32, image_side=32, classes=10), 10**6).scale
-    (NoiseLaw(scale=713026, unit='tokens', source='published for language models of this size'), 900)
+    (NoiseLaw(scale=713026, unit='tokens', source='published for language models of this size'), 900.0)
     """
     if model is None or model.frozen > numel:
         return None
+    table = load("noise", Table)
+    if model.vocabulary > table.characters.most_vocabulary:
+        law = table.language
+        return NoiseLaw(round(law.noise_scale(law.expected_loss(numel))), "tokens", law.source)
     if model.vocabulary:
-        if model.vocabulary < CHARACTERS:
-            return NoiseLaw(character_noise(numel), "tokens", "measured with models of characters (docs/benchmarks.md)")
-        return NoiseLaw(round(language_noise(expected_loss(numel))), "tokens", "published for language models of this size")
+        return NoiseLaw(table.characters.noise_scale(numel), "tokens", table.characters.source)
     if model.image_side and model.classes:
-        small = model.image_side <= SMALL_IMAGE
-        return NoiseLaw(CIFAR_NOISE if small else IMAGENET_NOISE, "images",
-                        f"published for {'CIFAR-10' if small else 'ImageNet'}")
+        images = table.images
+        kind = images.small if model.image_side <= images.small_side else images.large
+        return NoiseLaw(kind.scale, "images", kind.source)
     return None
-
-
-def language_noise(loss: float) -> float:
-    """Gradient noise scale of language models at this loss, in tokens (Kaplan et al., 2001.08361).
-
-    >>> round(language_noise(3.3), -4)
-    710000.0
-    """
-    return 2.1e8 * math.exp(-math.log(loss) / 0.21)
-
-
-def expected_loss(numel: float) -> float:
-    """A language model's loss in the middle of its training: 3.3 for GPT-2's 124 M parameters, and lower for larger models by
-    the published exponent (Kaplan et al., 2001.08361).
-
-    >>> [round(expected_loss(numel), 1) for numel in (124_439_808, 355e6, 1.2e9, 8e9)]
-    [3.3, 3.0, 2.8, 2.4]
-    """
-    return float(3.3 * (124_439_808 / numel) ** 0.076)
-
-
-def character_noise(numel: float) -> float:
-    """Gradient noise scale in characters, between the medians of our long trainings with 0.36 M and 2.3 M parameters, 5,900 and
-    9,700 (python -m bench longrun)."""
-    return float(7700 * (numel / 1e6) ** 0.27)
 
 
 def noise_of(job: Job) -> float:

@@ -50,6 +50,7 @@ STARTS_AUTOTUNE = "commlayer/engine/step/step_loop.py"
 """The one module of engine/ that imports autotune/."""
 ROOMS: dict[str, list[set[str]]] = {
     "planner": [
+        {"data"},
         {"codec_sizes", "convergence", "noise", "tree", "tensors", "model", "buckets", "plan_rules"},
         {"tables"},
         {"memory", "models"},

@@ -27,13 +27,14 @@ from support.processes import clean_environment
 
 from bench.lab import Lab
 from commlayer import plan_file
+from commlayer.cli.output import PIPE_WIDTH
 from commlayer.cluster.calls import messages
 from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 from commlayer.cluster.membership import client, coordinator
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.servers.summation_server import DataServer
 from commlayer.doctor import machine, network, server
-from commlayer.doctor.report import Finding
+from commlayer.doctor.findings import Finding
 from commlayer.errors import code_of
 from commlayer.records import Bucket, Plan, Slice
 from commlayer.transport import own_address
@@ -279,7 +280,7 @@ def test_the_command_says_what_to_mend_and_fails(tmp_path: Path) -> None:
     assert (done.returncode, errors) == (2, "")
     assert took_s < 30.0
     lines = text.splitlines()
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines)) <= PIPE_WIDTH
     assert "\x1b" not in text, "no colours where there is no terminal"
     assert [line for line in lines if line.startswith("fail settings")]
     assert [line for line in lines if line.startswith("fail plan")]

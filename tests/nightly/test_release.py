@@ -65,7 +65,8 @@ def test_the_wheel_is_whole_and_runs_on_older_systems(built: Path) -> None:
     wheel = only(built, "*.whl")
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
-    assert {"commlayer/py.typed", "commlayer/demo/digits.npz", "commlayer/planner/learning.json"} <= names
+    assert {"commlayer/py.typed", "commlayer/demo/digits.npz", "commlayer/planner/data/learning.json"} <= names
+    assert {f"commlayer/planner/data/{table}.toml" for table in ("codecs", "links", "machines", "models", "noise")} <= names
     assert {f"commlayer/observe/{name}" for name in (
         "page.html", "vendor/LICENSE", "vendor/uPlot.iife.min.js", "vendor/uPlot.min.css")} <= names
     assert any(name.startswith("commlayer/_core.") for name in names)

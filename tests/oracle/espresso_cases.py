@@ -17,7 +17,7 @@ from commlayer.planner import models
 from commlayer.planner.costs import Prices
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
 from commlayer.planner.problem import Task
-from commlayer.planner.tables import INTRA, PCIE_COPY
+from commlayer.planner.tables import PCIE_COPY, links
 from commlayer.planner.tree import Path, encodes, options
 from commlayer.records import Job
 
@@ -34,7 +34,7 @@ def cluster_of(name: str, link_share: float = 1.0) -> Cluster:
     """`link_share` is the achievable fraction of the network's nominal rate."""
     net_bps, intra = TESTBEDS[name]
     link = Link(net_bps * link_share, net_bps * link_share, HOP_S / 2)
-    nodes = (Node(f"m{i}", GPUS_EACH, "v100", link, INTRA[intra][0], HOP_S / 2, server=False) for i in range(MACHINES))
+    nodes = (Node(f"m{i}", GPUS_EACH, "v100", link, links().intra[intra].bps, HOP_S / 2, server=False) for i in range(MACHINES))
     return Cluster(tuple(nodes))
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from support.commands import commlayer_called  # noqa: F401  (a fixture)
 
 from commlayer import plan_file, records
-from commlayer.cli import plan_output
+from commlayer.cli import output, plan_report
 from commlayer.cli.arguments import counted_job, function_of, job_named, made_by, timed_job
 from commlayer.cli.main import run
 from commlayer.demo import report
@@ -290,8 +290,8 @@ def test_one_machine_alone_counts_by_its_own_batch_where_that_is_sooner() -> Non
     assert point.alone_s == own.to_loss_s
     assert point.lead == pytest.approx(own.to_loss_s / point.to_loss_s), "a gain is over the best of what there is"
     console = Console(width=120, file=io.StringIO(), highlight=False)
-    for part in plan_output.curve(Curve("bandwidth", (point,)), 120):
-        console.print(part)
+    for part in plan_report.curve(Curve("bandwidth", (point,))):
+        output.render(console, part)
     out = console.file.getvalue()  # type: ignore[attr-defined]
     assert ("one machine alone is faster than this plan: 3 Mb/s" in out) is (own.to_loss_s < point.to_loss_s)
     assert all(word in out for word in ("DDP fp16", "alone", f"{1e3 * own.to_loss_s:.1f}"))
@@ -477,15 +477,15 @@ def test_tables_keep_to_the_page_and_break_no_words(width: int) -> None:
     curve = what_if(job, machines, gpus=["v100"])
     console = Console(width=width, markup=False, highlight=False)
     for parts, whole in (
-        ([plan_output.by_decision(record, job, width)],
+        ([plan_report.by_decision(record, job)],
          [big.codec, *big.path.split(), "such as", *{b.why.reason.split()[0] for b in record.buckets if b.why}]),
-        (plan_output.explanation(explain(record, big.id, job, machines), width), ["encode@", "up:rtx3060-0", "." * 8]),
-        (plan_output.difference(diff(record, other, job), "a.json", "b.json"), [big.codec, "topk(ratio=0.01)"]),
-        (plan_output.curve(curve, width), ["v100", *(word for point in curve.points for word in point.codec.split())]),
+        (plan_report.explanation(explain(record, big.id, job, machines)), ["encode@", "up:rtx3060-0", "." * 8]),
+        (plan_report.difference(diff(record, other, job), "a.json", "b.json"), [big.codec, "topk(ratio=0.01)"]),
+        (plan_report.curve(curve), ["v100", *(word for point in curve.points for word in point.codec.split())]),
     ):
         with console.capture() as warning:
             for part in parts:
-                console.print(part)
+                output.render(console, part)
         assert max(map(len, warning.get().splitlines())) <= width
         assert [word for word in whole if word not in warning.get()] == []
 

@@ -11,14 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from commlayer.cli.output import finding_lines
 from commlayer.cluster.calls import messages
 from commlayer.cluster.calls.messages import StatusReply
 from commlayer.config import Config
-from commlayer.doctor import checks, machine, network, nodes, report, server
+from commlayer.doctor import checks, machine, network, nodes, server
+from commlayer.doctor.findings import Check, Finding, fail, ok, run_checks, summary, usable, warn
 from commlayer.doctor.machine import Torch
 from commlayer.doctor.network import Addresses, Interface
 from commlayer.doctor.nodes import NodeFacts
-from commlayer.doctor.report import Check, Finding, fail, ok, run_checks, usable, warn
 from commlayer.records import Bucket, Plan, ServerInfo, Slice
 from commlayer.transport import framing
 
@@ -198,11 +199,11 @@ def test_a_driver_that_hangs_is_ended() -> None:
 def test_lines_fit_a_terminal_of_80_columns() -> None:
     finding = fail("port", "server " + "a-long-name." * 12 + "example:7000 does not answer", "open that port in its firewall "
                    "and router, and check the address that was given to it on the line that started it")
-    lines = report.finding_lines(finding, 80)
+    lines = finding_lines(finding, 80).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("fail port      server a-long-name")
     assert [line for line in lines if line.startswith(" " * 15 + "-> open that port")]
-    assert report.summary([finding, warn("a", "b", "c"), ok("a", "b")]) == "not usable: 1 failed, 1 warning, 1 ok"
+    assert summary([finding, warn("a", "b", "c"), ok("a", "b")]) == "not usable: 1 failed, 1 warning, 1 ok"
     assert not usable([finding, ok("a", "b")])
     assert usable([warn("a", "b", "c")])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,12 +12,13 @@ from msgspec import structs
 from support.plans import cluster
 
 from commlayer import records
-from commlayer.errors import InvalidInput
+from commlayer.errors import InvalidInput, RecordError
+from commlayer.planner import data
 from commlayer.planner import tables as machines
 from commlayer.planner.inputs import cluster_from_line, cluster_of, link_of, nodes_of, profile_of, rate_of
 from commlayer.planner.model import Cluster, Link
-from commlayer.planner.models import PRESETS, PUBLISHED, builtin, layers, published
-from commlayer.planner.tables import INTRA, at_job_speed, gpu, link, node, profile_from_tables
+from commlayer.planner.models import built_in, builtin, layers, preset_of, published
+from commlayer.planner.tables import at_job_speed, gpu, link, links, node, profile_from_tables
 from commlayer.records import Job, Work
 
 SIZES = {
@@ -53,7 +55,7 @@ def test_shapes_add_up_to_the_published_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("result", [builtin, published])
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [name for name, model in built_in().items() if model.published])
 def test_times_hang_together(name: str, result: Callable[[str], Job]) -> None:
     job = result(name)
     assert job.timing is not None
@@ -77,17 +79,18 @@ def test_presets_are_near_published_rates_in_mixed_precision(name: str, device: 
     assert 256 / (timing.forward_s + timing.backward_s) == pytest.approx(samples_per_s, rel=0.15)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name, model in built_in().items() if model.preset])
 def test_presets_are_computed_in_bf16_from_operations_and_keep_activations_by_the_batch(name: str) -> None:
-    one, two = builtin(name, 1).timing, builtin(name, 2).timing
+    one, two, preset = builtin(name, 1).timing, builtin(name, 2).timing, preset_of(name)
+    assert preset is not None
     assert one is not None
     assert two is not None
     assert one.half
     assert two.backward_s == pytest.approx(2 * one.backward_s)
-    assert one.backward_s == pytest.approx(one.forward_s * (1 if PRESETS[name].model.frozen else 2))
+    assert one.backward_s == pytest.approx(one.forward_s * (1 if preset.model.frozen else 2))
     assert two.activation_nbytes == pytest.approx(2 * one.activation_nbytes)
-    if (tokens := PRESETS[name].model.tokens) and not PRESETS[name].model.frozen:
-        flops = 3 * one.forward_s * PRESETS[name].utilisation * 125e12
+    if (tokens := preset.model.tokens) and not preset.model.frozen:
+        flops = 3 * one.forward_s * preset.utilisation * 125e12
         # Attention and a head that shares the embeddings' weight come on top of 6 operations a parameter and token.
         assert 6 * tokens * builtin(name).numel * 0.8 < flops < 6 * tokens * builtin(name).numel * 1.4
 
@@ -134,7 +137,7 @@ def test_links(name: str, expected: Link) -> None:
     (lambda: node("a", "v1000", "10g"), "'v1000'.* v100,.*E-GPU-NAME"),
     (lambda: link("dsl"), "link 'dsl'.*E-LINK-NAME"),
     (lambda: link("home-100/0"), "link 'home-100/0'.*E-LINK-NAME"),
-    (lambda: node("a", "v100", "10g", intra="string"), f"intra 'string': .*{', '.join(INTRA)}.*E-LINK-NAME"),
+    (lambda: node("a", "v100", "10g", intra="string"), f"intra 'string': .*{', '.join(links().intra)}.*E-LINK-NAME"),
     (lambda: profile_from_tables(Cluster(()), ("gzip()",)), "'gzip'.* bf16,.*E-CODEC-NAME"),
     (lambda: profile_from_tables(Cluster(()), ("topk(ratio=0)",)), r"topk: ratio is 0\b.*E-CODEC-ARGUMENT"),
 ])
@@ -247,3 +250,17 @@ def test_any_line_is_read_or_answered_in_one_line(text: str) -> None:
 def test_rates_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match=f"rate: got '{text}'.*E-PLAN-INPUT"):
         rate_of(text)
+
+
+@pytest.mark.parametrize(("text", "problem"), [
+    ("gpus = {}\ncpu = {speed = 0, tflops = 1, stream_bytes_s = 1}", r"speed|`float` > 0"),
+    ("gpus = {}\ncpu = {speed = 1, tflops = 1, stream_bytes_s = 1, watts = 9}", "watts"),
+    ("gpus = {", "at end of document"),
+])
+def test_a_damaged_table_of_the_package_is_reported_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, problem: str,
+) -> None:
+    (tmp_path / "broken.toml").write_text(text)
+    monkeypatch.setattr(data, "FOLDER", tmp_path)
+    with pytest.raises(RecordError, match=f"{tmp_path}/broken.toml: .*({problem}).*install.*E-PLAN-DATA"):
+        data.load("broken", machines.Machines)

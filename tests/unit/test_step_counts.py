@@ -23,7 +23,7 @@ from commlayer.autotune.measure.shape_tensors import without_values
 from commlayer.cli.arguments import counted_job
 from commlayer.errors import InvalidInput
 from commlayer.planner.models import builtin
-from commlayer.planner.tables import GPUS, job_limit, job_speed
+from commlayer.planner.tables import gpus, job_limit, job_speed
 from commlayer.records import Job
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_a_model_costs_on_every_gpu_what_the_built_in_one_costs(made: Callable[[
     mine, own = counted(made).timed, builtin(made.__name__, batch).timed
     assert mine.half
     assert mine.activation_nbytes == pytest.approx(own.activation_nbytes, rel=0.15)
-    for device in GPUS:
+    for device in gpus():
         seconds = [(each.forward_s + each.backward_s + each.update_s) / job_speed(device, each) for each in (mine, own)]
         assert seconds[0] == pytest.approx(seconds[1], rel=0.1), device
 

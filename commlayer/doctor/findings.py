@@ -1,9 +1,8 @@
-"""Defines findings, runs checks, and prints findings."""
+"""Findings, and the checks that return them, which run concurrently."""
 
 from __future__ import annotations
 
 import queue
-import textwrap
 import threading
 import time
 from collections import Counter
@@ -11,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-from rich.console import Console
-from rich.text import Text
 
 from commlayer.errors import line_of
 from commlayer.records import Record
@@ -92,30 +89,6 @@ def run_checks(checks: Sequence[Check]) -> Iterator[Finding]:
             yield from result.get(timeout=max(0.0, begin + check.deadline_s - time.monotonic()))
         except queue.Empty:
             yield fail(check.name, f"no answer within {check.deadline_s:g} s", check.remedy)
-
-
-COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-INDENT, WIDEST = 15, 120
-"""Width in characters of the columns for verdict and check, and maximum width of a line."""
-
-
-def finding_lines(finding: Finding, width: int) -> list[str]:
-    """
-    >>> for line in finding_lines(Finding("dns", "fail", "node-7 does not resolve", "check its spelling"), 60): print(line)
-    fail dns       node-7 does not resolve
-                   -> check its spelling
-    """
-    width = max(20 + INDENT, min(width, WIDEST))
-    rows = textwrap.wrap(finding.seen, width, initial_indent=f"{finding.verdict:5}{finding.check:10}",
-                         subsequent_indent=" " * INDENT, break_on_hyphens=False)
-    return rows + textwrap.wrap(finding.remedy, width, initial_indent=" " * INDENT + "-> ",
-                                subsequent_indent=" " * (INDENT + 3), break_on_hyphens=False)
-
-
-def show(console: Console, finding: Finding) -> None:
-    text = Text("\n".join(finding_lines(finding, console.width)))
-    text.stylize(COLOURS[finding.verdict], 0, len(finding.verdict))
-    console.print(text, soft_wrap=True)
 
 
 def summary(findings: Iterable[Finding]) -> str:

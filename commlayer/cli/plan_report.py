@@ -1,16 +1,12 @@
-"""Formats the output of `commlayer plan` and `estimate`: assumptions, tables and explanations."""
+"""Reports of `commlayer plan` and `estimate`: assumptions, tables and explanations."""
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rich import box
-from rich.console import Console, RenderableType
-from rich.table import Table
-
+from commlayer.cli.output import Part, Table
 from commlayer.planner import models, tables
 from commlayer.planner.baselines import ALONE, PLAN, SYNCHRONOUS, Baseline, Curve, Gains, TrainingCost, break_even, rate, times
 from commlayer.planner.convergence import (
@@ -35,26 +31,15 @@ from commlayer.planner.model import Cluster, Node, Policy
 from commlayer.planner.noise import law_of, noise_of
 from commlayer.planner.plan_rules import codecs_of, sync_mode
 from commlayer.planner.simulation import Timeline
-from commlayer.planner.tables import GPUS, LAUNCH_S, LearningTable, gpu, job_limit, job_speed, peak_tflops, stream_bytes_s
+from commlayer.planner.tables import LAUNCH_S, LearningTable, gpu, gpus, job_limit, job_speed, peak_tflops, stream_bytes_s
 from commlayer.records import Bucket, Job, Plan, Why
 
-PIPE_WIDTH = 120
-BAR = 30
-WIDE = 110
-"""Page width in characters from which a table of plans has space for names and reasons."""
-SHORT_BAR = 12
-LONGEST = 24
-"""Length of the longest codec or operation name that a column keeps on one line."""
+BAR = 12
+"""Width in characters of the bar of a task's time."""
 SEEN_S = 5e-5
 """Seconds below which a difference is shown as "same step time", since it would print as 0.0 ms."""
 NAME = 16
 """Number of characters of a tensor's name in a table."""
-
-
-def console_of() -> Console:
-    """A console as wide as the terminal; PIPE_WIDTH characters if output is not a terminal."""
-    console = Console(highlight=False, markup=False)  # brackets in names are not markup
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)
 
 
 def ms(seconds: float) -> str:
@@ -74,14 +59,6 @@ def elements(count: int) -> str:
     ('124.4 M', '4,810')
     """
     return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count:,}"
-
-
-def table(title: str, *columns: str) -> Table:
-    """An empty table. Columns whose names begin with ">" are right-aligned, for numbers."""
-    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in columns:
-        grid.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
-    return grid
 
 
 def title(plan: Plan, job: Job, cluster: Cluster) -> str:
@@ -154,19 +131,20 @@ def next_lines(gain: Gains, rows: Sequence[Baseline], plan: Plan, shares: Sequen
         yield "commlayer.attach(model, optimizer)" if is_synchronous(plan) else f"commlayer.attach(model, optimizer, {AUTO})"
 
 
-def to_a_loss(rows: Sequence[Baseline], known: bool, names: Mapping[str, str], steps: int = 0) -> Iterator[RenderableType]:
+def to_a_loss(rows: Sequence[Baseline], known: bool, names: Mapping[str, str], steps: int = 0) -> Iterator[Part]:
     """A table of the plan and its alternatives. If there is only one machine, speed is relative to training without
     compression. `names`: what to call a row; `steps`: length of the training, 0 if unknown."""
     alone = next((row for row in rows if row.name == ALONE), next(row for row in rows if row.name == "dense fp32"))
-    grid = table("", "", ">step ms", *([">x steps", ">ms to a loss"] if known else []), ">speed", ">GB/month",
-                 *([">GB"] if steps else []))
+    columns = ["", ">step ms", *([">x steps", ">ms to a loss"] if known else []), ">speed", ">GB/month",
+               *([">GB"] if steps else [])]
+    cells = []
     for row in rows:
         factors = [factor(row.steps, row.steps_high), ms(row.to_loss_s)] if known else []
         speed = alone.step_s * alone.steps / (row.step_s * row.steps)
         gbytes = [row.nbytes / row.step_s * MONTH_S / 1e9, *([row.nbytes * steps * row.steps / 1e9] if steps else [])]
-        grid.add_row(names.get(row.name, row.name), ms(row.step_s), *factors,
-                     f"{speed:.2f}x" if speed >= 0.1 else f"{speed:.1g}x", *(_short(each) if each else "" for each in gbytes))
-    yield grid
+        cells.append([names.get(row.name, row.name), ms(row.step_s), *factors,
+                      f"{speed:.2f}x" if speed >= 0.1 else f"{speed:.1g}x", *(_short(each) if each else "" for each in gbytes)])
+    yield Table("", columns, cells)
     gb = "GB: that one machine sends and receives in a month" + (" and in this training" if steps else "")
     yield ("x steps: convergence factor, median and cautious; ms to a loss: step time x cautious factor; speed: to a loss, "
            f"relative to {alone.name}; {gb}" if known else gb)
@@ -255,28 +233,21 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
         yield f"one step late, published: {PUBLISHED['late']}"
 
 
-def by_decision(plan: Plan, job: Job, width: int) -> Table:
-    """A table with one row for all buckets that are sent in the same way. A wide page also names the largest of these
-    buckets."""
-    wide = width >= WIDE
+def by_decision(plan: Plan, job: Job) -> Table:
+    """A table with one row for all buckets that are sent in the same way, with the largest of these buckets."""
     alike: dict[str, list[Bucket]] = {}
     for bucket in plan.buckets:
         alike.setdefault(spelled(bucket), []).append(bucket)
-    grid = table(f"{len(plan.buckets)} bucket{'s' if len(plan.buckets) != 1 else ''}", ">buckets", "codec", "path", ">elements",
-                 *([">sent, received", "such as", "why"] if wide else [">such as", "why"]))
+    rows = []
     for buckets in sorted(alike.values(), key=lambda each: -sum(b.numel for b in each)):
         first = max(buckets, key=lambda b: b.numel)
         codec = first.codec + (f" down {first.down}" if first.down else "") + (" by node" if first.by_node else "")
-        grid.add_row(
+        rows.append([
             str(len(buckets)), codec + (", one step stale" if first.stale else ""), first.path,
-            f"{sum(b.numel for b in buckets) / job.numel:.1%}",
-            *([nbytes(sum(b.why.nbytes for b in buckets if b.why)),
-               f"{first.id} {shortened(job.tensors[first.slices[0].tensor].name)}"] if wide else [str(first.id)]),
-            first.why.reason if first.why else "",
-        )
-    for column in grid.columns[1:3]:  # codec and path columns must not break inside words
-        column.min_width = min(LONGEST, max((len(word) for cell in column.cells for word in str(cell).split()), default=0))
-    return grid
+            f"{sum(b.numel for b in buckets) / job.numel:.1%}", nbytes(sum(b.why.nbytes for b in buckets if b.why)),
+            str(first.id), shortened(job.tensors[first.slices[0].tensor].name), first.why.reason if first.why else ""])
+    return Table(f"{len(plan.buckets)} bucket{'s' if len(plan.buckets) != 1 else ''}", (
+        ">buckets", "codec", "path", ">elements", "+>sent, received", ">such as", "+of", "why"), rows)
 
 
 def shortened(name: str) -> str:
@@ -287,7 +258,7 @@ def shortened(name: str) -> str:
     return name if len(name) <= NAME else f"{name[: NAME // 3]}…{name[len(name) - NAME + NAME // 3 + 1 :]}"
 
 
-def explanation(result: Explanation, width: int) -> Iterator[RenderableType]:
+def explanation(result: Explanation) -> Iterator[Part]:
     bucket, why = result.bucket, result.bucket.why
     names = ", ".join(result.tensors[:6]) + (f" and {len(result.tensors) - 6} more" if len(result.tensors) > 6 else "")
     yield f"bucket {bucket.id}: {bucket.numel:,} elements ({nbytes(4 * bucket.numel)}) of {names}"
@@ -305,13 +276,10 @@ def explanation(result: Explanation, width: int) -> Iterator[RenderableType]:
     if result.steps:
         to_loss_s = result.step_s / result.local_steps * result.steps_high
         yield (f"convergence factor {factor(result.steps, result.steps_high)}; step time x cautious factor {ms(to_loss_s)} ms")
-    grid = table("tasks", "op", "lanes", ">from ms", ">to ms", ">bytes", "")
     end = max([result.step_s, *(span.end_s for span in result.spans)])
-    for span in result.spans:
-        size = nbytes(span.nbytes) if span.nbytes else ""
-        grid.add_row(span.op, ", ".join(span.lanes), ms(span.start_s), ms(span.end_s), size,
-                     bar(span.start_s / end, span.end_s / end, bar_of(width)))
-    yield grid
+    yield Table("tasks", ("op", "lanes", ">from ms", ">to ms", ">bytes", ""), [
+        [span.op, ", ".join(span.lanes), ms(span.start_s), ms(span.end_s), nbytes(span.nbytes) if span.nbytes else "",
+         bar(span.start_s / end, span.end_s / end)] for span in result.spans])
 
 
 def with_runner_up(why: Why) -> str:
@@ -329,21 +297,17 @@ def with_runner_up(why: Why) -> str:
     return f"{100 * abs(why.runner_up_later):.2g} % {sign}, {step}"
 
 
-def bar_of(width: int) -> int:
-    return BAR if width >= WIDE else SHORT_BAR
-
-
-def bar(start: float, end: float, whole: int) -> str:
+def bar(start: float, end: float) -> str:
     """
-    >>> bar(0.5, 1.0, 30)
-    '...............###############'
+    >>> bar(0.5, 1.0)
+    '......######'
     """
-    first = min(whole - 1, int(start * whole))
-    length = max(1, round(end * whole) - first)
-    return "." * first + "#" * length + "." * (whole - first - length)
+    first = min(BAR - 1, int(start * BAR))
+    length = max(1, round(end * BAR) - first)
+    return "." * first + "#" * length + "." * (BAR - first - length)
 
 
-def difference(result: Difference, before: str, after: str) -> Iterator[RenderableType]:
+def difference(result: Difference, before: str, after: str) -> Iterator[Part]:
     if result.equal:
         yield "no differences"
         return
@@ -356,33 +320,22 @@ def difference(result: Difference, before: str, after: str) -> Iterator[Renderab
     alike: dict[tuple[str, str], list[str]] = {}
     for change in result.changes:
         alike.setdefault((change.before, change.after), []).append(change.tensor)
-    grid = table("", ">tensors", "such as", before, after)
-    for name, old, new in result.fields:
-        grid.add_row("", name, old, new)
-    for (old, new), names in sorted(alike.items(), key=lambda each: -len(each[1])):
-        grid.add_row(str(len(names)), shortened(names[0]), old, new)
-    yield grid
+    by_count = sorted(alike.items(), key=lambda each: -len(each[1]))
+    yield Table("", (">tensors", "such as", before, after), [
+        *(["", *field] for field in result.fields),
+        *([str(len(names)), shortened(names[0]), old, new] for (old, new), names in by_count)])
     if len(result.changes) > len(alike):
         yield "--json names every tensor"
 
 
-def curve(result: Curve, width: int) -> Iterator[RenderableType]:
-    known, wide = all(p.steps for p in result.points), width >= WIDE
-    headers = ["with", ">step ms", *([">x steps", ">to a loss"] if known else []),
-               *([">DDP fp16", ">alone"] if wide else []), ">gain",
-               *([">samples/s"] if wide else []), *(["codec", "mode"] if wide else ["codec and mode"])]
-    grid = table("", *headers)
-    for p in result.points:
-        gain, mode = f"{p.lead:,.{2 if p.lead < 10 else 0}f} x", p.mode or "every step"
-        grid.add_row(p.label, ms(p.plan_s), *([factor(p.steps, p.steps_high), ms(p.to_loss_s)] if known else []),
-                     *([ms(p.fp16_s), ms(p.alone_s) if p.alone_s else ""] if wide else []), gain,
-                     *([f"{p.samples_per_s:,.1f}"] if wide else []),
-                     *([p.codec, mode] if wide else [f"{p.codec}, {mode}"]))
-    for column in grid.columns[1:-2]:
-        column.no_wrap = True
-    for column in (grid.columns[0], *grid.columns[-2:]):
-        column.min_width = max((min(LONGEST, len(word)) for cell in column.cells for word in str(cell).split()), default=0)
-    yield grid
+def curve(result: Curve) -> Iterator[Part]:
+    known = all(p.steps for p in result.points)
+    columns = ("with", ">step ms", *([">x steps", ">to a loss"] if known else []), "+>DDP fp16", "+>alone", ">gain",
+               "+>samples/s", "codec and mode")
+    yield Table("", columns, [
+        [p.label, ms(p.plan_s), *([factor(p.steps, p.steps_high), ms(p.to_loss_s)] if known else []), ms(p.fp16_s),
+         ms(p.alone_s) if p.alone_s else "", f"{p.lead:,.{2 if p.lead < 10 else 0}f} x", f"{p.samples_per_s:,.1f}",
+         f"{p.codec}, {p.mode or 'every step'}"] for p in result.points])
     yield ("gain: of the plan over the best of no compression, DDP fp16 and one machine alone"
            + (", in seconds to a loss" if known else "") + "; codec: of most elements")
     if losing := [p.label for p in result.points if 0 < p.alone_s < p.to_loss_s]:
@@ -411,7 +364,7 @@ def assumptions(
     yield f"optimizer: {OPTIMIZER[optimizer]}" + ("" if named else " (not read from your script; change it with --optimizer)")
     yield f"noise scale: {_noise(model, job, optimizer)}"
     for device in devices:
-        if device in GPUS:
+        if device in gpus():
             yield f"memory: {_memory(job, device, optimizer)}"
     yield f"network: {_network(cluster)}"
     if shares:
@@ -420,11 +373,6 @@ def assumptions(
         yield f"workers: all stay (without --min-workers); samples of a step by speed: {each}"
     elif not policy.fragments:
         yield "workers: can leave (--min-workers), so all have equal batches, and the model is exchanged as a whole"
-
-
-def indented(lines: Sequence[str], width: int) -> Iterator[str]:
-    yield from (textwrap.fill(line, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-                for line in lines)
 
 
 def _machines(cluster: Cluster) -> str:
@@ -441,19 +389,20 @@ def _batch(model: str, job: Job) -> str:
         "the number of samples that the model's function draws"
     pieces = timing.micro_batches
     parts = f", as {pieces} micro-batches of {-(-(job.batch or 1) // pieces)} (session.no_sync())" if pieces > 1 else ""
-    return f"{count} per worker and step{parts}" + ("" if model in models.MODELS else "; the times are for this batch")
+    return f"{count} per worker and step{parts}" + ("" if model in models.built_in() else "; the times are for this batch")
 
 
 def _computing(model: str, job: Job, node: Node) -> str:
-    where, timing, known = node.device, job.timed, node.device in ("cpu", *GPUS)
+    where, timing, known = node.device, job.timed, node.device in ("cpu", *gpus())
     own = "" if not known or node.speed in (0.0, job_speed(where, timing)) else \
         f", at {node.speed:g} x a V100 as set in the cluster"
     if timing.work is None:
-        source = "published times of a V100" if model in models.PUBLISHED else f"the times in {model}"
-        precision = "FP32" if model in models.PUBLISHED else "the precision of the measurement"
+        built_in = model in models.built_in()
+        source = "published times of a V100" if built_in else f"the times in {model}"
+        precision = "FP32" if built_in else "the precision of the measurement"
         return f"{where} in {precision}, from {source}, converted by data sheets (FP32){own}"
-    counted = "" if model in models.PRESETS else f"counted from {model}, "
-    precision = gpu(where).precision if timing.half and where in GPUS else "FP32"
+    counted = "" if models.preset_of(model) else f"counted from {model}, "
+    precision = gpu(where).precision if timing.half and where in gpus() else "FP32"
     return f"{where} in {precision}, {counted}{_limit(model, job, where) if known else 'as a V100'}{own}"
 
 
@@ -466,8 +415,8 @@ def _limit(model: str, job: Job, where: str) -> str:
         return f"limited by starting kernels, in {1e6 * LAUNCH_S:g} us each"
     if not job.timed.half:
         return "from published times of a V100, converted by data sheets"
-    if model in models.PRESETS:
-        part = models.PRESETS[model].utilisation
+    if preset := models.preset_of(model):
+        part = preset.utilisation
         return f"{part * peak:.3g} TFLOP/s: {part:.0%} of its data sheet's {peak:g}"
     return (f"{models.PRODUCTS * peak:.3g} TFLOP/s: {models.PRODUCTS:.0%} of its data sheet's {peak:g} (convolutions "
             f"{models.CONVOLUTIONS:.0%})")
@@ -483,10 +432,11 @@ def _noise(model: str, job: Job, optimizer: str) -> str:
                 'two workers, read session.metrics()["noise_scale"] (in batches), and set --noise-scale SAMPLES')
     batches = f"{_short(noise)} batches of one worker"
     if law is None or job.timed.noise_scale:
-        published = model in models.PRESETS and models.PRESETS[model].noise_scale == job.timed.noise_scale
+        preset = models.preset_of(model)
+        published = preset is not None and preset.noise_scale == job.timed.noise_scale
         samples = f"{noise * job.batch:,.0f} samples{', as published' if published else ''}: " if job.batch else ""
         return f"{samples}{batches}"
-    scratch = "" if model in models.MODELS else "; less if you fine-tune: then set --noise-scale"
+    scratch = "" if model in models.built_in() else "; less if you fine-tune: then set --noise-scale"
     return f"{law.scale:,.0f} {law.unit}, {law.source}: {batches}{scratch}"
 
 
@@ -505,7 +455,7 @@ class Unfit(NamedTuple):
 
 def unfit(job: Job, cluster: Cluster, optimizer: str) -> Unfit | None:
     """Why the training does not fit into a machine's memory; None if it fits into all of them."""
-    for device in dict.fromkeys(node.device for node in cluster.nodes if node.ranks and node.device in GPUS):
+    for device in dict.fromkeys(node.device for node in cluster.nodes if node.ranks and node.device in gpus()):
         memory = memory_of(job, device, optimizer)
         if not memory.fits:
             once = " even with one sample at once" if job.batch == job.timed.micro_batches else ""
