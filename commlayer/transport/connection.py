@@ -190,11 +190,13 @@ class Connection:
     ended."""
 
     def __init__(
-        self, sock: ByteChannel, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
-        session: bytes = b"", *, resumes: bool = False, limits: Callable[[], Limits] = lambda: UNLIMITED,
+        self, sock: ByteChannel, peer: int, box: Mailbox, arrived: Callable[[Message], None], reader: Reader,
+        ended: Callable[[Connection], None], pacer: Pacer, session: bytes = b"", *, resumes: bool = False,
+        limits: Callable[[], Limits] = lambda: UNLIMITED,
     ) -> None:
-        """`session`: random bytes from the dialer's hello that identify its process; b"" at the dialer's end. `resumes`: True:
-        the peer may reconnect, so pending receives survive a lost connection. `limits`: returns what the peer may cause."""
+        """`arrived`: takes each message; may raise CorruptFrame. `session`: random bytes from the dialer's hello that identify
+        its process; b"" at the dialer's end. `resumes`: True: the peer may reconnect, so pending receives survive a lost
+        connection. `limits`: returns what the peer may cause."""
         self.peer, self.session = peer, session
         self.broken = False
         """True: the connection was lost without a BYE, abort or close(), so it may be re-established."""
@@ -206,7 +208,7 @@ class Connection:
         self._resumes = resumes
         self.certified = peer_certificate(sock)
         self._control = SendControl(sock, None if _on_one_machine(sock) else pacer)
-        self._sock, self._mailbox, self._reader, self._ended = sock, box, reader, ended
+        self._sock, self._mailbox, self._arrived, self._reader, self._ended = sock, box, arrived, reader, ended
         self._limits = limits
         self._assembly = Assembly(reader.allocate, self._most_nbytes, lambda: box.max_kept_nbytes, lambda: limits().messages)
         reader.place = self._assembly.place
@@ -374,7 +376,7 @@ class Connection:
             raise PeerEnded("closed its connection in order")
         if kind in _ONCE:
             raise CorruptFrame(f"sent a {Kind(kind).name} frame after the handshake")
-        self._mailbox.deliver(Message(self.peer, frame.header, frame.body))
+        self._arrived(Message(self.peer, frame.header, frame.body))
 
     def _break(self, error: OSError) -> CommError:
         """Ends the connection because of an error of its socket. Returns the error that ended it."""

@@ -110,6 +110,11 @@ class StreamTransport:
         self.broken: Broken = lambda *_: None
         """Function that is called with the peer and the error when a connection breaks that may be re-established. Runs in the
         thread that detected the break."""
+        self.deliver = self._mailbox.deliver
+        self.arrived: Callable[[Message], None] = self.deliver
+        """Function that each connection's receive thread calls with a message that has arrived. Set before the first
+        connection."""
+        self.end_generations = self._mailbox.end_generations
         self._checks_revocations = False
         self.named: Callable[[int], str] = lambda _: ""
         """Function that returns the name of the certificate that a dialer with this rank must use; "": any certificate."""
@@ -305,7 +310,7 @@ class StreamTransport:
         sock.settimeout(None)
         reader.max_nbytes = self._settings.max_nbytes
         connection = Connection(
-            sock, peer, self._mailbox, reader, self._ended, self._pacer, session, resumes=self._settings.resume,
+            sock, peer, self._mailbox, self.arrived, reader, self._ended, self._pacer, session, resumes=self._settings.resume,
             limits=lambda: self.limits)
         connection.certified = connection.certified or certified
         with self._lock:

@@ -238,6 +238,18 @@ class Transport(Protocol):
         ...
 
 
+def send_request(transport: Transport, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
+    """Sends a request. Returns the handle of its answer, which also fails if the request cannot be sent."""
+    answer = transport.recv(peer, key(header._replace(kind=ANSWERED_BY[header.kind])))
+
+    def sent(sending: Handle) -> None:
+        if (error := sending.error()) is not None:
+            answer.fail(error)
+
+    transport.send(peer, header, body).on_done(sent)
+    return answer
+
+
 # ---- Byte channels under a connection: a socket, a TlsSocket or a GrpcStream.
 
 class ByteChannel(Protocol):

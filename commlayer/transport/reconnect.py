@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from commlayer.errors import CommError, CorruptFrame, Damaged, NotYet, PeerLost, Refused, without_code
+from commlayer.errors import CommError, Damaged, NotYet, PeerLost, Refused, without_code
 from commlayer.transport import mailbox
-from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import (
     ANSWERED_BY,
     NUMBERED,
@@ -37,6 +36,8 @@ STABLE_S = 10.0
 """Seconds after which a connection counts as stable, even if no message has arrived on it."""
 CONNECT_TRIES = 8
 """Number of attempts for the first connection, whose handshake may break as well."""
+NO_MESSAGE = key(Header(Kind.BYE, generation=1 << 32))
+"""A key that no message has."""
 DIAL_LIMIT_S = 10.0
 """Longest time of one attempt in seconds, since an unreachable host may not answer at all."""
 
@@ -61,9 +62,20 @@ class Backoff:
 
 
 class Carrier(Transport, Protocol):
-    """The underlying transport. `broken` is called when a connection breaks that may be re-established."""
+    """The underlying transport, whose mailbox also serves the callers of ReconnectingTransport."""
 
     broken: Callable[[int, CommError], None]
+    """Called with the peer when a connection breaks that may be re-established."""
+    arrived: Callable[[Message], None]
+    """Called with each message that arrives, in place of `deliver`."""
+
+    def deliver(self, message: Message) -> None:
+        """Completes the receive that waits for the message, or keeps the message."""
+        ...
+
+    def end_generations(self, reason: CommError, generation: int) -> None:
+        """Fails receives of earlier generations; see Mailbox.end_generations."""
+        ...
 
 
 class ReconnectPolicy(NamedTuple):
@@ -91,6 +103,8 @@ class _Link:
         self.inflight = InFlightRequests(peer)
         self.state = threading.Lock()
         self.up, self.reconnecting, self.broke_again = True, False, False
+        self.over: CommError | None = None
+        """The error with which the peer has ended; None while it may return."""
         self.broken_since_s: float | None = None
         """Time when the connection first broke since the last message arrived; None if it has not broken since then."""
         self.restored_s = 0.0
@@ -108,13 +122,12 @@ class ReconnectingTransport:
         """`recycle` is called with the bodies of dropped messages."""
         self._carrier = carrier
         self._waits, self._recycle = waits, recycle
-        self._mailbox = Mailbox()
         self._links: dict[int, _Link] = {}
         self._closing = threading.Event()
         self._count = threading.Lock()
         self.breaks = self.resent_nbytes = self.repeats = 0
         """Counters: connections re-established, bytes sent again, and duplicate answers dropped."""
-        carrier.broken = self._broken
+        carrier.broken, carrier.arrived = self._broken, self._on_message
 
     @property
     def rank(self) -> int:
@@ -129,10 +142,6 @@ class ReconnectingTransport:
         """Bytes that would be sent again if all connections broke now. The callers own the bodies, which are not copied."""
         return sum(link.inflight.nbytes for link in self._links.values())
 
-    def limit_kept(self, nbytes: int) -> None:
-        """Sets the maximum bytes that each peer may send without a posted receive (Mailbox.max_kept_nbytes)."""
-        self._mailbox.max_kept_nbytes = nbytes
-
     def connect(self, peer: int, dial: Dial, deadline: float) -> None:
         """Connects to `peer` for the first time. `dial` is also used for reconnects."""
         self._links[peer] = _Link(peer, dial)
@@ -144,7 +153,8 @@ class ReconnectingTransport:
             except (PeerLost, Damaged, NotYet) as error:
                 if not attempts_left or is_refused(error) or not backoff.wait():
                     raise
-        self._listen(peer)
+        # No message has this key, so the receive fails when the peer ends.
+        self._carrier.recv(peer, NO_MESSAGE).on_done(self._fail_peer)
 
     # ---- sending
 
@@ -153,7 +163,7 @@ class ReconnectingTransport:
         if link is None or header.kind not in REPLAYED:
             return self._carrier.send(peer, header, body)
         with link.order:
-            if (error := self._mailbox.failure(peer)) is None:
+            if (error := link.over) is None:
                 request = link.inflight.add(header, body)
                 try:
                     request.sending = self._carrier.send(peer, request.header, body) if link.up else None
@@ -174,30 +184,14 @@ class ReconnectingTransport:
 
     # ---- receiving
 
-    def _listen(self, peer: int) -> None:
-        """Handles the messages of the peer that have arrived, then posts a receive for the next one."""
-        while True:
-            handle = self._carrier.recv(peer)
-            if not handle.done():
-                handle.on_done(lambda handle: self._listen(peer) if self._on_handle(peer, handle) else None)
-                return
-            if not self._on_handle(peer, handle):
-                return
-
-    def _on_handle(self, peer: int, handle: Handle) -> bool:
-        if (error := handle.error()) is not None:
-            self._fail_peer(peer, error)
-            return False
-        self._on_message(handle.message())
-        return True
-
     def _on_message(self, message: Message) -> None:
-        link = self._links[message.peer]
-        if link.broken_since_s is not None:
+        """Handles a message that has arrived. Runs on the connection's receive thread."""
+        link = self._links.get(message.peer)
+        if link is not None and link.broken_since_s is not None:
             with link.state:
                 link.broken_since_s = link.backoff = None
-        if not is_answer(message.header):
-            self._deliver(message)
+        if link is None or not is_answer(message.header):
+            self._carrier.deliver(message)
             return
         with link.order:
             request = link.inflight.answer(message.header)
@@ -208,26 +202,21 @@ class ReconnectingTransport:
             self._recycle(message.body)
             return
         if request is None:
-            self._deliver(message)  # it counts against the limit on unrequested messages
+            self._carrier.deliver(message)  # it counts against the limit on unrequested messages
             return
         mailbox.sent(request.operation, request.header)
         if (sending := request.sending) is not None and not sending.done():
             # The caller may write to the body after the answer, but the replayed send still reads it.
-            sending.on_done(lambda _: self._deliver(message))
+            sending.on_done(lambda _: self._carrier.deliver(message))
         else:
-            self._deliver(message)
+            self._carrier.deliver(message)
 
-    def _deliver(self, message: Message) -> None:
-        try:
-            self._mailbox.deliver(message)
-        except CorruptFrame as error:
-            self.abort(error, message.peer)
-
-    def _fail_peer(self, peer: int, error: CommError) -> None:
-        """Fails all requests of a peer that will not return."""
-        self._mailbox.end(error, peer)
-        link = self._links[peer]
+    def _fail_peer(self, ended: Handle) -> None:
+        """Fails all requests of a peer that will not return. `ended`: the receive for NO_MESSAGE, which has failed."""
+        link, error = self._links[ended.peer], ended.error()
+        assert error is not None
         with link.order:
+            link.over = error
             requests = link.inflight.clear()
         for request in requests:
             request.operation.fail(error)
@@ -241,7 +230,7 @@ class ReconnectingTransport:
                 requests = link.inflight.end(generation)
             for request in requests:
                 request.operation.fail(reason)
-        self._mailbox.end_generations(reason, generation)
+        self._carrier.end_generations(reason, generation)
 
     # ---- reconnecting
 
@@ -267,11 +256,11 @@ class ReconnectingTransport:
                 link.broken_since_s, link.backoff = begin, None
             until = link.broken_since_s + self._waits.window_s
         self._warn("%s: reconnecting for up to %.0f s; training then continues", without_code(error), self._waits.window_s)
-        while self._is_wanted(peer):
+        while self._is_wanted(link):
             backoff = link.backoff
             if backoff is None:
                 link.backoff = Backoff(until, self._closing)
-            elif not backoff.wait() and self._is_wanted(peer):
+            elif not backoff.wait():
                 self._give_up(peer, PeerLost(f"{error.what}, and reconnecting failed for "
                                              f"{self._waits.window_s:g} s (reconnect_s): {last.what}", peer=peer_name(peer)))
                 return
@@ -289,8 +278,8 @@ class ReconnectingTransport:
                               time.monotonic() - begin, count, nbytes)
                     return
 
-    def _is_wanted(self, peer: int) -> bool:
-        return not self._closing.is_set() and self._mailbox.failure(peer) is None
+    def _is_wanted(self, link: _Link) -> bool:
+        return not self._closing.is_set() and link.over is None
 
     def _is_final(self, error: CommError) -> bool:
         """Returns whether the error shows that a further attempt cannot succeed."""
@@ -323,28 +312,26 @@ class ReconnectingTransport:
             return True
 
     def _give_up(self, peer: int, error: CommError) -> None:
-        if self._is_wanted(peer):
+        if self._is_wanted(self._links[peer]):
             self._carrier.abort(error, peer)
 
     def _warn(self, line: str, *values: object) -> None:
         if not self._closing.is_set():
             mailbox.log.warning(line, *values)
 
-    # ---- Transport
+    # ---- receiving and ending: as the underlying transport
 
     def recv(self, peer: int, match: Key | None = None) -> Handle:
-        return self._mailbox.recv(peer, match)
+        return self._carrier.recv(peer, match)
 
     def wait(self, handle: Handle, deadline: float) -> Message:
         return handle.wait(deadline)
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
-        self._mailbox.abort(reason, peer)
         self._carrier.abort(reason, peer)
 
     def close(self, flush_s: float | None = None) -> None:
         self._closing.set()
-        self._mailbox.abort(CommError("this end of the transport was closed", code="E-SESSION-CLOSED"))
         self._carrier.close(flush_s)
 
 
