@@ -69,7 +69,7 @@ class Asked:
         self.epoch = epoch_of(DATA, self.serving, 3)
         self.next = msgspec.structs.replace(self.epoch, generation=2, members=self.epoch.members[:2])
         newest = self.next if told else self.epoch
-        self.serving.start(self.epoch, DATA, 0, newest=None if stays else lambda: newest)
+        self.serving.start(self.epoch, DATA, 0, await_epoch=None if stays else lambda *_: newest)
         self._worker = StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(DATA)))
         opened.append(self._worker)
         self._worker.dial(SERVER_BASE, host_port(self.serving.address), soon())
@@ -129,8 +129,8 @@ WRONG = [
     ({"members": (1, 2)}, 0, "its sender is not one of its members"),
     ({"members": (0, 2)}, 0, "its epoch 2 differs from the coordinator's"),
     ({"servers": ()}, 0, "its servers or its plan differ from the job's"),
-    ({}, (1 << 32) - 1, "it announces epoch 2 with wire generation 4294967295, while epoch 1 is active"),
-    ({"generation": 1}, 2, "it announces epoch 1 with wire generation 2, while epoch 1 is active"),
+    ({}, (1 << 32) - 1, "it announces epoch 2 with wire generation 4294967295, but epoch 1 is active"),
+    ({"generation": 1}, 2, "it announces epoch 1 with wire generation 2, but epoch 1 is active"),
 ]
 
 

@@ -226,7 +226,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                 try:
                     # The coordinator of an embedded server starts no other epochs.
                     serving.start(member.epoch, member.plan, member.rank, request.token,
-                                  newest=None if part.parent else lambda: member.newest)
+                                  await_epoch=None if part.parent else member.await_epoch)
                 except ValueError as error:
                     end.wait(REFUSE_S)
                     member.leave(str(error))
