@@ -166,7 +166,7 @@ def check_keys(folder: Path, now_s: float, *, serves: bool) -> Iterator[Finding]
     if (folder / CA_KEY).exists():
         yield warn("keys", "the CA's private key is in this folder; its owner can admit any node",
                    "keep it on one machine: copy only the folder nodes/NAME")
-    if mine.dials_only and serves:
+    if mine.own.dials_only and serves:
         yield fail("keys", f"{name} was made with --dials-only, but other nodes must connect to it",
                    f"{again}, without --dials-only; or --join a server elsewhere")
 

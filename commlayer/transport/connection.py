@@ -49,6 +49,10 @@ def track(sock: socket.socket) -> socket.socket:
     return sock
 
 
+def connect_socket(address: tuple[str, int], deadline: float) -> socket.socket:
+    return track(socket.create_connection(address, max(0.001, deadline - time.monotonic())))
+
+
 def close_channel(channel: ByteChannel) -> None:
     if isinstance(channel, socket.socket):
         _sockets.discard(channel)

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from commlayer.config import join_host
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused, coded
 from commlayer.transport import framing, mailbox, tls
 from commlayer.transport import handshake as greeting
-from commlayer.transport.connection import Connection, Limits, close_channel, shut_down, track, tune_socket
+from commlayer.transport.connection import Connection, Limits, close_channel, connect_socket, shut_down, track, tune_socket
 from commlayer.transport.fair_share import source_of
 from commlayer.transport.flow_control import Pacer
 from commlayer.transport.framing import Reader
@@ -171,7 +172,7 @@ class StreamTransport:
     def _connect_tcp(self, who: str, address: Address, deadline: float) -> socket.socket:
         (host, port), begin = address, time.monotonic()
         try:
-            sock = track(socket.create_connection(address, max(0.001, deadline - begin)))
+            sock = connect_socket(address, deadline)
         except TimeoutError:
             raise DeadlineExceeded(f"{host}:{port} did not answer within {deadline - begin:.1f} s: check "
                                    "the address, that a server runs there, and firewalls", peer=who) from None
@@ -417,7 +418,7 @@ def open_listener(host: str, port: int) -> socket.socket:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(where[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        raise InvalidInput("E-ADDRESS", f"cannot listen on {host}:{port}: {_remedy(error)}") from None
+        raise InvalidInput("E-ADDRESS", _cannot_listen(error, join_host(host, port))) from None
 
 
 def accept_connections(
@@ -455,14 +456,11 @@ def accept_connections(
         threading.Thread(target=serve, args=(sock, where), name=f"greet {where}", daemon=True).start()
 
 
-def _remedy(error: OSError) -> str:
+def _cannot_listen(error: OSError, where: str) -> str:
     if error.errno == errno.EADDRINUSE:
-        return "the port is in use: stop the process that holds it, choose another port, or 0 for any free one"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return "this machine does not have the address: use one of its addresses, or 0.0.0.0 for all"
-    if error.errno == errno.EACCES:
-        return "not allowed: choose a port above 1023"
-    return error.strerror or str(error)
+        return f"{where} is in use: stop what listens there, or choose another port (--port; 0 for any free one)"
+    remedy = "choose a port above 1023" if error.errno == errno.EACCES else "bind an address of this machine, or 0.0.0.0 for all"
+    return f"cannot listen on {where}: {error.strerror or error}; {remedy}"
 
 
 # ---- A pool of receive buffers: a large new buffer costs a page fault every 4 KiB, so buffers are reused. The receiver of a

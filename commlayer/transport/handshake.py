@@ -34,7 +34,7 @@ from commlayer.transport.crc import crc32c
 from commlayer.transport.fair_share import ConnectionTable, FairShare
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.key_folder import Keys, PeerCertificate
-from commlayer.transport.protocol import ByteChannel, Header, Kind, peer_name
+from commlayer.transport.protocol import ByteChannel, Header, Kind, limit_wait, peer_name
 from commlayer.transport.secret import bound, check_signature, make_proof, new_nonce, sign, verify, wrong_secret
 from commlayer.transport.tls import signing_certificate
 
@@ -186,7 +186,7 @@ def _write(sock: ByteChannel, kind: Kind, rank: int, record: Record, who: str, d
     body = msgspec.msgpack.encode(record)
     head = framing.encode(Header(kind, sender=rank), len(body), crc32c(body))
     try:
-        _wait_until(sock, deadline)
+        limit_wait(sock, deadline)
         sock.sendall(head + body)
     except TimeoutError:
         raise DeadlineExceeded(f"did not receive {kind.name} before the deadline of the handshake", peer=who) from None
@@ -198,7 +198,7 @@ def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: flo
     received = kind != Kind.HELLO  # HELLO is the acceptor's first frame
     try:
         while (frame := reader.next()) is None:
-            _wait_until(sock, deadline)
+            limit_wait(sock, deadline)
             n = sock.recv_into(reader.wanted())
             if n == 0:
                 raise PeerLost("connection closed during the handshake", peer=who) if received else Unsaid()
@@ -215,14 +215,6 @@ def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: flo
     if frame.header.kind != kind:
         raise CorruptFrame(f"started the handshake with {Kind(frame.header.kind).name}, expected {kind.name}", peer=who)
     return frame
-
-
-def _wait_until(sock: ByteChannel, deadline: float) -> None:
-    """Sets the socket's timeout. Raises TimeoutError after the deadline, even if single bytes keep arriving."""
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError
-    sock.settimeout(left_s)
 
 
 def _decode(frame: Frame, kind: type[T], who: str) -> T:

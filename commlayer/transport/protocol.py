@@ -283,6 +283,15 @@ class ByteChannel(Protocol):
     def close(self) -> None: ...
 
 
+def limit_wait(channel: ByteChannel, deadline: float) -> None:
+    """Sets the channel's timeout to the time that is left. Raises TimeoutError after the deadline, even if single bytes keep
+    arriving."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    channel.settimeout(left_s)
+
+
 def binding_of(channel: ByteChannel) -> bytes:
     """Returns the bytes that bind a proof to this channel; b"" without TLS."""
     bound: bytes = getattr(channel, "channel", b"")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from commlayer.errors import Abandoned, CommError, Damaged, DeadlineExceeded, NotYet, PeerLost, Refused, Unsaid
 from commlayer.transport.key_folder import PROTOCOLS, Keys, PeerCertificate, certificate_of, of_peer, signature_arguments
+from commlayer.transport.protocol import limit_wait
 
 DATA, CONTROL = PROTOCOLS
 CHUNK_NBYTES = 128 << 10
@@ -101,8 +102,7 @@ def signing_certificate(der: bytes, keys: Keys) -> SigningCertificate:
         theirs = x509.load_der_x509_certificate(der)
         issuers = [ca for ca in x509.load_pem_x509_certificates(keys.ca) if ca.subject == theirs.issuer]
         theirs.verify_directly_issued_by(issuers[0])
-        name = str(theirs.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value)
-        result = SigningCertificate(certificate_of(der, name, theirs.serial_number), theirs.public_key())
+        result = SigningCertificate(certificate_of(theirs), theirs.public_key())
     except (ValueError, TypeError, IndexError, InvalidSignature):
         raise _refused(_LIST) from None
     now = datetime.datetime.now(datetime.UTC)
@@ -180,20 +180,13 @@ class TlsSocket(socket.socket):
 
     def _flush(self, deadline: float) -> None:
         if data := self._out.read():
-            self._wait_until(deadline)
+            limit_wait(self, deadline)
             super().sendall(data)  # the timeout covers the whole call
             self._answered = True
 
     def _receive(self, deadline: float) -> None:
-        self._wait_until(deadline)
+        limit_wait(self, deadline)
         self._pull()
-
-    def _wait_until(self, deadline: float) -> None:
-        """Sets the socket's timeout. Raises TimeoutError after the deadline, even if single bytes keep arriving."""
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        self.settimeout(left_s)
 
     def _pull(self) -> None:
         n = super().recv_into(self._raw)
@@ -214,7 +207,7 @@ class TlsSocket(socket.socket):
             self.shutdown(socket.SHUT_WR)
             end = min(deadline, time.monotonic() + LINGER_S)
             while time.monotonic() < end:
-                self._wait_until(end)
+                limit_wait(self, end)
                 if not super().recv_into(self._raw):
                     break
         except OSError:
@@ -282,7 +275,7 @@ class TlsSocket(socket.socket):
                     self._pull()
                     continue
                 try:
-                    self._wait_until(deadline)  # one deadline for all pieces of a record
+                    limit_wait(self, deadline)  # one deadline for all pieces of a record
                     self._pull()
                 finally:
                     self.settimeout(limit_s)

@@ -150,7 +150,7 @@ def test_a_home_fetches_its_certificate_joins_over_mutual_tls_and_needs_no_token
     folder = enrolment_client.enrol(home, WAIT_S)
     assert server.joined(folder) == "worker 0"
     keys = Keys(folder)
-    assert (keys.own.name, keys.dials_only) == ("home-1", True), "a home can never be a server"
+    assert (keys.own.name, keys.own.dials_only) == ("home-1", True), "a home can never be a server"
     assert folder.parent == user
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert sorted(path.name for path in folder.iterdir()) == ["ca.pem", "crl.pem", "home", "node.key", "node.pem", "token"]

@@ -41,6 +41,7 @@ from commlayer.errors import (
 )
 from commlayer.transport.fair_share import source_of
 from commlayer.transport.key_folder import Keys
+from commlayer.transport.protocol import limit_wait
 from commlayer.transport.secret import new_nonce
 
 log = logging.getLogger("commlayer")
@@ -63,7 +64,7 @@ class EnrolmentServer:
     def is_meant(sock: socket.socket, deadline: float) -> bool:
         """Returns whether the other end wants to enrol: whether its first byte is that of MAGIC. Reads nothing."""
         try:
-            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            limit_wait(sock, deadline)
             return sock.recv(1, socket.MSG_PEEK) == MAGIC[:1]
         except OSError:
             return False  # the TLS handshake reports the reason

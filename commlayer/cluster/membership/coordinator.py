@@ -21,7 +21,7 @@ import msgspec
 
 from commlayer import config as settings
 from commlayer.cluster.calls import messages
-from commlayer.cluster.calls.grpc_port import GrpcPort, check_free
+from commlayer.cluster.calls.grpc_port import GrpcPort
 from commlayer.cluster.calls.messages import (
     MAX_PLAN_NBYTES,
     MAX_STATUS_NBYTES,
@@ -118,7 +118,6 @@ class Coordinator:
         self._suspects: dict[str, tuple[str, str]] = {}
         """Maps a connection to its address and the name of a call that did not prove the job's secret. An entry is removed
         after PROVE_S seconds, or when a call proves the secret."""
-        check_free(config.bind, config.port)
         self._port = GrpcPort(self._keys, config.bind, config.port, self._refusals.refused)
         if ca and self._keys is not None:
             # Imported late: it loads cryptography's certificate requests, which few coordinators need.

@@ -89,7 +89,7 @@ def run(config: Config, part: ServeOptions) -> None:
     """
     if config.port == 65535 and not config.join and part.sums:
         raise InvalidInput("E-SETTING", "--port 65535: the data port is the next one, so the largest allowed value is 65534")
-    if config.keys and (keys := Keys(config.keys)).dials_only:
+    if config.keys and (keys := Keys(config.keys)).own.dials_only:
         raise InvalidInput("E-KEYS",
                            f"keys: {keys.own.name} in {config.keys} was made with --dials-only, so it cannot be used by a "
                            f"server: use the folder of another node, or replace it with `commlayer keys add {keys.own.name} "
