@@ -459,7 +459,7 @@ def accept_connections(
 def _cannot_listen(error: OSError, where: str) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"{where} is in use: stop what listens there, or choose another port (--port; 0 for any free one)"
-    remedy = "choose a port above 1023" if error.errno == errno.EACCES else "bind an address of this machine, or 0.0.0.0 for all"
+    remedy = "choose a port above 1023" if error.errno == errno.EACCES else "bind this machine's address, or 0.0.0.0 for all"
     return f"cannot listen on {where}: {error.strerror or error}; {remedy}"
 
 

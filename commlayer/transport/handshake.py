@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -31,7 +30,7 @@ from commlayer.errors import (
 from commlayer.records import MALFORMED, Record
 from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
-from commlayer.transport.fair_share import ConnectionTable, FairShare
+from commlayer.transport.fair_share import ConnectionTable, FairShare, MinuteCounts
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.key_folder import Keys, PeerCertificate
 from commlayer.transport.protocol import ByteChannel, Header, Kind, limit_wait, peer_name
@@ -240,6 +239,10 @@ MAX_LOST = 1
 network fails, all members lose their handshakes again and again."""
 
 
+MAX_EVENTS = 8
+"""Above the number of different events of a RefusalLog."""
+
+
 class SilentConnection(str):
     """The reason for a dropped connection that sent nothing and used no certificate, as a port scan or health check does."""
 
@@ -265,10 +268,7 @@ class RefusalLog:
     """Logs refused connections and requests. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, tuple[int, int]] = {}
-        """Maps "refused" and the events of the reasons above to the minute of the last such event and the number of such events
-        in that minute."""
+        self._counts = MinuteCounts(MAX_EVENTS)
 
     def refused(self, where: str, why: str) -> None:
         """Logs a refused connection. The log line says "probed" if the connection was closed without sending anything, as
@@ -284,14 +284,9 @@ class RefusalLog:
     def _log(self, event: str, line: str, *values: str) -> None:
         level = logging.INFO if event in ("probed", "lost") else logging.WARNING
         most = MAX_LOST if event in ("lost", "dropped") else MAX_REFUSED
-        with self._lock:
-            minute, more = int(time.monotonic() // 60), 0
-            last, count = self._counts.get(event, (minute, 0))
-            if minute != last:
-                more, count = count - most, 0
-            self._counts[event] = minute, count + 1
-        if more > 0:
-            log.log(level, "%d more were %s within a minute", more, event)
+        count, former = self._counts.add(event, time.monotonic())
+        if former > most:
+            log.log(level, "%d more were %s within a minute", former - most, event)
         if count < most:
             log.log(level, line, *(short_line(value, MAX_PEER_TEXT_CHARS) for value in values))
 
