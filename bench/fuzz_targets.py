@@ -25,12 +25,13 @@ from commlayer.errors import CorruptFrame, PeerLost, RecordError, Refused
 from commlayer.observe import events
 from commlayer.records import MALFORMED, Epoch, Job, Plan, ServerInfo, Spec, TensorInfo
 from commlayer.transport import framing, handshake
-from commlayer.transport.chunking import Assembly, drop_zeros, restore_zeros, split_parts
+from commlayer.transport.chunking import Assembly, split_parts
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
 from commlayer.transport.secret import NONCE_NBYTES, PROOF_NBYTES, AuthenticationFailed, CallVerifier, make_proof
+from commlayer.transport.zero_chunks import drop_zeros, restore_zeros
 
 CAP_NBYTES, KEPT_NBYTES = 1 << 18, 1 << 20
 CODECS = (

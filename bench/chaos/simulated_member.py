@@ -18,8 +18,8 @@ from commlayer.cluster.membership.epoch_change import EpochChange, wire_generati
 from commlayer.engine.epochs import agreement
 from commlayer.engine.epochs.agreement import AgreementOutcome, Claims, Vote, VoterState, key_of
 from commlayer.records import Epoch
+from commlayer.transport.inflight import InFlightRequests
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind
-from commlayer.transport.reconnect import InFlightRequests
 
 T = TypeVar("T")
 Doing = Generator[bool, None, T]

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from commlayer.errors import CommError, CorruptFrame, Damaged, PeerEnded, PeerLost
 from commlayer.transport import framing, mailbox
-from commlayer.transport.chunking import Assembly, drop_zeros, split_parts
+from commlayer.transport.chunking import Assembly, split_parts
 from commlayer.transport.crc import crc32c
-from commlayer.transport.flow_control import Pacer, SendControl
+from commlayer.transport.flow.pacing import Pacer
+from commlayer.transport.flow.send_control import SendControl
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import (
@@ -31,6 +32,7 @@ from commlayer.transport.protocol import (
     peer_name,
     reports_peer_close,
 )
+from commlayer.transport.zero_chunks import drop_zeros
 
 _LAST = 1 << 32
 """Sort key of BYE. It is above all step numbers, so BYE is sent last."""

@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NamedTuple
 
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, one_line
-from commlayer.transport.flow_control import LinkSample
+from commlayer.transport.backoff import Backoff
+from commlayer.transport.flow.credit import LinkSample
 from commlayer.transport.grpc_library import grpc
 from commlayer.transport.key_folder import PeerCertificate
-from commlayer.transport.reconnect import Backoff
 
 MESSAGE_NBYTES = 256 << 10
 """Largest message of a stream. Other calls to the same port have the same limit."""

@@ -30,7 +30,7 @@ from commlayer.errors import (
 from commlayer.records import MALFORMED, Record
 from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
-from commlayer.transport.fair_share import ConnectionTable, FairShare, MinuteCounts
+from commlayer.transport.flow.fair_share import ConnectionTable, FairShare, MinuteCounts
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.key_folder import Keys, PeerCertificate
 from commlayer.transport.protocol import ByteChannel, Header, Kind, limit_wait, peer_name

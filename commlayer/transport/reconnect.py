@@ -7,8 +7,6 @@ only after that window, or if the peer refuses. See Transport for what the under
 
 from __future__ import annotations
 
-import math
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -16,10 +14,9 @@ from typing import NamedTuple, Protocol
 
 from commlayer.errors import CommError, Damaged, NotYet, PeerLost, Refused, without_code
 from commlayer.transport import mailbox
+from commlayer.transport.backoff import Backoff
+from commlayer.transport.inflight import REPLAYED, InFlightRequests, Request, is_answer
 from commlayer.transport.protocol import (
-    ANSWERED_BY,
-    NUMBERED,
-    Flag,
     Handle,
     Header,
     Key,
@@ -30,8 +27,6 @@ from commlayer.transport.protocol import (
     peer_name,
 )
 
-MIN_PAUSE_S, MAX_PAUSE_S = 0.02, 0.5
-"""Shortest and longest pause between two attempts, in seconds."""
 STABLE_S = 10.0
 """Seconds after which a connection counts as stable, even if no message has arrived on it."""
 CONNECT_TRIES = 8
@@ -43,22 +38,6 @@ DIAL_LIMIT_S = 10.0
 
 Dial = Callable[[float], None]
 """Function that connects to one peer before the given deadline, or raises CommError."""
-
-
-class Backoff:
-    """Pauses between attempts of an operation that is repeated until it succeeds. The pauses double. They are random by a
-    factor of two, so that processes that lost the same peer do not all reconnect at once."""
-
-    def __init__(self, deadline: float = math.inf, stop: threading.Event | None = None) -> None:
-        """`deadline`: time.monotonic() after which there are no more attempts. `stop`: setting this event ends a pause."""
-        self.deadline, self._stop = deadline, stop or threading.Event()
-        self._pause_s = MIN_PAUSE_S
-
-    def wait(self) -> bool:
-        """Pauses before the next attempt and returns True. Returns False if the deadline would pass during the pause (then at
-        once), or if `stop` is set."""
-        pause_s, self._pause_s = self._pause_s * random.uniform(0.5, 1.0), min(2 * self._pause_s, MAX_PAUSE_S)
-        return time.monotonic() + pause_s < self.deadline and not self._stop.wait(pause_s)
 
 
 class Carrier(Transport, Protocol):
@@ -333,107 +312,3 @@ class ReconnectingTransport:
     def close(self, flush_s: float | None = None) -> None:
         self._closing.set()
         self._carrier.close(flush_s)
-
-
-# ---- In-flight requests of one end to one peer, kept so that they can be replayed after a reconnect. Bodies are not copied:
-# the caller leaves a body unchanged until the answer arrives. A payload is therefore replayed with the same bytes, and keeping
-# it costs no extra memory.
-
-REPLAYED = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE))
-"""Kinds of messages that are sent again after a reconnect."""
-_NUMBERED_ANSWERS = frozenset(ANSWERED_BY[kind] for kind in NUMBERED if kind in ANSWERED_BY)
-_ANSWERS = frozenset(ANSWERED_BY.values())
-
-class Request:
-    """A request in flight, with the operation that the caller waits for, and with the most recent send."""
-
-    def __init__(self, header: Header, body: memoryview | bytes, operation: Handle) -> None:
-        self.header, self.body, self.operation = header, body, operation
-        self.sending: Handle | None = None
-
-
-def is_answer(header: Header) -> bool:
-    return header.kind in _ANSWERS
-
-
-class InFlightRequests:
-    """The in-flight requests of one end to one peer. For each key, at most one of them expects an answer."""
-
-    def __init__(self, peer: int) -> None:
-        self._peer = peer
-        self._kept: dict[Key | int, Request] = {}  # in the order of sending
-        self._last_answers: dict[tuple[int, ...], tuple[int, int]] = {}  # last generation and step, by _slot()
-        self._number = 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(request.body) for request in self.pending())
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def add(self, header: Header, body: memoryview | bytes) -> Request:
-        """Records a request and returns it as it must be sent: with a sequence number if its kind has one."""
-        if header.kind in NUMBERED:
-            self._number += 1
-            header = header._replace(used=self._number)
-        request = Request(header, body, mailbox.sending(self._peer, header))
-        slot: Key | int
-        if header.kind in ANSWERED_BY:
-            slot = key(header._replace(kind=ANSWERED_BY[header.kind]))
-        else:  # only the latest of its kind counts: it replaces the previous one, also one of another generation
-            slot = self._number if header.kind == Kind.UNDO else key(header._replace(generation=0))
-        self._kept.pop(slot, None)  # a replaced request moves to the end
-        self._kept[slot] = request
-        return request
-
-    def forget(self, request: Request) -> None:
-        """Drops a request that will not be sent."""
-        self._kept = {slot: kept for slot, kept in self._kept.items() if kept is not request}
-
-    def answer(self, header: Header) -> Request | None:
-        """Removes and returns the request that this header answers; None if no such request is in flight."""
-        request = self._kept.get(slot := key(header))
-        if request is None:
-            return None
-        if header.kind in _NUMBERED_ANSWERS and header.used != request.header.used:
-            return None
-        if header.flags & request.header.flags & Flag.AGAIN:
-            return None  # repeats an earlier AGAIN, whose request the sender has already sent again
-        del self._kept[slot]
-        self._last_answers[_slot(header)] = header.generation, header.step
-        if header.kind in _NUMBERED_ANSWERS:
-            self._ack_undos(header.used)
-        return request
-
-    def seen(self, header: Header) -> bool:
-        """Returns whether the header repeats an answer that has arrived before. False: no request of this end has that
-        answer."""
-        return key(header) in self._kept or (header.generation, header.step) <= self._last_answers.get(_slot(header), (-1, 0))
-
-    def _ack_undos(self, number: int) -> None:
-        """Drops UNDO requests with lower numbers. Requests arrive in the order of their numbers, so the peer has received
-        them."""
-        for slot, request in list(self._kept.items()):
-            if request.header.kind == Kind.UNDO and request.header.used < number:
-                del self._kept[slot]
-
-    def pending(self) -> list[Request]:
-        """Returns all requests in flight, in the order of sending."""
-        return list(self._kept.values())
-
-    def end(self, generation: int) -> list[Request]:
-        """Drops and returns the requests of generations before `generation`."""
-        dropped = [request for request in self.pending() if request.header.generation < generation]
-        self._kept = {slot: kept for slot, kept in self._kept.items() if kept.header.generation >= generation}
-        return dropped
-
-    def clear(self) -> list[Request]:
-        """Drops and returns all requests, because no answers will arrive."""
-        kept = self.pending()
-        self._kept.clear()
-        return kept
-
-
-def _slot(header: Header) -> tuple[int, ...]:
-    return header.kind, header.bucket, header.part, header.round

@@ -34,7 +34,7 @@ from commlayer.demo.links import Link, Relay
 from commlayer.errors import NotYet
 from commlayer.transport import grpc_stream, tls
 from commlayer.transport.endpoint import Settings, StreamTransport
-from commlayer.transport.fair_share import LIMIT
+from commlayer.transport.flow.fair_share import LIMIT
 from commlayer.transport.handshake import MAX_PENDING, Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE

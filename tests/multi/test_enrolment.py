@@ -42,7 +42,7 @@ from commlayer.doctor.machine import Torch
 from commlayer.doctor.server import ServerCheck
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, NotYet, Refused
 from commlayer.transport import handshake
-from commlayer.transport.fair_share import MinuteCounts
+from commlayer.transport.flow.fair_share import MinuteCounts
 from commlayer.transport.key_folder import Keys, enrolling_context
 
 SECRET = "correct-horse-battery"

@@ -9,7 +9,7 @@ import pytest
 from bench.chaos import schedules
 from bench.chaos.schedules import Done, Options
 from bench.chaos.simulated import Sums, World
-from commlayer.transport.reconnect import InFlightRequests
+from commlayer.transport.inflight import InFlightRequests
 
 LONG_S, LEAST = 6.0, 300
 

@@ -25,11 +25,11 @@ from commlayer.cluster.calls.messages import (
 from commlayer.config import host_port
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost, Refused
 from commlayer.records import Record
+from commlayer.transport.backoff import Backoff
 from commlayer.transport.grpc_library import grpc
 from commlayer.transport.grpc_stream import TlsCredentials, open_channel
 from commlayer.transport.key_folder import SERVICE as NAMED
 from commlayer.transport.key_folder import Keys
-from commlayer.transport.reconnect import Backoff
 from commlayer.transport.secret import AuthenticationFailed, CallAuthenticator, wrong_secret
 
 log = logging.getLogger("commlayer")

@@ -26,7 +26,7 @@ from commlayer.errors import CommError
 from commlayer.transport import grpc_stream
 from commlayer.transport.connection import close_channel, shut_down, track, tune_socket
 from commlayer.transport.endpoint import accept_connections, open_listener
-from commlayer.transport.fair_share import ConnectionTable, FairShare, source_of
+from commlayer.transport.flow.fair_share import ConnectionTable, FairShare, source_of
 from commlayer.transport.grpc_library import grpc
 from commlayer.transport.grpc_stream import AcceptStream, Caller, GrpcStream
 from commlayer.transport.handshake import OverLimit, PendingHandshakes

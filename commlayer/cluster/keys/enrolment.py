@@ -38,7 +38,7 @@ from commlayer.errors import (
     coded,
     one_line,
 )
-from commlayer.transport.fair_share import MinuteCounts, source_of
+from commlayer.transport.flow.fair_share import MinuteCounts, source_of
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import limit_wait
 from commlayer.transport.secret import new_nonce

@@ -49,9 +49,9 @@ from commlayer.errors import (
     short_line,
 )
 from commlayer.files import write_whole
+from commlayer.transport.backoff import Backoff
 from commlayer.transport.connection import connect_socket
 from commlayer.transport.key_folder import CA, CERTIFICATE, KEY, REVOKED, TOKEN, enrolling_context
-from commlayer.transport.reconnect import Backoff
 
 
 def enrol(home: HomeLine, wait_s: float, say: Callable[[str], None] = lambda _: None) -> Path:
