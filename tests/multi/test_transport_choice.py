@@ -29,8 +29,8 @@ from commlayer.config import host_port
 from commlayer.errors import PeerLost, Refused
 from commlayer.planner import default_plan
 from commlayer.records import Job, ServerInfo, TensorInfo
-from commlayer.transport import grpc_stream
 from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.grpc import stream
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -245,7 +245,7 @@ def test_silence_is_broken_by_empty_messages_that_nobody_sees(
     opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So that proxies keep a stream open between two steps."""
-    monkeypatch.setattr(grpc_stream, "IDLE_S", 0.02)
+    monkeypatch.setattr(stream, "IDLE_S", 0.02)
     ends: list[Any] = opened.enter_context(WIRES["grpc"].mesh(2))
     for end, other in (ends, reversed(ends)):
         (one,) = end._connections.values()

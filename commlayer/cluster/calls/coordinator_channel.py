@@ -26,8 +26,8 @@ from commlayer.config import host_port
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost, Refused
 from commlayer.records import Record
 from commlayer.transport.backoff import Backoff
-from commlayer.transport.grpc_library import grpc
-from commlayer.transport.grpc_stream import TlsCredentials, open_channel
+from commlayer.transport.grpc.library import grpc
+from commlayer.transport.grpc.stream_ends import TlsCredentials, open_channel
 from commlayer.transport.key_folder import SERVICE as NAMED
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.secret import AuthenticationFailed, CallAuthenticator, wrong_secret

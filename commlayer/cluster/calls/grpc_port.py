@@ -23,12 +23,14 @@ from typing import Any, NamedTuple, Protocol
 from commlayer.cluster.calls.rpc_server import UNPROVED, RpcServer
 from commlayer.config import join_host
 from commlayer.errors import CommError
-from commlayer.transport import grpc_stream
 from commlayer.transport.connection import close_channel, shut_down, track, tune_socket
 from commlayer.transport.endpoint import accept_connections, open_listener
 from commlayer.transport.flow.fair_share import ConnectionTable, FairShare, source_of
-from commlayer.transport.grpc_library import grpc
-from commlayer.transport.grpc_stream import AcceptStream, Caller, GrpcStream
+from commlayer.transport.grpc import stream_ends
+from commlayer.transport.grpc.event_loop import event_loop
+from commlayer.transport.grpc.library import grpc
+from commlayer.transport.grpc.stream import GrpcStream
+from commlayer.transport.grpc.stream_ends import AcceptStream, Caller
 from commlayer.transport.handshake import OverLimit, PendingHandshakes
 from commlayer.transport.key_folder import Keys, PeerCertificate
 from commlayer.transport.secret import AuthenticationFailed
@@ -150,7 +152,7 @@ class GrpcPort:
 
     def streams(self, take: AcceptStream) -> Any:
         """Returns the gRPC handler of data streams on this port. It passes each new stream to `take`."""
-        return grpc_stream.handler(take, self.identify)
+        return stream_ends.handler(take, self.identify)
 
     def accept_stream(self, stream: GrpcStream, where: str, source: str) -> bool:
         if self.accept is None:
@@ -168,7 +170,7 @@ class GrpcPort:
         with self._lock:
             if peer in self._known:
                 self._distrusted.add(peer)
-                grpc_stream.event_loop().call_later(REPLY_ARRIVES_S, shut_down, self._known[peer].sock)
+                event_loop().call_later(REPLY_ARRIVES_S, shut_down, self._known[peer].sock)
 
     def drop(self, serials: frozenset[int]) -> None:
         """Closes all connections that use certificates with these serial numbers."""

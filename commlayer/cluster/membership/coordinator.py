@@ -47,8 +47,9 @@ from commlayer.config import Config
 from commlayer.errors import MAX_PEER_TEXT_CHARS, CorruptFrame, InvalidInput, coded, short_line, without_code
 from commlayer.observe.events import EventLog
 from commlayer.records import Epoch, Record, ServerInfo
-from commlayer.transport import framing, grpc_stream
-from commlayer.transport.grpc_stream import AcceptStream
+from commlayer.transport import framing
+from commlayer.transport.grpc.event_loop import event_loop
+from commlayer.transport.grpc.stream_ends import AcceptStream
 from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
@@ -403,7 +404,7 @@ class Coordinator:
         except AuthenticationFailed:
             if peer not in self._suspects:
                 self._suspects[peer] = self._port.where(peer), name
-                grpc_stream.event_loop().call_later(PROVE_S, self._refuse, peer)
+                event_loop().call_later(PROVE_S, self._refuse, peer)
             raise
         self._suspects.pop(peer, None)
         request = sanitize(messages.unpack(body, kind, peer))
