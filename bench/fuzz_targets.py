@@ -16,6 +16,7 @@ import torch
 
 from commlayer import planner, records
 from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.call_proofs import AuthenticationFailed, CallVerifier
 from commlayer.cluster.keys import enrolment_messages
 from commlayer.cluster.membership import coordinator, job_events, membership
 from commlayer.cluster.servers import server_codecs, summation, summation_server
@@ -30,7 +31,7 @@ from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
-from commlayer.transport.secret import NONCE_NBYTES, PROOF_NBYTES, AuthenticationFailed, CallVerifier, make_proof
+from commlayer.transport.secret import NONCE_NBYTES, PROOF_NBYTES, make_proof
 from commlayer.transport.zero_chunks import drop_zeros, restore_zeros
 
 CAP_NBYTES, KEPT_NBYTES = 1 << 18, 1 << 20

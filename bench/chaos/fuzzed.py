@@ -29,6 +29,7 @@ from bench.chaos.fuzz_server import HONEST, PLAN
 from bench.fuzz_mutate import mutated, resealed
 from bench.fuzz_targets import SECRET, Target, targets
 from bench.report import Result
+from commlayer.cluster.calls.call_proofs import AuthenticationFailed
 from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 from commlayer.compressors import codec_of, seed
 from commlayer.config import host_port
@@ -38,7 +39,7 @@ from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.secret import AuthenticationFailed, new_nonce
+from commlayer.transport.secret import new_nonce
 
 ROOT = Path(__file__).parents[2]
 PART, LEAST, MOST = 50, 200, 20_000

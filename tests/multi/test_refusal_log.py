@@ -21,6 +21,7 @@ from support.keys import (
 )
 
 from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.call_proofs import Known
 from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 from commlayer.cluster.membership import coordinator as coordinator_module
 from commlayer.cluster.membership.coordinator import Coordinator
@@ -35,7 +36,6 @@ from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import MAX_REFUSED, Hello, PendingHandshakes, RefusalLog, SilentConnection
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.secret import Known
 
 
 @pytest.mark.parametrize("knows", [True, False])

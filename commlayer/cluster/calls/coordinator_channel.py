@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from commlayer import config as settings
 from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.call_proofs import AuthenticationFailed, CallAuthenticator
 from commlayer.cluster.calls.diagnosis import Unresolved, diagnose
 from commlayer.cluster.calls.messages import (
     MAX_NBYTES,
@@ -30,7 +31,7 @@ from commlayer.transport.grpc.library import grpc
 from commlayer.transport.grpc.stream_ends import TlsCredentials, open_channel
 from commlayer.transport.key_folder import SERVICE as NAMED
 from commlayer.transport.key_folder import Keys
-from commlayer.transport.secret import AuthenticationFailed, CallAuthenticator, wrong_secret
+from commlayer.transport.secret import wrong_secret
 
 log = logging.getLogger("commlayer")
 R = TypeVar("R", bound=Record)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from commlayer.cluster.calls.call_proofs import AuthenticationFailed
 from commlayer.cluster.calls.rpc_server import UNPROVED, RpcServer
 from commlayer.config import join_host
 from commlayer.errors import CommError
@@ -33,7 +34,6 @@ from commlayer.transport.grpc.stream import GrpcStream
 from commlayer.transport.grpc.stream_ends import AcceptStream, Caller
 from commlayer.transport.handshake import OverLimit, PendingHandshakes
 from commlayer.transport.key_folder import Keys, PeerCertificate
-from commlayer.transport.secret import AuthenticationFailed
 from commlayer.transport.tls import CONTROL, TlsSocket
 
 MAX_CONNECTIONS = 512

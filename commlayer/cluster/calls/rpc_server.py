@@ -8,13 +8,13 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+from commlayer.cluster.calls.call_proofs import CHALLENGE, AuthenticationFailed
 from commlayer.cluster.calls.messages import MAX_NBYTES, MAX_REPLY_NBYTES, SERVICE
 from commlayer.errors import CorruptFrame
 from commlayer.transport.grpc.event_loop import run_on_loop
 from commlayer.transport.grpc.library import grpc
 from commlayer.transport.grpc.stream import FRAME_OPTION
 from commlayer.transport.grpc.stream_ends import Caller
-from commlayer.transport.secret import CHALLENGE, AuthenticationFailed
 
 MAX_CALL_S = 120.0
 """Longest deadline of a call. gRPC ends the call then, also if its request or its reply does not arrive. Clients wait at most a

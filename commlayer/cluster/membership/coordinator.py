@@ -21,6 +21,7 @@ import msgspec
 
 from commlayer import config as settings
 from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.call_proofs import CHALLENGE, AuthenticationFailed, CallVerifier
 from commlayer.cluster.calls.grpc_port import GrpcPort
 from commlayer.cluster.calls.messages import (
     MAX_PLAN_NBYTES,
@@ -53,7 +54,6 @@ from commlayer.transport.grpc.stream_ends import AcceptStream
 from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.secret import CHALLENGE, AuthenticationFailed, CallVerifier
 
 log = logging.getLogger("commlayer")
 
