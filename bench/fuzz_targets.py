@@ -30,8 +30,8 @@ from commlayer.transport.chunking import Assembly, split_parts
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
+from commlayer.transport.keys.secret import NONCE_NBYTES, PROOF_NBYTES, make_proof
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
-from commlayer.transport.secret import NONCE_NBYTES, PROOF_NBYTES, make_proof
 from commlayer.transport.zero_chunks import drop_zeros, restore_zeros
 
 CAP_NBYTES, KEPT_NBYTES = 1 << 18, 1 << 20

@@ -17,7 +17,7 @@ from commlayer.cluster.servers import dialing
 from commlayer.errors import CommError
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello, RefusalLog
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 
 WAIT_S = 60.0

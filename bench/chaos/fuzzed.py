@@ -38,8 +38,8 @@ from commlayer.transport import handshake
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
+from commlayer.transport.keys.secret import new_nonce
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.secret import new_nonce
 
 ROOT = Path(__file__).parents[2]
 PART, LEAST, MOST = 50, 200, 20_000

@@ -27,7 +27,7 @@ from commlayer.errors import RecordError
 from commlayer.plan_file import plan_in
 from commlayer.records import Plan, Record
 from commlayer.transport import framing
-from commlayer.transport.key_folder import KEY, TOKEN, Keys
+from commlayer.transport.keys.key_folder import KEY, TOKEN, Keys
 
 TESTED_TORCH, LEAST_TORCH = "2.13", (2, 6)
 """Version of torch in constraints.txt, with which commlayer is tested, and the oldest supported one."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from commlayer.config import join_host
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused, coded
-from commlayer.transport import framing, mailbox, tls
+from commlayer.transport import framing, mailbox
 from commlayer.transport import handshake as greeting
 from commlayer.transport.buffer_pool import BufferPool
 from commlayer.transport.connection import Connection, Limits, close_channel, connect_socket, shut_down, track, tune_socket
@@ -22,7 +22,8 @@ from commlayer.transport.flow.fair_share import source_of
 from commlayer.transport.flow.pacing import Pacer
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import TOO_MANY, Admit, Hello, PendingHandshakes, RefusalLog, RetryLater, same_job
-from commlayer.transport.key_folder import Keys, PeerCertificate
+from commlayer.transport.keys import tls
+from commlayer.transport.keys.key_folder import Keys, PeerCertificate
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import (
     ByteChannel,

@@ -32,10 +32,10 @@ from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
 from commlayer.transport.flow.fair_share import ConnectionTable, FairShare, MinuteCounts
 from commlayer.transport.framing import Frame, Reader
-from commlayer.transport.key_folder import Keys, PeerCertificate
+from commlayer.transport.keys.key_folder import Keys, PeerCertificate
+from commlayer.transport.keys.secret import bound, check_signature, make_proof, new_nonce, sign, verify, wrong_secret
+from commlayer.transport.keys.tls import signing_certificate
 from commlayer.transport.protocol import ByteChannel, Header, Kind, limit_wait, peer_name
-from commlayer.transport.secret import bound, check_signature, make_proof, new_nonce, sign, verify, wrong_secret
-from commlayer.transport.tls import signing_certificate
 
 log = logging.getLogger("commlayer")
 

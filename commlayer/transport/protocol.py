@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput
 
 if TYPE_CHECKING:
-    from commlayer.transport.key_folder import PeerCertificate
+    from commlayer.transport.keys.key_folder import PeerCertificate
 
 log = logging.getLogger("commlayer")
 

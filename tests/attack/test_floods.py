@@ -32,13 +32,13 @@ from commlayer.cluster.keys.home_keys import HomeLine
 from commlayer.config import host_port
 from commlayer.demo.links import Link, Relay
 from commlayer.errors import NotYet
-from commlayer.transport import tls
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.flow.fair_share import LIMIT
 from commlayer.transport.grpc import stream_ends
 from commlayer.transport.grpc.event_loop import event_loop, run_on_loop
 from commlayer.transport.handshake import MAX_PENDING, Hello
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys import tls
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
 
 BOUND_S = 4.0

@@ -43,7 +43,7 @@ from commlayer.doctor.server import ServerCheck
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, NotYet, Refused
 from commlayer.transport import handshake
 from commlayer.transport.flow.fair_share import MinuteCounts
-from commlayer.transport.key_folder import Keys, enrolling_context
+from commlayer.transport.keys.key_folder import Keys, enrolling_context
 
 SECRET = "correct-horse-battery"
 

@@ -35,12 +35,13 @@ from commlayer.cluster.membership import client, membership
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.membership.coordinator_journal import NAME, CoordinatorJournal, journaled_part
 from commlayer.errors import CommError, Damaged, DeadlineExceeded, PeerLost, Refused
-from commlayer.transport import handshake, tls
+from commlayer.transport import handshake
 from commlayer.transport.connection import shut_down
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
-from commlayer.transport.key_folder import CERTIFICATE, Keys, PeerCertificate
+from commlayer.transport.keys import tls
+from commlayer.transport.keys.key_folder import CERTIFICATE, Keys, PeerCertificate
 from commlayer.transport.protocol import SERVER_BASE
 
 SECRET = "correct-horse-battery"

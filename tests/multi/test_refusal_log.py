@@ -30,11 +30,11 @@ from commlayer.config import host_port
 from commlayer.doctor import server
 from commlayer.errors import CommError, Refused, Unsaid
 from commlayer.records import Record
-from commlayer.transport import tls
 from commlayer.transport.connection import shut_down
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import MAX_REFUSED, Hello, PendingHandshakes, RefusalLog, SilentConnection
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys import tls
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
 
 

@@ -26,7 +26,7 @@ from commlayer.config import host_port
 from commlayer.errors import PeerLost, Refused
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
 
 DATA = records.encode(PLAN)

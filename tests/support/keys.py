@@ -14,7 +14,7 @@ pytest.importorskip("cryptography", reason="cryptography is not installed")
 from cryptography import x509
 
 from commlayer.cluster.keys import authority
-from commlayer.transport.key_folder import PeerCertificate, certificate_of
+from commlayer.transport.keys.key_folder import PeerCertificate, certificate_of
 
 DAY = datetime.timedelta(days=1)
 

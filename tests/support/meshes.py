@@ -19,12 +19,13 @@ import pytest
 from commlayer.cluster.calls.coordinator_channel import fingerprint, tls_credentials
 from commlayer.cluster.calls.grpc_port import GrpcPort, open_stream_port
 from commlayer.cluster.servers import dialing
-from commlayer.transport import framing, handshake, tls
+from commlayer.transport import framing, handshake
 from commlayer.transport.crc import crc32c
 from commlayer.transport.endpoint import Address, Settings, StreamTransport
 from commlayer.transport.grpc import stream_ends
 from commlayer.transport.handshake import Admit, Hello
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys import tls
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import ByteChannel, Header, Kind, Transport, binding_of, key
 from support.loopback import Hub
 

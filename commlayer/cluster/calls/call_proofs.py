@@ -16,9 +16,18 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from commlayer.transport.key_folder import Keys
-from commlayer.transport.secret import NONCE_NBYTES, PROOF_NBYTES, bound, check_signature, make_proof, new_nonce, sign, verify
-from commlayer.transport.tls import SigningCertificate, signing_certificate
+from commlayer.transport.keys.key_folder import Keys
+from commlayer.transport.keys.secret import (
+    NONCE_NBYTES,
+    PROOF_NBYTES,
+    bound,
+    check_signature,
+    make_proof,
+    new_nonce,
+    sign,
+    verify,
+)
+from commlayer.transport.keys.tls import SigningCertificate, signing_certificate
 
 CHALLENGE = "Challenge"
 CHALLENGE_RETRIES = 3

@@ -29,9 +29,9 @@ from commlayer.records import Record
 from commlayer.transport.backoff import Backoff
 from commlayer.transport.grpc.library import grpc
 from commlayer.transport.grpc.stream_ends import TlsCredentials, open_channel
-from commlayer.transport.key_folder import SERVICE as NAMED
-from commlayer.transport.key_folder import Keys
-from commlayer.transport.secret import wrong_secret
+from commlayer.transport.keys.key_folder import SERVICE as NAMED
+from commlayer.transport.keys.key_folder import Keys
+from commlayer.transport.keys.secret import wrong_secret
 
 log = logging.getLogger("commlayer")
 R = TypeVar("R", bound=Record)

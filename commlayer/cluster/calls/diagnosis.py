@@ -15,10 +15,10 @@ from commlayer.transport import framing
 from commlayer.transport.connection import close_channel, connect_socket, track
 from commlayer.transport.crc import crc32c
 from commlayer.transport.handshake import Hello
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
+from commlayer.transport.keys.secret import new_nonce
+from commlayer.transport.keys.tls import CONTROL, TlsSocket
 from commlayer.transport.protocol import Header, Kind, limit_wait
-from commlayer.transport.secret import new_nonce
-from commlayer.transport.tls import CONTROL, TlsSocket
 
 HANDSHAKE = b"\x16\x03"
 

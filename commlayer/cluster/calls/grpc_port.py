@@ -33,8 +33,8 @@ from commlayer.transport.grpc.library import grpc
 from commlayer.transport.grpc.stream import GrpcStream
 from commlayer.transport.grpc.stream_ends import AcceptStream, Caller
 from commlayer.transport.handshake import OverLimit, PendingHandshakes
-from commlayer.transport.key_folder import Keys, PeerCertificate
-from commlayer.transport.tls import CONTROL, TlsSocket
+from commlayer.transport.keys.key_folder import Keys, PeerCertificate
+from commlayer.transport.keys.tls import CONTROL, TlsSocket
 
 MAX_CONNECTIONS = 512
 """Maximum number of control connections with TLS, which the largest job does not reach: see fair_share.py. Each has two threads

@@ -25,7 +25,7 @@ from commlayer.cluster.keys.home_keys import ALLOWED_NAMES, NAME
 from commlayer.cluster.processes.folder_lock import try_lock
 from commlayer.errors import InvalidInput
 from commlayer.files import sync, write_whole
-from commlayer.transport.key_folder import CA, CERTIFICATE, KEY, REVOKED, SERVICE, TOKEN, certificate_of
+from commlayer.transport.keys.key_folder import CA, CERTIFICATE, KEY, REVOKED, SERVICE, TOKEN, certificate_of
 
 CA_KEY, ISSUED, NODES = "ca.key", "issued", "nodes"
 CA_DAYS, NODE_DAYS, MOST_DAYS = 3650, 365, 3650

@@ -39,9 +39,9 @@ from commlayer.errors import (
     one_line,
 )
 from commlayer.transport.flow.fair_share import MinuteCounts, source_of
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
+from commlayer.transport.keys.secret import new_nonce
 from commlayer.transport.protocol import limit_wait
-from commlayer.transport.secret import new_nonce
 
 log = logging.getLogger("commlayer")
 MAX_FAILED, MAX_ADDRESSES = 10, 1024

@@ -51,7 +51,7 @@ from commlayer.errors import (
 from commlayer.files import write_whole
 from commlayer.transport.backoff import Backoff
 from commlayer.transport.connection import connect_socket
-from commlayer.transport.key_folder import CA, CERTIFICATE, KEY, REVOKED, TOKEN, enrolling_context
+from commlayer.transport.keys.key_folder import CA, CERTIFICATE, KEY, REVOKED, TOKEN, enrolling_context
 
 
 def enrol(home: HomeLine, wait_s: float, say: Callable[[str], None] = lambda _: None) -> Path:

@@ -16,9 +16,9 @@ from commlayer.errors import (
     short_line,
 )
 from commlayer.records import MALFORMED, Record
-from commlayer.transport.key_folder import ENROLMENT
+from commlayer.transport.keys.key_folder import ENROLMENT
+from commlayer.transport.keys.tls import bad_certificate
 from commlayer.transport.protocol import limit_wait
-from commlayer.transport.tls import bad_certificate
 
 T = TypeVar("T", bound=Record)
 NAME = b"COMMLAYER ENROL "

@@ -27,7 +27,7 @@ from commlayer.cluster.keys.home_keys import HomeLine, Token, new_token
 from commlayer.errors import InvalidInput, Refused
 from commlayer.files import write_whole
 from commlayer.records import MALFORMED, Record
-from commlayer.transport.key_folder import CA, REVOKED
+from commlayer.transport.keys.key_folder import CA, REVOKED
 
 FILE = "invitations.json"
 VALID_HOURS, MOST_HOURS = 24.0, 24.0 * 30

@@ -30,7 +30,7 @@ from commlayer.config import Config
 from commlayer.errors import CommError, PeerLost, Refused, without_code
 from commlayer.observe.events import Batch, EventLog
 from commlayer.records import Epoch
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 
 log = logging.getLogger("commlayer")
 ROUND_TRIPS = 16

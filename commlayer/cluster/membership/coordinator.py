@@ -52,7 +52,7 @@ from commlayer.transport import framing
 from commlayer.transport.grpc.event_loop import event_loop
 from commlayer.transport.grpc.stream_ends import AcceptStream
 from commlayer.transport.handshake import RefusalLog
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
 
 log = logging.getLogger("commlayer")

@@ -15,7 +15,7 @@ from commlayer.records import ServerInfo
 from commlayer.transport.endpoint import Address, StreamTransport
 from commlayer.transport.grpc import stream_ends
 from commlayer.transport.grpc.stream import GrpcStream
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, peer_name
 from commlayer.transport.reconnect import Dial
 

@@ -33,7 +33,7 @@ from commlayer.config import Config, host_port, is_loopback, join_host, read_con
 from commlayer.errors import MAX_PEER_TEXT_CHARS, Coded, CommError, InvalidInput, line_of, short_line, without_code
 from commlayer.observe.events import EventFile, EventLog
 from commlayer.observe.log_lines import LogLines
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 
 if TYPE_CHECKING:
     from commlayer.cluster.servers.summation_server import DataServer

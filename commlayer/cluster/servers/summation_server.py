@@ -46,7 +46,7 @@ from commlayer.records import MALFORMED, Epoch, Plan, Record
 from commlayer.transport.connection import Limits
 from commlayer.transport.endpoint import Refusal, Settings, StreamTransport
 from commlayer.transport.handshake import Hello, RefusalLog, RetryLater, same_job
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import (
     NUMBERED,
     SERVER_BASE,

@@ -22,10 +22,10 @@ from commlayer.errors import CommError, InvalidInput, PeerLost
 from commlayer.records import Epoch, ServerInfo
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
+from commlayer.transport.keys.secret import new_nonce
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, peer_name, send_request
 from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
-from commlayer.transport.secret import new_nonce
 
 log = logging.getLogger("commlayer")
 Fail = Callable[[CommError], None]

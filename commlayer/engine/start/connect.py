@@ -47,7 +47,7 @@ from commlayer.planner import tensors as float64
 from commlayer.planner.plan_rules import late_and_sparse, summary_of
 from commlayer.planner.tables import learning_rows
 from commlayer.records import Job, Plan
-from commlayer.transport import secret
+from commlayer.transport.keys import secret
 
 
 def connect(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from commlayer.transport.flow.credit import LinkSample
 from commlayer.transport.grpc.library import grpc
-from commlayer.transport.key_folder import PeerCertificate
+from commlayer.transport.keys.key_folder import PeerCertificate
 
 MESSAGE_NBYTES = 256 << 10
 """Largest message of a stream. Other calls to the same port have the same limit."""

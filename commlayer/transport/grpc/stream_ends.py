@@ -15,7 +15,7 @@ from commlayer.transport.backoff import Backoff
 from commlayer.transport.grpc.event_loop import run_on_loop
 from commlayer.transport.grpc.library import grpc
 from commlayer.transport.grpc.stream import FRAME_OPTION, MESSAGE_NBYTES, GrpcStream, StreamCall
-from commlayer.transport.key_folder import PeerCertificate
+from commlayer.transport.keys.key_folder import PeerCertificate
 
 
 class TlsCredentials(NamedTuple):

@@ -7,8 +7,8 @@ import hmac
 import secrets
 
 from commlayer.errors import Refused
-from commlayer.transport.key_folder import Keys
-from commlayer.transport.tls import SigningCertificate
+from commlayer.transport.keys.key_folder import Keys
+from commlayer.transport.keys.tls import SigningCertificate
 
 NONCE_NBYTES = 16
 PROOF_NBYTES = hashlib.sha256().digest_size

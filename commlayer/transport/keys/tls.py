@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from commlayer.errors import Abandoned, CommError, Damaged, DeadlineExceeded, NotYet, PeerLost, Refused, Unsaid
-from commlayer.transport.key_folder import PROTOCOLS, Keys, PeerCertificate, certificate_of, of_peer, signature_arguments
+from commlayer.transport.keys.key_folder import PROTOCOLS, Keys, PeerCertificate, certificate_of, of_peer, signature_arguments
 from commlayer.transport.protocol import limit_wait
 
 DATA, CONTROL = PROTOCOLS
