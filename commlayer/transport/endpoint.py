@@ -131,8 +131,6 @@ class StreamTransport:
         with self._lock:
             return tuple(sorted(peer for peer in self._connections if self._mailbox.failure(peer) is None))
 
-    # ---- connecting
-
     def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
         """Starts to accept connections. Returns the bound address; with port 0 the system chooses the port."""
         sock = track(open_listener(host, port))
@@ -357,8 +355,6 @@ class StreamTransport:
         """Sets the measured upload rate of this machine's link in bit/s; 0: unknown. The connections that send large bodies are
         paced so that together they send at about this rate. On a slow link all connections switch away from BBR."""
         self._pacer.follow(bps)
-
-    # ---- Transport
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         if len(body) > self._settings.max_nbytes:

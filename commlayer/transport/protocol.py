@@ -250,11 +250,10 @@ def send_request(transport: Transport, peer: int, header: Header, body: memoryvi
     return answer
 
 
-# ---- Byte channels under a connection: a socket, a TlsSocket or a GrpcStream.
 
 class ByteChannel(Protocol):
-    """A byte stream to one peer, with methods of a stream socket. One thread at a time may read and one may write; any thread
-    may shut it down.
+    """A byte stream to one peer: a socket, or an object with these methods of a stream socket (TlsSocket, GrpcStream). One
+    thread at a time may read and one may write; any thread may shut it down.
 
     Buffering is bounded: a writer that is faster than the peer's reader blocks, or gets BlockingIOError.
     """

@@ -135,8 +135,6 @@ class ReconnectingTransport:
         # No message has this key, so the receive fails when the peer ends.
         self._carrier.recv(peer, NO_MESSAGE).on_done(self._fail_peer)
 
-    # ---- sending
-
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         link = self._links.get(peer)
         if link is None or header.kind not in REPLAYED:
@@ -160,8 +158,6 @@ class ReconnectingTransport:
     def _sent(self, request: Request, handle: Handle) -> None:
         if handle.error() is None:  # otherwise it is sent again, or fails with the peer
             mailbox.sent(request.operation, request.header)
-
-    # ---- receiving
 
     def _on_message(self, message: Message) -> None:
         """Handles a message that has arrived. Runs on the connection's receive thread."""
@@ -210,8 +206,6 @@ class ReconnectingTransport:
             for request in requests:
                 request.operation.fail(reason)
         self._carrier.end_generations(reason, generation)
-
-    # ---- reconnecting
 
     def _broken(self, peer: int, error: CommError) -> None:
         link = self._links.get(peer)
@@ -298,7 +292,6 @@ class ReconnectingTransport:
         if not self._closing.is_set():
             mailbox.log.warning(line, *values)
 
-    # ---- receiving and ending: as the underlying transport
 
     def recv(self, peer: int, match: Key | None = None) -> Handle:
         return self._carrier.recv(peer, match)

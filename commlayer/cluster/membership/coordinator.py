@@ -30,10 +30,10 @@ from commlayer.cluster.calls.messages import (
     PlanPart,
     StatusReply,
     digest_of,
-    sanitize,
     version,
 )
 from commlayer.cluster.calls.rpc_server import Answer, Encode, RpcServer
+from commlayer.cluster.calls.sanitize import sanitize
 from commlayer.cluster.membership import epoch_change, membership
 from commlayer.cluster.membership.coordinator_journal import (
     CoordinatorJournal,

@@ -86,8 +86,6 @@ class GrpcStream:
         self._rate = _WriteRate()
         self._silence = self._loop.call_later(IDLE_S, self._idle)
 
-    # ---- socket interface
-
     def settimeout(self, value: float | None, /) -> None:
         self._limit_s = value
 
@@ -162,7 +160,7 @@ class GrpcStream:
         with self._changed:
             return self._rate.sample()
 
-    # ---- on the event loop; these coroutines end with the call
+    # The methods from here on run on the event loop. These coroutines end with the call.
 
     def spawn(self, what: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(what)

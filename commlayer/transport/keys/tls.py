@@ -136,8 +136,6 @@ class TlsSocket(socket.socket):
         self._received = not server
         """True: at least one byte has arrived from the dialer. Always True at the dialer's end."""
 
-    # ---- handshake
-
     def handshake(self, deadline: float) -> PeerCertificate:
         """Runs the handshake and returns the other end's certificate. Raises Refused, DeadlineExceeded, PeerLost or Damaged,
         without the peer's name."""
@@ -240,8 +238,6 @@ class TlsSocket(socket.socket):
             return None
         code, text = _ALERTS[alert_parts[2]]
         return Refused(text.format(me=mine), code=code)
-
-    # ---- data
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         """Reads like a socket; `flags` are ignored. Returns 0 at the end of the stream."""
