@@ -277,14 +277,14 @@ class PeerLost(CommError):
     default_code = "E-PEER-LOST"
 
 
-class Unsaid(PeerLost):
+class SentNothing(PeerLost):
     """Raised if the process that opened the connection closed it before it sent a message."""
 
     def __init__(self, what: str = "the connection was closed before any message was sent", *, peer: str = "") -> None:
         super().__init__(what, peer=peer)
 
 
-class Abandoned(PeerLost):
+class HandshakeLost(PeerLost):
     """Raised if the connection that a peer opened was lost during its handshake."""
 
 

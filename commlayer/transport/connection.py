@@ -228,7 +228,7 @@ class Connection:
         self._busy = False  # a thread is writing a frame
         self._rest: _Item | None = None  # a frame that a caller's thread began to write and the sender thread must finish
         self._users = 2  # threads that may be in a system call on the socket; the last one closes the socket
-        self._over: CommError | None = None
+        self._error: CommError | None = None
         name = peer_name(peer)
         self._threads = [
             threading.Thread(target=self._send_loop, name=f"send to {name}", daemon=True),
@@ -242,22 +242,22 @@ class Connection:
     def send(self, operation: Handle, header: Header, body: memoryview | bytes, *, last: bool = False) -> None:
         frame = _Outgoing(operation, header, body)
         with self._work:
-            over = self._over
+            error = self._error
             self._seq += 1
             item = (_LAST if last else header.step, header.order, self._seq, frame)
-            inline = over is None and not (self._busy or self._queue) and not last \
+            inline = error is None and not (self._busy or self._queue) and not last \
                 and frame.nbytes <= self._control.inline_nbytes
-            if over is None:
+            if error is None:
                 self._unsent_nbytes += frame.held_nbytes
             if inline:
                 self._busy = True
                 self._users += 1
-            elif over is None:
+            elif error is None:
                 heapq.heappush(self._queue, item)
                 if not self._busy:
                     self._work.notify()
-        if over is not None:
-            operation.fail(over)
+        if error is not None:
+            operation.fail(error)
         elif inline:
             self._write_inline(item)
 
@@ -270,7 +270,7 @@ class Connection:
         except OSError as failure:
             error = failure
         with self._work:
-            if done or error or self._over:
+            if done or error or self._error:
                 self._busy = False
                 self._unsent_nbytes -= frame.held_nbytes
                 self._room.notify()
@@ -282,8 +282,8 @@ class Connection:
             self._break(error)
         if done:
             mailbox.sent(frame.operation, frame.header)
-        elif self._over is not None:
-            frame.operation.fail(self._over)
+        elif self._error is not None:
+            frame.operation.fail(self._error)
         self._leave()
 
     def _send_loop(self) -> None:
@@ -303,21 +303,21 @@ class Connection:
                 break
             with self._work:
                 self._busy = False
-                over = self._over
+                ended = self._error
                 if frame.out:
                     self._unsent_nbytes -= frame.held_nbytes
                     self._room.notify()
-                elif over is None:
+                elif ended is None:
                     heapq.heappush(self._queue, item)
             if frame.out:
                 mailbox.sent(frame.operation, frame.header)
-            elif over is not None:
-                frame.operation.fail(over)
+            elif ended is not None:
+                frame.operation.fail(ended)
         self._leave()
 
     def _next(self) -> _Item | None:
         with self._work:
-            while self._over is None:
+            while self._error is None:
                 if self._rest is not None:
                     item, self._rest = self._rest, None
                     self._busy = True
@@ -364,7 +364,7 @@ class Connection:
         """Waits, at most until the connection ends, while more than the allowed bytes wait to be sent to the peer. A peer that
         does not read its replies thus cannot send further requests."""
         def is_ready() -> bool:
-            return self._unsent_nbytes <= self._limits().messages * FRAME_NBYTES or self._over is not None
+            return self._unsent_nbytes <= self._limits().messages * FRAME_NBYTES or self._error is not None
 
         if not is_ready():
             with self._work:
@@ -376,8 +376,8 @@ class Connection:
 
     def _take(self, frame: Frame) -> None:
         kind = frame.header.kind
-        if self._over is not None:
-            raise self._over  # buffered frames must not mix with a new connection of this peer
+        if self._error is not None:
+            raise self._error  # buffered frames must not mix with a new connection of this peer
         if kind == Kind.BYE:
             raise PeerEnded("closed its connection in order")
         if kind in _ONCE:
@@ -388,14 +388,14 @@ class Connection:
         """Ends the connection because of an error of its socket. Returns the error that ended it."""
         lost = PeerLost(f"connection lost: {error.strerror or error}{self._name}", peer=peer_name(self.peer))
         self._end_lost(lost, reports_peer_close(self._sock) and isinstance(error, ConnectionResetError))
-        return self._over or lost
+        return self._error or lost
 
     def _end_lost(self, lost: PeerLost, by_peer: bool) -> None:
         """Ends a connection that was lost. The kernel tells the cause to one of both threads only, whichever asks first. The
         other one sees the end of the stream or a broken pipe, so it waits for the one that knows."""
         if not by_peer:
             with self._work:
-                self._work.wait_for(lambda: self._over is not None, CAUSE_S)
+                self._work.wait_for(lambda: self._error is not None, CAUSE_S)
         self.end(lost, broken=True, by_peer=by_peer)
 
     @property
@@ -403,17 +403,17 @@ class Connection:
         return f" ({self.certified.name})" if self.certified else ""
 
     @property
-    def over(self) -> CommError | None:
+    def error(self) -> CommError | None:
         """The error that ended the connection; None while it is open."""
-        return self._over
+        return self._error
 
     def end(self, reason: CommError, *, broken: bool = False, by_peer: bool = False) -> None:
         """Ends the connection. All operations in progress with this peer fail with `reason`. `broken`: True: the connection may
         be re-established, so receives stay posted if `resumes`. Only the first call has an effect."""
         with self._work:
-            if self._over is not None:
+            if self._error is not None:
                 return
-            self._over, self.broken, self.by_peer = reason, broken and self._resumes, by_peer
+            self._error, self.broken, self.by_peer = reason, broken and self._resumes, by_peer
             frames = [item[-1] for item in (*self._queue, *([self._rest] if self._rest else []))]
             self._queue, self._rest = [], None
             self._work.notify_all()

@@ -284,9 +284,9 @@ class StreamTransport:
         while not self._closed.wait(REVOCATION_CHECK_S):
             revoked = keys.revoked()
             with self._lock:
-                over = [(c, c.certified.name) for c in self._connections.values()
+                ending = [(c, c.certified.name) for c in self._connections.values()
                         if c.certified and c.certified.serial in revoked]
-            for connection, name in over:
+            for connection, name in ending:
                 reason = Refused(f"its certificate ({name}) was revoked", peer=peer_name(connection.peer),
                                  code="E-CERTIFICATE-REVOKED")
                 self._settings.refused(name, reason.what)
@@ -329,13 +329,13 @@ class StreamTransport:
             self._taken.discard(connection.peer)
             self._lock.notify_all()
             self._ending = {c for c in self._ending if c.alive()} | {connection}
-            over = connection.over
-            if connection.session and over is not None and not (connection.broken or self._closed.is_set()):
-                self._barred[connection.session] = coded(over.code, over.what)
+            error = connection.error
+            if connection.session and error is not None and not (connection.broken or self._closed.is_set()):
+                self._barred[connection.session] = coded(error.code, error.what)
             if connection.broken and connection.by_peer:
                 self._missed.add(connection.peer)
-        if connection.broken and over is not None and not self._closed.is_set():
-            self.broken(connection.peer, over)
+        if connection.broken and error is not None and not self._closed.is_set():
+            self.broken(connection.peer, error)
 
     def missed(self) -> tuple[str, ...]:
         """Returns the names of peers whose machine closed their connection without a BYE, and that have not reconnected."""

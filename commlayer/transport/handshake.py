@@ -17,13 +17,13 @@ import msgspec
 
 from commlayer.errors import (
     MAX_PEER_TEXT_CHARS,
-    Abandoned,
     CorruptFrame,
     DeadlineExceeded,
+    HandshakeLost,
     NotYet,
     PeerLost,
     Refused,
-    Unsaid,
+    SentNothing,
     coded,
     short_line,
 )
@@ -200,14 +200,14 @@ def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: flo
             limit_wait(sock, deadline)
             n = sock.recv_into(reader.wanted())
             if n == 0:
-                raise PeerLost("connection closed during the handshake", peer=who) if received else Unsaid()
+                raise PeerLost("connection closed during the handshake", peer=who) if received else SentNothing()
             received = True
             reader.filled(n)
     except TimeoutError:
         raise DeadlineExceeded(f"sent no {kind.name} before the deadline of the handshake", peer=who) from None
     except OSError as error:
         if not received:
-            raise Unsaid() from None
+            raise SentNothing() from None
         raise PeerLost(f"connection lost during the handshake: {error.strerror}", peer=who) from None
     except (CorruptFrame, Refused) as error:
         raise error.located(peer=who) from None
@@ -315,5 +315,5 @@ class PendingHandshakes(ConnectionTable):
         sending anything, and a LostHandshake if the connection was lost later, but not if this end ended it."""
         if sock not in self:
             return str(error)
-        return SilentConnection(error.what) if isinstance(error, Unsaid) else \
-            LostHandshake(error) if isinstance(error, Abandoned) else str(error)
+        return SilentConnection(error.what) if isinstance(error, SentNothing) else \
+            LostHandshake(error) if isinstance(error, HandshakeLost) else str(error)

@@ -82,7 +82,7 @@ class _Link:
         self.inflight = InFlightRequests(peer)
         self.state = threading.Lock()
         self.up, self.reconnecting, self.broke_again = True, False, False
-        self.over: CommError | None = None
+        self.error: CommError | None = None
         """The error with which the peer has ended; None while it may return."""
         self.broken_since_s: float | None = None
         """Time when the connection first broke since the last message arrived; None if it has not broken since then."""
@@ -140,7 +140,7 @@ class ReconnectingTransport:
         if link is None or header.kind not in REPLAYED:
             return self._carrier.send(peer, header, body)
         with link.order:
-            if (error := link.over) is None:
+            if (error := link.error) is None:
                 request = link.inflight.add(header, body)
                 try:
                     request.sending = self._carrier.send(peer, request.header, body) if link.up else None
@@ -191,7 +191,7 @@ class ReconnectingTransport:
         link, error = self._links[ended.peer], ended.error()
         assert error is not None
         with link.order:
-            link.over = error
+            link.error = error
             requests = link.inflight.clear()
         for request in requests:
             request.operation.fail(error)
@@ -252,7 +252,7 @@ class ReconnectingTransport:
                     return
 
     def _is_wanted(self, link: _Link) -> bool:
-        return not self._closing.is_set() and link.over is None
+        return not self._closing.is_set() and link.error is None
 
     def _is_final(self, error: CommError) -> bool:
         """Returns whether the error shows that a further attempt cannot succeed."""

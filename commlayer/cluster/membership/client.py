@@ -55,8 +55,8 @@ class MembershipEvents(NamedTuple):
 
 
 class HeartbeatReport:
-    """What a process adds to its heartbeats. The worker's Uplink or the server's DataServer sets `fields`, a function that
-    returns fields about data connections and sums. The session of a worker sets `events`, its newest events."""
+    """What a process adds to its heartbeats. WorkerClient or DataServer sets `fields`, a function that returns fields about
+    data connections and sums. The session of a worker sets `events`, its newest events."""
 
     def __init__(self) -> None:
         self.fields: Callable[[], Mapping[str, Any]] = dict

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from commlayer.errors import Abandoned, CommError, Damaged, DeadlineExceeded, NotYet, PeerLost, Refused, Unsaid
+from commlayer.errors import CommError, Damaged, DeadlineExceeded, HandshakeLost, NotYet, PeerLost, Refused, SentNothing
 from commlayer.transport.keys.key_folder import PROTOCOLS, Keys, PeerCertificate, certificate_of, of_peer, signature_arguments
 from commlayer.transport.protocol import limit_wait
 
@@ -156,7 +156,7 @@ class TlsSocket(socket.socket):
             raise DeadlineExceeded("the TLS handshake did not finish before the deadline") from None
         except OSError as error:
             if not self._received:
-                raise Unsaid() from None
+                raise SentNothing() from None
             raise self._lost(f"connection lost during the TLS handshake ({error.strerror or error})") from None
         self.peer = of_peer(self._tls)
         if self._tls.selected_alpn_protocol() != self._protocol:
@@ -214,7 +214,7 @@ class TlsSocket(socket.socket):
     def _reason(self, error: ssl.SSLError) -> CommError:
         if isinstance(error, ssl.SSLEOFError):
             if not self._received:
-                return Unsaid()
+                return SentNothing()
             return self._lost("connection closed during the TLS handshake")
         if isinstance(error, ssl.SSLCertVerificationError):
             return bad_certificate(error)
@@ -227,7 +227,7 @@ class TlsSocket(socket.socket):
     def _lost(self, what: str) -> PeerLost:
         """A dialer whose first message this end has answered uses TLS, so it has keys."""
         if self._server and self._answered:
-            return Abandoned(f"{what}: the dialer's network failed, or the dialer stopped waiting")
+            return HandshakeLost(f"{what}: the dialer's network failed, or the dialer stopped waiting")
         return PeerLost(f"{what}: check that keys (COMMLAYER_KEYS) are set on both machines")
 
     def _alert_reason(self, error: ssl.SSLError) -> CommError | None:

@@ -1,4 +1,4 @@
-"""A worker's connections: to the coordinator and to every server."""
+"""A worker's client: its membership in the job, and its connections to the servers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAILED_S = 0.5
 """Seconds allowed for sending queued data after an error. The data is useless then, and the link may be the cause."""
 
 
-class Uplink:
+class WorkerClient:
     """A worker's membership in the job and its connections to the servers.
 
     The coordinator reports a failure only once, possibly before `subscribe` or while the worker changes its epoch. So the
@@ -274,16 +274,17 @@ def _place(server: ServerInfo) -> str:
     return f"at {server.address} on node {server.node}"
 
 
-def connect(address: str, request: messages.Join, config: Config) -> Uplink:
+def connect(address: str, request: messages.Join, config: Config) -> WorkerClient:
     """Joins the job at that coordinator and connects to the job's servers."""
     deadline = time.monotonic() + config.join_deadline_s
-    uplink = Uplink(config, address, request)
+    uplink = WorkerClient(config, address, request)
     uplink.dial(deadline)
     return uplink
 
 
 def leave_job(
-    link: Uplink | None, children: Sequence[EmbeddedServer], reason: str, exchanges: int, *, stay_s: float, notice_s: float,
+    link: WorkerClient | None, children: Sequence[EmbeddedServer], reason: str, exchanges: int, *, stay_s: float,
+    notice_s: float,
 ) -> None:
     """Leaves the job and ends the servers that this process started.
 
