@@ -7,7 +7,7 @@ same bytes, and keeping it costs no extra memory.
 from __future__ import annotations
 
 from commlayer.transport import mailbox
-from commlayer.transport.protocol import ANSWERED_BY, NUMBERED, Flag, Handle, Header, Key, Kind, key
+from commlayer.transport.protocol import ANSWERED_BY, NUMBERED, Flag, Handle, Header, Key, Kind, answer_key, key
 
 REPLAYED = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE))
 """Kinds of messages that are sent again after a reconnect."""
@@ -51,7 +51,7 @@ class InFlightRequests:
         request = Request(header, body, mailbox.sending(self._peer, header))
         slot: Key | int
         if header.kind in ANSWERED_BY:
-            slot = key(header._replace(kind=ANSWERED_BY[header.kind]))
+            slot = answer_key(header)
         else:  # only the latest of its kind counts: it replaces the previous one, also one of another generation
             slot = self._number if header.kind == Kind.UNDO else key(header._replace(generation=0))
         self._kept.pop(slot, None)  # a replaced request moves to the end

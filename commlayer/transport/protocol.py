@@ -112,6 +112,11 @@ def key(h: Header) -> Key:
     return (h.kind, h.generation, h.step, h.bucket, h.part, h.round)
 
 
+def answer_key(h: Header) -> Key:
+    """Returns the key of the answer to a request."""
+    return (ANSWERED_BY[h.kind], h.generation, h.step, h.bucket, h.part, h.round)
+
+
 class Message(NamedTuple):
     peer: int
     header: Header
@@ -240,7 +245,7 @@ class Transport(Protocol):
 
 def send_request(transport: Transport, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
     """Sends a request. Returns the handle of its answer, which also fails if the request cannot be sent."""
-    answer = transport.recv(peer, key(header._replace(kind=ANSWERED_BY[header.kind])))
+    answer = transport.recv(peer, answer_key(header))
 
     def sent(sending: Handle) -> None:
         if (error := sending.error()) is not None:
