@@ -41,7 +41,7 @@ from commlayer.planner import default_plan
 from commlayer.records import Plan
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello, RefusalLog
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, key
 
 SIZES = {"4 MiB": 4 << 20, "64 KiB": 64 << 10}

@@ -12,7 +12,7 @@ import re
 from typing import ClassVar, Self
 
 CODES: dict[str, tuple[str, str]] = {
-    # ---- the network and peers
+    # The network and peers
     "E-COMM": ("Communication failed in a way that no other code names.",
                "Read the peer's log. If training had begun, restart from the last checkpoint."),
     "E-PEER-LOST": ("A peer is gone: its connection ended, its heartbeats stopped, or it left the job.",
@@ -78,7 +78,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-OBSERVER": ("An error in automatic planning or in a check. Training continues; if planning failed, the plan stays.",
                    "Report the traceback in the event stream. Automatic changes begin again when members change, or at the "
                    "next start."),
-    # ---- settings and files
+    # Settings and files
     "E-SETTING": ("A setting is unknown, has a wrong value, or does not fit another one.",
                   "The message names the setting, its source and what is allowed."),
     "E-SECRET": ("The job's secret is missing, too short, given twice, or differs from the job's.",
@@ -106,7 +106,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-USER-CODE": ("A script, model or task that a command loads does not do what the command needs.",
                     "The message describes what the function must return."),
     "E-ARGUMENT": ("An argument is outside of the values that a function accepts.", "The message lists what is allowed."),
-    # ---- attaching a model
+    # Attaching a model
     "E-MODEL-UNSUPPORTED": ("The model has a parameter or a wrapper that commlayer does not support.",
                             "The message names it and the remedy."),
     "E-ATTACHED-TWICE": ("The model is already attached, so its gradients would be averaged twice.",
@@ -128,7 +128,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-FORKED": ("A session was used in a forked child of the process that called attach().",
                  "Use the session in the process that attached the model."),
     "E-SESSION-CLOSED": ("The session is closed.", "Attach again."),
-    # ---- gradients and steps
+    # Gradients and steps
     "E-GRADIENT-LOCAL": ("An optimizer is about to apply a gradient that was not averaged.",
                          "Average it first: backward(), or synchronize()."),
     "E-GRADIENT-CHANGED": ("A gradient changed inside backward() after it was passed on to be averaged.",
@@ -147,7 +147,7 @@ CODES: dict[str, tuple[str, str]] = {
                        "Make the same calls on all ranks, in the same order."),
     "E-UNEVEN-INPUTS": ("session.join() does not work in this job, or a call is not allowed inside it.",
                         "The message lists what is allowed."),
-    # ---- sync modes
+    # Sync modes
     "E-SYNC-MODE": ("The argument `sync` is none of the sync modes, or does not fit the plan.",
                     "The message lists what is allowed."),
     "E-SYNC-EVERY": ("`every` is not a whole number of steps.", "Give 1 or more."),
@@ -156,7 +156,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-SYNC-FORWARD": ("sync=\"forward\" does not work with this model or optimizer.", "Use sync=\"step\"."),
     "E-SYNC-OPTIMIZER": ("Local steps do not work with this optimizer.", "The message names one that works."),
     "E-SYNC-PLAN": ("The plan has another sync mode than the argument `sync`.", "Omit `sync`, or use another plan."),
-    # ---- plans
+    # Plans
     "E-PLAN-NAME": ("`plan` is neither a Plan nor a plan file, or was given together with `compression`.",
                     "Give a Plan, a file or a codec."),
     "E-PLAN-FILE": ("A plan file cannot be read, or belongs to another model.", "`commlayer plan create` writes one."),
@@ -181,7 +181,7 @@ CODES: dict[str, tuple[str, str]] = {
                          "`python -m bench.own_learning TASK FILE` writes one."),
     "E-LOSS-MODEL": ("A loss model cannot be read, or lacks a codec.", "`commlayer tune` writes one."),
     "E-EPOCH-ENDED": ("A request belongs to an earlier epoch, with other members.", "None: the worker repeats the request."),
-    # ---- codecs
+    # Codecs
     "E-CODEC-NAME": ("A codec's name or the form of its arguments is wrong.", "Use a name from docs/reference/codecs.md."),
     "E-CODEC-ARGUMENT": ("A codec's argument is wrong, or codecs do not nest this way.", "The message lists what is allowed."),
     "E-CODEC-INPUT": ("A codec was given memory of the wrong size, type or device.",
@@ -189,7 +189,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-CODEC-STATE": ("Saved codec state does not fit.", "Load it under the plan that it was saved with."),
     "E-CODEC-BACKEND": ("A codec backend is not available.", "Use one that the message names."),
     "E-GPU-CODE": ("GPU code cannot be loaded.", "Install the extra gpu12 or gpu13."),
-    # ---- samplers, shares and tuning
+    # Samplers, shares and tuning
     "E-SAMPLER-ARGUMENT": ("A sampler was given a wrong argument.", "The message lists what is allowed."),
     "E-SAMPLER-FOLLOW": ("A data loader cannot follow a sampler that changes its batches.",
                          "The message names a loader that can."),
@@ -201,7 +201,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-TUNE-ARGUMENT": ("A tuning range is wrong.", "Give a range above 0."),
     "E-TUNE-BASELINE": ("The uncompressed baseline trial of a search failed.", "Correct the task; its message is included."),
     "E-TUNE-STORE": ("A store of trials belongs to another search.", "Give another --store, or delete the store."),
-    # ---- optimizers
+    # Optimizers
     "E-OPTIM-ARGUMENT": ("An optimizer's argument is wrong.", "The message lists what is allowed."),
     "E-OPTIM-GRADIENT": ("A sparse gradient has wrong positions.", "The message names the parameter."),
     "E-OPTIM-STATE": ("A saved optimizer state does not fit.", "The message names which part of it."),
@@ -279,14 +279,14 @@ class PeerLost(CommError):
     default_code = "E-PEER-LOST"
 
 
-class Unsaid(PeerLost):
+class SentNothing(PeerLost):
     """Raised if the process that opened the connection closed it before it sent a message."""
 
     def __init__(self, what: str = "the connection was closed before any message was sent", *, peer: str = "") -> None:
         super().__init__(what, peer=peer)
 
 
-class Abandoned(PeerLost):
+class HandshakeLost(PeerLost):
     """Raised if the connection that a peer opened was lost during its handshake."""
 
 

@@ -21,7 +21,7 @@ from commlayer.observe.step_trace import RecordedStep
 from commlayer.planner.model import Cluster, Link, Node
 from commlayer.records import Job
 from commlayer.transport import own_address
-from commlayer.transport.chunking import CHUNK_NBYTES
+from commlayer.transport.zero_chunks import CHUNK_NBYTES
 
 WAITED = 0.5
 """A recorded step was limited by communication if it waited for at least this fraction of its time."""

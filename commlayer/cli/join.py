@@ -20,7 +20,7 @@ from commlayer.cli.options import Insecure, Keys, fetched_keys, parse_line, stor
 from commlayer.cluster.keys import home_keys
 from commlayer.config import JOIN_AGAIN, Config, Launch, home_environment, read_config
 from commlayer.errors import CommError, InvalidInput
-from commlayer.transport.secret import REMEDY
+from commlayer.transport.keys.secret import REMEDY
 
 if TYPE_CHECKING:
     from commlayer.cluster.calls.site_client import SiteLease

@@ -12,8 +12,8 @@ import typer
 from commlayer.cli.options import Bind, Insecure, Join, Journal, Keys, Port, split_bind
 from commlayer.config import Config, host_port, read_config
 from commlayer.errors import InvalidInput, RecordError
-from commlayer.transport import secret
-from commlayer.transport.secret import REMEDY
+from commlayer.transport.keys import secret
+from commlayer.transport.keys.secret import REMEDY
 
 
 def serve(

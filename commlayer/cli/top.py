@@ -15,7 +15,7 @@ import typer
 from commlayer.cli.options import Insecure, Keys, stored_keys
 from commlayer.config import read_config
 from commlayer.errors import CommError, InvalidInput
-from commlayer.transport.secret import REMEDY
+from commlayer.transport.keys.secret import REMEDY
 
 if TYPE_CHECKING:
     from commlayer.observe.events import Event

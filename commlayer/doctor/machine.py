@@ -27,7 +27,7 @@ from commlayer.errors import RecordError
 from commlayer.plan_file import plan_in
 from commlayer.records import Plan, Record
 from commlayer.transport import framing
-from commlayer.transport.key_folder import KEY, TOKEN, Keys
+from commlayer.transport.keys.key_folder import KEY, TOKEN, Keys
 
 TESTED_TORCH, LEAST_TORCH = "2.13", (2, 6)
 """Version of torch in constraints.txt, with which commlayer is tested, and the oldest supported one."""
@@ -166,7 +166,7 @@ def check_keys(folder: Path, now_s: float, *, serves: bool) -> Iterator[Finding]
     if (folder / CA_KEY).exists():
         yield warn("keys", "the CA's private key is in this folder; its owner can admit any node",
                    "keep it on one machine: copy only the folder nodes/NAME")
-    if mine.dials_only and serves:
+    if mine.own.dials_only and serves:
         yield fail("keys", f"{name} was made with --dials-only, but other nodes must connect to it",
                    f"{again}, without --dials-only; or --join a server elsewhere")
 

@@ -18,7 +18,7 @@ from commlayer.config import is_loopback, join_host
 from commlayer.doctor.findings import Finding, fail, of_error, ok, warn
 from commlayer.records import Record
 from commlayer.transport import own_address
-from commlayer.transport.flow_control import SLOW_BPS
+from commlayer.transport.flow.pacing import SLOW_BPS
 
 CONNECT_S = 3.0
 IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")

@@ -21,8 +21,9 @@ from commlayer.doctor.findings import Finding, fail, judge, of_error, ok, warn
 from commlayer.doctor.network import check_idle, dial, idle_setting
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, RecordError
 from commlayer.records import ServerInfo
-from commlayer.transport import framing, tls
-from commlayer.transport.key_folder import Keys
+from commlayer.transport import framing
+from commlayer.transport.keys import tls
+from commlayer.transport.keys.key_folder import Keys
 
 CLOCK_S, CLOCK_FAIL_S = 5.0, 3000.0
 """Clock differences in seconds for a warning and a failure. Certificates are valid from one hour before their creation: a clock

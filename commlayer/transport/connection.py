@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from commlayer.errors import CommError, CorruptFrame, Damaged, PeerEnded, PeerLost
 from commlayer.transport import framing, mailbox
-from commlayer.transport.chunking import Assembly, drop_zeros, split_parts
+from commlayer.transport.chunking import Assembly, split_parts
 from commlayer.transport.crc import crc32c
-from commlayer.transport.flow_control import Pacer, SendControl
+from commlayer.transport.flow.pacing import Pacer
+from commlayer.transport.flow.send_control import SendControl
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import (
@@ -31,6 +32,7 @@ from commlayer.transport.protocol import (
     peer_name,
     reports_peer_close,
 )
+from commlayer.transport.zero_chunks import drop_zeros
 
 _LAST = 1 << 32
 """Sort key of BYE. It is above all step numbers, so BYE is sent last."""
@@ -47,6 +49,10 @@ connected."""
 def track(sock: socket.socket) -> socket.socket:
     _sockets.add(sock)
     return sock
+
+
+def connect_socket(address: tuple[str, int], deadline: float) -> socket.socket:
+    return track(socket.create_connection(address, max(0.001, deadline - time.monotonic())))
 
 
 def close_channel(channel: ByteChannel) -> None:
@@ -190,11 +196,13 @@ class Connection:
     ended."""
 
     def __init__(
-        self, sock: ByteChannel, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
-        session: bytes = b"", *, resumes: bool = False, limits: Callable[[], Limits] = lambda: UNLIMITED,
+        self, sock: ByteChannel, peer: int, box: Mailbox, arrived: Callable[[Message], None], reader: Reader,
+        ended: Callable[[Connection], None], pacer: Pacer, session: bytes = b"", *, resumes: bool = False,
+        limits: Callable[[], Limits] = lambda: UNLIMITED,
     ) -> None:
-        """`session`: random bytes from the dialer's hello that identify its process; b"" at the dialer's end. `resumes`: True:
-        the peer may reconnect, so pending receives survive a lost connection. `limits`: returns what the peer may cause."""
+        """`arrived`: takes each message; may raise CorruptFrame. `session`: random bytes from the dialer's hello that identify
+        its process; b"" at the dialer's end. `resumes`: True: the peer may reconnect, so pending receives survive a lost
+        connection. `limits`: returns what the peer may cause."""
         self.peer, self.session = peer, session
         self.broken = False
         """True: the connection was lost without a BYE, abort or close(), so it may be re-established."""
@@ -206,7 +214,7 @@ class Connection:
         self._resumes = resumes
         self.certified = peer_certificate(sock)
         self._control = SendControl(sock, None if _on_one_machine(sock) else pacer)
-        self._sock, self._mailbox, self._reader, self._ended = sock, box, reader, ended
+        self._sock, self._mailbox, self._arrived, self._reader, self._ended = sock, box, arrived, reader, ended
         self._limits = limits
         self._assembly = Assembly(reader.allocate, self._most_nbytes, lambda: box.max_kept_nbytes, lambda: limits().messages)
         reader.place = self._assembly.place
@@ -220,7 +228,7 @@ class Connection:
         self._busy = False  # a thread is writing a frame
         self._rest: _Item | None = None  # a frame that a caller's thread began to write and the sender thread must finish
         self._users = 2  # threads that may be in a system call on the socket; the last one closes the socket
-        self._over: CommError | None = None
+        self._error: CommError | None = None
         name = peer_name(peer)
         self._threads = [
             threading.Thread(target=self._send_loop, name=f"send to {name}", daemon=True),
@@ -234,22 +242,22 @@ class Connection:
     def send(self, operation: Handle, header: Header, body: memoryview | bytes, *, last: bool = False) -> None:
         frame = _Outgoing(operation, header, body)
         with self._work:
-            over = self._over
+            error = self._error
             self._seq += 1
             item = (_LAST if last else header.step, header.order, self._seq, frame)
-            inline = over is None and not (self._busy or self._queue) and not last \
+            inline = error is None and not (self._busy or self._queue) and not last \
                 and frame.nbytes <= self._control.inline_nbytes
-            if over is None:
+            if error is None:
                 self._unsent_nbytes += frame.held_nbytes
             if inline:
                 self._busy = True
                 self._users += 1
-            elif over is None:
+            elif error is None:
                 heapq.heappush(self._queue, item)
                 if not self._busy:
                     self._work.notify()
-        if over is not None:
-            operation.fail(over)
+        if error is not None:
+            operation.fail(error)
         elif inline:
             self._write_inline(item)
 
@@ -262,7 +270,7 @@ class Connection:
         except OSError as failure:
             error = failure
         with self._work:
-            if done or error or self._over:
+            if done or error or self._error:
                 self._busy = False
                 self._unsent_nbytes -= frame.held_nbytes
                 self._room.notify()
@@ -274,8 +282,8 @@ class Connection:
             self._break(error)
         if done:
             mailbox.sent(frame.operation, frame.header)
-        elif self._over is not None:
-            frame.operation.fail(self._over)
+        elif self._error is not None:
+            frame.operation.fail(self._error)
         self._leave()
 
     def _send_loop(self) -> None:
@@ -295,21 +303,21 @@ class Connection:
                 break
             with self._work:
                 self._busy = False
-                over = self._over
+                ended = self._error
                 if frame.out:
                     self._unsent_nbytes -= frame.held_nbytes
                     self._room.notify()
-                elif over is None:
+                elif ended is None:
                     heapq.heappush(self._queue, item)
             if frame.out:
                 mailbox.sent(frame.operation, frame.header)
-            elif over is not None:
-                frame.operation.fail(over)
+            elif ended is not None:
+                frame.operation.fail(ended)
         self._leave()
 
     def _next(self) -> _Item | None:
         with self._work:
-            while self._over is None:
+            while self._error is None:
                 if self._rest is not None:
                     item, self._rest = self._rest, None
                     self._busy = True
@@ -356,7 +364,7 @@ class Connection:
         """Waits, at most until the connection ends, while more than the allowed bytes wait to be sent to the peer. A peer that
         does not read its replies thus cannot send further requests."""
         def is_ready() -> bool:
-            return self._unsent_nbytes <= self._limits().messages * FRAME_NBYTES or self._over is not None
+            return self._unsent_nbytes <= self._limits().messages * FRAME_NBYTES or self._error is not None
 
         if not is_ready():
             with self._work:
@@ -368,26 +376,26 @@ class Connection:
 
     def _take(self, frame: Frame) -> None:
         kind = frame.header.kind
-        if self._over is not None:
-            raise self._over  # buffered frames must not mix with a new connection of this peer
+        if self._error is not None:
+            raise self._error  # buffered frames must not mix with a new connection of this peer
         if kind == Kind.BYE:
             raise PeerEnded("closed its connection in order")
         if kind in _ONCE:
             raise CorruptFrame(f"sent a {Kind(kind).name} frame after the handshake")
-        self._mailbox.deliver(Message(self.peer, frame.header, frame.body))
+        self._arrived(Message(self.peer, frame.header, frame.body))
 
     def _break(self, error: OSError) -> CommError:
         """Ends the connection because of an error of its socket. Returns the error that ended it."""
         lost = PeerLost(f"connection lost: {error.strerror or error}{self._name}", peer=peer_name(self.peer))
         self._end_lost(lost, reports_peer_close(self._sock) and isinstance(error, ConnectionResetError))
-        return self._over or lost
+        return self._error or lost
 
     def _end_lost(self, lost: PeerLost, by_peer: bool) -> None:
         """Ends a connection that was lost. The kernel tells the cause to one of both threads only, whichever asks first. The
         other one sees the end of the stream or a broken pipe, so it waits for the one that knows."""
         if not by_peer:
             with self._work:
-                self._work.wait_for(lambda: self._over is not None, CAUSE_S)
+                self._work.wait_for(lambda: self._error is not None, CAUSE_S)
         self.end(lost, broken=True, by_peer=by_peer)
 
     @property
@@ -395,17 +403,17 @@ class Connection:
         return f" ({self.certified.name})" if self.certified else ""
 
     @property
-    def over(self) -> CommError | None:
+    def error(self) -> CommError | None:
         """The error that ended the connection; None while it is open."""
-        return self._over
+        return self._error
 
     def end(self, reason: CommError, *, broken: bool = False, by_peer: bool = False) -> None:
         """Ends the connection. All operations in progress with this peer fail with `reason`. `broken`: True: the connection may
         be re-established, so receives stay posted if `resumes`. Only the first call has an effect."""
         with self._work:
-            if self._over is not None:
+            if self._error is not None:
                 return
-            self._over, self.broken, self.by_peer = reason, broken and self._resumes, by_peer
+            self._error, self.broken, self.by_peer = reason, broken and self._resumes, by_peer
             frames = [item[-1] for item in (*self._queue, *([self._rest] if self._rest else []))]
             self._queue, self._rest = [], None
             self._work.notify_all()

@@ -12,15 +12,18 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from commlayer.config import join_host
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused, coded
-from commlayer.transport import framing, mailbox, tls
+from commlayer.transport import framing, mailbox
 from commlayer.transport import handshake as greeting
-from commlayer.transport.connection import Connection, Limits, close_channel, shut_down, track, tune_socket
-from commlayer.transport.fair_share import source_of
-from commlayer.transport.flow_control import Pacer
+from commlayer.transport.buffer_pool import BufferPool
+from commlayer.transport.connection import Connection, Limits, close_channel, connect_socket, shut_down, track, tune_socket
+from commlayer.transport.flow.fair_share import source_of
+from commlayer.transport.flow.pacing import Pacer
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import TOO_MANY, Admit, Hello, PendingHandshakes, RefusalLog, RetryLater, same_job
-from commlayer.transport.key_folder import Keys, PeerCertificate
+from commlayer.transport.keys import tls
+from commlayer.transport.keys.key_folder import Keys, PeerCertificate
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import (
     ByteChannel,
@@ -110,6 +113,11 @@ class StreamTransport:
         self.broken: Broken = lambda *_: None
         """Function that is called with the peer and the error when a connection breaks that may be re-established. Runs in the
         thread that detected the break."""
+        self.deliver = self._mailbox.deliver
+        self.arrived: Callable[[Message], None] = self.deliver
+        """Function that each connection's receive thread calls with a message that has arrived. Set before the first
+        connection."""
+        self.end_generations = self._mailbox.end_generations
         self._checks_revocations = False
         self.named: Callable[[int], str] = lambda _: ""
         """Function that returns the name of the certificate that a dialer with this rank must use; "": any certificate."""
@@ -122,8 +130,6 @@ class StreamTransport:
     def peers(self) -> tuple[int, ...]:
         with self._lock:
             return tuple(sorted(peer for peer in self._connections if self._mailbox.failure(peer) is None))
-
-    # ---- connecting
 
     def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
         """Starts to accept connections. Returns the bound address; with port 0 the system chooses the port."""
@@ -166,7 +172,7 @@ class StreamTransport:
     def _connect_tcp(self, who: str, address: Address, deadline: float) -> socket.socket:
         (host, port), begin = address, time.monotonic()
         try:
-            sock = track(socket.create_connection(address, max(0.001, deadline - begin)))
+            sock = connect_socket(address, deadline)
         except TimeoutError:
             raise DeadlineExceeded(f"{host}:{port} did not answer within {deadline - begin:.1f} s: check "
                                    "the address, that a server runs there, and firewalls", peer=who) from None
@@ -278,9 +284,9 @@ class StreamTransport:
         while not self._closed.wait(REVOCATION_CHECK_S):
             revoked = keys.revoked()
             with self._lock:
-                over = [(c, c.certified.name) for c in self._connections.values()
+                ending = [(c, c.certified.name) for c in self._connections.values()
                         if c.certified and c.certified.serial in revoked]
-            for connection, name in over:
+            for connection, name in ending:
                 reason = Refused(f"its certificate ({name}) was revoked", peer=peer_name(connection.peer),
                                  code="E-CERTIFICATE-REVOKED")
                 self._settings.refused(name, reason.what)
@@ -305,7 +311,7 @@ class StreamTransport:
         sock.settimeout(None)
         reader.max_nbytes = self._settings.max_nbytes
         connection = Connection(
-            sock, peer, self._mailbox, reader, self._ended, self._pacer, session, resumes=self._settings.resume,
+            sock, peer, self._mailbox, self.arrived, reader, self._ended, self._pacer, session, resumes=self._settings.resume,
             limits=lambda: self.limits)
         connection.certified = connection.certified or certified
         with self._lock:
@@ -323,13 +329,13 @@ class StreamTransport:
             self._taken.discard(connection.peer)
             self._lock.notify_all()
             self._ending = {c for c in self._ending if c.alive()} | {connection}
-            over = connection.over
-            if connection.session and over is not None and not (connection.broken or self._closed.is_set()):
-                self._barred[connection.session] = coded(over.code, over.what)
+            error = connection.error
+            if connection.session and error is not None and not (connection.broken or self._closed.is_set()):
+                self._barred[connection.session] = coded(error.code, error.what)
             if connection.broken and connection.by_peer:
                 self._missed.add(connection.peer)
-        if connection.broken and over is not None and not self._closed.is_set():
-            self.broken(connection.peer, over)
+        if connection.broken and error is not None and not self._closed.is_set():
+            self.broken(connection.peer, error)
 
     def missed(self) -> tuple[str, ...]:
         """Returns the names of peers whose machine closed their connection without a BYE, and that have not reconnected."""
@@ -349,8 +355,6 @@ class StreamTransport:
         """Sets the measured upload rate of this machine's link in bit/s; 0: unknown. The connections that send large bodies are
         paced so that together they send at about this rate. On a slow link all connections switch away from BBR."""
         self._pacer.follow(bps)
-
-    # ---- Transport
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         if len(body) > self._settings.max_nbytes:
@@ -412,7 +416,7 @@ def open_listener(host: str, port: int) -> socket.socket:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(where[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        raise InvalidInput("E-ADDRESS", f"cannot listen on {host}:{port}: {_remedy(error)}") from None
+        raise InvalidInput("E-ADDRESS", _cannot_listen(error, join_host(host, port))) from None
 
 
 def accept_connections(
@@ -450,68 +454,8 @@ def accept_connections(
         threading.Thread(target=serve, args=(sock, where), name=f"greet {where}", daemon=True).start()
 
 
-def _remedy(error: OSError) -> str:
+def _cannot_listen(error: OSError, where: str) -> str:
     if error.errno == errno.EADDRINUSE:
-        return "the port is in use: stop the process that holds it, choose another port, or 0 for any free one"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return "this machine does not have the address: use one of its addresses, or 0.0.0.0 for all"
-    if error.errno == errno.EACCES:
-        return "not allowed: choose a port above 1023"
-    return error.strerror or str(error)
-
-
-# ---- A pool of receive buffers: a large new buffer costs a page fault every 4 KiB, so buffers are reused. The receiver of a
-# message may return its body with BufferPool.give; not returning it only costs speed.
-
-MIN_NBYTES = 64 << 10
-"""Smallest buffer that is pooled. For smaller ones the allocator is faster."""
-
-
-PAGE_NBYTES = 4 << 10
-"""Memory is used in units of this size."""
-
-
-class BufferPool:
-    """Reusable buffers in size classes, eight classes per power of two. Free buffers are kept up to `cap_nbytes` in total."""
-
-    def __init__(self, cap_nbytes: int = 256 << 20) -> None:
-        self._lock = threading.Lock()
-        self._free: dict[int, list[Any]] = {}
-        self._room = cap_nbytes
-
-    def take(self, nbytes: int) -> memoryview:
-        if nbytes < MIN_NBYTES:
-            return memoryview(bytearray(nbytes) if nbytes < PAGE_NBYTES else _pages(nbytes))
-        size = size_class(nbytes)
-        with self._lock:
-            free = self._free.get(size)
-            buffer = free.pop() if free else None
-            if buffer is not None:
-                self._room += size
-        return memoryview(_pages(size) if buffer is None else buffer)[:nbytes]
-
-    def give(self, body: memoryview) -> None:
-        """Returns a body from take() to the pool. No array or tensor may still use it; the memoryview raises ValueError from
-        now on."""
-        buffer: Any = body.obj
-        body.release()
-        if len(buffer) < MIN_NBYTES or not isinstance(buffer, type(_pages(0))) or size_class(len(buffer)) != len(buffer):
-            return
-        with self._lock:
-            if len(buffer) <= self._room:
-                self._room -= len(buffer)
-                self._free.setdefault(len(buffer), []).append(buffer)
-
-
-def _pages(nbytes: int) -> Any:
-    """Returns memory that takes up space only as it is written, so a body that a peer announces costs what has arrived of it.
-    A bytearray would fill all of it with zeros at once."""
-    import numpy as np  # imported late, because the coordinator, which starts during attach(), must not load it
-
-    return np.empty(nbytes, np.uint8)
-
-
-def size_class(nbytes: int) -> int:
-    """Returns the smallest m * 2**e >= nbytes with 8 <= m < 16. At most an eighth of such a buffer is unused."""
-    step = 1 << max(0, nbytes.bit_length() - 4)
-    return -(-nbytes // step) * step
+        return f"{where} is in use: stop what listens there, or choose another port (--port; 0 for any free one)"
+    remedy = "choose a port above 1023" if error.errno == errno.EACCES else "bind this machine's address, or 0.0.0.0 for all"
+    return f"cannot listen on {where}: {error.strerror or error}; {remedy}"

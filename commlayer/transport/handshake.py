@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -18,25 +17,25 @@ import msgspec
 
 from commlayer.errors import (
     MAX_PEER_TEXT_CHARS,
-    Abandoned,
     CorruptFrame,
     DeadlineExceeded,
+    HandshakeLost,
     NotYet,
     PeerLost,
     Refused,
-    Unsaid,
+    SentNothing,
     coded,
     short_line,
 )
 from commlayer.records import MALFORMED, Record
 from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
-from commlayer.transport.fair_share import ConnectionTable, FairShare
+from commlayer.transport.flow.fair_share import ConnectionTable, FairShare, MinuteCounts
 from commlayer.transport.framing import Frame, Reader
-from commlayer.transport.key_folder import Keys, PeerCertificate
-from commlayer.transport.protocol import ByteChannel, Header, Kind, peer_name
-from commlayer.transport.secret import bound, check_signature, make_proof, new_nonce, sign, verify, wrong_secret
-from commlayer.transport.tls import signing_certificate
+from commlayer.transport.keys.key_folder import Keys, PeerCertificate
+from commlayer.transport.keys.secret import bound, check_signature, make_proof, new_nonce, sign, verify, wrong_secret
+from commlayer.transport.keys.tls import signing_certificate
+from commlayer.transport.protocol import ByteChannel, Header, Kind, limit_wait, peer_name
 
 log = logging.getLogger("commlayer")
 
@@ -186,7 +185,7 @@ def _write(sock: ByteChannel, kind: Kind, rank: int, record: Record, who: str, d
     body = msgspec.msgpack.encode(record)
     head = framing.encode(Header(kind, sender=rank), len(body), crc32c(body))
     try:
-        _wait_until(sock, deadline)
+        limit_wait(sock, deadline)
         sock.sendall(head + body)
     except TimeoutError:
         raise DeadlineExceeded(f"did not receive {kind.name} before the deadline of the handshake", peer=who) from None
@@ -198,31 +197,23 @@ def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: flo
     received = kind != Kind.HELLO  # HELLO is the acceptor's first frame
     try:
         while (frame := reader.next()) is None:
-            _wait_until(sock, deadline)
+            limit_wait(sock, deadline)
             n = sock.recv_into(reader.wanted())
             if n == 0:
-                raise PeerLost("connection closed during the handshake", peer=who) if received else Unsaid()
+                raise PeerLost("connection closed during the handshake", peer=who) if received else SentNothing()
             received = True
             reader.filled(n)
     except TimeoutError:
         raise DeadlineExceeded(f"sent no {kind.name} before the deadline of the handshake", peer=who) from None
     except OSError as error:
         if not received:
-            raise Unsaid() from None
+            raise SentNothing() from None
         raise PeerLost(f"connection lost during the handshake: {error.strerror}", peer=who) from None
     except (CorruptFrame, Refused) as error:
         raise error.located(peer=who) from None
     if frame.header.kind != kind:
         raise CorruptFrame(f"started the handshake with {Kind(frame.header.kind).name}, expected {kind.name}", peer=who)
     return frame
-
-
-def _wait_until(sock: ByteChannel, deadline: float) -> None:
-    """Sets the socket's timeout. Raises TimeoutError after the deadline, even if single bytes keep arriving."""
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError
-    sock.settimeout(left_s)
 
 
 def _decode(frame: Frame, kind: type[T], who: str) -> T:
@@ -246,6 +237,10 @@ Further ones are only counted, because a flood must not fill the disk."""
 MAX_LOST = 1
 """Maximum number of log lines per minute about lost handshakes, and about connections above the limit of their source. When a
 network fails, all members lose their handshakes again and again."""
+
+
+MAX_EVENTS = 8
+"""Above the number of different events of a RefusalLog."""
 
 
 class SilentConnection(str):
@@ -273,10 +268,7 @@ class RefusalLog:
     """Logs refused connections and requests. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, tuple[int, int]] = {}
-        """Maps "refused" and the events of the reasons above to the minute of the last such event and the number of such events
-        in that minute."""
+        self._counts = MinuteCounts(MAX_EVENTS)
 
     def refused(self, where: str, why: str) -> None:
         """Logs a refused connection. The log line says "probed" if the connection was closed without sending anything, as
@@ -292,14 +284,9 @@ class RefusalLog:
     def _log(self, event: str, line: str, *values: str) -> None:
         level = logging.INFO if event in ("probed", "lost") else logging.WARNING
         most = MAX_LOST if event in ("lost", "dropped") else MAX_REFUSED
-        with self._lock:
-            minute, more = int(time.monotonic() // 60), 0
-            last, count = self._counts.get(event, (minute, 0))
-            if minute != last:
-                more, count = count - most, 0
-            self._counts[event] = minute, count + 1
-        if more > 0:
-            log.log(level, "%d more were %s within a minute", more, event)
+        count, former = self._counts.add(event, time.monotonic())
+        if former > most:
+            log.log(level, "%d more were %s within a minute", former - most, event)
         if count < most:
             log.log(level, line, *(short_line(value, MAX_PEER_TEXT_CHARS) for value in values))
 
@@ -328,5 +315,5 @@ class PendingHandshakes(ConnectionTable):
         sending anything, and a LostHandshake if the connection was lost later, but not if this end ended it."""
         if sock not in self:
             return str(error)
-        return SilentConnection(error.what) if isinstance(error, Unsaid) else \
-            LostHandshake(error) if isinstance(error, Abandoned) else str(error)
+        return SilentConnection(error.what) if isinstance(error, SentNothing) else \
+            LostHandshake(error) if isinstance(error, HandshakeLost) else str(error)

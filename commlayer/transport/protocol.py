@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput
 
 if TYPE_CHECKING:
-    from commlayer.transport.key_folder import PeerCertificate
+    from commlayer.transport.keys.key_folder import PeerCertificate
 
 log = logging.getLogger("commlayer")
 
@@ -110,6 +110,11 @@ Key = tuple[int, int, int, int, int, int]
 def key(h: Header) -> Key:
     """Returns the header fields by which receives and messages match. They identify a contribution except for its sender."""
     return (h.kind, h.generation, h.step, h.bucket, h.part, h.round)
+
+
+def answer_key(h: Header) -> Key:
+    """Returns the key of the answer to a request."""
+    return (ANSWERED_BY[h.kind], h.generation, h.step, h.bucket, h.part, h.round)
 
 
 class Message(NamedTuple):
@@ -238,11 +243,22 @@ class Transport(Protocol):
         ...
 
 
-# ---- Byte channels under a connection: a socket, a TlsSocket or a GrpcStream.
+def send_request(transport: Transport, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
+    """Sends a request. Returns the handle of its answer, which also fails if the request cannot be sent."""
+    answer = transport.recv(peer, answer_key(header))
+
+    def sent(sending: Handle) -> None:
+        if (error := sending.error()) is not None:
+            answer.fail(error)
+
+    transport.send(peer, header, body).on_done(sent)
+    return answer
+
+
 
 class ByteChannel(Protocol):
-    """A byte stream to one peer, with methods of a stream socket. One thread at a time may read and one may write; any thread
-    may shut it down.
+    """A byte stream to one peer: a socket, or an object with these methods of a stream socket (TlsSocket, GrpcStream). One
+    thread at a time may read and one may write; any thread may shut it down.
 
     Buffering is bounded: a writer that is faster than the peer's reader blocks, or gets BlockingIOError.
     """
@@ -269,6 +285,15 @@ class ByteChannel(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def limit_wait(channel: ByteChannel, deadline: float) -> None:
+    """Sets the channel's timeout to the time that is left. Raises TimeoutError after the deadline, even if single bytes keep
+    arriving."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    channel.settimeout(left_s)
 
 
 def binding_of(channel: ByteChannel) -> bytes:

@@ -7,20 +7,16 @@ only after that window, or if the peer refuses. See Transport for what the under
 
 from __future__ import annotations
 
-import math
-import random
 import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from commlayer.errors import CommError, CorruptFrame, Damaged, NotYet, PeerLost, Refused, without_code
+from commlayer.errors import CommError, Damaged, NotYet, PeerLost, Refused, without_code
 from commlayer.transport import mailbox
-from commlayer.transport.mailbox import Mailbox
+from commlayer.transport.backoff import Backoff
+from commlayer.transport.inflight import REPLAYED, InFlightRequests, Request, is_answer
 from commlayer.transport.protocol import (
-    ANSWERED_BY,
-    NUMBERED,
-    Flag,
     Handle,
     Header,
     Key,
@@ -31,12 +27,12 @@ from commlayer.transport.protocol import (
     peer_name,
 )
 
-MIN_PAUSE_S, MAX_PAUSE_S = 0.02, 0.5
-"""Shortest and longest pause between two attempts, in seconds."""
 STABLE_S = 10.0
 """Seconds after which a connection counts as stable, even if no message has arrived on it."""
 CONNECT_TRIES = 8
 """Number of attempts for the first connection, whose handshake may break as well."""
+NO_MESSAGE = key(Header(Kind.BYE, generation=1 << 32))
+"""A key that no message has."""
 DIAL_LIMIT_S = 10.0
 """Longest time of one attempt in seconds, since an unreachable host may not answer at all."""
 
@@ -44,26 +40,21 @@ Dial = Callable[[float], None]
 """Function that connects to one peer before the given deadline, or raises CommError."""
 
 
-class Backoff:
-    """Pauses between attempts of an operation that is repeated until it succeeds. The pauses double. They are random by a
-    factor of two, so that processes that lost the same peer do not all reconnect at once."""
-
-    def __init__(self, deadline: float = math.inf, stop: threading.Event | None = None) -> None:
-        """`deadline`: time.monotonic() after which there are no more attempts. `stop`: setting this event ends a pause."""
-        self.deadline, self._stop = deadline, stop or threading.Event()
-        self._pause_s = MIN_PAUSE_S
-
-    def wait(self) -> bool:
-        """Pauses before the next attempt and returns True. Returns False if the deadline would pass during the pause (then at
-        once), or if `stop` is set."""
-        pause_s, self._pause_s = self._pause_s * random.uniform(0.5, 1.0), min(2 * self._pause_s, MAX_PAUSE_S)
-        return time.monotonic() + pause_s < self.deadline and not self._stop.wait(pause_s)
-
-
 class Carrier(Transport, Protocol):
-    """The underlying transport. `broken` is called when a connection breaks that may be re-established."""
+    """The underlying transport, whose mailbox also serves the callers of ReconnectingTransport."""
 
     broken: Callable[[int, CommError], None]
+    """Called with the peer when a connection breaks that may be re-established."""
+    arrived: Callable[[Message], None]
+    """Called with each message that arrives, in place of `deliver`."""
+
+    def deliver(self, message: Message) -> None:
+        """Completes the receive that waits for the message, or keeps the message."""
+        ...
+
+    def end_generations(self, reason: CommError, generation: int) -> None:
+        """Fails receives of earlier generations; see Mailbox.end_generations."""
+        ...
 
 
 class ReconnectPolicy(NamedTuple):
@@ -91,6 +82,8 @@ class _Link:
         self.inflight = InFlightRequests(peer)
         self.state = threading.Lock()
         self.up, self.reconnecting, self.broke_again = True, False, False
+        self.error: CommError | None = None
+        """The error with which the peer has ended; None while it may return."""
         self.broken_since_s: float | None = None
         """Time when the connection first broke since the last message arrived; None if it has not broken since then."""
         self.restored_s = 0.0
@@ -108,13 +101,12 @@ class ReconnectingTransport:
         """`recycle` is called with the bodies of dropped messages."""
         self._carrier = carrier
         self._waits, self._recycle = waits, recycle
-        self._mailbox = Mailbox()
         self._links: dict[int, _Link] = {}
         self._closing = threading.Event()
         self._count = threading.Lock()
         self.breaks = self.resent_nbytes = self.repeats = 0
         """Counters: connections re-established, bytes sent again, and duplicate answers dropped."""
-        carrier.broken = self._broken
+        carrier.broken, carrier.arrived = self._broken, self._on_message
 
     @property
     def rank(self) -> int:
@@ -129,10 +121,6 @@ class ReconnectingTransport:
         """Bytes that would be sent again if all connections broke now. The callers own the bodies, which are not copied."""
         return sum(link.inflight.nbytes for link in self._links.values())
 
-    def limit_kept(self, nbytes: int) -> None:
-        """Sets the maximum bytes that each peer may send without a posted receive (Mailbox.max_kept_nbytes)."""
-        self._mailbox.max_kept_nbytes = nbytes
-
     def connect(self, peer: int, dial: Dial, deadline: float) -> None:
         """Connects to `peer` for the first time. `dial` is also used for reconnects."""
         self._links[peer] = _Link(peer, dial)
@@ -144,16 +132,15 @@ class ReconnectingTransport:
             except (PeerLost, Damaged, NotYet) as error:
                 if not attempts_left or is_refused(error) or not backoff.wait():
                     raise
-        self._listen(peer)
-
-    # ---- sending
+        # No message has this key, so the receive fails when the peer ends.
+        self._carrier.recv(peer, NO_MESSAGE).on_done(self._fail_peer)
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         link = self._links.get(peer)
         if link is None or header.kind not in REPLAYED:
             return self._carrier.send(peer, header, body)
         with link.order:
-            if (error := self._mailbox.failure(peer)) is None:
+            if (error := link.error) is None:
                 request = link.inflight.add(header, body)
                 try:
                     request.sending = self._carrier.send(peer, request.header, body) if link.up else None
@@ -172,32 +159,14 @@ class ReconnectingTransport:
         if handle.error() is None:  # otherwise it is sent again, or fails with the peer
             mailbox.sent(request.operation, request.header)
 
-    # ---- receiving
-
-    def _listen(self, peer: int) -> None:
-        """Handles the messages of the peer that have arrived, then posts a receive for the next one."""
-        while True:
-            handle = self._carrier.recv(peer)
-            if not handle.done():
-                handle.on_done(lambda handle: self._listen(peer) if self._on_handle(peer, handle) else None)
-                return
-            if not self._on_handle(peer, handle):
-                return
-
-    def _on_handle(self, peer: int, handle: Handle) -> bool:
-        if (error := handle.error()) is not None:
-            self._fail_peer(peer, error)
-            return False
-        self._on_message(handle.message())
-        return True
-
     def _on_message(self, message: Message) -> None:
-        link = self._links[message.peer]
-        if link.broken_since_s is not None:
+        """Handles a message that has arrived. Runs on the connection's receive thread."""
+        link = self._links.get(message.peer)
+        if link is not None and link.broken_since_s is not None:
             with link.state:
                 link.broken_since_s = link.backoff = None
-        if not is_answer(message.header):
-            self._deliver(message)
+        if link is None or not is_answer(message.header):
+            self._carrier.deliver(message)
             return
         with link.order:
             request = link.inflight.answer(message.header)
@@ -208,26 +177,21 @@ class ReconnectingTransport:
             self._recycle(message.body)
             return
         if request is None:
-            self._deliver(message)  # it counts against the limit on unrequested messages
+            self._carrier.deliver(message)  # it counts against the limit on unrequested messages
             return
         mailbox.sent(request.operation, request.header)
         if (sending := request.sending) is not None and not sending.done():
             # The caller may write to the body after the answer, but the replayed send still reads it.
-            sending.on_done(lambda _: self._deliver(message))
+            sending.on_done(lambda _: self._carrier.deliver(message))
         else:
-            self._deliver(message)
+            self._carrier.deliver(message)
 
-    def _deliver(self, message: Message) -> None:
-        try:
-            self._mailbox.deliver(message)
-        except CorruptFrame as error:
-            self.abort(error, message.peer)
-
-    def _fail_peer(self, peer: int, error: CommError) -> None:
-        """Fails all requests of a peer that will not return."""
-        self._mailbox.end(error, peer)
-        link = self._links[peer]
+    def _fail_peer(self, ended: Handle) -> None:
+        """Fails all requests of a peer that will not return. `ended`: the receive for NO_MESSAGE, which has failed."""
+        link, error = self._links[ended.peer], ended.error()
+        assert error is not None
         with link.order:
+            link.error = error
             requests = link.inflight.clear()
         for request in requests:
             request.operation.fail(error)
@@ -241,9 +205,7 @@ class ReconnectingTransport:
                 requests = link.inflight.end(generation)
             for request in requests:
                 request.operation.fail(reason)
-        self._mailbox.end_generations(reason, generation)
-
-    # ---- reconnecting
+        self._carrier.end_generations(reason, generation)
 
     def _broken(self, peer: int, error: CommError) -> None:
         link = self._links.get(peer)
@@ -267,11 +229,11 @@ class ReconnectingTransport:
                 link.broken_since_s, link.backoff = begin, None
             until = link.broken_since_s + self._waits.window_s
         self._warn("%s: reconnecting for up to %.0f s; training then continues", without_code(error), self._waits.window_s)
-        while self._is_wanted(peer):
+        while self._is_wanted(link):
             backoff = link.backoff
             if backoff is None:
                 link.backoff = Backoff(until, self._closing)
-            elif not backoff.wait() and self._is_wanted(peer):
+            elif not backoff.wait():
                 self._give_up(peer, PeerLost(f"{error.what}, and reconnecting failed for "
                                              f"{self._waits.window_s:g} s (reconnect_s): {last.what}", peer=peer_name(peer)))
                 return
@@ -289,8 +251,8 @@ class ReconnectingTransport:
                               time.monotonic() - begin, count, nbytes)
                     return
 
-    def _is_wanted(self, peer: int) -> bool:
-        return not self._closing.is_set() and self._mailbox.failure(peer) is None
+    def _is_wanted(self, link: _Link) -> bool:
+        return not self._closing.is_set() and link.error is None
 
     def _is_final(self, error: CommError) -> bool:
         """Returns whether the error shows that a further attempt cannot succeed."""
@@ -323,130 +285,23 @@ class ReconnectingTransport:
             return True
 
     def _give_up(self, peer: int, error: CommError) -> None:
-        if self._is_wanted(peer):
+        if self._is_wanted(self._links[peer]):
             self._carrier.abort(error, peer)
 
     def _warn(self, line: str, *values: object) -> None:
         if not self._closing.is_set():
             mailbox.log.warning(line, *values)
 
-    # ---- Transport
 
     def recv(self, peer: int, match: Key | None = None) -> Handle:
-        return self._mailbox.recv(peer, match)
+        return self._carrier.recv(peer, match)
 
     def wait(self, handle: Handle, deadline: float) -> Message:
         return handle.wait(deadline)
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
-        self._mailbox.abort(reason, peer)
         self._carrier.abort(reason, peer)
 
     def close(self, flush_s: float | None = None) -> None:
         self._closing.set()
-        self._mailbox.abort(CommError("this end of the transport was closed", code="E-SESSION-CLOSED"))
         self._carrier.close(flush_s)
-
-
-# ---- In-flight requests of one end to one peer, kept so that they can be replayed after a reconnect. Bodies are not copied:
-# the caller leaves a body unchanged until the answer arrives. A payload is therefore replayed with the same bytes, and keeping
-# it costs no extra memory.
-
-REPLAYED = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE))
-"""Kinds of messages that are sent again after a reconnect."""
-_NUMBERED_ANSWERS = frozenset(ANSWERED_BY[kind] for kind in NUMBERED if kind in ANSWERED_BY)
-_ANSWERS = frozenset(ANSWERED_BY.values())
-
-class Request:
-    """A request in flight, with the operation that the caller waits for, and with the most recent send."""
-
-    def __init__(self, header: Header, body: memoryview | bytes, operation: Handle) -> None:
-        self.header, self.body, self.operation = header, body, operation
-        self.sending: Handle | None = None
-
-
-def is_answer(header: Header) -> bool:
-    return header.kind in _ANSWERS
-
-
-class InFlightRequests:
-    """The in-flight requests of one end to one peer. For each key, at most one of them expects an answer."""
-
-    def __init__(self, peer: int) -> None:
-        self._peer = peer
-        self._kept: dict[Key | int, Request] = {}  # in the order of sending
-        self._last_answers: dict[tuple[int, ...], tuple[int, int]] = {}  # last generation and step, by _slot()
-        self._number = 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(request.body) for request in self.pending())
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def add(self, header: Header, body: memoryview | bytes) -> Request:
-        """Records a request and returns it as it must be sent: with a sequence number if its kind has one."""
-        if header.kind in NUMBERED:
-            self._number += 1
-            header = header._replace(used=self._number)
-        request = Request(header, body, mailbox.sending(self._peer, header))
-        slot: Key | int
-        if header.kind in ANSWERED_BY:
-            slot = key(header._replace(kind=ANSWERED_BY[header.kind]))
-        else:  # only the latest of its kind counts: it replaces the previous one, also one of another generation
-            slot = self._number if header.kind == Kind.UNDO else key(header._replace(generation=0))
-        self._kept.pop(slot, None)  # a replaced request moves to the end
-        self._kept[slot] = request
-        return request
-
-    def forget(self, request: Request) -> None:
-        """Drops a request that will not be sent."""
-        self._kept = {slot: kept for slot, kept in self._kept.items() if kept is not request}
-
-    def answer(self, header: Header) -> Request | None:
-        """Removes and returns the request that this header answers; None if no such request is in flight."""
-        request = self._kept.get(slot := key(header))
-        if request is None:
-            return None
-        if header.kind in _NUMBERED_ANSWERS and header.used != request.header.used:
-            return None
-        if header.flags & request.header.flags & Flag.AGAIN:
-            return None  # repeats an earlier AGAIN, whose request the sender has already sent again
-        del self._kept[slot]
-        self._last_answers[_slot(header)] = header.generation, header.step
-        if header.kind in _NUMBERED_ANSWERS:
-            self._ack_undos(header.used)
-        return request
-
-    def seen(self, header: Header) -> bool:
-        """Returns whether the header repeats an answer that has arrived before. False: no request of this end has that
-        answer."""
-        return key(header) in self._kept or (header.generation, header.step) <= self._last_answers.get(_slot(header), (-1, 0))
-
-    def _ack_undos(self, number: int) -> None:
-        """Drops UNDO requests with lower numbers. Requests arrive in the order of their numbers, so the peer has received
-        them."""
-        for slot, request in list(self._kept.items()):
-            if request.header.kind == Kind.UNDO and request.header.used < number:
-                del self._kept[slot]
-
-    def pending(self) -> list[Request]:
-        """Returns all requests in flight, in the order of sending."""
-        return list(self._kept.values())
-
-    def end(self, generation: int) -> list[Request]:
-        """Drops and returns the requests of generations before `generation`."""
-        dropped = [request for request in self.pending() if request.header.generation < generation]
-        self._kept = {slot: kept for slot, kept in self._kept.items() if kept.header.generation >= generation}
-        return dropped
-
-    def clear(self) -> list[Request]:
-        """Drops and returns all requests, because no answers will arrive."""
-        kept = self.pending()
-        self._kept.clear()
-        return kept
-
-
-def _slot(header: Header) -> tuple[int, ...]:
-    return header.kind, header.bucket, header.part, header.round

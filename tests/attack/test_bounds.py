@@ -26,6 +26,7 @@ from support.serving import PLAN
 
 from commlayer import records
 from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.call_proofs import CHALLENGE
 from commlayer.cluster.keys import enrolment_messages
 from commlayer.cluster.membership import coordinator
 from commlayer.cluster.membership.epoch_change import EpochChange
@@ -36,7 +37,6 @@ from commlayer.transport import framing, handshake
 from commlayer.transport.crc import crc32c
 from commlayer.transport.handshake import Hello, Proof
 from commlayer.transport.protocol import Flag, Header, Kind
-from commlayer.transport.secret import CHALLENGE
 
 import grpc  # isort: skip  (after commlayer, which sets what grpc reads once)
 

@@ -32,11 +32,13 @@ from commlayer.cluster.keys.home_keys import HomeLine
 from commlayer.config import host_port
 from commlayer.demo.links import Link, Relay
 from commlayer.errors import NotYet
-from commlayer.transport import grpc_stream, tls
 from commlayer.transport.endpoint import Settings, StreamTransport
-from commlayer.transport.fair_share import LIMIT
+from commlayer.transport.flow.fair_share import LIMIT
+from commlayer.transport.grpc import stream_ends
+from commlayer.transport.grpc.event_loop import event_loop, run_on_loop
 from commlayer.transport.handshake import MAX_PENDING, Hello
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys import tls
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
 
 BOUND_S = 4.0
@@ -157,7 +159,7 @@ async def hang(address: str, keys: Keys | None, channels: int, calls: int, timeo
     tasks = []
     for _ in range(channels):
         options = [*coordinator_channel.channel_options(address), ("grpc.use_local_subchannel_pool", 1)]
-        opened.append(grpc_stream.open_channel(address, options, coordinator_channel.tls_credentials(keys), on_loop=True))
+        opened.append(stream_ends.open_channel(address, options, coordinator_channel.tls_credentials(keys), on_loop=True))
         tasks += [asyncio.ensure_future(one(opened[-1])) for _ in range(calls)]
     await asyncio.sleep(FLOOD_S)
     for task in tasks:
@@ -169,7 +171,7 @@ async def hang(address: str, keys: Keys | None, channels: int, calls: int, timeo
 
 def test_calls_that_never_end_delay_no_other_member(job: Job) -> None:
     hostile = Keys(job.folders.second)
-    future = asyncio.run_coroutine_threadsafe(hang(job.victim.address, hostile, 20, 60, WAIT_S), grpc_stream.event_loop())
+    future = asyncio.run_coroutine_threadsafe(hang(job.victim.address, hostile, 20, 60, WAIT_S), event_loop())
     time.sleep(FLOOD_S / 2)
     assert job.fresh_call() < BOUND_S
     assert future.result(2 * WAIT_S)[grpc.StatusCode.RESOURCE_EXHAUSTED] > 0, "the limit was met"
@@ -196,9 +198,9 @@ def test_without_keys_calls_are_limited_by_address() -> None:
         victim = stack.enter_context(Victim("--workers", "1"))
         (honest,) = joined(stack, victim, HonestMember)
         honest.start_calls()
-        relay = grpc_stream.run_on_loop(relay_from("127.0.0.9", victim.address), WAIT_S)
+        relay = run_on_loop(relay_from("127.0.0.9", victim.address), WAIT_S)
         address = "{}:{}".format(*relay.sockets[0].getsockname())
-        codes = grpc_stream.run_on_loop(hang(address, None, 20, 60, WAIT_S), 2 * WAIT_S)
+        codes = run_on_loop(hang(address, None, 20, 60, WAIT_S), 2 * WAIT_S)
         relay.close()
         assert codes[grpc.StatusCode.RESOURCE_EXHAUSTED] > 0, "the limit was met"
         assert honest.failed == []
@@ -216,7 +218,7 @@ def test_grpcs_names_of_peers_are_understood(peer: str, address: str, source: st
 @pytest.mark.commit(1)
 @pytest.mark.parametrize("timeout_s", [None, MAX_CALL_S + 10.0])
 def test_a_call_needs_a_deadline(job: Job, timeout_s: float | None) -> None:
-    codes = grpc_stream.run_on_loop(hang(job.victim.address, Keys(job.folders.second), 1, 3, timeout_s), 2 * WAIT_S)
+    codes = run_on_loop(hang(job.victim.address, Keys(job.folders.second), 1, 3, timeout_s), 2 * WAIT_S)
     assert codes == {grpc.StatusCode.INVALID_ARGUMENT: 3}
 
 
@@ -225,7 +227,7 @@ def test_calls_of_a_member_are_counted_until_they_end(job: Job) -> None:
     """More than a member may have at once, one after the other."""
     keys = Keys(job.folders.second)
     for _ in range(2):
-        codes = grpc_stream.run_on_loop(hang(job.victim.address, keys, 7, 60, 0.5), 2 * WAIT_S)
+        codes = run_on_loop(hang(job.victim.address, keys, 7, 60, 0.5), 2 * WAIT_S)
         assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED: 7 * 60}
     assert LIMIT / 2 < 2 * 7 * 60
 

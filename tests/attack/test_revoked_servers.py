@@ -24,7 +24,7 @@ from commlayer.cluster.servers import dialing
 from commlayer.errors import CommError
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
 
 SECRET = "correct-horse-battery"

@@ -16,6 +16,7 @@ import torch
 
 from commlayer import planner, records
 from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.call_proofs import AuthenticationFailed, CallVerifier
 from commlayer.cluster.keys import enrolment_messages
 from commlayer.cluster.membership import coordinator, job_events, membership
 from commlayer.cluster.servers import server_codecs, summation, summation_server
@@ -25,12 +26,13 @@ from commlayer.errors import CorruptFrame, PeerLost, RecordError, Refused
 from commlayer.observe import events
 from commlayer.records import MALFORMED, Epoch, Job, Plan, ServerInfo, Spec, TensorInfo
 from commlayer.transport import framing, handshake
-from commlayer.transport.chunking import Assembly, drop_zeros, restore_zeros, split_parts
+from commlayer.transport.chunking import Assembly, split_parts
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
+from commlayer.transport.keys.secret import NONCE_NBYTES, PROOF_NBYTES, make_proof
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
-from commlayer.transport.secret import NONCE_NBYTES, PROOF_NBYTES, AuthenticationFailed, CallVerifier, make_proof
+from commlayer.transport.zero_chunks import drop_zeros, restore_zeros
 
 CAP_NBYTES, KEPT_NBYTES = 1 << 18, 1 << 20
 CODECS = (

@@ -26,6 +26,7 @@ import torch
 
 from bench import Unmeasurable
 from bench.report import Result
+from commlayer.cluster.calls.call_proofs import AuthenticationFailed
 from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 from commlayer.compressors import codec_of, seed
 from commlayer.config import host_port
@@ -34,8 +35,8 @@ from commlayer.transport import handshake
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
+from commlayer.transport.keys.secret import new_nonce
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.secret import AuthenticationFailed, new_nonce
 from tests.chaos import fuzz
 from tests.chaos.fuzz_mutate import mutated, resealed
 from tests.chaos.fuzz_server import HONEST, PLAN

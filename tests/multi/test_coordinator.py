@@ -40,7 +40,7 @@ from commlayer.cluster.membership import client, membership
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.membership.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.processes.child_processes import EmbeddedServer
-from commlayer.cluster.servers import uplink
+from commlayer.cluster.servers import worker_client
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, cause_of
 from commlayer.records import Epoch, ServerInfo
 from commlayer.transport.endpoint import Settings, StreamTransport
@@ -454,14 +454,14 @@ def test_a_stopped_coordinator_is_noticed_by_its_silence_and_told_once(
     config = quick()
     child = EmbeddedServer.start(quick(dead_after_s=60.0), workers=1, servers=0, number=None)
     report: queue.Queue[float] = queue.Queue()
-    real, failures = uplink.Uplink._on_silence, Failures()
+    real, failures = worker_client.WorkerClient._on_silence, Failures()
 
-    def silent(self: uplink.Uplink, silent_s: float) -> None:
+    def silent(self: worker_client.WorkerClient, silent_s: float) -> None:
         real(self, silent_s)
         report.put(silent_s)
 
-    monkeypatch.setattr(uplink.Uplink, "_on_silence", silent)
-    link = uplink.connect(child.control, messages.worker_request("job", 0, 1), config)
+    monkeypatch.setattr(worker_client.WorkerClient, "_on_silence", silent)
+    link = worker_client.connect(child.control, messages.worker_request("job", 0, 1), config)
     link.subscribe(failures, lambda *_: None, lambda *_: None)
     try:
         for outage in (1, 2):
@@ -491,7 +491,7 @@ def test_a_server_whose_data_arrives_is_not_lost_with_the_coordinators_answers(a
     failures = Failures()
     link: Any = SimpleNamespace(_membership=SimpleNamespace(epoch=epoch), _carrier=carrier, _config=quick(), embedded=True,
                                 _on_death=failures)
-    uplink.Uplink._on_silence(link, 60.0)
+    worker_client.WorkerClient._on_silence(link, 60.0)
     assert [error.peer for error in failures.errors] == ["server 0"] * (not alive)
 
 

@@ -42,7 +42,8 @@ from commlayer.doctor.machine import Torch
 from commlayer.doctor.server import ServerCheck
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, NotYet, Refused
 from commlayer.transport import handshake
-from commlayer.transport.key_folder import Keys, enrolling_context
+from commlayer.transport.flow.fair_share import MinuteCounts
+from commlayer.transport.keys.key_folder import Keys, enrolling_context
 
 SECRET = "correct-horse-battery"
 
@@ -150,7 +151,7 @@ def test_a_home_fetches_its_certificate_joins_over_mutual_tls_and_needs_no_token
     folder = enrolment_client.enrol(home, WAIT_S)
     assert server.joined(folder) == "worker 0"
     keys = Keys(folder)
-    assert (keys.own.name, keys.dials_only) == ("home-1", True), "a home can never be a server"
+    assert (keys.own.name, keys.own.dials_only) == ("home-1", True), "a home can never be a server"
     assert folder.parent == user
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert sorted(path.name for path in folder.iterdir()) == ["ca.pem", "crl.pem", "home", "node.key", "node.pem", "token"]
@@ -638,8 +639,8 @@ def test_failed_attempts_of_an_address_are_limited_and_members_are_not(server: S
     assert refusal(lambda: enrolment_client.enrol(home, WAIT_S), NotYet) == "E-INVITATION"
     server.joined(folder)
     failures = server.coordinator._port.enrolment._failed  # type: ignore[union-attr]
-    assert not failures.exceeded("127.0.0.1", time.monotonic() + 60.0)
-    assert not failures.exceeded("127.0.0.2", time.monotonic())
+    assert not failures.count("127.0.0.1", time.monotonic() + 60.0)
+    assert not failures.count("127.0.0.2", time.monotonic())
 
 
 def test_connections_that_are_lost_are_no_failed_attempts(server: Server) -> None:
@@ -652,7 +653,7 @@ def test_connections_that_are_lost_are_no_failed_attempts(server: Server) -> Non
 
 
 def test_the_table_of_addresses_is_bounded() -> None:
-    failures = enrolment.Failures()
+    failures = MinuteCounts(enrolment.MAX_ADDRESSES)
     for number in range(enrolment.MAX_ADDRESSES + 5):
         failures.add(str(number), 0.0)
     assert len(failures._counts) == enrolment.MAX_ADDRESSES

@@ -20,6 +20,7 @@ from support.rank_pool import quick as small
 
 import commlayer
 from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.call_proofs import AuthenticationFailed, CallAuthenticator, CallVerifier
 from commlayer.cluster.membership import client
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.processes.child_processes import EmbeddedServer
@@ -30,7 +31,6 @@ from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.secret import AuthenticationFailed, CallAuthenticator, CallVerifier
 
 SECRET = "correct-horse-battery"
 WRONG = [("", "no secret.*COMMLAYER_TOKEN.*E-SECRET"),

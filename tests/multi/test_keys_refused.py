@@ -27,6 +27,7 @@ from support.keys import (
 from support.meshes import GrpcEnd, exchange_pair, soon
 
 from commlayer.cluster.calls import diagnosis, messages
+from commlayer.cluster.calls.call_proofs import CallAuthenticator, CallVerifier
 from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 from commlayer.cluster.calls.grpc_port import GrpcPort
 from commlayer.cluster.keys import authority
@@ -34,14 +35,14 @@ from commlayer.cluster.membership import client, membership
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.membership.coordinator_journal import NAME, CoordinatorJournal, journaled_part
 from commlayer.errors import CommError, Damaged, DeadlineExceeded, PeerLost, Refused
-from commlayer.transport import handshake, tls
+from commlayer.transport import handshake
 from commlayer.transport.connection import shut_down
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
-from commlayer.transport.key_folder import CERTIFICATE, Keys, PeerCertificate
+from commlayer.transport.keys import tls
+from commlayer.transport.keys.key_folder import CERTIFICATE, Keys, PeerCertificate
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.secret import CallAuthenticator, CallVerifier
 
 SECRET = "correct-horse-battery"
 

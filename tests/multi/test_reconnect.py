@@ -36,7 +36,7 @@ from commlayer.planner import default_plan
 from commlayer.transport import handshake
 from commlayer.transport.endpoint import Address, Settings, StreamTransport
 from commlayer.transport.handshake import Hello
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
 from tests.chaos import proxy

@@ -21,21 +21,21 @@ from support.keys import (
 )
 
 from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.call_proofs import Known
 from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 from commlayer.cluster.membership import coordinator as coordinator_module
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.servers.summation_server import DataServer
 from commlayer.config import host_port
 from commlayer.doctor import server
-from commlayer.errors import CommError, Refused, Unsaid
+from commlayer.errors import CommError, Refused, SentNothing
 from commlayer.records import Record
-from commlayer.transport import tls
 from commlayer.transport.connection import shut_down
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import MAX_REFUSED, Hello, PendingHandshakes, RefusalLog, SilentConnection
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys import tls
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.secret import Known
 
 
 @pytest.mark.parametrize("knows", [True, False])
@@ -313,9 +313,9 @@ def test_who_is_sent_away_since_it_said_nothing_is_refused() -> None:
     pending, (sock, other) = PendingHandshakes(most=1), socket.socketpair()
     with sock, other:
         assert pending.add(sock, "one")
-        assert isinstance(pending.drop_reason(sock, Unsaid()), SilentConnection)
+        assert isinstance(pending.drop_reason(sock, SentNothing()), SilentConnection)
         assert pending.add(other, "another")
-        assert type(pending.drop_reason(sock, Unsaid())) is str
+        assert type(pending.drop_reason(sock, SentNothing())) is str
 
 
 def test_who_says_nothing_until_this_end_closes_is_no_probe() -> None:
@@ -323,5 +323,5 @@ def test_who_says_nothing_until_this_end_closes_is_no_probe() -> None:
     with sock, other:
         assert pending.add(sock, "one")
         pending.close()
-        assert type(pending.drop_reason(sock, Unsaid())) is str
+        assert type(pending.drop_reason(sock, SentNothing())) is str
         assert not pending.add(other, "one")

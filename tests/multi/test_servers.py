@@ -42,7 +42,7 @@ from commlayer.cluster.membership import client
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.membership.epoch_change import EpochChange, change_problem, wire_generation
 from commlayer.cluster.processes.child_processes import EmbeddedServer
-from commlayer.cluster.servers import uplink
+from commlayer.cluster.servers import worker_client
 from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.cluster.servers.server_journal import ServerIdentity, ServerJournal
 from commlayer.cluster.servers.summation_server import DataServer, Stalled
@@ -69,7 +69,7 @@ class Asked:
         self.epoch = epoch_of(DATA, self.serving, 3)
         self.next = msgspec.structs.replace(self.epoch, generation=2, members=self.epoch.members[:2])
         newest = self.next if told else self.epoch
-        self.serving.start(self.epoch, DATA, 0, newest=None if stays else lambda: newest)
+        self.serving.start(self.epoch, DATA, 0, await_epoch=None if stays else lambda *_: newest)
         self._worker = StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(DATA)))
         opened.append(self._worker)
         self._worker.dial(SERVER_BASE, host_port(self.serving.address), soon())
@@ -129,8 +129,8 @@ WRONG = [
     ({"members": (1, 2)}, 0, "its sender is not one of its members"),
     ({"members": (0, 2)}, 0, "its epoch 2 differs from the coordinator's"),
     ({"servers": ()}, 0, "its servers or its plan differ from the job's"),
-    ({}, (1 << 32) - 1, "it announces epoch 2 with wire generation 4294967295, while epoch 1 is active"),
-    ({"generation": 1}, 2, "it announces epoch 1 with wire generation 2, while epoch 1 is active"),
+    ({}, (1 << 32) - 1, "it announces epoch 2 with wire generation 4294967295, but epoch 1 is active"),
+    ({"generation": 1}, 2, "it announces epoch 1 with wire generation 2, but epoch 1 is active"),
 ]
 
 
@@ -231,7 +231,7 @@ def test_an_embedded_server_loads_no_torch_for_any_codec(backend: str) -> None:
         child = EmbeddedServer.start(config, workers=1)
         stack.callback(child.close)
         assert not loaded(child.pid, "libtorch_cpu"), "by the time that it tells its address"
-        link = uplink.connect(child.control, messages.worker_request(job.digest(), 0, 1, plan=plan), config)
+        link = worker_client.connect(child.control, messages.worker_request(job.digest(), 0, 1, plan=plan), config)
         stack.callback(link.close)
         for bucket in buckets:
             state = link.fetch_state(0, bucket.id, 0)
@@ -311,7 +311,7 @@ def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, code:
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(client.join, coordinator.address, messages.server_request(address), quick(), Failures())
         with pytest.raises(RecordError) as caught:
-            uplink.connect(coordinator.address, request, quick())
+            worker_client.connect(coordinator.address, request, quick())
         opened.append(SimpleNamespace(close=serving.result(WAIT_S).leave))
     assert caught.value.what.startswith("address of server 0: ")
     assert address.partition(":")[0] in caught.value.what
@@ -422,7 +422,7 @@ class Served:
         self.failures = Failures()
         requests = [messages.worker_request(layout.job, rank, WORLD, plan=records.encode(layout)) for rank in range(WORLD)]
         with ThreadPoolExecutor(WORLD) as pool:
-            self.ups = list(pool.map(lambda r: uplink.connect(address, r, self.config), requests))
+            self.ups = list(pool.map(lambda r: worker_client.connect(address, r, self.config), requests))
         self.workers = [self.worker(layout, rank) for rank in range(WORLD)]
         self.steps = [0] * WORLD
 

@@ -19,23 +19,16 @@ from support.workers import Rig, job, on_ranks, step
 
 from commlayer.errors import CorruptFrame, PeerLost
 from commlayer.planner import default_plan
-from commlayer.transport import connection, flow_control
-from commlayer.transport.chunking import (
-    CHUNK_NBYTES,
-    MAX_PARTS,
-    MIN_NBYTES,
-    OVERHEAD_NBYTES,
-    Assembly,
-    drop_zeros,
-    restore_zeros,
-    split_parts,
-)
+from commlayer.transport import connection
+from commlayer.transport.chunking import MAX_PARTS, OVERHEAD_NBYTES, Assembly, split_parts
 from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.flow import credit
 from commlayer.transport.framing import Frame, Reader, allocate_bytes
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
+from commlayer.transport.zero_chunks import CHUNK_NBYTES, MIN_NBYTES, drop_zeros, restore_zeros
 
-parted = pytest.mark.skipif(not flow_control.SUPPORTED, reason="bodies are cut on Linux only")
+parted = pytest.mark.skipif(not credit.SUPPORTED, reason="bodies are cut on Linux only")
 
 
 @pytest.mark.parametrize(("nbytes", "part"), [(0, 8), (1, 8), (8, 8), (9, 8), (100, 7), (1 << 20, 1000), (70_000 * 8, 8)])
@@ -156,7 +149,7 @@ def test_an_urgent_body_overtakes_the_one_that_is_on_the_wire(pair: tuple[Stream
         arrived = [b.recv(0) for _ in range(3)]
         a.send(1, data(0, bucket=1, order=9), bulk)
         sock, until = a._connections[1]._sock, soon()
-        while not flow_control.waiting_nbytes(sock):
+        while not credit.waiting_nbytes(sock):
             assert time.monotonic() < until, "the large body does not begin"
             time.sleep(0.001)
         a.send(1, data(0, bucket=2, order=3), urgent)
@@ -353,7 +346,7 @@ def test_the_very_bytes_arrive_and_no_flag(pair: tuple[StreamTransport, StreamTr
             assert a.wait(sent, soon()).header == header
 
 
-@pytest.mark.skipif(not flow_control.SUPPORTED, reason="bodies are cut on Linux only")
+@pytest.mark.skipif(not credit.SUPPORTED, reason="bodies are cut on Linux only")
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.RESULT, Kind.DATA, Kind.STATE, Kind.PROBE])
 def test_fewer_bytes_are_on_the_socket_of_payloads_alone_and_parts_say_so(kind: Kind) -> None:
     body = mostly_zero(20_000_000)

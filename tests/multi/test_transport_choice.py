@@ -23,14 +23,14 @@ from commlayer import records
 from commlayer.cluster.calls import messages
 from commlayer.cluster.membership import client
 from commlayer.cluster.membership.coordinator import Coordinator
-from commlayer.cluster.servers import dialing, uplink
+from commlayer.cluster.servers import dialing, worker_client
 from commlayer.cluster.servers.summation_server import DataServer
 from commlayer.config import host_port
 from commlayer.errors import PeerLost, Refused
 from commlayer.planner import default_plan
 from commlayer.records import Job, ServerInfo, TensorInfo
-from commlayer.transport import grpc_stream
 from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.grpc import stream
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -54,7 +54,7 @@ class Server:
         self.serving = DataServer("127.0.0.1", 0, self.config, self.coordinator if beside else None)
         opened.callback(self.serving.close)
 
-    def worker(self, *, joined: str = "", data: str = "", **fields: Any) -> uplink.Uplink:
+    def worker(self, *, joined: str = "", data: str = "", **fields: Any) -> worker_client.WorkerClient:
         """A worker that joins by that address and learns that TCP is offered."""
         address = joined or self.coordinator.address
         with ThreadPoolExecutor(2) as pool:
@@ -62,7 +62,7 @@ class Server:
                                               streams=self.serving.streams)
             seat = pool.submit(client.join, self.coordinator.address, request, self.config, Failures())
             mine = messages.worker_request(PLAN.job, 0, 1, plan=records.encode(PLAN))
-            up = pool.submit(uplink.connect, address, mine, quick(**fields))
+            up = pool.submit(worker_client.connect, address, mine, quick(**fields))
             member = seat.result(WAIT_S)
             self.opened.enter_context(contextlib.closing(SimpleNamespace(close=member.leave)))
             self.serving.start(member.epoch, member.plan, member.rank)
@@ -245,7 +245,7 @@ def test_silence_is_broken_by_empty_messages_that_nobody_sees(
     opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So that proxies keep a stream open between two steps."""
-    monkeypatch.setattr(grpc_stream, "IDLE_S", 0.02)
+    monkeypatch.setattr(stream, "IDLE_S", 0.02)
     ends: list[Any] = opened.enter_context(WIRES["grpc"].mesh(2))
     for end, other in (ends, reversed(ends)):
         (one,) = end._connections.values()

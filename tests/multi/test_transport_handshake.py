@@ -198,7 +198,7 @@ def pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
 def test_port_in_use(pair: tuple[StreamTransport, StreamTransport]) -> None:
     host, port = pair[0].listen()
     line = outcome(lambda: StreamTransport(Hello("test", 0)).listen(host, port))
-    assert_refused(line, "E-ADDRESS", f"{host}:{port}: ", "in use")
+    assert_refused(line, "E-ADDRESS", f"{host}:{port} ", "in use")
 
 
 def test_an_address_of_another_machine() -> None:

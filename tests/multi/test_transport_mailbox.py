@@ -14,7 +14,7 @@ from support.attached import assert_refused, outcome
 from support.meshes import PATIENCE_S, data, soon
 
 from commlayer.errors import CommError, CorruptFrame, PeerLost
-from commlayer.transport.endpoint import MIN_NBYTES, BufferPool, size_class
+from commlayer.transport.buffer_pool import MIN_NBYTES, BufferPool, size_class
 from commlayer.transport.mailbox import KEPT_OVERHEAD_NBYTES, Mailbox
 from commlayer.transport.protocol import Handle, Key, Message, key
 

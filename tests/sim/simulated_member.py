@@ -16,8 +16,8 @@ from commlayer.cluster.membership.epoch_change import EpochChange, wire_generati
 from commlayer.engine.epochs import agreement
 from commlayer.engine.epochs.agreement import AgreementOutcome, Claims, Vote, VoterState, key_of
 from commlayer.records import Epoch
+from commlayer.transport.inflight import InFlightRequests
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind
-from commlayer.transport.reconnect import InFlightRequests
 from tests.sim.simulated_coordinator import Desk, home_of
 from tests.sim.simulated_server import Books, Part, body_of, number_of
 
@@ -134,7 +134,7 @@ class Member:
         return True
 
     def _pulse(self, pulse: HeartbeatReply) -> None:
-        """Handles a heartbeat reply like client.py and uplink.py."""
+        """Handles a heartbeat reply like client.py and worker_client.py."""
         self._left |= {gone.peer: gone.exchanges for gone in pulse.departed if gone.reason == FINISHED}
         if pulse.epoch is not None and pulse.epoch.generation > self.newest.generation:
             self.newest = pulse.epoch
@@ -318,7 +318,7 @@ class Member:
         yield True
 
     def _follows(self) -> None:
-        """The worker of a new epoch gets the coordinator's verdict, as from Uplink.subscribe."""
+        """The worker of a new epoch gets the coordinator's verdict, as from WorkerClient.subscribe."""
         self.error = self._verdict
 
     def _tells(self, server: int, change: EpochChange) -> Doing[None]:

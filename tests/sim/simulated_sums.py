@@ -12,8 +12,8 @@ from collections import Counter
 
 from commlayer.cluster.servers.bucket_sum import Reply
 from commlayer.cluster.servers.summation import Summation
+from commlayer.transport.inflight import InFlightRequests
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
-from commlayer.transport.reconnect import InFlightRequests
 
 WORLD, BUCKETS, STEPS = 3, 2, 3
 BREAKS, KILLS = 0.08, 0.02

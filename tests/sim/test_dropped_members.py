@@ -26,7 +26,7 @@ from commlayer.config import host_port
 from commlayer.errors import PeerLost, Refused
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
 
 DATA = records.encode(PLAN)
@@ -75,7 +75,7 @@ class Served:
         things.append(self.serving)
         self.epoch, self._things = epoch_of(DATA, self.serving, 3), things
         self.next = msgspec.structs.replace(self.epoch, generation=2, members=self.epoch.members[:2])
-        self.serving.start(self.epoch, DATA, 0, newest=lambda: self.next)
+        self.serving.start(self.epoch, DATA, 0, await_epoch=lambda *_: self.next)
 
     def end(self, rank: int) -> StreamTransport:
         end = StreamTransport(Hello(JOB.digest(), rank, messages.digest_of(DATA)))

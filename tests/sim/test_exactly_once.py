@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from commlayer.transport.reconnect import InFlightRequests
+from commlayer.transport.inflight import InFlightRequests
 from tests.sim import schedules
 from tests.sim.schedules import Done, Options
 from tests.sim.simulated_sums import Sums, World

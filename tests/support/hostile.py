@@ -43,10 +43,10 @@ from commlayer.transport.connection import close_channel
 from commlayer.transport.crc import crc32c
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
+from commlayer.transport.keys.secret import bound, make_proof, new_nonce
+from commlayer.transport.keys.tls import DATA, TlsSocket
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, binding_of, key
-from commlayer.transport.secret import bound, make_proof, new_nonce
-from commlayer.transport.tls import DATA, TlsSocket
 from support.coordinators import WAIT_S, Failures, quick
 from support.serving import PLAN
 from support.strangers import Stranger

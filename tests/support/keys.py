@@ -12,10 +12,9 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed")
 from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding
 
 from commlayer.cluster.keys import authority
-from commlayer.transport.key_folder import PeerCertificate, certificate_of
+from commlayer.transport.keys.key_folder import PeerCertificate, certificate_of
 
 DAY = datetime.timedelta(days=1)
 
@@ -62,8 +61,7 @@ class Bare:
         self.own = PeerCertificate("nobody", 0, b"")
         if folder is not None:
             mine = x509.load_pem_x509_certificate((folder / "node.pem").read_bytes())
-            name = str(mine.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value)
-            self.own = certificate_of(mine.public_bytes(Encoding.DER), name, mine.serial_number)
+            self.own = certificate_of(mine)
 
     def revoked(self) -> frozenset[int]:
         return frozenset()

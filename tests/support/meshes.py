@@ -19,11 +19,13 @@ import pytest
 from commlayer.cluster.calls.coordinator_channel import fingerprint, tls_credentials
 from commlayer.cluster.calls.grpc_port import GrpcPort, open_stream_port
 from commlayer.cluster.servers import dialing
-from commlayer.transport import framing, grpc_stream, handshake, tls
+from commlayer.transport import framing, handshake
 from commlayer.transport.crc import crc32c
 from commlayer.transport.endpoint import Address, Settings, StreamTransport
+from commlayer.transport.grpc import stream_ends
 from commlayer.transport.handshake import Admit, Hello
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys import tls
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import ByteChannel, Header, Kind, Transport, binding_of, key
 from support.loopback import Hub
 
@@ -106,9 +108,9 @@ class Wire(NamedTuple):
         mine = keys() if self.secured else None
         if self.kind is GrpcEnd:
             where = f"{address[0]}:{address[1]}"
-            opened = functools.partial(grpc_stream.open_channel, where, grpc_stream.OPTIONS, tls_credentials(mine),
+            opened = functools.partial(stream_ends.open_channel, where, stream_ends.OPTIONS, tls_credentials(mine),
                                        on_loop=True)
-            return grpc_stream.dial(opened, *address, soon(), fingerprint(mine))
+            return stream_ends.dial(opened, *address, soon(), fingerprint(mine))
         sock = socket.create_connection(address, PATIENCE_S)
         if mine is None:
             return sock

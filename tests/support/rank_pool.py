@@ -183,7 +183,7 @@ class Servers:
         request = messages.server_request(serving.address)
         try:
             member = client.join(self.address, request, self._config, lambda _: None, ended=self._ended)
-            serving.start(member.epoch, member.plan, member.rank, newest=lambda: member.newest)
+            serving.start(member.epoch, member.plan, member.rank, await_epoch=member.await_epoch)
             self._ended.wait()
             member.leave()
         except BaseException as error:

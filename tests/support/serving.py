@@ -14,7 +14,7 @@ from commlayer import records
 from commlayer.cluster.calls import messages
 from commlayer.cluster.membership import client
 from commlayer.cluster.membership.coordinator import Coordinator
-from commlayer.cluster.servers import uplink
+from commlayer.cluster.servers import worker_client
 from commlayer.cluster.servers.summation_server import DataServer
 from commlayer.errors import CommError
 from commlayer.planner import default_plan
@@ -51,7 +51,7 @@ class Pair:
                                Failures(),
                                ended=ended)
             requests = [messages.worker_request(plan.job, rank, 2, plan=records.encode(plan)) for rank in range(2)]
-            ups = [pool.submit(uplink.connect, coordinator.address, request, config) for request in requests]
+            ups = [pool.submit(worker_client.connect, coordinator.address, request, config) for request in requests]
             member = seat.result(WAIT_S)
             opened.append(SimpleNamespace(close=member.leave))  # without a word it would be waited for
             self.serving.start(member.epoch, member.plan, member.rank)

@@ -29,7 +29,7 @@ import commlayer
 from commlayer.cluster.membership import client
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.rows import RowChannel
-from commlayer.cluster.servers.uplink import Uplink
+from commlayer.cluster.servers.worker_client import WorkerClient
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.feedback import split_by_tensor
 from commlayer.engine.buckets.current_step import Arrivals
@@ -272,9 +272,9 @@ class Faults:
 
         client.join = watched_join
         RowChannel.rows, Arrivals.expect, Arrivals.arrived = lossy_rows, counted_expect, late_arrived
-        for owner, name in ((Groups, "gather_all"), (Groups, "share_bytes"), (Uplink, "send_plan"), (Uplink, "put_state"),
-                            (OuterSteps, "drain"), (OuterSteps, "exchange"), (Replica, "take")):
-            self._watch(owner, name, after=owner is Uplink)
+        for owner, name in ((Groups, "gather_all"), (Groups, "share_bytes"), (WorkerClient, "send_plan"),
+                            (WorkerClient, "put_state"), (OuterSteps, "drain"), (OuterSteps, "exchange"), (Replica, "take")):
+            self._watch(owner, name, after=owner is WorkerClient)
 
     def at(self, action: str) -> list[Event]:
         return [event for event in self.events if event.action == action]

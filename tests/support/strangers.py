@@ -24,9 +24,9 @@ from commlayer.config import host_port
 from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
 from commlayer.transport.handshake import Hello
+from commlayer.transport.keys.secret import new_nonce
+from commlayer.transport.keys.tls import DATA
 from commlayer.transport.protocol import Header, Kind
-from commlayer.transport.secret import new_nonce
-from commlayer.transport.tls import DATA
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 30.0

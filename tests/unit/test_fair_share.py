@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from commlayer.transport.fair_share import ConnectionTable, FairShare, source_of
+from commlayer.transport.flow.fair_share import ConnectionTable, FairShare, source_of
 from commlayer.transport.handshake import MAX_BEGUN, PendingHandshakes
 
 

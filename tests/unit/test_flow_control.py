@@ -10,19 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from commlayer.engine.start.rendezvous import RankRow, _own_address
-from commlayer.transport import flow_control, own_address
+from commlayer.transport import own_address
 from commlayer.transport.endpoint import StreamTransport
-from commlayer.transport.flow_control import (
-    MIN_PART_NBYTES,
-    SETTLE_READINGS,
-    SLACK,
-    SO_MAX_PACING_RATE,
-    UNLIMITED,
-    WINDOWS,
-    Credit,
-    LinkSample,
-    Pacer,
-)
+from commlayer.transport.flow import credit as flow_credit
+from commlayer.transport.flow import pacing, send_control
+from commlayer.transport.flow.credit import MIN_PART_NBYTES, SETTLE_READINGS, WINDOWS, Credit, LinkSample
+from commlayer.transport.flow.pacing import SLACK, SO_MAX_PACING_RATE, UNLIMITED, Pacer
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 
@@ -52,7 +45,7 @@ def test_there_is_no_limit_while_the_rate_grows_or_before_anything_is_known() ->
 def test_the_limit_is_what_the_link_holds_and_a_short_queue(rate: float, round_trip_s: float) -> None:
     result = settled(rate, round_trip_s)
     holds = rate * round_trip_s
-    queue = max(flow_control.QUEUE_S * rate, holds / 3, 2 * MIN_PART_NBYTES)
+    queue = max(flow_credit.QUEUE_S * rate, holds / 3, 2 * MIN_PART_NBYTES)
     assert holds < result.nbytes <= holds + queue + 1
     assert result.wait_s(int(result.nbytes)) == 0.0
     assert result.wait_s(int(result.nbytes + rate)) == pytest.approx(1.0, rel=0.01)
@@ -97,7 +90,7 @@ def test_a_sender_that_comes_late_gets_a_longer_queue_and_one_in_time_the_short_
         result.wait_s(0)  # and nothing is under way any more
     longest = result.nbytes
     assert longest > 2 * short
-    assert longest == pytest.approx(rate * (round_trip_s + flow_control.MAX_QUEUE_S), rel=0.01)
+    assert longest == pytest.approx(rate * (round_trip_s + flow_credit.MAX_QUEUE_S), rel=0.01)
     for _ in range(5):
         result.wait_s(0)  # it fills the link again: that counts once
     assert result.nbytes == longest
@@ -137,7 +130,7 @@ def test_a_link_that_becomes_slower_is_seen_in_so_many_looks() -> None:
     assert result.nbytes == pytest.approx(before / 10, rel=0.01)
 
 
-@pytest.mark.skipif(not flow_control.SUPPORTED, reason="asks a Linux kernel")
+@pytest.mark.skipif(not flow_credit.SUPPORTED, reason="asks a Linux kernel")
 def test_what_the_kernel_says() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
         theirs = listener.accept()[0]
@@ -147,12 +140,12 @@ def test_what_the_kernel_says() -> None:
                 left = 10_000
                 while left:
                     left -= len(theirs.recv(left))
-            seen = flow_control.sample_link(ours)
-            flow_control.bound_unsent(ours, 1000)
-            assert ours.getsockopt(socket.IPPROTO_TCP, flow_control.TCP_NOTSENT_LOWAT) == flow_control.UNSENT_PARTS * 1000
+            seen = flow_credit.sample_link(ours)
+            flow_credit.bound_unsent(ours, 1000)
+            assert ours.getsockopt(socket.IPPROTO_TCP, flow_credit.TCP_NOTSENT_LOWAT) == flow_credit.UNSENT_PARTS * 1000
     assert seen.rate > 1e6
     assert 0.0 < seen.round_trip_s < 1.0
-    assert flow_control.waiting_nbytes(ours) == 0
+    assert flow_credit.waiting_nbytes(ours) == 0
 
 
 # ---- What the pacer tells the kernel, and that frames and caps go together on real connections
@@ -241,7 +234,7 @@ def test_the_lower_of_a_share_and_a_credit_holds_and_either_alone(pairs: list[tu
     pacer.follow(0.0)
     assert cap(a) == UNLIMITED
     pacer.bound(a, 1.0)
-    assert cap(a) == flow_control.MIN_RATE, "0 would stop it"
+    assert cap(a) == pacing.MIN_RATE, "0 would stop it"
 
 
 def control(sock: socket.socket) -> bytes:
@@ -249,8 +242,8 @@ def control(sock: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize(("bps", "left", "leaves"), [
-    (flow_control.SLOW_BPS / 2, True, True), (flow_control.SLOW_BPS * 2, True, False),
-    (flow_control.SLOW_BPS / 2, False, False)])
+    (pacing.SLOW_BPS / 2, True, True), (pacing.SLOW_BPS * 2, True, False),
+    (pacing.SLOW_BPS / 2, False, False)])
 def test_on_slow_links_a_control_that_forgets_the_rate_is_left(
     pairs: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch, bps: float, left: bool, leaves: bool,
 ) -> None:
@@ -258,8 +251,8 @@ def test_on_slow_links_a_control_that_forgets_the_rate_is_left(
     (sock, _), (other, _), (late, _) = pairs
     other.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     used, pacer = control(sock), Pacer()
-    monkeypatch.setattr(flow_control, "BBR", (used,) if left else ())
-    monkeypatch.setattr(flow_control, "INSTEAD_OF_BBR", (b"none of this name", b"reno"))
+    monkeypatch.setattr(pacing, "BBR", (used,) if left else ())
+    monkeypatch.setattr(pacing, "INSTEAD_OF_BBR", (b"none of this name", b"reno"))
     for one in (sock, other):
         pacer.add(one)
     assert control(sock) == used, "the link's rate is unknown"
@@ -274,19 +267,19 @@ def test_on_slow_links_a_control_that_forgets_the_rate_is_left(
 def test_only_a_part_of_the_link_is_sent_without_flow_control(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
     (ours, theirs), *_ = pairs
     pacer = Pacer()
-    control = flow_control.SendControl(ours, pacer)
-    most = flow_control.INLINE_NBYTES
-    assert flow_control.SendControl(ours, None).inline_nbytes == most, "both ends are on one machine"
-    assert control.inline_nbytes == flow_control.MIN_PART_NBYTES, "nothing is known of the connection"
+    control = send_control.SendControl(ours, pacer)
+    most = send_control.INLINE_NBYTES
+    assert send_control.SendControl(ours, None).inline_nbytes == most, "both ends are on one machine"
+    assert control.inline_nbytes == flow_credit.MIN_PART_NBYTES, "nothing is known of the connection"
     for _ in range(8):
         ours.sendall(MUCH[:most])
         received(theirs, most)
     control.hold_s(most)
     assert control.inline_nbytes == most, "loopback is fast"
     pacer.follow(4e6)
-    assert control.inline_nbytes == flow_control.MIN_PART_NBYTES
+    assert control.inline_nbytes == flow_credit.MIN_PART_NBYTES
     pacer.follow(80e6)
-    assert control.inline_nbytes == int(80e6 / 8 * flow_control.PART_S)
+    assert control.inline_nbytes == int(80e6 / 8 * flow_credit.PART_S)
 
 
 def received(sock: socket.socket, nbytes: int) -> None:

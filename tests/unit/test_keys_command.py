@@ -18,7 +18,7 @@ from cryptography import x509
 from commlayer.cli.main import app
 from commlayer.cluster.keys import authority
 from commlayer.errors import RecordError
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from commlayer import config as settings
 from commlayer.cluster.calls import messages
+from commlayer.cluster.calls.call_proofs import AuthenticationFailed, CallAuthenticator
 from commlayer.cluster.calls.diagnosis import Unresolved, diagnose
 from commlayer.cluster.calls.messages import (
     MAX_NBYTES,
@@ -25,12 +26,12 @@ from commlayer.cluster.calls.messages import (
 from commlayer.config import host_port
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost, Refused
 from commlayer.records import Record
-from commlayer.transport.grpc_library import grpc
-from commlayer.transport.grpc_stream import TlsCredentials, open_channel
-from commlayer.transport.key_folder import SERVICE as NAMED
-from commlayer.transport.key_folder import Keys
-from commlayer.transport.reconnect import Backoff
-from commlayer.transport.secret import AuthenticationFailed, CallAuthenticator, wrong_secret
+from commlayer.transport.backoff import Backoff
+from commlayer.transport.grpc.library import grpc
+from commlayer.transport.grpc.stream_ends import TlsCredentials, open_channel
+from commlayer.transport.keys.key_folder import SERVICE as NAMED
+from commlayer.transport.keys.key_folder import Keys
+from commlayer.transport.keys.secret import wrong_secret
 
 log = logging.getLogger("commlayer")
 R = TypeVar("R", bound=Record)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-import time
 
 import msgspec
 
@@ -13,13 +12,13 @@ from commlayer import config as settings
 from commlayer.config import host_port
 from commlayer.errors import CommError, Refused
 from commlayer.transport import framing
-from commlayer.transport.connection import close_channel, track
+from commlayer.transport.connection import close_channel, connect_socket, track
 from commlayer.transport.crc import crc32c
 from commlayer.transport.handshake import Hello
-from commlayer.transport.key_folder import Keys
-from commlayer.transport.protocol import Header, Kind
-from commlayer.transport.secret import new_nonce
-from commlayer.transport.tls import CONTROL, TlsSocket
+from commlayer.transport.keys.key_folder import Keys
+from commlayer.transport.keys.secret import new_nonce
+from commlayer.transport.keys.tls import CONTROL, TlsSocket
+from commlayer.transport.protocol import Header, Kind, limit_wait
 
 HANDSHAKE = b"\x16\x03"
 
@@ -36,7 +35,7 @@ def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") ->
     """
     where = who or f"coordinator {address}"
     try:
-        sock = track(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic())))
+        sock = connect_socket(host_port(address), deadline)
     except socket.gaierror as error:
         # Temporary if there is no name service yet, as after a power cut. A proxy, if there is one, resolves names.
         if error.errno == socket.EAI_AGAIN or settings.has_proxy():
@@ -54,7 +53,7 @@ def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") ->
         close_channel(sock)
         sock = track(tls)
         tls.handshake(deadline)  # checks their certificate; what follows shows whether they accept ours
-        tls.settimeout(max(0.001, deadline - time.monotonic()))
+        limit_wait(tls, deadline)
         tls.recv_into(bytearray(1))  # the other end decides last: either gRPC sends its settings, or it refuses
     except Refused as error:
         raise error.located(peer=where) from None
@@ -67,7 +66,7 @@ def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") ->
 def _expect_plain(sock: socket.socket, deadline: float) -> bool:
     """Returns whether the peer sends anything. gRPC without TLS sends its settings. Raises Refused if the peer is a TLS server,
     which sends its part of a handshake."""
-    sock.settimeout(max(0.001, deadline - time.monotonic()))
+    limit_wait(sock, deadline)
     stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
     begin, answer = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -86,9 +85,9 @@ def _expect_plain(sock: socket.socket, deadline: float) -> bool:
 def _refuse_data_port(address: str, deadline: float) -> None:
     """Raises Refused if the address is a data port: only a data port answers the first handshake message with a frame."""
     body = msgspec.msgpack.encode(Hello("", 0, nonce=new_nonce()))
-    with track(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic()))) as sock:
+    with connect_socket(host_port(address), deadline) as sock:
         sock.sendall(framing.encode(Header(Kind.HELLO), len(body), crc32c(body)) + body)
-        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        limit_wait(sock, deadline)
         if sock.recv(len(framing.MAGIC)) == framing.MAGIC:
             raise Refused("this is a data port, not the coordinator's port: check the port (`commlayer "
                           "serve` prints both; the data port is the coordinator's port plus 1)", code="E-ADDRESS")

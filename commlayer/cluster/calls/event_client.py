@@ -11,7 +11,7 @@ from commlayer.config import Config
 from commlayer.errors import CorruptFrame, short_line
 from commlayer.observe.events import Event, clean, decode
 from commlayer.records import MALFORMED
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 
 
 class EventClient:

@@ -8,7 +8,6 @@ for each direction. The Unix socket is in a folder that only this user can enter
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import re
 import shutil
@@ -21,19 +20,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from commlayer.cluster.calls.call_proofs import AuthenticationFailed
 from commlayer.cluster.calls.rpc_server import UNPROVED, RpcServer
 from commlayer.config import join_host
-from commlayer.errors import CommError, InvalidInput
-from commlayer.transport import grpc_stream
+from commlayer.errors import CommError
 from commlayer.transport.connection import close_channel, shut_down, track, tune_socket
-from commlayer.transport.endpoint import BACKLOG, accept_connections
-from commlayer.transport.fair_share import ConnectionTable, FairShare, source_of
-from commlayer.transport.grpc_library import grpc
-from commlayer.transport.grpc_stream import AcceptStream, Caller, GrpcStream
+from commlayer.transport.endpoint import accept_connections, open_listener
+from commlayer.transport.flow.fair_share import ConnectionTable, FairShare, source_of
+from commlayer.transport.grpc import stream_ends
+from commlayer.transport.grpc.event_loop import event_loop
+from commlayer.transport.grpc.library import grpc
+from commlayer.transport.grpc.stream import GrpcStream
+from commlayer.transport.grpc.stream_ends import AcceptStream, Caller
 from commlayer.transport.handshake import OverLimit, PendingHandshakes
-from commlayer.transport.key_folder import Keys, PeerCertificate
-from commlayer.transport.secret import AuthenticationFailed
-from commlayer.transport.tls import CONTROL, TlsSocket
+from commlayer.transport.keys.key_folder import Keys, PeerCertificate
+from commlayer.transport.keys.tls import CONTROL, TlsSocket
 
 MAX_CONNECTIONS = 512
 """Maximum number of control connections with TLS, which the largest job does not reach: see fair_share.py. Each has two threads
@@ -73,7 +74,8 @@ class _TlsConnection(NamedTuple):
 
 
 class GrpcPort:
-    """A port with a gRPC server. It listens from construction on if there are keys, and serves after start(). `refused` is
+    """A port with a gRPC server. It listens from construction on if there are keys, and serves after start(). The constructor
+    raises InvalidInput if the port cannot be opened. `refused` is
     called with the address of a refused peer and the reason. All methods identify a connection by the name that gRPC gives
     it."""
 
@@ -91,10 +93,11 @@ class GrpcPort:
         self._folder, self._names = "", itertools.count()
         self._handshakes, self._connections, self._calls = PendingHandshakes(), ConnectionTable(MAX_CONNECTIONS), FairShare()
         self._listener: socket.socket | None = None
-        if keys is not None:
-            family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-            self._listener = track(socket.create_server((bind, port), family=family, backlog=BACKLOG))
-            self.number = int(self._listener.getsockname()[1])
+        listener = open_listener(bind, port)
+        if keys is None:
+            listener.close()  # opened only for its error: gRPC opens the port itself, and does not say why it cannot
+        else:
+            self._listener, self.number = track(listener), int(listener.getsockname()[1])
 
     def start(self, server: RpcServer) -> None:
         self._server = server
@@ -149,7 +152,7 @@ class GrpcPort:
 
     def streams(self, take: AcceptStream) -> Any:
         """Returns the gRPC handler of data streams on this port. It passes each new stream to `take`."""
-        return grpc_stream.handler(take, self.identify)
+        return stream_ends.handler(take, self.identify)
 
     def accept_stream(self, stream: GrpcStream, where: str, source: str) -> bool:
         if self.accept is None:
@@ -167,7 +170,7 @@ class GrpcPort:
         with self._lock:
             if peer in self._known:
                 self._distrusted.add(peer)
-                grpc_stream.event_loop().call_later(REPLY_ARRIVES_S, shut_down, self._known[peer].sock)
+                event_loop().call_later(REPLY_ARRIVES_S, shut_down, self._known[peer].sock)
 
     def drop(self, serials: frozenset[int]) -> None:
         """Closes all connections that use certificates with these serial numbers."""
@@ -265,23 +268,6 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
 def open_stream_port(keys: Keys | None, bind: str, port: int, take: AcceptStream,
                      refused: Callable[[str, str], None]) -> GrpcPort:
     """Opens a port for data streams only. Raises InvalidInput if the port cannot be opened."""
-    check_free(bind, port)
     stream_port = GrpcPort(keys, bind, port, refused)
     stream_port.start(RpcServer({}, [stream_port.streams(take)]))
     return stream_port
-
-
-def check_free(host: str, port: int) -> None:
-    """Raises InvalidInput with the reason if the port cannot be opened. gRPC's own error does not give the reason."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            where = join_host(host, port)
-            if error.errno == errno.EADDRINUSE:
-                line = f"{where} is in use: stop what listens there, or choose another --port (0 for any free one)"
-            else:
-                line = f"cannot listen on {where}: {error.strerror}; bind an address of this machine"
-            raise InvalidInput("E-ADDRESS", line) from None

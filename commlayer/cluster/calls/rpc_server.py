@@ -8,12 +8,13 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+from commlayer.cluster.calls.call_proofs import CHALLENGE, AuthenticationFailed
 from commlayer.cluster.calls.messages import MAX_NBYTES, MAX_REPLY_NBYTES, SERVICE
 from commlayer.errors import CorruptFrame
-from commlayer.transport import grpc_stream
-from commlayer.transport.grpc_library import grpc
-from commlayer.transport.grpc_stream import FRAME_OPTION, Caller
-from commlayer.transport.secret import CHALLENGE, AuthenticationFailed
+from commlayer.transport.grpc.event_loop import run_on_loop
+from commlayer.transport.grpc.library import grpc
+from commlayer.transport.grpc.stream import FRAME_OPTION
+from commlayer.transport.grpc.stream_ends import Caller
 
 MAX_CALL_S = 120.0
 """Longest deadline of a call. gRPC ends the call then, also if its request or its reply does not arrive. Clients wait at most a
@@ -97,12 +98,12 @@ class RpcServer:
 
     def start(self, address: str, identify: Identify) -> int:
         """Starts to listen on `address`. Returns the port number."""
-        return int(grpc_stream.run_on_loop(self._start(address, identify), START_S))
+        return int(run_on_loop(self._start(address, identify), START_S))
 
     def close(self) -> None:
         server, self._server = self._server, None
         if server is not None:
-            grpc_stream.run_on_loop(server.stop(STOP_S), 10 * STOP_S)
+            run_on_loop(server.stop(STOP_S), 10 * STOP_S)
 
     async def _start(self, address: str, identify: Identify) -> int:
         self._server = grpc.aio.server(

@@ -15,7 +15,7 @@ from commlayer.cluster.calls.coordinator_channel import CALL_S, CoordinatorChann
 from commlayer.cluster.calls.messages import StoreKey
 from commlayer.config import Config, reconnect_window_s
 from commlayer.errors import CommError, PeerLost
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 
 log = logging.getLogger("commlayer")
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -24,16 +22,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from commlayer.cluster.keys.home_keys import ALLOWED_NAMES, NAME
+from commlayer.cluster.processes.folder_lock import try_lock
 from commlayer.errors import InvalidInput
 from commlayer.files import sync, write_whole
-from commlayer.transport.key_folder import CA, CERTIFICATE, KEY, REVOKED, SERVICE, TOKEN
+from commlayer.transport.keys.key_folder import CA, CERTIFICATE, KEY, REVOKED, SERVICE, TOKEN, certificate_of
 
 CA_KEY, ISSUED, NODES = "ca.key", "issued", "nodes"
 CA_DAYS, NODE_DAYS, MOST_DAYS = 3650, 365, 3650
 EARLIER = datetime.timedelta(hours=1)
 """A new certificate is valid from this long before its time of issue, because a node's clock may be slow."""
-LOCK_S, LOCK_POLL_S = 30.0, 0.02
-"""Seconds to wait for another process that uses the folder, and between two attempts. Many homes may fetch certificates at
+LOCK_S = 30.0
+"""Seconds to wait for another process that uses the folder. Many homes may fetch certificates at
 once from a slow disk; a home whose connection has ended meanwhile tries again."""
 T = TypeVar("T")
 
@@ -82,21 +81,27 @@ def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = Fa
     with locked(folder):
         key, authority = load(folder)
         shared = {one: read(folder / one) for one in (CA, TOKEN)}  # read before any file is written
-        have = [one for one in issued(folder) if one.name == name and not one.revoked]
+        have = valid(folder, name)
         if have and not again:
             raise InvalidInput("E-KEYS",
                                f"{name} already has a certificate, valid until {have[-1].until:%Y-%m-%d}, in "
                                f"{folder / NODES / name}; --again replaces and revokes it")
         own = ec.generate_private_key(ec.SECP256R1())
-        certificate = sign(key, authority, name, own.public_key(), days, dials_only=dials_only)
+        certificate = renew(folder, key, authority, name, own.public_key(), days, dials_only=dials_only)
         # The CA records the certificate before handing it out, because an unrecorded certificate could not be revoked.
         write_whole({record_of(folder, certificate): pem(certificate)}, durable=True)
-        if have:
-            revoke_serials(folder, key, authority, {one.serial for one in have})
         place = folder / NODES / name
         contents = {KEY: private(own), CERTIFICATE: pem(certificate), REVOKED: read(folder / REVOKED)} | shared
         make_folder(place, contents, ())
         return place
+
+
+def renew(folder: Path, key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, name: str,
+          public: ec.EllipticCurvePublicKey, days: int = NODE_DAYS, *, dials_only: bool) -> x509.Certificate:
+    """Revokes the node's present certificates, if any, and makes another one: see sign()."""
+    if former := {one.serial for one in valid(folder, name)}:
+        revoke_serials(folder, key, authority, former)
+    return sign(key, authority, name, public, days, dials_only=dials_only)
 
 
 def check_name(name: str) -> None:
@@ -121,8 +126,7 @@ def sign(key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, name: str
 
 def record_of(folder: Path, certificate: x509.Certificate) -> Path:
     """Returns the file in which the CA records this certificate."""
-    name = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
-    return folder / ISSUED / f"{name!s}-{certificate.serial_number:x}.pem"
+    return folder / ISSUED / f"{certificate_of(certificate).name}-{certificate.serial_number:x}.pem"
 
 
 def revoke(folder: Path, name: str) -> int:
@@ -149,12 +153,15 @@ def issued(folder: Path) -> list[Issued]:
     return sorted(rows, key=lambda one: (one.name, not one.revoked, one.until))
 
 
+def valid(folder: Path, name: str) -> list[Issued]:
+    """Returns the node's certificates that are not revoked."""
+    return [one for one in issued(folder) if one.name == name and not one.revoked]
+
+
 def _issued(data: bytes, listed: Mapping[int, datetime.datetime]) -> Issued:
     one = x509.load_pem_x509_certificate(data)
-    purposes = one.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    name = str(one.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
-    return Issued(name, one.serial_number, one.not_valid_after_utc, one.serial_number in listed,
-                  ExtendedKeyUsageOID.SERVER_AUTH not in purposes)
+    own = certificate_of(one)
+    return Issued(own.name, own.serial, one.not_valid_after_utc, own.serial in listed, own.dials_only)
 
 
 def revoke_serials(folder: Path, key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, serials: set[int]) -> None:
@@ -237,23 +244,12 @@ def locked(folder: Path) -> Iterator[None]:
                            f"{folder} contains no CA ({error.strerror}): create one with `commlayer keys init --dir "
                            f"{folder}`, or name another folder with --dir") from None
     try:
-        deadline = time.monotonic() + LOCK_S
-        while not _try_lock(descriptor):
-            if time.monotonic() > deadline:
-                raise InvalidInput("E-KEYS", f"{folder}: another process has used this folder for {LOCK_S:g} s; end it: look "
-                                             "for a stopped `commlayer keys`")
-            time.sleep(LOCK_POLL_S)
+        if not try_lock(descriptor, LOCK_S):
+            raise InvalidInput("E-KEYS", f"{folder}: another process has used this folder for {LOCK_S:g} s; end it: look for a "
+                                         "stopped `commlayer keys`")
         yield
     finally:
         os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str, ...], *, new: bool = False) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 import time
 from pathlib import Path
 
@@ -39,9 +38,10 @@ from commlayer.errors import (
     coded,
     one_line,
 )
-from commlayer.transport.fair_share import source_of
-from commlayer.transport.key_folder import Keys
-from commlayer.transport.secret import new_nonce
+from commlayer.transport.flow.fair_share import MinuteCounts, source_of
+from commlayer.transport.keys.key_folder import Keys
+from commlayer.transport.keys.secret import new_nonce
+from commlayer.transport.protocol import limit_wait
 
 log = logging.getLogger("commlayer")
 MAX_FAILED, MAX_ADDRESSES = 10, 1024
@@ -57,13 +57,13 @@ class EnrolmentServer:
         self._folder, self._context, self._fingerprint = folder, keys.enrolment_context(), keys.own.fingerprint
         self._secret = secret
         self._authority = invitations.certificate_authority(folder)
-        self._failed = Failures()
+        self._failed = MinuteCounts(MAX_ADDRESSES)
 
     @staticmethod
     def is_meant(sock: socket.socket, deadline: float) -> bool:
         """Returns whether the other end wants to enrol: whether its first byte is that of MAGIC. Reads nothing."""
         try:
-            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            limit_wait(sock, deadline)
             return sock.recv(1, socket.MSG_PEEK) == MAGIC[:1]
         except OSError:
             return False  # the TLS handshake reports the reason
@@ -74,7 +74,7 @@ class EnrolmentServer:
         try:
             if receive(sock, len(MAGIC), deadline) != MAGIC:
                 return "it began with an unknown request"
-            busy = self._failed.exceeded(host, time.monotonic())
+            busy = self._failed.count(host, time.monotonic()) >= MAX_FAILED
             send(sock, MAGIC + framed(b"" if busy else self._authority), deadline)
             if busy:
                 return f"more than {MAX_FAILED} failed enrolments of this address within a minute"
@@ -103,23 +103,3 @@ class EnrolmentServer:
             send_record(tls, EnrolmentReply("", granted.certificate, granted.revoked, self._secret), deadline)
         log.info("%s at %s has fetched its certificate", name, where)
         return ""
-
-
-class Failures:
-    """Counts failed attempts of each address in the current minute. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, tuple[int, int]] = {}
-
-    def exceeded(self, host: str, now: float) -> bool:
-        with self._lock:
-            minute, count = self._counts.get(host, (0, 0))
-            return minute == int(now // 60) and count >= MAX_FAILED
-
-    def add(self, host: str, now: float) -> None:
-        with self._lock:
-            minute, count = self._counts.pop(host, (0, 0))
-            self._counts[host] = int(now // 60), count + 1 if minute == int(now // 60) else 1
-            while len(self._counts) > MAX_ADDRESSES:
-                del self._counts[next(iter(self._counts))]

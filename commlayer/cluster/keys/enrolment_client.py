@@ -49,9 +49,9 @@ from commlayer.errors import (
     short_line,
 )
 from commlayer.files import write_whole
-from commlayer.transport.connection import track
-from commlayer.transport.key_folder import CA, CERTIFICATE, KEY, REVOKED, TOKEN, enrolling_context
-from commlayer.transport.reconnect import Backoff
+from commlayer.transport.backoff import Backoff
+from commlayer.transport.connection import connect_socket
+from commlayer.transport.keys.key_folder import CA, CERTIFICATE, KEY, REVOKED, TOKEN, enrolling_context
 
 
 def enrol(home: HomeLine, wait_s: float, say: Callable[[str], None] = lambda _: None) -> Path:
@@ -119,7 +119,7 @@ def _fetch(home: HomeLine, token: Token, csr: bytes, deadline: float) -> tuple[b
 def _connect(address: str, deadline: float) -> socket.socket:
     host = host_port(address)
     try:
-        return track(socket.create_connection(host, max(0.001, deadline - time.monotonic())))
+        return connect_socket(host, deadline)
     except socket.gaierror as error:
         if error.errno == socket.EAI_AGAIN:
             raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-import time
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -17,8 +16,9 @@ from commlayer.errors import (
     short_line,
 )
 from commlayer.records import MALFORMED, Record
-from commlayer.transport.key_folder import ENROLMENT
-from commlayer.transport.tls import bad_certificate
+from commlayer.transport.keys.key_folder import ENROLMENT
+from commlayer.transport.keys.tls import bad_certificate
+from commlayer.transport.protocol import limit_wait
 
 T = TypeVar("T", bound=Record)
 NAME = b"COMMLAYER ENROL "
@@ -54,7 +54,7 @@ class EnrolmentReply(Record, frozen=True):
 @contextlib.contextmanager
 def secured(context: ssl.SSLContext, sock: socket.socket, deadline: float, *, server: bool) -> Iterator[ssl.SSLSocket]:
     """Context manager that gives the TLS connection over a connected socket, after its handshake."""
-    sock.settimeout(_left_s(deadline))
+    limit_wait(sock, deadline)
     try:
         tls = context.wrap_socket(sock, server_side=server)
     except ssl.SSLCertVerificationError as error:
@@ -71,21 +71,15 @@ def framed(data: bytes) -> bytes:
     return len(data).to_bytes(4, "little") + data
 
 
-def _left_s(deadline: float) -> float:
-    if (left_s := deadline - time.monotonic()) <= 0:
-        raise TimeoutError
-    return left_s
-
-
 def send(sock: socket.socket, data: bytes, deadline: float) -> None:
-    sock.settimeout(_left_s(deadline))
+    limit_wait(sock, deadline)
     sock.sendall(data)
 
 
 def receive(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
     data = b""
     while len(data) < nbytes:
-        sock.settimeout(_left_s(deadline))
+        limit_wait(sock, deadline)
         piece = sock.recv(nbytes - len(data))
         if not piece:
             raise PeerLost("the connection was closed")

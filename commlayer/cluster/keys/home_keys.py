@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from commlayer.config import host_port, user_folder
 from commlayer.errors import InvalidInput
-from commlayer.transport.key_folder import CERTIFICATE
+from commlayer.transport.keys.key_folder import CERTIFICATE
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 ALLOWED_NAMES = "allowed: 1 to 63 letters, digits, '.', '_' and '-', starting with a letter or digit"

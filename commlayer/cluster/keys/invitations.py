@@ -27,7 +27,7 @@ from commlayer.cluster.keys.home_keys import HomeLine, Token, new_token
 from commlayer.errors import InvalidInput, Refused
 from commlayer.files import write_whole
 from commlayer.records import MALFORMED, Record
-from commlayer.transport.key_folder import CA, REVOKED
+from commlayer.transport.keys.key_folder import CA, REVOKED
 
 FILE = "invitations.json"
 VALID_HOURS, MOST_HOURS = 24.0, 24.0 * 30
@@ -175,10 +175,7 @@ def redeem(folder: Path, name: str, csr: bytes, proof: bytes, binding: Sequence[
             raise Refused(f"the invitation of {name} expired on {_when(invitation.until)}: ask for a new one (`commlayer keys "
                           f"invite {name}`)", code="E-INVITATION-EXPIRED")
         else:
-            former = {one.serial for one in authority.issued(folder) if one.name == name and not one.revoked}
-            if former:
-                authority.revoke_serials(folder, key, ca, former)
-            certificate = authority.sign(key, ca, name, public, dials_only=True)
+            certificate = authority.renew(folder, key, ca, name, public, dials_only=True)
             used = msgspec.structs.replace(invitation, used=now, serial=f"{certificate.serial_number:x}")
             # One call: if the process dies between the two files, the certificate is recorded and the invitation still valid.
             book = msgspec.structs.replace(book, homes={**book.homes, name: used})

@@ -30,7 +30,7 @@ from commlayer.config import Config
 from commlayer.errors import CommError, PeerLost, Refused, without_code
 from commlayer.observe.events import Batch, EventLog
 from commlayer.records import Epoch
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 
 log = logging.getLogger("commlayer")
 ROUND_TRIPS = 16
@@ -55,8 +55,8 @@ class MembershipEvents(NamedTuple):
 
 
 class HeartbeatReport:
-    """What a process adds to its heartbeats. The worker's Uplink or the server's DataServer sets `fields`, a function that
-    returns fields about data connections and sums. The session of a worker sets `events`, its newest events."""
+    """What a process adds to its heartbeats. WorkerClient or DataServer sets `fields`, a function that returns fields about
+    data connections and sums. The session of a worker sets `events`, its newest events."""
 
     def __init__(self) -> None:
         self.fields: Callable[[], Mapping[str, Any]] = dict
@@ -110,6 +110,7 @@ class Membership:
         self.newest: Epoch = reply.epoch
         """The newest epoch that the coordinator has sent; this process may not have switched to it yet."""
         self.on_epoch: OnEpoch = lambda _: None
+        self._epoch_arrived = threading.Condition()
         self.plan = reply.plan
         self.rank = reply.rank
         self.name = f"{request.kind} {reply.rank}"
@@ -207,7 +208,9 @@ class Membership:
         new = [departure for departure in pulse.departed if departure.peer not in self.left]
         self.left |= {departure.peer: departure for departure in new}
         if pulse.epoch is not None and pulse.epoch.generation > self.newest.generation:
-            self.newest = pulse.epoch
+            with self._epoch_arrived:
+                self.newest = pulse.epoch
+                self._epoch_arrived.notify_all()
             self.on_epoch(pulse.epoch)
         for departure in new:
             self._events.left(departure)
@@ -224,6 +227,13 @@ class Membership:
         if failures and not self._failed and not self._closing.is_set():
             self._failed = True
             self._events.failure(root_cause(failures))
+
+    def await_epoch(self, generation: int, timeout_s: float) -> Epoch:
+        """Waits until the coordinator has sent an epoch with at least this generation, at most `timeout_s`. Returns the newest
+        epoch."""
+        with self._epoch_arrived:
+            self._epoch_arrived.wait_for(lambda: self.newest.generation >= generation, timeout_s)
+            return self.newest
 
     def is_expected(self, peer: str) -> bool:
         """Returns whether the peer is a server, or a worker of the newest epoch."""

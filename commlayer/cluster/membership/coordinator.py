@@ -21,7 +21,8 @@ import msgspec
 
 from commlayer import config as settings
 from commlayer.cluster.calls import messages
-from commlayer.cluster.calls.grpc_port import GrpcPort, check_free
+from commlayer.cluster.calls.call_proofs import CHALLENGE, AuthenticationFailed, CallVerifier
+from commlayer.cluster.calls.grpc_port import GrpcPort
 from commlayer.cluster.calls.messages import (
     MAX_PLAN_NBYTES,
     MAX_STATUS_NBYTES,
@@ -29,10 +30,10 @@ from commlayer.cluster.calls.messages import (
     PlanPart,
     StatusReply,
     digest_of,
-    sanitize,
     version,
 )
 from commlayer.cluster.calls.rpc_server import Answer, Encode, RpcServer
+from commlayer.cluster.calls.sanitize import sanitize
 from commlayer.cluster.membership import epoch_change, membership
 from commlayer.cluster.membership.coordinator_journal import (
     CoordinatorJournal,
@@ -47,12 +48,12 @@ from commlayer.config import Config
 from commlayer.errors import MAX_PEER_TEXT_CHARS, CorruptFrame, InvalidInput, coded, short_line, without_code
 from commlayer.observe.events import EventLog
 from commlayer.records import Epoch, Record, ServerInfo
-from commlayer.transport import framing, grpc_stream
-from commlayer.transport.grpc_stream import AcceptStream
+from commlayer.transport import framing
+from commlayer.transport.grpc.event_loop import event_loop
+from commlayer.transport.grpc.stream_ends import AcceptStream
 from commlayer.transport.handshake import RefusalLog
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
-from commlayer.transport.secret import CHALLENGE, AuthenticationFailed, CallVerifier
 
 log = logging.getLogger("commlayer")
 
@@ -118,7 +119,6 @@ class Coordinator:
         self._suspects: dict[str, tuple[str, str]] = {}
         """Maps a connection to its address and the name of a call that did not prove the job's secret. An entry is removed
         after PROVE_S seconds, or when a call proves the secret."""
-        check_free(config.bind, config.port)
         self._port = GrpcPort(self._keys, config.bind, config.port, self._refusals.refused)
         if ca and self._keys is not None:
             # Imported late: it loads cryptography's certificate requests, which few coordinators need.
@@ -407,7 +407,7 @@ class Coordinator:
         except AuthenticationFailed:
             if peer not in self._suspects:
                 self._suspects[peer] = self._port.where(peer), name
-                grpc_stream.event_loop().call_later(PROVE_S, self._refuse, peer)
+                event_loop().call_later(PROVE_S, self._refuse, peer)
             raise
         self._suspects.pop(peer, None)
         request = sanitize(messages.unpack(body, kind, peer))

@@ -53,8 +53,6 @@ class JobEvents:
         """Maps the kind of a wait to the names and the time of the last event about it."""
         self._homes: Mapping[str, str] = {}
 
-    # ---- events of members
-
     def received(self, beat: Heartbeat, state: State, now: float) -> None:
         """Adds the events of a heartbeat. Raises CorruptFrame if one is malformed."""
         place = state.registrations.get(beat.token)
@@ -74,8 +72,6 @@ class JobEvents:
             if (event := _checked(line, place, state.epoch)) is not None:
                 at = min(max(1.0, event.time - ahead_s), clock + SKEW_S)
                 self.log.append(structs.replace(event, rank=place.rank, time=at))
-
-    # ---- the coordinator's own events
 
     def changed(self, before: State, after: State) -> None:
         for event in changes(before, after):

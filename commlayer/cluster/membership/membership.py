@@ -32,8 +32,7 @@ from commlayer.records import Epoch, Member, Record, ServerInfo
 from commlayer.transport.protocol import SERVER_BASE
 
 PAUSE_S = 2.0
-"""Seconds between two ticks above which the coordinator itself must have been stopped. Peers are not blamed for silence in that
-time."""
+"""If two ticks are further apart than this, in seconds, the coordinator was suspended. Peers are not blamed for that gap."""
 
 MAX_LISTED = 8
 """Maximum number of missing ranks that an error message lists."""

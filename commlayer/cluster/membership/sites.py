@@ -87,7 +87,7 @@ class Sites(Record, frozen=True):
     left: Mapping[int, str] = msgspec.field(default_factory=dict)
     """Why each site left after the job began, keyed by the ranks of the site's workers."""
     version: str = ""
-    """Version that sites must have: the coordinator's; "": that of the first site."""
+    """Required version of commlayer. Empty until the first site registers, if the coordinator requires none."""
     invited: tuple[str, ...] = ()
     """Certificate names of the sites that should register, for the text of missing(); empty if they are not known."""
     min_workers: int = 0

@@ -1,4 +1,4 @@
-"""Locks the folder of a journal, so that one process writes to it."""
+"""Locks folders against other processes: a journal's for the life of its process, a CA's for one command."""
 
 from __future__ import annotations
 
@@ -9,9 +9,23 @@ from pathlib import Path
 
 from commlayer.errors import InvalidInput
 
-LOCK_TRIES, LOCK_RETRY_S = 10, 0.02
-"""Retries of locking the folder, and the pause between two. Another process may hold the lock for an instant while it checks
-whether the lock is free."""
+CHECK_S, RETRY_S = 0.2, 0.02
+"""Seconds for which another process may hold a journal's lock while it only checks whether the lock is free, and seconds
+between two attempts."""
+
+
+def try_lock(descriptor: int, wait_s: float) -> bool:
+    """Locks an open file against other processes and other descriptors, while the descriptor is open. Returns False if another
+    one holds the lock for `wait_s`."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(RETRY_S)
 
 
 def lock_folder(folder: Path, name: str, taken: str) -> int:
@@ -24,12 +38,7 @@ def lock_folder(folder: Path, name: str, taken: str) -> int:
     except OSError as error:
         raise InvalidInput("E-JOURNAL", f"journal: {folder} cannot be created: {error.strerror}; name a folder that this user "
                                         "may write to") from None
-    for left in reversed(range(LOCK_TRIES)):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except OSError:
-            if left:
-                time.sleep(LOCK_RETRY_S)
+    if try_lock(lock, CHECK_S):
+        return lock
     os.close(lock)
     raise InvalidInput("E-JOURNAL-IN-USE", f"journal: {folder} {taken}")

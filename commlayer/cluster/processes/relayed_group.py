@@ -113,7 +113,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         """Sets the timeout of collectives that begin from now on."""
         self._timeout_s = timeout_s
 
-    # ---- torch's names
+    # torch calls the following methods by these names.
 
     @property
     def group_name(self) -> str:
@@ -194,8 +194,6 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
     def abort(self) -> None:
         self._failed = "the process group was aborted"
         self.shutdown()
-
-    # ---- the one collective
 
     def _start_collective(
         self, what: str, outputs: list[torch.Tensor], compute: Callable[[Rows], Sequence[torch.Tensor]], x: torch.Tensor, *,

@@ -12,10 +12,10 @@ from commlayer.cluster.calls.diagnosis import diagnose
 from commlayer.config import Config, check_plain_text, host_port
 from commlayer.errors import CommError, RecordError, Refused
 from commlayer.records import ServerInfo
-from commlayer.transport import grpc_stream
 from commlayer.transport.endpoint import Address, StreamTransport
-from commlayer.transport.grpc_stream import GrpcStream
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.grpc import stream_ends
+from commlayer.transport.grpc.stream import GrpcStream
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, peer_name
 from commlayer.transport.reconnect import Dial
 
@@ -90,10 +90,10 @@ def dial_grpc(transport: StreamTransport, peer: int, address: Address, keys: Key
 
 def open_stream(address: Address, keys: Keys | None, deadline: float) -> GrpcStream:
     """Opens a gRPC stream to a server, before the handshake. Raises CommError with the address if that fails."""
-    options = [*grpc_stream.OPTIONS, *([("grpc.enable_http_proxy", 0)] if settings.is_loopback(address[0]) else [])]
-    opened = functools.partial(grpc_stream.open_channel, settings.join_host(*address), options, tls_credentials(keys),
+    options = [*stream_ends.OPTIONS, *([("grpc.enable_http_proxy", 0)] if settings.is_loopback(address[0]) else [])]
+    opened = functools.partial(stream_ends.open_channel, settings.join_host(*address), options, tls_credentials(keys),
                                on_loop=True)
-    return grpc_stream.dial(opened, *address, deadline, fingerprint(keys))
+    return stream_ends.dial(opened, *address, deadline, fingerprint(keys))
 
 
 def _checked(address: str, name: str, config: Config) -> Address:

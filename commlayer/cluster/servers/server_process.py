@@ -33,7 +33,7 @@ from commlayer.config import Config, host_port, is_loopback, join_host, read_con
 from commlayer.errors import MAX_PEER_TEXT_CHARS, Coded, CommError, InvalidInput, line_of, short_line, without_code
 from commlayer.observe.events import EventFile, EventLog
 from commlayer.observe.log_lines import LogLines
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 
 if TYPE_CHECKING:
     from commlayer.cluster.servers.summation_server import DataServer
@@ -60,7 +60,7 @@ class ServeOptions(NamedTuple):
     coordinator chooses. `sums`: True: run a summation server.
 
     `parent`: process id of the training process that started this process; 0 if none did. `job_token`: the secret, if this
-    process generated it. `again`: True: this process has served an earlier job. `data_port`: ANY means the port after the
+    process generated it. `restarted`: True: this process has served an earlier job. `data_port`: ANY means the port after the
     coordinator's.
     """
 
@@ -70,7 +70,7 @@ class ServeOptions(NamedTuple):
     sums: bool = True
     parent: int = 0
     job_token: str = ""
-    again: bool = False
+    restarted: bool = False
     data_port: int = messages.ANY
     page: tuple[str, int] | None = None
     """Host and port of the web page and of metrics for Prometheus; None: there are none."""
@@ -89,7 +89,7 @@ def run(config: Config, part: ServeOptions) -> None:
     """
     if config.port == 65535 and not config.join and part.sums:
         raise InvalidInput("E-SETTING", "--port 65535: the data port is the next one, so the largest allowed value is 65534")
-    if config.keys and (keys := Keys(config.keys)).dials_only:
+    if config.keys and (keys := Keys(config.keys)).own.dials_only:
         raise InvalidInput("E-KEYS",
                            f"keys: {keys.own.name} in {config.keys} was made with --dials-only, so it cannot be used by a "
                            f"server: use the folder of another node, or replace it with `commlayer keys add {keys.own.name} "
@@ -158,7 +158,7 @@ def _serve_page(host: str, port: int, config: Config, events: EventLog, stack: c
 def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: threading.Event, events: EventLog
            ) -> tuple[Config, ServeOptions] | None:
     """Serves one job. Returns the settings with which to serve the next one if the job failed, otherwise None."""
-    goes_on = functools.partial(_can_resume, config, end, stopped)
+    is_resumable = functools.partial(_can_resume, config, end, stopped)
     reason, unfit = [messages.FINISHED], ""
     with contextlib.ExitStack() as stack:
         control, near, data, data_port = config.join, config.join, "", config.port
@@ -193,10 +193,10 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
             from commlayer.cluster.servers.summation_server import DataServer
 
             serving = DataServer(config.bind, data_port, config, coordinator)
-            stack.callback(lambda: serving.close(over=not goes_on(), flush_s=None if part.parent or stopped.is_set() or
+            stack.callback(lambda: serving.close(over=not is_resumable(), flush_s=None if part.parent or stopped.is_set() or
                                                  not end.is_set() else FINAL_FLUSH_S))
             data, streams = (_advertised(where, config) for where in (serving.address, serving.streams))
-        if not part.again:
+        if not part.restarted:
             secret = {"token": part.job_token} if part.job_token else {}
             print(json.dumps({"control": control, "data": data} | secret), flush=True)
         token = "COMMLAYER_KEYS" if config.keys else "the job's secret" + ", the token above" * bool(part.job_token)
@@ -222,11 +222,11 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                     raise
             else:
                 member.report.fields = serving.report
-                stack.callback(lambda: member.close() if goes_on() else member.leave(reason[0]))
+                stack.callback(lambda: member.close() if is_resumable() else member.leave(reason[0]))
                 try:
                     # The coordinator of an embedded server starts no other epochs.
                     serving.start(member.epoch, member.plan, member.rank, request.token,
-                                  newest=None if part.parent else lambda: member.newest)
+                                  await_epoch=None if part.parent else member.await_epoch)
                 except ValueError as error:
                     end.wait(REFUSE_S)
                     member.leave(str(error))
@@ -235,7 +235,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                     unfit = str(error)
                     end.set()
         end.wait()
-        if goes_on():
+        if is_resumable():
             log.info("stopped; the journal is kept, so the same command resumes the job; to end the job instead, remove %s",
                      config.journal)
             return None
@@ -253,7 +253,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                     short_line(without_code(failed), MAX_PEER_TEXT_CHARS), control)
     # Workers know the coordinator's address, and the coordinator sends them those of the servers.
     return (config if config.join else msgspec.structs.replace(config, port=host_port(control)[1]),
-            part._replace(again=True, data_port=data_port))
+            part._replace(restarted=True, data_port=data_port))
 
 
 def on_signal(number: signal.Signals, act: Callable[[], None], ends_s: float) -> None:
@@ -261,13 +261,13 @@ def on_signal(number: signal.Signals, act: Callable[[], None], ends_s: float) ->
     `act` needs. The process exits at the latest `ends_s` seconds after the signal."""
     came = queue.SimpleQueue[None]()  # put() is reentrant, so a signal handler may call it
 
-    def heed() -> None:
+    def wait_for_signal() -> None:
         came.get()
         with contextlib.suppress(RuntimeError, ValueError, AttributeError, OSError):  # without standard error
             faulthandler.dump_traceback_later(ends_s, exit=True)
         act()
 
-    threading.Thread(target=heed, name="commlayer-signal", daemon=True).start()
+    threading.Thread(target=wait_for_signal, name="commlayer-signal", daemon=True).start()
     signal.signal(number, lambda *_: came.put(None))
 
 

@@ -50,8 +50,6 @@ class Summation:
         """Number of messages of earlier epochs that were received and ignored."""
         self.cells = {bucket: BucketSum(bucket, o, senders[bucket]) for bucket, o in ops.items()}
 
-    # ---- journal
-
     def remember(self, keep: WriteEntry | None) -> None:
         """Calls `keep` with all state now, and from then on with every change, before replies that depend on the change are
         sent. None stops journaling."""
@@ -95,8 +93,6 @@ class Summation:
         cell.ops.begin_anew()
         cell.idle(None)
         cell.sum.resumed = True
-
-    # ---- contributions
 
     def push(self, message: Message, now: float, release: Callable[[Message], None] = lambda _: None) -> list[Reply]:
         """Handles one contribution and returns the replies to send. Early contributions are checked when they are added, so

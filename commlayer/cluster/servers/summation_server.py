@@ -46,7 +46,7 @@ from commlayer.records import MALFORMED, Epoch, Plan, Record
 from commlayer.transport.connection import Limits
 from commlayer.transport.endpoint import Refusal, Settings, StreamTransport
 from commlayer.transport.handshake import Hello, RefusalLog, RetryLater, same_job
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import (
     NUMBERED,
     SERVER_BASE,
@@ -110,6 +110,8 @@ def read_stalled(message: Message) -> Stalled:
     return messages.unpack(message.body, Stalled, peer_name(message.peer), "a STALLED frame")
 
 
+AwaitEpoch = Callable[[int, float], Epoch]
+"""Membership.await_epoch."""
 CheckChange = Callable[[EpochChange, int, int], Callable[[], Summation]]
 """Checks a change of members, given with its generation and sender; may block. Returns a function that creates the new members'
 Summation, to be called after the previous one has ended. Raises CorruptFrame if the sender broke the protocol, ValueError if
@@ -396,9 +398,8 @@ MESSAGES_SLACK = 64
 """Number of messages from or to one worker, in addition to those of two steps, that may be on their way at once."""
 READY_S = 9.0
 """Seconds for which a handshake waits until this server has its plan; less than the handshake's own deadline."""
-NOTICE_HEARTBEATS, POLL_VIEW_S = 3, 0.02
-"""Number of heartbeats to wait for the coordinator's newest epoch when a worker reports it first, and seconds between two
-checks."""
+NOTICE_HEARTBEATS = 3
+"""Number of heartbeats to wait for the coordinator's newest epoch when a worker reports it first."""
 MAX_REPORTED = 64
 """Maximum number of dropped workers named in one heartbeat, which must stay small. The others are named after the first ones
 have been evicted."""
@@ -479,11 +480,11 @@ class DataServer:
         return () if self._epoch is None else tuple(m.rank for m in self._epoch.members)
 
     def start(
-        self, epoch: Epoch, plan: bytes, server: int, token: str = "", newest: Callable[[], Epoch] | None = None,
+        self, epoch: Epoch, plan: bytes, server: int, token: str = "", await_epoch: AwaitEpoch | None = None,
     ) -> None:
         """Starts summing the plan's buckets of server number `server`, for the members of `epoch`. If the journal is of the
-        same job and server, resumes from it. `token`: token of this server's registration. `newest`: returns the newest
-        epoch that the coordinator has sent; None if members never change.
+        same job and server, resumes from it. `token`: token of this server's registration. `await_epoch`: see
+        Membership.await_epoch; None if members never change.
 
         Raises ValueError if the plan cannot be served. Every worker that connects is then refused with the same reason.
         """
@@ -506,7 +507,7 @@ class DataServer:
         self._transport.hello = self._hello
         self._server = SumServer(core, self._transport, self._members, stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self._transport.pool.give, replan=self._switch_plan, pace=self._transport.pace,
-                                 regroup=functools.partial(self._regroup, newest) if newest is not None else None)
+                                 regroup=functools.partial(self._regroup, await_epoch) if await_epoch is not None else None)
         self._ready.set()
 
     def _former(self, epoch: Epoch, server: int) -> ServerIdentity | None:
@@ -586,7 +587,7 @@ class DataServer:
         step, missing = overdue
         return messages.Overdue(step, missing if len(missing) <= MAX_OVERDUE else (), limit_s)
 
-    def _regroup(self, newest: Callable[[], Epoch], change: EpochChange, generation: int, sender: int
+    def _regroup(self, await_epoch: AwaitEpoch, change: EpochChange, generation: int, sender: int
                  ) -> Callable[[], Summation]:
         """Checks a change of members against the coordinator's newest epoch. Changes nothing, but returns a function that
         creates the new sums."""
@@ -598,10 +599,7 @@ class DataServer:
             raise CorruptFrame(f"PLAN frame with a change of members is invalid: {why}", peer=peer_name(sender))
         # Checked now, because an error after the end of the previous sums could not be undone.
         expected_nbytes(_checked_plan(change.plan, change.epoch, self._hello.job), self._hello.rank - SERVER_BASE)
-        until = time.monotonic() + NOTICE_HEARTBEATS * self._config.heartbeat_s
-        while newest().generation < change.epoch.generation and time.monotonic() < until:
-            time.sleep(POLL_VIEW_S)
-        known = newest()
+        known = await_epoch(change.epoch.generation, NOTICE_HEARTBEATS * self._config.heartbeat_s)
         if known.generation != change.epoch.generation:
             raise InvalidInput("E-EPOCH-ENDED", f"epoch {change.epoch.generation} is not the coordinator's newest, which is "
                                                 f"{known.generation}")

@@ -38,7 +38,7 @@ from commlayer.cluster.membership.epoch_change import EpochChange, wire_generati
 from commlayer.cluster.processes import process_groups, site_process_group
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.rows import RowChannel
-from commlayer.cluster.servers.uplink import Uplink
+from commlayer.cluster.servers.worker_client import WorkerClient
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine.buckets.current_step import EpochChanged
 from commlayer.engine.epochs import agreement
@@ -253,7 +253,7 @@ class MembershipChange(MemberChanges):
             listener.after_regroup()
         self._say(former, epoch, time.monotonic() - begin)
 
-    def _send(self, uplink: Uplink, server: int, change: EpochChange, generation: int) -> None:
+    def _send(self, uplink: WorkerClient, server: int, change: EpochChange, generation: int) -> None:
         """Sends the epoch change to a server. Servers accept only the coordinator's newest epoch, which they might receive
         before this rank does."""
         try:

@@ -25,7 +25,7 @@ from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.rows import RowChannel
 from commlayer.cluster.servers.server_codecs import expected_nbytes
-from commlayer.cluster.servers.uplink import Uplink, leave_job
+from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.compressors import codec_of
 from commlayer.engine.buckets.current_step import Counters, EpochChanged, WorkerListener
 from commlayer.engine.buckets.units import Units
@@ -296,7 +296,7 @@ class DistributedJob(JobContext, WorkerListener):
     plan: Plan
 
     def __init__(
-        self, terms: PlanTerms, own: int, groups: Groups, rows: RowChannel, uplink: Uplink, memory: OptimizerMemory,
+        self, terms: PlanTerms, own: int, groups: Groups, rows: RowChannel, uplink: WorkerClient, memory: OptimizerMemory,
         plan: Plan, job: Job, *, generation: int = 1, logs: bool = True, waits: WaitsFor = WaitsFor(),
         embedded: Sequence[EmbeddedServer] = (), matched: bool = False, joined: JoinedState | None = None,
     ) -> None:

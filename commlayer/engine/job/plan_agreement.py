@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from commlayer import planner, records
-from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES, REASON_CHARS
+from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES
+from commlayer.cluster.calls.sanitize import REASON_CHARS
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.engine.job.plan_checks import unsuited
 from commlayer.engine.sync.sync_modes import Forbids, modes_of

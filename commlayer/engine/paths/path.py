@@ -43,7 +43,7 @@ class Path(ABC, Generic[B]):
                                 bucket=bucket.id)
 
     def _arrived(self, bucket: WorkerBucket) -> None:
-        """Records that a bucket's result can be written. Lanes call it."""
+        """Records that a bucket's result can be written. Lanes and receive threads call it."""
         bucket.exchange.done = True
         self._arrivals.arrived()
 

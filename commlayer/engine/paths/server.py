@@ -1,6 +1,6 @@
 """Defines the path for buckets that a worker, the only one on its node, exchanges with servers.
 
-A bucket's exchange has four parts on two lanes: encode, send, receive, decode.
+The encode lane encodes and sends a bucket. The transport's thread that receives the server's answer decodes it.
 """
 
 from __future__ import annotations

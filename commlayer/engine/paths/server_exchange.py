@@ -1,8 +1,10 @@
-"""A bucket's exchange with the server that sums it: encode, send, receive, decode, on two lanes."""
+"""A bucket's exchange with the server that sums it. The encode lane encodes and sends; the transport's thread that receives the
+answer decodes it."""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +16,17 @@ from commlayer.engine.paths.lanes import Lane, Urgency
 from commlayer.engine.paths.staging import Staging
 from commlayer.errors import CorruptFrame, DeadlineExceeded
 from commlayer.observe.step_trace import EXCHANGE
-from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Transport, key, peer_name
+from commlayer.transport.protocol import (
+    SERVER_BASE,
+    Flag,
+    Handle,
+    Header,
+    Kind,
+    Message,
+    Transport,
+    peer_name,
+    send_request,
+)
 
 AGAIN = 1 << 30
 """Number added to the position of a bucket that is encoded again, so that the bucket follows all buckets that have not been
@@ -30,11 +42,15 @@ class _Running(NamedTuple):
     bucket: EncodedBucket
     done: Callable[[EncodedBucket], None]
     urgency: Urgency
-    """Priority on both lanes and on the network; smaller tuples come first."""
+    """Priority on the encode lane and on the network; smaller tuples come first."""
 
 
 class ServerExchange:
-    """Exchanges one worker's buckets with all servers: encode, send, receive, decode, on two lanes."""
+    """Exchanges one worker's buckets with all servers.
+
+    A bucket passes from the training thread to the encode lane, and from the thread that receives the answer back to the
+    training thread. A large payload also passes to the connection's send thread.
+    """
 
     def __init__(
         self, step: Step, transport: Transport, recycle: Callable[[memoryview], None], staging: Staging
@@ -42,14 +58,16 @@ class ServerExchange:
         """`recycle` receives the buffers of decoded results for reuse."""
         self._step, self._transport, self._recycle, self._staging = step, transport, recycle, staging
         self._encode = Lane("encode", step.latch)
-        self._decode = Lane("decode", step.latch)
+        self._decoding = threading.Lock()
+        """Held while an answer is decoded, one at a time: connections to several servers have a receive thread each."""
+        self._closed = False
         self._stalled: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def put(
         self, bucket: EncodedBucket, fill: Fill, done: Callable[[EncodedBucket], None], *, in_order: bool = False,
     ) -> None:
         """Queues a bucket for its exchange. Buckets that the next forward pass needs first are encoded first. `done` is called
-        on the decode lane.
+        on the thread that receives the server's answer, and must not block.
 
         `in_order`: encodes in the order of the calls of `put`. All ranks of a node then use the same order, because `fill`
         calls collectives of the node.
@@ -94,29 +112,28 @@ class ServerExchange:
             order=bucket.order, flags=flags, weight=exchange.weight, used=exchange.used,
             total=exchange.total if bucket.in_means else 0.0, undone=undone,
         )
-        begin = time.perf_counter()
-        answer = self._transport.recv(server, key(header._replace(kind=Kind.RESULT)))
-        answer.on_done(lambda handle: self._answered(run, r, handle, begin))
         step.counters.carried(len(body), 0)  # counted before sending, because the step can end right after it
-        self._transport.send(server, header, body).on_done(self._sent)
-
-    def _sent(self, handle: Handle) -> None:
-        if (error := handle.error()) is not None:
-            self._step.latch(error)
+        begin = time.perf_counter()
+        answer = send_request(self._transport, server, header, body)
+        answer.on_done(lambda handle: self._answered(run, r, handle, begin))
 
     def _answered(self, run: _Running, r: int, handle: Handle, begin: float) -> None:
-        """Queues the decoding of a server's reply, or another encoding. Runs on a receiver thread, so it does no other work."""
+        """Decodes a server's answer, or queues another encoding. Runs on a receive thread."""
         if (error := handle.error()) is not None:
             self._step.latch(error)
             return
         self._step.recorder.add(EXCHANGE, run.bucket.id, begin)
-        if handle.message().header.flags & Flag.AGAIN:
+        message = handle.message()
+        if message.header.flags & Flag.AGAIN:
             # It follows all buckets that are not encoded yet. Otherwise network timing would decide which of them use the new
             # weight.
             urgency = run.urgency and (run.urgency[0], AGAIN + run.urgency[1])
-            self._encode.put(lambda: self._code_again(run, handle.message().header.weight), urgency)
-        else:
-            self._decode.put(lambda: self._take(run, r, handle), run.urgency)
+            self._encode.put(lambda: self._code_again(run, message.header.weight), urgency)
+            return
+        try:
+            self._take(run, r, message)
+        except BaseException as failure:
+            self._step.latch(failure)
 
     def _code_again(self, run: _Running, total: float) -> None:
         """Encodes a bucket again, because the total weight of all workers differs from this worker's assumption. Runs on the
@@ -128,27 +145,36 @@ class ServerExchange:
             nbytes = run.bucket.restart(total)
         self._send(run, 0, run.bucket.coder.payload[:nbytes], Flag.AGAIN)
 
-    def _take(self, run: _Running, r: int, handle: Handle) -> None:
-        """Decodes a server's reply, and sends the codec's next round if there is one. Runs on the decode lane."""
-        step, bucket, exchange = self._step, run.bucket, run.bucket.exchange
-        if step.error is not None:
+    def _take(self, run: _Running, r: int, message: Message) -> None:
+        """Decodes a server's answer, and sends the codec's next round if there is one."""
+        bucket, exchange = run.bucket, run.bucket.exchange
+        with self._decoding:
+            if self._closed or self._step.error is not None:
+                return
+            self._step.counters.carried(0, len(message.body))
+            if message.header.flags & Flag.ABANDON:
+                exchange.abandoned, exchange.weight, exchange.finite = str(message.body, "utf-8", "replace"), math.nan, False
+                next_nbytes = None
+            else:
+                next_nbytes = self._decode(bucket, r, message)
+        if next_nbytes is not None:
+            self._send(run, r + 1, bucket.coder.payload[:next_nbytes])
             return
-        begin = time.perf_counter()
-        message = handle.message()
-        nbytes = len(message.body)
-        step.counters.carried(0, nbytes)
-        last, kept = r + 1 == len(bucket.codec.rounds), False
-        if message.header.flags & Flag.ABANDON:
-            exchange.abandoned, exchange.weight, exchange.finite = str(message.body, "utf-8", "replace"), math.nan, False
-            self._finished(run)
-            return
+        exchange.answered = True
+        run.done(bucket)
+
+    def _decode(self, bucket: EncodedBucket, r: int, message: Message) -> int | None:
+        """Decodes the answer of round `r`. Returns the size of the next round's payload; None after the last round."""
+        step, exchange = self._step, bucket.exchange
+        begin, nbytes = time.perf_counter(), len(message.body)
+        kept, next_nbytes = False, None
         try:
-            if last:
+            if r + 1 < len(bucket.codec.rounds):
+                next_nbytes = bucket.coder.next(r, message.body)
+            else:
                 with self._staging.way_back(bucket):
                     kept = bucket.decode(message.body)
                 exchange.weight, exchange.used = message.header.weight, message.header.used
-            else:
-                next_nbytes = bucket.coder.next(r, message.body)
         except CorruptFrame as error:
             raise error.located(peer=peer_name(message.peer), step=exchange.step, bucket=bucket.id) from None
         if not kept:
@@ -156,15 +182,9 @@ class ServerExchange:
         step.counters.coded(decode_s=time.perf_counter() - begin)
         if step.recorder.on:
             step.recorder.add(f"decode@{bucket.coder.place}", bucket.id, begin, nbytes)
-        if last:
+        if next_nbytes is None:
             self._staging.to_device(bucket)
-            self._finished(run)
-        else:
-            self._send(run, r + 1, bucket.coder.payload[:next_nbytes])
-
-    def _finished(self, run: _Running) -> None:
-        run.bucket.exchange.answered = True
-        run.done(run.bucket)
+        return next_nbytes
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
         """Stores a server's report that the server waits for the workers `missing`, for one bucket and step."""
@@ -191,9 +211,15 @@ class ServerExchange:
         return (peer_name(SERVER_BASE + bucket.planned.server),)
 
     def drain(self, timeout_s: float) -> bool:
-        """Returns True if both lanes finished their work within `timeout_s` seconds each."""
-        return self._encode.drain(timeout_s) and self._decode.drain(timeout_s)
+        """Returns True if all encoding and decoding has finished, each within `timeout_s` seconds."""
+        return self._encode.drain(timeout_s) and self._await_decoding(timeout_s)
+
+    def _await_decoding(self, timeout_s: float) -> bool:
+        if idle := self._decoding.acquire(timeout=timeout_s):
+            self._decoding.release()
+        return idle
 
     def close(self, timeout_s: float) -> None:
+        self._closed = True
         self._encode.close(timeout_s)
-        self._decode.close(timeout_s)
+        self._await_decoding(timeout_s)

@@ -18,8 +18,8 @@ from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.process_groups import Members
 from commlayer.cluster.processes.rows import RowChannel
-from commlayer.cluster.servers import uplink
-from commlayer.cluster.servers.uplink import Uplink, leave_job
+from commlayer.cluster.servers import worker_client
+from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.compressors import kernels
 from commlayer.config import (
     Config,
@@ -47,7 +47,7 @@ from commlayer.planner import tensors as float64
 from commlayer.planner.plan_rules import late_and_sparse, summary_of
 from commlayer.planner.tables import learning_rows
 from commlayer.records import Job, Plan
-from commlayer.transport import secret
+from commlayer.transport.keys import secret
 
 
 def connect(
@@ -120,7 +120,7 @@ def _begin(
         notes.append(f"min_workers={config.min_workers} is ignored, and all ranks must stay: the setting applies to homes "
                      "(commlayer join) whose workers all train together; other process groups cannot lose a rank")
     servers: list[EmbeddedServer] = []
-    link: Uplink | None = None
+    link: WorkerClient | None = None
     with contextlib.ExitStack() as undo:
         with members.all_there(config.deadline_s):
             groups = Groups(per_node, config.deadline_s, device, members)
@@ -186,14 +186,14 @@ def _enter(
 def _join(
     job: Job, plan: Plan, groups: Groups, servers: list[EmbeddedServer], config: Config, *, outbound_only: bool, elastic: bool,
     must_match: Mapping[str, str],
-) -> Uplink:
+) -> WorkerClient:
     """Starts this node's servers unless the setting `join` names a coordinator, then registers with the coordinator and
     connects."""
     address = config.join
     if not address:
         address, token = _start_embedded(plan, groups, servers, config)
         config = msgspec.structs.replace(config, token=token)
-    return uplink.connect(address, messages.worker_request(
+    return worker_client.connect(address, messages.worker_request(
         job.digest(), groups.rank, groups.world, node=groups.node, plan=records.encode(plan) if groups.rank == 0 else b"",
         plan_digest=records.digest(plan), outbound_only=outbound_only, elastic=elastic,
         gradients=sum(not tensor.buffer for tensor in job.tensors), tensors=len(job.tensors), elements=job.numel,

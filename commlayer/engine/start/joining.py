@@ -15,7 +15,7 @@ from commlayer.cluster.membership.epoch_change import wire_generation
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.process_groups import Members
 from commlayer.cluster.processes.rows import RowChannel
-from commlayer.cluster.servers.uplink import Uplink, leave_job
+from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine.epochs.agreement import AWAY, Vote
 from commlayer.engine.epochs.epoch_messages import EpochMessages, NewerEpoch
@@ -43,7 +43,7 @@ def enter(
         undo.callback(lambda: groups.close())
         rows = RowChannel(groups.members, config.deadline_s)
         undo.callback(rows.close)
-        link = Uplink(config, config.join, request)
+        link = WorkerClient(config, config.join, request)
         undo.callback(leave_job, link, (), "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s)
         log.warning("joining a running job as worker %d: waiting for the other workers to reach the end of a step", own)
         epoch, ready, taken = _receive(replica, link, own, config, waits, check, begin)
@@ -70,7 +70,7 @@ def enter(
 
 
 def _receive(
-    replica: Replica, link: Uplink, own: int, config: Config, waits: WaitsFor, check: Callable[..., None], begin: float,
+    replica: Replica, link: WorkerClient, own: int, config: Config, waits: WaitsFor, check: Callable[..., None], begin: float,
 ) -> tuple[Epoch, list[Vote], TakenState]:
     """Waits until the other members reach a step in which this rank can join, and installs their state. Returns the epoch with
     this rank, the votes of its members, and the state."""
@@ -108,7 +108,7 @@ def _receive(
             continue
 
 
-def _check_givers(epoch: Epoch, mine: int, link: Uplink) -> None:
+def _check_givers(epoch: Epoch, mine: int, link: WorkerClient) -> None:
     """Raises an error if the coordinator has dropped this worker, or if all members that have the job's state are gone."""
     link.check()
     ids = [m.rank for m in epoch.members]

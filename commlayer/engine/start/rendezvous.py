@@ -42,7 +42,7 @@ from commlayer.errors import CommError, CorruptFrame, InvalidInput, coded, short
 from commlayer.records import Job, TensorInfo
 from commlayer.transport import own_address
 from commlayer.transport.crc import crc32c
-from commlayer.transport.key_folder import Keys
+from commlayer.transport.keys.key_folder import Keys
 
 NAMED = 3
 """Largest number of differing settings that one error message names."""

@@ -6,7 +6,7 @@ import threading
 
 from commlayer.cluster.membership.client import root_cause
 from commlayer.cluster.processes.bounded_calls import ANY_PEER
-from commlayer.cluster.servers.uplink import Uplink
+from commlayer.cluster.servers.worker_client import WorkerClient
 from commlayer.errors import CommError, PeerLost
 from commlayer.transport.protocol import peer_name
 
@@ -22,7 +22,7 @@ class RootCause:
         self.error = self.error or error
         self._heard.set()
 
-    def explain(self, error: BaseException, link: Uplink | None, *, notice_s: float, verdict_s: float) -> BaseException:
+    def explain(self, error: BaseException, link: WorkerClient | None, *, notice_s: float, verdict_s: float) -> BaseException:
         """Returns a more precise error for a failed collective, or for a server that ended with the job, if one is known; else
         the same error.
 

@@ -13,7 +13,7 @@ from support.workers import job, step
 
 from commlayer import records
 from commlayer.cluster.calls import messages
-from commlayer.cluster.servers import uplink
+from commlayer.cluster.servers import worker_client
 from commlayer.compressors import codec_of
 from commlayer.config import read_config
 from commlayer.engine.worker.worker import Worker
@@ -40,7 +40,8 @@ def digest(results: list[Any]) -> str:
 
 def main(rank: int, world: int, steps: int, settings: dict[str, Any]) -> None:
     config, layout = read_config(settings, environ={}, cwd="/nonexistent"), plan()
-    up = uplink.connect(config.join, messages.worker_request(layout.job, rank, world, plan=records.encode(layout)), config)
+    request = messages.worker_request(layout.job, rank, world, plan=records.encode(layout))
+    up = worker_client.connect(config.join, request, config)
     codecs = {b.id: codec_of(b, rank, layout) for b in layout.buckets}
     worker = Worker(job(), layout, codecs, torch.device("cpu"), rank=rank, members=world, transport=up.transport,
                     recycle=up.recycle)

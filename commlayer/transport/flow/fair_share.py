@@ -73,6 +73,31 @@ class FairShare:
         return 1.0
 
 
+class MinuteCounts:
+    """Counts events by key in the current minute. Keeps the `most` keys with the newest events. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._counts: dict[str, tuple[int, int]] = {}
+        """Maps a key to the minute of its last event and the number of events in that minute."""
+
+    def count(self, key: str, now: float) -> int:
+        with self._lock:
+            minute, count = self._counts.get(key, (0, 0))
+            return count if minute == int(now // 60) else 0
+
+    def add(self, key: str, now: float) -> tuple[int, int]:
+        """Counts an event. Returns the number of the key's earlier events in this minute. If this is the minute's first event,
+        also returns the number of events in the last minute that had any; otherwise 0."""
+        this = int(now // 60)
+        with self._lock:
+            minute, count = self._counts.pop(key, (this, 0))
+            self._counts[key] = this, count + 1 if minute == this else 1
+            while len(self._counts) > self._most:
+                del self._counts[next(iter(self._counts))]
+        return (count, 0) if minute == this else (0, count)
+
+
 class ConnectionTable:
     """Open connections with their sources. Their number is limited: a new connection that finds no space takes the place of the
     oldest connection of the source that has most, which is ended. Thread-safe."""

@@ -1,4 +1,4 @@
-"""A worker's connections: to the coordinator and to every server."""
+"""A worker's client: its membership in the job, and its connections to the servers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from commlayer.errors import CommError, InvalidInput, PeerLost
 from commlayer.records import Epoch, ServerInfo
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
-from commlayer.transport.key_folder import Keys
-from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key, peer_name
+from commlayer.transport.keys.key_folder import Keys
+from commlayer.transport.keys.secret import new_nonce
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, peer_name, send_request
 from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
-from commlayer.transport.secret import new_nonce
 
 log = logging.getLogger("commlayer")
 Fail = Callable[[CommError], None]
@@ -36,7 +36,7 @@ FAILED_S = 0.5
 """Seconds allowed for sending queued data after an error. The data is useless then, and the link may be the cause."""
 
 
-class Uplink:
+class WorkerClient:
     """A worker's membership in the job and its connections to the servers.
 
     The coordinator reports a failure only once, possibly before `subscribe` or while the worker changes its epoch. So the
@@ -77,7 +77,6 @@ class Uplink:
     def limit_kept(self, nbytes: int) -> None:
         """Sets the maximum bytes, per server, that are in flight or stored by this process without a posted receive."""
         self._carrier.limit_kept(nbytes)
-        self.transport.limit_kept(nbytes)
 
     def dial(self, deadline: float) -> None:
         """Connects to every server of the epoch. Leaves the job if that fails."""
@@ -207,21 +206,19 @@ class Uplink:
         """Reads a server's codec state of a bucket; see Summation.snapshot. `undone`: slices of the last step that were not
         applied."""
         header = self._header(Kind.STATE_GET, bucket)._replace(undone=undone)
-        return bytes(self._ask(server, header, b"", Kind.STATE).body)
+        return self._ask(server, header, b"")
 
     def put_state(self, server: int, bucket: int, step: int, data: bytes) -> None:
         """Restores a server's codec state of a bucket. `step`: the next step. See Summation.restore."""
-        self._ask(server, self._header(Kind.STATE, bucket)._replace(step=step), data, Kind.STATE_OK)
+        self._ask(server, self._header(Kind.STATE, bucket)._replace(step=step), data)
 
     def probe(self, server: int, up_nbytes: int, down_nbytes: int, done: Callable[[Exception | None], None]) -> None:
         """Sends `up_nbytes` to a server, which sends `down_nbytes` back. `done` is called with an error or None when they have
         arrived, in any thread."""
         self._probes += 1
         header = self._header(Kind.PROBE, 0)._replace(step=self._probes, used=down_nbytes)
-        peer = SERVER_BASE + server
-        handle = self.transport.recv(peer, key(header._replace(kind=Kind.PROBE_OK)))
-        handle.on_done(lambda answer: done(answer.error()))
-        self.transport.send(peer, header, bytes(up_nbytes))
+        answer = send_request(self.transport, SERVER_BASE + server, header, bytes(up_nbytes))
+        answer.on_done(lambda answer: done(answer.error()))
 
     def pace_servers(self, node: int, bps: float) -> None:
         """Sends the measured upload rate of node `node` (bit/s) to the servers on that node."""
@@ -238,27 +235,22 @@ class Uplink:
         for bucket, slices in undone.items():
             self.transport.send(SERVER_BASE + server, self._header(Kind.UNDO, bucket)._replace(undone=slices))
         header = self._header(Kind.PLAN, 0)._replace(generation=generation)
-        answer = bytes(self._ask(server, header, plan, Kind.PLAN_OK).body).decode(errors="replace")
-        if answer:
+        if answer := self._ask(server, header, plan).decode(errors="replace"):
             raise InvalidInput("E-PLAN-REFUSED", f"{peer_name(SERVER_BASE + server)} cannot use the plan: {answer}")
 
     def send_epoch(self, server: int, change: EpochChange, generation: int) -> None:
         """Switches the server to a new epoch, in the middle of a step. Raises CommError with the server's reason if the server
         cannot switch."""
         header = self._header(Kind.PLAN, 0)._replace(generation=generation, flags=Flag.ABANDON)
-        answer = bytes(self._ask(server, header, msgspec.msgpack.encode(change), Kind.PLAN_OK).body).decode(errors="replace")
-        if answer:
+        if answer := self._ask(server, header, msgspec.msgpack.encode(change)).decode(errors="replace"):
             raise CommError(f"cannot continue with other members: {answer}", peer=peer_name(SERVER_BASE + server))
 
     def _header(self, kind: Kind, bucket: int) -> Header:
         return Header(kind, self._generation, bucket=bucket, sender=self.transport.rank)
 
-    def _ask(self, server: int, header: Header, body: bytes, answer: Kind) -> Message:
-        peer = SERVER_BASE + server
-        handle = self.transport.recv(peer, key(header._replace(kind=answer)))
-        deadline = time.monotonic() + self._config.deadline_s
-        self.transport.wait(self.transport.send(peer, header, body), deadline)
-        return self.transport.wait(handle, deadline)
+    def _ask(self, server: int, header: Header, body: bytes) -> bytes:
+        answer = send_request(self.transport, SERVER_BASE + server, header, body)
+        return bytes(self.transport.wait(answer, time.monotonic() + self._config.deadline_s).body)
 
     def close(self, reason: str = "", flush_s: float | None = None, exchanges: int = -1) -> bool:
         """Leaves the job: without a `reason` in order, after queued data was sent within `flush_s`. Returns whether the
@@ -282,16 +274,17 @@ def _place(server: ServerInfo) -> str:
     return f"at {server.address} on node {server.node}"
 
 
-def connect(address: str, request: messages.Join, config: Config) -> Uplink:
+def connect(address: str, request: messages.Join, config: Config) -> WorkerClient:
     """Joins the job at that coordinator and connects to the job's servers."""
     deadline = time.monotonic() + config.join_deadline_s
-    uplink = Uplink(config, address, request)
+    uplink = WorkerClient(config, address, request)
     uplink.dial(deadline)
     return uplink
 
 
 def leave_job(
-    link: Uplink | None, children: Sequence[EmbeddedServer], reason: str, exchanges: int, *, stay_s: float, notice_s: float,
+    link: WorkerClient | None, children: Sequence[EmbeddedServer], reason: str, exchanges: int, *, stay_s: float,
+    notice_s: float,
 ) -> None:
     """Leaves the job and ends the servers that this process started.
 

@@ -15,8 +15,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from commlayer.errors import Abandoned, CommError, Damaged, DeadlineExceeded, NotYet, PeerLost, Refused, Unsaid
-from commlayer.transport.key_folder import PROTOCOLS, Keys, PeerCertificate, certificate_of, of_peer, signature_arguments
+from commlayer.errors import CommError, Damaged, DeadlineExceeded, HandshakeLost, NotYet, PeerLost, Refused, SentNothing
+from commlayer.transport.keys.key_folder import PROTOCOLS, Keys, PeerCertificate, certificate_of, of_peer, signature_arguments
+from commlayer.transport.protocol import limit_wait
 
 DATA, CONTROL = PROTOCOLS
 CHUNK_NBYTES = 128 << 10
@@ -101,8 +102,7 @@ def signing_certificate(der: bytes, keys: Keys) -> SigningCertificate:
         theirs = x509.load_der_x509_certificate(der)
         issuers = [ca for ca in x509.load_pem_x509_certificates(keys.ca) if ca.subject == theirs.issuer]
         theirs.verify_directly_issued_by(issuers[0])
-        name = str(theirs.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value)
-        result = SigningCertificate(certificate_of(der, name, theirs.serial_number), theirs.public_key())
+        result = SigningCertificate(certificate_of(theirs), theirs.public_key())
     except (ValueError, TypeError, IndexError, InvalidSignature):
         raise _refused(_LIST) from None
     now = datetime.datetime.now(datetime.UTC)
@@ -136,8 +136,6 @@ class TlsSocket(socket.socket):
         self._received = not server
         """True: at least one byte has arrived from the dialer. Always True at the dialer's end."""
 
-    # ---- handshake
-
     def handshake(self, deadline: float) -> PeerCertificate:
         """Runs the handshake and returns the other end's certificate. Raises Refused, DeadlineExceeded, PeerLost or Damaged,
         without the peer's name."""
@@ -158,7 +156,7 @@ class TlsSocket(socket.socket):
             raise DeadlineExceeded("the TLS handshake did not finish before the deadline") from None
         except OSError as error:
             if not self._received:
-                raise Unsaid() from None
+                raise SentNothing() from None
             raise self._lost(f"connection lost during the TLS handshake ({error.strerror or error})") from None
         self.peer = of_peer(self._tls)
         if self._tls.selected_alpn_protocol() != self._protocol:
@@ -180,20 +178,13 @@ class TlsSocket(socket.socket):
 
     def _flush(self, deadline: float) -> None:
         if data := self._out.read():
-            self._wait_until(deadline)
+            limit_wait(self, deadline)
             super().sendall(data)  # the timeout covers the whole call
             self._answered = True
 
     def _receive(self, deadline: float) -> None:
-        self._wait_until(deadline)
+        limit_wait(self, deadline)
         self._pull()
-
-    def _wait_until(self, deadline: float) -> None:
-        """Sets the socket's timeout. Raises TimeoutError after the deadline, even if single bytes keep arriving."""
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        self.settimeout(left_s)
 
     def _pull(self) -> None:
         n = super().recv_into(self._raw)
@@ -214,7 +205,7 @@ class TlsSocket(socket.socket):
             self.shutdown(socket.SHUT_WR)
             end = min(deadline, time.monotonic() + LINGER_S)
             while time.monotonic() < end:
-                self._wait_until(end)
+                limit_wait(self, end)
                 if not super().recv_into(self._raw):
                     break
         except OSError:
@@ -223,7 +214,7 @@ class TlsSocket(socket.socket):
     def _reason(self, error: ssl.SSLError) -> CommError:
         if isinstance(error, ssl.SSLEOFError):
             if not self._received:
-                return Unsaid()
+                return SentNothing()
             return self._lost("connection closed during the TLS handshake")
         if isinstance(error, ssl.SSLCertVerificationError):
             return bad_certificate(error)
@@ -236,7 +227,7 @@ class TlsSocket(socket.socket):
     def _lost(self, what: str) -> PeerLost:
         """A dialer whose first message this end has answered uses TLS, so it has keys."""
         if self._server and self._answered:
-            return Abandoned(f"{what}: the dialer's network failed, or the dialer stopped waiting")
+            return HandshakeLost(f"{what}: the dialer's network failed, or the dialer stopped waiting")
         return PeerLost(f"{what}: check that keys (COMMLAYER_KEYS) are set on both machines")
 
     def _alert_reason(self, error: ssl.SSLError) -> CommError | None:
@@ -247,8 +238,6 @@ class TlsSocket(socket.socket):
             return None
         code, text = _ALERTS[alert_parts[2]]
         return Refused(text.format(me=mine), code=code)
-
-    # ---- data
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         """Reads like a socket; `flags` are ignored. Returns 0 at the end of the stream."""
@@ -282,7 +271,7 @@ class TlsSocket(socket.socket):
                     self._pull()
                     continue
                 try:
-                    self._wait_until(deadline)  # one deadline for all pieces of a record
+                    limit_wait(self, deadline)  # one deadline for all pieces of a record
                     self._pull()
                 finally:
                     self.settimeout(limit_s)

@@ -16,10 +16,13 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commlayer.config import KEYS_TOKEN
 from commlayer.errors import InvalidInput, RecordError, without_code
+
+if TYPE_CHECKING:
+    from cryptography import x509
 
 log = logging.getLogger("commlayer")
 
@@ -65,8 +68,6 @@ class Keys:
         self.folder = Path(folder)
         self._lock = threading.Lock()
         self.ca, self.certificate, self.key = (self._read(name) for name in (CA, CERTIFICATE, KEY))
-        self.dials_only = False
-        """True: this node's certificate is valid only for dialers, so this process cannot be a server."""
         self.der = b""
         """This node's certificate in DER."""
         self.own = self._read_own()
@@ -104,16 +105,13 @@ class Keys:
             except ValueError:
                 raise RecordError("E-KEYS",
                                   f"keys: {path} is not a certificate: it is damaged, or another file; {COPY_AGAIN}") from None
-        name = str(mine.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value)
-        now = datetime.datetime.now(datetime.UTC)
+        own, now = certificate_of(mine), datetime.datetime.now(datetime.UTC)
         if not mine.not_valid_before_utc <= now <= mine.not_valid_after_utc:
-            raise RecordError("E-CERTIFICATE-DATE", f"keys: the certificate of {name} in {self.folder} is valid from "
+            raise RecordError("E-CERTIFICATE-DATE", f"keys: the certificate of {own.name} in {self.folder} is valid from "
                                                     f"{_day(mine.not_valid_before_utc)} to {_day(mine.not_valid_after_utc)}, "
                                                     f"but this machine's clock shows {_day(now)}: correct the clock, or create "
-                                                    f"a new certificate with `commlayer keys add {name} --again`")
+                                                    f"a new certificate with `commlayer keys add {own.name} --again`")
         self.der = mine.public_bytes(Encoding.DER)
-        own = certificate_of(self.der, name, mine.serial_number)
-        self.dials_only = own.dials_only
         return own
 
     def revoked(self) -> frozenset[int]:
@@ -234,14 +232,17 @@ def _file(data: bytes) -> Iterator[str]:
         yield f"/dev/fd/{file.fileno()}"
 
 
-def certificate_of(der: bytes, name: str, serial: int) -> PeerCertificate:
+def certificate_of(certificate: x509.Certificate) -> PeerCertificate:
     from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import Encoding
 
     dials_only = False
     with contextlib.suppress(x509.ExtensionNotFound):  # a certificate made by other tools: OpenSSL accepts it for both ends
-        purposes = x509.load_der_x509_certificate(der).extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        purposes = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         dials_only = x509.oid.ExtendedKeyUsageOID.SERVER_AUTH not in purposes
-    return PeerCertificate(name, serial, hashlib.sha256(der).digest(), dials_only)
+    names = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+    return PeerCertificate(str(names[0].value) if names else "?", certificate.serial_number,
+                           hashlib.sha256(certificate.public_bytes(Encoding.DER)).digest(), dials_only)
 
 
 def signature_arguments(public: Any) -> tuple[Any, ...]:
@@ -257,10 +258,9 @@ def signature_arguments(public: Any) -> tuple[Any, ...]:
 
 def of_peer(tls: ssl.SSLObject) -> PeerCertificate:
     """Returns the certificate of the other end, which OpenSSL has already verified."""
-    der = tls.getpeercert(binary_form=True) or b""
-    fields: Any = tls.getpeercert()
-    subject = {key: value for part in fields["subject"] for key, value in part}
-    return certificate_of(der, subject.get("commonName", "?"), int(fields["serialNumber"], 16))
+    from cryptography import x509
+
+    return certificate_of(x509.load_der_x509_certificate(tls.getpeercert(binary_form=True) or b""))
 
 
 def _stamp(path: Path) -> Stamp | None:

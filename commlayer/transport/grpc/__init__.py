@@ -1,0 +1,1 @@
+"""Byte channels over gRPC, for networks that allow only HTTP/2."""

@@ -1,0 +1,110 @@
+"""In-flight requests of one end to one peer, kept so that they can be replayed after a reconnect.
+
+Bodies are not copied: the caller leaves a body unchanged until the answer arrives. A payload is therefore replayed with the
+same bytes, and keeping it costs no extra memory.
+"""
+
+from __future__ import annotations
+
+from commlayer.transport import mailbox
+from commlayer.transport.protocol import ANSWERED_BY, NUMBERED, Flag, Handle, Header, Key, Kind, answer_key, key
+
+REPLAYED = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE))
+"""Kinds of messages that are sent again after a reconnect."""
+_NUMBERED_ANSWERS = frozenset(ANSWERED_BY[kind] for kind in NUMBERED if kind in ANSWERED_BY)
+_ANSWERS = frozenset(ANSWERED_BY.values())
+
+
+class Request:
+    """A request in flight, with the operation that the caller waits for, and with the most recent send."""
+
+    def __init__(self, header: Header, body: memoryview | bytes, operation: Handle) -> None:
+        self.header, self.body, self.operation = header, body, operation
+        self.sending: Handle | None = None
+
+
+def is_answer(header: Header) -> bool:
+    return header.kind in _ANSWERS
+
+
+class InFlightRequests:
+    """The in-flight requests of one end to one peer. For each key, at most one of them expects an answer."""
+
+    def __init__(self, peer: int) -> None:
+        self._peer = peer
+        self._kept: dict[Key | int, Request] = {}  # in the order of sending
+        self._last_answers: dict[tuple[int, ...], tuple[int, int]] = {}  # last generation and step, by _slot()
+        self._number = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(request.body) for request in self.pending())
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, header: Header, body: memoryview | bytes) -> Request:
+        """Records a request and returns it as it must be sent: with a sequence number if its kind has one."""
+        if header.kind in NUMBERED:
+            self._number += 1
+            header = header._replace(used=self._number)
+        request = Request(header, body, mailbox.sending(self._peer, header))
+        slot: Key | int
+        if header.kind in ANSWERED_BY:
+            slot = answer_key(header)
+        else:  # only the latest of its kind counts: it replaces the previous one, also one of another generation
+            slot = self._number if header.kind == Kind.UNDO else key(header._replace(generation=0))
+        self._kept.pop(slot, None)  # a replaced request moves to the end
+        self._kept[slot] = request
+        return request
+
+    def forget(self, request: Request) -> None:
+        """Drops a request that will not be sent."""
+        self._kept = {slot: kept for slot, kept in self._kept.items() if kept is not request}
+
+    def answer(self, header: Header) -> Request | None:
+        """Removes and returns the request that this header answers; None if no such request is in flight."""
+        request = self._kept.get(slot := key(header))
+        if request is None:
+            return None
+        if header.kind in _NUMBERED_ANSWERS and header.used != request.header.used:
+            return None
+        if header.flags & request.header.flags & Flag.AGAIN:
+            return None  # repeats an earlier AGAIN, whose request the sender has already sent again
+        del self._kept[slot]
+        self._last_answers[_slot(header)] = header.generation, header.step
+        if header.kind in _NUMBERED_ANSWERS:
+            self._ack_undos(header.used)
+        return request
+
+    def seen(self, header: Header) -> bool:
+        """Returns whether the header repeats an answer that has arrived before. False: no request of this end has that
+        answer."""
+        return key(header) in self._kept or (header.generation, header.step) <= self._last_answers.get(_slot(header), (-1, 0))
+
+    def _ack_undos(self, number: int) -> None:
+        """Drops UNDO requests with lower numbers. Requests arrive in the order of their numbers, so the peer has received
+        them."""
+        for slot, request in list(self._kept.items()):
+            if request.header.kind == Kind.UNDO and request.header.used < number:
+                del self._kept[slot]
+
+    def pending(self) -> list[Request]:
+        """Returns all requests in flight, in the order of sending."""
+        return list(self._kept.values())
+
+    def end(self, generation: int) -> list[Request]:
+        """Drops and returns the requests of generations before `generation`."""
+        dropped = [request for request in self.pending() if request.header.generation < generation]
+        self._kept = {slot: kept for slot, kept in self._kept.items() if kept.header.generation >= generation}
+        return dropped
+
+    def clear(self) -> list[Request]:
+        """Drops and returns all requests, because no answers will arrive."""
+        kept = self.pending()
+        self._kept.clear()
+        return kept
+
+
+def _slot(header: Header) -> tuple[int, ...]:
+    return header.kind, header.bucket, header.part, header.round
