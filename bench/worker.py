@@ -98,7 +98,7 @@ def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argumen
     auto.start()
 
     def after_step(*_: object) -> None:
-        auto.after_step()
+        auto.end_step()
         auto.settle(60.0)  # planning must not take CPU time from the measured steps
 
     optimizer.register_step_post_hook(after_step)

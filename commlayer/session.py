@@ -13,11 +13,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlayer.autotune.controller import TuningController
+from commlayer.autotune.start import start_tuning
 from commlayer.cluster.processes import object_collectives
 from commlayer.config import Config, read_config
-from commlayer.engine.buckets.current_step import EpochChanged
 from commlayer.engine.checkpoints import checkpoint
-from commlayer.engine.epochs.plan_switch import switch as go_over
+from commlayer.engine.components import Pending
+from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.epochs.replica import Replica
 from commlayer.engine.guards.model_checks import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
 from commlayer.engine.job.job import DistributedJob, end_dropped
@@ -25,7 +27,7 @@ from commlayer.engine.model.model_tensors import job_of, loss_scale, parameters_
 from commlayer.engine.model.optimizer_settings import check_optimizer, scaler_settings, settings_of
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.observers.inspection import Inspected, Inspection
-from commlayer.engine.observers.observers import ObserverOrder
+from commlayer.engine.observers.trace import trace_once
 from commlayer.engine.start.connect import connect
 from commlayer.engine.start.plan_choice import requested_plan
 from commlayer.engine.start.rendezvous import Start, group_of
@@ -52,8 +54,6 @@ class Driver(Inspected, Protocol):
     def join(self) -> AbstractContextManager[None]: ...
 
     def weight(self, n: float, total: float | None) -> None: ...
-
-    def log_loss(self, loss: float | torch.Tensor) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -130,7 +130,9 @@ class Session:
             got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise InvalidInput("E-ARGUMENT", f"loss: got {got}, allowed: a number, or a tensor with one element such as "
                                              "loss.mean()")
-        self._driver.log_loss(loss)
+        self._driver.connection.stream.loss(loss)
+        for controller in self._driver.connection.components.of(TuningController):
+            controller.report(loss)
 
     def synchronize(self) -> None:
         """Averages gradients accumulated inside `no_sync`, or written into `.grad` by the script.
@@ -194,13 +196,12 @@ class Session:
                     log.warning("resume(): there is no checkpoint in %s yet: training starts from the beginning", directory)
                 return False
             local = checkpoint.load_training(context.groups, context.rank, found, self._replica, extra)
-        except (CommError, EpochChanged) as error:
+        except CommError as error:
             raise checkpoint.not_loaded(context, directory, error) from None
         self._resumed = found.mark.step
-        self._driver.complete()
+        context.components.complete(Pending.STEP)
         checkpoint.load_codecs(context, found, directory, local)
-        for drift in self._driver.observers.at(ObserverOrder.PARAMETER_DRIFT):
-            drift.loaded()
+        context.components.loaded()
         return True
 
     def switch(self, plan: Plan) -> None:
@@ -213,8 +214,8 @@ class Session:
         context = self._driver.connection
         if not isinstance(context, DistributedJob):
             raise InvalidInput("E-PLAN-SWITCH", "switching to another plan needs other workers, but this job has only one")
-        self._driver.complete()
-        go_over(context, plan, requested=True)
+        context.components.complete(Pending.STEP)
+        switch(context, plan, requested=True)
         context.note_plan("requested")
         context.terms.auto = False  # automatic tuning keeps a plan that the user chose
         context.worker.recorder.switch(on=False)
@@ -386,8 +387,10 @@ def attach_module(
     if isinstance(connection, DistributedJob):
         driver = ModuleDriver(model, connection, optimizer=optimizer, scaler=grad_scaler, config=settings, outer=outer,
                               ddp=None if ddp is None else QuietDDP(ddp), clips=norm is not None)
+        start_tuning(connection, settings)
     else:
-        driver = SoloDriver(model, connection, optimizer, settings)
+        driver = SoloDriver(model, connection, optimizer)
+    trace_once(connection, settings.trace, planning=bool(connection.components.of(TuningController)))
     return Session(driver, replica, clipping(named, optimizer, norm))
 
 

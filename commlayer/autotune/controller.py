@@ -45,7 +45,7 @@ from commlayer.autotune.plan_policy import (
 from commlayer.autotune.quality import CodecChange, GradientError
 from commlayer.autotune.report import NO_TRAFFIC, NOT_KNOWN, Report, Reports
 from commlayer.autotune.shares.policy import WorkerTime
-from commlayer.engine.buckets.current_step import EpochChanged
+from commlayer.engine.components import Component, Order
 from commlayer.errors import CommError
 from commlayer.observe.events import AloneEvent, QualityEvent
 from commlayer.observe.link_monitor import LinkWatch, Rates, SeenStep, Throughput, differ, slower, spelled
@@ -114,9 +114,10 @@ _NOTHING: OwnReport = (TuningRequest.NOTHING, math.inf, None, WorkerTime(), NO_T
 """The report of a rank whose decisions have failed."""
 
 
-class TuningController:
-    """Measures and tunes one job. Every rank calls `compare` before a step's commit, `after_step` after a step on averaged
-    gradients, and `after_exchange` after an exchange of local steps."""
+class TuningController(Component):
+    """Measures and tunes one job, on every rank: after a step on averaged gradients, and after an exchange of local steps."""
+
+    order = Order.CONTROLLER
 
     def __init__(
         self, connection: DistributedJob, actions: JobActions, reports: Reports | None, guard: QualityGuard | None = None, *,
@@ -188,45 +189,37 @@ class TuningController:
 
     # ---- called after steps
 
-    def has_work(self) -> bool:
-        """Returns whether `compare` reads the sums of the present step."""
+    def reads_sums(self) -> bool:
         return self.guard is not None and not self.paused and self.guard.has_work()
 
-    def compare(self) -> None:
-        """Compares compressed with exact gradients in this step, if the quality guard wants to. If a rank is lost meanwhile,
-        the worker stores the CommError."""
+    def before_commit(self) -> None:
+        """Compares compressed with exact gradients in this step, if the quality guard wants to."""
         if self.guard is not None and not self.paused:
             try:
                 self.guard.compare(self._steps, self._failure)
-            except CommError as error:
-                self._connection.broke(error)
-            except EpochChanged:
+            except CommError:
                 raise
             except Exception as error:  # the next reports say so
                 self._failure = self._failure or error
             self._raise_failure()
 
-    def after_step(self) -> None:
+    def end_step(self) -> None:
         """Handles the end of a step on averaged gradients. The step ends with its backward pass, also if this call comes in
         the next step, as under sync="forward"."""
         self._after(1, self._connection.passed_s)
 
-    def after_exchange(self) -> None:
+    def end_exchange(self, *, early: bool) -> None:
         """Handles the end of an exchange of local steps, or of one of their fragments: counts the local steps since the
-        previous exchange."""
-        plan = self._connection.plan
-        if not self._busy and plan.steps_locally:
+        previous exchange. An early exchange ends no outer step, so it only restarts the clock."""
+        plan, local = self._connection.plan, self._connection.local
+        if early:
+            if local is not None and not local.taken:
+                self._begin(time.perf_counter())
+        elif not self._busy and plan.steps_locally:
             self._after(plan.local_steps // plan.fragments, time.perf_counter())
 
-    def after_drain(self) -> None:
-        """Restarts the clock after an early exchange of local steps, which ends no outer step."""
-        local = self._connection.local
-        if local is not None and not local.taken:
-            self._begin(time.perf_counter())
-
     def _after(self, steps: int, ended: float) -> None:
-        """Handles `steps` steps, the last of which ended at `ended`. If a rank is lost meanwhile, the worker stores the
-        CommError."""
+        """Handles `steps` steps, the last of which ended at `ended`."""
         worker, observed_s = self._connection.worker, self._connection.observed_s - self._last.observed_s
         step_s = max(0.0, ended - self._last.at - observed_s) / steps if self._last.at else 0.0
         waited_s = (worker.counters.exposed_s - self._last.exposed_s) / steps
@@ -234,8 +227,6 @@ class TuningController:
         try:
             if not self.paused:
                 self.step_over(step_s, waited_s)
-        except CommError as error:
-            self._connection.broke(error)
         finally:
             self._busy = False
             self._begin(ended)
@@ -249,7 +240,7 @@ class TuningController:
         """Handles one step of `step_s` seconds (0: unknown), of which the rank waited `waited_s` for communication."""
         try:
             self._step_over(step_s, waited_s)
-        except (CommError, EpochChanged):
+        except CommError:
             raise
         except Exception:  # raised on all ranks, for what they do together fails on all of them or on none
             self._pause()
@@ -304,7 +295,7 @@ class TuningController:
         if self._failure is None:
             try:
                 return act()
-            except (CommError, EpochChanged):
+            except CommError:
                 raise
             except Exception as error:
                 self._failure = error

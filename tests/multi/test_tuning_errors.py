@@ -20,7 +20,6 @@ from commlayer.autotune.job_actions import Measured
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.guards.parameter_drift import ParameterDrift
-from commlayer.engine.observers.observers import ObserverOrder
 from commlayer.observe.events import LogEvent, decode
 from commlayer.observe.link_monitor import LinkWatch
 from commlayer.records import Plan
@@ -52,7 +51,7 @@ def tuned(run: Run) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, Tuning
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     run.wrap(model, optimizer=optimizer, sync="auto")
     session = run.sessions[0]
-    (controller,) = session.inspect.observers.at(ObserverOrder.CONTROLLER)
+    (controller,) = session.inspect.components.of(TuningController)
     controller.shares = ShareMover(WorkerTime, lambda _rows, _step_s: None)
     return model, optimizer, session, controller
 

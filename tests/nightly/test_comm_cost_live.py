@@ -16,7 +16,6 @@ from commlayer.autotune.controller import MEASURED_STEPS, WARM_STEPS, TuningCont
 from commlayer.autotune.shares.driver import LoadBalancer
 from commlayer.balance import Decision, LinearTime, Sampler
 from commlayer.engine.observers import spacing
-from commlayer.engine.observers.observers import ObserverOrder
 from commlayer.observe import link_monitor
 
 WORLD, BATCH = 2, 24
@@ -58,7 +57,7 @@ def balanced(run: Run) -> dict[str, Any]:
         x, y = data(run.rank, sampler.step, n=len(batch))
         nn.functional.mse_loss(wrapped(x), y).backward()
         auto: TuningController
-        (auto,) = session.inspect.observers.at(ObserverOrder.CONTROLLER)
+        (auto,) = session.inspect.components.of(TuningController)
         if sampler.step in (planned, SLOW_FROM - 1, STEPS - 1):
             verdicts.append(len(auto.settle(30.0)))
         if sampler.step == SLOW_FROM - 1:

@@ -36,12 +36,12 @@ from commlayer.engine.buckets.current_step import Arrivals
 from commlayer.engine.checkpoints import checkpoint_files
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.epochs.replica import Replica
-from commlayer.engine.observers.observers import Observer, ObserverOrder
 from commlayer.engine.sync.local_steps import OuterSteps
 from commlayer.errors import CommError, StepAbandoned
 from commlayer.planner import default_plan
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 from support.attached import Raises, sync_of
+from support.components import Calls
 from support.sites import KILLED, WAIT_S, Ended, Process, Sites, all_ended
 
 STEPS, SIZES = 12, [(40, 30), (700,), (3, 5, 7)]
@@ -412,7 +412,7 @@ def main(site: int, script: Script) -> None:
 
         local = "every" in script.attach
         if not local:
-            session.inspect.observers.add(Observer(ObserverOrder.OTHER, after_step, after_step))
+            session.inspect.components.add(Calls(end_step=after_step))
 
         def train(step: int) -> None:
             own = gradients(site, step)

@@ -160,8 +160,7 @@ class LoadBalancer:
         self._decide(step + 1)
         self._state, parts = policy.step_begins(self._state, step + 1)
         for part in parts:
-            for listener in self._job.listeners:
-                listener.shares_moved(part)
+            reporting(self._job).shares_moved(part)
 
     def _row(self) -> WorkerTime:
         """Returns this rank's times for the next report."""
@@ -216,7 +215,7 @@ class LoadBalancer:
             rows = [RankStart(*row) for row in exchange.read()]
         state = policy.begin(rows, shares, from_step, policy=self._policy,
                              opening=self._opening, lbb=self._mode == "lbb")
-        reporting(connection, self.session.inspect.observers).shares = ShareMover(self._row, self._receive)
+        reporting(connection).shares = ShareMover(self._row, self._receive)
         return state
 
 

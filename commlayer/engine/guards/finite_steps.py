@@ -9,7 +9,6 @@ after a later exchange.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commlayer.engine.buckets.bucket_layout import all_finite
-from commlayer.engine.buckets.current_step import EpochChanged
+from commlayer.engine.components import Component
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.optimizers import HeldParameters, closure_of, watch
 from commlayer.errors import CommError
@@ -31,7 +30,7 @@ SHARED_EVERY = 4
 REMEDY = "check the data and the learning rate, and continue from the last checkpoint"
 
 
-class FiniteSteps:
+class FiniteSteps(Component):
     """Checks the gradients of one attached model for values that are not finite, before they are applied."""
 
     def __init__(self, connection: DistributedJob, parameters: Sequence[nn.Parameter], held: HeldParameters) -> None:
@@ -134,19 +133,17 @@ class FiniteSteps:
         self._count(min(mine), f"gradients of {connection.called(connection.rank)}, first in {self._name(first)},",
                     "this rank drops the step", own=True)
 
-    def share_drops(self) -> None:
-        """Reports the steps that this rank has dropped, and logs those that the other ranks have reported. All ranks call it
-        after an exchange. A report is read when the next one is sent, so no rank waits for the transfer."""
+    def end_exchange(self, *, early: bool) -> None:
+        """Reports the steps that this rank has dropped, and logs those that the other ranks have reported. A report is read
+        when the next one is sent, so no rank waits for the transfer."""
         connection = self._connection
+        if early:
+            return
         self._unshared += connection.plan.local_steps // connection.plan.fragments
         if self._unshared < SHARED_EVERY:
             return
-        try:
-            rows = self._drops.read() if self._drops.under_way else []
-            self._drops.start(float(self._own_drops), float(self._first_dropped))
-        except CommError as error:
-            connection.broke(error)
-            return
+        rows = self._drops.read() if self._drops.under_way else []
+        self._drops.start(float(self._own_drops), float(self._first_dropped))
         self._own_drops = self._unshared = 0
         for place, (count, first) in enumerate(rows):
             if count and place != connection.rank:
@@ -155,8 +152,8 @@ class FiniteSteps:
                                             f"{int(count)} of its last steps ({MOST} in a row end training)")
                 connection.log(connection.decisions[-1], logging.WARNING, event=False)  # that rank's event is in the stream
 
-    def begin_again(self) -> None:
-        """Restarts the reports on dropped steps, because members have left or joined."""
+    def new_members(self) -> None:
+        """Restarts the reports on dropped steps."""
         self._unshared = 0
 
     def exchanged(self, own: int, *, finite: bool) -> None:
@@ -178,8 +175,7 @@ class FiniteSteps:
             guilty = [rank for rank, number in enumerate(numbers) if number >= 0]
             first = next((number for number in numbers if number >= 0), -1)
         except CommError as error:
-            with contextlib.suppress(EpochChanged):
-                connection.broke(error)
+            connection.call_dropped(error)
         if not guilty:
             return "no single rank, but of their compressed sum,"
         who = "all ranks" if len(guilty) == len(numbers) else ", ".join(map(connection.called, guilty))

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from commlayer.cluster.processes.collectives import Groups, gather, gather_values
 from commlayer.config import Config
+from commlayer.engine.components import Component, Order
 from commlayer.engine.epochs.replica import share_optimizer
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.digests import Digests, pieces
@@ -90,9 +91,11 @@ class _Round:
     """Checksum of the values of `training_steps` at which the optimizer steps were made."""
 
 
-class ParameterDrift:
-    """Compares parameters between ranks. All ranks call it when their parameters must be equal: after a step's exchange, before
-    the optimizer's step."""
+class ParameterDrift(Component):
+    """Compares parameters between ranks when their parameters must be equal: after a step's exchange, before the optimizer's
+    step."""
+
+    order = Order.PARAMETER_DRIFT
 
     def __init__(
         self, connection: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
@@ -110,12 +113,12 @@ class ParameterDrift:
         # A worker that joins under local steps enters in the middle of an exchange, where the others compare nothing.
         self._compared = connection.fresh and connection.local is not None
         """True: settings, weights and optimizer states have been compared since the start or the last load."""
-        self.begin_again()
+        self.new_members()
+        self.new_plan()
         connection.on_close.append(watch(after=self._stepped))
 
-    def begin_again(self) -> None:
-        """Restarts with the first round, because a new member has no digests of earlier rounds. All ranks call it in the same
-        step."""
+    def new_members(self) -> None:
+        """Restarts with the first round, because a new member has no digests of earlier rounds."""
         self._digests = Digests(self._tensors)
         self._compared = self._compared and self._connection.local is not None
         self._span = self._fixed or (LEAST if self._connection.local is None else 1)
@@ -129,30 +132,32 @@ class ParameterDrift:
         differed."""
 
     def loaded(self) -> None:
-        """Restarts the comparison after a checkpoint was loaded. All ranks call it after the same step."""
+        """Restarts the comparison."""
         self._rows.forget()
         self._compared = False
-        self.begin_again()
+        self.new_members()
 
-    def start(self) -> None:
-        """Compares settings, weights and optimizer states before the first optimizer step. All ranks call it after the same
-        backward pass; later calls do nothing."""
-        if not self._compared:
-            self._compared = True
-            try:
-                self._compare_all()
-            except CommError as error:
-                self._connection.broke(error)
-
-    def compare(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Selects the tensors to compare from now on, under the same names. All ranks call it after the same step."""
+    def new_plan(self) -> None:
+        """Selects the tensors to compare from now on, under the same names: those that are equal on all ranks."""
+        local = self._connection.local
+        starts = {} if local is None else local.common
+        tensors = [starts.get(id(tensor), tensor) for _, tensor in self._named]
         if [*map(id, tensors)] != [*map(id, self._tensors)]:
-            self._tensors = [*tensors]
+            self._tensors = tensors
             self._pieces, self._digests, self._round.training_steps = pieces(self._tensors), Digests(self._tensors), 0
 
-    def __call__(self) -> None:
+    def end_local_step(self) -> None:
+        """Compares settings, weights and optimizer states before the first optimizer step."""
         if not self._compared:
-            self.start()
+            self._compared = True
+            self._compare_all()
+
+    def end_exchange(self, *, early: bool) -> None:
+        self.end_step()
+
+    def end_step(self) -> None:
+        if not self._compared:
+            self.end_local_step()
             return
         begin = time.perf_counter()
         if self._rows.under_way:
@@ -189,10 +194,7 @@ class ParameterDrift:
         row = self._own_row(HEAD + len(self._tensors), lambda: (
             float(self._digests.by_sums), cost_s, step_s, float(ended.optimizer_steps), float(ended.positions_digest),
             float(digest(self._settings())), *map(float, self._digests.take())))
-        try:
-            self._rows.start(*row)
-        except CommError as error:
-            self._connection.broke(error)
+        self._rows.start(*row)
 
     def _own_row(self, numbers: int, of: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
         """Returns this rank's row. If computing it has failed, the row has only NaN, so that all ranks end the check."""
@@ -213,19 +215,16 @@ class ParameterDrift:
         return [] if failed else rows
 
     def _hear(self) -> None:
-        try:
-            if not (rows := self._read()):
-                return
-            if not self._fixed:
-                self._span = spacing(max(row[1] for row in rows), min(row[2] for row in rows))
-            self._compare_steps(rows)
-            if self._connection.local is None:  # under local steps, a skipped step can delay a schedule
-                self._compare_settings({row[HEAD - 1] for row in rows})
-            if len({row[0] for row in rows}) > 1:
-                return  # digests from CPUs and from GPUs cannot be compared
-            self._act(_unlike([row[HEAD:] for row in rows]))
-        except CommError as error:
-            self._connection.broke(error)
+        if not (rows := self._read()):
+            return
+        if not self._fixed:
+            self._span = spacing(max(row[1] for row in rows), min(row[2] for row in rows))
+        self._compare_steps(rows)
+        if self._connection.local is None:  # under local steps, a skipped step can delay a schedule
+            self._compare_settings({row[HEAD - 1] for row in rows})
+        if len({row[0] for row in rows}) > 1:
+            return  # digests from CPUs and from GPUs cannot be compared
+        self._act(_unlike([row[HEAD:] for row in rows]))
 
     def _compare_steps(self, rows: Sequence[Sequence[float]]) -> None:
         """Reports ranks whose optimizers have stepped after different exchanges. If that continues, each sum mixes gradients of

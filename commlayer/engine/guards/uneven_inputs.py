@@ -28,7 +28,6 @@ from commlayer.engine.epochs.replica import share_optimizer
 from commlayer.engine.guards.parameter_drift import SHARDED
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.alignment import align
-from commlayer.engine.observers.observers import ObserverOrder, Observers
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, cause_of
 from commlayer.observe.step_trace import Recorder
 
@@ -49,11 +48,10 @@ class UnevenInputs:
     """Runs session.join() for one attached module. Outside session.join() it sends nothing."""
 
     def __init__(
-        self, model: nn.Module, connection: DistributedJob, optimizer: Any, scaler: Any, observers: Observers,
-        deadline_s: float,
+        self, model: nn.Module, connection: DistributedJob, optimizer: Any, scaler: Any, deadline_s: float,
     ) -> None:
         self._model, self._connection, self._optimizer, self._scaler = model, connection, optimizer, scaler
-        self._observers, self._deadline_s = observers, deadline_s
+        self._deadline_s = deadline_s
         self._rows = connection.rows.rows("which ranks still have batches in session.join()")
         self.inside = False
         """True: this rank is inside session.join(), where ranks can be at different positions in their scripts."""
@@ -144,7 +142,7 @@ class UnevenInputs:
             try:
                 self._rows.start(float(active), *(float(bits >> at & (1 << BITS) - 1) for at in range(0, slices, BITS)))
             except CommError as error:
-                self._connection.broke(error)
+                self._connection.call_dropped(error)
 
     def _read(self) -> None:
         worker = self._connection.worker
@@ -156,7 +154,7 @@ class UnevenInputs:
         except CommError as error:
             if isinstance(error, DeadlineExceeded):
                 error.what += ": enter session.join() on all ranks, with the same sessions"
-            self._connection.broke(error)
+            self._connection.call_dropped(error)
             return
         before, self._active = self._active, [bool(row[0]) for row in flags]
         if before and not self._active[rank := self._connection.rank] and (any(self._active) or not all(before)):
@@ -233,11 +231,10 @@ class UnevenInputs:
             data = groups.share_bytes(msgspec.msgpack.encode(state), SCALER_NBYTES, "the GradScaler's state", source=source)
             state = unpack(data, dict[str, bool | int | float], f"rank {source}", "the GradScaler's state")
         except CommError as error:
-            self._connection.broke(error)
+            self._connection.call_dropped(error)
         if state and self._scaler is not None and groups.rank != source:
             self._scaler.load_state_dict(state)
-        for drift in self._observers.at(ObserverOrder.PARAMETER_DRIFT):
-            drift.loaded()  # compares everything before the next step
+        self._connection.components.loaded()
 
 
 def _next(sessions: Sequence[UnevenInputs]) -> UnevenInputs:

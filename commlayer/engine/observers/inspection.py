@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from commlayer.engine.components import Components, Pending
 from commlayer.engine.job.job import DistributedJob, JobContext
-from commlayer.engine.observers.observers import Observers
 from commlayer.engine.observers.trace import STEPS, trace
 from commlayer.engine.worker.stopwatch import StepTiming
 from commlayer.observe.prediction_check import StalePlan
@@ -20,10 +20,6 @@ class Inspected(Protocol):
     @property
     def connection(self) -> JobContext: ...
 
-    @property
-    def observers(self) -> Observers: ...
-
-    def complete(self) -> object: ...
 
 
 class Inspection:
@@ -73,16 +69,16 @@ class Inspection:
         worker's number in `members`."""
         connection = self.connection
         entered = 0 if connection.joined is None else connection.joined.carried
-        return connection.members.parted.get(member, entered) if isinstance(connection, DistributedJob) else entered
+        return connection.members.steps_at_exit.get(member, entered) if isinstance(connection, DistributedJob) else entered
 
     def catch_up(self, *, wholly: bool = False) -> None:
         """Runs an exchange that is due because this rank's optimizer step was skipped. All ranks call it between two steps.
         `wholly`: in jobs whose workers can leave, it also exchanges until all workers have the weight changes of all steps."""
         connection = self.connection
         if isinstance(connection, DistributedJob) and connection.local is not None:
-            connection.catch_up()
-            for listener in connection.listeners if wholly and self.may_leave else ():
-                listener.end_rounds()
+            connection.complete(Pending.DUE)
+            if wholly and self.may_leave:
+                connection.complete(Pending.ALL_EXCHANGES)
 
     @property
     def followers(self) -> dict[str, Callable[[], str]]:
@@ -96,9 +92,9 @@ class Inspection:
         return {} if self.connection.joined is None else self.connection.joined.followed
 
     @property
-    def observers(self) -> Observers:
-        """The observers that are called in each step."""
-        return self._inspected.observers
+    def components(self) -> Components:
+        """The parts of the session that are called in each step, and when plan or members change."""
+        return self.connection.components
 
     def decisions(self) -> list[str]:
         """commlayer's decisions during training, such as changes of plan: one line for each, with step and reason. Only rank 0
@@ -120,5 +116,5 @@ class Inspection:
         Perfetto (ui.perfetto.dev) displays it; `commlayer trace FILE` compares predicted and measured times of each operation.
         With the setting `trace`, a trace is written automatically.
         """
-        self._inspected.complete()
-        trace(self.connection, self.observers, Path(path), steps)
+        self.components.complete(Pending.STEP)
+        trace(self.connection, Path(path), steps)

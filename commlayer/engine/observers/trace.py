@@ -18,11 +18,11 @@ import torch
 
 from commlayer.cluster.calls.messages import unpack
 from commlayer.cluster.processes.collectives import gather_bytes
+from commlayer.engine.components import Component, Order
 from commlayer.engine.job.job import DistributedJob, JobContext
-from commlayer.engine.observers.observers import Observer, ObserverOrder, Observers
 from commlayer.engine.observers.predicted_trace import Prediction, origins, predict
 from commlayer.engine.worker.worker import Worker
-from commlayer.errors import CommError, CorruptFrame, InvalidInput
+from commlayer.errors import CorruptFrame, InvalidInput
 from commlayer.observe.step_trace import (
     NO_BUCKET,
     STEP,
@@ -51,22 +51,22 @@ APART = 1.05
 """Distance between two steps in the drawing, in units of the longest step, predicted or measured."""
 
 
-def trace_once(connection: JobContext, observers: Observers, file: str, *, planning: bool) -> None:
+def trace_once(connection: JobContext, file: str, *, planning: bool) -> None:
     """Starts a trace when the plan is final, if `file` is not empty. `planning`: True while commlayer is still searching for a
     plan."""
     if file and (why := _untraceable(connection)):
         log.warning("no trace in %s: %s", file, why)
     elif file and isinstance(connection, DistributedJob):
-        Tracer(connection, observers, Path(file), STEPS, planning=planning, warm=WARM_STEPS)
+        Tracer(connection, Path(file), STEPS, planning=planning, warm=WARM_STEPS)
 
 
-def trace(connection: JobContext, observers: Observers, path: Path, steps: int) -> None:
+def trace(connection: JobContext, path: Path, steps: int) -> None:
     if steps < 1:
         raise InvalidInput("E-TRACE", f"steps: got {steps}, but it must be 1 or more")
     why = _untraceable(connection)
     if why or not isinstance(connection, DistributedJob):
         raise InvalidInput("E-TRACE", f"there is nothing to trace: {why}")
-    Tracer(connection, observers, path, steps, planning=False, warm=0)
+    Tracer(connection, path, steps, planning=False, warm=0)
 
 
 def _untraceable(connection: JobContext) -> str:
@@ -78,13 +78,13 @@ def _untraceable(connection: JobContext) -> str:
     return ""
 
 
-class Tracer:
+class Tracer(Component):
     """Records one trace, from its construction until the file is written."""
 
-    def __init__(
-        self, connection: DistributedJob, observers: Observers, path: Path, steps: int, *, planning: bool, warm: int,
-    ) -> None:
-        self._connection, self._observers, self._path, self._wanted = connection, observers, path, steps
+    order = Order.TRACE
+
+    def __init__(self, connection: DistributedJob, path: Path, steps: int, *, planning: bool, warm: int) -> None:
+        self._connection, self._path, self._wanted = connection, path, steps
         self._before, self._planning, self._ask = connection.exchanges, planning, WARM_STEPS
         self._first = warm
         """Number of steps after which recording starts at the earliest."""
@@ -93,27 +93,27 @@ class Tracer:
         """The last recorded step, until it is known whether to keep the record. Only steps in which all ranks have a batch are
         kept (uneven_inputs.py)."""
         self._recording: Worker | None = None
+        self._over = False
         self._plan: Plan | None = None
-        observers.add(Observer(ObserverOrder.TRACE, self, self._after_step))
+        connection.components.add(self)
         connection.on_close.append(self._ended)
-        self._look()
+        self.end_step()
 
     @property
     def _done(self) -> int:
         return self._connection.exchanges - self._before
 
-    def _after_step(self) -> None:
-        try:
-            self._look()
-        except CommError as error:
-            self._connection.broke(error)
+    def new_members(self) -> None:
+        self.end()
+        self._over = True
+        self._connection.components.remove(self)
 
     def _ended(self) -> None:
-        if self in self._observers.at(ObserverOrder.TRACE) and self._connection.rank == 0:
+        if not self._over and self._connection.rank == 0:
             log.warning("no trace in %s: the job ended after %d steps, before %d steps were recorded", self._path,
                         self._done, self._wanted)
 
-    def _look(self) -> None:
+    def end_step(self) -> None:
         if self._recording is None:
             if self._done >= self._first and self._stands():
                 self._begin()
@@ -125,8 +125,7 @@ class Tracer:
             self._steps.append(self._latest)
             self._latest = None
         if len(self._steps) >= self._wanted:
-            self.end()
-            self._observers.remove(self)
+            self.new_members()
             self._write(self._steps[: self._wanted])
 
     def end(self) -> None:

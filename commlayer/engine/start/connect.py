@@ -31,7 +31,7 @@ from commlayer.config import (
 )
 from commlayer.engine.epochs.membership_change import MembershipChange, forbidding, unfit
 from commlayer.engine.epochs.replica import Replica
-from commlayer.engine.job.job import DistributedJob, JobContext, WaitsFor
+from commlayer.engine.job.job import DistributedJob, JobContext
 from commlayer.engine.job.plan_agreement import agreed_plan, check_plan, from_rank_0
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.job.run_events import check_folder
@@ -42,6 +42,7 @@ from commlayer.engine.start.interrupted import print_one_line
 from commlayer.engine.start.joining import enter
 from commlayer.engine.start.rendezvous import HEARD_S, Rendezvous, Start, compared
 from commlayer.engine.sync.sync_modes import Forbids, RequestedModes, with_modes
+from commlayer.engine.worker.root_cause import WaitsFor
 from commlayer.errors import InvalidInput
 from commlayer.planner import tensors as float64
 from commlayer.planner.plan_rules import late_and_sparse, summary_of
@@ -157,7 +158,7 @@ def _begin(
     for line in notes:
         context.say(line)
     if elastic and replica is not None:
-        context.members = MembershipChange(context, config, met.launch.home, replica)
+        MembershipChange(context, config, met.launch.home, replica)
     context.log(f"begins with plan {records.digest(agreed)}: {summary_of(agreed)}", event=False)
     return context
 

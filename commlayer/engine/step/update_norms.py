@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
 
-from commlayer.engine.buckets.current_step import EpochChanged
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.alignment import align
 from commlayer.errors import CommError
@@ -41,9 +39,8 @@ class UpdateNorms:
             self._connection.rows.allow(self._deadline_s * every)
             return self._connection.matched
         except CommError as error:
-            with contextlib.suppress(EpochChanged):  # then norms are not exchanged under this plan
-                self._connection.broke(error)
-            return False
+            self._connection.call_dropped(error)
+            return False  # norms are not exchanged under this plan
 
     def rest(self) -> None:
         """Called for a plan that exchanges no norms: resets the time limit for receiving rows of numbers to its usual value."""
@@ -64,8 +61,7 @@ class UpdateNorms:
                 raise error
             return self._rows.read(self._deadline_s, self._failed)
         except CommError as failure:
-            with contextlib.suppress(EpochChanged):
-                self._connection.broke(failure)
+            self._connection.call_dropped(failure)
             return []
 
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
@@ -81,7 +77,7 @@ class UpdateNorms:
             connection.log(f"workers' changes over {plan.local_steps} local steps have a mean cosine of {agreement:.2f}")
 
     def _failed(self) -> BaseException | None:
-        gone = self._connection.members.pending(0.0)
+        gone = self._connection.members.departed(0.0)
         left = CommError("members left while ranks exchanged norms of weight changes") if gone else None
         return self._connection.worker.error or left
 
@@ -97,10 +93,8 @@ class UpdateNorms:
                 differing = align(starts, connection.groups, self._deadline_s)
                 break
             except CommError as error:
-                try:
-                    connection.broke(error)
-                except EpochChanged:
-                    connection.members.go()
+                if connection.call_dropped(error):
+                    connection.members.enter_epoch()
         if differing:
             connection.say("the remaining ranks had merged the last exchange differently, because some had not received "
                            "the norms of all changes: all ranks continue with rank 0's weights")

@@ -31,7 +31,6 @@ import torch
 from torch import nn
 
 from commlayer.compressors.feedback import ResidualSlice, residual_on
-from commlayer.engine.buckets.current_step import EpochChanged
 from commlayer.engine.sync.norm_matching import Lengths, largest_of, scale_of, square_of
 from commlayer.engine.worker.worker import Worker
 from commlayer.observe.step_trace import Recorder
@@ -46,6 +45,10 @@ SPOILT = "the weights of some worker are not finite: all workers return to the w
 def _spoilt(_own: int, *, finite: bool) -> None:
     if not finite:
         log.warning("%s", SPOILT)
+
+
+def _once(exchange: Callable[[], None]) -> None:
+    exchange()
 
 
 class StepWeights:
@@ -168,15 +171,16 @@ class OuterSteps:
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], every: int, outer: OuterSGD, weights: StepWeights, *, fragments: int = 1,
-        overlap: bool = False, regroup: Callable[[], Worker] | None = None, lengths: Lengths | None = None,
+        overlap: bool = False, run: Callable[[Callable[[], None]], Worker | None] = _once, lengths: Lengths | None = None,
         hold: Callable[[], bool] = lambda: False, merged: Callable[..., None] = _spoilt,
     ) -> None:
         """`merged(own, finite=...)` is called after each exchange, on all ranks; `own` is the value of Worker.not_finite.
 
-        `regroup` returns the worker for the remaining ranks after EpochChanged. `lengths` exchanges norms; None: norms are not
-        exchanged. `hold` returns True if new members wait to join and this rank must withhold its part of an exchange.
+        `run` runs an exchange, and returns the worker with which to repeat it if the members have changed. `lengths` exchanges
+        norms; None: norms are not exchanged. `hold` returns True if new members wait to join and this rank must withhold its
+        part of an exchange.
         """
-        self._parameters, self.weights, self._regroup, self._hold = parameters, weights, regroup, hold
+        self._parameters, self.weights, self._run, self._hold = parameters, weights, run, hold
         self._merged, self._outer = merged, outer
         self.go(every, fragments=fragments, overlap=overlap, lengths=lengths)
         self.taken = 0
@@ -247,6 +251,11 @@ class OuterSteps:
     def shifted(self) -> bool:
         """True: the ranks' weights are never all equal, so that only `starts` can be compared between ranks."""
         return self._schedule.overlap or self._schedule.fragments > 1
+
+    @property
+    def common(self) -> dict[int, torch.Tensor]:
+        """Maps the id of each parameter to its start, if the ranks' weights are never all equal."""
+        return dict(zip(map(id, self._parameters), self.starts, strict=True)) if self.shifted else {}
 
     @property
     def under_way(self) -> bool:
@@ -390,7 +399,7 @@ class OuterSteps:
         if members have left."""
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
         with self._whole(sent):
-            worker = self._here(worker, sent, len(tensors), deadline_s)
+            worker = self._wait(worker, sent, len(tensors), deadline_s)
             lengths = [] if self._lengths is None else self._lengths.read()
         try:
             worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.fragment)
@@ -429,24 +438,23 @@ class OuterSteps:
         self._merged(own, finite=finite)
         return worker
 
-    def _here(self, worker: Worker, sent: _Sent, tensors: int, deadline_s: float) -> Worker:
+    def _wait(self, worker: Worker, sent: _Sent, tensors: int, deadline_s: float) -> Worker:
         """Waits for the means of an exchange, and repeats it with the remaining ranks if members leave. Returns the worker to
         use from now on."""
         again = False
-        while True:
-            try:
-                if sent.held or again:
-                    worker.check_interrupts()
-                    self._send(worker, sent, tensors)
-                if again:
-                    self._tell(worker, sent)
-                worker.wait(deadline_s, sent.fragment)
-                return worker
-            except EpochChanged:
-                if self._regroup is None:
-                    raise
-                worker, again = self._regroup(), True
-                worker.units.scale = worker.units.rate = 1.0
+
+        def attempt() -> None:
+            if sent.held or again:
+                worker.check_interrupts()
+                self._send(worker, sent, tensors)
+            if again:
+                self._tell(worker, sent)
+            worker.wait(deadline_s, sent.fragment)
+
+        while (restarted := self._run(attempt)) is not None:
+            worker, again = restarted, True
+            worker.units.scale = worker.units.rate = 1.0
+        return worker
 
     def _advance(self, sent: _Sent) -> None:
         for n, parts in sent.ranges.items():

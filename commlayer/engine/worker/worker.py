@@ -25,11 +25,12 @@ from commlayer.compressors.codec import Codec
 from commlayer.compressors.feedback import ResidualSlice
 from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket, bucket_of
 from commlayer.engine.buckets.bucket_layout import contiguous, release
-from commlayer.engine.buckets.current_step import Counters, Step, WorkerListener, aborted_by
+from commlayer.engine.buckets.current_step import Counters, Step, aborted_by
 from commlayer.engine.buckets.entries_sent import allot_entries
 from commlayer.engine.buckets.results import EncodedResult, SparseResult
 from commlayer.engine.buckets.shared_buffers import SharedBuffers
 from commlayer.engine.buckets.units import Units
+from commlayer.engine.components import Components, Pending
 from commlayer.engine.paths.late_results import LateResults
 from commlayer.engine.paths.staging import Staging, device_buckets
 from commlayer.engine.paths.table import make_paths
@@ -60,17 +61,17 @@ class Worker:
         self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
         *, rank: int = 0, members: int = 0, generation: int = 1, transport: Transport | None = None,
         groups: Groups | None = None, recycle: Callable[[memoryview], None] = lambda _: None,
-        listener: WorkerListener | None = None,
+        components: Components | None = None,
     ) -> None:
         """Allocates the buckets and starts the lanes.
 
         `members`: number of workers in this epoch; 0: the size of `groups`. `recycle` receives the buffers of decoded results
-        for reuse. `listener`: receives the worker's questions and reports to the session.
+        for reuse. `components`: those of the session; None: the worker has no session.
         """
         self.job, self.plan, self.device = job, plan, device
-        self._listener = listener or WorkerListener()
+        self._components = Components() if components is None else components
         self.units = Units(members or (groups.world if groups is not None else 1), shared=plan.ranks_per_node > 1)
-        self.now = Step(rank, generation, self.units, lambda complete: self._listener.check_interrupts(complete),
+        self.now = Step(rank, generation, self.units, lambda complete: self._components.check_interrupts(complete),
                         eager=plan.overlap == "forward")
         on_device, last = device_buckets(plan, codecs, device), len(plan.buckets) - 1
         self.buckets = [
@@ -202,7 +203,7 @@ class Worker:
         with self._waiting(begin):
             for path in self._paths.fragments[fragment]:
                 if self.now.error is None:
-                    path.finish(begin + deadline_s + self._listener.patience())
+                    path.finish(begin + deadline_s + self._components.patience())
         if self.now.sent_at:
             arrived_at = max((path.arrived_at for path in self._paths.fragments[fragment]), default=0.0)
             self.counters.exchange_s += max(0.0, arrived_at - self.now.sent_at)
@@ -234,7 +235,7 @@ class Worker:
             cause = cause_of(error)
             self.latch(CommError(f"{cause} has ended the wait for the step's results, so this rank has left the job: attach "
                                  "again on all ranks, or resume from a checkpoint", code="E-SESSION-CLOSED", step=self.step))
-            self._listener.interrupted(cause)
+            self._components.interrupted(cause)
             raise
         finally:
             self.now.waiting_since = 0.0
@@ -243,7 +244,7 @@ class Worker:
     def check_interrupts(self) -> None:
         """Handles pending interrupts, such as a change of members, before this step sends anything."""
         with self._waiting(0.0):
-            self._listener.check_interrupts(lambda: False)
+            self._components.check_interrupts(lambda: False)
 
     def write(self, targets: Sequence[torch.Tensor | None], fragment: int = 0) -> bool:
         """Writes the averages of one fragment's buckets into `targets`. Returns True if all averages are finite."""
@@ -388,7 +389,7 @@ class Worker:
     def roll_back(self) -> dict[int, int]:
         """Rolls back the last step's averages that were not applied. Returns, for each bucket id, a bit mask of slices whose
         rollback the servers do not know yet. The result is the same on all ranks."""
-        self._listener.settle()
+        self._components.complete(Pending.STEP)
         for bucket in self.buckets:
             if not bucket.late:
                 bucket.ledger.roll_back()
@@ -397,7 +398,7 @@ class Worker:
     def discarded(self) -> tuple[int, int]:
         """Returns which of the last averages were not applied: a bit mask over the slices of all buckets in order, and the
         number of slices."""
-        self._listener.settle()
+        self._components.complete(Pending.STEP)
         bits = slices = 0
         for bucket in self.buckets:
             bits, slices = bits | bucket.ledger.discarded << slices, slices + len(bucket.slices)
@@ -428,7 +429,7 @@ class Worker:
     @property
     def waits_s(self) -> float:
         """Upper limit in seconds for the training thread's current or last wait."""
-        return self.now.deadline_s + self._listener.patience()
+        return self.now.deadline_s + self._components.patience()
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
         """Stores a server's report that the server waits for the workers `missing`, for one bucket and step."""
@@ -464,7 +465,7 @@ class Worker:
         """Waits until no exchange is running. Averages that are applied one step after their gradients are kept for `hand_out`.
         All ranks call it after the same step."""
         self.check()
-        self._listener.finish_pending()
+        self._components.complete(Pending.STEP)
         with self._waiting(0.0):
             self._quiet()
         self.late.take()
@@ -549,7 +550,7 @@ class Worker:
         if self.now.error is None:
             return
         if self.intact is None:
-            self.now.error = self._listener.explain(self.now.error)
+            self.now.error = self._components.explain(self.now.error)
             self.intact = self._paths.drain(DRAIN_S)
             for bucket in self.buckets if self.intact else ():
                 if bucket.exchange.started:
