@@ -92,7 +92,7 @@ def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argumen
     """As mode `commlayer`; the plan is also priced from the first steps, as by "auto", but never replaced."""
     trained = commlayer_service(model, optimizer, argument)
     session: commlayer.Session = trained.close.__self__  # type: ignore[attr-defined]
-    connection = session.inspect.connection
+    connection = session.inspect.context
     assert isinstance(connection, DistributedJob)
     auto = TuningController(connection, JobActions(connection), None, keep=True)
     auto.start()

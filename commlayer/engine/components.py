@@ -56,8 +56,6 @@ class Component:
 
     order = Order.OTHER
 
-    # ---- a step: errors are reported, and training continues
-
     def reads_sums(self) -> bool:
         """Returns True if `before_commit` reads the sums of the current step."""
         return False
@@ -76,8 +74,6 @@ class Component:
         """Called after an exchange of local steps. If it was scheduled, the component can change the plan. `early`: True if it
         was made for a checkpoint, an evaluation, the end, or a change of plans; training continues under the same plan."""
 
-    # ---- waits of the training thread
-
     def check_interrupts(self, complete: Callable[[], bool]) -> None:
         """Called before each wait for other ranks and after each `wake`. Can raise, for example EpochChanged. `complete`
         returns True if all results of the step have arrived."""
@@ -93,8 +89,6 @@ class Component:
 
     def interrupted(self, cause: str) -> None:
         """Called when the script's exception has ended the wait for a step's results. `cause`: for the other ranks."""
-
-    # ---- between two steps
 
     def complete(self, pending: Pending) -> None:
         """Completes what is pending, for a call that all ranks make together."""
@@ -115,7 +109,7 @@ class Component:
         """Called at the normal end. Completes pending exchanges."""
 
 
-class Job(Protocol):
+class Owner(Protocol):
     """What the list needs from the job whose components it has."""
 
     @property
@@ -129,7 +123,7 @@ class Job(Protocol):
 class Components:
     """The components of one job on one rank, in their order; those of equal order in the order in which they were added."""
 
-    def __init__(self, job: Job | None = None) -> None:
+    def __init__(self, job: Owner | None = None) -> None:
         """`job`: decides about errors. None: there are no components, as for a worker without a session."""
         self._job = job
         self._all: list[Component] = []
@@ -151,8 +145,6 @@ class Components:
     def __iter__(self) -> Iterator[Component]:
         """Iterates over a copy: components that are added or removed during an iteration change only the next one."""
         return iter(tuple(self._all))
-
-    # ---- a step
 
     def reads_sums(self) -> bool:
         return any(self._guarded(each, each.reads_sums, otherwise=False) for each in self)
@@ -195,8 +187,6 @@ class Components:
                 self._job.report_failure(type(component).__name__, error)
             return otherwise
 
-    # ---- waits of the training thread
-
     def check_interrupts(self, complete: Callable[[], bool]) -> None:
         for each in self:
             each.check_interrupts(complete)
@@ -212,8 +202,6 @@ class Components:
     def interrupted(self, cause: str) -> None:
         for each in self:
             each.interrupted(cause)
-
-    # ---- between two steps
 
     def complete(self, pending: Pending) -> None:
         for each in self:

@@ -197,7 +197,7 @@ def watched(run: Run) -> list[tuple[str, int, int]]:
     seen: list[tuple[str, int, int]] = []
 
     def note(moment: str, place: Order) -> None:
-        seen.append((moment, place, session.inspect.connection.exchanges))
+        seen.append((moment, place, session.inspect.context.exchanges))
 
     for place in sorted(PLACES, reverse=run.rank == 1):
         moments = ("before_commit", "end_step", "end_exchange")
@@ -228,7 +228,7 @@ def recorded(rank: int, sync: str) -> list[tuple[float, float]]:
         time.sleep(SLEPT_S)
 
     with commlayer.attach(model, optimizer, sync=sync, config=quick(servers="each")) as session:
-        recorder = session.inspect.connection.worker.recorder
+        recorder = session.inspect.context.worker.recorder
         recorder.switch(on=True)
         session.inspect.components.add(Calls(end_step=sleep))
         for _ in range(4):
@@ -259,7 +259,7 @@ def compared(rank: int, fails: bool) -> tuple[list[float], list[str]]:
         for _ in range(2):
             model.zero_grad()
             model(torch.full((1, 2), 1.0 + 2 * rank)).sum().backward()
-        events = [decode(line) for line in session.inspect.connection.stream.log.since(0).lines]
+        events = [decode(line) for line in session.inspect.context.stream.log.since(0).lines]
     assert model.weight.grad is not None
     errors = [f"{event.code} {event.traceback.partition(' < ')[0]}" for event in events
               if isinstance(event, LogEvent) and event.traceback]
@@ -298,8 +298,8 @@ def test_a_session_has_what_is_needed_every_day_and_the_rest_under_inspect() -> 
     assert {"no_sync", "synchronize", "weight", "checkpoint", "resume", "metrics", "close",
             "inspect"} <= public
     rest = {name for name in dir(session.inspect) if not name.startswith("_")}
-    assert rest == {"plan", "connection", "components", "decisions", "events", "laps", "trace", "members", "may_leave",
-                    "own", "carried", "parted", "catch_up", "followers", "given", "steps_locally"}
+    assert rest == {"plan", "context", "components", "decisions", "events", "laps", "trace", "members", "may_leave",
+                    "own", "carried", "steps_at_exit", "catch_up", "followers", "joined_state", "steps_locally"}
     session.close()
 
 
@@ -372,14 +372,14 @@ def traced(rank: int, address: str, file: str, changes: dict[int, str], steps: i
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with commlayer.attach(model, optimizer, compression="identity", config=quick(join=address)) as session:
-        session.inspect.connection.terms.auto = True  # as if the controller were searching
-        trace.trace_once(session.inspect.connection, file, planning=True)
+        session.inspect.context.terms.auto = True  # as if the controller were searching
+        trace.trace_once(session.inspect.context, file, planning=True)
         for done in range(steps):
             what = changes.get(done)
             if what == "basis" and rank == 0:
-                session.inspect.connection.terms.basis = basis_of(session)
+                session.inspect.context.terms.basis = basis_of(session)
             if what == "basis of three" and rank == 0:
-                session.inspect.connection.terms.basis = basis_of(session, "3xcpu@10g")
+                session.inspect.context.terms.basis = basis_of(session, "3xcpu@10g")
             if what == "switch":
                 assert session.inspect.plan is not None
                 session.switch(msgspec.structs.replace(session.inspect.plan, step_s=1.0))

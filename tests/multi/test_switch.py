@@ -172,9 +172,9 @@ def again_and_again(run: Run) -> dict[str, Any]:
     for number in range(6):
         session.switch(plan(model, ("staged topk", "small int8")[number % 2]))
         backward(model)
-        workers.append(weakref.ref(session.inspect.connection.worker))
+        workers.append(weakref.ref(session.inspect.context.worker))
         threads.append(threading.active_count())
-        states = [state for bucket in session.inspect.connection.worker.buckets for _, state in bucket.ledger.encoders]
+        states = [state for bucket in session.inspect.context.worker.buckets for _, state in bucket.ledger.encoders]
         residuals.append([weakref.ref(state["residual"]) for state in states if "residual" in state])
     kept = [any(residual() is not None for residual in of_plan) for of_plan in residuals[:-1]]
     gc.collect()
@@ -669,7 +669,7 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
     torch.nn.functional.mse_loss(called(torch.ones(4, 12)), torch.ones(4, 3)).backward()
     if stepped and optimizer != "lbfgs" and "grad_scaler" not in how:
         stepped.step()
-    connection = session.inspect.connection
+    connection = session.inspect.context
     result = connection.terms.allowed_modes(), connection.terms.forbidden_modes()
     session.flush()
     session.close()

@@ -61,9 +61,9 @@ def balanced(run: Run) -> dict[str, Any]:
         if sampler.step in (planned, SLOW_FROM - 1, STEPS - 1):
             verdicts.append(len(auto.settle(30.0)))
         if sampler.step == SLOW_FROM - 1:
-            planned_price = session.inspect.connection.terms.price
+            planned_price = session.inspect.context.terms.price
         if sampler.step >= SLOW_FROM - 1 and run.rank == 0:
-            session.inspect.connection.terms.price = (COMM_S, 0.0)  # so much that expectations show it
+            session.inspect.context.terms.price = (COMM_S, 0.0)  # so much that expectations show it
     return {"verdicts": verdicts, "price": planned_price, "decisions": decisions(controller),
             "shares": controller.shares, "lines": [line for line in session.inspect.decisions() if "new shares" in line]}
 

@@ -79,7 +79,7 @@ def script(
 
     follow, result = sampler.follow, dict[str, Any]()
     if not run.alone:
-        connection, moved = run.sessions[0].inspect.connection, list[tuple[int, float]]()
+        connection, moved = run.sessions[0].inspect.context, list[tuple[int, float]]()
         assert isinstance(connection, DistributedJob)
         tuning = reporting(connection)
         shares_moved = tuning.shares_moved

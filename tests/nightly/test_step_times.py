@@ -30,7 +30,7 @@ def passes(run: Run, overlap: str | None) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = commlayer.attach(model, optimizer, compression="fp16()", sync=overlap, config=rank_pool.quick(servers="each"))
     run.sessions.append(session)
-    connection, times, lines = session.inspect.connection, list[tuple[float, float]](), list[float]()
+    connection, times, lines = session.inspect.context, list[tuple[float, float]](), list[float]()
 
     def after_step() -> None:
         lines.append(connection.passed_s)
@@ -65,7 +65,7 @@ def priced(run: Run, overlap: str | None) -> tuple[list[ReplanVerdict], float]:
     session = commlayer.attach(model, optimizer, compression="fp16()", sync=sync_of(EVERY, overlap=overlap),
                                config=rank_pool.quick(servers="each"))
     run.sessions.append(session)
-    connection = session.inspect.connection
+    connection = session.inspect.context
     auto = TuningController(connection, JobActions(connection, 0.2), None, keep=True)
     session.inspect.components.add(auto)
     times = []

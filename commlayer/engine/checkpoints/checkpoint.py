@@ -146,7 +146,7 @@ def save(
     if job is None:
         _save(context, job, replica, directory, extra, model=model)
     else:
-        job.anew(lambda: _save(context, job, replica, directory, extra, model=model))
+        job.retry_on_epoch_change(lambda: _save(context, job, replica, directory, extra, model=model))
     if context.rank == 0:
         context.stream.log.append(CheckpointEvent(action="saved", step=context.passes, directory=str(directory)))
 

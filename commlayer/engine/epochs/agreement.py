@@ -73,9 +73,6 @@ class AgreementOutcome(enum.Enum):
     """All members are in the same step, and no member has completed or will complete it."""
 
 
-# ---- members of two epochs
-
-
 def new_in(epoch: Epoch, former: Epoch) -> list[int]:
     """Returns the ranks of the members that have joined since the epoch `former`."""
     former_ranks = {m.rank for m in former.members}
@@ -99,9 +96,6 @@ def servers_to_notify(mine: int, former: Epoch, epoch: Epoch) -> list[ServerInfo
     ids = [m.rank for m in epoch.members]
     among = len(ids) - len(new_in(epoch, former))
     return [server for number, server in enumerate(epoch.servers) if number % among == ids.index(mine)]
-
-
-# ---- votes
 
 
 def missed(step: int, finished: Iterable[int]) -> bool:

@@ -133,8 +133,6 @@ class MembershipChange(FixedMembers):
             old.now.error = error
             raise
 
-    # ---- agreement on the step to repeat
-
     @property
     def _epoch(self) -> Epoch:
         return self._context.uplink.epoch
@@ -202,8 +200,6 @@ class MembershipChange(FixedMembers):
 
     def _exchange_votes(self, epoch: Epoch, what: str, vote: Vote, until: float) -> list[Vote]:
         return self._messages.exchange_votes(epoch, what, self._context.id, vote, until, limit_s=self._config.deadline_s)
-
-    # ---- to the new epoch
 
     def _enter(self, old: Worker, under: Plan, epoch: Epoch, votes: Sequence[Vote]) -> None:
         context = self._context

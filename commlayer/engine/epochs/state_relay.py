@@ -72,8 +72,6 @@ class StateRelay:
         for window in range(self._windows(self._nbytes()) + 1):
             self._meet(window)
 
-    # ----
-
     def _nbytes(self) -> int:
         (row,) = self._read([self._size])
         return self._check(unpack(row, int, peer_name(self.giver), "a size"), self._most_nbytes)

@@ -33,11 +33,11 @@ REMEDY = "check the data and the learning rate, and continue from the last check
 class FiniteSteps(Component):
     """Checks the gradients of one attached model for values that are not finite, before they are applied."""
 
-    def __init__(self, connection: DistributedJob, parameters: Sequence[nn.Parameter], held: HeldParameters) -> None:
+    def __init__(self, context: DistributedJob, parameters: Sequence[nn.Parameter], held: HeldParameters) -> None:
         """`parameters`: the averaged parameters, in the order of their numbers. `held`: returns which parameters belong to an
         optimizer."""
-        self._connection, self._parameters, self.held = connection, parameters, held
-        self._rows = connection.rows.rows("gradients that are not finite")
+        self._context, self._parameters, self.held = context, parameters, held
+        self._rows = context.rows.rows("gradients that are not finite")
         self._found: str | None = None
         """Text that names the ranks and the tensor with non-finite gradients; "" if the averages in `.grad` are finite; None if
         that is not known yet."""
@@ -47,14 +47,12 @@ class FiniteSteps(Component):
         """Maps the smallest parameter number of an optimizer to the number of its steps that were dropped in a row."""
         self._spoilt = 0
         """Number of exchanges of weight changes that were dropped in a row."""
-        self._drops = connection.rows.rows("dropped steps")
+        self._drops = context.rows.rows("dropped steps")
         self._own_drops, self._first_dropped = 0, -1
         """Number of local steps that this rank has dropped and not reported yet, and the first tensor of the last one."""
         self._unshared = 0
         """Number of local steps since ranks last exchanged how many steps each has dropped."""
-        connection.on_close.append(watch(self._before))
-
-    # ---- averaged gradients
+        context.on_close.append(watch(self._before))
 
     def averaged(self, own: int, *, finite: bool) -> None:
         """Records whether a step's averages are finite. All ranks call it with the same `finite`. `own`: number of the first
@@ -83,7 +81,7 @@ class FiniteSteps(Component):
         mine = self.held.by(optimizer)
         if not mine or closure_of(args, kwargs) is not None or getattr(optimizer, "found_inf", None) is not None:
             return  # gradients arrive during that step, or a fused optimizer skips the step by itself
-        if self._connection.local is not None:
+        if self._context.local is not None:
             self._look(mine)
         else:
             self._drop(mine)
@@ -94,7 +92,7 @@ class FiniteSteps(Component):
         if not self._found or self._first(mine) < 0:
             self._in_row.pop(min(mine), None)
             return
-        worker = self._connection.worker
+        worker = self._context.worker
         # Under sync="forward" other ranks may have applied the finite averages of this step already (forward_overlap.py).
         forward = worker.plan.overlap == "forward"
         bad = worker.spoilt if forward else mine
@@ -109,8 +107,6 @@ class FiniteSteps(Component):
         """Returns the first of these parameter numbers whose gradient is not finite; -1 if all are finite."""
         return first_not_finite([(number, grad) for number in mine if (grad := self._parameters[number].grad) is not None])
 
-    # ---- local steps
-
     def counted(self) -> None:
         """Checks the gradients of a local step whose backward pass has just ended, for optimizers whose step is running because
         its closure ran that pass."""
@@ -120,37 +116,37 @@ class FiniteSteps(Component):
     def _look(self, mine: Sequence[int]) -> None:
         """Checks the gradients that this rank is about to apply locally, and drops the step if some are not finite. On a GPU
         this waits for the device once per step."""
-        first, local = self._first(mine), self._connection.local
+        first, local = self._first(mine), self._context.local
         if first < 0:
             self._in_row.pop(min(mine), None)
             return
         for number in mine:
             self._parameters[number].grad = None
         if local is not None:
-            local.unpaid.take_back(mine)
-        connection = self._connection
+            local.pending_residuals.remove_from_gradients(mine)
+        context = self._context
         self._own_drops, self._first_dropped = self._own_drops + 1, first
-        self._count(min(mine), f"gradients of {connection.called(connection.rank)}, first in {self._name(first)},",
+        self._count(min(mine), f"gradients of {context.called(context.rank)}, first in {self._name(first)},",
                     "this rank drops the step", own=True)
 
     def end_exchange(self, *, early: bool) -> None:
         """Reports the steps that this rank has dropped, and logs those that the other ranks have reported. A report is read
         when the next one is sent, so no rank waits for the transfer."""
-        connection = self._connection
+        context = self._context
         if early:
             return
-        self._unshared += connection.plan.local_steps // connection.plan.fragments
+        self._unshared += context.plan.local_steps // context.plan.fragments
         if self._unshared < SHARED_EVERY:
             return
         rows = self._drops.read() if self._drops.under_way else []
         self._drops.start(float(self._own_drops), float(self._first_dropped))
         self._own_drops = self._unshared = 0
         for place, (count, first) in enumerate(rows):
-            if count and place != connection.rank:
-                whose = f"gradients of {connection.called(place)}, first in {self._name(int(first))},"
-                connection.decisions.append(f"step {connection.passes}: {whose} were not finite: that rank has dropped "
-                                            f"{int(count)} of its last steps ({MOST} in a row end training)")
-                connection.log(connection.decisions[-1], logging.WARNING, event=False)  # that rank's event is in the stream
+            if count and place != context.rank:
+                whose = f"gradients of {context.called(place)}, first in {self._name(int(first))},"
+                context.decisions.append(f"step {context.passes}: {whose} were not finite: that rank has dropped "
+                                         f"{int(count)} of its last steps ({MOST} in a row end training)")
+                context.log(context.decisions[-1], logging.WARNING, event=False)  # that rank's event is in the stream
 
     def new_members(self) -> None:
         """Restarts the reports on dropped steps."""
@@ -163,11 +159,9 @@ class FiniteSteps(Component):
         if not finite:
             self._say(f"weights of {self._whose(own)}", "all ranks return to those of the last exchange", self._spoilt)
 
-    # ---- reports
-
     def _whose(self, own: int) -> str:
         """Returns a text that names the ranks with non-finite values, and the first such tensor. All ranks call it together."""
-        connection, guilty, numbers = self._connection, list[int](), list[int]()
+        context, guilty, numbers = self._context, list[int](), list[int]()
         first = -1
         try:
             self._rows.start(float(own))
@@ -175,14 +169,14 @@ class FiniteSteps(Component):
             guilty = [rank for rank, number in enumerate(numbers) if number >= 0]
             first = next((number for number in numbers if number >= 0), -1)
         except CommError as error:
-            connection.call_dropped(error)
+            context.call_dropped(error)
         if not guilty:
             return "no single rank, but of their compressed sum,"
-        who = "all ranks" if len(guilty) == len(numbers) else ", ".join(map(connection.called, guilty))
+        who = "all ranks" if len(guilty) == len(numbers) else ", ".join(map(context.called, guilty))
         return f"{who}, first in {self._name(first)},"
 
     def _name(self, number: int) -> str:
-        return self._connection.worker.job.tensors[number].name
+        return self._context.worker.job.tensors[number].name
 
     def _count(self, key: int, what: str, then: str, *, own: bool = False) -> None:
         self._in_row[key] = self._in_row.get(key, 0) + 1
@@ -191,14 +185,14 @@ class FiniteSteps(Component):
     def _say(self, what: str, then: str, in_row: int, *, own: bool = False) -> None:
         """Logs a dropped step. Raises CommError after MOST dropped steps in a row. `own`: True if the other ranks do not know
         of the drop."""
-        connection = self._connection
+        context = self._context
         if in_row < MOST:
-            connection.say(f"{what} are not finite: {then} ({in_row} in a row; {MOST} in a row end training)", own=own)
+            context.say(f"{what} are not finite: {then} ({in_row} in a row; {MOST} in a row end training)", own=own)
             return
         diverged = "the loss has diverged: " if "all ranks" in what else ""
-        error = CommError(f"step {connection.passes}: {what} are not finite, {MOST} times in a row: {diverged}{REMEDY}",
+        error = CommError(f"step {context.passes}: {what} are not finite, {MOST} times in a row: {diverged}{REMEDY}",
                           code="E-NOT-FINITE")
-        connection.worker.latch(error)
+        context.worker.latch(error)
         raise error
 
 

@@ -221,8 +221,6 @@ class JobContext:
         ends. `generation`: epoch in which the call began; None: the current one."""
         raise error
 
-    # ---- decisions and logs
-
     def say(self, what: str, level: int = logging.WARNING, *, own: bool = False, event_level: int | None = None) -> None:
         """Adds a text to `decisions`, with the number of training steps so far, and logs it. `own`: no other rank knows of the
         decision, so this rank logs it even if another rank logs for its node. `event_level`: its level in the event stream, for
@@ -251,8 +249,6 @@ class JobContext:
             log.error("%s [E-OBSERVER]", text, exc_info=error)
             self.stream.failure(text, "E-OBSERVER", error)
 
-    # ---- the end
-
     @property
     def closed(self) -> bool:
         return self._closed
@@ -275,7 +271,7 @@ class JobContext:
         self.stream.left(reason)
 
     def at_exit(self) -> None:
-        """Closes the connection when the process exits, if the script has not closed it. The exception that ended the script is
+        """Closes the job when the process exits, if the script has not closed it. The exception that ended the script is
         sent to other ranks as the reason."""
         error = getattr(sys, "last_value", None)
         self.close("" if error is None else cause_of(error))
@@ -363,8 +359,6 @@ class DistributedJob(JobContext):
         return {"steps": self.passes, **self.worker.counters.as_dict(), "reconnects": resumed.breaks,
                 "resent_nbytes": resumed.resent_nbytes, "kept_nbytes": resumed.kept_nbytes}
 
-    # ---- workers
-
     def worker_for(self, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:
         """Creates a worker that runs this plan. It is idle until `follow` makes it current."""
         codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node, plan) for b in plan.buckets}
@@ -400,8 +394,6 @@ class DistributedJob(JobContext):
         """Returns the step, or the call between two steps, that might be waiting for other ranks now."""
         return self.worker if self.worker.waiting_since else self.groups
 
-    # ---- exchanges and other calls that all ranks make together
-
     def run(self, exchange: Callable[[], None]) -> Exchanged:
         """Runs an exchange with all members, which ends when its results have arrived. If members leave or join meanwhile,
         switches to the new epoch with another worker, which has the residuals of the former one."""
@@ -426,7 +418,7 @@ class DistributedJob(JobContext):
         worker.check()
         raise error
 
-    def anew(self, act: Callable[[], T]) -> T:
+    def retry_on_epoch_change(self, act: Callable[[], T]) -> T:
         """Runs `act`, a function that all ranks run together between two steps. If members leave, the remaining ranks run `act`
         again from its start.
 
@@ -448,8 +440,6 @@ class DistributedJob(JobContext):
         nodes have the same name."""
         name = self.uplink.name_of(self.uplink.epoch.members[place].rank)
         return f"rank {self.groups.members.ranks[place]} ({name})" if name else f"rank {self.groups.members.ranks[place]}"
-
-    # ---- the end
 
     def forked(self) -> None:
         self.worker.forked(InvalidState("E-FORKED", FORKED))

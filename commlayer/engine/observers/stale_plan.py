@@ -51,25 +51,25 @@ class StalePlanWatch(Component):
 
     order = Order.STALE_PLAN
 
-    def __init__(self, connection: DistributedJob) -> None:
-        self._connection = connection
+    def __init__(self, context: DistributedJob) -> None:
+        self._context = context
         self.new_members()
 
     def new_members(self) -> None:
         self._state, self._ended = StaleState(), 0.0
 
     def end_step(self) -> None:
-        connection = self._connection
-        if connection.rank:
+        context = self._context
+        if context.rank:
             return
         step_s = time.perf_counter() - self._ended
-        plan = connection.plan
-        warming = connection.worker.step < plan.warmup
-        self._state, stale = decide(self._state, None if connection.terms.auto or warming else plan, connection.passes, step_s)
+        plan = context.plan
+        warming = context.worker.step < plan.warmup
+        self._state, stale = decide(self._state, None if context.terms.auto or warming else plan, context.passes, step_s)
         if stale is not None:
             if stale.slower:
-                connection.events.append(stale)
-                connection.say(f"{stale.reason}; {REMEDY}")
+                context.events.append(stale)
+                context.say(f"{stale.reason}; {REMEDY}")
             else:
-                connection.say(stale.reason, logging.INFO)
+                context.say(stale.reason, logging.INFO)
         self._ended = time.perf_counter()

@@ -149,7 +149,7 @@ def _begin(
         if first and (note := float64.doubles_notice(job, nodes)):
             notes.append(note)
         # Heartbeats are needed even without servers: a broken collective does not show which rank failed.
-        config = _placed(config, met.address, notes.append if first else _not_told)
+        config = _placed(config, met.address, notes.append if first else _ignore)
         link = _join(job, agreed, groups, servers, config, outbound_only=not met.reachable, elastic=elastic,
                      must_match=must_match if elastic else {})
         context = DistributedJob(terms, groups.rank, groups, rows, link, memory, agreed, job, logs=met.logs, waits=waits,
@@ -202,16 +202,16 @@ def _join(
     ), config)
 
 
-def _not_told(_line: str) -> None:
+def _ignore(_line: str) -> None:
     """Does nothing with a log line, because rank 0 logs it for all ranks."""
 
 
-def _placed(config: Config, address: str, tell: Callable[[str], None]) -> Config:
+def _placed(config: Config, address: str, note: Callable[[str], None]) -> Config:
     """Returns settings with `address` as the address on which this node's servers listen, if ranks run on several machines.
     Servers on loopback serve one machine only."""
     if not address or config.join or config.advertise or not is_loopback(config.bind):
         return config
-    tell(f"the servers of this node listen on {address}, the address of this machine on the route to MASTER_ADDR; the setting "
+    note(f"the servers of this node listen on {address}, the address of this machine on the route to MASTER_ADDR; the setting "
          "bind overrides it")
     return msgspec.structs.replace(config, bind=address)
 

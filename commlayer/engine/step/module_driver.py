@@ -53,17 +53,17 @@ CHANGED = (
 class SoloDriver:
     """The driver of a session without other workers, which only counts steps."""
 
-    def __init__(self, model: nn.Module, connection: JobContext, optimizer: Any) -> None:
+    def __init__(self, model: nn.Module, context: JobContext, optimizer: Any) -> None:
         """Counts the optimizer's steps; backward passes if there is no optimizer, or it has no step hooks."""
-        self.connection, self.in_join = connection, False
+        self.context, self.in_join = context, False
         self._syncing = True
         trained = [p for _, p in parameters_of(model)]
         self._counting: Any = None
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of optimizers have no hooks
-            self._counting = optimizer.register_step_post_hook(lambda *_: connection.passed())
+            self._counting = optimizer.register_step_post_hook(lambda *_: context.passed())
         elif trained:
             self._counting = register_multi_grad_hook(
-                trained, lambda _: connection.passed() if self._syncing else None, mode="any")
+                trained, lambda _: context.passed() if self._syncing else None, mode="any")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -81,14 +81,14 @@ class SoloDriver:
         try:
             yield
         except BaseException as error:
-            self.connection.close(cause_of(error))
+            self.context.close(cause_of(error))
             raise
         finally:
             self.in_join = False
 
     def weight(self, n: float, total: float | None) -> None:
         """Sets the number of samples in events. An average over one worker has no weights."""
-        self.connection.stream.weigh(n)
+        self.context.stream.weigh(n)
 
     def synchronize(self) -> None:
         """Does nothing: one worker's gradients are their own average."""
@@ -108,12 +108,12 @@ class ModuleDriver(Component):
     order = Order.DRIVER
 
     def __init__(
-        self, model: nn.Module, connection: DistributedJob, *, optimizer: Any, scaler: Any, config: Config, outer: OuterSGD,
+        self, model: nn.Module, context: DistributedJob, *, optimizer: Any, scaler: Any, config: Config, outer: OuterSGD,
         ddp: QuietDDP | None = None, clips: bool = False,
     ) -> None:
         """Registers the hooks. `ddp`: object that stops a DistributedDataParallel module around this module from averaging.
         `clips`: True if the optimizer's step begins with clipping by the norm of all gradients."""
-        self.connection, self._ddp, self._model = connection, ddp, model
+        self.context, self._ddp, self._model = context, ddp, model
         named = parameters_of(model)
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._buffers = [name for name, _ in buffers_of(model)]
@@ -128,21 +128,21 @@ class ModuleDriver(Component):
         """Identities of the gradients into which the last step has written averages, as `_gradients` returns them."""
         self._overlap: ForwardOverlap | None = None
         self._places: dict[int, int] = {}
-        self._guard = StepGuard(AttachedModel(model, named, optimizer), named, lambda error: connection.worker.latch(error))
-        connection.on_close.append(self._guard.remove)
-        finite = FiniteSteps(connection, self._parameters, HeldParameters(self._parameters))
-        schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, outer=outer, connection=connection,
+        self._guard = StepGuard(AttachedModel(model, named, optimizer), named, lambda error: context.worker.latch(error))
+        context.on_close.append(self._guard.remove)
+        finite = FiniteSteps(context, self._parameters, HeldParameters(self._parameters))
+        schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, outer=outer, context=context,
                                     deadline_s=config.deadline_s, guard=self._guard, optimizer=optimizer,
                                     merged=finite.exchanged)
-        self._uneven = UnevenInputs(model, connection, optimizer, scaler, config.deadline_s)
-        self._loop = StepLoop(connection, self._parameters, [*model.named_parameters()], optimizer=optimizer, scaler=scaler,
+        self._uneven = UnevenInputs(model, context, optimizer, scaler, config.deadline_s)
+        self._loop = StepLoop(context, self._parameters, [*model.named_parameters()], optimizer=optimizer, scaler=scaler,
                               config=config, guard=self._guard, finite=finite, schedule=schedule, uneven=self._uneven)
         self._overlapped: Callable[[], ForwardOverlap] = lambda: ForwardOverlap(
             model, parameters_of(model), optimizer, scaler, self._loop, self._buffers_now, self._note, clips=clips)
-        connection.terms.useless = useless_of(scaler, clips=clips, apart=connection.stepped_apart)
-        connection.on_close.append(self._drop)
-        connection.components.add(self)
-        agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
+        context.terms.useless = useless_of(scaler, clips=clips, apart=context.stepped_apart)
+        context.on_close.append(self._drop)
+        context.components.add(self)
+        agree(context.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
         self._order: ForwardOrder | None = None
         self.new_plan()
         ordered = [*self._parameters, *self._buffers_now()]
@@ -152,9 +152,9 @@ class ModuleDriver(Component):
         # Compiled modules forward attributes to their original module.
         plain = vars(getattr(model, "_orig_mod", model))
         # Code that trains through several wrappers (Accelerate) sets DDP's attribute on any module.
-        self._hooks = Hooks(self._parameters, lambda: connection.worker, self._ready, self._end,
+        self._hooks = Hooks(self._parameters, lambda: context.worker, self._ready, self._end,
                             lambda: self._syncing and plain.get("require_backward_grad_sync", True)
-                            and (ddp is None or ddp.syncing), self._guard.own.add, self._broke_off)
+                            and (ddp is None or ddp.syncing), self._guard.own.add, self._aborted)
         self._loop.join_round()
 
     @property
@@ -210,7 +210,7 @@ class ModuleDriver(Component):
             self._loop.discard()
             self._uneven.leave(lambda: self._loop.take_part(self._buffers_now()))
         except BaseException as error:
-            self.connection.close(cause_of(error))
+            self.context.close(cause_of(error))
             raise
         finally:
             self._uneven.end()
@@ -269,7 +269,7 @@ class ModuleDriver(Component):
                 self._loop.worker.latch(InvalidState("E-GRADIENT-CHANGED", CHANGED.format(self._names[number])))
                 self._loop.worker.check()
 
-    def _broke_off(self) -> None:
+    def _aborted(self) -> None:
         self._passed_on.clear()
         self._rows.forget()
         self._loop.abandon()

@@ -40,7 +40,7 @@ class StepLoop(Component):
     order = Order.LOOP
 
     def __init__(
-        self, connection: DistributedJob, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
+        self, context: DistributedJob, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
         optimizer: Any, scaler: Any, config: Config, guard: StepGuard, finite: FiniteSteps,
         schedule: ExchangeSchedule | None = None, uneven: UnevenInputs | None = None,
     ) -> None:
@@ -50,31 +50,29 @@ class StepLoop(Component):
         `schedule`: decides when local steps are exchanged; None if plans must not have local steps. `uneven`: None if ranks
         have equal numbers of batches.
         """
-        self.connection = connection
+        self.context = context
         self._optimizer, self._scaler, self._schedule, self._guard = optimizer, scaler, schedule, guard
         self._uneven, self._finite = uneven, finite
         self._config, self.deadline_s = config, config.deadline_s
-        self._use = AverageUse(parameters, optimizer, lambda: connection.worker, finite.held)
-        connection.on_close.append(self._use.detach)
-        for component in (self, StalePlanWatch(connection), finite):
-            connection.components.add(component)
-        if (drift := drift_of(connection, compared, optimizer, config, finite.held)) is not None:
-            connection.components.add(drift)
+        self._use = AverageUse(parameters, optimizer, lambda: context.worker, finite.held)
+        context.on_close.append(self._use.detach)
+        for component in (self, StalePlanWatch(context), finite):
+            context.components.add(component)
+        if (drift := drift_of(context, compared, optimizer, config, finite.held)) is not None:
+            context.components.add(drift)
 
     @property
     def worker(self) -> Worker:
-        return self.connection.worker
+        return self.context.worker
 
     @property
     def local(self) -> bool:
         """True: the current plan has local steps, so gradients are not averaged."""
-        return self.connection.local is not None
+        return self.context.local is not None
 
     def complete(self, pending: Pending) -> None:
         if pending is Pending.STEP:
             self._use.settle()
-
-    # ---- a step
 
     def begin(self) -> None:
         """Starts a step. Called before the step's first gradient; later calls in the same step do nothing."""
@@ -93,26 +91,26 @@ class StepLoop(Component):
     def ready(self, number: int, gradient: torch.Tensor) -> None:
         """Receives a parameter's gradient, which is final for this step. Called once per parameter and step, so it must be
         fast."""
-        if self.connection.local is None:
-            worker = self.connection.worker
+        if self.context.local is None:
+            worker = self.context.worker
             if not worker.begun:
                 self._open(worker)
             worker.ready(number, gradient)
         else:
-            self.connection.local.recorder.tensor(number)
+            self.context.local.recorder.tensor(number)
 
     def count_local(self, *, adds: bool = True) -> bool:
         """Counts a local step if the plan has local steps; see ExchangeSchedule.count. Returns True if it was a local step."""
         if self._schedule is None or not self._schedule.count(loss_scale(self._scaler), adds=adds):
             return False
         self._finite.counted()
-        self.connection.components.end_local_step()
+        self.context.components.end_local_step()
         return True
 
     def join_round(self) -> None:
         """Starts this rank's part in the current outer step, if this rank has joined a running job with local steps."""
-        if self._schedule is not None and self.connection.joined is not None:
-            self._schedule.join_round(self.connection.joined.local)
+        if self._schedule is not None and self.context.joined is not None:
+            self._schedule.join_round(self.context.joined.local)
 
     def new_plan(self) -> None:
         if self.local:
@@ -133,10 +131,10 @@ class StepLoop(Component):
             self._through(lambda: self._finish(leftovers))
         finally:
             self._passed()
-            if (joined := self.connection.joined) is not None and joined.fresh:
+            if (joined := self.context.joined) is not None and joined.fresh:
                 joined.begun()
         if self._all_active():
-            self.connection.components.before_commit()
+            self.context.components.before_commit()
         into = targets()
         worker = self.worker
         worker.commit(into)
@@ -145,7 +143,7 @@ class StepLoop(Component):
         return into
 
     def _passed(self) -> None:
-        self.connection.passed()
+        self.context.passed()
         if self._uneven is not None:
             self._uneven.passed()
 
@@ -176,14 +174,14 @@ class StepLoop(Component):
         If workers wait to join, this rank first waits until all members are in this step. The step cannot complete without this
         rank's last bucket, so the new workers join in this step.
         """
-        if self.connection.members.invites():
+        if self.context.members.invites():
             self.worker.stopwatch.stop(self.worker.counters.exchanges)
             self.worker.check_interrupts()
         self.worker.finish(leftovers, self.deadline_s)
 
     def _through(self, exchange: Callable[[], None]) -> None:
         """Runs the step's exchange; again with the remaining members after each change of members."""
-        while self.connection.run(exchange) is Exchanged.RESTARTED:
+        while self.context.run(exchange) is Exchanged.RESTARTED:
             self._units(self.worker)
 
     def hand_in(self, leftovers: Sequence[torch.Tensor | None]) -> None:
@@ -193,13 +191,13 @@ class StepLoop(Component):
         self.worker.complete(leftovers)
         self._finite.begun()
         self._guard.exchanged()
-        self.connection.passed()
+        self.context.passed()
         self.worker.stopwatch.start()
 
     @property
     def looked_at(self) -> bool:
         """Returns True if a component reads this step's sums or times; then the training thread waits for the complete step."""
-        return self.worker.recorder.on or self.connection.components.reads_sums()
+        return self.worker.recorder.on or self.context.components.reads_sums()
 
     def written(self, known: Collection[int] = ()) -> None:
         """Starts to observe whether the script applies or clears the averages in `.grad`. `known`: parameters whose averages
@@ -211,7 +209,7 @@ class StepLoop(Component):
         """Runs the components after averages are written; one of them might switch to another plan. `between`: True if no
         forward pass has run since then."""
         def skip(took_s: float) -> None:  # the time of components does not count as compute
-            self.connection.observed_s += took_s
+            self.context.observed_s += took_s
             self.worker.recorder.skip(took_s)
             if between:
                 self.worker.stopwatch.start()
@@ -219,7 +217,7 @@ class StepLoop(Component):
                 self.worker.stopwatch.skip(took_s)
 
         if self._all_active():
-            self.connection.components.end_step(skip)
+            self.context.components.end_step(skip)
 
     def abandon(self) -> None:
         """Drops the step on all ranks, after an exception has ended the last backward pass and the script has continued."""
@@ -231,13 +229,11 @@ class StepLoop(Component):
             finally:
                 self._passed()
 
-    # ---- between two steps
-
     def weigh(self, n: float, total: float | None) -> None:
-        local, batch = self.connection.local, self._config.batch
+        local, batch = self.context.local, self._config.batch
         weights = self.worker.units if local is None else local.weights
         weights.weigh(n / batch, None if total is None else total / batch)
-        self.connection.stream.weigh(n)
+        self.context.stream.weigh(n)
 
     def flush(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Completes exchanges whose averages are applied later than in their own step, as Session.flush describes. `parameters`

@@ -109,7 +109,7 @@ class Worker:
         self.intact: bool | None = None
         """True: residuals were restored to their values before the failed step. False: an encoder was stuck, so the residuals
         are unknown. None: no step has failed."""
-        self.unpaid: list[ResidualSlice] = []
+        self.pending_residuals: list[ResidualSlice] = []
         """Residuals of an earlier plan that have not been sent and whose unit differs from this plan's; see plan_handover.py.
         """
         self.stopwatch = Stopwatch(device)
@@ -130,8 +130,6 @@ class Worker:
     @property
     def recorder(self) -> Recorder:
         return self.now.recorder
-
-    # ---- a step: ready for each gradient, finish, then commit or abort
 
     @property
     def begun(self) -> bool:
@@ -171,8 +169,6 @@ class Worker:
             log.warning("%s", error)
         finally:
             self.units.broken = False
-
-    # ---- parts of a step whose fragments are exchanged one by one
 
     def send(self, changes: Mapping[int, torch.Tensor], fragment: int = 0) -> None:
         """Sends the buckets of one fragment at once. `changes`: contiguous tensors of weight changes, by tensor number; buckets
@@ -325,8 +321,6 @@ class Worker:
         self.latch(error)
         raise error
 
-    # ---- parts of a step whose buckets are applied one by one: complete(), take() and write_bucket() for each bucket, end()
-
     def all_complete(self, deadline: float | None, deadline_s: float) -> bool:
         """Returns True if all workers have ended their backward pass; before that, no average may be applied.
 
@@ -355,12 +349,9 @@ class Worker:
             self.stopwatch.skip(waited_s)
         return ready
 
-    # ---- which averages of the last step were applied. Each ledger has one bit per slice for an average that was not applied.
-    # The rollback happens before the bucket's next exchange, and that exchange reports the rollback to the server. `roll_back`
-    # does it between two steps.
-
     def mark_discarded(self, tensor: int) -> None:
-        """Marks the last step's average of a tensor as not applied, because the script discarded it."""
+        """Marks the last step's average of a tensor as not applied, because the script discarded it: sets its bits in the
+        rollback masks. The bucket's next exchange first rolls back, and reports the rollback to the server."""
         for bucket, i in self._assembler.by_tensor[tensor]:
             bucket.ledger.discarded |= 1 << i
 
@@ -419,8 +410,6 @@ class Worker:
         """Records that the servers have received all reported rollbacks."""
         for bucket in self.buckets:
             bucket.ledger.report()
-
-    # ---- for the session and checkpoints
 
     @property
     def waiting_since(self) -> float:
@@ -504,10 +493,10 @@ class Worker:
     def shared_buffers(self) -> dict[int, SharedBuffers]:
         return {bucket.id: bucket.shared for bucket in self.buckets if bucket.shared is not None}
 
-    def let_go(self) -> None:
-        """Returns buffer memory to the system during a long time between two exchanges; see EncodedBucket.let_go."""
+    def release_memory(self) -> None:
+        """Returns buffer memory to the system during a long time between two exchanges; see EncodedBucket.release_memory."""
         for bucket in self.buckets:
-            bucket.let_go()
+            bucket.release_memory()
 
     def forget_states(self) -> None:
         """Frees residuals and buffers at once. Called after close(), when another worker object has received the residuals.
@@ -536,8 +525,6 @@ class Worker:
         first_use = {b.id: min((places.get(s.tensor, end) for s in b.slices), default=end) for b in self.buckets}
         for order, bucket in enumerate(sorted(self.buckets, key=lambda b: (b is not ahead, first_use[b.id], b.order))):
             bucket.order = order
-
-    # ---- failure
 
     def latch(self, error: BaseException) -> None:
         """Stores the first error of this worker; later errors are ignored. Callers report lost peers, or a script that aborts
