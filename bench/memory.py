@@ -109,7 +109,7 @@ def main(way: str, size: str, steps: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter() - start)
-    end, children = peak(field="VmRSS"), [] if session is None else session.inspect.connection.embedded
+    end, children = peak(field="VmRSS"), [] if session is None else session.inspect.context.embedded
     server = max((peak(child.pid) for child in children), default=0)
     decisions = [] if session is None else session.inspect.decisions()
     start = time.perf_counter()

@@ -238,7 +238,7 @@ def compressed(make: Callable[[], nn.Module]) -> Way:
 
 
 def servers_of(session: commlayer.Session) -> tuple[int, ...]:
-    return tuple(child.pid for child in session.inspect.connection.embedded)
+    return tuple(child.pid for child in session.inspect.context.embedded)
 
 
 def rank(what: str, steps: int, mode: str = "plain", megabytes: str = "64") -> None:

@@ -79,13 +79,13 @@ def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argumen
     """As mode `commlayer`; the plan is also priced from the first steps, as by "auto", but never replaced."""
     trained = commlayer_service(model, optimizer, argument)
     session: commlayer.Session = trained.close.__self__  # type: ignore[attr-defined]
-    connection = session.inspect.connection
+    connection = session.inspect.context
     assert isinstance(connection, DistributedJob)
     auto = TuningController(connection, JobActions(connection), None, keep=True)
     auto.start()
 
     def after_step(*_: object) -> None:
-        auto.after_step()
+        auto.end_step()
         auto.settle(60.0)  # planning must not take CPU time from the measured steps
 
     optimizer.register_step_post_hook(after_step)

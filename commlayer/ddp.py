@@ -51,8 +51,8 @@ class HookState:
         self._error: BaseException | None = None
 
     @property
-    def connection(self) -> JobContext:
-        return JobContext() if self.session is None else self.session.inspect.connection
+    def context(self) -> JobContext:
+        return JobContext() if self.session is None else self.session.inspect.context
 
     def weight(self, n: float, total: float | None = None) -> None:
         """Sets the weight of this worker's gradients from the next step on, as Session.weight does."""
@@ -81,7 +81,7 @@ class HookState:
             ddp = wrapper_of(self)
             self.session = session = attach_module(ddp, hook=self, **self._own, **self._arguments)
             self._attached, self.group = {id(p) for p in ddp.parameters()}, ddp.process_group
-            job = session.inspect.connection
+            job = session.inspect.context
             if isinstance(job, DistributedJob):
                 checkpoint.restore_worker(job, self._saved)
                 if self._weight is not None:
@@ -95,7 +95,7 @@ class HookState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the part of this state that a copied or pickled DDP module contains."""
-        job = self.connection
+        job = self.context
         return {"arguments": self._arguments, "weight": self._weight,
                 "state": checkpoint.worker_state(job) if isinstance(job, DistributedJob) else self._saved}
 
@@ -109,7 +109,7 @@ class HookState:
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook function to register with DDP. It returns `bucket` unchanged, because `state`'s session averages `.grad`. After
     the session has ended, it returns the average of DDP's own all-reduce."""
-    if state.session is not None and state.connection.closed:
+    if state.session is not None and state.context.closed:
         return default_hooks.allreduce_hook(state.group, bucket)
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(state.take(bucket))

@@ -13,11 +13,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlayer.autotune.controller import TuningController
+from commlayer.autotune.start import start_tuning
 from commlayer.cluster.processes import object_collectives
 from commlayer.config import Config, read_config
-from commlayer.engine.buckets.current_step import EpochChanged
 from commlayer.engine.checkpoints import checkpoint
-from commlayer.engine.epochs.plan_switch import switch as go_over
+from commlayer.engine.components import Pending
+from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.epochs.replica import Replica
 from commlayer.engine.guards.model_checks import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
 from commlayer.engine.job.job import DistributedJob, end_dropped
@@ -25,7 +27,7 @@ from commlayer.engine.model.model_tensors import job_of, loss_scale, parameters_
 from commlayer.engine.model.optimizer_settings import check_optimizer, scaler_settings, settings_of
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.observers.inspection import Inspected, Inspection
-from commlayer.engine.observers.observers import ObserverOrder
+from commlayer.engine.observers.trace import trace_once
 from commlayer.engine.start.connect import connect
 from commlayer.engine.start.plan_choice import requested_plan
 from commlayer.engine.start.rendezvous import Start, group_of
@@ -52,8 +54,6 @@ class Driver(Inspected, Protocol):
     def join(self) -> AbstractContextManager[None]: ...
 
     def weight(self, n: float, total: float | None) -> None: ...
-
-    def log_loss(self, loss: float | torch.Tensor) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -130,7 +130,9 @@ class Session:
             got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise InvalidInput("E-ARGUMENT", f"loss: got {got}, allowed: a number, or a tensor with one element such as "
                                              "loss.mean()")
-        self._driver.log_loss(loss)
+        self._driver.context.stream.loss(loss)
+        for controller in self._driver.context.components.of(TuningController):
+            controller.report(loss)
 
     def synchronize(self) -> None:
         """Averages gradients accumulated inside `no_sync`, or written into `.grad` by the script.
@@ -158,7 +160,7 @@ class Session:
         back at the end. Otherwise weights are the same anyway, and nothing changes. It sends nothing, so ranks need not call it
         together. Do not train inside it.
         """
-        with self._replica.averaged(self._driver.connection):
+        with self._replica.averaged(self._driver.context):
             yield
 
     def checkpoint(self, directory: str | Path, *, extra: Mapping[str, Any] = MappingProxyType({}), model: bool = True) -> None:
@@ -172,7 +174,7 @@ class Session:
         """
         self._outside_join("checkpoint()")
         if not self._fresh("checkpoint()"):
-            checkpoint.save(self._driver.connection, self._replica, Path(directory), extra, model=model)
+            checkpoint.save(self._driver.context, self._replica, Path(directory), extra, model=model)
 
     def resume(self, directory: str | Path, *, extra: Mapping[str, Any] = MappingProxyType({})) -> bool:
         """Loads the newest complete checkpoint in `directory`. All ranks call it between two steps, usually right after
@@ -184,7 +186,7 @@ class Session:
         self._outside_join("resume()")
         if self._fresh("resume()"):
             return True
-        directory, context = Path(directory), self._driver.connection
+        directory, context = Path(directory), self._driver.context
         try:
             if isinstance(context, DistributedJob):
                 context.complete()
@@ -194,13 +196,12 @@ class Session:
                     log.warning("resume(): there is no checkpoint in %s yet: training starts from the beginning", directory)
                 return False
             local = checkpoint.load_training(context.groups, context.rank, found, self._replica, extra)
-        except (CommError, EpochChanged) as error:
+        except CommError as error:
             raise checkpoint.not_loaded(context, directory, error) from None
         self._resumed = found.mark.step
-        self._driver.complete()
+        context.components.complete(Pending.STEP)
         checkpoint.load_codecs(context, found, directory, local)
-        for drift in self._driver.observers.at(ObserverOrder.PARAMETER_DRIFT):
-            drift.loaded()
+        context.components.loaded()
         return True
 
     def switch(self, plan: Plan) -> None:
@@ -210,17 +211,17 @@ class Session:
         fit the job.
         """
         self._outside_join("switch()")
-        context = self._driver.connection
+        context = self._driver.context
         if not isinstance(context, DistributedJob):
             raise InvalidInput("E-PLAN-SWITCH", "switching to another plan needs other workers, but this job has only one")
-        self._driver.complete()
-        go_over(context, plan, requested=True)
+        context.components.complete(Pending.STEP)
+        switch(context, plan, requested=True)
         context.note_plan("requested")
         context.terms.auto = False  # automatic tuning keeps a plan that the user chose
         context.worker.recorder.switch(on=False)
 
     def _outside_join(self, what: str) -> None:
-        self._driver.connection.check_process()
+        self._driver.context.check_process()
         if self._driver.in_join:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                f"{what} must not be called inside session.join(): all ranks make this call together, and "
@@ -229,10 +230,10 @@ class Session:
     def _fresh(self, what: str) -> bool:
         """Returns True if this rank has just joined a running job, so that it must skip the call named `what`: the other ranks
         made that call before this rank joined."""
-        if self._driver.connection.fresh:
+        if self._driver.context.fresh:
             log.warning("%s: skipped, since this home has just joined a running job and received the state of its "
                         "workers", what)
-        return self._driver.connection.fresh
+        return self._driver.context.fresh
 
     @property
     def step(self) -> int:
@@ -242,23 +243,23 @@ class Session:
         optimizer steps count instead (if attach() was given the optimizer). The value is 0 at the start, except in a home that
         joined a running job: `for step in range(session.step, steps)`.
         """
-        return max(self._driver.connection.passes, self._resumed)
+        return max(self._driver.context.passes, self._resumed)
 
     @property
     def joined(self) -> bool:
         """True: this rank joined a job that was already running, and received weights and optimizer state from other ranks."""
-        return self._driver.connection.joined is not None
+        return self._driver.context.joined is not None
 
     @property
     def rank(self) -> int:
         """This worker's index among all workers of the job; 0 in a script started alone."""
-        return self._driver.connection.rank
+        return self._driver.context.rank
 
     @property
     def world_size(self) -> int:
         """The number of workers; 1 in a script started alone. When homes leave or join, `world_size` and `rank` change between
         two steps."""
-        return self._driver.connection.world
+        return self._driver.context.world
 
     def metrics(self) -> dict[str, float]:
         """Counters since attach(). The keys are the same with one worker, with DDP, with servers and with collectives.
@@ -280,7 +281,7 @@ class Session:
         - `reconnects`, `resent_nbytes`, `kept_nbytes`: number of reconnections, bytes sent again after them, bytes kept in
           memory for that.
         """
-        return self._driver.connection.metrics()
+        return self._driver.context.metrics()
 
     def close(self, reason: str = "") -> None:
         """Leaves the job. If the script does not call it, the end of the process does, or the end of both model and session. A
@@ -288,7 +289,7 @@ class Session:
         self._driver.detach()
         if self._clips is not None:
             self._clips.remove()
-        self._driver.connection.close(reason)
+        self._driver.context.close(reason)
 
     def __enter__(self) -> Session:
         return self
@@ -373,21 +374,23 @@ def attach_module(
                 "clip_grad_norm": "not given" if norm is None else str(norm),
                 "grad_scaler": scaler_settings(grad_scaler)}
         try:
-            connection = connect(job, device, start, OptimizerMemory([p for _, p in named], optimizer, outer), plan=requested,
-                                 config=settings, align=tensors, must=must, requested=modes, forbids=forbids, replica=replica,
-                                 settings=settings_of(optimizer, model.named_parameters())
-                                 | {"loss scale of the GradScaler": f"{loss_scale(grad_scaler):g}"})
+            context = connect(job, device, start, OptimizerMemory([p for _, p in named], optimizer, outer), plan=requested,
+                              config=settings, align=tensors, must=must, requested=modes, forbids=forbids, replica=replica,
+                              settings=settings_of(optimizer, model.named_parameters())
+                              | {"loss scale of the GradScaler": f"{loss_scale(grad_scaler):g}"})
         except BaseException:
             claim.release()
             raise
-    connection.on_close.append(claim.release)
-    connection.stream.total_steps = steps or 0
+    context.on_close.append(claim.release)
+    context.stream.total_steps = steps or 0
     driver: Driver
-    if isinstance(connection, DistributedJob):
-        driver = ModuleDriver(model, connection, optimizer=optimizer, scaler=grad_scaler, config=settings, outer=outer,
+    if isinstance(context, DistributedJob):
+        driver = ModuleDriver(model, context, optimizer=optimizer, scaler=grad_scaler, config=settings, outer=outer,
                               ddp=None if ddp is None else QuietDDP(ddp), clips=norm is not None)
+        start_tuning(context, settings)
     else:
-        driver = SoloDriver(model, connection, optimizer, settings)
+        driver = SoloDriver(model, context, optimizer)
+    trace_once(context, settings.trace, planning=bool(context.components.of(TuningController)))
     return Session(driver, replica, clipping(named, optimizer, norm))
 
 

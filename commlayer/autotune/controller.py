@@ -45,7 +45,7 @@ from commlayer.autotune.plan_policy import (
 from commlayer.autotune.quality import CodecChange, GradientError
 from commlayer.autotune.report import NO_TRAFFIC, NOT_KNOWN, Report, Reports
 from commlayer.autotune.shares.policy import WorkerTime
-from commlayer.engine.buckets.current_step import EpochChanged
+from commlayer.engine.components import Component, Order
 from commlayer.errors import CommError
 from commlayer.observe.events import AloneEvent, QualityEvent
 from commlayer.observe.link_monitor import LinkWatch, Rates, SeenStep, Throughput, differ, slower, spelled
@@ -114,26 +114,27 @@ _NOTHING: OwnReport = (TuningRequest.NOTHING, math.inf, None, WorkerTime(), NO_T
 """The report of a rank whose decisions have failed."""
 
 
-class TuningController:
-    """Measures and tunes one job. Every rank calls `compare` before a step's commit, `after_step` after a step on averaged
-    gradients, and `after_exchange` after an exchange of local steps."""
+class TuningController(Component):
+    """Measures and tunes one job, on every rank: after a step on averaged gradients, and after an exchange of local steps."""
+
+    order = Order.CONTROLLER
 
     def __init__(
-        self, connection: DistributedJob, actions: JobActions, reports: Reports | None, guard: QualityGuard | None = None, *,
+        self, context: DistributedJob, actions: JobActions, reports: Reports | None, guard: QualityGuard | None = None, *,
         plans: bool = True, per_node: int = 1, keep: bool = False,
     ) -> None:
         """`plans`: True: the controller chooses plans. `keep`: True: it searches for plans but never switches; `reports` is
         None then. `per_node`: ranks per node; the first rank of a node reports the traffic of the node's link."""
-        self._connection, self._do, self._reports, self.guard = connection, actions, reports, guard
+        self._context, self._do, self._reports, self.guard = context, actions, reports, guard
         self._plans, self._per_node, self._keep = plans, per_node, keep
-        self._lead = Lead() if plans and connection.rank == 0 else None
+        self._lead = Lead() if plans and context.rank == 0 else None
         self._links: LinkState | None = None
         self._phase, self._until = Phase.WARMING, WARM_STEPS
         self._steps = 0
         """Number of steps on averaged gradients and of exchanges of local steps."""
         self._planned_steps = 0
         """Number of these steps and exchanges that ran under automatic plans, after their warm-up."""
-        self._plan = connection.plan
+        self._plan = context.plan
         self.shares: ShareMover | None = None
         """Load balancing's part in the reports; None if the script does not balance the load."""
         self._thread: threading.Thread | None = None
@@ -151,7 +152,7 @@ class TuningController:
         next step."""
         self._last = StepEnd()
         self._busy = False
-        connection.on_close.append(self._close)
+        context.on_close.append(self._close)
 
     @property
     def verdicts(self) -> list[ReplanVerdict]:
@@ -186,70 +187,58 @@ class TuningController:
         if self.guard is not None:
             self.guard.report(loss)
 
-    # ---- called after steps
-
-    def has_work(self) -> bool:
-        """Returns whether `compare` reads the sums of the present step."""
+    def reads_sums(self) -> bool:
         return self.guard is not None and not self.paused and self.guard.has_work()
 
-    def compare(self) -> None:
-        """Compares compressed with exact gradients in this step, if the quality guard wants to. If a rank is lost meanwhile,
-        the worker stores the CommError."""
+    def before_commit(self) -> None:
+        """Compares compressed with exact gradients in this step, if the quality guard wants to."""
         if self.guard is not None and not self.paused:
             try:
                 self.guard.compare(self._steps, self._failure)
-            except CommError as error:
-                self._connection.broke(error)
-            except EpochChanged:
+            except CommError:
                 raise
             except Exception as error:  # the next reports say so
                 self._failure = self._failure or error
             self._raise_failure()
 
-    def after_step(self) -> None:
+    def end_step(self) -> None:
         """Handles the end of a step on averaged gradients. The step ends with its backward pass, also if this call comes in
         the next step, as under sync="forward"."""
-        self._after(1, self._connection.passed_s)
+        self._after(1, self._context.passed_s)
 
-    def after_exchange(self) -> None:
+    def end_exchange(self, *, early: bool) -> None:
         """Handles the end of an exchange of local steps, or of one of their fragments: counts the local steps since the
-        previous exchange."""
-        plan = self._connection.plan
-        if not self._busy and plan.steps_locally:
+        previous exchange. An early exchange ends no outer step, so it only restarts the clock."""
+        plan, local = self._context.plan, self._context.local
+        if early:
+            if local is not None and not local.taken:
+                self._begin(time.perf_counter())
+        elif not self._busy and plan.steps_locally:
             self._after(plan.local_steps // plan.fragments, time.perf_counter())
 
-    def after_drain(self) -> None:
-        """Restarts the clock after an early exchange of local steps, which ends no outer step."""
-        local = self._connection.local
-        if local is not None and not local.taken:
-            self._begin(time.perf_counter())
-
     def _after(self, steps: int, ended: float) -> None:
-        """Handles `steps` steps, the last of which ended at `ended`. If a rank is lost meanwhile, the worker stores the
-        CommError."""
-        worker, observed_s = self._connection.worker, self._connection.observed_s - self._last.observed_s
+        """Handles `steps` steps, the last of which ended at `ended`."""
+        worker, observed_s = self._context.worker, self._context.observed_s - self._last.observed_s
         step_s = max(0.0, ended - self._last.at - observed_s) / steps if self._last.at else 0.0
         waited_s = (worker.counters.exposed_s - self._last.exposed_s) / steps
         self._busy = True  # a switch first flushes the exchanges in progress
         try:
             if not self.paused:
                 self.step_over(step_s, waited_s)
-        except CommError as error:
-            self._connection.broke(error)
         finally:
             self._busy = False
             self._begin(ended)
 
     def _begin(self, ended: float) -> None:
         """Marks the end of the last step as the beginning of the next one."""
-        connection = self._connection
-        self._last = StepEnd(ended, connection.observed_s, connection.worker.counters.exposed_s)
+        context = self._context
+        self._last = StepEnd(ended, context.observed_s, context.worker.counters.exposed_s)
 
     def step_over(self, step_s: float, waited_s: float) -> None:
         """Handles one step of `step_s` seconds (0: unknown), of which the rank waited `waited_s` for communication."""
         try:
             self._step_over(step_s, waited_s)
-        except (CommError, EpochChanged):
+        except CommError:
             raise
         except Exception:  # raised on all ranks, for what they do together fails on all of them or on none
             self._pause()
@@ -265,7 +254,7 @@ class TuningController:
         if self._pauses(rows):
             return
         before = self._plan
-        if self._connection.plan is not before:  # the script has set a plan
+        if self._context.plan is not before:  # the script has set a plan
             self._entered()
         changed = bool(rows) and self._do_agreed()
         if self._planning:
@@ -287,24 +276,22 @@ class TuningController:
     def _planning(self) -> bool:
         """True: plans are automatic now; the same on all ranks. False during a codec's warm-up, whose step times do not
         represent the plan."""
-        connection = self._connection
-        if not self._plans or not (connection.terms.auto or self._keep):
+        context = self._context
+        if not self._plans or not (context.terms.auto or self._keep):
             return False
-        return connection.worker.step >= connection.worker.plan.warmup
+        return context.worker.step >= context.worker.plan.warmup
 
     @property
     def _watched(self) -> LinkState | None:
         """The links, while ranks watch them; None before they are measured, and while they are measured again."""
         return self._links if self._planning and self._phase is Phase.WATCHING else None
 
-    # ---- errors
-
     def _attempt(self, act: Callable[[], T], otherwise: T) -> T:
         """Runs `act`, which decides by itself or acts on this rank only. After an error this rank decides nothing more."""
         if self._failure is None:
             try:
                 return act()
-            except (CommError, EpochChanged):
+            except CommError:
                 raise
             except Exception as error:
                 self._failure = error
@@ -318,7 +305,7 @@ class TuningController:
 
     def _pauses(self, rows: Sequence[Report]) -> bool:
         """Pauses automatic changes on all ranks, if decisions have failed on one of them. Returns whether they have."""
-        if failed := [self._connection.called(rank) for rank, row in enumerate(rows) if row.failed]:
+        if failed := [self._context.called(rank) for rank, row in enumerate(rows) if row.failed]:
             self._pause()
             self._say(f"automatic changes pause after an error on {', '.join(failed)}: the current plan stays", logging.WARNING)
         return bool(failed)
@@ -326,8 +313,6 @@ class TuningController:
     def _pause(self) -> None:
         self.paused = True
         self.end()
-
-    # ---- what all ranks do together: it depends only on numbers of steps, on reports, and on decisions before these reports
 
     def _do_agreed(self) -> bool:
         agreed, self._agreed = self._agreed, None
@@ -383,8 +368,6 @@ class TuningController:
         if self._reports.confirm(failed=self._failure is not None):
             self._do_agreed()
 
-    # ---- what a rank decides by itself
-
     def _own(self) -> OwnReport:
         """Returns what this rank reports: rank 0's request, the step time from which on a step is decisive, the comparison
         with exact gradients, times, traffic, and the speed over one machine alone."""
@@ -402,7 +385,7 @@ class TuningController:
         """Decides on plans, on rank 0."""
         self._take_results()
         if self._lead is not None and step_s:
-            self._set(*plan_policy.step_over(self._lead, step_s, self._connection.exchanges, self._active))
+            self._set(*plan_policy.step_over(self._lead, step_s, self._context.exchanges, self._active))
         if self._lead is not None and self._links is not None and self._phase is Phase.WATCHING and not self._keep:
             self._set(plan_policy.on_faster_links(self._lead, self._links, self._active))
 
@@ -426,23 +409,21 @@ class TuningController:
 
     def _compare_alone(self, lead: Report) -> None:
         """Says once on each node that one machine alone would be faster. `lead`: the report of rank 0, which knows."""
-        connection, alone = self._connection, (lead.over_alone, lead.forecast, lead.auto_times)
-        if connection.rank == 0:
-            connection.stream.over_alone(AloneEvent(over_alone=alone[0], forecast=alone[1], auto_times=alone[2]))
-        if max(lead.over_alone, lead.forecast) < 1 and not connection.terms.said_slower:
-            connection.terms.said_slower = True
+        context, alone = self._context, (lead.over_alone, lead.forecast, lead.auto_times)
+        if context.rank == 0:
+            context.stream.over_alone(AloneEvent(over_alone=alone[0], forecast=alone[1], auto_times=alone[2]))
+        if max(lead.over_alone, lead.forecast) < 1 and not context.terms.said_slower:
+            context.terms.said_slower = True
             self._say(plan_policy.slower_line(*alone), logging.WARNING)
-
-    # ---- links
 
     def _watch(self, state: LinkState, rows: Sequence[Report], step_s: float) -> None:
         """Starts a new search if steps show that links have changed. Faster links make no step slower, so rank 0 orders that
         search later."""
         traffic, waited_s = tuple(row.carried for row in rows[:: self._per_node]), min(row.waited_s for row in rows)
-        groups = self._connection.groups
+        groups = self._context.groups
         if groups.local == 0:
             own = traffic[groups.node]
-            self._connection.stream.rates(Rates(own.up.bps, own.down.bps), state.watch.planned[groups.node])
+            self._context.stream.rates(Rates(own.up.bps, own.down.bps), state.watch.planned[groups.node])
         watch, rates = state.watch.observe(SeenStep(step_s, waited_s, traffic))
         self._links = state = structs.replace(state, watch=watch)
         if rates is None:
@@ -500,8 +481,6 @@ class TuningController:
         if self._reports is not None:
             self._reports.reset()
 
-    # ---- measuring and searching
-
     def _measure(self) -> None:
         """Measures steps and links, which is collective; then rank 0 starts a search."""
         soon, self._phase = self._phase is Phase.WARMING, Phase.WATCHING
@@ -528,7 +507,7 @@ class TuningController:
     def _set(self, lead: Lead, lines: Sequence[Notice] = ()) -> None:
         """Sets rank 0's state, and carries out what has changed in that state."""
         before, self._lead = self._lead or Lead(), lead
-        terms, connection = self._connection.terms, self._connection
+        terms, context = self._context.terms, self._context
         if lead.basis is not before.basis or lead.price is not before.price:
             terms.basis, terms.price = lead.basis, lead.price
         for line in lines:
@@ -539,7 +518,7 @@ class TuningController:
                     terms.suggested = True
                     self._say(line.text, logging.WARNING)
                 case StalePlan():
-                    connection.events.append(line)
+                    context.events.append(line)
                     self._say(line.reason)
         if lead.order is not None and lead.order is not before.order:
             self._start_search(lead.order)
@@ -589,8 +568,6 @@ class TuningController:
             self._take_results()
         return self._lead is not None and self._lead.proposal is not None
 
-    # ---- switching
-
     def _switch(self) -> None:
         """Switches to the plan that rank 0 proposes; collective."""
         proposal, left = None if self._lead is None else self._lead.proposal, self._active
@@ -604,7 +581,7 @@ class TuningController:
         if (lead := self._lead) is not None and proposal is not None:
             self._attempt(lambda: self._set(*plan_policy.switched(lead, proposal, self._active, left)), None)
         back = proposal is not None and proposal.back
-        self._connection.note_plan("rollback" if back else "automatic")
+        self._context.note_plan("rollback" if back else "automatic")
         self._say(f"switched {'back ' if back else ''}to plan {digest(self._active)}: {summary_of(self._active)}")
         self._entered(own=True)
 
@@ -617,9 +594,9 @@ class TuningController:
         except ValueError as error:  # raised on all ranks, and nothing has changed
             self._say(f"{change.reason}, but the current plan stays: {error}", logging.WARNING)
             return False
-        self._connection.note_plan("quality")
-        if self._connection.rank == 0:
-            self._connection.stream.log.append(QualityEvent(before=change.before, after=change.after, reason=change.reason))
+        self._context.note_plan("quality")
+        if self._context.rank == 0:
+            self._context.stream.log.append(QualityEvent(before=change.before, after=change.after, reason=change.reason))
         self._say(f"{change.reason}: codecs are {'finer' if change.finer else 'coarser'} from now on, {change.before:.3g} -> "
                   f"{change.after:.3g} of the gradient", logging.WARNING if change.finer else logging.INFO)
         self._entered(by_guard=True)
@@ -628,7 +605,7 @@ class TuningController:
     def _entered(self, *, own: bool = False, by_guard: bool = False) -> None:
         """Adapts to another active plan, whose steps and traffic differ. `own`: True: rank 0 proposed that plan. `by_guard`:
         True: the quality guard made its codecs finer or coarser."""
-        self._plan, self._agreed = self._connection.plan, None
+        self._plan, self._agreed = self._context.plan, None
         if self._phase is not Phase.WATCHING and self._plans:  # the recorded steps ran under another plan
             self._phase, self._until = Phase.WARMING, self._planned_steps + WARM_STEPS
             self._record()
@@ -644,8 +621,6 @@ class TuningController:
             change = self.guard.entered(self._steps, by_guard=by_guard)
             if change is not None:
                 self._agreed = partial(self._change_codecs, self.guard, change)
-
-    # ---- the end
 
     def end(self) -> None:
         """Stops planning and recording: members may change during a step that is being recorded."""
@@ -669,10 +644,10 @@ class TuningController:
 
     @property
     def _active(self) -> Plan:
-        return self._connection.plan
+        return self._context.plan
 
     def _say(self, text: str, level: int = logging.INFO) -> None:
-        self._connection.say(text, level)
+        self._context.say(text, level)
 
     def shares_moved(self, part: float) -> None:
         """Records that work moves between ranks with the next step. `part`: by which fraction of a step's computing."""

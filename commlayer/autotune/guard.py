@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from commlayer.autotune import quality
-from commlayer.autotune.quality import Bounds, CodecChange, GradientError, LossTrend, PlanLevels, least_usual
+from commlayer.autotune.loss_trend import LossTrend
+from commlayer.autotune.quality import Bounds, CodecChange, GradientError, PlanLevels, least_usual
 from commlayer.cluster.processes.collectives import all_or_none
 from commlayer.config import Config
 from commlayer.engine.guards import gradient_comparison
@@ -31,27 +32,27 @@ from commlayer.records import Plan
 LOSSES_KEPT = 4096
 
 
-def guard_of(connection: DistributedJob, config: Config) -> QualityGuard | None:
+def guard_of(context: DistributedJob, config: Config) -> QualityGuard | None:
     """Returns the quality guard of a job of several ranks with an automatic plan or a loss budget, or if the user requested a
     guard; otherwise None."""
     has_budget = bool(config.max_loss or config.loss)
-    if config.guard == "off" or (config.guard == "auto" and not (has_budget or connection.terms.auto)):
+    if config.guard == "off" or (config.guard == "auto" and not (has_budget or context.terms.auto)):
         return None
-    by_budget = has_budget or not connection.terms.auto
+    by_budget = has_budget or not context.terms.auto
     # Without a given budget the loss is not checked, unless the guard was requested explicitly.
-    budget = connection.terms.max_loss or (BUDGET if by_budget or config.guard != "auto" else math.inf)
-    return QualityGuard(connection, Bounds(budget=budget), config.guard, config.deadline_s, by_budget=by_budget)
+    budget = context.terms.max_loss or (BUDGET if by_budget or config.guard != "auto" else math.inf)
+    return QualityGuard(context, Bounds(budget=budget), config.guard, config.deadline_s, by_budget=by_budget)
 
 
 class QualityGuard:
     def __init__(
-        self, connection: DistributedJob, bounds: Bounds, mode: str = "act", deadline_s: float = 600.0, *,
+        self, context: DistributedJob, bounds: Bounds, mode: str = "act", deadline_s: float = 600.0, *,
         by_budget: bool = True,
     ) -> None:
         """`by_budget`: True: bounds follow from the loss budget. False: they follow from usual values under the active
         codecs."""
-        self._connection, self._mode, self._deadline_s, self._by_budget = connection, mode, deadline_s, by_budget
-        self._groups = connection.groups
+        self._context, self._mode, self._deadline_s, self._by_budget = context, mode, deadline_s, by_budget
+        self._groups = context.groups
         self._begin_s = time.perf_counter()
         self._exposed_s = 0.0
         """Total seconds of waiting for communication, at the end of the last step."""
@@ -72,14 +73,12 @@ class QualityGuard:
     @property
     def acts(self) -> bool:
         """True: the guard changes plans. False: it only logs, because the user chose the plan."""
-        return self._mode == "act" or (self._mode == "auto" and self._connection.terms.auto)
-
-    # ---- comparing
+        return self._mode == "act" or (self._mode == "auto" and self._context.terms.auto)
 
     def has_work(self) -> bool:
         """Returns whether `compare` reads the sums of the present step. After a change of plans it does not, because the
         compared piece is of a bucket that is no longer sent."""
-        return self._compares and self._connection.plan is self._plan
+        return self._compares and self._context.plan is self._plan
 
     def compare(self, step: int, failure: Exception | None = None) -> None:
         """Compares the averaged gradient with the exact one, and this rank's payload with its own gradient; collective.
@@ -87,7 +86,7 @@ class QualityGuard:
         if not self.has_work():
             return
         self._state, self._error = quality.compared(self._state, step), GradientError()  # all ranks send their errors now
-        worker, begin_s, summed = self._connection.worker, time.perf_counter(), Dots()
+        worker, begin_s, summed = self._context.worker, time.perf_counter(), Dots()
         # With overlapped results the comparison makes the step wait for them: that wait is part of its cost.
         held_s = worker.counters.exposed_s - self._exposed_s if self._state.plan.overlapped else 0.0
         with all_or_none(self._groups, "comparing gradients"):
@@ -109,12 +108,12 @@ class QualityGuard:
     def schedule(self, step: int) -> None:
         """Determines whether all ranks compare in the next step, number `step`."""
         # A user's plan without a budget is not checked.
-        idle = self._mode == "auto" and not self._by_budget and not self._connection.terms.auto
+        idle = self._mode == "auto" and not self._by_budget and not self._context.terms.auto
         self._compares = not idle and quality.due(self._state, step)
 
     def prepare(self) -> None:
         """Prepares the comparison in the next step, if that step has one."""
-        begin_s, self._piece, worker = time.perf_counter(), None, self._connection.worker
+        begin_s, self._piece, worker = time.perf_counter(), None, self._context.worker
         self._exposed_s = worker.counters.exposed_s
         if self._compares and self._state.plan.compared:
             self._piece = gradient_comparison.piece(self._watched, self._state.samples, self._state.elements)
@@ -131,8 +130,6 @@ class QualityGuard:
         error, self._error = self._error, None
         return error
 
-    # ---- deciding
-
     def _observe_noise(self, rows: Sequence[GradientError]) -> None:
         """Updates the gradient noise scale, and logs it when it is known and when it has doubled or halved."""
         if not quality.is_usable(rows):
@@ -145,30 +142,30 @@ class QualityGuard:
             return
         self._noise = self._noise.plus([nodes**2 * square for square in squares], summed)
         batches = self._noise.known * self._groups.ranks_per_node
-        self._connection.worker.counters.noise_scale = batches
-        if batches and self._connection.rank == 0:
-            self._connection.stream.log.append(NoiseScaleEvent(batches=batches))
+        self._context.worker.counters.noise_scale = batches
+        if batches and self._context.rank == 0:
+            self._context.stream.log.append(NoiseScaleEvent(batches=batches))
         if batches and not 0.5 < self._logged_noise / batches < 2:
             self._logged_noise, world = batches, self._groups.world
-            steps = steps_alone(batches, world, self._connection.worker.job.numel)
-            self._connection.log(f"gradient noise scale: about {batches:.2g} batches of one worker; one worker alone would "
-                                 f"need {steps:.2f} times as many steps as these {world}")
+            steps = steps_alone(batches, world, self._context.worker.job.numel)
+            self._context.log(f"gradient noise scale: about {batches:.2g} batches of one worker; one worker alone would "
+                              f"need {steps:.2f} times as many steps as these {world}")
 
     def decide(self, rows: Sequence[GradientError], step_s: float) -> CodecChange | None:
         self._state, change, complaint = quality.decide(self._state, rows, step_s, acts=self.acts)
         self._observe_noise(rows)
-        if quality.is_usable(rows) and self._connection.rank == 0:
-            self._connection.stream.log.append(QualityEvent(cosine=self._state.summed.fidelity().cosine,
-                                                            residual=self._state.mean_residual or 0.0))
-        self._connection.terms.floor = self._state.planner_floor if self.acts else self._connection.terms.floor
+        if quality.is_usable(rows) and self._context.rank == 0:
+            self._context.stream.log.append(QualityEvent(cosine=self._state.summed.fidelity().cosine,
+                                                         residual=self._state.mean_residual or 0.0))
+        self._context.terms.floor = self._state.planner_floor if self.acts else self._context.terms.floor
         if complaint is not None:
-            self._connection.say(f'{complaint.text}; the plan stays as the user set it (guard="act" would make its codecs '
-                                 "finer)", logging.WARNING)
+            self._context.say(f'{complaint.text}; the plan stays as the user set it (guard="act" would make its codecs '
+                              "finer)", logging.WARNING)
         return change
 
     def lifted(self, change: CodecChange) -> Plan | None:
         """Returns the base plan without codecs coarser than `change` allows; None if that is the active plan."""
-        groups, worker = self._groups, self._connection.worker
+        groups, worker = self._groups, self._context.worker
         lifted = codec_floor.lift(self._base, change.after, groups.world // groups.ranks_per_node,
                                   cuda=worker.device.type == "cuda")
         return None if lifted.buckets == self._plan.buckets else lifted
@@ -184,7 +181,7 @@ class QualityGuard:
 
     def _levels(self, base: Plan | None = None) -> PlanLevels:
         """Reads the compression levels of the active plan. `base`: the plan from which the guard made the active one finer."""
-        plan, worker = self._connection.plan, self._connection.worker
+        plan, worker = self._context.plan, self._context.worker
         self._plan, self._base, self._sent, self._piece, self._compares = plan, base or plan, Dots(), None, False
         self._watched = [] if plan.steps_locally else gradient_comparison.watched(worker)
         bounds = (0.0, 0.0) if self._by_budget else least_usual([b.planned for b in self._watched])

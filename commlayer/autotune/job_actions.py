@@ -71,10 +71,10 @@ class JobActions:
     """Carries out what the controller decides. `node_names`, `pace`, `record` and the search are local; all other methods are
     collective."""
 
-    def __init__(self, connection: DistributedJob, probe_s: float = PROBE_S) -> None:
+    def __init__(self, context: DistributedJob, probe_s: float = PROBE_S) -> None:
         """`probe_s`: seconds of all probes together."""
-        worker = connection.worker
-        self._connection, self._job, self._probe_s = connection, worker.job, probe_s
+        worker = context.worker
+        self._context, self._job, self._probe_s = context, worker.job, probe_s
         self._meter: InterfaceCounters | None = None
         self._measured: Measurements | None = None
         """The latest measurements, under the plan that was active then; None before the first."""
@@ -92,41 +92,41 @@ class JobActions:
 
     def count_traffic(self) -> InterfaceCounters | None:
         """Starts reading this node's interface counters, on the node's first rank, if the system has them."""
-        self._meter = meter_of(self._connection)
+        self._meter = meter_of(self._context)
         if self._meter is not None:
-            self._connection.on_close.append(self._meter.close)
+            self._context.on_close.append(self._meter.close)
         return self._meter
 
     def node_names(self) -> list[str]:
         """The display name of each node; "" for all if they have the same name."""
-        uplink, groups = self._connection.uplink, self._connection.groups
+        uplink, groups = self._context.uplink, self._context.groups
         return [uplink.name_of(member.rank) for member in uplink.epoch.members[:: groups.ranks_per_node]]
 
     def pace(self, links: Sequence[Link]) -> None:
         """Paces uploads of this rank, and of the servers on its node, by the node's measured upload rate."""
-        groups, uplink = self._connection.groups, self._connection.uplink
+        groups, uplink = self._context.groups, self._context.uplink
         up_bps = links[groups.node].up_bps
         uplink.pace(up_bps / groups.ranks_per_node)
         if groups.local == 0:
             uplink.pace_servers(groups.node, up_bps)
 
     def record(self, *, on: bool) -> None:
-        self._connection.worker.recorder.switch(on=on)
-        if self._connection.local is not None:
-            self._connection.local.recorder.switch(on=on)
+        self._context.worker.recorder.switch(on=on)
+        if self._context.local is not None:
+            self._context.local.recorder.switch(on=on)
 
     def share_times(self, step_s: float, waited_s: float) -> tuple[float, float]:
         """Returns the median step time of all ranks, and the shortest wait for communication. A rank that waits for a slower
         rank waits longer than communication takes."""
-        groups = self._connection.groups
+        groups = self._context.groups
         rows = groups.gather_all(torch.tensor([step_s, waited_s], dtype=torch.float64, device=groups.device))
         return float(rows[:, 0].median()), float(rows[:, 1].min())
 
     def measure(self, steps_s: Sequence[float]) -> Measured:
         """Measures the job from the steps recorded so far, which ends recording, and from probes. Returns the result, equal on
         all ranks. `steps_s`: the times of these steps; under local steps, of steps between two exchanges."""
-        connection, worker = self._connection, self._connection.worker
-        groups, local = connection.groups, connection.local
+        context, worker = self._context, self._context.worker
+        groups, local = context.groups, context.local
         with all_or_none(groups, "measuring steps"):
             seen = None if self._meter is None else seen_by(self._meter)
             recorded = (worker if local is None else local).recorder.steps
@@ -141,39 +141,39 @@ class JobActions:
                 self._energy = self._energy or energy_of(worker)
         carried = None if seen is None else seen.carried
         expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
-        ways = at_least(probed(connection, (1 - GROUPS_SHARE) * self._probe_s, limited, (len(steps_s) + 1) * step_s,
+        ways = at_least(probed(context, (1 - GROUPS_SHARE) * self._probe_s, limited, (len(steps_s) + 1) * step_s,
                                expected=expected), carried, self._fastest_down_bps())
-        row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.balanced)
-        rows = gathered(connection, row)
+        row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, context.terms.balanced)
+        rows = gathered(context, row)
         collectives = CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
         if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
             collectives = calibration.measure_collectives(groups, GROUPS_SHARE * self._probe_s)
         self._measured = Measurements(structs.replace(self._job, timing=timing), rows, collectives)
         self._profile, self._contention, self._elsewhere_bps = None, 0.0, 0.0
         return Measured(
-            tuple(links_of(connection, rows)), median(row.step_s for row in rows),
+            tuple(links_of(context, rows)), median(row.step_s for row in rows),
             () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows),
-            tuple(map(connection.called, range(len(rows)))), not connection.elastic)  # else a LoadBalancer is refused
+            tuple(map(context.called, range(len(rows)))), not context.elastic)  # else a LoadBalancer is refused
 
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
         """Measures only the links. `planned`: known rates, which set the initial TCP windows."""
-        connection = self._connection
-        ways = probed(connection, PROBE_AGAIN_S, expected=planned[connection.groups.node])
+        context = self._context
+        ways = probed(context, PROBE_AGAIN_S, expected=planned[context.groups.node])
         up_bps, down_bps, _ = at_least(ways, None, self._fastest_down_bps())
-        row = self._measurements.rows[connection.rank]._replace(up_bps=up_bps, down_bps=down_bps)
-        return tuple(links_of(connection, gathered(connection, row)))
+        row = self._measurements.rows[context.rank]._replace(up_bps=up_bps, down_bps=down_bps)
+        return tuple(links_of(context, gathered(context, row)))
 
     def _fastest_down_bps(self) -> float:
         return 0.0 if self._meter is None else self._meter.fastest_down_bps()
 
     def agree(self, act: Callable[[], bool]) -> bool:
         """Runs `act` on all ranks, and returns the result of rank 0. If it fails on one rank, raises on all."""
-        with all_or_none(self._connection.groups, "planning", 1) as exchange:
+        with all_or_none(self._context.groups, "planning", 1) as exchange:
             exchange.mine = [act()]
         return bool(exchange.rows[0][0])
 
     def switch(self, plan: Plan | None, *, by_itself: bool) -> None:
-        switch(self._connection, plan, by_itself=by_itself)
+        switch(self._context, plan, by_itself=by_itself)
 
     def prepare_search(self) -> None:
         """Starts the planning process in advance. A failure is ignored here; the first search reports it."""
@@ -183,22 +183,22 @@ class JobActions:
     def limits(self) -> PlanLimits:
         """Returns which plans the script allows. Runs on the training thread, because it tries the optimizer and restores the
         random state."""
-        return limits_of(self._connection, self._measurements.rows)
+        return limits_of(self._context, self._measurements.rows)
 
     def search(self, request: SearchRequest, allowed: PlanLimits) -> Candidate:
         """Returns the best plan within the script's limits (`allowed`), from the latest measurements. Runs on the planner
         thread."""
-        connection, measurements, current = self._connection, self._measurements, request.current
+        context, measurements, current = self._context, self._measurements, request.current
         if self._profile is None:
-            self._profile = self._measured_here(current, codecs(connection))
-        server_nodes, worker = tuple(server_nodes_of(connection)), connection.worker
+            self._profile = self._measured_here(current, codecs(context))
+        server_nodes, worker = tuple(server_nodes_of(context)), context.worker
         cuda = worker.device.type == "cuda"
         cluster = cluster_of(request.links, measurements.rows, measurements.collectives, server_nodes, cuda=cuda,
-                             reachable=connection.groups.members.reachable, elsewhere_bps=self._elsewhere_bps)
-        profile = structs.replace(self._profile, learning=learning_rows(connection.terms.learning))
-        profile, policy = bounded(connection, profile, allowed.policy)
+                             reachable=context.groups.members.reachable, elsewhere_bps=self._elsewhere_bps)
+        profile = structs.replace(self._profile, learning=learning_rows(context.terms.learning))
+        profile, policy = bounded(context, profile, allowed.policy)
         order = SearchOrder(current, request.known, server_nodes, PlanInputs(measurements.job, cluster, profile, policy),
-                            measurements.step_s, self._contention, current.steps_locally and remembers(connection),
+                            measurements.step_s, self._contention, current.steps_locally and remembers(context),
                             allowed.suggests, allowed.young)
         candidate, self._contention, self._elsewhere_bps = self._process.search(order)
         return candidate

@@ -101,8 +101,6 @@ def _nonzero(x: torch.Tensor) -> float:
     return 1 / len(sample) if bool(x.any()) else 1.0
 
 
-# ---- collective probes of the links between nodes, and pacing of senders to the measured rates
-
 class RankMeasurement(NamedTuple):
     """Measurements of one rank. Numbers only, because ranks exchange them as a tensor."""
 
@@ -115,13 +113,13 @@ class RankMeasurement(NamedTuple):
     """1: the rank's script uses load balancing; otherwise 0."""
 
 
-def server_nodes_of(connection: DistributedJob) -> list[int]:
+def server_nodes_of(context: DistributedJob) -> list[int]:
     """Returns the node number of each server. Servers on other machines get numbers after those of the workers' nodes."""
-    nodes = [s.node for s in connection.uplink.epoch.servers]
-    if not connection.elastic:
+    nodes = [s.node for s in context.uplink.epoch.servers]
+    if not context.elastic:
         return nodes
     elsewhere = sorted(set(nodes))  # no site has a server, and sites are renumbered when members change
-    return [connection.world + elsewhere.index(node) for node in nodes]
+    return [context.world + elsewhere.index(node) for node in nodes]
 
 
 Ways = tuple[float, float, float]
@@ -174,17 +172,17 @@ def seen_by(meter: InterfaceCounters) -> SeenTraffic:
 
 
 def probed(
-    connection: DistributedJob, budget_s: float, seen: SeenTraffic | None = None, steps_s: float = 0.0, *,
+    context: DistributedJob, budget_s: float, seen: SeenTraffic | None = None, steps_s: float = 0.0, *,
     expected: Rates = UNKNOWN,
 ) -> Ways:
     """Measures this node's link against servers on other nodes; returns zeros if there are none. All ranks must call this
     function and then `gathered`, which waits for the last rank. `seen`: traffic in steps of `steps_s` seconds in total; no
     link is probed if that traffic shows the rates of all nodes. `expected`: known lower bounds of the rates, which set the
     initial TCP windows."""
-    groups = connection.groups
-    away = [server.id for server in connection.uplink.epoch.servers if server.node != groups.node]
+    groups = context.groups
+    away = [server.id for server in context.uplink.epoch.servers if server.node != groups.node]
     asks = bool(away) and groups.local == 0
-    network, patience_s = link_rates.RequestNetwork(connection.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
+    network, patience_s = link_rates.RequestNetwork(context.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
     mine = _Known()
     with all_or_none(groups, "probing links"):
         if asks:
@@ -196,7 +194,7 @@ def probed(
         if asks and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
             longest_s = min(LONGEST_S, max(link_rates.LEAST_ROUND_TRIP_S, *(node.round_trip_s for node in nodes)))
             asking = [number for number, node in enumerate(nodes) if node.asks]
-            everywhere = len({server.node for server in connection.uplink.epoch.servers}) >= len(asking)
+            everywhere = len({server.node for server in context.uplink.epoch.servers}) >= len(asking)
             turns, turn_s = turns_of(len(asking), budget_s, longest_s, everywhere=everywhere)
             mine_at = asking.index(groups.node) % turns
             begin = time.monotonic()  # all ranks have just exchanged values, so turns need no further synchronization
@@ -245,17 +243,17 @@ def at_least(ways: Ways, carried: Throughput | None = None, fastest_down_bps: fl
     return max(up_bps, PAYLOAD * carried_up_bps), max(down_bps, PAYLOAD * max(carried_down_bps, fastest_down_bps)), alpha_s
 
 
-def gathered(connection: DistributedJob, row: RankMeasurement) -> list[RankMeasurement]:
+def gathered(context: DistributedJob, row: RankMeasurement) -> list[RankMeasurement]:
     """Exchanges the measurements of all ranks and returns them in rank order; collective."""
-    groups = connection.groups
+    groups = context.groups
     rows = groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device)).tolist()
     return [RankMeasurement(*r) for r in rows]
 
 
-def links_of(connection: DistributedJob, rows: Sequence[RankMeasurement]) -> list[Link]:
+def links_of(context: DistributedJob, rows: Sequence[RankMeasurement]) -> list[Link]:
     """Returns one link per node. A node with the only server cannot probe its link; the link counts as fast as the fastest
     other one."""
-    firsts = rows[:: connection.groups.ranks_per_node]
+    firsts = rows[:: context.groups.ranks_per_node]
     probes = [row for row in firsts if row.up_bps]
     # The other nodes' downloads are uploads of the node with the server, and their uploads are its downloads.
     best = Link(max(r.down_bps for r in probes), max(r.up_bps for r in probes), min(r.alpha_s for r in probes))
@@ -289,11 +287,11 @@ def cluster_of(
     return Cluster(tuple(nodes), reachable)
 
 
-def meter_of(connection: DistributedJob) -> InterfaceCounters | None:
+def meter_of(context: DistributedJob) -> InterfaceCounters | None:
     """Returns a reader of this node's interface counters; None on ranks that are not the node's first, or if the system has no
     counters."""
-    if connection.groups.local:
+    if context.groups.local:
         return None
-    servers = [host_port(server.address)[0] for server in connection.uplink.epoch.servers]
+    servers = [host_port(server.address)[0] for server in context.uplink.epoch.servers]
     counters = counters_of(own_address.interface_towards(servers))
     return None if counters is None else InterfaceCounters(counters)

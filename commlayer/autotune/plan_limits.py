@@ -33,53 +33,53 @@ class PlanLimits(NamedTuple):
     """True: the job is in its first YOUNG steps, in which codecs are int4 or finer if links permit."""
 
 
-def codecs(connection: DistributedJob) -> list[str]:
+def codecs(context: DistributedJob) -> list[str]:
     """Returns the names of codecs that the loss budget and the quality floor allow, so measuring them is worthwhile."""
-    return codec_floor.at_least(connection.terms.floor, loss_budget.names(_model(connection), _budget(connection)))
+    return codec_floor.at_least(context.terms.floor, loss_budget.names(_model(context), _budget(context)))
 
 
-def remembers(connection: DistributedJob) -> bool:
+def remembers(context: DistributedJob) -> bool:
     """Returns whether the optimizer has state, which local steps let diverge between ranks."""
-    return connection.memory.remembers
+    return context.memory.remembers
 
 
-def limits_of(connection: DistributedJob, rows: Sequence[RankMeasurement] = ()) -> PlanLimits:
+def limits_of(context: DistributedJob, rows: Sequence[RankMeasurement] = ()) -> PlanLimits:
     """Returns the limits that the script on rank 0 sets, and those in the other ranks' measurements (`rows`). A rank with
     other limits refuses the plan."""
-    modes, terms = connection.terms.allowed_modes(), connection.terms
+    modes, terms = context.terms.allowed_modes(), context.terms
     # Load balancing refuses local steps. Samplers that weight batches weight outer steps in the same way.
     balanced = terms.balanced or any(row.balanced for row in rows)
     able = not balanced and {"updates", "local", "round"} <= modes
     # If workers might leave, an exchange must be complete before any part of it is applied.
-    takes_fragments = terms.requested.fragments is None and not connection.elastic
+    takes_fragments = terms.requested.fragments is None and not context.elastic
     policy = Policy(
         devices=("cpu",), optimizer=terms.optimizer, exact=not (able and terms.requested.exact is False),
         # Stale results would replace the gradients that scripts accumulate in `.grad` by older averages.
         forward="forward" in modes, staleness=False, fragments=takes_fragments,
     )
-    return PlanLimits(policy, able and terms.requested.exact is None and not terms.suggested, connection.passes < YOUNG)
+    return PlanLimits(policy, able and terms.requested.exact is None and not terms.suggested, context.passes < YOUNG)
 
 
-def bounded(connection: DistributedJob, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
+def bounded(context: DistributedJob, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
     """Returns profile and policy limited by the loss budget (with the user's measured losses or the built-in ones), the
     quality floor, and the largest measured number of local steps."""
     if not policy.exact:
         policy = structs.replace(policy, max_local_steps=measured_local_steps(profile.learning))
-    model = _model(connection)
-    if model is not None or connection.terms.max_loss:
-        policy = structs.replace(policy, max_loss=_budget(connection))
+    model = _model(context)
+    if model is not None or context.terms.max_loss:
+        policy = structs.replace(policy, max_loss=_budget(context))
     if model is not None:
         profile, policy = loss_budget.priced(profile, policy, model)
-    if not connection.terms.floor:
+    if not context.terms.floor:
         return profile, policy
     names = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
-    fine = tuple(name for name in names if codec_floor.level(parse(name)) >= connection.terms.floor * codec_floor.EQUAL)
+    fine = tuple(name for name in names if codec_floor.level(parse(name)) >= context.terms.floor * codec_floor.EQUAL)
     return profile, structs.replace(policy, codecs=fine)
 
 
-def _budget(connection: DistributedJob) -> float:
-    return connection.terms.max_loss or loss_budget.BUDGET
+def _budget(context: DistributedJob) -> float:
+    return context.terms.max_loss or loss_budget.BUDGET
 
 
-def _model(connection: DistributedJob) -> LossModel | None:
-    return loss_model.read(Path(connection.terms.loss)) if connection.terms.loss else None
+def _model(context: DistributedJob) -> LossModel | None:
+    return loss_model.read(Path(context.terms.loss)) if context.terms.loss else None

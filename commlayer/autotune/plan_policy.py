@@ -265,9 +265,6 @@ class Lead(Record, frozen=True):
 Decided = tuple[Lead, list[Notice]]
 
 
-# ---- searches
-
-
 def begin_search(lead: Lead, current: Plan, links: tuple[Link, ...], step_s: float, pace_s: float = 0.0, *,
                  checks: bool = False) -> Lead:
     """Returns the state with an order for a search that may replace the plan `current`. Abandons any search or trial in
@@ -358,9 +355,6 @@ def _needs(steps: float) -> str:
     return f" (factor {steps:.2f})" if steps > 1.0 else ""
 
 
-# ---- trials
-
-
 def switched(lead: Lead, proposed: Proposal, plan: Plan, left: Plan) -> Decided:
     """Handles a switch of all ranks to what rank 0 proposed. `plan`: the plan as ranks run it; `left`: the previous plan."""
     planned = proposed.candidate
@@ -444,9 +438,6 @@ def _another(lead: Lead, step_s: float, active: Plan) -> Decided:
 
 def _usual(step_s: float) -> PredictionCheck:
     return PredictionCheck(step_s, STALE, usual=True)
-
-
-# ---- requests
 
 
 def next_request(lead: Lead, links: LinkState, now: float) -> tuple[Lead, TuningRequest]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from commlayer.autotune.loss_trend import LossRise
 from commlayer.codec_spec import parse_spec
 from commlayer.engine.observers.spacing import TIME_PART, steps_between, steps_until_paid
 from commlayer.observe.fidelity import Dots, Fidelity, worst
@@ -49,51 +50,6 @@ SMOOTH = 0.3
 EQUAL = 0.99
 """Levels that differ by at most this factor count as equal, because ratios have three digits (as in job/codec_floor.py)."""
 
-
-# ---- loss trend: a rise of a noisy training loss, from a fast mean and the lowest value of a slow one
-
-FAST, SLOW = 0.1, 0.02
-"""Weight of the newest loss in the fast and in the slow running mean."""
-
-
-class LossRise(NamedTuple):
-    """How much a training loss has risen, as numbers that ranks exchange."""
-
-    rise: float = 0.0
-    """Rise of the loss, relative to the lowest value; 0 before enough losses are known."""
-    noise: float = 0.0
-    """Standard error of the rise, relative like the rise."""
-
-
-class LossTrend(Record, frozen=True):
-    """Running means of the losses that the script has reported."""
-
-    near: float = 0.0
-    """The fast running mean of the loss."""
-    far: float = 0.0
-    """The slow running mean of the loss."""
-    wobble: float = 0.0
-    lowest: float = math.inf
-    count: int = 0
-
-    def add(self, loss: float) -> LossTrend:
-        """Adds the loss of one step; values that are not finite are ignored."""
-        if not math.isfinite(loss):
-            return self
-        count = self.count + 1
-        fast, slow = max(FAST, 1 / count), max(SLOW, 1 / count)
-        wobble = self.wobble + fast * (abs(loss - self.near) - self.wobble) if count > 1 else 0.0
-        near, far = self.near + fast * (loss - self.near), self.far + slow * (loss - self.far)
-        return LossTrend(near, far, wobble, min(self.lowest, far), count)
-
-    def seen(self) -> LossRise:
-        if self.count < 1 / SLOW:
-            return LossRise()
-        lowest = max(abs(self.lowest), 1e-9)
-        return LossRise((self.near - self.lowest) / lowest, 3.0 * self.wobble * math.sqrt(FAST / 2) / lowest)
-
-
-# ---- bounds: from the loss budget or, without one, from what is usual under each codec
 
 SLACK_COSINE, SLACK_RESIDUAL = 0.5, 3.0
 """Factors on the worst reference values, which are then the bounds: comparisons of small pieces over few steps vary around the
@@ -158,9 +114,6 @@ class Bounds(Record, frozen=True):
         4.0
         """
         return self.residual or self.budget / 0.0125
-
-
-# ---- rows, state and proposals
 
 
 class GradientError(NamedTuple):

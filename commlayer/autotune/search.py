@@ -13,12 +13,13 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer import planner
+from commlayer.autotune.contention import dearer, factor
 from commlayer.autotune.plan_policy import LEAVES, MOST_STEPS, Candidate, Price, steps_of
 from commlayer.codec_spec import parse_spec
 from commlayer.planner.baselines import one_machine
 from commlayer.planner.buckets import COLLECTIVE_NBYTES
 from commlayer.planner.convergence import Recipe, excess
-from commlayer.planner.model import DENSE, Basis, Cluster, Node, PlanInputs, Profile
+from commlayer.planner.model import DENSE, Basis, Cluster, Node, PlanInputs
 from commlayer.planner.scenario import PricedPlan
 from commlayer.planner.search import PlanSearch
 from commlayer.records import Plan, with_updates
@@ -313,36 +314,3 @@ def price_of(plan: Plan, inputs: PlanInputs) -> Price:
 
     comm_s, compute_s = exposed_s(0.0), timing.forward_s + timing.backward_s + timing.update_s
     return comm_s, min(1.0, max(0.0, (comm_s - exposed_s(1.0)) / compute_s)) if compute_s else 0.0
-
-
-# ---- contention for processors: fits a slowdown of CPU work to the measured step
-#
-# Workers and servers on one machine, data loaders and other programs wait for each other, and prices measured one at a time
-# exclude these waits. The step under the active plan shows how large they are, if CPU work can explain the step at all. The
-# rest is attributed to the network, whose rates have been measured.
-
-MOST_FACTOR = 8.0
-"""Largest slowdown of CPU work that is assumed; anything beyond is attributed to the network."""
-FIT_ROUNDS = 6
-"""Number of bisection steps for the slowdown. After the last one the error is at most a tenth."""
-
-
-def factor(measured_s: float, step_s: Callable[[float], float]) -> float:
-    """Returns the slowdown of CPU work relative to work measured alone; 1 if a slowdown cannot explain the measured step time.
-
-    `step_s(f)`: predicted step time under the active plan if CPU work were f times as slow.
-    """
-    low, high = 1.0, MOST_FACTOR
-    if step_s(low) >= measured_s or step_s(high) < measured_s:
-        return 1.0
-    for _ in range(FIT_ROUNDS):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if step_s(middle) < measured_s else (low, middle)
-    return low
-
-
-def dearer(profile: Profile, by: float) -> Profile:
-    """Returns the profile with the costs of codecs, servers and buckets multiplied by this factor. Collectives were already
-    measured under load."""
-    codecs = tuple(structs.replace(c, encode=c.encode * by, decode=c.decode * by) for c in profile.codecs)
-    return structs.replace(profile, codecs=codecs, server=profile.server * by, bucket_s=profile.bucket_s * by)

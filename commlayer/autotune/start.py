@@ -1,4 +1,4 @@
-"""Creates the controller of a job that starts, or whose members have changed."""
+"""Starts the controller of a job, and starts another one when the members have changed."""
 
 from __future__ import annotations
 
@@ -7,37 +7,51 @@ from commlayer.autotune.guard import guard_of
 from commlayer.autotune.job_actions import JobActions
 from commlayer.autotune.report import Reports
 from commlayer.config import Config
+from commlayer.engine.components import Component, Order
 from commlayer.engine.job.job import DistributedJob
-from commlayer.engine.observers.observers import Observer, ObserverOrder, Observers
 
 
-def controller_of(connection: DistributedJob, config: Config) -> TuningController | None:
-    """Returns the controller of a job of several nodes whose plan commlayer chooses, or whose codecs a quality guard checks;
-    otherwise None."""
-    worker, groups = connection.worker, connection.groups
-    plans = connection.terms.auto and groups.world > groups.ranks_per_node and bool(worker.plan.servers)
-    guard = guard_of(connection, config)
+class Tuning(Component):
+    """Automatic tuning of one job."""
+
+    order = Order.CONTROLLER
+
+    def __init__(self, context: DistributedJob, config: Config) -> None:
+        self._context, self._config = context, config
+        self._controller = _controller_of(context, config)
+
+    def new_members(self) -> None:
+        if self._controller is not None:
+            self._controller.end()
+            self._context.components.remove(self._controller)
+        self._controller = _controller_of(self._context, self._config)
+
+
+def start_tuning(context: DistributedJob, config: Config) -> None:
+    context.components.add(Tuning(context, config))
+
+
+def _controller_of(context: DistributedJob, config: Config) -> TuningController | None:
+    """Starts the controller of a job of several nodes whose plan commlayer chooses, or whose codecs a quality guard checks;
+    returns None for other jobs."""
+    worker, groups = context.worker, context.groups
+    plans = context.terms.auto and groups.world > groups.ranks_per_node and bool(worker.plan.servers)
+    guard = guard_of(context, config)
     if not plans and guard is None:
         return None
-    actions, reports = JobActions(connection), Reports(connection.rows.rows())
+    actions, reports = JobActions(context), Reports(context.rows.rows())
     if plans:
         reports.meter = actions.count_traffic()
-    controller = TuningController(connection, actions, reports, guard, plans=plans, per_node=groups.ranks_per_node)
+    controller = TuningController(context, actions, reports, guard, plans=plans, per_node=groups.ranks_per_node)
     controller.start()
+    context.components.add(controller)
     return controller
 
 
-def observe(observers: Observers, controller: TuningController) -> None:
-    observers.add(Observer(
-        ObserverOrder.CONTROLLER, controller, controller.after_step, before_commit=controller.compare,
-        looks=controller.has_work, after_exchange=controller.after_exchange, after_drain=controller.after_drain))
-
-
-def reporting(connection: DistributedJob, observers: Observers) -> TuningController:
+def reporting(context: DistributedJob) -> TuningController:
     """Returns the job's controller; if there is none, creates one that only exchanges reports. Collective."""
-    for controller in observers.at(ObserverOrder.CONTROLLER):
-        assert isinstance(controller, TuningController)
+    for controller in context.components.of(TuningController):
         return controller
-    controller = TuningController(connection, JobActions(connection), Reports(connection.rows.rows()), plans=False)
-    observe(observers, controller)
+    controller = TuningController(context, JobActions(context), Reports(context.rows.rows()), plans=False)
+    context.components.add(controller)
     return controller

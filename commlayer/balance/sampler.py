@@ -164,7 +164,7 @@ class Sampler:
             return
         if given is not None and session is not None:
             self._join(given)
-            del session.inspect.given[self._name]
+            del session.inspect.joined_state[self._name]
         elif session is not None:
             self._match_session_steps(session)
         if given is None or not given.mid_step:
@@ -258,8 +258,9 @@ class Sampler:
         `membership`."""
 
         def lost_from(member: int) -> int:
-            parted = session.inspect.parted(member)
-            return min((given for given, at in self._membership.session_steps.items() if at >= parted), default=self.step)
+            steps_at_exit = session.inspect.steps_at_exit(member)
+            later = (step for step, at in self._membership.session_steps.items() if at >= steps_at_exit)
+            return min(later, default=self.step)
 
         shares = self._schedule.shares(step + 1 + CHANGE_DELAY_STEPS)
         return membership.update(step, session.inspect.members, shares, self.batch, self.least, lost_from)
@@ -289,7 +290,7 @@ class Sampler:
     def _received_state(self, session: TrainingSession | None) -> JoinState | None:
         """Returns the state that workers of the running job sent to this worker when it joined; None after that state was
         used."""
-        if session is None or (given := session.inspect.given.get(self._name)) is None:
+        if session is None or (given := session.inspect.joined_state.get(self._name)) is None:
             return None
         state = decode(given.encode(), JoinState, "state of the others' sampler")
         self._check_state(state.state)

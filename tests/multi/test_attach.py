@@ -563,7 +563,7 @@ def scheduled(run: Run) -> dict[str, Any]:
 
     def note(_: int) -> None:
         schedule.step()
-        rates.append(run.sessions[0].inspect.connection.worker.units.rate)
+        rates.append(run.sessions[0].inspect.context.worker.units.rate)
 
     trained(run, model, loss, optimizer, steps=6, after=note)
     return {"rates": rates}
@@ -734,7 +734,7 @@ def interrupted(rank: int, how: str, address: str) -> list[str]:
     config = quick(join=address, deadline_s=FAR_S, ranks_per_node=WORLD if how == "allreduce" else 1)
     plan = plan_of(model, path=how, ranks_per_node=config["ranks_per_node"])
     session = commlayer.attach(model, optimizer, plan=plan, config=config)
-    worker = session.inspect.connection.worker
+    worker = session.inspect.context.worker
     train_step(model, optimizer, rank, 0)
 
     def until(reached: Callable[[], object]) -> None:

@@ -155,7 +155,7 @@ def test_a_scaler_skips_such_steps_by_itself(how: str, codec: str) -> None:
 def with_residuals(rank: int) -> list[bool]:
     """All-reduced buckets; rank 0 has residuals of an earlier plan."""
     script = Script(rank, "allreduce", "identity()", [3], (1,), "adamw")
-    worker = script.session.inspect.connection.worker
+    worker = script.session.inspect.context.worker
     assert worker is not None
     rows = []
     for script.number in range(2, 5):

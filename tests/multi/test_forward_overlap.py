@@ -630,7 +630,7 @@ def averaged(rank: int, address: str, overlap: str) -> list[torch.Tensor]:
                                config=rank_pool.quick(join=address))
     for step in range(STEPS):
         if overlap and step == 1:
-            Held(session.inspect.connection.worker, until_awaited=True)
+            Held(session.inspect.context.worker, until_awaited=True)
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()
         optimizer.step()

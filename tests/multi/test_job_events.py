@@ -285,7 +285,7 @@ def train(rank: int, folder: str, address: str, every: int) -> tuple[str, float]
             session.log_loss(loss)
             optimizer.step()
             time.sleep(0.15)
-        return session.inspect.connection.uplink.epoch.run, session.metrics()["exchange_s"]  # type: ignore[attr-defined]
+        return session.inspect.context.uplink.epoch.run, session.metrics()["exchange_s"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("every", [1, 4])

@@ -240,7 +240,7 @@ def test_an_embedded_child_has_it_neither_on_its_command_line_nor_in_its_environ
 
 def attached(rank: int) -> str:
     with commlayer.attach(mlp(), compression=commlayer.compressors.identity(), config=small()) as session:
-        link: Any = session.inspect.connection.uplink
+        link: Any = session.inspect.context.uplink
         return str(link._config.token)
 
 

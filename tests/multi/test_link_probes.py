@@ -102,7 +102,7 @@ KNOWN = [(BUSILY, BUSILY), (BUSILY, SELDOM), (SELDOM, SELDOM), (BUSILY, UP_ALONE
 def probing(run: Run) -> list[dict[str, Any]]:
     """By case, what this rank finds, and which ways it asked for more than a ping."""
     run.wrap(mlp())
-    made, results = run.sessions[0].inspect.connection, []
+    made, results = run.sessions[0].inspect.context, []
     for case in KNOWN:
         asked: list[str] = []
         with pytest.MonkeyPatch.context() as patch:

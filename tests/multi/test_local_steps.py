@@ -75,7 +75,7 @@ class Training:
 
     @property
     def local(self) -> Any:
-        return self.session.inspect.connection.local
+        return self.session.inspect.context.local
 
     def step(self, step: int, *, infinite: str = "") -> npt.NDArray[np.float32]:
         """`infinite`: "gradients" or "weights" of the first tensor."""
@@ -206,7 +206,7 @@ def one_fragment_not_finite(rank: int, address: str, codec: str) -> tuple[Any, A
         since[masks[turn]] = 0
     training.session.flush()
     residuals = np.zeros((TENSORS, SIZE))
-    for bucket in training.session.inspect.connection.worker.buckets:
+    for bucket in training.session.inspect.context.worker.buckets:
         for residual in bucket.ledger.residuals():
             residuals[residual.tensor, residual.start : residual.stop] += np.asarray(residual.values)
     applied = first - training.weights()
@@ -231,7 +231,7 @@ def ahead(rank: int, address: str) -> int:
             dist.barrier()  # rank 0 is one step before the end of a round whose exchange rank 1 has not begun
         training.step(step)
     training.session.close()  # merges the exchange under way, and exchanges the steps taken meanwhile
-    return training.session.inspect.connection.exchanges
+    return training.session.inspect.context.exchanges
 
 
 def test_steps_do_not_wait_for_an_exchange_under_way() -> None:
@@ -294,7 +294,7 @@ def few(rank: int, address: str) -> tuple[int, list[str], Any]:
     for step in range(12):
         training.step(step)
     training.session.flush()
-    fragments, lines = training.session.inspect.connection.plan.fragments, training.session.inspect.decisions()
+    fragments, lines = training.session.inspect.context.plan.fragments, training.session.inspect.decisions()
     training.session.close()
     return fragments, lines, training.weights()
 

@@ -68,7 +68,7 @@ def trained(run: Run, kind: str, *, lazy: bool, cleared: bool) -> dict[str, Any]
         optimizer.step()
         if lazy:
             optimizer.flush()
-    worker = run.sessions[0].inspect.connection.worker
+    worker = run.sessions[0].inspect.context.worker
     kept = sum(isinstance(bucket.compact, SparseResult) for bucket in worker.buckets)
     report: dict[str, Any] = {"layouts": layouts, "kept": kept}
     return report | {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.guards.parameter_drift import LEAST, spacing
+from commlayer.engine.guards.parameter_drift import LEAST, ParameterDrift, spacing
 from commlayer.engine.model.digests import EXACT_BITS, Digests, pieces
-from commlayer.engine.observers.observers import ObserverOrder
 from commlayer.errors import code_of
 
 WORLD, STEPS = 2, 14
@@ -148,7 +147,7 @@ def test_one_step_left_out_is_told_and_ends_nothing() -> None:
 def watched(rank: int, drift_steps: int) -> int:
     model = mlp()
     with commlayer.attach(model, config=quick(ranks_per_node=WORLD, drift_steps=drift_steps)) as session:
-        return len(session.inspect.observers.at(ObserverOrder.PARAMETER_DRIFT))
+        return len(session.inspect.components.of(ParameterDrift))
 
 
 def test_zero_turns_it_off() -> None:

@@ -221,7 +221,7 @@ def both_ways(rank: int, address: str) -> tuple[set[tuple[str, str]], torch.Tens
         x = torch.randn(4, 64)
         model(x).sum().backward()
         assert model.weight.grad is not None
-        ways = {(str(parse_spec(b.codec).core), str(parse_spec(b.down).core)) for b in session.inspect.connection.plan.buckets}
+        ways = {(str(parse_spec(b.codec).core), str(parse_spec(b.down).core)) for b in session.inspect.context.plan.buckets}
         return ways, x.sum(0).expand(8, 64), model.weight.grad
 
 

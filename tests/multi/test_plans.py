@@ -270,7 +270,7 @@ def test_a_stale_plan_is_an_event_and_a_line(predicted_s: float, level: int, cap
     watch = stale_plan.StalePlanWatch(context)
     for _ in range(PATIENCE + 1):
         assert (context.events, context.decisions) == ([], [])
-        watch()
+        watch.end_step()
     (line,) = context.decisions
     slower = level == logging.WARNING
     assert [(e.predicted_s, e.lasted, e.usual) for e in context.events] == [(predicted_s, PATIENCE, False)] * slower

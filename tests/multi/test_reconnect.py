@@ -443,7 +443,7 @@ def trained(rank: int, address: str, how: str, folder: str) -> tuple[list[torch.
         nn.functional.mse_loss(called(x), y).backward()
         if how == "states" and number == 2:
             optimizer.zero_grad()
-            switch(session.inspect.connection, plan_of(model, "int8()") if rank == 0 else None)
+            switch(session.inspect.context, plan_of(model, "int8()") if rank == 0 else None)
             continue
         optimizer.step()
         if how == "states" and number in (4, 6):

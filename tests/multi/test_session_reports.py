@@ -30,6 +30,7 @@ from support.attached import (
     sync_of,
     train_step,
 )
+from support.components import Calls
 from support.jobs import FakeJob
 from support.rank_pool import Servers, pool, quick, ranks_first
 from torch import nn
@@ -37,10 +38,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.autotune import quality
+from commlayer.engine.components import Order
 from commlayer.engine.job.job import JobContext
 from commlayer.engine.model.model_tensors import job_of
 from commlayer.engine.observers import trace
-from commlayer.engine.observers.observers import Observer, ObserverOrder, Observers
 from commlayer.errors import code_of
 from commlayer.observe.events import LogEvent, decode
 from commlayer.observe.step_trace import read_comparison
@@ -184,7 +185,7 @@ def test_a_plan_with_late_results_of_few_entries_is_reported_once(ratio: float, 
 
 # ---- observers
 
-PLACES = (ObserverOrder.CONTROLLER, ObserverOrder.TRACE, ObserverOrder.OTHER)
+PLACES = (Order.CONTROLLER, Order.TRACE, Order.OTHER)
 
 
 def watched(run: Run) -> list[tuple[str, int, int]]:
@@ -195,13 +196,13 @@ def watched(run: Run) -> list[tuple[str, int, int]]:
     wrapped(torch.ones(2, 12)).sum().backward()
     seen: list[tuple[str, int, int]] = []
 
-    def note(moment: str, place: ObserverOrder) -> None:
-        seen.append((moment, place, session.inspect.connection.exchanges))
+    def note(moment: str, place: Order) -> None:
+        seen.append((moment, place, session.inspect.context.exchanges))
 
-    observers = session.inspect.observers
     for place in sorted(PLACES, reverse=run.rank == 1):
-        moments = ("before_commit", "after_step", "after_exchange")
-        observers.add(Observer(place, place, **{moment: functools.partial(note, moment, place) for moment in moments}))
+        moments = ("before_commit", "end_step", "end_exchange")
+        session.inspect.components.add(
+            Calls(place, **{moment: functools.partial(note, moment, place) for moment in moments}))
     wrapped(torch.ones(2, 12)).sum().backward()
     return seen
 
@@ -210,7 +211,7 @@ def watched(run: Run) -> list[tuple[str, int, int]]:
 def test_observers_are_called_by_their_places_before_and_after_the_commit(how: str) -> None:
     with coordinators(1, WORLD, 1) as jobs:
         seen = pool(WORLD).call(play, WORLD, watched, Setting(how, (jobs[0].address,)))
-    assert seen == [[("before_commit", place, 1) for place in PLACES] + [("after_step", place, 2) for place in PLACES]] * WORLD
+    assert seen == [[("before_commit", place, 1) for place in PLACES] + [("end_step", place, 2) for place in PLACES]] * WORLD
 
 
 SLEPT_S = 0.1
@@ -227,9 +228,9 @@ def recorded(rank: int, sync: str) -> list[tuple[float, float]]:
         time.sleep(SLEPT_S)
 
     with commlayer.attach(model, optimizer, sync=sync, config=quick(servers="each")) as session:
-        recorder = session.inspect.connection.worker.recorder
+        recorder = session.inspect.context.worker.recorder
         recorder.switch(on=True)
-        session.inspect.observers.add(Observer(ObserverOrder.OTHER, sleep, after_step=sleep))
+        session.inspect.components.add(Calls(end_step=sleep))
         for _ in range(4):
             optimizer.zero_grad()
             model(torch.ones(1, 2)).sum().backward()
@@ -254,11 +255,11 @@ def compared(rank: int, fails: bool) -> tuple[list[float], list[str]]:
             raise ValueError("it does not compare")
 
     with commlayer.attach(model, config=quick(ranks_per_node=WORLD)) as session:
-        session.inspect.observers.add(Observer(ObserverOrder.OTHER, broken, before_commit=broken))
+        session.inspect.components.add(Calls(before_commit=broken))
         for _ in range(2):
             model.zero_grad()
             model(torch.full((1, 2), 1.0 + 2 * rank)).sum().backward()
-        events = [decode(line) for line in session.inspect.connection.stream.log.since(0).lines]
+        events = [decode(line) for line in session.inspect.context.stream.log.since(0).lines]
     assert model.weight.grad is not None
     errors = [f"{event.code} {event.traceback.partition(' < ')[0]}" for event in events
               if isinstance(event, LogEvent) and event.traceback]
@@ -274,22 +275,20 @@ def test_an_observer_that_fails_is_reported_once_and_ends_nothing() -> None:
 
 
 def test_who_is_added_or_removed_in_a_round_counts_from_the_next_on() -> None:
-    observers, called = Observers(JobContext()), []
+    context, called = JobContext(), list[str]()
+    later = Calls(Order.CONTROLLER, end_step=lambda: called.append("later"))
 
     def first() -> None:
         called.append("first")
-        observers.remove(first)
-        observers.add(Observer(ObserverOrder.CONTROLLER, later, later))
+        context.components.remove(earlier)
+        context.components.add(later)
 
-    def later() -> None:
-        called.append("later")
-
-    observers.add(Observer(ObserverOrder.TRACE, first, first))
+    earlier = Calls(Order.TRACE, end_step=first)
+    context.components.add(earlier)
     for _ in range(2):
-        for observer in observers:
-            observer.after_step()
+        context.components.end_step(lambda _: None)
     assert called == ["first", "later"]
-    assert [observers.at(place) for place in (ObserverOrder.CONTROLLER, ObserverOrder.TRACE)] == [[later], []]
+    assert context.components.of(Calls) == [later]
 
 
 def test_a_session_has_what_is_needed_every_day_and_the_rest_under_inspect() -> None:
@@ -299,8 +298,8 @@ def test_a_session_has_what_is_needed_every_day_and_the_rest_under_inspect() -> 
     assert {"no_sync", "synchronize", "weight", "checkpoint", "resume", "metrics", "close",
             "inspect"} <= public
     rest = {name for name in dir(session.inspect) if not name.startswith("_")}
-    assert rest == {"plan", "connection", "observers", "decisions", "events", "laps", "trace", "members", "may_leave",
-                    "own", "carried", "parted", "catch_up", "followers", "given", "steps_locally"}
+    assert rest == {"plan", "context", "components", "decisions", "events", "laps", "trace", "members", "may_leave",
+                    "own", "carried", "steps_at_exit", "catch_up", "followers", "joined_state", "steps_locally"}
     session.close()
 
 
@@ -373,14 +372,14 @@ def traced(rank: int, address: str, file: str, changes: dict[int, str], steps: i
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with commlayer.attach(model, optimizer, compression="identity", config=quick(join=address)) as session:
-        session.inspect.connection.terms.auto = True  # as if the controller were searching
-        trace.trace_once(session.inspect.connection, session.inspect.observers, file, planning=True)
+        session.inspect.context.terms.auto = True  # as if the controller were searching
+        trace.trace_once(session.inspect.context, file, planning=True)
         for done in range(steps):
             what = changes.get(done)
             if what == "basis" and rank == 0:
-                session.inspect.connection.terms.basis = basis_of(session)
+                session.inspect.context.terms.basis = basis_of(session)
             if what == "basis of three" and rank == 0:
-                session.inspect.connection.terms.basis = basis_of(session, "3xcpu@10g")
+                session.inspect.context.terms.basis = basis_of(session, "3xcpu@10g")
             if what == "switch":
                 assert session.inspect.plan is not None
                 session.switch(msgspec.structs.replace(session.inspect.plan, step_s=1.0))
@@ -388,7 +387,7 @@ def traced(rank: int, address: str, file: str, changes: dict[int, str], steps: i
             x, y = data(rank, done)
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-            if not session.inspect.observers.at(ObserverOrder.TRACE):
+            if not session.inspect.components.of(trace.Tracer):
                 return done + 1
     return 0
 
@@ -454,7 +453,7 @@ def test_a_job_that_ends_too_soon_says_so(tmp_path: Path, caplog: pytest.LogCapt
     with commlayer.attach(mlp(), config={"trace": file}):
         assert caplog.messages == [f"no trace in {file}: this process trains alone"]
     connection = FakeJob(SimpleNamespace(plan=None, counters=SimpleNamespace(exchanges=0)))
-    trace.Tracer(connection, Observers(connection), Path(file), 3, planning=False, warm=2)
+    trace.Tracer(connection, Path(file), 3, planning=False, warm=2)
     for end in connection.on_close:
         end()
     assert caplog.messages[1:] == [f"no trace in {file}: the job ended after 0 steps, before 3 steps were recorded"]

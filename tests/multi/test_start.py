@@ -198,7 +198,7 @@ def under(changes: dict[str, str | None]) -> tuple[int, int, int]:
             os.environ[name] = value
     try:
         with commlayer.attach(mlp(), config=quick()) as session:
-            context = session.inspect.connection
+            context = session.inspect.context
             assert session.inspect.plan is not None
             return context.rank, context.world, session.inspect.plan.ranks_per_node
     finally:
@@ -254,14 +254,14 @@ def some_ranks(rank: int, how: str, path: str, addresses: list[str]) -> dict[str
         if how == "module":
             session = commlayer.attach(model, **plan_or_codec(plan_of(model, path=path)), process_group=group, config=config)
             got.append(gradient(model, model, rank, 0))
-            place = session.inspect.connection
+            place = session.inspect.context
             close: Callable[[], None] = session.close
         else:
             wrapped = DistributedDataParallel(model, process_group=group)
             if how == "ddp":
                 session = commlayer.attach(wrapped, **plan_or_codec(plan_of(model, path=path)), config=config)
                 got.append(gradient(model, wrapped, rank, 0))
-                place, close = session.inspect.connection, session.close
+                place, close = session.inspect.context, session.close
             else:
                 state = commlayer.HookState(**plan_or_codec(plan_of(model, path=path)), config=config)
                 wrapped.register_comm_hook(state, commlayer.comm_hook)

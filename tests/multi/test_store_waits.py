@@ -83,7 +83,7 @@ def made_behind_attach(rank: int, how: dict[str, Any]) -> int:
                 optimizer.zero_grad()
         finally:
             dist.new_group = real
-        assert session.inspect.connection.rows is not None
+        assert session.inspect.context.rows is not None
     return count
 
 

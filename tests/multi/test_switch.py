@@ -24,6 +24,7 @@ import torch.distributed as dist
 from msgspec import structs
 from support import rank_pool, sync_modes
 from support.attached import Run, Setting, assert_refused, coordinators, mlp, outcome, parameters, plan_of, play, same
+from support.components import Calls
 from support.rank_pool import SETTINGS, Servers, last_line, pool, ranks_first, tree
 from support.sync_modes import LOCAL, MODES, OPTIMIZERS, Net, Training
 from torch import nn
@@ -32,8 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 import commlayer.engine.epochs.plan_switch as automatic
+from commlayer.engine.components import Order
 from commlayer.engine.model.model_tensors import job_of
-from commlayer.engine.observers.observers import Observer, ObserverOrder
 from commlayer.records import Plan
 
 WORLD, SERVERS, STEPS = 2, 2, 4
@@ -171,9 +172,9 @@ def again_and_again(run: Run) -> dict[str, Any]:
     for number in range(6):
         session.switch(plan(model, ("staged topk", "small int8")[number % 2]))
         backward(model)
-        workers.append(weakref.ref(session.inspect.connection.worker))
+        workers.append(weakref.ref(session.inspect.context.worker))
         threads.append(threading.active_count())
-        states = [state for bucket in session.inspect.connection.worker.buckets for _, state in bucket.ledger.encoders]
+        states = [state for bucket in session.inspect.context.worker.buckets for _, state in bucket.ledger.encoders]
         residuals.append([weakref.ref(state["residual"]) for state in states if "residual" in state])
     kept = [any(residual() is not None for residual in of_plan) for of_plan in residuals[:-1]]
     gc.collect()
@@ -283,14 +284,15 @@ def proposed(rank: int, address: str, how: str, folder: str) -> dict[str, Any]:
     connection.terms.auto = True
     modes = [mode for way in sorted(connection.terms.allowed_modes()) for mode in (NAMES[way], "gradients")]
 
-    def propose() -> None:
+    def propose(*, early: bool = False) -> None:
+        if early:
+            return
         count[0] += 1
         if count[0] % EVERY == 0 and modes:
             switched.append(modes.pop(0))
             automatic.switch(connection, sync_modes.plan(connection.worker.job, switched[-1]) if rank == 0 else None)
 
-    training.session.inspect.observers.add(
-        Observer(ObserverOrder.CONTROLLER, None, after_step=propose, after_exchange=propose))
+    training.session.inspect.components.add(Calls(Order.CONTROLLER, end_step=propose, end_exchange=propose))
     while training.step < LENGTH:
         losses += training.run(1)
         if training.step % 7 == 0:
@@ -546,7 +548,9 @@ def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
     training = Training(rank, address, "round", optimizer="plain")
     lines, wanted, plans = [], [""], []
 
-    def go_on() -> None:
+    def go_on(*, early: bool = False) -> None:
+        if early:
+            return
         lines.append(training.step)
         if way := wanted[0]:
             wanted[0] = ""
@@ -556,7 +560,7 @@ def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
         plans.append(next(name for name, fields in MODES.items() if all(
             getattr(training.connection.plan, field) == value for field, value in (PLAIN | fields).items())))
 
-    training.session.inspect.observers.add(Observer(ObserverOrder.CONTROLLER, None, after_step=go_on, after_exchange=go_on))
+    training.session.inspect.components.add(Calls(Order.CONTROLLER, end_step=go_on, end_exchange=go_on))
     training.train(3)
     wanted[0] = "every"
     session = training.session
@@ -665,7 +669,7 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
     torch.nn.functional.mse_loss(called(torch.ones(4, 12)), torch.ones(4, 3)).backward()
     if stepped and optimizer != "lbfgs" and "grad_scaler" not in how:
         stepped.step()
-    connection = session.inspect.connection
+    connection = session.inspect.context
     result = connection.terms.allowed_modes(), connection.terms.forbidden_modes()
     session.flush()
     session.close()

@@ -20,7 +20,6 @@ from commlayer.autotune.job_actions import Measured
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.guards.parameter_drift import ParameterDrift
-from commlayer.engine.observers.observers import ObserverOrder
 from commlayer.observe.events import LogEvent, decode
 from commlayer.observe.link_monitor import LinkWatch
 from commlayer.records import Plan
@@ -52,7 +51,7 @@ def tuned(run: Run) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, Tuning
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     run.wrap(model, optimizer=optimizer, sync="auto")
     session = run.sessions[0]
-    (controller,) = session.inspect.observers.at(ObserverOrder.CONTROLLER)
+    (controller,) = session.inspect.components.of(TuningController)
     controller.shares = ShareMover(WorkerTime, lambda _rows, _step_s: None)
     return model, optimizer, session, controller
 
@@ -63,7 +62,7 @@ def scheduled(model: torch.nn.Module, every: int, fragments: int, overlap: str) 
 
 
 def failures(session: Any) -> list[LogEvent]:
-    events = [decode(line) for line in session.inspect.connection.stream.log.since(0).lines]
+    events = [decode(line) for line in session.inspect.context.stream.log.since(0).lines]
     return [event for event in events if isinstance(event, LogEvent) and event.code == "E-OBSERVER"]
 
 
@@ -73,7 +72,7 @@ def failures(session: Any) -> list[LogEvent]:
 def all_schedules(run: Run) -> dict[str, Any]:
     with quick_measuring():
         model, optimizer, session, controller = tuned(run)
-        connection, number = session.inspect.connection, itertools.count()
+        connection, number = session.inspect.context, itertools.count()
         measure, times = controller._do.measure, list[int]()
 
         def counted(steps_s: Sequence[float]) -> Measured:
@@ -128,7 +127,7 @@ def failing(run: Run, what: str, schedule: tuple[int, int, str]) -> dict[str, An
     every, fragments, _ = schedule
     with quick_measuring(), pytest.MonkeyPatch.context() as patch:
         model, optimizer, session, controller = tuned(run)
-        connection = session.inspect.connection
+        connection = session.inspect.context
         if every > 1:
             switch(connection, scheduled(model, *schedule) if run.rank == 0 else None, by_itself=True)
         rank, place, name = FAILING.get(what, (1, None, ""))

@@ -71,7 +71,7 @@ def train(run: Run) -> dict[str, Any]:
             loss = nn.functional.mse_loss(wrapped(x), y)
             time.sleep(sleep_s)
             if sleep_s == SLOW_S:  # on a slow line all wait
-                session.inspect.connection.worker.counters.exposed_s += sleep_s
+                session.inspect.context.worker.counters.exposed_s += sleep_s
             before = session.metrics()["sent_nbytes"]
             loss.backward()
             optimizer.step()

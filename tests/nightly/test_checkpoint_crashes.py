@@ -46,7 +46,7 @@ class Job:
             self.optimizer.step()
 
     def kept(self) -> Kept:
-        connection = self.session.inspect.connection
+        connection = self.session.inspect.context
         state = checkpoint.worker_state(connection)
         tensors: Kept = {"step": torch.tensor(state["step"]), **{n: t.clone() for n, t in state["tensors"].items()}}
         tensors |= {f"model.{name}": t.clone() for name, t in self.model.state_dict().items()}

@@ -16,7 +16,6 @@ from commlayer.autotune.controller import MEASURED_STEPS, WARM_STEPS, TuningCont
 from commlayer.autotune.shares.driver import LoadBalancer
 from commlayer.balance import Decision, LinearTime, Sampler
 from commlayer.engine.observers import spacing
-from commlayer.engine.observers.observers import ObserverOrder
 from commlayer.observe import link_monitor
 
 WORLD, BATCH = 2, 24
@@ -58,13 +57,13 @@ def balanced(run: Run) -> dict[str, Any]:
         x, y = data(run.rank, sampler.step, n=len(batch))
         nn.functional.mse_loss(wrapped(x), y).backward()
         auto: TuningController
-        (auto,) = session.inspect.observers.at(ObserverOrder.CONTROLLER)
+        (auto,) = session.inspect.components.of(TuningController)
         if sampler.step in (planned, SLOW_FROM - 1, STEPS - 1):
             verdicts.append(len(auto.settle(30.0)))
         if sampler.step == SLOW_FROM - 1:
-            planned_price = session.inspect.connection.terms.price
+            planned_price = session.inspect.context.terms.price
         if sampler.step >= SLOW_FROM - 1 and run.rank == 0:
-            session.inspect.connection.terms.price = (COMM_S, 0.0)  # so much that expectations show it
+            session.inspect.context.terms.price = (COMM_S, 0.0)  # so much that expectations show it
     return {"verdicts": verdicts, "price": planned_price, "decisions": decisions(controller),
             "shares": controller.shares, "lines": [line for line in session.inspect.decisions() if "new shares" in line]}
 

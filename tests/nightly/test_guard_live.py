@@ -50,7 +50,7 @@ def train(run: Run, *parts: tuple[str, int], rises_at: int = 0) -> dict[str, Any
     for text, count in parts:
         if text:
             session.switch(plan_of(model, text.removeprefix("auto: "), servers=SERVERS))
-            session.inspect.connection.terms.auto = text.startswith("auto: ")
+            session.inspect.context.terms.auto = text.startswith("auto: ")
         for _ in range(count):
             x = torch.randn(6, 12, generator=torch.Generator().manual_seed(2 * step + run.rank))
             optimizer.zero_grad()
@@ -66,7 +66,7 @@ def train(run: Run, *parts: tuple[str, int], rises_at: int = 0) -> dict[str, Any
     return {"levels": levels, "sent": [b - a for a, b in itertools.pairwise(sent)], "codecs": codecs,
             "decisions": session.inspect.decisions(), "decisions before": decisions, "guard_s": session.metrics()["guard_s"],
             "weights": torch.cat([p.detach().view(-1) for p in model.parameters()]),
-            "floor": session.inspect.connection.terms.floor}
+            "floor": session.inspect.context.terms.floor}
 
 
 def rising(run: Run) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def doubling(run: Run, requested: bool) -> Any:
         session = run.sessions[0]
         model(torch.ones(2, 12)).sum().backward()
         session.switch(plan_of(model, "int8(block=32)", servers=SERVERS))
-        session.inspect.connection.terms.auto = not requested
+        session.inspect.context.terms.auto = not requested
         before_s = session.metrics()["guard_s"]
         for step in range(130):
             model.zero_grad()

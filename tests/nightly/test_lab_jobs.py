@@ -101,9 +101,9 @@ def main() -> None:
 
     model = mlp()
     with commlayer.attach(model, compression=commlayer.compressors.identity(), config={"join_deadline_s": 60.0}) as session:
-        model(data(session.inspect.connection.rank, 0)[0]).sum().backward()
+        model(data(session.inspect.context.rank, 0)[0]).sum().backward()
         gradient = float(torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None]).double().norm())
-        report = {"norm": gradient, "world": session.inspect.connection.world, "said": session.inspect.decisions()}
+        report = {"norm": gradient, "world": session.inspect.context.world, "said": session.inspect.decisions()}
         print(json.dumps(report), flush=True)
 
 

@@ -75,7 +75,7 @@ def applied_to(model: Given) -> list[torch.Tensor]:
 
 def residuals_of(session: Any) -> list[torch.Tensor]:
     """Residuals of this rank, per tensor, after a roll-back of what was not applied."""
-    worker = session.inspect.connection.worker
+    worker = session.inspect.context.worker
     worker.roll_back()
     owed = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
     for bucket in worker.buckets:
@@ -103,7 +103,7 @@ class Script:
                                         plan=plan_of(job_of(self.model), kind, per_node), grad_scaler=self.scaler,
                                         sync=sync_of(**WAYS.get(self.way, {})))
         if "late" in how:
-            self.held = Held(self.session.inspect.connection.worker, until_awaited=True)
+            self.held = Held(self.session.inspect.context.worker, until_awaited=True)
         self.put = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
         self.step = 0
 

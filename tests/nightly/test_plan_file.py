@@ -98,9 +98,9 @@ def train(rank: int, parts: list[int], plan: str, config: dict[str, Any] | None,
             optimizer.step()
         report: dict[str, Any] = {"weights": weights(model)}
         if session is not None:
-            assert session.inspect.connection.uplink is not None
-            report |= {"servers": [s.node for s in session.inspect.connection.uplink.epoch.servers],
-                     "decisions": session.inspect.decisions(), "children": len(session.inspect.connection.embedded)}
+            assert session.inspect.context.uplink is not None
+            report |= {"servers": [s.node for s in session.inspect.context.uplink.epoch.servers],
+                     "decisions": session.inspect.decisions(), "children": len(session.inspect.context.embedded)}
         return report
     finally:
         if session is not None:

@@ -46,7 +46,7 @@ def main(how: str, fail_on: int) -> None:
             optimizer.step()
             step += 1
             if step == 3:
-                tell(pid=os.getpid(), embedded=[child.pid for child in session.inspect.connection.embedded])
+                tell(pid=os.getpid(), embedded=[child.pid for child in session.inspect.context.embedded])
             if step == 10 and rank == fail_on:
                 end()
 

@@ -53,7 +53,7 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     with slow_link(1e8, slow_bps(SLOW_S)) if torch.distributed.get_rank() else contextlib.nullcontext():
         session, got = train()
-        children = [child.pid for child in session.inspect.connection.embedded]
+        children = [child.pid for child in session.inspect.context.embedded]
         print(json.dumps({"got": got, "children": children, "ended": time.monotonic()}), flush=True)
     # No close(): the interpreter just ends.
 

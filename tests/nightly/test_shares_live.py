@@ -22,8 +22,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from commlayer.autotune.shares.driver import LoadBalancer
+from commlayer.autotune.start import reporting
 from commlayer.balance import Decision, LinearTime, Note, Outcome, Sampler, shares, solve
-from commlayer.engine.job.listeners import EpochListener
+from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.observers import spacing
 from commlayer.engine.worker.stopwatch import StepTiming
 from commlayer.errors import CommError, InvalidInput
@@ -78,10 +79,16 @@ def script(
 
     follow, result = sampler.follow, dict[str, Any]()
     if not run.alone:
-        connection, moved = run.sessions[0].inspect.connection, list[tuple[int, float]]()
-        listener = EpochListener()
-        listener.shares_moved = lambda part: moved.append((sampler.step, part))  # type: ignore[method-assign]
-        connection.listen(listener)
+        connection, moved = run.sessions[0].inspect.context, list[tuple[int, float]]()
+        assert isinstance(connection, DistributedJob)
+        tuning = reporting(connection)
+        shares_moved = tuning.shares_moved
+
+        def move(part: float) -> None:
+            moved.append((sampler.step, part))
+            shares_moved(part)
+
+        tuning.shares_moved = move  # type: ignore[method-assign]
         connection.terms.price = price if rank == 0 else None
         fields |= {"line": LINES[rank]} if known else {}
         controller = LoadBalancer(run.sessions[0], sampler, measure=seconds, **fields)

@@ -66,7 +66,7 @@ def main(site: int, case: Case) -> None:
     worlds, last, arrival, epoch = list[int](), EPOCHS - 1 if case.joins else 1, sys.maxsize, -1
     sync = commlayer.LocalSteps(case.every, overlap=case.overlap) if case.every > 1 else None
     with commlayer.attach(model, optimizer, compression=EXACT, sync=sync) as session:
-        connection = session.inspect.connection
+        connection = session.inspect.context
         while epoch < last:
             epoch += 1
             sampler.set_epoch(epoch)

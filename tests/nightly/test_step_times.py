@@ -12,6 +12,7 @@ import torch
 from support import rank_pool
 from support.attached import Run, Setting, data, mlp, play, sync_of
 from support.autotuning import FIRST_PLANNING
+from support.components import Calls
 from support.rank_pool import pool
 from torch import nn
 
@@ -19,7 +20,6 @@ import commlayer
 from commlayer.autotune.controller import TuningController
 from commlayer.autotune.job_actions import JobActions
 from commlayer.autotune.plan_policy import ReplanVerdict
-from commlayer.engine.observers.observers import Observer, ObserverOrder
 
 WORLD = 2
 
@@ -30,12 +30,12 @@ def passes(run: Run, overlap: str | None) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = commlayer.attach(model, optimizer, compression="fp16()", sync=overlap, config=rank_pool.quick(servers="each"))
     run.sessions.append(session)
-    connection, times, lines = session.inspect.connection, list[tuple[float, float]](), list[float]()
+    connection, times, lines = session.inspect.context, list[tuple[float, float]](), list[float]()
 
     def after_step() -> None:
         lines.append(connection.passed_s)
 
-    session.inspect.observers.add(Observer(ObserverOrder.OTHER, None, after_step=after_step, looks=lambda: len(times) % 3 == 2))
+    session.inspect.components.add(Calls(end_step=after_step, reads_sums=lambda: len(times) % 3 == 2))
     for step in range(9):
         x, y = data(run.rank, step)
         optimizer.zero_grad()
@@ -65,9 +65,9 @@ def priced(run: Run, overlap: str | None) -> tuple[list[ReplanVerdict], float]:
     session = commlayer.attach(model, optimizer, compression="fp16()", sync=sync_of(EVERY, overlap=overlap),
                                config=rank_pool.quick(servers="each"))
     run.sessions.append(session)
-    connection = session.inspect.connection
+    connection = session.inspect.context
     auto = TuningController(connection, JobActions(connection, 0.2), None, keep=True)
-    session.inspect.observers.add(Observer(ObserverOrder.CONTROLLER, auto, after_exchange=auto.after_exchange))
+    session.inspect.components.add(auto)
     times = []
     for step in range((FIRST_PLANNING + 2) * EVERY):
         if step % EVERY == 0:

@@ -256,7 +256,7 @@ class Member:
     # ---- the agreement, as in membership_change.py
 
     def _finished(self) -> list[int]:
-        return [self._left.get(f"worker {rank}", -1) for rank in agreement.gone_from(self.epoch, self.newest)]
+        return [self._left.get(f"worker {rank}", -1) for rank in agreement.departed_from(self.epoch, self.newest)]
 
     def _heeds(self) -> Doing[None]:
         if agreement.calls(self._standing, self.step, self.epoch, self.newest, self._finished(), lets_in=True):
@@ -301,7 +301,7 @@ class Member:
         assert self._agreed is not None
         (epoch, words), self._agreed = self._agreed, None
         change = EpochChange(epoch, self.step, dict.fromkeys(self._job.buckets, EVERYTHING) if self._owes else {}, b"")
-        for server in agreement.told_by(self.rank, self.epoch, epoch):
+        for server in agreement.servers_to_notify(self.rank, self.epoch, epoch):
             self.phase = "tells servers"
             yield from self._tells(server.id, change)
         mine = words[[m.rank for m in epoch.members].index(self.rank)]
@@ -311,7 +311,7 @@ class Member:
         self._follows()
         for unanswered in self.inflight:
             unanswered.end(wire_generation(epoch))
-        self._standing = self._standing.gone_over()
+        self._standing = self._standing.entered()
         self._begins()
         self._job.counts["gone over"] += 1
         self.phase = "has gone over"
@@ -336,7 +336,7 @@ class Member:
         """Like EpochMessages.tell and read."""
         want = tuple(key_of(epoch, says.what, rank) for rank in among)
         own = key_of(epoch, says.what, self.rank)
-        put = () if own in self._said else ((own, msgspec.msgpack.encode(says.word)),)
+        put = () if own in self._said else ((own, msgspec.msgpack.encode(says.vote)),)
         while True:
             version, newer, is_here = self._job.desk.version, self.newest is not epoch, complete()
             try:

@@ -63,7 +63,7 @@ def deaf(member: Member) -> None:
 @pytest.mark.parametrize(("where", "name", "wrong", "line", "seed"), [
     (agreement, "outcome", from_ones_own_step, "have other sums of step", 140),
     (agreement, "outcome", at_once, "have the step whole that was abandoned here", 180),
-    (agreement, "told_by", lambda *_: [], "server 0 drops", 0),
+    (agreement, "servers_to_notify", lambda *_: [], "server 0 drops", 0),
     (agreement, "missed", lambda *_: False, "further", 0),
     (BucketSum, "end", lambda *_: None, "paid", 0),
     (epoch_change, "next_epoch", too_few, "are the least", 0),
@@ -94,7 +94,7 @@ def test_a_second_vote_binds_in_one_view() -> None:
     assert agreement.first(bound, LAST, Vote(5, 1.0)).ends
     _, vote = agreement.second(bound, LAST, Vote(5, 1.0), [], complete=True)
     assert vote is not None
-    assert vote.word.step == 6
+    assert vote.vote.step == 6
 
 
 @pytest.mark.parametrize(("state", "newest", "finished", "lets_in", "calls"), [

@@ -22,7 +22,7 @@ class Noted:
         self.members: tuple[int, ...] = (0,)
         self.own, self.may_leave = 0, False
         self.followers: dict[str, Callable[[], str]] = {}
-        self.given: dict[str, str] = {}
+        self.joined_state: dict[str, str] = {}
 
     @property
     def inspect(self) -> Noted:
@@ -33,7 +33,7 @@ class Noted:
 
     step = carried = 0
 
-    def parted(self, member: int) -> int:
+    def steps_at_exit(self, member: int) -> int:
         return 0
 
     def catch_up(self, *, wholly: bool = False) -> None:
@@ -56,6 +56,6 @@ class Left(Noted):
         super().__init__()
         self.members, self.may_leave = members, True
 
-    def parted(self, member: int) -> int:
+    def steps_at_exit(self, member: int) -> int:
         """All have gone in the step that is over."""
         return self.step - 1

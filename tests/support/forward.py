@@ -82,7 +82,7 @@ class Training:
 
     @property
     def worker(self) -> Any:
-        return self.session.inspect.connection.worker
+        return self.session.inspect.context.worker
 
     def backward(self, step: int) -> None:
         loss_of(self.model, self.rank, step).backward()

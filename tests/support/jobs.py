@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlayer.engine.job.job import DistributedJob, JobContext, WaitsFor
-from commlayer.engine.job.listeners import MemberChanges
+from commlayer.engine.job.fixed_members import FixedMembers
+from commlayer.engine.job.job import DistributedJob, JobContext
 from commlayer.engine.model.optimizer_state import OptimizerMemory
+from commlayer.engine.worker.root_cause import WaitsFor
 from commlayer.optim import OuterSGD
 
 
@@ -16,7 +17,7 @@ class FakeJob(DistributedJob):
     def __init__(self, worker: Any = None, plan: Any = None, **parts: Any) -> None:
         JobContext.__init__(self)
         self.worker, self.plan = worker, plan if plan is not None or worker is None else worker.plan
-        self.members, self.listeners, self.local, self.waits = MemberChanges(), [], None, WaitsFor()
+        self.members, self.local, self.waits = FixedMembers(), None, WaitsFor()
         self.memory = OptimizerMemory([], None, OuterSGD())
         for name, part in parts.items():
             setattr(self, name, part)

@@ -36,12 +36,12 @@ from commlayer.engine.buckets.current_step import Arrivals
 from commlayer.engine.checkpoints import checkpoint_files
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.epochs.replica import Replica
-from commlayer.engine.observers.observers import Observer, ObserverOrder
 from commlayer.engine.sync.local_steps import OuterSteps
 from commlayer.errors import CommError, StepAbandoned
 from commlayer.planner import default_plan
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 from support.attached import Raises, sync_of
+from support.components import Calls
 from support.sites import KILLED, WAIT_S, Ended, Process, Sites, all_ended
 
 STEPS, SIZES = 12, [(40, 30), (700,), (3, 5, 7)]
@@ -403,7 +403,7 @@ def main(site: int, script: Script) -> None:
         connection: Any = None
 
         def after_step() -> None:
-            connection = session.inspect.connection
+            connection = session.inspect.context
             worlds.append(connection.world)
             codecs.append(codec_of(connection.plan))
             buckets.append(len(connection.plan.buckets))
@@ -412,7 +412,7 @@ def main(site: int, script: Script) -> None:
 
         local = "every" in script.attach
         if not local:
-            session.inspect.observers.add(Observer(ObserverOrder.OTHER, after_step, after_step))
+            session.inspect.components.add(Calls(end_step=after_step))
 
         def train(step: int) -> None:
             own = gradients(site, step)
@@ -423,7 +423,7 @@ def main(site: int, script: Script) -> None:
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
             if local:
-                worlds.append(session.inspect.connection.world)
+                worlds.append(session.inspect.context.world)
             for total, g in zip(put, own, strict=True):
                 total += g.double() / worlds[-1]
             faults.due("step")
@@ -443,7 +443,7 @@ def main(site: int, script: Script) -> None:
                 errors.append(str(error))
 
         for step in range(first, MOST + script.more if script.workers else STEPS):
-            connection = session.inspect.connection
+            connection = session.inspect.context
             faults.begin(step)
             action = faults.due("start")
             if action == "raise":
@@ -462,7 +462,7 @@ def main(site: int, script: Script) -> None:
             except (ArithmeticError, StepAbandoned):
                 optimizer.zero_grad()
                 continue
-            invited_in_vain += inviting and session.inspect.connection.world == world
+            invited_in_vain += inviting and session.inspect.context.world == world
             if faults.due("end") == "hang":
                 faults.hang()
             if script.workers:
@@ -489,7 +489,7 @@ def main(site: int, script: Script) -> None:
         report: dict[str, Any] = {"site": site, "errors": errors}
         if not errors:
             session.flush()
-            connection = session.inspect.connection
+            connection = session.inspect.context
             if script.workers:
                 x = torch.tensor([10.0**site])
                 dist.all_reduce(x)

@@ -85,7 +85,7 @@ class Training:
 
     @property
     def connection(self) -> Any:
-        return self.session.inspect.connection
+        return self.session.inspect.context
 
     def switch(self, mode: str, **changes: Any) -> None:
         self.session.switch(plan(self.connection.worker.job, mode, self.codec, self.per_node, **changes))

@@ -20,11 +20,12 @@ from support.planner import flat, home
 
 from commlayer import planner
 from commlayer.autotune import plan_limits, search
+from commlayer.autotune.contention import MOST_FACTOR, dearer, factor
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measuring import RankMeasurement, cluster_of, server_nodes_of
 from commlayer.autotune.plan_policy import LEAVES
 from commlayer.autotune.planning_process import PlanningProcess
-from commlayer.autotune.search import MOST_FACTOR, NEARLY, SearchOrder, dearer, factor, on_servers, price_of, sped_up, step_s
+from commlayer.autotune.search import NEARLY, SearchOrder, on_servers, price_of, sped_up, step_s
 from commlayer.autotune.search import search as process_search
 from commlayer.balance import Communication
 from commlayer.codec_spec import parse_spec

@@ -173,7 +173,7 @@ def test_a_bucket_keeps_what_can_be_taken_back(unapplied: int) -> None:
     bucket.exchange = BucketExchange()
     bucket.ledger.discard(unapplied)
     owed = bucket.ledger.state["residual"].copy()
-    bucket.let_go()
+    bucket.release_memory()
     assert torch.equal(bucket.x, x) == bool(unapplied) or sys.platform != "linux"
     assert np.array_equal(bucket.ledger.state["residual"], owed)
     bucket.ledger.roll_back()

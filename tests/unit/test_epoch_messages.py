@@ -38,7 +38,7 @@ class Desk:
 
 def told(desk: Desk, words: EpochMessages, monkeypatch: pytest.MonkeyPatch) -> list[Vote]:
     monkeypatch.setattr(site_process_group, "kv_client", lambda: desk)
-    return words.tell(EPOCH, "step0", 7, Vote(5, 1.0), time.monotonic() + 30.0)
+    return words.exchange_votes(EPOCH, "step0", 7, Vote(5, 1.0), time.monotonic() + 30.0)
 
 
 def test_who_has_no_answer_says_its_word_again(monkeypatch: pytest.MonkeyPatch) -> None:

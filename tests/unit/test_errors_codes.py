@@ -13,7 +13,7 @@ import pytest
 
 from commlayer import errors
 from commlayer.cluster.processes.bounded_calls import ANY_PEER
-from commlayer.engine.worker.root_cause import RootCause
+from commlayer.engine.worker.root_cause import RootCause, WaitsFor
 from commlayer.errors import (
     CODES,
     CommError,
@@ -78,8 +78,8 @@ def test_an_error_that_calls_its_peer_by_a_name() -> None:
 MET = PeerLost("connection lost", peer="server 1", step=4, bucket=2)
 TOLD = PeerLost(f"left the job: PeerLost: {MET}", peer="worker 2")
 DEAD = PeerLost("no heartbeat for 10.0 s", peer="server 1")
-LINK: Any = object()
-"""There is one, and it is not asked."""
+LINK: Any = SimpleNamespace(display_name=str)
+"""There is one, and it is not asked for a cause."""
 
 
 @pytest.mark.parametrize(("met", "error", "named"), [
@@ -88,8 +88,8 @@ LINK: Any = object()
     (DeadlineExceeded("no answer", peer="worker 3"), TOLD, TOLD), (CommError("timed out", peer=ANY_PEER), TOLD, TOLD),
     (CommError("the session is closed"), TOLD, TOLD), (ValueError("a mistake"), TOLD, None)])
 def test_the_first_cause_is_named(met: Exception, error: CommError, named: CommError | None) -> None:
-    verdict = RootCause()
-    verdict.fall(error)
-    verdict.fall(PeerLost("came later", peer="worker 9"))
+    verdict = RootCause(LINK, WaitsFor())
+    verdict.record(error)
+    verdict.record(PeerLost("came later", peer="worker 9"))
     expected = named if named is not None else error if isinstance(met, CommError) else met
-    assert verdict.explain(met, LINK, notice_s=0.0, verdict_s=0.0) is expected
+    assert verdict.explain(met) is expected

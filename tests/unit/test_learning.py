@@ -434,7 +434,7 @@ def test_a_job_begins_by_its_own_table(tmp_path: Path) -> None:
     assert tables.learning_rows() is tables.rows()
     model = torch.nn.Linear(2, 2)
     session = commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), config={"learning": str(bad)})
-    assert session.inspect.connection.terms.learning == str(bad), "where planning of a running job looks it up"
+    assert session.inspect.context.terms.learning == str(bad), "where planning of a running job looks it up"
     session.close()
 
 

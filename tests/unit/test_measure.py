@@ -20,8 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import commlayer
-from commlayer.autotune.measure import calibration, link_rates, step_times
-from commlayer.autotune.measure.step_times import BatchTrial, batches_of, out_of_memory, timing_of
+from commlayer.autotune.measure import batch_trial, calibration, link_rates
+from commlayer.autotune.measure.batch_trial import BatchTrial, batches_of, out_of_memory
+from commlayer.autotune.measure.step_times import timing_of
 from commlayer.balance import Sampler
 from commlayer.balance.profile import profile
 from commlayer.cluster.servers import summation_server
@@ -320,7 +321,7 @@ def takes(nbytes: int) -> Any:
 def test_on_a_cpu_it_stops_before_the_machine_has_no_memory(
     room: int, sharing: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_times, "room_nbytes", lambda: float(room))
+    monkeypatch.setattr(batch_trial, "room_nbytes", lambda: float(room))
     trial = BatchTrial(nn.Linear(6, 1), takes(4 << 20), lambda samples: torch.randn(samples, 6), sharing=sharing)
     result = profile(trial, 64, repeats=1)
     assert result.ended == (most < 64)

@@ -15,6 +15,7 @@ from msgspec import structs
 from support.fidelity import compare, measure
 
 from commlayer.autotune import quality
+from commlayer.autotune.loss_trend import LossRise, LossTrend
 from commlayer.autotune.quality import (
     CALM,
     DRAINING,
@@ -26,8 +27,6 @@ from commlayer.autotune.quality import (
     Bounds,
     CodecChange,
     GradientError,
-    LossRise,
-    LossTrend,
     PlanLevels,
     QualityState,
 )

@@ -340,7 +340,7 @@ class Home(Noted):
 
     def __init__(self, job: Job, own: int, members: tuple[int, ...], given: dict[str, str] | None = None) -> None:
         super().__init__()
-        self.job, self.own, self.members, self.may_leave, self.given = job, own, members, True, given or {}
+        self.job, self.own, self.members, self.may_leave, self.joined_state = job, own, members, True, given or {}
         self.carried = self.entered = job.carried
         self.gone: dict[int, int] = {}
         self.sent: list[tuple[int, int]] = []
@@ -355,7 +355,7 @@ class Home(Noted):
     def step(self) -> int:
         return self.job.passes
 
-    def parted(self, member: int) -> int:
+    def steps_at_exit(self, member: int) -> int:
         return self.gone.get(member, self.entered)
 
     def weight(self, n: float, total: float | None = None) -> None:
@@ -557,7 +557,7 @@ def test_a_job_that_goes_on_from_a_save_between_two_exchanges_still_hands_out_ag
     sampler, session = Sampler(400, 4, rank=0, world=2, shuffle=False), Left((0, 1))
     sampler.load_state_dict(before[0].state_dict())
     session.carried, seen = -2, list[int]()
-    session.parted = lambda member: -2  # type: ignore[method-assign]
+    session.steps_at_exit = lambda member: -2  # type: ignore[method-assign]
     for own in sampler.follow(sampler, session):
         seen += own
         session.members = (0,)

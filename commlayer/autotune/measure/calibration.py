@@ -89,9 +89,6 @@ def fit(sizes: Sequence[float], values: Sequence[float]) -> Line:
     return Line(float(floor), float(slope), error)
 
 
-# ---- collectives inside nodes and between them
-#
-# All ranks call together. The number of calls depends on times that all ranks have exchanged, so that all make the same calls.
 
 FIRST_NBYTES, LAST_NBYTES, GROWTH = 1 << 10, 16 << 20, 16
 COLLECTIVE_REPEATS = 3

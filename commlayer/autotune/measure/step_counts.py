@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves
 
+from commlayer.autotune.measure.batch_trial import room_nbytes
 from commlayer.autotune.measure.shape_tensors import Args, Kwargs, ShapeMode, ShapeTensor, aten, on_a_gpu, on_cpu, replaced, run
-from commlayer.autotune.measure.step_times import DrawnLoss, PassClock, StepHooks, described_step, room_nbytes, timing_at
+from commlayer.autotune.measure.step_times import DrawnLoss, PassClock, StepHooks, described_step, timing_at
 from commlayer.engine.model.model_tensors import job_of
 from commlayer.errors import InvalidInput
 from commlayer.planner.models import product_s, update_s

@@ -17,7 +17,7 @@ from msgspec import structs
 from torch import nn
 
 from commlayer.autotune.controller import ShareMover
-from commlayer.autotune.measure.step_times import LossOf
+from commlayer.autotune.measure.batch_trial import LossOf
 from commlayer.autotune.shares import policy
 from commlayer.autotune.shares.policy import RankStart, SharesState, WorkerTime, latest
 from commlayer.autotune.start import reporting
@@ -78,7 +78,7 @@ class LoadBalancer:
         self.events: list[Event] = []
         """Decisions, their outcomes and other observations, in order. Equal on all ranks."""
         if session is not None:  # None in training with a single process
-            session.inspect.connection.terms.balanced = True
+            session.inspect.context.terms.balanced = True
 
     @property
     def shares(self) -> dict[int, int]:
@@ -138,13 +138,11 @@ class LoadBalancer:
 
     @property
     def _job(self) -> DistributedJob:
-        job = self.session.inspect.connection
+        job = self.session.inspect.context
         if not isinstance(job, DistributedJob):
             raise InvalidInput("E-SHARES-ARGUMENT", "LoadBalancer: the session has no other ranks, but torch.distributed "
                                                     "has: call attach() after the process group has been created")
         return job
-
-    # ---- after each step
 
     def _step_over(self, step: int) -> None:
         if self._state is None:
@@ -160,14 +158,13 @@ class LoadBalancer:
         self._decide(step + 1)
         self._state, parts = policy.step_begins(self._state, step + 1)
         for part in parts:
-            for listener in self._job.listeners:
-                listener.shares_moved(part)
+            reporting(self._job).shares_moved(part)
 
     def _row(self) -> WorkerTime:
         """Returns this rank's times for the next report."""
         assert self._state is not None
         times, self._times = self._times, []
-        price = self.session.inspect.connection.terms.price or (0.0, 0.0)
+        price = self.session.inspect.context.terms.price or (0.0, 0.0)
         return WorkerTime(self._step, *latest(times), self._ahead, *price, policy.checksum(self._state))
 
     def _receive(self, rows: list[WorkerTime], step_s: float) -> None:
@@ -188,7 +185,7 @@ class LoadBalancer:
     def _say(self, event: Event) -> None:
         self.events.append(event)
         if isinstance(event, Decision | Outcome):
-            self.session.inspect.connection.say(describe(event), logging.INFO)
+            self.session.inspect.context.say(describe(event), logging.INFO)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -198,16 +195,14 @@ class LoadBalancer:
         except CommError as error:
             raise self._job.explain(error) from None
 
-    # ---- at the start
-
     def _begin(self, step: int) -> SharesState:
         """Exchanges the initial data of all ranks and returns the first state. `step`: number of the step that has ended."""
-        sampler, connection = self.sampler, self._job
-        if connection.elastic:
+        sampler, context = self.sampler, self._job
+        if context.elastic:
             raise InvalidInput("E-SHARES-ARGUMENT",
                                "LoadBalancer: workers may leave this job (min_workers), and shares follow measured times of "
                                "all; allowed: sampler.follow(loader, session), or a job in which all stay")
-        exchange = connection.rows.rows("samplers")
+        exchange = context.rows.rows("samplers")
         from_step, shares = sampler.announced
         line = self._line or LinearTime(1.0)
         with self._explained():
@@ -216,7 +211,7 @@ class LoadBalancer:
             rows = [RankStart(*row) for row in exchange.read()]
         state = policy.begin(rows, shares, from_step, policy=self._policy,
                              opening=self._opening, lbb=self._mode == "lbb")
-        reporting(connection, self.session.inspect.observers).shares = ShareMover(self._row, self._receive)
+        reporting(context).shares = ShareMover(self._row, self._receive)
         return state
 
 

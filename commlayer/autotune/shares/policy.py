@@ -108,8 +108,6 @@ def _published(
     return LbbBalancer(curves, total, [one.cap for one in joined], first, policy)
 
 
-# ---- state and actions of load balancing: plain values that are the same on all ranks
-
 class RankStart(NamedTuple):
     """What each rank sends before its first measured time. Numbers only, because ranks exchange them as tensors."""
 

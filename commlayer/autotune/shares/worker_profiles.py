@@ -14,7 +14,7 @@ import torch.distributed as dist
 from msgspec import structs
 from torch import nn
 
-from commlayer.autotune.measure.step_times import BatchTrial, LossOf, batches_of
+from commlayer.autotune.measure.batch_trial import BatchTrial, LossOf, batches_of
 from commlayer.balance import Sampler, SharePolicy
 from commlayer.balance.profile import InitialShares, SharesOf, WorkerProfile, initial_shares, ladder, profile
 from commlayer.cluster.processes.process_groups import Members
@@ -62,7 +62,7 @@ def together(
 
 
 def _members(session: Session) -> Members:
-    groups = session.inspect.connection.groups
+    groups = session.inspect.context.groups
     return Members() if groups is None else groups.members
 
 
@@ -83,7 +83,7 @@ def _exchanged(
                    *(times.get(rung, 0.0) for rung in rungs))
         rows_read = rows.read()
     except CommError as error:
-        raise session.inspect.connection.explain(error) from None
+        raise session.inspect.context.explain(error) from None
     profiles = []
     for rank, (number, batch, finished, _, cap, ended, *seconds) in enumerate(rows_read):
         if (number, batch) != (rank, sampler.batch):

@@ -218,7 +218,7 @@ class WorkerBucket:
         """
         self.ledger.forget()
 
-    def let_go(self) -> None:
+    def release_memory(self) -> None:
         """Returns memory to the system between two exchanges, unless the last exchange might still be rolled back."""
 
 
@@ -429,7 +429,7 @@ class EncodedBucket(ServedBucket):
         if self.coder.entries is not None:
             self.coder.entries.forget()
 
-    def let_go(self) -> None:
+    def release_memory(self) -> None:
         if self.coder.on_device or self.exchange.started or self.ledger.discarded or self.late:
             return
         self.ledger.keep()

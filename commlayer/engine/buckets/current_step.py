@@ -8,6 +8,7 @@ bucket.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import threading
 import time
@@ -59,34 +60,16 @@ class Counters:
 
 
 class EpochChanged(Exception):
-    """Error: the members of the job are changing, so the current step is abandoned, and the remaining members repeat it."""
+    """Error: the members of the job are changing, so the current step is abandoned, and the remaining members repeat it. Raised
+    in waits of the training thread; only DistributedJob.run handles it."""
 
 
-class WorkerListener:
-    """Interface by which a worker sends questions and reports to its session. This class serves a worker without a session;
-    JobContext implements it for others."""
+class Exchanged(enum.Enum):
+    """How an exchange with all members ended."""
 
-    def check_interrupts(self, complete: Callable[[], bool]) -> None:
-        """Polls for interrupts. The training thread calls it before each wait and after each `wake`. It can raise, for example
-        EpochChanged. `complete` returns True if all results have arrived."""
-
-    def patience(self) -> float:
-        """Returns the seconds to wait after a step's deadline, because the coordinator has yet to decide which worker is lost.
-        """
-        return 0.0
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Replaces an error by a more precise one, or returns it unchanged."""
-        return error
-
-    def interrupted(self, cause: str) -> None:
-        """Called when the script's exception has ended the wait for a step's results. `cause`: for the other ranks."""
-
-    def settle(self) -> None:
-        """Reports to the worker the averages of the last step that the script has cleared; see Worker.mark_discarded."""
-
-    def finish_pending(self) -> None:
-        """Waits for results of the last step that are still missing, if results are applied bucket by bucket."""
+    DONE = enum.auto()
+    RESTARTED = enum.auto()
+    """The members have changed, and this rank is in the new epoch: the exchange must be run again."""
 
 
 class Step:

@@ -30,7 +30,6 @@ from commlayer.compressors import codec_of, restore, snapshot
 from commlayer.compressors.feedback import ResidualSlice, in_updates, residual_of, split_by_tensor
 from commlayer.engine.buckets import shared_buffers
 from commlayer.engine.buckets.bucket import EncodedBucket
-from commlayer.engine.buckets.current_step import EpochChanged
 from commlayer.engine.checkpoints.checkpoint_files import (
     LIST_NBYTES,
     MANIFEST,
@@ -55,6 +54,7 @@ from commlayer.engine.checkpoints.checkpoint_files import (
     write,
     writing,
 )
+from commlayer.engine.components import Pending
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.epochs.replica import Replica
 from commlayer.engine.job.job import DistributedJob, JobContext
@@ -146,7 +146,7 @@ def save(
     if job is None:
         _save(context, job, replica, directory, extra, model=model)
     else:
-        job.anew(lambda: _save(context, job, replica, directory, extra, model=model))
+        job.retry_on_epoch_change(lambda: _save(context, job, replica, directory, extra, model=model))
     if context.rank == 0:
         context.stream.log.append(CheckpointEvent(action="saved", step=context.passes, directory=str(directory)))
 
@@ -156,9 +156,7 @@ def _save(
     model: bool,
 ) -> None:
     if job is not None:
-        job.complete()
-        for listener in job.listeners:
-            listener.before_switch()
+        job.complete(Pending.ALL_STEPS)
     groups, plan = context.groups, context.plan  # these calls may have changed them
     undone: dict[int, int] = {}
     with all_or_none(groups, SAVING):
@@ -306,7 +304,7 @@ def load_codecs(context: JobContext, found: FoundCheckpoint, directory: Path, lo
             _restore_unchanged(context, found)
         else:
             _convert_residuals(context, found, local)
-    except (CommError, EpochChanged) as error:
+    except CommError as error:
         raise not_loaded(context, directory, error) from None
     except Exception as error:
         raise not_loaded(context, directory, error) from error
@@ -373,12 +371,10 @@ def _residuals_in(tensors: Mapping[str, torch.Tensor], plan: Plan, rate: float) 
 
 def not_loaded(context: JobContext, directory: Path, error: Exception) -> CommError:
     """Creates the error that ends the job on all ranks after a failed load."""
-    if isinstance(error, EpochChanged) and isinstance(error.__cause__, Exception):
-        error = error.__cause__
     cause = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
     job = context if isinstance(context, DistributedJob) else None
-    if job is not None and job.members.pending(job.waits.verdict_s):
-        peer = job.members.gone()[0]
+    if job is not None and (departed := job.members.departed(job.waits.verdict_s)):
+        peer = departed[0]
         at = named_at(str(cause), peer)
         cause = PeerLost(str(cause)[at:].partition(": ")[2] if at >= 0 else "is gone", peer=peer)
     elif job is not None and isinstance(explained := job.explain(cause), CommError):

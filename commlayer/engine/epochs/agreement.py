@@ -49,7 +49,7 @@ class VoterState(NamedTuple):
     """The epoch's generation, and the step that this member has promised not to complete. A newer epoch cancels the promise,
     because a member that keeps an old promise might let the others wait for its data."""
 
-    def gone_over(self) -> VoterState:
+    def entered(self) -> VoterState:
         """Returns the state after an epoch change. Promises are cancelled: the same step is repeated and might be aborted
         again."""
         return VoterState(self.rounds_sent)
@@ -59,7 +59,7 @@ class Claims(NamedTuple):
     """A vote to send to all remaining members. The sender then waits for the votes of the same kind from all of them."""
 
     what: str
-    word: Vote
+    vote: Vote
     ends: bool
     """True: the wait for other votes ends as soon as this member has received all data of its step."""
 
@@ -73,16 +73,13 @@ class AgreementOutcome(enum.Enum):
     """All members are in the same step, and no member has completed or will complete it."""
 
 
-# ---- members of two epochs
-
-
 def new_in(epoch: Epoch, former: Epoch) -> list[int]:
     """Returns the ranks of the members that have joined since the epoch `former`."""
     former_ranks = {m.rank for m in former.members}
     return [m.rank for m in epoch.members if m.rank not in former_ranks]
 
 
-def gone_from(former: Epoch, epoch: Epoch) -> list[int]:
+def departed_from(former: Epoch, epoch: Epoch) -> list[int]:
     remaining = {m.rank for m in epoch.members}
     return [m.rank for m in former.members if m.rank not in remaining]
 
@@ -93,15 +90,12 @@ def staying(former: Epoch, epoch: Epoch) -> list[int]:
     return [m.rank for m in epoch.members if m.rank not in new]
 
 
-def told_by(mine: int, former: Epoch, epoch: Epoch) -> list[ServerInfo]:
+def servers_to_notify(mine: int, former: Epoch, epoch: Epoch) -> list[ServerInfo]:
     """Returns the servers to which the member with rank `mine` must report the new epoch. The members of both epochs share the
     servers among themselves."""
     ids = [m.rank for m in epoch.members]
     among = len(ids) - len(new_in(epoch, former))
     return [server for number, server in enumerate(epoch.servers) if number % among == ids.index(mine)]
-
-
-# ---- votes
 
 
 def missed(step: int, finished: Iterable[int]) -> bool:
@@ -116,7 +110,7 @@ def calls(state: VoterState, step: int, former: Epoch, newest: Epoch, finished: 
     if step == state.completed:
         return False
     # A member that was about to join can leave again after some members have sent their votes.
-    other = new_in(newest, former) or (newest.generation != former.generation and not gone_from(former, newest))
+    other = new_in(newest, former) or (newest.generation != former.generation and not departed_from(former, newest))
     return missed(step, finished) or (bool(other) and lets_in)
 
 
@@ -149,8 +143,8 @@ def outcome(
         return state._replace(completed=step), AgreementOutcome.WHOLE
     state = state._replace(rounds_sent=(epoch.generation, _round(state, epoch) + 1))
     together = _alike(first_votes, step)
-    latest = max(*(word.step for word in first_votes), -1, *finished)
-    if step < latest or (together and any(word.step > step for word in second_votes)):
+    latest = max(*(vote.step for vote in first_votes), -1, *finished)
+    if step < latest or (together and any(vote.step > step for vote in second_votes)):
         return state._replace(completed=step), AgreementOutcome.WHOLE
     return state, AgreementOutcome.TOGETHER if together else AgreementOutcome.APART
 
@@ -165,4 +159,4 @@ def _bound(state: VoterState, epoch: Epoch, step: int) -> bool:
 
 
 def _alike(first_votes: Sequence[Vote], step: int) -> bool:
-    return all(word.step == step for word in first_votes)
+    return all(vote.step == step for vote in first_votes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -16,6 +17,7 @@ from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.records import Epoch
 from commlayer.transport.protocol import peer_name
 
+T = TypeVar("T")
 LOOK_S = 0.5
 """Seconds between two checks by a waiting member whether there is a newer epoch, or all results of its step have arrived."""
 
@@ -41,12 +43,20 @@ class EpochMessages:
         """`notice_s`: seconds to wait for a new epoch from the coordinator. `away_s`: seconds for which requests to an
         unresponsive coordinator are repeated."""
         self.newest, self._notice_s, self._away_s = epoch, notice_s, away_s
-        self._said: set[StoreKey] = set()
+        self._sent: set[StoreKey] = set()
         """Keys of the messages that this rank has sent. Their content does not change."""
 
-    def tell(self, epoch: Epoch, what: str, mine: int, word: Vote, until: float, *, among: Sequence[int] = (),
-             complete: Callable[[], bool] = never, limit_s: float = 0.0) -> list[Vote]:
-        """Sends a message, and returns the messages of the members `among` (empty: all members of the epoch), in the epoch's
+    def in_newest_epoch(self, act: Callable[[Epoch], T]) -> T:
+        """Runs `act` with the newest epoch; again, from its start, whenever the coordinator defines a newer one meanwhile."""
+        while True:
+            try:
+                return act(self.newest)
+            except NewerEpoch:
+                continue
+
+    def exchange_votes(self, epoch: Epoch, what: str, mine: int, vote: Vote, until: float, *, among: Sequence[int] = (),
+                       complete: Callable[[], bool] = never, limit_s: float = 0.0) -> list[Vote]:
+        """Sends a vote, and returns the votes of the members `among` (empty: all members of the epoch), in the epoch's
         order.
 
         Returns an empty list if `complete` first reports that all results of the step have arrived. Raises NewerEpoch if a
@@ -55,10 +65,10 @@ class EpochMessages:
         """
         ranks = [m.rank for m in epoch.members if not among or m.rank in among]
         own = agreement.key_of(epoch, what, mine)
-        put = [(own, msgspec.msgpack.encode(word))] if own not in self._said else []
-        rows = self.read(epoch, [agreement.key_of(epoch, what, rank) for rank in ranks], until, step=word.step, put=put,
+        put = [(own, msgspec.msgpack.encode(vote))] if own not in self._sent else []
+        rows = self.read(epoch, [agreement.key_of(epoch, what, rank) for rank in ranks], until, step=vote.step, put=put,
                          complete=complete, waits=(mine, limit_s))
-        self._said.add(own)
+        self._sent.add(own)
         return [Vote(*unpack(row, tuple[int, float], peer_name(rank), "a vote"))
                 for row, rank in zip(rows, ranks, strict=bool(rows))]
 
@@ -81,7 +91,7 @@ class EpochMessages:
                 # found all messages of this one.
                 if _unanswered(error) and now < min(until, give_up):
                     continue
-                if self.newest is epoch and not self.hears_of(epoch):
+                if self.newest is epoch and not self.is_outdated(epoch):
                     raise
                 raise NewerEpoch from None
             put, give_up = (), math.inf
@@ -101,11 +111,11 @@ class EpochMessages:
         try:
             site_process_group.kv_client().request(until, put=rows, drop=drop, generation=epoch.generation)
         except CommError:
-            if not self.hears_of(epoch):
+            if not self.is_outdated(epoch):
                 raise
             raise NewerEpoch from None
 
-    def hears_of(self, epoch: Epoch) -> bool:
+    def is_outdated(self, epoch: Epoch) -> bool:
         """Returns True if a newer epoch than `epoch` arrives soon. The coordinator defines one when it declares a member dead.
         """
         until = time.monotonic() + self._notice_s

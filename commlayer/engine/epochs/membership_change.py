@@ -16,7 +16,7 @@ A joining worker only reports that it is ready. It receives its state (replica.p
 its first backward pass is in the repeated step. To hold all members in one step, the first member of the epoch withholds its
 part of a step (step_loop.py, local_steps.py).
 
-Joining is paused (`closed_door`) while local steps are exchanged early, as for a save or a change of plans; then a joining
+Joining is paused (`no_joins`) while local steps are exchanged early, as for a save or a change of plans; then a joining
 worker waits for the next scheduled exchange (replica.py). If members are lost meanwhile, the others must repeat an exchange to
 which the joining worker has not contributed. They turn it away, and then switch to the epoch without it.
 
@@ -31,6 +31,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from commlayer import records
 from commlayer.cluster.calls.site_client import KvClient
@@ -46,8 +47,8 @@ from commlayer.engine.epochs.agreement import AWAY, AgreementOutcome, Claims, Vo
 from commlayer.engine.epochs.epoch_messages import EpochMessages, NewerEpoch, never
 from commlayer.engine.epochs.state_relay import StateGiver, StateRelay
 from commlayer.engine.hooks.callbacks import weakly
+from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.job import DistributedJob
-from commlayer.engine.job.listeners import MemberChanges
 from commlayer.engine.sync.sync_modes import Forbids
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError
@@ -55,7 +56,7 @@ from commlayer.records import Epoch, Plan, plan_of
 from commlayer.transport.protocol import peer_name
 
 
-class MembershipChange(MemberChanges):
+class MembershipChange(FixedMembers):
     """Carries out changes of members on one rank. The heartbeat thread calls `offer`; the thread that waits for a step calls
     everything else."""
 
@@ -65,15 +66,17 @@ class MembershipChange(MemberChanges):
         """`replica` creates the state which a joining rank receives from this rank."""
         super().__init__()
         self._context, self._config, self._home, self._replica = context, config, home, replica
-        self._words = EpochMessages(context.uplink.epoch, context.waits.notice_s, reconnect_window_s(config))
-        self._stands = VoterState()
+        self._messages = EpochMessages(context.uplink.epoch, context.waits.notice_s, reconnect_window_s(config))
+        self._voter = VoterState()
         self._agreed: tuple[Epoch, list[Vote]] | None = None
         self._admits = True
         """True: new members can join during the current operation."""
+        context.members = self
+        context.components.add(self)
         context.uplink.subscribe_epochs(weakly(self.offer))
 
     @contextlib.contextmanager
-    def closed_door(self) -> Iterator[None]:
+    def no_joins(self) -> Iterator[None]:
         self._admits, before = False, self._admits
         try:
             yield
@@ -81,61 +84,54 @@ class MembershipChange(MemberChanges):
             self._admits = before
 
     def offer(self, epoch: Epoch) -> None:
-        self._words.newest = epoch
+        self._messages.newest = epoch
         self._context.worker.now.wake()
 
-    def pending(self, wait_s: float) -> bool:
+    def departed(self, wait_s: float) -> list[str]:
         until, worker = time.monotonic() + wait_s, self._context.worker
-        while not self._gone() and time.monotonic() < until and worker.error is None:
+        while not self._departed() and time.monotonic() < until and worker.error is None:
             time.sleep(0.05)
-        return bool(self._gone())
+        return [peer_name(rank) for rank in self._departed()]
 
     def patience(self) -> float:
         """Returns the extra seconds of each wait. The value does not depend on whether the coordinator replies now: it might
         reply again before the wait ends."""
         return judged_s(self._config)
 
-    def gone(self) -> list[str]:
-        return [peer_name(rank) for rank in self._gone()]
-
-    def unfit(self, plan: Plan) -> str:
-        return unfit(plan)
-
-    def check_interrupts(self, worker: Worker, complete: Callable[[], bool]) -> None:
-        if agreement.calls(self._stands, worker.step, self._epoch, self._newest, self._finished(), lets_in=self._admits):
+    def check_interrupts(self, complete: Callable[[], bool]) -> None:
+        """Raises EpochChanged if the remaining members, and new ones, must repeat the step."""
+        worker = self._context.worker
+        if agreement.calls(self._voter, worker.step, self._epoch, self._newest, self._finished(), lets_in=self._admits):
             # results of collectives are not kept for members that lack them
             served = all(bucket.served for bucket in worker.plan.buckets)
-            self._agree(worker, complete if served else never)
+            if self._must_repeat(worker, complete if served else never):
+                raise EpochChanged
 
     def invites(self) -> bool:
         return self._admits and bool(self._new()) and self._newest.members[0].rank == self._context.id
 
     def between(self, plan: Plan | None = None) -> None:
-        if self.pending(0.0):
+        if self.departed(0.0):
             self._context.worker.roll_back()
-            with self.closed_door():
-                self.go(plan)
-                for listener in self._context.listeners:
-                    listener.after_between()
+            with self.no_joins():
+                self.enter_epoch(plan)
+                self._context.components.align()
 
-    def go(self, plan: Plan | None = None) -> None:
+    def enter_epoch(self, plan: Plan | None = None) -> None:
         old = self._context.worker
+
+        def enter(_newest: Epoch) -> None:
+            if self._agreed is None and not self._must_repeat(old):
+                raise CommError("other members have completed the step that this rank abandoned", step=old.step)
+            agreed, self._agreed = self._agreed, None
+            assert agreed is not None
+            self._enter(old, plan or old.plan, *agreed)
+
         try:
-            while True:
-                try:
-                    agreed, self._agreed = self._agreed, None
-                    if agreed is None:
-                        self._agree(old)
-                        raise CommError("other members have completed the step that this rank abandoned", step=old.step)
-                    self._go_over(old, plan or old.plan, agreed)
-                    return
-                except (NewerEpoch, EpochChanged):
-                    continue
+            self._messages.in_newest_epoch(enter)
         except Exception as error:
             old.now.error = error
             raise
-
-    # ---- agreement on the step to repeat
 
     @property
     def _epoch(self) -> Epoch:
@@ -143,10 +139,10 @@ class MembershipChange(MemberChanges):
 
     @property
     def _newest(self) -> Epoch:
-        return self._words.newest
+        return self._messages.newest
 
-    def _gone(self) -> list[int]:
-        return agreement.gone_from(self._epoch, self._newest)
+    def _departed(self) -> list[int]:
+        return agreement.departed_from(self._epoch, self._newest)
 
     def _new(self) -> list[int]:
         return new_in(self._newest, self._epoch)
@@ -154,43 +150,47 @@ class MembershipChange(MemberChanges):
     def _finished(self) -> Iterator[int]:
         """Yields, for each member that has left or died, the number of exchanges that it completed; -1 if it did not announce
         its leave."""
-        return (self._context.uplink.finished(member) for member in self._gone())
+        return (self._context.uplink.finished(member) for member in self._departed())
 
-    def _agree(self, worker: Worker, complete: Callable[[], bool] = never) -> None:
-        """Finds the step that all members repeat. Raises EpochChanged if no member has completed the step in which all members
-        are.
+    def _must_repeat(self, worker: Worker, complete: Callable[[], bool] = never) -> bool:
+        """Votes until all members are in one step. Returns True if no member has completed this step, so that all members
+        repeat it in the epoch `_agreed`.
 
-        Returns without an error if some member has completed this step, because this rank then will, too; or if `complete`
-        reports that this rank has all results.
+        Returns False if some member has completed this step, because this rank then will, too; or if `complete` reports that
+        this rank has all results.
         """
         # Under local steps, slow members arrive later.
-        local = worker.plan.local_steps
-        until = time.monotonic() + self._config.deadline_s * local + self.patience()
-        mine = Vote(worker.step, worker.units.weight)
-        while True:
-            epoch = self._newest
-            stay = agreement.staying(self._epoch, epoch)
-            try:
-                words = self._hear(epoch, agreement.first(self._stands, epoch, mine), until, stay, complete, local)
-                self._stands, vote = agreement.second(self._stands, epoch, mine, words, complete=complete())
-                confirmed = self._hear(epoch, vote, until, stay, complete, local) if vote is not None else []
-            except NewerEpoch:
-                continue
-            self._stands, outcome = agreement.outcome(self._stands, epoch, worker.step, words, confirmed, self._finished())
-            if outcome is AgreementOutcome.WHOLE:
-                return
-            if outcome is AgreementOutcome.TOGETHER and not self._admits and new_in(epoch, self._epoch):
+        until = time.monotonic() + self._config.deadline_s * worker.plan.local_steps + self.patience()
+        outcome = AgreementOutcome.APART
+        while outcome is AgreementOutcome.APART:
+            outcome = self._messages.in_newest_epoch(partial(self._vote, worker, until, complete))
+        return outcome is AgreementOutcome.TOGETHER
+
+    def _vote(self, worker: Worker, until: float, complete: Callable[[], bool], epoch: Epoch) -> AgreementOutcome:
+        """Runs one round of votes."""
+        mine, voters = Vote(worker.step, worker.units.weight), agreement.staying(self._epoch, epoch)
+        # Other members might need as long as an outer step before they vote.
+        limit_s = self._config.deadline_s * worker.plan.local_steps
+
+        def exchange(claims: Claims) -> list[Vote]:
+            return self._messages.exchange_votes(epoch, claims.what, self._context.id, claims.vote, until, among=voters,
+                                                 complete=complete if claims.ends else never, limit_s=limit_s)
+
+        votes = exchange(agreement.first(self._voter, epoch, mine))
+        self._voter, second = agreement.second(self._voter, epoch, mine, votes, complete=complete())
+        confirmed = exchange(second) if second is not None else []
+        self._voter, outcome = agreement.outcome(self._voter, epoch, worker.step, votes, confirmed, self._finished())
+        if outcome is AgreementOutcome.TOGETHER:
+            if not self._admits and new_in(epoch, self._epoch):
                 self._send_away(epoch)
-            elif outcome is AgreementOutcome.TOGETHER:
-                self._agreed = epoch, words
-                raise EpochChanged
+            self._agreed = epoch, votes
+        return outcome
 
     def _send_away(self, epoch: Epoch) -> None:
         """Turns joining workers away and waits for the epoch without them. They leave, or are declared dead when they send no
         heartbeats."""
-        with contextlib.suppress(NewerEpoch):
-            for name in ("ready", "left"):  # a joining worker never sends the second one, so this waits for the newer epoch
-                self._tell(epoch, name, AWAY, time.monotonic() + self._patience_s)
+        for name in ("ready", "left"):  # a joining worker never sends the second one, so this ends with a newer epoch
+            self._exchange_votes(epoch, name, AWAY, time.monotonic() + self._patience_s)
 
     @property
     def _patience_s(self) -> float:
@@ -198,59 +198,47 @@ class MembershipChange(MemberChanges):
         if one member fails during the wait, the others can still continue."""
         return self._config.deadline_s + judged_s(self._config)
 
-    def _hear(
-        self, epoch: Epoch, says: Claims, until: float, among: Sequence[int], complete: Callable[[], bool], local_steps: int,
-    ) -> list[Vote]:
-        """Sends a vote and returns the votes of the members `among`. `local_steps`: steps per exchange; the other members might
-        need as long as an outer step before they vote."""
-        limit_s = self._config.deadline_s * local_steps
-        return self._words.tell(epoch, says.what, self._context.id, says.word, until, among=among,
-                                complete=complete if says.ends else never, limit_s=limit_s)
+    def _exchange_votes(self, epoch: Epoch, what: str, vote: Vote, until: float) -> list[Vote]:
+        return self._messages.exchange_votes(epoch, what, self._context.id, vote, until, limit_s=self._config.deadline_s)
 
-    def _tell(self, epoch: Epoch, what: str, word: Vote, until: float) -> list[Vote]:
-        return self._words.tell(epoch, what, self._context.id, word, until, limit_s=self._config.deadline_s)
-
-    # ---- to the new epoch
-
-    def _go_over(self, old: Worker, under: Plan, agreed: tuple[Epoch, list[Vote]]) -> None:
-        job_context, (epoch, words) = self._context, agreed
+    def _enter(self, old: Worker, under: Plan, epoch: Epoch, votes: Sequence[Vote]) -> None:
+        context = self._context
         if old.intact is False:
             raise CommError("a codec was still encoding in the step that other members abandoned, so its residual is "
                             "unknown and this rank cannot continue",
                             step=old.step)
         begin, ids, former = time.monotonic(), [m.rank for m in epoch.members], self._epoch
         place, new, old_places = (
-            ids.index(job_context.id), new_in(epoch, former), {m.rank: place for place, m in enumerate(former.members)})
+            ids.index(context.id), new_in(epoch, former), {m.rank: place for place, m in enumerate(former.members)})
         plan = plan_of(under, [old_places[rank] for rank in ids if rank in old_places], len(new))
         generation = wire_generation(epoch)
         change = EpochChange(epoch, old.step, old.pending_rollbacks(), records.encode(plan))
-        for server in agreement.told_by(job_context.id, former, epoch):
-            self._send(job_context.uplink, server.id, change, generation)
-        mine = words[place]
-        words = self._tell(epoch, "ready", mine, begin + self._patience_s)
+        for server in agreement.servers_to_notify(context.id, former, epoch):
+            self._send(context.uplink, server.id, change, generation)
+        mine = votes[place]
+        votes = self._exchange_votes(epoch, "ready", mine, begin + self._patience_s)
         if new:
-            relay = StateRelay(self._words, epoch, job_context.id, mine, self._config.deadline_s, judged_s(self._config),
+            relay = StateRelay(self._messages, epoch, context.id, mine, self._config.deadline_s, judged_s(self._config),
                                self._replica.most_nbytes)
-            if relay.giver == job_context.id:
-                relay.give(self._replica.given(job_context, plan))
+            if relay.giver == context.id:
+                relay.give(self._replica.given(context, plan))
             else:
                 relay.watch()
         # From here on no other process is involved, so nothing can fail.
-        self.parted |= {rank: job_context.carried for rank in old_places if rank not in ids}
-        job_context.groups = new_world(job_context.groups, job_context.rows, self._config, self._home, epoch, job_context.id)
-        job_context.terms.basis = job_context.terms.price = None
-        new_worker = job_context.worker_for(plan, old.job, old.device, generation)
-        job_context.hand_on(old, new_worker)
-        new_worker.units.regroup(sum(word.weight for word in words))
-        job_context.uplink.switch_epoch(epoch)
-        job_context.follow(new_worker)
+        self.steps_at_exit |= {rank: context.carried for rank in old_places if rank not in ids}
+        context.groups = new_world(context.groups, context.rows, self._config, self._home, epoch, context.id)
+        context.terms.basis = context.terms.price = None
+        new_worker = context.worker_for(plan, old.job, old.device, generation)
+        context.hand_on(old, new_worker)
+        new_worker.units.regroup(sum(vote.weight for vote in votes))
+        context.uplink.switch_epoch(epoch)
+        context.follow(new_worker)
         old.close()
         old.forget_states()
-        job_context.uplink.transport.end(generation)
-        job_context.note_plan("members")
-        self._stands = self._stands.gone_over()
-        for listener in job_context.listeners:
-            listener.after_regroup()
+        context.uplink.transport.end(generation)
+        context.note_plan("members")
+        self._voter = self._voter.entered()
+        context.components.new_members()
         self._say(former, epoch, time.monotonic() - begin)
 
     def _send(self, uplink: WorkerClient, server: int, change: EpochChange, generation: int) -> None:
@@ -259,19 +247,19 @@ class MembershipChange(MemberChanges):
         try:
             uplink.send_epoch(server, change, generation)
         except CommError:
-            if not self._words.hears_of(change.epoch):
+            if not self._messages.is_outdated(change.epoch):
                 raise
             raise NewerEpoch from None
 
     def _say(self, former: Epoch, epoch: Epoch, took_s: float) -> None:
-        job_context, current = self._context, {m.rank for m in epoch.members}
-        gone = [job_context.uplink.display_name(peer_name(m.rank)) for m in former.members if m.rank not in current]
-        joined = [job_context.uplink.display_name(peer_name(rank)) for rank in new_in(epoch, former)]
+        context, current = self._context, {m.rank for m in epoch.members}
+        gone = [context.uplink.display_name(peer_name(m.rank)) for m in former.members if m.rank not in current]
+        joined = [context.uplink.display_name(peer_name(rank)) for rank in new_in(epoch, former)]
         parts = [f"{', '.join(gone)} left, with {'its' if len(gone) == 1 else 'their'} residuals"] if gone else []
         parts += [f"{', '.join(joined)} joined"] if joined else []
         parts = parts or ["the worker that was joining left"]
-        job_context.say(f"{'; '.join(parts)}; continuing with {len(epoch.members)} workers after {took_s:.2g} s, as rank "
-                        f"{job_context.rank}", event_level=logging.WARNING if gone else logging.INFO)
+        context.say(f"{'; '.join(parts)}; continuing with {len(epoch.members)} workers after {took_s:.2g} s, as rank "
+                        f"{context.rank}", event_level=logging.WARNING if gone else logging.INFO)
 
 
 def new_world(former: Groups, rows: RowChannel, config: Config, home: str, epoch: Epoch, own: int) -> Groups:

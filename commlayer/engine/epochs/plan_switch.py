@@ -11,26 +11,14 @@ from commlayer import records
 from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES
 from commlayer.cluster.processes.collectives import Groups, all_or_none, gather
 from commlayer.engine.buckets.bucket_layout import trim
-from commlayer.engine.buckets.current_step import EpochChanged
+from commlayer.engine.components import Pending
+from commlayer.engine.epochs.membership_change import unfit
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.job.plan_agreement import OfferedPlan, bytes_of, check_plan, plan_in
 from commlayer.engine.sync.sync_modes import with_modes
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, InvalidInput
 from commlayer.records import Member, Plan, plan_of, with_updates
-
-
-class _Told(Exception):
-    """Error that all ranks raise after a failed switch, if some servers might have received the new plan. `error`: why the
-    switch failed."""
-
-    def __init__(self, error: CommError, plan: Plan) -> None:
-        super().__init__(error)
-        self.error, self.plan = error, plan
-
-
-class _Entered(EpochChanged):
-    """Error: members have left, and the remaining members have switched to the new plan."""
 
 
 def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = False, requested: bool = False) -> None:
@@ -43,51 +31,30 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
 
     A failure after servers have received the plan ends the job, because only some of them might have switched. If members are
     lost, the remaining members continue in a new epoch: with the old plan if no server has received the new one, otherwise with
-    the new plan on all servers. Both cases raise EpochChanged. If the script `requested` the switch, it is repeated where
-    needed, and this function returns.
+    the new plan on all servers. If the script `requested` the switch, it is repeated where needed; otherwise the CommError is
+    raised, which `call_dropped` then handles.
 
     `by_itself`: True if the script did not request exactly this plan. Parts of the plan that are impossible after local steps
     are then left out.
     """
     again = False
     while True:
-        before = context.uplink.epoch.members
+        before, generation = context.uplink.epoch.members, context.generation
+        sent: list[Plan] = []
         try:
-            _all_go_over(context, plan, by_itself=by_itself, again=again)
+            _switch_once(context, plan, sent, by_itself=by_itself, again=again)
             return
-        except _Entered:
-            if requested:
-                return
-            raise
-        except EpochChanged:
-            if not requested:
+        except CommError as error:
+            if not requested and not sent:
                 raise
-            context.members.between()
+            context.call_dropped(error, generation)
+            context.members.between(sent[0] if sent else None)
+            if sent:
+                context.components.new_plan()
+                if requested:
+                    return
+                raise
             plan, again = _of_those_left(plan, before, context.uplink.epoch.members), True
-
-
-def _all_go_over(context: DistributedJob, plan: Plan | None, *, by_itself: bool, again: bool) -> None:
-    """Makes one attempt to switch. `again`: True for a repetition, in which rank 0 might be another worker than before, and
-    have no plan."""
-    try:
-        context.catch_up()
-        if again and not gather(context.groups, [plan is not None])[0][0]:
-            context.say("the new plan is lost, because only the former rank 0 had it: the job keeps the current plan")
-            return
-        _go_over(context, plan, by_itself=by_itself)
-        for listener in context.listeners:
-            listener.after_switch()
-        trim()
-    except _Told as broken:
-        try:
-            context.broke(broken.error)
-        except EpochChanged:
-            context.members.between(broken.plan)
-            for listener in context.listeners:
-                listener.after_switch()
-            raise _Entered from broken.error
-    except CommError as error:
-        context.broke(error)
 
 
 def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Member]) -> Plan | None:
@@ -98,13 +65,21 @@ def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Me
     return plan_of(plan, [place for place, member in enumerate(before) if member in now])
 
 
-def _go_over(context: DistributedJob, plan: Plan | None, *, by_itself: bool) -> None:
+def _switch_once(
+    context: DistributedJob, plan: Plan | None, sent: list[Plan], *, by_itself: bool, again: bool,
+) -> None:
+    """Makes one attempt to switch. `sent` receives the plan as soon as servers might have it. `again`: True for a repetition,
+    in which rank 0 might be another worker than before, and have no plan."""
+    context.complete(Pending.DUE)
+    if again and not gather(context.groups, [plan is not None])[0][0]:
+        context.say("the plan switch was cancelled: its proposer, the former rank 0, has left")
+        return
     old, groups, link = context.worker, context.groups, context.uplink
-    offer = OfferedPlan(lambda: bytes_of(with_modes(_given(plan), context.terms.requested)), context.rank)
-    stands = _stand_alike(context, old, groups, len(offer.data))
-    agreed = plan_in(offer.taken(groups.share_bytes(offer.data, MAX_PLAN_NBYTES, "a plan", stands[0].plan_nbytes)))
+    offer = OfferedPlan(lambda: bytes_of(with_modes(_checked(plan), context.terms.requested)), context.rank)
+    rows = _check_equal_rows(context, old, groups, len(offer.data))
+    agreed = plan_in(offer.taken(groups.share_bytes(offer.data, MAX_PLAN_NBYTES, "a plan", rows[0].plan_nbytes)))
     note = ""
-    if old.plan.steps_locally and not agreed.steps_locally and len({stand.memory for stand in stands}) > 1:
+    if old.plan.steps_locally and not agreed.steps_locally and len({row.memory for row in rows}) > 1:
         agreed, note = _updates_still(agreed, by_itself=by_itself)
     servers = len(link.epoch.servers)
     with all_or_none(groups, "switch()"):
@@ -114,21 +89,20 @@ def _go_over(context: DistributedJob, plan: Plan | None, *, by_itself: bool) -> 
             raise InvalidInput("E-PLAN-SWITCH",
                                "plan: it has local steps, but a LoadBalancer adjusts shares based on the times of averaged "
                                "steps; only a plan that the script requests can have local steps")
-        if why := context.members.unfit(agreed):
+        if context.elastic and (why := unfit(agreed)):
             raise InvalidInput("E-PLAN-SWITCH", f"plan: {why}")
         per_node = groups.ranks_per_node
         check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, context.terms.forbids,
                    reachable=groups.members.reachable)
-    for listener in context.listeners:
-        listener.before_switch()
+    context.complete(Pending.ALL_STEPS)
     if context.worker is not old:
-        raise EpochChanged  # members were lost in an exchange that a listener ran
+        raise CommError("members have left in the last exchange under the old plan", step=old.step)
     new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
-    sent, undone = False, old.roll_back()
+    undone = old.roll_back()
     try:
         if old.plan.steps_locally:
             groups.barrier()  # the last exchange has ended on all ranks: no message to a server is in flight
-        sent = True
+        sent.append(agreed)
         with all_or_none(groups, "switch()"):
             for server in range(servers):
                 if server % context.world == context.rank:
@@ -136,8 +110,8 @@ def _go_over(context: DistributedJob, plan: Plan | None, *, by_itself: bool) -> 
                     link.send_plan(server, records.encode(agreed), new.now.generation, mine)
     except Exception as error:
         new.close()
-        if sent and context.elastic and isinstance(broken := error.__cause__ or error, CommError):
-            raise _Told(broken, agreed) from error
+        if sent and context.elastic and isinstance(error.__cause__, CommError):
+            raise error.__cause__ from None
         if sent and not isinstance(error, CommError):
             raise CommError(f"the switch to another plan failed: {error}") from error
         raise
@@ -148,9 +122,11 @@ def _go_over(context: DistributedJob, plan: Plan | None, *, by_itself: bool) -> 
     old.forget_states()
     if note:
         context.say(note)
+    context.components.new_plan()
+    trim()
 
 
-class _Stand(NamedTuple):
+class _RankRow(NamedTuple):
     """State of a rank that all ranks compare before a switch. All values are in one row, because each exchange of rows takes a
     round trip of the link."""
 
@@ -162,27 +138,27 @@ class _Stand(NamedTuple):
     """Digest of the optimizer's state. Ranks with equal digests stay equal under equal gradients."""
 
 
-def _stand_alike(context: DistributedJob, old: Worker, groups: Groups, plan_nbytes: int) -> list[_Stand]:
+def _check_equal_rows(context: DistributedJob, old: Worker, groups: Groups, plan_nbytes: int) -> list[_RankRow]:
     """Checks that all ranks are between the same two steps, without an error, and with no message to a server on its way.
     Returns the states of all ranks."""
     local = context.local
-    with all_or_none(groups, "switch()", len(_Stand._fields)) as exchange:
+    with all_or_none(groups, "switch()", len(_RankRow._fields)) as exchange:
         old.check()
         if old.begun and (local is None or not local.under_way):
             raise InvalidInput("E-PLAN-SWITCH",
                                f"step {old.step} is running: switch to another plan between two steps, after backward() and "
                                "before the next backward()")
         old.drain()
-        exchange.mine = [*_Stand(old.step, 0 if local is None else local.taken, plan_nbytes,
+        exchange.mine = [*_RankRow(old.step, 0 if local is None else local.taken, plan_nbytes,
                                  0 if local is None else context.memory.digest())]
-    stands = [_Stand(*row) for row in exchange.rows]
-    if len({(stand.step, stand.taken) for stand in stands}) > 1:
-        steps = sorted(stand.step for stand in stands)
+    rows = [_RankRow(*row) for row in exchange.rows]
+    if len({(row.step, row.taken) for row in rows}) > 1:
+        steps = sorted(row.step for row in rows)
         what = f"steps {steps[0]} to {steps[-1]}" if steps[0] != steps[-1] else \
-            f"local steps {min(stand.taken for stand in stands)} to {max(stand.taken for stand in stands)}"
+            f"local steps {min(row.taken for row in rows)} to {max(row.taken for row in rows)}"
         raise InvalidInput("E-PLAN-SWITCH", f"ranks are at different steps ({what}): all ranks must switch to another plan "
                                             "after the same step")
-    return stands
+    return rows
 
 
 def _updates_still(plan: Plan, *, by_itself: bool) -> tuple[Plan, str]:
@@ -200,7 +176,7 @@ def _updates_still(plan: Plan, *, by_itself: bool) -> tuple[Plan, str]:
         "changes, now after every step")
 
 
-def _given(plan: Plan | None) -> Plan:
+def _checked(plan: Plan | None) -> Plan:
     if plan is None:
         raise InvalidInput("E-PLAN-SWITCH", "plan: got None on rank 0, but rank 0 must pass the Plan to which the job "
                                             "switches")

@@ -89,8 +89,6 @@ class Replica:
         history = max((group.get("history_size", 0) for group in groups), default=0)
         return most_state_nbytes([*self._model.parameters(), *self._model.buffers()], STATE_PER_ELEMENT + 2 * history)
 
-    # ---- sender
-
     def given(self, context: DistributedJob, plan: Plan) -> bytes:
         """Encodes this rank's state for a joining rank. If the state cannot be read, encodes the error instead."""
         try:
@@ -158,8 +156,6 @@ class Replica:
         buffers = dict(self._model.named_buffers())
         tensors |= {f"buffer.{name}": buffers[name].detach() for name in self._averaged}
         return {f"{OWN}{name}": t for name, t in (tensors | {HEAD: head}).items()}
-
-    # ---- receiver
 
     def take(self, data: bytes, check: Callable[[Plan], None]) -> TakenState:
         """Installs the state of a running job that this rank joins. `check` receives the plan. Raises ValueError if the state

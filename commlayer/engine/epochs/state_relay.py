@@ -27,28 +27,28 @@ class StateRelay:
     """Sends the state for joining workers through the store, for one epoch. Each member calls `give`, `take` or `watch` once.
     """
 
-    def __init__(self, words: EpochMessages, epoch: Epoch, mine: int, word: Vote, limit_s: float, judged_s: float,
+    def __init__(self, messages: EpochMessages, epoch: Epoch, mine: int, vote: Vote, limit_s: float, judged_s: float,
                  most_nbytes: int) -> None:
         """`limit_s`: longest wait for other members, in seconds. `judged_s`: further seconds in which the coordinator decides
         whether missing members are lost. `most_nbytes`: largest state that this rank receives or waits for."""
         self._most_nbytes = most_nbytes
-        self._words, self._epoch, self._mine, self._word = words, epoch, mine, word
+        self._messages, self._epoch, self._mine, self._vote = messages, epoch, mine, vote
         self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
         self.giver = epoch.members[0].rank
         """Rank of the member that sends the state: the oldest one, since joining workers come last in an epoch."""
 
     def give(self, data: bytes) -> None:
         windows = self._windows(len(data))
-        self._words.put(self._epoch, [(self._size, msgspec.msgpack.encode(len(data)))], self._until())
+        self._messages.put(self._epoch, [(self._size, msgspec.msgpack.encode(len(data)))], self._until())
         for window in range(windows):
             parts = self._parts(window, len(data))
             keys = [self._key(part) for part in parts]
             try:
                 for part, key in zip(parts, keys, strict=True):
-                    self._words.put(self._epoch, [(key, data[part * PART_NBYTES : (part + 1) * PART_NBYTES])], self._until())
+                    self._messages.put(self._epoch, [(key, data[part * PART_NBYTES : (part + 1) * PART_NBYTES])], self._until())
                 self._meet(window)
             finally:
-                self._words.put(self._epoch, [], self._until(), drop=keys)
+                self._messages.put(self._epoch, [], self._until(), drop=keys)
         self._meet(windows)
 
     def take(self, enter: Callable[[bytes], T]) -> T:
@@ -72,8 +72,6 @@ class StateRelay:
         for window in range(self._windows(self._nbytes()) + 1):
             self._meet(window)
 
-    # ----
-
     def _nbytes(self) -> int:
         (row,) = self._read([self._size])
         return self._check(unpack(row, int, peer_name(self.giver), "a size"), self._most_nbytes)
@@ -82,7 +80,7 @@ class StateRelay:
         return check_nbytes(nbytes, most_nbytes, "the state for a joining worker", peer_name(self.giver))
 
     def _read(self, want: Sequence[StoreKey]) -> list[bytes]:
-        return self._words.read(self._epoch, want, self._until(), step=self._word.step, waits=(self._mine, self._limit_s))
+        return self._messages.read(self._epoch, want, self._until(), step=self._vote.step, waits=(self._mine, self._limit_s))
 
     @property
     def _size(self) -> StoreKey:
@@ -98,7 +96,8 @@ class StateRelay:
         return range(window * WINDOW, min((window + 1) * WINDOW, -(-nbytes // PART_NBYTES)))
 
     def _meet(self, window: int) -> None:
-        self._words.tell(self._epoch, f"window{window}", self._mine, self._word, self._until(), limit_s=self._limit_s)
+        self._messages.exchange_votes(self._epoch, f"window{window}", self._mine, self._vote, self._until(),
+                                      limit_s=self._limit_s)
 
     def _until(self) -> float:
         return time.monotonic() + self._deadline_s

@@ -9,7 +9,6 @@ after a later exchange.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commlayer.engine.buckets.bucket_layout import all_finite
-from commlayer.engine.buckets.current_step import EpochChanged
+from commlayer.engine.components import Component
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.optimizers import HeldParameters, closure_of, watch
 from commlayer.errors import CommError
@@ -31,14 +30,14 @@ SHARED_EVERY = 4
 REMEDY = "check the data and the learning rate, and continue from the last checkpoint"
 
 
-class FiniteSteps:
+class FiniteSteps(Component):
     """Checks the gradients of one attached model for values that are not finite, before they are applied."""
 
-    def __init__(self, connection: DistributedJob, parameters: Sequence[nn.Parameter], held: HeldParameters) -> None:
+    def __init__(self, context: DistributedJob, parameters: Sequence[nn.Parameter], held: HeldParameters) -> None:
         """`parameters`: the averaged parameters, in the order of their numbers. `held`: returns which parameters belong to an
         optimizer."""
-        self._connection, self._parameters, self.held = connection, parameters, held
-        self._rows = connection.rows.rows("gradients that are not finite")
+        self._context, self._parameters, self.held = context, parameters, held
+        self._rows = context.rows.rows("gradients that are not finite")
         self._found: str | None = None
         """Text that names the ranks and the tensor with non-finite gradients; "" if the averages in `.grad` are finite; None if
         that is not known yet."""
@@ -48,14 +47,12 @@ class FiniteSteps:
         """Maps the smallest parameter number of an optimizer to the number of its steps that were dropped in a row."""
         self._spoilt = 0
         """Number of exchanges of weight changes that were dropped in a row."""
-        self._drops = connection.rows.rows("dropped steps")
+        self._drops = context.rows.rows("dropped steps")
         self._own_drops, self._first_dropped = 0, -1
         """Number of local steps that this rank has dropped and not reported yet, and the first tensor of the last one."""
         self._unshared = 0
         """Number of local steps since ranks last exchanged how many steps each has dropped."""
-        connection.on_close.append(watch(self._before))
-
-    # ---- averaged gradients
+        context.on_close.append(watch(self._before))
 
     def averaged(self, own: int, *, finite: bool) -> None:
         """Records whether a step's averages are finite. All ranks call it with the same `finite`. `own`: number of the first
@@ -84,7 +81,7 @@ class FiniteSteps:
         mine = self.held.by(optimizer)
         if not mine or closure_of(args, kwargs) is not None or getattr(optimizer, "found_inf", None) is not None:
             return  # gradients arrive during that step, or a fused optimizer skips the step by itself
-        if self._connection.local is not None:
+        if self._context.local is not None:
             self._look(mine)
         else:
             self._drop(mine)
@@ -95,7 +92,7 @@ class FiniteSteps:
         if not self._found or self._first(mine) < 0:
             self._in_row.pop(min(mine), None)
             return
-        worker = self._connection.worker
+        worker = self._context.worker
         # Under sync="forward" other ranks may have applied the finite averages of this step already (forward_overlap.py).
         forward = worker.plan.overlap == "forward"
         bad = worker.spoilt if forward else mine
@@ -110,8 +107,6 @@ class FiniteSteps:
         """Returns the first of these parameter numbers whose gradient is not finite; -1 if all are finite."""
         return first_not_finite([(number, grad) for number in mine if (grad := self._parameters[number].grad) is not None])
 
-    # ---- local steps
-
     def counted(self) -> None:
         """Checks the gradients of a local step whose backward pass has just ended, for optimizers whose step is running because
         its closure ran that pass."""
@@ -121,42 +116,40 @@ class FiniteSteps:
     def _look(self, mine: Sequence[int]) -> None:
         """Checks the gradients that this rank is about to apply locally, and drops the step if some are not finite. On a GPU
         this waits for the device once per step."""
-        first, local = self._first(mine), self._connection.local
+        first, local = self._first(mine), self._context.local
         if first < 0:
             self._in_row.pop(min(mine), None)
             return
         for number in mine:
             self._parameters[number].grad = None
         if local is not None:
-            local.unpaid.take_back(mine)
-        connection = self._connection
+            local.pending_residuals.remove_from_gradients(mine)
+        context = self._context
         self._own_drops, self._first_dropped = self._own_drops + 1, first
-        self._count(min(mine), f"gradients of {connection.called(connection.rank)}, first in {self._name(first)},",
+        self._count(min(mine), f"gradients of {context.called(context.rank)}, first in {self._name(first)},",
                     "this rank drops the step", own=True)
 
-    def share_drops(self) -> None:
-        """Reports the steps that this rank has dropped, and logs those that the other ranks have reported. All ranks call it
-        after an exchange. A report is read when the next one is sent, so no rank waits for the transfer."""
-        connection = self._connection
-        self._unshared += connection.plan.local_steps // connection.plan.fragments
+    def end_exchange(self, *, early: bool) -> None:
+        """Reports the steps that this rank has dropped, and logs those that the other ranks have reported. A report is read
+        when the next one is sent, so no rank waits for the transfer."""
+        context = self._context
+        if early:
+            return
+        self._unshared += context.plan.local_steps // context.plan.fragments
         if self._unshared < SHARED_EVERY:
             return
-        try:
-            rows = self._drops.read() if self._drops.under_way else []
-            self._drops.start(float(self._own_drops), float(self._first_dropped))
-        except CommError as error:
-            connection.broke(error)
-            return
+        rows = self._drops.read() if self._drops.under_way else []
+        self._drops.start(float(self._own_drops), float(self._first_dropped))
         self._own_drops = self._unshared = 0
         for place, (count, first) in enumerate(rows):
-            if count and place != connection.rank:
-                whose = f"gradients of {connection.called(place)}, first in {self._name(int(first))},"
-                connection.decisions.append(f"step {connection.passes}: {whose} were not finite: that rank has dropped "
-                                            f"{int(count)} of its last steps ({MOST} in a row end training)")
-                connection.log(connection.decisions[-1], logging.WARNING, event=False)  # that rank's event is in the stream
+            if count and place != context.rank:
+                whose = f"gradients of {context.called(place)}, first in {self._name(int(first))},"
+                context.decisions.append(f"step {context.passes}: {whose} were not finite: that rank has dropped "
+                                         f"{int(count)} of its last steps ({MOST} in a row end training)")
+                context.log(context.decisions[-1], logging.WARNING, event=False)  # that rank's event is in the stream
 
-    def begin_again(self) -> None:
-        """Restarts the reports on dropped steps, because members have left or joined."""
+    def new_members(self) -> None:
+        """Restarts the reports on dropped steps."""
         self._unshared = 0
 
     def exchanged(self, own: int, *, finite: bool) -> None:
@@ -166,11 +159,9 @@ class FiniteSteps:
         if not finite:
             self._say(f"weights of {self._whose(own)}", "all ranks return to those of the last exchange", self._spoilt)
 
-    # ---- reports
-
     def _whose(self, own: int) -> str:
         """Returns a text that names the ranks with non-finite values, and the first such tensor. All ranks call it together."""
-        connection, guilty, numbers = self._connection, list[int](), list[int]()
+        context, guilty, numbers = self._context, list[int](), list[int]()
         first = -1
         try:
             self._rows.start(float(own))
@@ -178,15 +169,14 @@ class FiniteSteps:
             guilty = [rank for rank, number in enumerate(numbers) if number >= 0]
             first = next((number for number in numbers if number >= 0), -1)
         except CommError as error:
-            with contextlib.suppress(EpochChanged):
-                connection.broke(error)
+            context.call_dropped(error)
         if not guilty:
             return "no single rank, but of their compressed sum,"
-        who = "all ranks" if len(guilty) == len(numbers) else ", ".join(map(connection.called, guilty))
+        who = "all ranks" if len(guilty) == len(numbers) else ", ".join(map(context.called, guilty))
         return f"{who}, first in {self._name(first)},"
 
     def _name(self, number: int) -> str:
-        return self._connection.worker.job.tensors[number].name
+        return self._context.worker.job.tensors[number].name
 
     def _count(self, key: int, what: str, then: str, *, own: bool = False) -> None:
         self._in_row[key] = self._in_row.get(key, 0) + 1
@@ -195,14 +185,14 @@ class FiniteSteps:
     def _say(self, what: str, then: str, in_row: int, *, own: bool = False) -> None:
         """Logs a dropped step. Raises CommError after MOST dropped steps in a row. `own`: True if the other ranks do not know
         of the drop."""
-        connection = self._connection
+        context = self._context
         if in_row < MOST:
-            connection.say(f"{what} are not finite: {then} ({in_row} in a row; {MOST} in a row end training)", own=own)
+            context.say(f"{what} are not finite: {then} ({in_row} in a row; {MOST} in a row end training)", own=own)
             return
         diverged = "the loss has diverged: " if "all ranks" in what else ""
-        error = CommError(f"step {connection.passes}: {what} are not finite, {MOST} times in a row: {diverged}{REMEDY}",
+        error = CommError(f"step {context.passes}: {what} are not finite, {MOST} times in a row: {diverged}{REMEDY}",
                           code="E-NOT-FINITE")
-        connection.worker.latch(error)
+        context.worker.latch(error)
         raise error
 
 

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from commlayer.cluster.processes.collectives import Groups, gather, gather_values
 from commlayer.config import Config
+from commlayer.engine.components import Component, Order
 from commlayer.engine.epochs.replica import share_optimizer
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.digests import Digests, pieces
@@ -53,13 +54,13 @@ SHARDED = "consolidate_state_dict"
 
 
 def drift_of(
-    connection: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
+    context: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
     held: HeldParameters,
 ) -> ParameterDrift | None:
     """Creates the check for replica divergence; returns None if there can be no other ranks, or if drift_steps is 0."""
-    if not config.drift_steps or (connection.world == 1 and not connection.elastic):
+    if not config.drift_steps or (context.world == 1 and not context.elastic):
         return None
-    return ParameterDrift(connection, named, optimizer, config, held)
+    return ParameterDrift(context, named, optimizer, config, held)
 
 
 def spacing(cost_s: float, step_s: float) -> int:
@@ -71,7 +72,7 @@ def spacing(cost_s: float, step_s: float) -> int:
     return min(MOST, max(LEAST, steps_between(cost_s, step_s, COST_MOST))) if step_s > 0 else LEAST
 
 
-def _unlike(rows: Sequence[Sequence[float]]) -> dict[int, list[int]]:
+def _differing(rows: Sequence[Sequence[float]]) -> dict[int, list[int]]:
     """Maps the index of each column in which rows differ to the ranks whose value differs from that of rank 0."""
     differing = {at: [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]] for at in range(len(rows[0]))}
     return {at: ranks for at, ranks in differing.items() if ranks}
@@ -90,73 +91,76 @@ class _Round:
     """Checksum of the values of `training_steps` at which the optimizer steps were made."""
 
 
-class ParameterDrift:
-    """Compares parameters between ranks. All ranks call it when their parameters must be equal: after a step's exchange, before
-    the optimizer's step."""
+class ParameterDrift(Component):
+    """Compares parameters between ranks when their parameters must be equal: after a step's exchange, before the optimizer's
+    step."""
+
+    order = Order.PARAMETER_DRIFT
 
     def __init__(
-        self, connection: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
+        self, context: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
         held: HeldParameters,
     ) -> None:
         """`named`: the parameters with their names. `held`: returns which optimizers step the averaged parameters."""
-        self._connection, self._optimizer, self._answer = connection, optimizer, config.drift
+        self._context, self._optimizer, self._reaction = context, optimizer, config.drift
         self._named, self._names = named, [name for name, _ in named]
         self._tensors = [tensor for _, tensor in named]
         self._pieces, self._digests = pieces(self._tensors), Digests(self._tensors)
         self._fixed = max(0, config.drift_steps)
-        self._rows = connection.rows.rows("parameters' digests")
+        self._rows = context.rows.rows("parameters' digests")
         self._deadline_s = config.deadline_s
         self._held = held
         # A worker that joins under local steps enters in the middle of an exchange, where the others compare nothing.
-        self._compared = connection.fresh and connection.local is not None
+        self._compared = context.fresh and context.local is not None
         """True: settings, weights and optimizer states have been compared since the start or the last load."""
-        self.begin_again()
-        connection.on_close.append(watch(after=self._stepped))
+        self.new_members()
+        self.new_plan()
+        context.on_close.append(watch(after=self._stepped))
 
-    def begin_again(self) -> None:
-        """Restarts with the first round, because a new member has no digests of earlier rounds. All ranks call it in the same
-        step."""
+    def new_members(self) -> None:
+        """Restarts with the first round, because a new member has no digests of earlier rounds."""
         self._digests = Digests(self._tensors)
-        self._compared = self._compared and self._connection.local is not None
-        self._span = self._fixed or (LEAST if self._connection.local is None else 1)
+        self._compared = self._compared and self._context.local is not None
+        self._span = self._fixed or (LEAST if self._context.local is None else 1)
         self._round = _Round(time.perf_counter())
         self._costs_s: deque[float] = deque(maxlen=5)
-        self._said: list[int] = []
+        self._reported: list[int] = []
         self._failed = self._ended = False
         """`_failed`: this rank's part of the check has failed. `_ended`: all ranks know that it has failed on one of them."""
-        self._apart = self._unlike = False
-        """Two flags about the last round. `_apart`: optimizer steps differed between ranks. `_unlike`: optimizer settings
-        differed."""
+        self._steps_differ = self._settings_differ = False
+        """Two flags about the last round: optimizer steps, and optimizer settings, differed between ranks."""
 
     def loaded(self) -> None:
-        """Restarts the comparison after a checkpoint was loaded. All ranks call it after the same step."""
+        """Restarts the comparison."""
         self._rows.forget()
         self._compared = False
-        self.begin_again()
+        self.new_members()
 
-    def start(self) -> None:
-        """Compares settings, weights and optimizer states before the first optimizer step. All ranks call it after the same
-        backward pass; later calls do nothing."""
-        if not self._compared:
-            self._compared = True
-            try:
-                self._compare_all()
-            except CommError as error:
-                self._connection.broke(error)
-
-    def compare(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Selects the tensors to compare from now on, under the same names. All ranks call it after the same step."""
+    def new_plan(self) -> None:
+        """Selects the tensors to compare from now on, under the same names: those that are equal on all ranks."""
+        local = self._context.local
+        starts = {} if local is None else local.common
+        tensors = [starts.get(id(tensor), tensor) for _, tensor in self._named]
         if [*map(id, tensors)] != [*map(id, self._tensors)]:
-            self._tensors = [*tensors]
+            self._tensors = tensors
             self._pieces, self._digests, self._round.training_steps = pieces(self._tensors), Digests(self._tensors), 0
 
-    def __call__(self) -> None:
+    def end_local_step(self) -> None:
+        """Compares settings, weights and optimizer states before the first optimizer step."""
         if not self._compared:
-            self.start()
+            self._compared = True
+            self._compare_all()
+
+    def end_exchange(self, *, early: bool) -> None:
+        self.end_step()
+
+    def end_step(self) -> None:
+        if not self._compared:
+            self.end_local_step()
             return
         begin = time.perf_counter()
         if self._rows.under_way:
-            self._hear()
+            self._compare_rows()
         if self._ended:
             return
         done = self._round.training_steps
@@ -170,18 +174,18 @@ class ParameterDrift:
             raise
         finally:
             if self._round.training_steps == self._span:
-                self._tell()
+                self._send_row()
             self._round.cost_s += time.perf_counter() - begin
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         # Under local steps, a scaler may skip a step on one rank only.
-        if self._connection.local is None and self._held.by(optimizer):
+        if self._context.local is None and self._held.by(optimizer):
             self._optimizer = self._optimizer or optimizer
             self._round.optimizer_steps += 1
             position = self._round.training_steps.to_bytes(4, "little")
             self._round.positions_digest = zlib.crc32(position, self._round.positions_digest)
 
-    def _tell(self) -> None:
+    def _send_row(self) -> None:
         now, ended = time.perf_counter(), self._round
         self._costs_s.append(ended.cost_s)
         cost_s, step_s = min(self._costs_s), (now - ended.began) / self._span  # other load on the machine only adds time
@@ -189,10 +193,7 @@ class ParameterDrift:
         row = self._own_row(HEAD + len(self._tensors), lambda: (
             float(self._digests.by_sums), cost_s, step_s, float(ended.optimizer_steps), float(ended.positions_digest),
             float(digest(self._settings())), *map(float, self._digests.take())))
-        try:
-            self._rows.start(*row)
-        except CommError as error:
-            self._connection.broke(error)
+        self._rows.start(*row)
 
     def _own_row(self, numbers: int, of: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
         """Returns this rank's row. If computing it has failed, the row has only NaN, so that all ranks end the check."""
@@ -201,57 +202,52 @@ class ParameterDrift:
                 return of()
             except Exception as error:
                 self._failed = True
-                self._connection.report_failure("the comparison of weights", error)
+                self._context.report_failure("the comparison of weights", error)
         return (math.nan,) * numbers
 
     def _read(self) -> list[list[float]]:
         """Returns the rows of all ranks; an empty list if the check has failed on one of them and therefore ends."""
         rows = self._rows.read()
-        if failed := [self._connection.called(rank) for rank, row in enumerate(rows) if math.isnan(row[0])]:
+        if failed := [self._context.called(rank) for rank, row in enumerate(rows) if math.isnan(row[0])]:
             self._ended = True
-            self._connection.say(f"the check for replica divergence ends, because it has failed on {', '.join(failed)}")
+            self._context.say(f"the check for replica divergence ends, because it has failed on {', '.join(failed)}")
         return [] if failed else rows
 
-    def _hear(self) -> None:
-        try:
-            if not (rows := self._read()):
-                return
-            if not self._fixed:
-                self._span = spacing(max(row[1] for row in rows), min(row[2] for row in rows))
-            self._compare_steps(rows)
-            if self._connection.local is None:  # under local steps, a skipped step can delay a schedule
-                self._compare_settings({row[HEAD - 1] for row in rows})
-            if len({row[0] for row in rows}) > 1:
-                return  # digests from CPUs and from GPUs cannot be compared
-            self._act(_unlike([row[HEAD:] for row in rows]))
-        except CommError as error:
-            self._connection.broke(error)
+    def _compare_rows(self) -> None:
+        if not (rows := self._read()):
+            return
+        if not self._fixed:
+            self._span = spacing(max(row[1] for row in rows), min(row[2] for row in rows))
+        self._compare_steps(rows)
+        if self._context.local is None:  # under local steps, a skipped step can delay a schedule
+            self._compare_settings({row[HEAD - 1] for row in rows})
+        if len({row[0] for row in rows}) > 1:
+            return  # digests from CPUs and from GPUs cannot be compared
+        self._react(_differing([row[HEAD:] for row in rows]))
 
     def _compare_steps(self, rows: Sequence[Sequence[float]]) -> None:
         """Reports ranks whose optimizers have stepped after different exchanges. If that continues, each sum mixes gradients of
         several steps, which comparing parameters would not show."""
-        connection, before = self._connection, self._apart
+        context, before = self._context, self._steps_differ
         others = [rank for rank, row in enumerate(rows) if row[3:5] != rows[0][3:5]]
-        self._apart = bool(others)
+        self._steps_differ = bool(others)
         if not others:
             return
-        ranks = ", ".join(map(connection.called, others))
-        what = (f"{ranks} and {connection.called(0)} have stepped their optimizers after different exchanges "
+        ranks = ", ".join(map(context.called, others))
+        what = (f"{ranks} and {context.called(0)} have stepped their optimizers after different exchanges "
                 f"({rows[others[0]][3]:.0f} and {rows[0][3]:.0f} steps since the last check): {UNEQUAL}")
-        if self._answer == "end" or (self._answer == "resync" and before):
+        if self._reaction == "end" or (self._reaction == "resync" and before):
             raise CommError(f"step {self._step}: {what}", code="E-REPLICAS")
         if not self._fixed:
             self._span = LEAST
         if not before:
-            self._connection.say(what)
-
-    # ---- settings, weights and optimizer states at once
+            self._context.say(what)
 
     def _compare_all(self) -> None:
         """Compares settings, weights and optimizer states of all ranks. Under local steps, values of states differ by design,
         but all ranks must have the same entries."""
-        connection = self._connection
-        local = connection.local is not None
+        context = self._context
+        local = context.local is not None
         parameters = [tensor for _, tensor in self._named]
 
         def own() -> tuple[float, ...]:
@@ -267,40 +263,38 @@ class ParameterDrift:
             return
         kinds, digested, count = {row[0] for row in rows}, {row[1] for row in rows}, len(parameters)
         # Digests from CPUs and from GPUs cannot be compared.
-        weights, states = ({}, {}) if len(kinds) > 1 else (_unlike([row[at : at + count] for row in rows])
+        weights, states = ({}, {}) if len(kinds) > 1 else (_differing([row[at : at + count] for row in rows])
                                                             for at in (2, 2 + count))
-        unlike = self._gather_settings(connection.groups) if len(digested) > 1 else {}
+        unlike = self._gather_settings(context.groups) if len(digested) > 1 else {}
         if not (weights or states or unlike):
             return
         parts = [*self._spelled(unlike)]
         parts += [f"weights of {self._named_some(weights)} differ on {self._ranks(weights)}"] if weights else []
         if states:
             parts.append(f"the optimizer's state of {self._named_some(states)} differs on {self._ranks(states)}")
-        self._answer_with("; ".join(parts), lambda groups: self._take_all([*weights], groups, optimizer=bool(states or unlike)),
-                          unlike)
+        self._react_with("; ".join(parts), lambda groups: self._copy_all([*weights], groups, optimizer=bool(states or unlike)),
+                         unlike)
 
-    def _take_all(self, numbers: Sequence[int], groups: Groups, *, optimizer: bool) -> None:
+    def _copy_all(self, numbers: Sequence[int], groups: Groups, *, optimizer: bool) -> None:
         for number in numbers:
-            self._take(self._named[number][1], groups)
+            self._copy(self._named[number][1], groups)
         if optimizer:
             share_optimizer(self._optimizer, groups, self._deadline_s)
-
-    # ---- settings
 
     def _settings(self) -> dict[str, str]:
         return settings_of(self._optimizer, self._named)
 
     def _compare_settings(self, digested: set[float]) -> None:
-        before = self._unlike
-        unlike = self._gather_settings(self._connection.groups) if len(digested) > 1 else {}
-        self._unlike = bool(unlike)
-        if not unlike or (before and self._answer == "warn"):
+        before = self._settings_differ
+        unlike = self._gather_settings(self._context.groups) if len(digested) > 1 else {}
+        self._settings_differ = bool(unlike)
+        if not unlike or (before and self._reaction == "warn"):
             return
         what = "; ".join(self._spelled(unlike))
         if before:
             raise CommError(f"step {self._step}: {what}, again after it was copied from rank 0: set it "
                             'to the same value on all ranks, or use drift="warn"', code="E-REPLICAS")
-        self._answer_with(what, lambda groups: share_optimizer(self._optimizer, groups, self._deadline_s), unlike)
+        self._react_with(what, lambda groups: share_optimizer(self._optimizer, groups, self._deadline_s), unlike)
 
     def _gather_settings(self, groups: Groups) -> dict[str, list[str]]:
         settings = self._settings()
@@ -308,62 +302,60 @@ class ParameterDrift:
         return differences(gather_values(groups, settings, dict[str, str], most_nbytes, "settings of the optimizer"))
 
     def _spelled(self, unlike: dict[str, list[str]]) -> list[str]:
-        called = self._connection.called
+        called = self._context.called
         return [f"{name} is " + ", ".join(
             f"{value} on {', '.join(called(at) for at, other in enumerate(row) if other == value)}"
             for value in dict.fromkeys(row)) for name, row in [*unlike.items()][:NAMED]]
 
-    def _answer_with(self, what: str, take: Callable[[Groups], None], unlike: dict[str, list[str]]) -> None:
-        if self._answer == "warn":
-            self._connection.say(f'{what}; training continues, since drift="warn"')
+    def _react_with(self, what: str, take: Callable[[Groups], None], unlike: dict[str, list[str]]) -> None:
+        if self._reaction == "warn":
+            self._context.say(f'{what}; training continues, since drift="warn"')
             return
         at = f"step {self._step}: "
-        if self._answer == "end":
+        if self._reaction == "end":
             raise CommError(f"{at}{what}; drift=\"resync\" would copy rank 0's state, drift=\"warn\" would continue",
                             code="E-REPLICAS")
         if bad := [name for name in unlike if structural(name)]:
             raise CommError(f"{at}{what}; ranks that differ in {bad[0]} cannot use rank 0's state: start "
                             'all ranks with the same, or use drift="warn"', code="E-REPLICAS")
         try:
-            take(self._connection.groups)
+            take(self._context.groups)
         except ValueError as error:
             raise CommError(f"{at}{what}; rank 0's state cannot be copied: {error}", code="E-REPLICAS") from None
-        self._connection.say(f"{what}: all ranks continue with rank 0's state")
-
-    # ---- weights, compared during training
+        self._context.say(f"{what}: all ranks continue with rank 0's state")
 
     @property
     def _step(self) -> int:
-        return self._connection.passes
+        return self._context.passes
 
     def _ranks(self, differing: dict[int, list[int]]) -> str:
-        return ", ".join(map(self._connection.called, sorted({rank for each in differing.values() for rank in each})))
+        return ", ".join(map(self._context.called, sorted({rank for each in differing.values() for rank in each})))
 
     def _named_some(self, numbers: Iterable[int]) -> str:
         names = [self._names[number] for number in numbers]
         return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
-    def _act(self, differing: dict[int, list[int]]) -> None:
+    def _react(self, differing: dict[int, list[int]]) -> None:
         """Reacts to differences as the setting drift says. `differing` maps a tensor's number to the ranks whose tensor differs
         from rank 0's; usually it is empty."""
-        connection = self._connection
+        context = self._context
         if not differing:
-            self._said = []
+            self._reported = []
             return
-        what = f"the weights of {self._ranks(differing)} and {connection.called(0)} differ in {self._named_some(differing)}"
-        if self._answer == "end":
+        what = f"the weights of {self._ranks(differing)} and {context.called(0)} differ in {self._named_some(differing)}"
+        if self._reaction == "end":
             raise CommError(f"step {self._step}: {what}; drift=\"resync\" would copy rank 0's state", code="E-REPLICAS")
-        if self._answer == "resync":
-            what += ": all ranks continue with rank 0's weights, " + self._resync([*differing], connection.groups)
+        if self._reaction == "resync":
+            what += ": all ranks continue with rank 0's weights, " + self._resync([*differing], context.groups)
         else:
             what += ': training continues with different models; drift="resync" would copy rank 0 to all'
-        if [*differing] != self._said or self._answer == "resync":
-            self._connection.say(what)
-        self._said = [*differing]
+        if [*differing] != self._reported or self._reaction == "resync":
+            self._context.say(what)
+        self._reported = [*differing]
 
     def _resync(self, numbers: Sequence[int], groups: Groups) -> str:
         for number in numbers:
-            self._take(self._tensors[number], groups)
+            self._copy(self._tensors[number], groups)
         if not all(row[0] for row in gather(groups, [bool(getattr(self._optimizer, "state", None))])):
             return "without any optimizer's state"
         try:
@@ -372,7 +364,7 @@ class ParameterDrift:
             return f"but not the optimizer's state: {error}"
         return "with the optimizer's state"
 
-    def _take(self, tensor: torch.Tensor, groups: Groups) -> None:
+    def _copy(self, tensor: torch.Tensor, groups: Groups) -> None:
         received = tensor.detach().to(groups.device).contiguous()
         groups.broadcast_all(received).wait(time.monotonic() + self._deadline_s)
         # Writes to .data, so autograd does not count a change, as it counts none of the optimizer's.

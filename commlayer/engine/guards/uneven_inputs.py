@@ -28,7 +28,6 @@ from commlayer.engine.epochs.replica import share_optimizer
 from commlayer.engine.guards.parameter_drift import SHARDED
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.alignment import align
-from commlayer.engine.observers.observers import ObserverOrder, Observers
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, cause_of
 from commlayer.observe.step_trace import Recorder
 
@@ -49,12 +48,11 @@ class UnevenInputs:
     """Runs session.join() for one attached module. Outside session.join() it sends nothing."""
 
     def __init__(
-        self, model: nn.Module, connection: DistributedJob, optimizer: Any, scaler: Any, observers: Observers,
-        deadline_s: float,
+        self, model: nn.Module, context: DistributedJob, optimizer: Any, scaler: Any, deadline_s: float,
     ) -> None:
-        self._model, self._connection, self._optimizer, self._scaler = model, connection, optimizer, scaler
-        self._observers, self._deadline_s = observers, deadline_s
-        self._rows = connection.rows.rows("which ranks still have batches in session.join()")
+        self._model, self._context, self._optimizer, self._scaler = model, context, optimizer, scaler
+        self._deadline_s = deadline_s
+        self._rows = context.rows.rows("which ranks still have batches in session.join()")
         self.inside = False
         """True: this rank is inside session.join(), where ranks can be at different positions in their scripts."""
         self._sent = False
@@ -75,8 +73,8 @@ class UnevenInputs:
         _entered.append(self)
 
     def _check(self) -> None:
-        connection = self._connection
-        terms, plan = connection.terms, connection.plan
+        context = self._context
+        terms, plan = context.terms, context.plan
         if self.inside:
             raise InvalidInput("E-UNEVEN-INPUTS", TWICE)
         if plan.steps_locally:
@@ -88,11 +86,11 @@ class UnevenInputs:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join() is not supported with sync='auto', because the automatic plan might use "
                                "local steps, of which all ranks must make the same number; use sync='step'")
-        if connection.elastic:
+        if context.elastic:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join() is not supported if workers of this job can leave (min_workers), because "
                                "all ranks then need the same number of batches; use commlayer.balance.Sampler")
-        if connection.worker.units.weight_known:
+        if context.worker.units.weight_known:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join(): weight(total=...) was given, and that sum changes when a rank runs out of "
                                "batches; leave total out")
@@ -114,8 +112,6 @@ class UnevenInputs:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                f"session.join() is not supported with {type(self._optimizer).__name__}, which steps on all "
                                "ranks together, including those without batches; use the optimizer that it shards")
-
-    # ---- around a step
 
     def send(self) -> None:
         """Sends to the other ranks, before a step's first gradient, that this rank has a batch."""
@@ -140,32 +136,30 @@ class UnevenInputs:
         if self.inside and not self._sent:
             self._read()  # receives the rows of a step that was aborted
             self._sent = True
-            bits, slices = self._connection.worker.discarded()
+            bits, slices = self._context.worker.discarded()
             try:
                 self._rows.start(float(active), *(float(bits >> at & (1 << BITS) - 1) for at in range(0, slices, BITS)))
             except CommError as error:
-                self._connection.broke(error)
+                self._context.call_dropped(error)
 
     def _read(self) -> None:
-        worker = self._connection.worker
+        worker = self._context.worker
         if not self._rows.under_way:
             return
         try:
-            with self._connection.groups.waits("exchange of which ranks still have batches"):  # so that the wait is logged
+            with self._context.groups.waits("exchange of which ranks still have batches"):  # so that the wait is logged
                 flags = self._rows.read(self._deadline_s, worker.now.failed)
         except CommError as error:
             if isinstance(error, DeadlineExceeded):
                 error.what += ": enter session.join() on all ranks, with the same sessions"
-            self._connection.broke(error)
+            self._context.call_dropped(error)
             return
         before, self._active = self._active, [bool(row[0]) for row in flags]
-        if before and not self._active[rank := self._connection.rank] and (any(self._active) or not all(before)):
+        if before and not self._active[rank := self._context.rank] and (any(self._active) or not all(before)):
             source = (self._active if any(self._active) else before).index(True)
             if source != rank:
                 worker.set_discarded(sum(int(part) << BITS * n for n, part in enumerate(flags[source][1:])))
         self._last = self._active if any(self._active) else self._last
-
-    # ---- this rank has no more batches
 
     def leave(self, step: Callable[[], None]) -> None:
         """Called when session.join() ends. `step` takes part in one step of the other ranks. The outermost session calls those
@@ -190,7 +184,7 @@ class UnevenInputs:
                     each._copy(each._last.index(True))
         except BaseException as error:
             for each in _entered:
-                each._connection.close(cause_of(error))
+                each._context.close(cause_of(error))
             raise
 
     def end(self) -> None:
@@ -202,7 +196,7 @@ class UnevenInputs:
 
     def _stand_aside(self) -> Callable[[], None]:
         """Gives this rank's gradients the weight 0. Returns a function that restores the weight."""
-        worker = self._connection.worker
+        worker = self._context.worker
         units, recorder = worker.units, worker.recorder
         weight, total, given = units.weight, units.total, units.weight_known
         units.weigh(0.0, None)
@@ -224,7 +218,7 @@ class UnevenInputs:
     def _copy(self, source: int) -> None:
         """Copies weights, buffers, and the state of optimizer and GradScaler from a rank that had the last batch to all ranks.
         It broadcasts all of this once per session.join(): with AdamW, three times the size of the model."""
-        groups = self._connection.groups
+        groups = self._context.groups
         state = {} if self._scaler is None else self._scaler.state_dict()
         try:
             tensors: list[torch.Tensor] = [*(p.data for p in self._model.parameters()), *self._model.buffers()]
@@ -233,11 +227,10 @@ class UnevenInputs:
             data = groups.share_bytes(msgspec.msgpack.encode(state), SCALER_NBYTES, "the GradScaler's state", source=source)
             state = unpack(data, dict[str, bool | int | float], f"rank {source}", "the GradScaler's state")
         except CommError as error:
-            self._connection.broke(error)
+            self._context.call_dropped(error)
         if state and self._scaler is not None and groups.rank != source:
             self._scaler.load_state_dict(state)
-        for drift in self._observers.at(ObserverOrder.PARAMETER_DRIFT):
-            drift.loaded()  # compares everything before the next step
+        self._context.components.loaded()
 
 
 def _next(sessions: Sequence[UnevenInputs]) -> UnevenInputs:
@@ -247,7 +240,7 @@ def _next(sessions: Sequence[UnevenInputs]) -> UnevenInputs:
     deadline = time.monotonic() + sessions[0]._deadline_s
     while len(sessions) > 1 and time.monotonic() < deadline:
         for session in sessions:
-            if session._rows.arrived or session._connection.worker.error is not None:
+            if session._rows.arrived or session._context.worker.error is not None:
                 return session
         time.sleep(LOOK_S)
     return sessions[0]

@@ -6,7 +6,6 @@ connect() creates this state, plan_switch.py switches it to another plan, and th
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import logging
 import os
@@ -16,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -27,16 +26,17 @@ from commlayer.cluster.processes.rows import RowChannel
 from commlayer.cluster.servers.server_codecs import expected_nbytes
 from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.compressors import codec_of
-from commlayer.engine.buckets.current_step import Counters, EpochChanged, WorkerListener
+from commlayer.engine.buckets.current_step import Counters, EpochChanged, Exchanged
 from commlayer.engine.buckets.units import Units
+from commlayer.engine.components import Components, Pending
 from commlayer.engine.hooks.callbacks import weakly
-from commlayer.engine.job.listeners import EpochListener, MemberChanges
+from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.job.run_events import NO_UNITS, RunEvents
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.sync.local_steps import OuterSteps
 from commlayer.engine.worker.plan_handover import hand_over
-from commlayer.engine.worker.root_cause import RootCause
+from commlayer.engine.worker.root_cause import RootCause, WaitsFor
 from commlayer.engine.worker.waits import Waiting, WaitNotices
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, InvalidInput, InvalidState, cause_of
@@ -51,20 +51,6 @@ DROPPED_S = 5.0
 """Longest wait, in seconds, for the end of sessions whose models are gone."""
 FORKED = ("this process is a forked child of the one that called attach(), so it is no member of the job: train in the process "
           "that attached the model, or a copy.deepcopy() of the model here")
-
-
-class WaitsFor(NamedTuple):
-    """Numbers of seconds that this rank waits for other ranks after an error or at the end."""
-
-    notice_s: float = 0.0
-    """Seconds to wait for the coordinator's report of which rank left or died."""
-    verdict_s: float = 0.0
-    """Seconds to wait for the coordinator's report of a lost rank after a failed collective. A collective names no rank, so
-    this includes the time without heartbeats after which a worker counts as dead."""
-    stay_s: float = 0.0
-    """Seconds that the servers hosted by this rank continue after the rank's end, because other ranks might still use them."""
-    silent_s: float = 0.0
-    """Seconds without heartbeats after which a peer counts as dead."""
 
 
 class JoinedState:
@@ -152,6 +138,7 @@ class JobContext:
         self.events: list[StalePlan] = []
         """Decisions in `decisions` that also have a structured record."""
         self.on_close: list[Callable[[], None]] = []
+        self.components = Components(weakref.proxy(self))
         self.stream = RunEvents()
         """The event stream of this rank."""
         self._owner, self._closed = os.getpid(), False
@@ -166,13 +153,10 @@ class JobContext:
 
     def __del__(self) -> None:
         if self._exit is not None and not self._closed and os.getpid() == self._owner:
-            self.drop()
+            self.components.clear()  # their pending exchanges are dropped, because the model of this job is gone
             # The garbage collector can run in any thread, even in one whose end close() waits for.
             _dropped.append(threading.Thread(target=self.close, name="commlayer-close"))
             _dropped[-1].start()
-
-    def drop(self) -> None:
-        """Drops pending exchanges, because the model of this job is gone."""
 
     def forked(self) -> None:
         """Called in a forked child of this process."""
@@ -201,6 +185,11 @@ class JobContext:
         return False
 
     @property
+    def generation(self) -> int:
+        """Number of the current epoch."""
+        return 0
+
+    @property
     def fresh(self) -> bool:
         """True: this rank has joined a running job and has not finished its first step."""
         return self.joined is not None and self.joined.fresh
@@ -224,9 +213,13 @@ class JobContext:
 
     def explain(self, error: BaseException) -> BaseException:
         """Returns an error that names the peer which caused `error`, once that is known."""
-        return error
+        return self.components.explain(error)
 
-    # ---- decisions and logs
+    def call_dropped(self, error: CommError, generation: int | None = None) -> bool:
+        """Handles the failure of a call that all ranks make together. Returns True if members have left: the call is dropped,
+        and the next step runs with the remaining ranks. Otherwise raises the error, with which this rank's part in the job
+        ends. `generation`: epoch in which the call began; None: the current one."""
+        raise error
 
     def say(self, what: str, level: int = logging.WARNING, *, own: bool = False, event_level: int | None = None) -> None:
         """Adds a text to `decisions`, with the number of training steps so far, and logs it. `own`: no other rank knows of the
@@ -256,8 +249,6 @@ class JobContext:
             log.error("%s [E-OBSERVER]", text, exc_info=error)
             self.stream.failure(text, "E-OBSERVER", error)
 
-    # ---- the end
-
     @property
     def closed(self) -> bool:
         return self._closed
@@ -280,13 +271,13 @@ class JobContext:
         self.stream.left(reason)
 
     def at_exit(self) -> None:
-        """Closes the connection when the process exits, if the script has not closed it. The exception that ended the script is
+        """Closes the job when the process exits, if the script has not closed it. The exception that ended the script is
         sent to other ranks as the reason."""
         error = getattr(sys, "last_value", None)
         self.close("" if error is None else cause_of(error))
 
 
-class DistributedJob(JobContext, WorkerListener):
+class DistributedJob(JobContext):
     """State of a job of several workers on one of them, which the components of this rank share.
 
     `connect()` creates it. membership_change.py replaces `groups`; membership_change.py and plan_switch.py replace the worker.
@@ -305,13 +296,13 @@ class DistributedJob(JobContext, WorkerListener):
         self.id, self.groups, self.uplink, self.embedded, self.waits = own, groups, uplink, embedded, waits
         uplink.children = embedded
         self.rows = rows
-        """Exchanges rows of numbers between the observers (observers.py) of all ranks, in the same order on each rank."""
+        """Exchanges rows of numbers between the components of all ranks, in the same order on each rank."""
         self.memory, self.matched, self.joined = memory, matched, joined
-        self.members = MemberChanges()
+        self.members = FixedMembers()
         self.local: OuterSteps | None = None
         """Runs local steps and their exchanges; None unless the plan has local steps."""
-        self.listeners: list[EpochListener] = []
-        self._verdict = RootCause()
+        self._root_cause = RootCause(uplink, waits)
+        self.components.add(self._root_cause)
         self.stream.log.rank, self.stream.dense_nbytes = own, 4 * job.numel
         self.stream.rtt_s = lambda: uplink.membership.report.rtt_s
         uplink.membership.report.events = self.stream.log
@@ -319,9 +310,6 @@ class DistributedJob(JobContext, WorkerListener):
         notices = WaitNotices(weakly(self._waiting), uplink.display_name, waits.silent_s,
                               partial(weakly(self.log), event=False), self.stream.log)
         self.on_close += [rows.close, notices.close]
-
-    def listen(self, listener: EpochListener) -> None:
-        self.listeners = sorted([*self.listeners, listener], key=lambda each: each.order)
 
     @property
     def rank(self) -> int:
@@ -338,6 +326,10 @@ class DistributedJob(JobContext, WorkerListener):
     @property
     def elastic(self) -> bool:
         return self.members.elastic
+
+    @property
+    def generation(self) -> int:
+        return self.uplink.epoch.generation
 
     @property
     def exchanges(self) -> int:
@@ -367,14 +359,12 @@ class DistributedJob(JobContext, WorkerListener):
         return {"steps": self.passes, **self.worker.counters.as_dict(), "reconnects": resumed.breaks,
                 "resent_nbytes": resumed.resent_nbytes, "kept_nbytes": resumed.kept_nbytes}
 
-    # ---- workers
-
     def worker_for(self, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:
         """Creates a worker that runs this plan. It is idle until `follow` makes it current."""
         codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node, plan) for b in plan.buckets}
         return Worker(
             job, plan, codecs, device, rank=self.id, members=self.world, generation=generation, groups=self.groups,
-            transport=self.uplink.transport, recycle=self.uplink.recycle, listener=weakref.proxy(self),
+            transport=self.uplink.transport, recycle=self.uplink.recycle, components=weakref.proxy(self.components),
         )
 
     def follow(self, worker: Worker) -> None:
@@ -384,10 +374,10 @@ class DistributedJob(JobContext, WorkerListener):
         self.plan = worker.plan
         self.uplink.limit_kept(max((expected_nbytes(worker.plan, n) for n in range(worker.plan.servers)), default=0))
 
-        verdict = self._verdict
+        root_cause = self._root_cause
 
         def fail(error: CommError) -> None:
-            verdict.fall(error)
+            root_cause.record(error)
             worker.latch(error)
 
         def left(peer: str, exchanges: int) -> None:
@@ -404,68 +394,45 @@ class DistributedJob(JobContext, WorkerListener):
         """Returns the step, or the call between two steps, that might be waiting for other ranks now."""
         return self.worker if self.worker.waiting_since else self.groups
 
-    # ---- what the worker asks and reports
+    def run(self, exchange: Callable[[], None]) -> Exchanged:
+        """Runs an exchange with all members, which ends when its results have arrived. If members leave or join meanwhile,
+        switches to the new epoch with another worker, which has the residuals of the former one."""
+        try:
+            exchange()
+            return Exchanged.DONE
+        except EpochChanged:
+            self.members.enter_epoch()
+            return Exchanged.RESTARTED
 
-    def check_interrupts(self, complete: Callable[[], bool]) -> None:
-        self.members.check_interrupts(self.worker, complete)
-
-    def patience(self) -> float:
-        return self.members.patience()
-
-    def interrupted(self, cause: str) -> None:
-        self.uplink.close(cause)  # the other ranks fail at once; servers of this rank continue until close()
-
-    def settle(self) -> None:
-        for listener in self.listeners:
-            listener.settle()
-
-    def finish_pending(self) -> None:
-        for listener in self.listeners:
-            listener.finish_pending()
-
-    def explain(self, error: BaseException) -> BaseException:
-        error = self._verdict.explain(error, self.uplink, notice_s=self.waits.notice_s, verdict_s=self.waits.verdict_s)
-        if isinstance(error, CommError):
-            error.call(", ".join(map(self.uplink.display_name, error.peer.split(", "))))
-        return error
-
-    # ---- calls that all ranks make together between two steps
-
-    def catch_up(self) -> None:
-        for listener in self.listeners:
-            listener.catch_up()
-
-    def complete(self) -> None:
+    def complete(self, pending: Pending = Pending.RUNNING) -> None:
         """Completes pending exchanges. All ranks call it after the same step."""
-        for listener in self.listeners:
-            listener.complete()
+        self.components.complete(pending)
 
-    def broke(self, error: CommError) -> None:
-        """Handles the failure of a call that all ranks make together between two steps. If members have left, raises
-        EpochChanged: the call is dropped and the next step runs with the remaining ranks. Otherwise raises `error`."""
+    def call_dropped(self, error: CommError, generation: int | None = None) -> bool:
         worker = self.worker
-        if worker.error is None and self.members.pending(self.waits.verdict_s):
-            raise EpochChanged from error
+        if generation not in (None, self.generation):
+            return True
+        if worker.error is None and self.members.departed(self.waits.verdict_s):
+            return True
         worker.latch(error)
         worker.check()
+        raise error
 
-    def anew(self, act: Callable[[], T]) -> T:
+    def retry_on_epoch_change(self, act: Callable[[], T]) -> T:
         """Runs `act`, a function that all ranks run together between two steps. If members leave, the remaining ranks run `act`
         again from its start.
 
         A collective without one of its ranks fails on all ranks, so all of them repeat it.
         """
         while True:
+            generation = self.generation
             try:
                 return act()
-            except EpochChanged:
-                pass
             except Exception as error:
                 comm_error = error if isinstance(error, CommError) else error.__cause__
                 if not self.elastic or not isinstance(comm_error, CommError):
                     raise
-                with contextlib.suppress(EpochChanged):
-                    self.broke(comm_error)
+                self.call_dropped(comm_error, generation)
             self.members.between()
 
     def called(self, place: int) -> str:
@@ -474,11 +441,6 @@ class DistributedJob(JobContext, WorkerListener):
         name = self.uplink.name_of(self.uplink.epoch.members[place].rank)
         return f"rank {self.groups.members.ranks[place]} ({name})" if name else f"rank {self.groups.members.ranks[place]}"
 
-    # ---- the end
-
-    def drop(self) -> None:
-        self.listeners = []
-
     def forked(self) -> None:
         self.worker.forked(InvalidState("E-FORKED", FORKED))
 
@@ -486,14 +448,13 @@ class DistributedJob(JobContext, WorkerListener):
         worker = self.worker
         if not reason and worker.error is None:
             try:
-                for listener in self.listeners:
-                    listener.finish()
+                self.components.close()
             except Exception as failed:  # even an optimizer's error: the other ranks must still be notified below
                 log.warning("the last exchange failed when the session closed, so the weights do not include it: "
                             "%s", failed)
             worker = self.worker
             worker.rest()
-        error = worker.error or self._verdict.error
+        error = worker.error or self._root_cause.error
         worker.close()
         reason = reason or ("" if error is None else f"it had an error: {error}".splitlines()[0])
         self.stream.left(reason)

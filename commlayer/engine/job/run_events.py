@@ -90,8 +90,6 @@ class RunEvents:
             except InvalidInput as error:  # check_folder() was called before the job began; other ranks depend on this one now
                 log.warning("%s", error)
 
-    # ---- steps
-
     def step(self, number: int, ended: float, counters: Counters, units: Units) -> None:
         """Counts a step that ended at `ended` by time.perf_counter(). Called after every step, so it must be fast."""
         self._steps += 1
@@ -149,8 +147,6 @@ class RunEvents:
         self._link = LinkEvent(
             up_bytes_per_s=measured.up_bps / 8, down_bytes_per_s=measured.down_bps / 8,
             planned_up_bytes_per_s=planned.up_bps / 8, planned_down_bytes_per_s=planned.down_bps / 8)
-
-    # ---- everything else
 
     def plan(self, plan: Plan, reason: PlanReason) -> None:
         self.log.append(PlanEvent(digest=digest(plan), summary=summary_of(plan), codec=main_codec(plan),

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from commlayer.engine.components import Components, Pending
 from commlayer.engine.job.job import DistributedJob, JobContext
-from commlayer.engine.observers.observers import Observers
 from commlayer.engine.observers.trace import STEPS, trace
 from commlayer.engine.worker.stopwatch import StepTiming
 from commlayer.observe.prediction_check import StalePlan
@@ -18,12 +18,8 @@ class Inspected(Protocol):
     """Interface through which an Inspection reads its session's state."""
 
     @property
-    def connection(self) -> JobContext: ...
+    def context(self) -> JobContext: ...
 
-    @property
-    def observers(self) -> Observers: ...
-
-    def complete(self) -> object: ...
 
 
 class Inspection:
@@ -35,7 +31,7 @@ class Inspection:
     @property
     def plan(self) -> Plan | None:
         """The current plan; None if there are no other ranks."""
-        return self.connection.plan
+        return self.context.plan
 
     @property
     def steps_locally(self) -> bool:
@@ -43,76 +39,76 @@ class Inspection:
         return self.plan is not None and self.plan.steps_locally
 
     @property
-    def connection(self) -> JobContext:
-        return self._inspected.connection
+    def context(self) -> JobContext:
+        return self._inspected.context
 
     @property
     def members(self) -> tuple[int, ...]:
         """For each current rank, the rank that its worker had when it joined the job. The two differ after other workers have
         left."""
-        return self.connection.ranks
+        return self.context.ranks
 
     @property
     def may_leave(self) -> bool:
         """True: workers can leave while the others continue (setting min_workers)."""
-        return self.connection.elastic
+        return self.context.elastic
 
     @property
     def own(self) -> int:
         """This worker's number in `members`: the rank that it had when it joined the job."""
-        return self.connection.id
+        return self.context.id
 
     @property
     def carried(self) -> int:
         """Number of training steps (`session.step`) whose weight changes all workers have. Later steps are local, and are lost
         if their worker dies."""
-        return self.connection.carried
+        return self.context.carried
 
-    def parted(self, member: int) -> int:
+    def steps_at_exit(self, member: int) -> int:
         """Returns the value of `carried` when a worker left: the worker contributes nothing to later steps. `member`: the
         worker's number in `members`."""
-        connection = self.connection
-        entered = 0 if connection.joined is None else connection.joined.carried
-        return connection.members.parted.get(member, entered) if isinstance(connection, DistributedJob) else entered
+        context = self.context
+        entered = 0 if context.joined is None else context.joined.carried
+        return context.members.steps_at_exit.get(member, entered) if isinstance(context, DistributedJob) else entered
 
     def catch_up(self, *, wholly: bool = False) -> None:
         """Runs an exchange that is due because this rank's optimizer step was skipped. All ranks call it between two steps.
         `wholly`: in jobs whose workers can leave, it also exchanges until all workers have the weight changes of all steps."""
-        connection = self.connection
-        if isinstance(connection, DistributedJob) and connection.local is not None:
-            connection.catch_up()
-            for listener in connection.listeners if wholly and self.may_leave else ():
-                listener.end_rounds()
+        context = self.context
+        if isinstance(context, DistributedJob) and context.local is not None:
+            context.complete(Pending.DUE)
+            if wholly and self.may_leave:
+                context.complete(Pending.ALL_EXCHANGES)
 
     @property
     def followers(self) -> dict[str, Callable[[], str]]:
         """Maps names to functions that return state for joining workers, such as the state of a sampler."""
-        return self.connection.followers
+        return self.context.followers
 
     @property
-    def given(self) -> dict[str, str]:
+    def joined_state(self) -> dict[str, str]:
         """State that this rank received when it joined a running job: results of another rank's `followers`, by name. Readers
         remove the entries that they use."""
-        return {} if self.connection.joined is None else self.connection.joined.followed
+        return {} if self.context.joined is None else self.context.joined.followed
 
     @property
-    def observers(self) -> Observers:
-        """The observers that are called in each step."""
-        return self._inspected.observers
+    def components(self) -> Components:
+        """The parts of the session that are called in each step, and when plan or members change."""
+        return self.context.components
 
     def decisions(self) -> list[str]:
         """commlayer's decisions during training, such as changes of plan: one line for each, with step and reason. Only rank 0
         has all of them."""
-        return list(self.connection.decisions)
+        return list(self.context.decisions)
 
     def events(self) -> list[StalePlan]:
         """Reports that another plan is needed, as records. Only rank 0 has all of them."""
-        return list(self.connection.events)
+        return list(self.context.events)
 
     def laps(self) -> list[StepTiming]:
         """Returns the computation time of this worker in each step since the last call, without waits for other ranks."""
-        connection = self.connection
-        return connection.worker.stopwatch.take() if isinstance(connection, DistributedJob) else []
+        context = self.context
+        return context.worker.stopwatch.take() if isinstance(context, DistributedJob) else []
 
     def trace(self, path: str | Path, steps: int = STEPS) -> None:
         """Writes a trace of the next steps, predicted and measured, on rank 0. All ranks call it together.
@@ -120,5 +116,5 @@ class Inspection:
         Perfetto (ui.perfetto.dev) displays it; `commlayer trace FILE` compares predicted and measured times of each operation.
         With the setting `trace`, a trace is written automatically.
         """
-        self._inspected.complete()
-        trace(self.connection, self.observers, Path(path), steps)
+        self.components.complete(Pending.STEP)
+        trace(self.context, Path(path), steps)

@@ -8,6 +8,7 @@ from statistics import median
 
 from msgspec import structs
 
+from commlayer.engine.components import Component, Order
 from commlayer.engine.job.job import DistributedJob
 from commlayer.observe.prediction_check import PredictionCheck, StalePlan
 from commlayer.records import Plan, Record
@@ -44,28 +45,31 @@ def decide(state: StaleState, plan: Plan | None, step: int, step_s: float) -> tu
     return structs.replace(state, recent=recent, check=check), stale
 
 
-def watch_of(connection: DistributedJob) -> StalePlanWatch | None:
-    """Returns the observer of requested plans on rank 0; None on other ranks."""
-    return StalePlanWatch(connection) if connection.rank == 0 else None
+class StalePlanWatch(Component):
+    """Compares step times with the plan's prediction, on rank 0. Warm-up steps are not compared: they send more than the
+    prediction includes."""
 
+    order = Order.STALE_PLAN
 
-class StalePlanWatch:
-    """Observer that is called after each step and compares step times with the plan's prediction. Warm-up steps are not
-    compared: they send more than the prediction includes."""
+    def __init__(self, context: DistributedJob) -> None:
+        self._context = context
+        self.new_members()
 
-    def __init__(self, connection: DistributedJob) -> None:
-        self._connection, self._state, self._ended = connection, StaleState(), 0.0
+    def new_members(self) -> None:
+        self._state, self._ended = StaleState(), 0.0
 
-    def __call__(self) -> None:
-        connection = self._connection
+    def end_step(self) -> None:
+        context = self._context
+        if context.rank:
+            return
         step_s = time.perf_counter() - self._ended
-        plan = connection.plan
-        warming = connection.worker.step < plan.warmup
-        self._state, stale = decide(self._state, None if connection.terms.auto or warming else plan, connection.passes, step_s)
+        plan = context.plan
+        warming = context.worker.step < plan.warmup
+        self._state, stale = decide(self._state, None if context.terms.auto or warming else plan, context.passes, step_s)
         if stale is not None:
             if stale.slower:
-                connection.events.append(stale)
-                connection.say(f"{stale.reason}; {REMEDY}")
+                context.events.append(stale)
+                context.say(f"{stale.reason}; {REMEDY}")
             else:
-                connection.say(stale.reason, logging.INFO)
+                context.say(stale.reason, logging.INFO)
         self._ended = time.perf_counter()

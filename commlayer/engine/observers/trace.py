@@ -18,11 +18,11 @@ import torch
 
 from commlayer.cluster.calls.messages import unpack
 from commlayer.cluster.processes.collectives import gather_bytes
+from commlayer.engine.components import Component, Order
 from commlayer.engine.job.job import DistributedJob, JobContext
-from commlayer.engine.observers.observers import Observer, ObserverOrder, Observers
 from commlayer.engine.observers.predicted_trace import Prediction, origins, predict
 from commlayer.engine.worker.worker import Worker
-from commlayer.errors import CommError, CorruptFrame, InvalidInput
+from commlayer.errors import CorruptFrame, InvalidInput
 from commlayer.observe.step_trace import (
     NO_BUCKET,
     STEP,
@@ -51,41 +51,41 @@ APART = 1.05
 """Distance between two steps in the drawing, in units of the longest step, predicted or measured."""
 
 
-def trace_once(connection: JobContext, observers: Observers, file: str, *, planning: bool) -> None:
+def trace_once(context: JobContext, file: str, *, planning: bool) -> None:
     """Starts a trace when the plan is final, if `file` is not empty. `planning`: True while commlayer is still searching for a
     plan."""
-    if file and (why := _untraceable(connection)):
+    if file and (why := _untraceable(context)):
         log.warning("no trace in %s: %s", file, why)
-    elif file and isinstance(connection, DistributedJob):
-        Tracer(connection, observers, Path(file), STEPS, planning=planning, warm=WARM_STEPS)
+    elif file and isinstance(context, DistributedJob):
+        Tracer(context, Path(file), STEPS, planning=planning, warm=WARM_STEPS)
 
 
-def trace(connection: JobContext, observers: Observers, path: Path, steps: int) -> None:
+def trace(context: JobContext, path: Path, steps: int) -> None:
     if steps < 1:
         raise InvalidInput("E-TRACE", f"steps: got {steps}, but it must be 1 or more")
-    why = _untraceable(connection)
-    if why or not isinstance(connection, DistributedJob):
+    why = _untraceable(context)
+    if why or not isinstance(context, DistributedJob):
         raise InvalidInput("E-TRACE", f"there is nothing to trace: {why}")
-    Tracer(connection, observers, path, steps, planning=False, warm=0)
+    Tracer(context, path, steps, planning=False, warm=0)
 
 
-def _untraceable(connection: JobContext) -> str:
+def _untraceable(context: JobContext) -> str:
     """Returns the reason why a trace would record nothing in this job; "" if it would record steps."""
-    if not isinstance(connection, DistributedJob):
+    if not isinstance(context, DistributedJob):
         return "this process trains alone"
-    if connection.local is not None or connection.plan.local_steps > 1:
+    if context.local is not None or context.plan.local_steps > 1:
         return "the plan has local steps, in which no step sends its own gradients"
     return ""
 
 
-class Tracer:
+class Tracer(Component):
     """Records one trace, from its construction until the file is written."""
 
-    def __init__(
-        self, connection: DistributedJob, observers: Observers, path: Path, steps: int, *, planning: bool, warm: int,
-    ) -> None:
-        self._connection, self._observers, self._path, self._wanted = connection, observers, path, steps
-        self._before, self._planning, self._ask = connection.exchanges, planning, WARM_STEPS
+    order = Order.TRACE
+
+    def __init__(self, context: DistributedJob, path: Path, steps: int, *, planning: bool, warm: int) -> None:
+        self._context, self._path, self._wanted = context, path, steps
+        self._before, self._planning, self._ask = context.exchanges, planning, WARM_STEPS
         self._first = warm
         """Number of steps after which recording starts at the earliest."""
         self._steps: list[RecordedStep] = []
@@ -93,40 +93,39 @@ class Tracer:
         """The last recorded step, until it is known whether to keep the record. Only steps in which all ranks have a batch are
         kept (uneven_inputs.py)."""
         self._recording: Worker | None = None
+        self._over = False
         self._plan: Plan | None = None
-        observers.add(Observer(ObserverOrder.TRACE, self, self._after_step))
-        connection.on_close.append(self._ended)
-        self._look()
+        context.components.add(self)
+        context.on_close.append(self._ended)
+        self.end_step()
 
     @property
     def _done(self) -> int:
-        return self._connection.exchanges - self._before
+        return self._context.exchanges - self._before
 
-    def _after_step(self) -> None:
-        try:
-            self._look()
-        except CommError as error:
-            self._connection.broke(error)
+    def new_members(self) -> None:
+        self.end()
+        self._over = True
+        self._context.components.remove(self)
 
     def _ended(self) -> None:
-        if self in self._observers.at(ObserverOrder.TRACE) and self._connection.rank == 0:
+        if not self._over and self._context.rank == 0:
             log.warning("no trace in %s: the job ended after %d steps, before %d steps were recorded", self._path,
                         self._done, self._wanted)
 
-    def _look(self) -> None:
+    def end_step(self) -> None:
         if self._recording is None:
             if self._done >= self._first and self._stands():
                 self._begin()
-        elif self._connection.plan is not self._plan:
-            self._plan = self._connection.plan
+        elif self._context.plan is not self._plan:
+            self._plan = self._context.plan
             self._steps.clear()
             self._latest = None
         elif self._latest is not None:
             self._steps.append(self._latest)
             self._latest = None
         if len(self._steps) >= self._wanted:
-            self.end()
-            self._observers.remove(self)
+            self.new_members()
             self._write(self._steps[: self._wanted])
 
     def end(self) -> None:
@@ -134,7 +133,7 @@ class Tracer:
             self._recording.recorder.unfollow(self._take)
 
     def _begin(self) -> None:
-        self._recording, self._plan = self._connection.worker, self._connection.plan
+        self._recording, self._plan = self._context.worker, self._context.plan
         self._recording.recorder.follow(self._take)
 
     def _take(self, step: RecordedStep) -> None:
@@ -142,36 +141,36 @@ class Tracer:
 
     def _stands(self) -> bool:
         """Returns True if the current plan is to be traced. Rank 0 decides for all ranks."""
-        if not self._planning or not self._connection.terms.auto:
+        if not self._planning or not self._context.terms.auto:
             return True
         if self._done < self._ask:
             return False
         self._ask = self._done + min(self._done, MOST_GAP)
-        groups = self._connection.groups
-        word = torch.tensor([self._connection.terms.basis is not None], dtype=torch.int64, device=groups.device)
+        groups = self._context.groups
+        word = torch.tensor([self._context.terms.basis is not None], dtype=torch.int64, device=groups.device)
         groups.broadcast_all(word).wait(time.monotonic() + groups.timeout_s)
         return bool(word) or self._done >= LATEST_STEP
 
     def _write(self, steps: Sequence[RecordedStep]) -> None:
         """Gathers the steps of all ranks, and writes the file on rank 0. A file that cannot be written does not end the
         training."""
-        connection = self._connection
-        gathered = gather_steps(connection, steps)
-        if connection.rank != 0:
+        context = self._context
+        gathered = gather_steps(context, steps)
+        if context.rank != 0:
             return
         try:
-            comparison = write(connection, self._path, gathered, self._done - len(steps))
+            comparison = write(context, self._path, gathered, self._done - len(steps))
         except OSError as error:
             log.warning("the trace could not be written: %s", error)
             return
         log.info("traced %d steps to %s%s", len(steps), self._path, f"; {comparison.note}" if comparison.note else "")
 
 
-def gather_steps(connection: DistributedJob, steps: Sequence[RecordedStep]) -> list[list[RecordedStep]]:
-    most_nbytes = len(steps) * (STEP_NBYTES + BUCKET_NBYTES * len(connection.plan.buckets)
-                                + TENSOR_NBYTES * len(connection.worker.job.tensors))
-    rows = gather_bytes(connection.groups, zlib.compress(msgspec.msgpack.encode(steps)), most_nbytes, "a trace")
-    return [_decode_steps(row, most_nbytes, len(steps), len(connection.plan.buckets), connection.called(rank))
+def gather_steps(context: DistributedJob, steps: Sequence[RecordedStep]) -> list[list[RecordedStep]]:
+    most_nbytes = len(steps) * (STEP_NBYTES + BUCKET_NBYTES * len(context.plan.buckets)
+                                + TENSOR_NBYTES * len(context.worker.job.tensors))
+    rows = gather_bytes(context.groups, zlib.compress(msgspec.msgpack.encode(steps)), most_nbytes, "a trace")
+    return [_decode_steps(row, most_nbytes, len(steps), len(context.plan.buckets), context.called(rank))
             for rank, row in enumerate(rows)]
 
 
@@ -189,31 +188,31 @@ def _decode_steps(row: bytes, most_nbytes: int, count: int, buckets: int, peer: 
     return steps
 
 
-def write(connection: DistributedJob, path: Path, ranks: Sequence[Sequence[RecordedStep]], first_step: int) -> Comparison:
-    plan = connection.plan
-    nodes = connection.world // plan.ranks_per_node
-    prediction, note = _predicted(connection, nodes)
-    origin = origins(connection.terms.basis.plan) if prediction and connection.terms.basis else [b.id for b in plan.buckets]
+def write(context: DistributedJob, path: Path, ranks: Sequence[Sequence[RecordedStep]], first_step: int) -> Comparison:
+    plan = context.plan
+    nodes = context.world // plan.ranks_per_node
+    prediction, note = _predicted(context, nodes)
+    origin = origins(context.terms.basis.plan) if prediction and context.terms.basis else [b.id for b in plan.buckets]
     seen = [
         Seen(rank // plan.ranks_per_node, [[*_events(step, origin)] for step in steps]) for rank, steps in enumerate(ranks)
     ]
     by_node = prediction.by_node if prediction else {}
-    comparison = Comparison(_name(connection, plan), first_step, len(ranks[0]), len(ranks), nodes, rows_of(seen, by_node), note)
+    comparison = Comparison(_name(context, plan), first_step, len(ranks[0]), len(ranks), nodes, rows_of(seen, by_node), note)
     write_trace(path, _tracks(seen, prediction, comparison.steps), comparison)
     return comparison
 
 
-def _name(connection: DistributedJob, plan: Plan) -> str:
+def _name(context: DistributedJob, plan: Plan) -> str:
     """Returns the digest of the plan that users know: that of the file from `plan create`, or the one in the log."""
-    basis = connection.terms.basis
-    return digest(plan if connection.terms.auto or basis is None else basis.plan)
+    basis = context.terms.basis
+    return digest(plan if context.terms.auto or basis is None else basis.plan)
 
 
-def _predicted(connection: DistributedJob, nodes: int) -> tuple[Prediction | None, str]:
-    if connection.terms.basis is None:
+def _predicted(context: DistributedJob, nodes: int) -> tuple[Prediction | None, str]:
+    if context.terms.basis is None:
         return None, "no prediction: the inputs of the plan are not known"
     try:
-        prediction = predict(connection.terms.basis)
+        prediction = predict(context.terms.basis)
     except ValueError as error:
         return None, f"no prediction: {error}"
     if len(prediction.by_node) != nodes:

@@ -165,8 +165,6 @@ class BucketProgram:
                 else:
                     self._codec.undo_server(coder.state, mine)
 
-    # ---- local steps
-
     def _encode(self, step: EncodeStage) -> None:
         slots, on_device = self._slots[step.number], self._on_device(step)
         self._started.append(step)
@@ -201,8 +199,6 @@ class BucketProgram:
                 self.bucket.exchange.finite = False
             if not on_device and self._host is not self.bucket.x:
                 self.bucket.x[span[0] : span[1]] = sums
-
-    # ---- exchanges
 
     def _begin(self, e: ExchangeStage, channel: Channel, counters: Counters) -> _Under:
         def count(own: int, total: int) -> None:

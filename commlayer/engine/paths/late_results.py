@@ -83,8 +83,6 @@ class LateResult:
         self.weight = bucket.exchange.weight
         self._slices |= slices
 
-    # ---- use of the kept result
-
     @property
     def full(self) -> bool:
         return self._slices > 0

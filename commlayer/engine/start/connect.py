@@ -31,7 +31,7 @@ from commlayer.config import (
 )
 from commlayer.engine.epochs.membership_change import MembershipChange, forbidding, unfit
 from commlayer.engine.epochs.replica import Replica
-from commlayer.engine.job.job import DistributedJob, JobContext, WaitsFor
+from commlayer.engine.job.job import DistributedJob, JobContext
 from commlayer.engine.job.plan_agreement import agreed_plan, check_plan, from_rank_0
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.job.run_events import check_folder
@@ -42,6 +42,7 @@ from commlayer.engine.start.interrupted import print_one_line
 from commlayer.engine.start.joining import enter
 from commlayer.engine.start.rendezvous import HEARD_S, Rendezvous, Start, compared
 from commlayer.engine.sync.sync_modes import Forbids, RequestedModes, with_modes
+from commlayer.engine.worker.root_cause import WaitsFor
 from commlayer.errors import InvalidInput
 from commlayer.planner import tensors as float64
 from commlayer.planner.plan_rules import late_and_sparse, summary_of
@@ -148,7 +149,7 @@ def _begin(
         if first and (note := float64.doubles_notice(job, nodes)):
             notes.append(note)
         # Heartbeats are needed even without servers: a broken collective does not show which rank failed.
-        config = _placed(config, met.address, notes.append if first else _not_told)
+        config = _placed(config, met.address, notes.append if first else _ignore)
         link = _join(job, agreed, groups, servers, config, outbound_only=not met.reachable, elastic=elastic,
                      must_match=must_match if elastic else {})
         context = DistributedJob(terms, groups.rank, groups, rows, link, memory, agreed, job, logs=met.logs, waits=waits,
@@ -157,7 +158,7 @@ def _begin(
     for line in notes:
         context.say(line)
     if elastic and replica is not None:
-        context.members = MembershipChange(context, config, met.launch.home, replica)
+        MembershipChange(context, config, met.launch.home, replica)
     context.log(f"begins with plan {records.digest(agreed)}: {summary_of(agreed)}", event=False)
     return context
 
@@ -201,16 +202,16 @@ def _join(
     ), config)
 
 
-def _not_told(_line: str) -> None:
+def _ignore(_line: str) -> None:
     """Does nothing with a log line, because rank 0 logs it for all ranks."""
 
 
-def _placed(config: Config, address: str, tell: Callable[[str], None]) -> Config:
+def _placed(config: Config, address: str, note: Callable[[str], None]) -> Config:
     """Returns settings with `address` as the address on which this node's servers listen, if ranks run on several machines.
     Servers on loopback serve one machine only."""
     if not address or config.join or config.advertise or not is_loopback(config.bind):
         return config
-    tell(f"the servers of this node listen on {address}, the address of this machine on the route to MASTER_ADDR; the setting "
+    note(f"the servers of this node listen on {address}, the address of this machine on the route to MASTER_ADDR; the setting "
          "bind overrides it")
     return msgspec.structs.replace(config, bind=address)
 

@@ -18,13 +18,14 @@ from commlayer.cluster.processes.rows import RowChannel
 from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine.epochs.agreement import AWAY, Vote
-from commlayer.engine.epochs.epoch_messages import EpochMessages, NewerEpoch
+from commlayer.engine.epochs.epoch_messages import EpochMessages
 from commlayer.engine.epochs.membership_change import MembershipChange, new_world
 from commlayer.engine.epochs.replica import Replica, TakenState
 from commlayer.engine.epochs.state_relay import StateRelay
-from commlayer.engine.job.job import DistributedJob, JoinedState, WaitsFor
+from commlayer.engine.job.job import DistributedJob, JoinedState
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.model.optimizer_state import OptimizerMemory
+from commlayer.engine.worker.root_cause import WaitsFor
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost
 from commlayer.records import Epoch, Job
 
@@ -62,8 +63,8 @@ def enter(
     context.passes = given.passes - int(taken.plan.steps_locally)  # local steps are counted at the end of their backward pass
     worker = context.worker
     worker.now.number, worker.counters.exchanges = given.step, given.counted
-    worker.units.regroup(sum(word.weight for word in ready))
-    context.members = MembershipChange(context, config, home, replica)
+    worker.units.regroup(sum(vote.weight for vote in ready))
+    MembershipChange(context, config, home, replica)
     context.say(f"joined the running job as worker {own} with the weights, buffers and optimizer state of its workers, after "
                 f"{time.monotonic() - begin:.1f} s; this is rank {context.rank} of {context.world}, at step {context.passes}")
     return context
@@ -74,38 +75,40 @@ def _receive(
 ) -> tuple[Epoch, list[Vote], TakenState]:
     """Waits until the other members reach a step in which this rank can join, and installs their state. Returns the epoch with
     this rank, the votes of its members, and the state."""
-    words = EpochMessages(link.epoch, waits.notice_s, reconnect_window_s(config))
+    epochs = EpochMessages(link.epoch, waits.notice_s, reconnect_window_s(config))
 
     def offer(epoch: Epoch) -> None:
-        words.newest = epoch
+        epochs.newest = epoch
 
     link.subscribe_epochs(offer)
     dialled = False
-    while True:
-        epoch = words.newest
+
+    def receive(epoch: Epoch) -> tuple[Epoch, list[Vote], TakenState] | None:
+        nonlocal dialled
+        _check_givers(epoch, own, link)
         try:
-            _check_givers(epoch, own, link)
-            try:
-                ready = words.tell(epoch, "ready", own, Vote(-1, 1.0), time.monotonic() + config.deadline_s)
-            except DeadlineExceeded:
-                # The plan of the running job defines how long an exchange takes. The coordinator reports members that have
-                # died.
-                log.warning("still waiting for the other workers after %.0f s: under local steps "
-                            "a worker can join only at a scheduled exchange, and there is none "
-                            "if the script calls flush() more often than exchanges are due", time.monotonic() - begin)
-                continue
-            if AWAY in ready:
-                raise CommError("members were lost while the job wrote a checkpoint, changed its "
-                                "plan or flushed local steps, and no worker can join at such a time: "
-                                "run the same command again", code="E-JOIN-MISSED")
-            if not dialled:  # servers know this worker now
-                link.dial(time.monotonic() + config.join_deadline_s)
-                dialled = True
-            relay = StateRelay(words, epoch, own, Vote(-1, 1.0), config.deadline_s, judged_s(config), replica.most_nbytes)
-            fits = functools.partial(check, workers=len(epoch.members))
-            return epoch, ready, relay.take(functools.partial(replica.take, check=fits))
-        except NewerEpoch:
-            continue
+            ready = epochs.exchange_votes(epoch, "ready", own, Vote(-1, 1.0), time.monotonic() + config.deadline_s)
+        except DeadlineExceeded:
+            # The plan of the running job defines how long an exchange takes. The coordinator reports members that have
+            # died.
+            log.warning("still waiting for the other workers after %.0f s: under local steps "
+                        "a worker can join only at a scheduled exchange, and there is none "
+                        "if the script calls flush() more often than exchanges are due", time.monotonic() - begin)
+            return None
+        if AWAY in ready:
+            raise CommError("members were lost while the job wrote a checkpoint, changed its "
+                            "plan or flushed local steps, and no worker can join at such a time: "
+                            "run the same command again", code="E-JOIN-MISSED")
+        if not dialled:  # servers know this worker now
+            link.dial(time.monotonic() + config.join_deadline_s)
+            dialled = True
+        relay = StateRelay(epochs, epoch, own, Vote(-1, 1.0), config.deadline_s, judged_s(config), replica.most_nbytes)
+        fits = functools.partial(check, workers=len(epoch.members))
+        return epoch, ready, relay.take(functools.partial(replica.take, check=fits))
+
+    while (received := epochs.in_newest_epoch(receive)) is None:
+        pass
+    return received
 
 
 def _check_givers(epoch: Epoch, mine: int, link: WorkerClient) -> None:

@@ -98,7 +98,7 @@ class Start:
 
     def __init__(self, process_group: Any, device: torch.device) -> None:
         """`process_group`: the ranks to train with; None: all ranks of the job."""
-        self._group, self._device, self._told = process_group, device, False
+        self._group, self._device, self._reported = process_group, device, False
 
     def __enter__(self) -> Start:
         return self
@@ -106,11 +106,11 @@ class Start:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, CommError) or read_launch().joins >= 0:
             return  # the other ranks cannot be reached, or did not start
-        if isinstance(error, Exception) and not self._told:
+        if isinstance(error, Exception) and not self._reported:
             with contextlib.suppress(ValueError, CommError):  # other ranks then notice the loss by themselves
                 members = self._members(read_launch(), Config())
-                self._tell(members, Config(), _own_row(error=str(error).partition("\n")[0] or type(error).__name__))
-                _stay(members)
+                self._exchange_rows(members, Config(), _own_row(error=str(error).partition("\n")[0] or type(error).__name__))
+                _hold_open(members)
 
     def meet(
         self, config: Config, *, job: Job, must: Mapping[str, str], settings: Mapping[str, str], matched: bool = False,
@@ -128,16 +128,16 @@ class Start:
         mine = _own_row(name, agent=launch.agent, address=address,
                         insecure=config.insecure, keys=bool(config.keys), must=compared(must, config), model=job.digest(),
                         settings=settings, matched=matched)
-        rows = self._tell(members, config, mine)
+        rows = self._exchange_rows(members, config, mine)
         problem = problem_of(rows, members.ranks, own_servers=not config.join)
         if not problem and any(row.model != mine.model for row in rows):
             problem = other_model(rows, members, job, config.join_deadline_s)
         if problem:
-            _stay(members)
+            _hold_open(members)
             raise InvalidInput("E-RANKS-DIFFER", problem)
         differs = differing(rows, members.ranks)
         if differs and config.drift != "warn":
-            _stay(members)
+            _hold_open(members)
             raise InvalidInput("E-RANKS-DIFFER",
                                f'{differs}; they must be the same on all ranks, or set drift="warn" to train with different '
                                "ones")
@@ -162,8 +162,8 @@ class Start:
         members = Members(self._group)
         return members if members.world > 1 or launch.home else None
 
-    def _tell(self, members: Members | None, config: Config, mine: RankRow) -> list[RankRow]:
-        self._told = True
+    def _exchange_rows(self, members: Members | None, config: Config, mine: RankRow) -> list[RankRow]:
+        self._reported = True
         if members is None:
             return [mine]
         rows = members.tell(json.dumps(mine._asdict()).encode(), config.join_deadline_s, "start")
@@ -300,7 +300,7 @@ def ranks_per_node(rows: Sequence[RankRow]) -> tuple[int, str]:
                       "ranks")
 
 
-def _stay(members: Members | None) -> None:
+def _hold_open(members: Members | None) -> None:
     """Keeps this rank's process running until all ranks have read the common error, after which all of them end."""
     if members is not None:
         with contextlib.suppress(CommError):

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from commlayer.engine.buckets.current_step import EpochChanged
+from commlayer.engine.buckets.current_step import Exchanged
+from commlayer.engine.components import Component, Order, Pending
 from commlayer.engine.guards.step_guard import StepGuard
 from commlayer.engine.hooks.forward_order import before_forward
 from commlayer.engine.job.job import DistributedJob
-from commlayer.engine.job.listeners import EpochListener, ListenerOrder
 from commlayer.engine.model.optimizers import watch
-from commlayer.engine.observers.observers import Observers
 from commlayer.engine.step.update_norms import UpdateNorms
 from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
-from commlayer.engine.worker.plan_handover import owe
+from commlayer.engine.worker.plan_handover import carry_pending
 from commlayer.engine.worker.worker import Worker
 from commlayer.optim import OuterSGD
 
 
-class ExchangeSchedule(EpochListener):
+class ExchangeSchedule(Component):
     """Schedule of one attached model's local steps. It does nothing under a plan that averages gradients.
 
     The schedule counts the optimizer's steps. A step counts from the first backward pass that adds to its gradients, so a step
@@ -37,16 +34,16 @@ class ExchangeSchedule(EpochListener):
     An exchange follows the optimizer's step. If that step was skipped, the exchange runs before the next training forward pass.
     """
 
-    order = ListenerOrder.SCHEDULE
+    order = Order.SCHEDULE
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], buffers: Callable[[], list[torch.Tensor]], *,
-        outer: OuterSGD, connection: DistributedJob, observers: Observers, deadline_s: float, guard: StepGuard,
-        optimizer: Any, merged: Callable[..., None],
+        outer: OuterSGD, context: DistributedJob, deadline_s: float, guard: StepGuard, optimizer: Any,
+        merged: Callable[..., None],
     ) -> None:
         """`model`: an exchange can run before a training forward pass of this module. `merged`: see OuterSteps.__init__."""
         self._model, self._parameters, self._buffers = model, parameters, buffers
-        self._outer, self._connection, self._observers, self._deadline_s = outer, connection, observers, deadline_s
+        self._outer, self._context, self._deadline_s = outer, context, deadline_s
         self._forward: Any = None
         self._guard, self._optimizer, self._merged = guard, optimizer, merged
         self._counted = False
@@ -54,14 +51,14 @@ class ExchangeSchedule(EpochListener):
         self._noted = 0, 0
         """Number of gradients after the last backward pass, and the sum of the versions of these tensors."""
         guard.local_step = self._local_step
-        self._lengths = UpdateNorms(connection, deadline_s)
-        connection.on_close.append(watch(after=self._after_step))
-        connection.listen(self)
-        self.after_switch()
+        self._lengths = UpdateNorms(context, deadline_s)
+        context.on_close.append(watch(after=self._after_step))
+        context.components.add(self)
+        self.new_plan()
 
     @property
     def local(self) -> OuterSteps | None:
-        return self._connection.local
+        return self._context.local
 
     def count(self, scale: float, *, adds: bool = True) -> bool:
         """Counts a backward pass of a loss times `scale` that has just ended. Returns True if the pass belonged to a local
@@ -73,17 +70,17 @@ class ExchangeSchedule(EpochListener):
             return False
         cleared = adds and self._accumulates and self._cleared()
         if cleared:
-            local.unpaid.take_back()
+            local.pending_residuals.remove_from_gradients()
         if not self._accumulates or (cleared and not self._guard.inside):
             self._count(local)
-        local.unpaid.pay(scale)
+        local.pending_residuals.add_to_gradients(scale)
         self._noted = self._versions()
         return True
 
     def _count(self, local: OuterSteps) -> None:
         self._counted = True
         local.count()
-        self._connection.passed()
+        self._context.passed()
         self._guard.exchanged()
 
     def _local_step(self, counts: bool) -> bool:
@@ -91,7 +88,7 @@ class ExchangeSchedule(EpochListener):
             return False
         if counts:
             self._count(local)
-            local.unpaid.pay()
+            local.pending_residuals.add_to_gradients()
             self._noted = self._versions()  # a closure may clear them
         elif self._counted:  # otherwise the gradients are averages of the previous plan
             local.begin()
@@ -121,16 +118,16 @@ class ExchangeSchedule(EpochListener):
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if optimizer is self._optimizer:
-            self.catch_up()
+            self._catch_up()
 
     def _before_forward(self, model: nn.Module) -> None:
         if not model.training or self.local is None or self._guard.inside:
             return
         if not self._accumulates:
-            self.catch_up()
+            self._catch_up()
         elif self.local.due and self._skipped():
-            self.local.unpaid.take_back()
-            self.catch_up()
+            self.local.pending_residuals.remove_from_gradients()
+            self._catch_up()
         elif self._versions()[1] - self._noted[1] >= self._noted[0] and not self._skipped():
             self._noted = self._versions()  # gradients were clipped or unscaled, not cleared
 
@@ -139,119 +136,115 @@ class ExchangeSchedule(EpochListener):
         ranks sent."""
         if self.local is not None:
             self.local.join(given)
-            if self.local.tells:
+            if self.local.exchanges_norms:
                 self._lengths.agree(self.local.starts)
 
     def drain(self, deadline_s: float = 0.0) -> None:
         """Exchanges the weight changes of all local steps since the last exchange. All ranks call it after the same step.
         `deadline_s`: 0: the usual one, in which a slower rank can take all steps of a round."""
-        self.catch_up()  # other ranks have made this exchange already, if this rank's scaler has skipped the step
-        with self._connection.members.closed_door():
+        self._catch_up()  # other ranks have made this exchange already, if this rank's scaler has skipped the step
+        with self._context.members.no_joins():
             deadline_s = deadline_s or self._deadline_s * (1 if self.local is None else self.local.every)
             if self.local is not None and self.local.drain(self._worker, self._buffers(), deadline_s):
-                self._drained()
+                self._ended(early=True)
 
-    def complete(self) -> None:
-        """Waits for an exchange of weight changes that has begun, and applies it. All ranks call it after the same step."""
-        self.catch_up()
-        if self.local is not None and self.local.under_way:
-            with self._connection.members.closed_door():
+    def complete(self, pending: Pending) -> None:
+        if pending >= Pending.DUE:
+            self._catch_up()
+        if pending is Pending.RUNNING and self.local is not None and self.local.under_way:
+            with self._context.members.no_joins():
                 self.local.settle(self._worker, self._buffers(), self._deadline_s * self.local.every)
-            self._drained()
+            self._ended(early=True)
+        elif pending is Pending.ALL_STEPS:
+            self.drain()
+        elif pending is Pending.ALL_EXCHANGES:
+            while self.local is not None and self.local.behind:
+                self._exchange(self.local)
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Exchanges the last steps, if all ranks end after the same step. Where members may leave, others may continue."""
-        self.complete()
-        if not self._connection.elastic:
+        self.complete(Pending.RUNNING)
+        if not self._context.elastic:
             self.drain(self._deadline_s)
         elif self.local is not None and self.local.behind:
-            self._connection.log(f"the last {self.local.behind} steps were not exchanged: call session.flush() at the end, on "
-                                 "all workers after the same step", logging.WARNING)
+            self._context.log(f"the last {self.local.behind} steps were not exchanged: call session.flush() at the end, on "
+                              "all workers after the same step", logging.WARNING)
 
     def detach(self) -> None:
         if self._forward is not None:
             self._forward.remove()
             self._forward = None
 
-    def before_switch(self) -> None:
-        self.drain()
-
-    def after_switch(self) -> None:
+    def new_plan(self) -> None:
         """Starts or ends local steps as the current plan requires. Called when a plan takes effect."""
-        connection = self._connection
-        plan, units = connection.worker.plan, connection.worker.units
+        context = self._context
+        plan, units = context.worker.plan, context.worker.units
         if not plan.steps_locally:
-            if connection.local is not None:
-                units.weigh(*connection.local.weights.now)
-                owe(connection.worker, connection.local.unpaid.slices)
-                connection.local = None
+            if context.local is not None:
+                units.weigh(*context.local.weights.now)
+                carry_pending(context.worker, context.local.pending_residuals.slices)
+                context.local = None
                 self._lengths.rest()
                 self.detach()
             return
-        before = 0 if connection.local is None else connection.local.every
+        before = 0 if context.local is None else context.local.every
         schedule: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
-        if connection.local is None:
+        if context.local is None:
             weights = StepWeights(units.weight, units.total if units.weight_known else None)
-            connection.local = OuterSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup,
-                                          hold=connection.members.invites, merged=self._merged)
-            connection.local.unpaid.owe(connection.worker.unpaid)
+            context.local = OuterSteps(self._parameters, plan.local_steps, self._outer, weights, run=self._run,
+                                       hold=context.members.invites, merged=self._merged)
+            context.local.pending_residuals.inherit(context.worker.pending_residuals)
             self._counted = False
             self._forward = before_forward(self._model, lambda model, _: self._before_forward(model))
         if plan.local_steps != before:
             parts = f" in {plan.fragments} fragments" if plan.fragments > 1 else ""
             steps = "every step" if plan.local_steps == 1 else f"every {plan.local_steps} steps"
-            connection.log(f"exchanging weight changes {steps}{parts}; outer optimizer: {self._outer}")
-        connection.local.go(plan.local_steps, **schedule, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
+            context.log(f"exchanging weight changes {steps}{parts}; outer optimizer: {self._outer}")
+        context.local.go(plan.local_steps, **schedule, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
 
-    def end_rounds(self) -> None:
-        """Exchanges weight changes until all ranks have those of all local steps: once, or twice if exchanges overlap with
-        steps. All ranks call it after the same step. Unlike in `drain`, new members can join."""
-        while self.local is not None and self.local.behind:
-            self._exchange(self.local)
-
-    def catch_up(self) -> None:
+    def _catch_up(self) -> None:
         if self.local is not None and self.local.due:
             self._exchange(self.local)
 
     def _exchange(self, local: OuterSteps) -> None:
         # The deadline covers all steps between exchanges, because ranks may differ in speed.
         local.exchange(self._worker, self._buffers(), self._deadline_s * local.every)
-        if (joined := self._connection.joined) is not None and joined.fresh:
+        if (joined := self._context.joined) is not None and joined.fresh:
             joined.begun()
-        with contextlib.suppress(EpochChanged):  # observers restart with the remaining ranks
-            for observer in self._observers:
-                begin = time.perf_counter()
-                observer.after_exchange()
-                took_s = time.perf_counter() - begin
-                self._connection.observed_s += took_s
-                for recorder in (local.recorder, self._worker.recorder):
-                    recorder.skip(took_s)
+        self._ended(early=False)
         if local is self.local and not local.under_way and local.every > 1:
-            self._worker.let_go()
+            self._worker.release_memory()
 
-    def _regroup(self) -> Worker:
-        """Switches to the remaining ranks after members have left during an exchange. Returns the worker to use from now on."""
-        self._connection.members.go()
-        if self.local is not None and self.local.tells:
+    def _run(self, exchange: Callable[[], None]) -> Worker | None:
+        """Runs an exchange of OuterSteps. Returns the worker with which to repeat it if the members have changed, else None."""
+        if self._context.run(exchange) is Exchanged.DONE:
+            return None
+        if self.local is not None and self.local.exchanges_norms:
             self._lengths.agree(self.local.starts)
         return self._worker
 
-    def after_regroup(self) -> None:
+    def new_members(self) -> None:
         """Drops the total weights of earlier steps, which are no longer valid because members have left or joined."""
         if self.local is not None:
             self.local.weights.regroup()
 
-    def after_between(self) -> None:
+    def align(self) -> None:
         """Makes the weights from which the next outer step starts equal on all ranks, after members have left between two
         exchanges."""
-        if self.local is not None and self.local.tells:
+        if self.local is not None and self.local.exchanges_norms:
             self.local.align(self._lengths.agree)
 
     @property
     def _worker(self) -> Worker:
-        return self._connection.worker
+        return self._context.worker
 
-    def _drained(self) -> None:
-        with contextlib.suppress(EpochChanged):
-            for observer in self._observers:
-                observer.after_drain()
+    def _ended(self, *, early: bool) -> None:
+        """Calls the components after an exchange, or after an early one."""
+        recorders = [self._worker.recorder, *([] if self.local is None else [self.local.recorder])]
+
+        def skip(took_s: float) -> None:
+            self._context.observed_s += took_s
+            for recorder in recorders:
+                recorder.skip(took_s)
+
+        self._context.components.end_exchange(skip, early=early)

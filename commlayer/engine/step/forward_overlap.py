@@ -70,7 +70,7 @@ class ForwardOverlap:
         with clipping by the norm of all gradients."""
         self._parameters = [p for _, p in named]
         # If the user did not ask for this overlap, the script may use gradients as under any other plan.
-        self._waits = loop.connection.terms.requested.overlap != "forward"
+        self._waits = loop.context.terms.requested.overlap != "forward"
         self._marks = Marks(named, self._final if self._waits else None)
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
         self._optimizer, self._scaler, self._loop, self._written, self._clips = optimizer, scaler, loop, written, clips
@@ -101,8 +101,6 @@ class ForwardOverlap:
             self._optimizer.register_state_dict_pre_hook(lambda _: self._finish_updates()),
             self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._finish_updates()),
         ]
-
-    # ---- after the backward pass
 
     def takes(self) -> bool:
         """Returns True if the step whose backward pass has just ended can overlap with the next forward pass."""
@@ -141,8 +139,6 @@ class ForwardOverlap:
                 defer(buffer, weakly(self._need, (number,)))
             if finish:
                 self.end()
-
-    # ---- the optimizer's step
 
     def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if optimizer is not self._optimizer:
@@ -205,8 +201,6 @@ class ForwardOverlap:
             if out.later:
                 defer_state(self._optimizer, weakly(self._finish_updates))
 
-    # ---- the forward pass
-
     def _before_module(self, numbers: Sequence[int]) -> None:
         self._seen.update(numbers)
         if self._out is not None:
@@ -234,8 +228,6 @@ class ForwardOverlap:
         """Waits until all weights and buffers contain the last step's updates."""
         if (out := self._out) is not None:
             self._need([*out.later, *range(len(self._parameters), len(out.averages))])
-
-    # ---- the end of a step
 
     def _before_adding(self, p: torch.Tensor, _gradient: torch.Tensor) -> None:
         """Ends the previous step when a backward pass is about to add its first gradient. Called by gradient hooks."""
@@ -295,7 +287,7 @@ class ForwardOverlap:
 
     def _forget(self) -> None:
         undefer_state(self._optimizer)
-        self._marks.let_go()
+        self._marks.release()
         self._out = None
 
     def then(self, act: Callable[[], None]) -> None:
@@ -305,8 +297,6 @@ class ForwardOverlap:
                 act()
             else:
                 self._out.after.append(act)
-
-    # ---- results that have arrived
 
     def _take(self, out: PendingStep, come: Callable[[], Sequence[int]], *, quietly: bool = False) -> None:
         """Applies or writes results when they have arrived. `quietly`: no exception if a peer has abandoned the step after this
@@ -395,8 +385,6 @@ class ForwardOverlap:
         out.stepped.update(averages)
         out.worker.mark_applied_early(averages)
 
-    # ---- failure and end
-
     def _abandon(self, out: PendingStep) -> None:
         """Abandons the step: no update has been applied. `.grad` contains this rank's own gradients again, or zeros after the
         optimizer's step, so that no later step applies them."""
@@ -428,12 +416,12 @@ class ForwardOverlap:
         self._handles.clear()
 
     def drop(self) -> None:
-        """Drops averages that have not arrived, because the connection has closed."""
+        """Drops averages that have not arrived, because the session has closed."""
         with self._lock:
             if (out := self._out) is None:
                 return
             if out.later:
-                log.warning("step %d: the averages for %d parameters did not arrive before the connection closed, so these "
+                log.warning("step %d: the averages for %d parameters did not arrive before the session closed, so these "
                             "parameters are not updated", out.step, len(out.later))
             self._abandon(out)
             for p, mark in zip(self._parameters, self._marks, strict=True):

@@ -15,6 +15,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from commlayer.config import Config
 from commlayer.engine.buckets.shared_buffers import agree
+from commlayer.engine.components import Component, Order, Pending
 from commlayer.engine.guards.attached_model import AttachedModel
 from commlayer.engine.guards.finite_steps import FiniteSteps
 from commlayer.engine.guards.model_checks import refuse_ddp_around
@@ -23,11 +24,8 @@ from commlayer.engine.guards.uneven_inputs import TWICE, UnevenInputs
 from commlayer.engine.hooks.aliases import shares_memory
 from commlayer.engine.hooks.forward_order import ForwardOrder
 from commlayer.engine.job.job import DistributedJob, JobContext
-from commlayer.engine.job.listeners import EpochListener, ListenerOrder
 from commlayer.engine.model.model_tensors import buffers_of, parameters_of
 from commlayer.engine.model.optimizers import HeldParameters
-from commlayer.engine.observers.observers import Observers
-from commlayer.engine.observers.trace import trace_once
 from commlayer.engine.step.exchange_schedule import ExchangeSchedule
 from commlayer.engine.step.forward_overlap import ForwardOverlap
 from commlayer.engine.step.quiet_ddp import QuietDDP
@@ -55,19 +53,17 @@ CHANGED = (
 class SoloDriver:
     """The driver of a session without other workers, which only counts steps."""
 
-    def __init__(self, model: nn.Module, connection: JobContext, optimizer: Any, config: Config) -> None:
+    def __init__(self, model: nn.Module, context: JobContext, optimizer: Any) -> None:
         """Counts the optimizer's steps; backward passes if there is no optimizer, or it has no step hooks."""
-        self.connection, self.observers = connection, Observers(connection)
-        trace_once(connection, self.observers, config.trace, planning=False)
-        self.in_join = False
+        self.context, self.in_join = context, False
         self._syncing = True
         trained = [p for _, p in parameters_of(model)]
         self._counting: Any = None
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of optimizers have no hooks
-            self._counting = optimizer.register_step_post_hook(lambda *_: connection.passed())
+            self._counting = optimizer.register_step_post_hook(lambda *_: context.passed())
         elif trained:
             self._counting = register_multi_grad_hook(
-                trained, lambda _: connection.passed() if self._syncing else None, mode="any")
+                trained, lambda _: context.passed() if self._syncing else None, mode="any")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -85,18 +81,14 @@ class SoloDriver:
         try:
             yield
         except BaseException as error:
-            self.connection.close(cause_of(error))
+            self.context.close(cause_of(error))
             raise
         finally:
             self.in_join = False
 
     def weight(self, n: float, total: float | None) -> None:
         """Sets the number of samples in events. An average over one worker has no weights."""
-        self.connection.stream.weigh(n)
-
-    def log_loss(self, loss: float | torch.Tensor) -> None:
-        """Passes the loss to the event stream. Without compression there is no quality guard."""
-        self.connection.stream.loss(loss)
+        self.context.stream.weigh(n)
 
     def synchronize(self) -> None:
         """Does nothing: one worker's gradients are their own average."""
@@ -112,17 +104,16 @@ class SoloDriver:
             self._counting.remove()
 
 
-class ModuleDriver(EpochListener):
-    order = ListenerOrder.DRIVER
+class ModuleDriver(Component):
+    order = Order.DRIVER
 
     def __init__(
-        self, model: nn.Module, connection: DistributedJob, *, optimizer: Any, scaler: Any, config: Config, outer: OuterSGD,
+        self, model: nn.Module, context: DistributedJob, *, optimizer: Any, scaler: Any, config: Config, outer: OuterSGD,
         ddp: QuietDDP | None = None, clips: bool = False,
     ) -> None:
         """Registers the hooks. `ddp`: object that stops a DistributedDataParallel module around this module from averaging.
         `clips`: True if the optimizer's step begins with clipping by the norm of all gradients."""
-        self.connection, self.observers, self._ddp = connection, Observers(connection), ddp
-        self._model = model
+        self.context, self._ddp, self._model = context, ddp, model
         named = parameters_of(model)
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._buffers = [name for name, _ in buffers_of(model)]
@@ -137,24 +128,23 @@ class ModuleDriver(EpochListener):
         """Identities of the gradients into which the last step has written averages, as `_gradients` returns them."""
         self._overlap: ForwardOverlap | None = None
         self._places: dict[int, int] = {}
-        self._guard = StepGuard(AttachedModel(model, named, optimizer), named, lambda error: connection.worker.latch(error))
-        connection.on_close.append(self._guard.remove)
-        finite = FiniteSteps(connection, self._parameters, HeldParameters(self._parameters))
-        schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, outer=outer, connection=connection,
-                                    observers=self.observers, deadline_s=config.deadline_s, guard=self._guard,
-                                    optimizer=optimizer, merged=finite.exchanged)
-        self._uneven = UnevenInputs(model, connection, optimizer, scaler, self.observers, config.deadline_s)
-        self._loop = StepLoop(connection, self._parameters, [*model.named_parameters()], optimizer=optimizer, scaler=scaler,
-                              config=config, observers=self.observers, guard=self._guard, finite=finite, schedule=schedule,
-                              uneven=self._uneven)
+        self._guard = StepGuard(AttachedModel(model, named, optimizer), named, lambda error: context.worker.latch(error))
+        context.on_close.append(self._guard.remove)
+        finite = FiniteSteps(context, self._parameters, HeldParameters(self._parameters))
+        schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, outer=outer, context=context,
+                                    deadline_s=config.deadline_s, guard=self._guard, optimizer=optimizer,
+                                    merged=finite.exchanged)
+        self._uneven = UnevenInputs(model, context, optimizer, scaler, config.deadline_s)
+        self._loop = StepLoop(context, self._parameters, [*model.named_parameters()], optimizer=optimizer, scaler=scaler,
+                              config=config, guard=self._guard, finite=finite, schedule=schedule, uneven=self._uneven)
         self._overlapped: Callable[[], ForwardOverlap] = lambda: ForwardOverlap(
             model, parameters_of(model), optimizer, scaler, self._loop, self._buffers_now, self._note, clips=clips)
-        connection.terms.useless = useless_of(scaler, clips=clips, apart=connection.stepped_apart)
-        connection.on_close.append(self._drop)
-        connection.listen(self)
-        agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
+        context.terms.useless = useless_of(scaler, clips=clips, apart=context.stepped_apart)
+        context.on_close.append(self._drop)
+        context.components.add(self)
+        agree(context.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
         self._order: ForwardOrder | None = None
-        self.after_switch()
+        self.new_plan()
         ordered = [*self._parameters, *self._buffers_now()]
         self._order = ForwardOrder(model, {id(tensor): i for i, tensor in enumerate(ordered)})
         if ddp is None:
@@ -162,18 +152,18 @@ class ModuleDriver(EpochListener):
         # Compiled modules forward attributes to their original module.
         plain = vars(getattr(model, "_orig_mod", model))
         # Code that trains through several wrappers (Accelerate) sets DDP's attribute on any module.
-        self._hooks = Hooks(self._parameters, lambda: connection.worker, self._ready, self._end,
+        self._hooks = Hooks(self._parameters, lambda: context.worker, self._ready, self._end,
                             lambda: self._syncing and plain.get("require_backward_grad_sync", True)
-                            and (ddp is None or ddp.syncing), self._guard.own.add, self._broke_off)
+                            and (ddp is None or ddp.syncing), self._guard.own.add, self._aborted)
         self._loop.join_round()
 
     @property
     def in_join(self) -> bool:
         return self._uneven.inside
 
-    def after_switch(self) -> None:
+    def new_plan(self) -> None:
         """Adapts hooks, buckets and forward overlap to a plan that has just taken effect."""
-        worker, local = self._loop.worker, self.connection.local
+        worker = self._loop.worker
         forward = worker.plan.overlap == "forward"
         if forward and self._overlap is None:
             self._overlap = self._overlapped()
@@ -182,19 +172,17 @@ class ModuleDriver(EpochListener):
             self._overlap = None
         keep_entries(worker, self._lazy)
         self._reorder()
-        self._loop.enter(dict(zip(self._names, local.starts, strict=True)) if local is not None and local.shifted else {})
 
-    def after_regroup(self) -> None:
+    def new_members(self) -> None:
         keep_entries(self._loop.worker, self._lazy)
 
-    def catch_up(self) -> None:
-        if self._overlap is not None:
+    def complete(self, pending: Pending) -> None:
+        if self._overlap is not None and pending is Pending.DUE:
             self._overlap.look()
+        else:
+            self._finish_overlap()
 
-    def finish_pending(self) -> None:
-        self._finish_overlap()
-
-    def complete(self) -> None:
+    def close(self) -> None:
         self._finish_overlap()
 
     def _reorder(self) -> None:
@@ -222,7 +210,7 @@ class ModuleDriver(EpochListener):
             self._loop.discard()
             self._uneven.leave(lambda: self._loop.take_part(self._buffers_now()))
         except BaseException as error:
-            self.connection.close(cause_of(error))
+            self.context.close(cause_of(error))
             raise
         finally:
             self._uneven.end()
@@ -232,9 +220,6 @@ class ModuleDriver(EpochListener):
             self._loop.weigh(n, total)
         else:
             self._overlap.then(lambda: self._loop.weigh(n, total))
-
-    def log_loss(self, loss: float | torch.Tensor) -> None:
-        self._loop.log_loss(loss)
 
     def synchronize(self) -> None:
         if not self._finish_overlap() and self._written != self._gradients():
@@ -284,7 +269,7 @@ class ModuleDriver(EpochListener):
                 self._loop.worker.latch(InvalidState("E-GRADIENT-CHANGED", CHANGED.format(self._names[number])))
                 self._loop.worker.check()
 
-    def _broke_off(self) -> None:
+    def _aborted(self) -> None:
         self._passed_on.clear()
         self._rows.forget()
         self._loop.abandon()

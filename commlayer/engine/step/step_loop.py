@@ -4,7 +4,7 @@
     ready      for each gradient that becomes final
     average    after the backward pass: waits for sums, compares with exact gradients, commits
     written    after averages are written to `.grad`: starts to observe whether the script applies or clears them
-    observe    runs controller, trace, stale plan and drift checks, in the order of observers/observers.py
+    observe    runs controller, trace, stale plan and drift checks, in the order of components.py
 
 module_driver.py passes in the gradients, and decides where averages are written. JobContext.passes counts the steps.
 """
@@ -12,40 +12,36 @@ module_driver.py passes in the gradients, and decides where averages are written
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from commlayer.autotune.start import controller_of, observe
 from commlayer.config import Config
-from commlayer.engine.buckets.current_step import EpochChanged
+from commlayer.engine.buckets.current_step import Exchanged
+from commlayer.engine.components import Component, Order, Pending
 from commlayer.engine.guards.finite_steps import FiniteSteps
 from commlayer.engine.guards.parameter_drift import drift_of
 from commlayer.engine.guards.step_guard import StepGuard
 from commlayer.engine.guards.uneven_inputs import UnevenInputs
 from commlayer.engine.job.job import DistributedJob
-from commlayer.engine.job.listeners import EpochListener, ListenerOrder
 from commlayer.engine.model.model_tensors import learning_rate, loss_scale
-from commlayer.engine.observers.observers import Observer, ObserverOrder, Observers
-from commlayer.engine.observers.stale_plan import watch_of
-from commlayer.engine.observers.trace import trace_once
+from commlayer.engine.observers.stale_plan import StalePlanWatch
 from commlayer.engine.step.exchange_schedule import ExchangeSchedule
 from commlayer.engine.worker.averages import AverageUse, hand_out
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import StepAbandoned
 
 
-class StepLoop(EpochListener):
+class StepLoop(Component):
     """Runs the training steps of one attached model in a job of several workers."""
 
-    order = ListenerOrder.LOOP
+    order = Order.LOOP
 
     def __init__(
-        self, connection: DistributedJob, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
-        optimizer: Any, scaler: Any, config: Config, observers: Observers, guard: StepGuard, finite: FiniteSteps,
+        self, context: DistributedJob, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
+        optimizer: Any, scaler: Any, config: Config, guard: StepGuard, finite: FiniteSteps,
         schedule: ExchangeSchedule | None = None, uneven: UnevenInputs | None = None,
     ) -> None:
         """`parameters`: the averaged parameters, in the order of their numbers. `compared`: tensors that must be equal on all
@@ -54,45 +50,29 @@ class StepLoop(EpochListener):
         `schedule`: decides when local steps are exchanged; None if plans must not have local steps. `uneven`: None if ranks
         have equal numbers of batches.
         """
-        self.connection, self.observers = connection, observers
+        self.context = context
         self._optimizer, self._scaler, self._schedule, self._guard = optimizer, scaler, schedule, guard
-        self._compared, self._uneven, self._finite = compared, uneven, finite
+        self._uneven, self._finite = uneven, finite
         self._config, self.deadline_s = config, config.deadline_s
-        self._use = AverageUse(parameters, optimizer, lambda: connection.worker, finite.held)
-        connection.on_close.append(self._use.detach)
-        connection.listen(self)
-        self._decide()
-        observers.add(Observer(ObserverOrder.OTHER, finite, after_exchange=finite.share_drops))
-        trace_once(connection, observers, config.trace, planning=connection.terms.auto and self._controller is not None)
-        if (drift := drift_of(connection, compared, optimizer, config, finite.held)) is not None:
-            observers.add(Observer(ObserverOrder.PARAMETER_DRIFT, drift, drift, after_exchange=drift, after_drain=drift))
-
-    def _decide(self) -> None:
-        """Adds the observers that change or report on the plan during training."""
-        connection, observers = self.connection, self.observers
-        self._controller = controller = controller_of(connection, self._config)
-        if controller is not None:
-            observe(observers, controller)
-        if (watch := watch_of(connection)) is not None:
-            observers.add(Observer(ObserverOrder.STALE_PLAN, watch, watch))
+        self._use = AverageUse(parameters, optimizer, lambda: context.worker, finite.held)
+        context.on_close.append(self._use.detach)
+        for component in (self, StalePlanWatch(context), finite):
+            context.components.add(component)
+        if (drift := drift_of(context, compared, optimizer, config, finite.held)) is not None:
+            context.components.add(drift)
 
     @property
     def worker(self) -> Worker:
-        return self.connection.worker
+        return self.context.worker
 
     @property
     def local(self) -> bool:
         """True: the current plan has local steps, so gradients are not averaged."""
-        return self.connection.local is not None
+        return self.context.local is not None
 
-    def settle(self) -> None:
-        self._use.settle()
-
-    def shares_moved(self, part: float) -> None:
-        if self._controller is not None:
-            self._controller.shares_moved(part)
-
-    # ---- a step
+    def complete(self, pending: Pending) -> None:
+        if pending is Pending.STEP:
+            self._use.settle()
 
     def begin(self) -> None:
         """Starts a step. Called before the step's first gradient; later calls in the same step do nothing."""
@@ -111,36 +91,30 @@ class StepLoop(EpochListener):
     def ready(self, number: int, gradient: torch.Tensor) -> None:
         """Receives a parameter's gradient, which is final for this step. Called once per parameter and step, so it must be
         fast."""
-        if self.connection.local is None:
-            worker = self.connection.worker
+        if self.context.local is None:
+            worker = self.context.worker
             if not worker.begun:
                 self._open(worker)
             worker.ready(number, gradient)
         else:
-            self.connection.local.recorder.tensor(number)
+            self.context.local.recorder.tensor(number)
 
     def count_local(self, *, adds: bool = True) -> bool:
         """Counts a local step if the plan has local steps; see ExchangeSchedule.count. Returns True if it was a local step."""
         if self._schedule is None or not self._schedule.count(loss_scale(self._scaler), adds=adds):
             return False
         self._finite.counted()
-        with contextlib.suppress(EpochChanged):
-            for drift in self.observers.at(ObserverOrder.PARAMETER_DRIFT):
-                self.observers.run(drift, drift.start, otherwise=None)
+        self.context.components.end_local_step()
         return True
 
     def join_round(self) -> None:
         """Starts this rank's part in the current outer step, if this rank has joined a running job with local steps."""
-        if self._schedule is not None and self.connection.joined is not None:
-            self._schedule.join_round(self.connection.joined.local)
+        if self._schedule is not None and self.context.joined is not None:
+            self._schedule.join_round(self.context.joined.local)
 
-    def enter(self, starts: Mapping[str, torch.Tensor]) -> None:
-        """Adapts the checks to a plan that has taken effect. `starts`: tensors by name that all ranks compare, instead of
-        weights which differ between ranks under this plan."""
+    def new_plan(self) -> None:
         if self.local:
             self._use.wrote(keeps=False)  # local steps have no averages to watch
-        for drift in self.observers.at(ObserverOrder.PARAMETER_DRIFT):
-            drift.compare([starts.get(name, tensor) for name, tensor in self._compared])
 
     def average(
         self, leftovers: Sequence[torch.Tensor | None], targets: Callable[[], Sequence[torch.Tensor | None]],
@@ -157,11 +131,10 @@ class StepLoop(EpochListener):
             self._through(lambda: self._finish(leftovers))
         finally:
             self._passed()
-            if (joined := self.connection.joined) is not None and joined.fresh:
+            if (joined := self.context.joined) is not None and joined.fresh:
                 joined.begun()
-        with contextlib.suppress(EpochChanged):  # the step is complete; the remaining members run the next one
-            for observer in self.observers if self._all_active() else ():
-                observer.before_commit()
+        if self._all_active():
+            self.context.components.before_commit()
         into = targets()
         worker = self.worker
         worker.commit(into)
@@ -170,7 +143,7 @@ class StepLoop(EpochListener):
         return into
 
     def _passed(self) -> None:
-        self.connection.passed()
+        self.context.passed()
         if self._uneven is not None:
             self._uneven.passed()
 
@@ -201,32 +174,15 @@ class StepLoop(EpochListener):
         If workers wait to join, this rank first waits until all members are in this step. The step cannot complete without this
         rank's last bucket, so the new workers join in this step.
         """
-        if self.connection.members.invites():
+        if self.context.members.invites():
             self.worker.stopwatch.stop(self.worker.counters.exchanges)
             self.worker.check_interrupts()
         self.worker.finish(leftovers, self.deadline_s)
 
-    def _through(self, end: Callable[[], None]) -> None:
-        """Runs `end` until it succeeds. After each change of members it runs again with the remaining members."""
-        while True:
-            try:
-                end()
-                return
-            except EpochChanged:
-                self.connection.members.go()
-                self._units(self.worker)
-
-    def after_regroup(self) -> None:
-        """Restarts observers that measure, or that exchange messages with other ranks, after the members have changed."""
-        for place in (ObserverOrder.CONTROLLER, ObserverOrder.TRACE, ObserverOrder.STALE_PLAN):
-            for observer in self.observers.at(place):
-                self.observers.remove(observer)
-                if place in (ObserverOrder.CONTROLLER, ObserverOrder.TRACE):
-                    observer.end()
-        for drift in self.observers.at(ObserverOrder.PARAMETER_DRIFT):
-            drift.begin_again()
-        self._finite.begin_again()
-        self._decide()
+    def _through(self, exchange: Callable[[], None]) -> None:
+        """Runs the step's exchange; again with the remaining members after each change of members."""
+        while self.context.run(exchange) is Exchanged.RESTARTED:
+            self._units(self.worker)
 
     def hand_in(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Ends a backward pass instead of `average`, if results are applied bucket by bucket after it (forward_overlap.py)."""
@@ -235,13 +191,13 @@ class StepLoop(EpochListener):
         self.worker.complete(leftovers)
         self._finite.begun()
         self._guard.exchanged()
-        self.connection.passed()
+        self.context.passed()
         self.worker.stopwatch.start()
 
     @property
     def looked_at(self) -> bool:
-        """Returns True if an observer reads this step's sums or times; then the training thread waits for the complete step."""
-        return self.worker.recorder.on or any(observer.looks() for observer in self.observers)
+        """Returns True if a component reads this step's sums or times; then the training thread waits for the complete step."""
+        return self.worker.recorder.on or self.context.components.reads_sums()
 
     def written(self, known: Collection[int] = ()) -> None:
         """Starts to observe whether the script applies or clears the averages in `.grad`. `known`: parameters whose averages
@@ -250,22 +206,18 @@ class StepLoop(EpochListener):
         self._use.wrote(keeps=self.worker.keeps, known=known)
 
     def observe(self, *, between: bool = True) -> None:
-        """Runs the observers after averages are written; one of them might switch to another plan. `between`: True if no
+        """Runs the components after averages are written; one of them might switch to another plan. `between`: True if no
         forward pass has run since then."""
-        for observer in self.observers if self._all_active() else ():
-            begin = time.perf_counter()
-            try:
-                observer.after_step()
-            except EpochChanged:
-                return  # observers are restarted with the remaining members in the next step
-            # Observer time does not count as compute.
-            took_s = time.perf_counter() - begin
-            self.connection.observed_s += took_s
+        def skip(took_s: float) -> None:  # the time of components does not count as compute
+            self.context.observed_s += took_s
             self.worker.recorder.skip(took_s)
             if between:
                 self.worker.stopwatch.start()
             else:
                 self.worker.stopwatch.skip(took_s)
+
+        if self._all_active():
+            self.context.components.end_step(skip)
 
     def abandon(self) -> None:
         """Drops the step on all ranks, after an exception has ended the last backward pass and the script has continued."""
@@ -277,18 +229,11 @@ class StepLoop(EpochListener):
             finally:
                 self._passed()
 
-    # ---- between two steps
-
     def weigh(self, n: float, total: float | None) -> None:
-        local, batch = self.connection.local, self._config.batch
+        local, batch = self.context.local, self._config.batch
         weights = self.worker.units if local is None else local.weights
         weights.weigh(n / batch, None if total is None else total / batch)
-        self.connection.stream.weigh(n)
-
-    def log_loss(self, loss: float | torch.Tensor) -> None:
-        self.connection.stream.loss(loss)
-        if self._controller is not None:
-            self._controller.report(loss)
+        self.context.stream.weigh(n)
 
     def flush(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Completes exchanges whose averages are applied later than in their own step, as Session.flush describes. `parameters`

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
 
-from commlayer.engine.buckets.current_step import EpochChanged
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.alignment import align
 from commlayer.errors import CommError
@@ -26,9 +24,9 @@ class UpdateNorms:
     when all ranks have sent theirs, so a rank waits only for the transfer of a row.
     """
 
-    def __init__(self, connection: DistributedJob, deadline_s: float) -> None:
-        self._connection, self._deadline_s = connection, deadline_s
-        self._rows = connection.rows.rows("lengths of changes")
+    def __init__(self, context: DistributedJob, deadline_s: float) -> None:
+        self._context, self._deadline_s = context, deadline_s
+        self._rows = context.rows.rows("lengths of changes")
         self._error: CommError | None = None
         self._agreement, self._logged = Agreement(), 0.0
         """Of the changes under the current plan, and the last logged agreement."""
@@ -38,16 +36,15 @@ class UpdateNorms:
         exchanged."""
         self._agreement = Agreement()
         try:
-            self._connection.rows.allow(self._deadline_s * every)
-            return self._connection.matched
+            self._context.rows.allow(self._deadline_s * every)
+            return self._context.matched
         except CommError as error:
-            with contextlib.suppress(EpochChanged):  # then norms are not exchanged under this plan
-                self._connection.broke(error)
-            return False
+            self._context.call_dropped(error)
+            return False  # norms are not exchanged under this plan
 
     def rest(self) -> None:
         """Called for a plan that exchanges no norms: resets the time limit for receiving rows of numbers to its usual value."""
-        self._connection.rows.allow(0.0)
+        self._context.rows.allow(0.0)
 
     def start(self, weight: float, square: float) -> None:
         try:
@@ -64,26 +61,25 @@ class UpdateNorms:
                 raise error
             return self._rows.read(self._deadline_s, self._failed)
         except CommError as failure:
-            with contextlib.suppress(EpochChanged):
-                self._connection.broke(failure)
+            self._context.call_dropped(failure)
             return []
 
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
         """Updates the agreement of the ranks' changes; logs it when it is known and when it has halved or doubled."""
-        self._agreement, connection = self._agreement.plus(rows, square), self._connection
-        plan = connection.worker.plan
+        self._agreement, context = self._agreement.plus(rows, square), self._context
+        plan = context.worker.plan
         if self._agreement.exchanges < plan.fragments:
             return
-        connection.worker.counters.agreement = agreement = self._agreement.cosine
+        context.worker.counters.agreement = agreement = self._agreement.cosine
         seen = max(agreement, LEAST_AGREEMENT)
         if not 0.5 < self._logged / seen < 2:
             self._logged = seen
-            connection.log(f"workers' changes over {plan.local_steps} local steps have a mean cosine of {agreement:.2f}")
+            context.log(f"workers' changes over {plan.local_steps} local steps have a mean cosine of {agreement:.2f}")
 
     def _failed(self) -> BaseException | None:
-        gone = self._connection.members.pending(0.0)
+        gone = self._context.members.departed(0.0)
         left = CommError("members left while ranks exchanged norms of weight changes") if gone else None
-        return self._connection.worker.error or left
+        return self._context.worker.error or left
 
     def agree(self, starts: Sequence[torch.Tensor]) -> None:
         """Makes `starts`, the weights from which the next outer step begins, equal on all ranks after members have changed.
@@ -91,16 +87,14 @@ class UpdateNorms:
 
         Remaining and new members call it together, during an exchange or between two.
         """
-        connection = self._connection
+        context = self._context
         while True:
             try:
-                differing = align(starts, connection.groups, self._deadline_s)
+                differing = align(starts, context.groups, self._deadline_s)
                 break
             except CommError as error:
-                try:
-                    connection.broke(error)
-                except EpochChanged:
-                    connection.members.go()
+                if context.call_dropped(error):
+                    context.members.enter_epoch()
         if differing:
-            connection.say("the remaining ranks had merged the last exchange differently, because some had not received "
-                           "the norms of all changes: all ranks continue with rank 0's weights")
+            context.say("the remaining ranks had merged the last exchange differently, because some had not received "
+                        "the norms of all changes: all ranks continue with rank 0's weights")

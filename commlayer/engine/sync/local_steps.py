@@ -31,7 +31,6 @@ import torch
 from torch import nn
 
 from commlayer.compressors.feedback import ResidualSlice, residual_on
-from commlayer.engine.buckets.current_step import EpochChanged
 from commlayer.engine.sync.norm_matching import Lengths, largest_of, scale_of, square_of
 from commlayer.engine.worker.worker import Worker
 from commlayer.observe.step_trace import Recorder
@@ -46,6 +45,10 @@ SPOILT = "the weights of some worker are not finite: all workers return to the w
 def _spoilt(_own: int, *, finite: bool) -> None:
     if not finite:
         log.warning("%s", SPOILT)
+
+
+def _once(exchange: Callable[[], None]) -> None:
+    exchange()
 
 
 class StepWeights:
@@ -90,52 +93,52 @@ class StepWeights:
         self._sum = [0.0, 0.0, 0.0, 0.0] if kept is None else kept.tolist()
 
 
-class UnpaidResiduals:
+class PendingResiduals:
     """Residuals of an earlier plan that averaged gradients. They are added to this rank's next gradients."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._owed: dict[int, torch.Tensor] = {}
+        self._pending: dict[int, torch.Tensor] = {}
         """Maps a tensor number to this rank's residual, which will be added to the tensor's next gradient."""
-        self._paid: dict[int, torch.Tensor] = {}
+        self._added: dict[int, torch.Tensor] = {}
         """Maps a tensor number to the residual that was added to a gradient which no optimizer step has applied yet."""
 
-    def owe(self, residuals: Sequence[ResidualSlice]) -> None:
+    def inherit(self, residuals: Sequence[ResidualSlice]) -> None:
         """Receives the residuals of a plan that averaged gradients."""
         for number, p in enumerate(self._parameters):
             elements = [Slice(number, 0, p.numel())]
-            if (owed := residual_on(residuals, elements)) is not None:
-                self._owed[number] = torch.from_numpy(owed).view(p.shape).to(p.device)
+            if (residual := residual_on(residuals, elements)) is not None:
+                self._pending[number] = torch.from_numpy(residual).view(p.shape).to(p.device)
 
     @property
     def slices(self) -> list[ResidualSlice]:
         """Residuals that are still pending, because so far their gradients were missing, sparse, not finite or cleared."""
-        return [ResidualSlice(number, 0, owed.reshape(-1)) for number, owed in self._owed.items()]
+        return [ResidualSlice(number, 0, residual.reshape(-1)) for number, residual in self._pending.items()]
 
-    def pay(self, scale: float = 1.0) -> None:
+    def add_to_gradients(self, scale: float = 1.0) -> None:
         """Adds the pending residuals to gradients that are about to be applied. `scale`: loss scale of these gradients."""
-        grads = {n: grad for n in self._owed if (grad := self._parameters[n].grad) is not None and not grad.is_sparse}
+        grads = {n: grad for n in self._pending if (grad := self._parameters[n].grad) is not None and not grad.is_sparse}
         if all(bool(grad.isfinite().all()) for grad in grads.values()):  # otherwise the optimizer step will be skipped
             for number, grad in grads.items():
-                self._paid[number] = owed = self._owed.pop(number)
-                grad.detach().add_(owed.to(grad.dtype), alpha=scale)
+                self._added[number] = residual = self._pending.pop(number)
+                grad.detach().add_(residual.to(grad.dtype), alpha=scale)
 
-    def take_back(self, numbers: Iterable[int] | None = None) -> None:
+    def remove_from_gradients(self, numbers: Iterable[int] | None = None) -> None:
         """Makes residuals pending again, because the gradients to which they were added were cleared before an optimizer step.
         `numbers`: the parameters concerned; None: all."""
-        for number in list(self._paid) if numbers is None else [n for n in numbers if n in self._paid]:
-            self._owed[number] = self._paid.pop(number)
+        for number in list(self._added) if numbers is None else [n for n in numbers if n in self._added]:
+            self._pending[number] = self._added.pop(number)
 
     def applied(self) -> None:
         """Records that the optimizer has applied the gradients to which residuals were added."""
-        self._paid.clear()
+        self._added.clear()
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        return {f"local.residual.{number}": owed.cpu().clone() for number, owed in self._owed.items()}
+        return {f"local.residual.{number}": residual.cpu().clone() for number, residual in self._pending.items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._owed = {number: tensors[name].clone().to(p.device) for number, p in enumerate(self._parameters)
-                      if (name := f"local.residual.{number}") in tensors}
+        self._pending = {number: tensors[name].clone().to(p.device) for number, p in enumerate(self._parameters)
+                         if (name := f"local.residual.{number}") in tensors}
 
 
 class _Schedule(NamedTuple):
@@ -168,15 +171,16 @@ class OuterSteps:
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], every: int, outer: OuterSGD, weights: StepWeights, *, fragments: int = 1,
-        overlap: bool = False, regroup: Callable[[], Worker] | None = None, lengths: Lengths | None = None,
+        overlap: bool = False, run: Callable[[Callable[[], None]], Worker | None] = _once, lengths: Lengths | None = None,
         hold: Callable[[], bool] = lambda: False, merged: Callable[..., None] = _spoilt,
     ) -> None:
         """`merged(own, finite=...)` is called after each exchange, on all ranks; `own` is the value of Worker.not_finite.
 
-        `regroup` returns the worker for the remaining ranks after EpochChanged. `lengths` exchanges norms; None: norms are not
-        exchanged. `hold` returns True if new members wait to join and this rank must withhold its part of an exchange.
+        `run` runs an exchange, and returns the worker with which to repeat it if the members have changed. `lengths` exchanges
+        norms; None: norms are not exchanged. `hold` returns True if new members wait to join and this rank must withhold its
+        part of an exchange.
         """
-        self._parameters, self.weights, self._regroup, self._hold = parameters, weights, regroup, hold
+        self._parameters, self.weights, self._run, self._hold = parameters, weights, run, hold
         self._merged, self._outer = merged, outer
         self.go(every, fragments=fragments, overlap=overlap, lengths=lengths)
         self.taken = 0
@@ -193,12 +197,12 @@ class OuterSteps:
         self._sent: _Sent | None = None
         self._idle = 0
         """Number of next exchanges to which this rank contributes nothing, because it has just joined."""
-        self.unpaid = UnpaidResiduals(parameters)
+        self.pending_residuals = PendingResiduals(parameters)
         self.recorder = Recorder()
         """Records the times of steps without an exchange. The worker's recorder records exchanges."""
         self._rooms: dict[int, torch.Tensor] = {}
         """Maps the number of a split tensor to the memory for its change in the current outer step."""
-        self._sound: list[bool] = []
+        self._finite: list[bool] = []
         """One flag for each fragment of the current outer step so far. True: the mean was finite."""
 
     def go(self, every: int, *, fragments: int, overlap: bool, lengths: Lengths | None = None) -> None:
@@ -210,14 +214,14 @@ class OuterSteps:
         return self._schedule.every
 
     @property
-    def tells(self) -> bool:
+    def exchanges_norms(self) -> bool:
         """True: ranks exchange the norms of their changes. The value is the same on all ranks."""
         return self._lengths is not None
 
     def count(self) -> None:
         """Counts a step, before its optimizer step. Records residuals that were added to the previous step's gradients as
         applied."""
-        self.unpaid.applied()
+        self.pending_residuals.applied()
         self.recorder.mark("backward")
         self.recorder.next()
         self.begin()
@@ -249,11 +253,14 @@ class OuterSteps:
         return self._schedule.overlap or self._schedule.fragments > 1
 
     @property
+    def common(self) -> dict[int, torch.Tensor]:
+        """Maps the id of each parameter to its start, if the ranks' weights are never all equal."""
+        return dict(zip(map(id, self._parameters), self.starts, strict=True)) if self.shifted else {}
+
+    @property
     def under_way(self) -> bool:
         """True: an outer step has begun and not ended."""
         return self._sent is not None or self._fragment > 0
-
-    # ---- called by all ranks together, each after an optimizer step
 
     def exchange(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
         """Exchanges one fragment. Without overlap it merges the result of this exchange, with overlap that of the previous one.
@@ -276,7 +283,7 @@ class OuterSteps:
         to that exchange and continues from the resulting weights. `given`: the `snapshot` of another rank."""
         for number, start in enumerate(self.starts):
             start.copy_(given[f"local.start.{number}"])
-            self._go_on(number, given.get(f"local.velocity.{number}"))
+            self._set_velocity(number, given.get(f"local.velocity.{number}"))
         self.taken, self._idle = self.every - 1, 1 + self._schedule.overlap
         sent, since = given["local.behind"].tolist()
         self._steps = sent, since - 1  # this rank's first step is the last of `since` steps
@@ -339,7 +346,7 @@ class OuterSteps:
         with self._whole(sent):
             if not sent.held:
                 self._send(worker, sent, len(tensors))
-            self._tell(worker, sent)  # also for a withheld part: all ranks send norms in the same order
+            self._send_norm(worker, sent)  # also for a withheld part: all ranks send norms in the same order
         return sent
 
     @contextlib.contextmanager
@@ -380,7 +387,7 @@ class OuterSteps:
         if sent.fragment == self._schedule.fragments - 1:
             worker.complete([None] * tensors)
 
-    def _tell(self, worker: Worker, sent: _Sent) -> None:
+    def _send_norm(self, worker: Worker, sent: _Sent) -> None:
         """Starts the exchange of the norm of this rank's change, while the change itself is being sent."""
         if self._lengths is not None:
             self._lengths.start(worker.units.weight, square_of(sent.weights(len(self.starts))))
@@ -390,7 +397,7 @@ class OuterSteps:
         if members have left."""
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
         with self._whole(sent):
-            worker = self._here(worker, sent, len(tensors), deadline_s)
+            worker = self._wait(worker, sent, len(tensors), deadline_s)
             lengths = [] if self._lengths is None else self._lengths.read()
         try:
             worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.fragment)
@@ -415,38 +422,37 @@ class OuterSteps:
                 mine.copy_(common + (mine - sent.ends[n][i]) if sent.ends and finite else common)
             if values is not tensors[n]:  # `tensors[n]` is not contiguous, so `values` is a copy
                 tensors[n].copy_(values)
-        self._sound.append(finite)
+        self._finite.append(finite)
         self._sent = None
         if sent.fragment == self._schedule.fragments - 1:
-            worker.end(finite=all(self._sound))
-            for fragment, sound in enumerate(self._sound):
-                if sound:
+            worker.end(finite=all(self._finite))
+            for fragment, is_finite in enumerate(self._finite):
+                if is_finite:
                     worker.mark_applied(range(len(self.starts)), fragment)
-            self._sound.clear()
+            self._finite.clear()
             self._rooms.clear()
             self._steps = 0, self._steps[1]
         own, worker.not_finite = worker.not_finite, -1
         self._merged(own, finite=finite)
         return worker
 
-    def _here(self, worker: Worker, sent: _Sent, tensors: int, deadline_s: float) -> Worker:
+    def _wait(self, worker: Worker, sent: _Sent, tensors: int, deadline_s: float) -> Worker:
         """Waits for the means of an exchange, and repeats it with the remaining ranks if members leave. Returns the worker to
         use from now on."""
         again = False
-        while True:
-            try:
-                if sent.held or again:
-                    worker.check_interrupts()
-                    self._send(worker, sent, tensors)
-                if again:
-                    self._tell(worker, sent)
-                worker.wait(deadline_s, sent.fragment)
-                return worker
-            except EpochChanged:
-                if self._regroup is None:
-                    raise
-                worker, again = self._regroup(), True
-                worker.units.scale = worker.units.rate = 1.0
+
+        def attempt() -> None:
+            if sent.held or again:
+                worker.check_interrupts()
+                self._send(worker, sent, tensors)
+            if again:
+                self._send_norm(worker, sent)
+            worker.wait(deadline_s, sent.fragment)
+
+        while (restarted := self._run(attempt)) is not None:
+            worker, again = restarted, True
+            worker.units.scale = worker.units.rate = 1.0
+        return worker
 
     def _advance(self, sent: _Sent) -> None:
         for n, parts in sent.ranges.items():
@@ -457,7 +463,7 @@ class OuterSteps:
                                                  strict=True):
                     self._outer.step(start, mean, of_start)
 
-    def _go_on(self, number: int, left: torch.Tensor | None) -> None:
+    def _set_velocity(self, number: int, left: torch.Tensor | None) -> None:
         """Sets the outer optimizer's momentum of a tensor to `left`, the momentum of another run; None: zeros."""
         if (velocity := self._velocity[number]) is not None:
             velocity.zero_() if left is None else velocity.copy_(left)
@@ -467,7 +473,7 @@ class OuterSteps:
         between two exchanges no model file contains them."""
         tensors = {"local.taken": torch.tensor(self.taken), "local.weights": self.weights.snapshot(),
                    "local.apart": torch.tensor(self.apart), "local.behind": torch.tensor(self._steps)}
-        tensors |= self.unpaid.snapshot()
+        tensors |= self.pending_residuals.snapshot()
         for number, start in enumerate(self.starts):
             tensors[f"local.start.{number}"] = start.detach().cpu().clone()
             if (velocity := self._velocity[number]) is not None:
@@ -479,10 +485,10 @@ class OuterSteps:
         self.apart = bool(tensors.get("local.apart", self.taken > 0))
         self._steps = 0, self.taken
         self.weights.restore(tensors.get("local.weights"))
-        self.unpaid.restore(tensors)
+        self.pending_residuals.restore(tensors)
         for number, start in enumerate(self.starts):
             start.copy_(tensors[f"local.start.{number}"])
-            self._go_on(number, tensors.get(f"local.velocity.{number}"))
+            self._set_velocity(number, tensors.get(f"local.velocity.{number}"))
 
 
 def _wide(p: nn.Parameter) -> torch.Tensor:

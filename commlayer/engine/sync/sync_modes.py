@@ -142,8 +142,6 @@ def modes_of(plan: Plan) -> list[tuple[str, str]]:
     return modes + ([("round", "overlap='round'")] if plan.overlap == "round" else [])
 
 
-# ---- the modes that a job can use
-
 def requested_otherwise(requested: RequestedModes, mode: str) -> str:
     """Returns the reason why the argument `sync`, which applies to every plan, excludes a mode; "" if `sync` allows the mode.
     """

@@ -60,13 +60,13 @@ class Hooks:
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], worker: Callable[[], Worker], ready: Callable[[int, torch.Tensor], None],
-        finish: Callable[[], None], active: Callable[[], bool], added: Callable[[int], None], broke_off: Callable[[], None],
+        finish: Callable[[], None], active: Callable[[], bool], added: Callable[[int], None], aborted: Callable[[], None],
     ) -> None:
         """Registers the hooks. `active` returns True if the current backward pass should average gradients. If not, `added`
-        receives the numbers of the parameters to whose gradients it adds. If a backward pass raised an exception, `broke_off`
+        receives the numbers of the parameters to whose gradients it adds. If a backward pass raised an exception, `aborted`
         is called before the next pass."""
         self._worker, self._ready, self._finish, self._active = worker, ready, finish, active
-        self._added, self._broke_off = added, broke_off
+        self._added, self._aborted = added, aborted
         self._graphs: set[int] = set()
         """Autograd's ids of the current backward pass and of passes nested in it. An id is added when a hook of its pass first
         runs."""
@@ -122,7 +122,7 @@ class Hooks:
                 ))
                 worker.check()
             self._clear()
-            self._broke_off()
+            self._aborted()
         if not self._graphs:
             self._root = _nothing if root is None else weakref.ref(root)
         self._graphs.add(graph)
@@ -167,7 +167,7 @@ class Hooks:
         """Reports that the last backward pass of the job raised an exception. Otherwise the next pass would report it."""
         if self._graphs:
             self._clear()
-            self._broke_off()
+            self._aborted()
 
     def _clear(self) -> None:
         self._graphs.clear()

@@ -3,9 +3,9 @@
 Residuals continue as inherited residuals of the buckets that contain their elements, whatever path and codec these buckets now
 have. Under plans that average gradients, residuals are gradients; under local steps they are weight changes. Only an optimizer
 can convert gradients into weight changes. So when local steps begin, residuals stay gradients: each rank adds its own residuals
-to its next gradients (`unpaid`). Residuals that are still pending when a later plan averages gradients again are inherited
-unchanged. Weight changes become gradients only if the effect of a gradient on a weight is a constant: the learning rate of SGD
-without momentum. Otherwise they are dropped.
+to its next gradients (`pending_residuals`). Residuals that are still pending when a later plan averages gradients again are
+inherited unchanged. Weight changes become gradients only if the effect of a gradient on a weight is a constant: the learning
+rate of SGD without momentum. Otherwise they are dropped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def hand_over(before: Worker, after: Worker, effect: Callable[[int], float] = la
     if before.plan.steps_locally != after.plan.steps_locally:
         after.units.rate = rate
     pass_on(before.shared_buffers, after.shared_buffers)
-    before.let_go()
+    before.release_memory()
     _carry(before, after, effect)
     inherit(before.buckets, after.buckets)
     after.now.counters, after.now.recorder, after.stopwatch = before.counters, before.recorder, before.stopwatch
@@ -51,7 +51,7 @@ def _carry(before: Worker, after: Worker, effect: Callable[[int], float]) -> Non
         units = before.units
         # A worker's residual is a part of the mean. Its gradient is multiplied by its weight.
         worth = units.total / (units.weight * units.members) if units.weight else 0.0
-        after.unpaid = [_times(d, worth) for d in residuals]
+        after.pending_residuals = [_times(d, worth) for d in residuals]
         return
     if before.plan.steps_locally and not after.plan.steps_locally:
         rates = {d.tensor: effect(d.tensor) for d in residuals}
@@ -77,12 +77,12 @@ def _times(residual: ResidualSlice, factor: float) -> ResidualSlice:
     return residual if factor == 1.0 else residual._replace(values=residual.values * factor)
 
 
-def owe(worker: Worker, unpaid: Sequence[ResidualSlice]) -> None:
-    """Makes a worker that averages gradients also send `unpaid`, pending residuals of this rank's own gradients."""
+def carry_pending(worker: Worker, residuals: Sequence[ResidualSlice]) -> None:
+    """Makes a worker that averages gradients also send `residuals`, pending residuals of this rank's own gradients."""
     units = worker.units
     part = units.weight * units.members / units.total if units.total else 0.0
-    if unpaid and not part:
-        log.info("the residuals of %d tensors were dropped, because this worker's gradients have weight 0", len(unpaid))
+    if residuals and not part:
+        log.info("the residuals of %d tensors were dropped, because this worker's gradients have weight 0", len(residuals))
         return
     for bucket in worker.buckets:
-        bucket.ledger.carry(unpaid, part * units.rate_of(bucket))
+        bucket.ledger.carry(residuals, part * units.rate_of(bucket))

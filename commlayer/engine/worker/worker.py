@@ -25,11 +25,12 @@ from commlayer.compressors.codec import Codec
 from commlayer.compressors.feedback import ResidualSlice
 from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket, bucket_of
 from commlayer.engine.buckets.bucket_layout import contiguous, release
-from commlayer.engine.buckets.current_step import Counters, Step, WorkerListener, aborted_by
+from commlayer.engine.buckets.current_step import Counters, Step, aborted_by
 from commlayer.engine.buckets.entries_sent import allot_entries
 from commlayer.engine.buckets.results import EncodedResult, SparseResult
 from commlayer.engine.buckets.shared_buffers import SharedBuffers
 from commlayer.engine.buckets.units import Units
+from commlayer.engine.components import Components, Pending
 from commlayer.engine.paths.late_results import LateResults
 from commlayer.engine.paths.staging import Staging, device_buckets
 from commlayer.engine.paths.table import make_paths
@@ -60,17 +61,17 @@ class Worker:
         self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
         *, rank: int = 0, members: int = 0, generation: int = 1, transport: Transport | None = None,
         groups: Groups | None = None, recycle: Callable[[memoryview], None] = lambda _: None,
-        listener: WorkerListener | None = None,
+        components: Components | None = None,
     ) -> None:
         """Allocates the buckets and starts the lanes.
 
         `members`: number of workers in this epoch; 0: the size of `groups`. `recycle` receives the buffers of decoded results
-        for reuse. `listener`: receives the worker's questions and reports to the session.
+        for reuse. `components`: those of the session; None: the worker has no session.
         """
         self.job, self.plan, self.device = job, plan, device
-        self._listener = listener or WorkerListener()
+        self._components = Components() if components is None else components
         self.units = Units(members or (groups.world if groups is not None else 1), shared=plan.ranks_per_node > 1)
-        self.now = Step(rank, generation, self.units, lambda complete: self._listener.check_interrupts(complete),
+        self.now = Step(rank, generation, self.units, lambda complete: self._components.check_interrupts(complete),
                         eager=plan.overlap == "forward")
         on_device, last = device_buckets(plan, codecs, device), len(plan.buckets) - 1
         self.buckets = [
@@ -108,7 +109,7 @@ class Worker:
         self.intact: bool | None = None
         """True: residuals were restored to their values before the failed step. False: an encoder was stuck, so the residuals
         are unknown. None: no step has failed."""
-        self.unpaid: list[ResidualSlice] = []
+        self.pending_residuals: list[ResidualSlice] = []
         """Residuals of an earlier plan that have not been sent and whose unit differs from this plan's; see plan_handover.py.
         """
         self.stopwatch = Stopwatch(device)
@@ -129,8 +130,6 @@ class Worker:
     @property
     def recorder(self) -> Recorder:
         return self.now.recorder
-
-    # ---- a step: ready for each gradient, finish, then commit or abort
 
     @property
     def begun(self) -> bool:
@@ -171,8 +170,6 @@ class Worker:
         finally:
             self.units.broken = False
 
-    # ---- parts of a step whose fragments are exchanged one by one
-
     def send(self, changes: Mapping[int, torch.Tensor], fragment: int = 0) -> None:
         """Sends the buckets of one fragment at once. `changes`: contiguous tensors of weight changes, by tensor number; buckets
         read them until `wait` for this fragment returns."""
@@ -202,7 +199,7 @@ class Worker:
         with self._waiting(begin):
             for path in self._paths.fragments[fragment]:
                 if self.now.error is None:
-                    path.finish(begin + deadline_s + self._listener.patience())
+                    path.finish(begin + deadline_s + self._components.patience())
         if self.now.sent_at:
             arrived_at = max((path.arrived_at for path in self._paths.fragments[fragment]), default=0.0)
             self.counters.exchange_s += max(0.0, arrived_at - self.now.sent_at)
@@ -234,7 +231,7 @@ class Worker:
             cause = cause_of(error)
             self.latch(CommError(f"{cause} has ended the wait for the step's results, so this rank has left the job: attach "
                                  "again on all ranks, or resume from a checkpoint", code="E-SESSION-CLOSED", step=self.step))
-            self._listener.interrupted(cause)
+            self._components.interrupted(cause)
             raise
         finally:
             self.now.waiting_since = 0.0
@@ -243,7 +240,7 @@ class Worker:
     def check_interrupts(self) -> None:
         """Handles pending interrupts, such as a change of members, before this step sends anything."""
         with self._waiting(0.0):
-            self._listener.check_interrupts(lambda: False)
+            self._components.check_interrupts(lambda: False)
 
     def write(self, targets: Sequence[torch.Tensor | None], fragment: int = 0) -> bool:
         """Writes the averages of one fragment's buckets into `targets`. Returns True if all averages are finite."""
@@ -324,8 +321,6 @@ class Worker:
         self.latch(error)
         raise error
 
-    # ---- parts of a step whose buckets are applied one by one: complete(), take() and write_bucket() for each bucket, end()
-
     def all_complete(self, deadline: float | None, deadline_s: float) -> bool:
         """Returns True if all workers have ended their backward pass; before that, no average may be applied.
 
@@ -354,12 +349,9 @@ class Worker:
             self.stopwatch.skip(waited_s)
         return ready
 
-    # ---- which averages of the last step were applied. Each ledger has one bit per slice for an average that was not applied.
-    # The rollback happens before the bucket's next exchange, and that exchange reports the rollback to the server. `roll_back`
-    # does it between two steps.
-
     def mark_discarded(self, tensor: int) -> None:
-        """Marks the last step's average of a tensor as not applied, because the script discarded it."""
+        """Marks the last step's average of a tensor as not applied, because the script discarded it: sets its bits in the
+        rollback masks. The bucket's next exchange first rolls back, and reports the rollback to the server."""
         for bucket, i in self._assembler.by_tensor[tensor]:
             bucket.ledger.discarded |= 1 << i
 
@@ -388,7 +380,7 @@ class Worker:
     def roll_back(self) -> dict[int, int]:
         """Rolls back the last step's averages that were not applied. Returns, for each bucket id, a bit mask of slices whose
         rollback the servers do not know yet. The result is the same on all ranks."""
-        self._listener.settle()
+        self._components.complete(Pending.STEP)
         for bucket in self.buckets:
             if not bucket.late:
                 bucket.ledger.roll_back()
@@ -397,7 +389,7 @@ class Worker:
     def discarded(self) -> tuple[int, int]:
         """Returns which of the last averages were not applied: a bit mask over the slices of all buckets in order, and the
         number of slices."""
-        self._listener.settle()
+        self._components.complete(Pending.STEP)
         bits = slices = 0
         for bucket in self.buckets:
             bits, slices = bits | bucket.ledger.discarded << slices, slices + len(bucket.slices)
@@ -419,8 +411,6 @@ class Worker:
         for bucket in self.buckets:
             bucket.ledger.report()
 
-    # ---- for the session and checkpoints
-
     @property
     def waiting_since(self) -> float:
         return self.now.waiting_since
@@ -428,7 +418,7 @@ class Worker:
     @property
     def waits_s(self) -> float:
         """Upper limit in seconds for the training thread's current or last wait."""
-        return self.now.deadline_s + self._listener.patience()
+        return self.now.deadline_s + self._components.patience()
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
         """Stores a server's report that the server waits for the workers `missing`, for one bucket and step."""
@@ -464,7 +454,7 @@ class Worker:
         """Waits until no exchange is running. Averages that are applied one step after their gradients are kept for `hand_out`.
         All ranks call it after the same step."""
         self.check()
-        self._listener.finish_pending()
+        self._components.complete(Pending.STEP)
         with self._waiting(0.0):
             self._quiet()
         self.late.take()
@@ -503,10 +493,10 @@ class Worker:
     def shared_buffers(self) -> dict[int, SharedBuffers]:
         return {bucket.id: bucket.shared for bucket in self.buckets if bucket.shared is not None}
 
-    def let_go(self) -> None:
-        """Returns buffer memory to the system during a long time between two exchanges; see EncodedBucket.let_go."""
+    def release_memory(self) -> None:
+        """Returns buffer memory to the system during a long time between two exchanges; see EncodedBucket.release_memory."""
         for bucket in self.buckets:
-            bucket.let_go()
+            bucket.release_memory()
 
     def forget_states(self) -> None:
         """Frees residuals and buffers at once. Called after close(), when another worker object has received the residuals.
@@ -536,8 +526,6 @@ class Worker:
         for order, bucket in enumerate(sorted(self.buckets, key=lambda b: (b is not ahead, first_use[b.id], b.order))):
             bucket.order = order
 
-    # ---- failure
-
     def latch(self, error: BaseException) -> None:
         """Stores the first error of this worker; later errors are ignored. Callers report lost peers, or a script that aborts
         in the middle of a step."""
@@ -549,7 +537,7 @@ class Worker:
         if self.now.error is None:
             return
         if self.intact is None:
-            self.now.error = self._listener.explain(self.now.error)
+            self.now.error = self._components.explain(self.now.error)
             self.intact = self._paths.drain(DRAIN_S)
             for bucket in self.buckets if self.intact else ():
                 if bucket.exchange.started:

@@ -1,0 +1,228 @@
+"""Defines the components of a session: the parts that are called at each step, and when plan or members of the job change.
+
+Components communicate with those of other ranks, so all ranks call them in the same order. The order depends only on `Order`,
+not on the time at which a component was added.
+
+Components that only observe steps must not end training. `Components` reports the first error of each with its traceback, and
+calls the component again after the next step, because other ranks may wait for its messages. A CommError means that ranks are
+lost; then the job decides whether it ends, or continues with the remaining members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from time import perf_counter
+from typing import Protocol, TypeVar
+
+from commlayer.errors import CommError
+
+T = TypeVar("T")
+C = TypeVar("C")
+
+
+class Order(IntEnum):
+    """Order in which a job calls its components: local steps begin or end first; then loop and hooks adapt to the new sync
+    mode; then come components that might change the plan, then those that only measure under the plan."""
+
+    JOB = 0
+    SCHEDULE = 1
+    LOOP = 2
+    DRIVER = 3
+    CONTROLLER = 4
+    TRACE = 5
+    STALE_PLAN = 6
+    PARAMETER_DRIFT = 7
+    OTHER = 8
+
+
+class Pending(IntEnum):
+    """What `complete` completes. Each value includes those before it."""
+
+    STEP = 0
+    """Results of the last step that arrive after its backward pass."""
+    DUE = 1
+    """An exchange of local steps that is due because this rank's optimizer step was skipped."""
+    RUNNING = 2
+    """A running exchange of local steps."""
+    ALL_STEPS = 3
+    """All local steps, in an early exchange during which no member can join."""
+    ALL_EXCHANGES = 4
+    """All local steps, in scheduled exchanges, during which members can join."""
+
+
+class Component:
+    """Base class of components: each method does nothing. All ranks make each call after the same step."""
+
+    order = Order.OTHER
+
+    def reads_sums(self) -> bool:
+        """Returns True if `before_commit` reads the sums of the current step."""
+        return False
+
+    def before_commit(self) -> None:
+        """Called when sums have arrived and averages are not written yet."""
+
+    def end_step(self) -> None:
+        """Called when averages are written, before the optimizer's step. Under sync="forward" it is called after that step,
+        before the next step's first gradient. The component can change the plan."""
+
+    def end_local_step(self) -> None:
+        """Called after the backward pass of a local step, before the optimizer's step."""
+
+    def end_exchange(self, *, early: bool) -> None:
+        """Called after an exchange of local steps. If it was scheduled, the component can change the plan. `early`: True if it
+        was made for a checkpoint, an evaluation, the end, or a change of plans; training continues under the same plan."""
+
+    def check_interrupts(self, complete: Callable[[], bool]) -> None:
+        """Called before each wait for other ranks and after each `wake`. Can raise, for example EpochChanged. `complete`
+        returns True if all results of the step have arrived."""
+
+    def patience(self) -> float:
+        """Returns the seconds to wait after a step's deadline, because the coordinator has yet to decide which worker is lost.
+        """
+        return 0.0
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Replaces an error by a more precise one, or returns it unchanged."""
+        return error
+
+    def interrupted(self, cause: str) -> None:
+        """Called when the script's exception has ended the wait for a step's results. `cause`: for the other ranks."""
+
+    def complete(self, pending: Pending) -> None:
+        """Completes what is pending, for a call that all ranks make together."""
+
+    def loaded(self) -> None:
+        """Called after weights or optimizer states of all ranks were replaced."""
+
+    def new_plan(self) -> None:
+        """Called when another plan has taken effect."""
+
+    def new_members(self) -> None:
+        """Called when the members have changed, in the step that is repeated."""
+
+    def align(self) -> None:
+        """Called after `new_members`, if the members changed between two steps. The component can use collectives."""
+
+    def close(self) -> None:
+        """Called at the normal end. Completes pending exchanges."""
+
+
+class Owner(Protocol):
+    """What the list needs from the job whose components it has."""
+
+    @property
+    def generation(self) -> int: ...
+
+    def report_failure(self, what: str, error: Exception) -> None: ...
+
+    def call_dropped(self, error: CommError, generation: int | None = None) -> bool: ...
+
+
+class Components:
+    """The components of one job on one rank, in their order; those of equal order in the order in which they were added."""
+
+    def __init__(self, job: Owner | None = None) -> None:
+        """`job`: decides about errors. None: there are no components, as for a worker without a session."""
+        self._job = job
+        self._all: list[Component] = []
+        self._failed: set[int] = set()
+        """Numbers (`id`) of the components whose errors are reported already."""
+
+    def add(self, component: Component) -> None:
+        self._all = sorted([*self._all, component], key=lambda each: each.order)
+
+    def remove(self, component: Component) -> None:
+        self._all = [each for each in self._all if each is not component]
+
+    def clear(self) -> None:
+        self._all = []
+
+    def of(self, kind: type[C]) -> list[C]:
+        return [each for each in self._all if isinstance(each, kind)]
+
+    def __iter__(self) -> Iterator[Component]:
+        """Iterates over a copy: components that are added or removed during an iteration change only the next one."""
+        return iter(tuple(self._all))
+
+    def reads_sums(self) -> bool:
+        return any(self._guarded(each, each.reads_sums, otherwise=False) for each in self)
+
+    def before_commit(self) -> None:
+        self._observe(lambda each: each.before_commit())
+
+    def end_step(self, skip: Callable[[float], None]) -> None:
+        """`skip` receives the seconds of each component, which are no computing."""
+        self._observe(lambda each: each.end_step(), skip)
+
+    def end_local_step(self) -> None:
+        self._observe(lambda each: each.end_local_step())
+
+    def end_exchange(self, skip: Callable[[float], None], *, early: bool) -> None:
+        self._observe(lambda each: each.end_exchange(early=early), skip)
+
+    def _observe(self, call: Callable[[Component], None], skip: Callable[[float], None] | None = None) -> None:
+        """Calls all components, or until members leave: the others start again with the remaining members, in the next step."""
+        assert self._job is not None
+        for each in self:
+            begin, generation = perf_counter(), self._job.generation
+            try:
+                self._guarded(each, lambda each=each: call(each), otherwise=None)  # type: ignore[misc]
+            except CommError as error:
+                if self._job.call_dropped(error, generation):
+                    return
+            if skip is not None:
+                skip(perf_counter() - begin)
+
+    def _guarded(self, component: Component, act: Callable[[], T], *, otherwise: T) -> T:
+        """Calls `act` of a component. Its first error is reported with its traceback; later ones are ignored."""
+        try:
+            return act()
+        except CommError:
+            raise
+        except Exception as error:
+            if id(component) not in self._failed and self._job is not None:
+                self._failed.add(id(component))
+                self._job.report_failure(type(component).__name__, error)
+            return otherwise
+
+    def check_interrupts(self, complete: Callable[[], bool]) -> None:
+        for each in self:
+            each.check_interrupts(complete)
+
+    def patience(self) -> float:
+        return sum(each.patience() for each in self)
+
+    def explain(self, error: BaseException) -> BaseException:
+        for each in self:
+            error = each.explain(error)
+        return error
+
+    def interrupted(self, cause: str) -> None:
+        for each in self:
+            each.interrupted(cause)
+
+    def complete(self, pending: Pending) -> None:
+        for each in self:
+            each.complete(pending)
+
+    def loaded(self) -> None:
+        for each in self:
+            each.loaded()
+
+    def new_plan(self) -> None:
+        for each in self:
+            each.new_plan()
+
+    def new_members(self) -> None:
+        for each in self:
+            each.new_members()
+
+    def align(self) -> None:
+        for each in self:
+            each.align()
+
+    def close(self) -> None:
+        for each in self:
+            each.close()
