@@ -1,7 +1,7 @@
-"""What 100 kB from one member or stranger may cost a server, for each message and kind of frame there is.
+"""The cost limit of 100 kB from one member or stranger, for each message and frame kind.
 
-BOUNDS has an entry for each of them, and a message without an entry fails. The messages that are sent are generated from the
-types of the records: texts, bytes and lists of 100 kB, numbers at the ends of their ranges, many small ones, malformed ones.
+BOUNDS has an entry for each, and a message without an entry fails. The messages are generated from the types of the records:
+texts, bytes and lists of 100 kB, extreme numbers, many small ones, malformed ones.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def methods() -> dict[str, type[Record]]:
 
 
 @pytest.mark.commit(1)
-def test_each_message_and_frame_has_a_bound() -> None:
+def test_every_message_and_frame_has_a_bound() -> None:
     modules = messages, handshake, enrolment_messages, summation_server
     there = {one for module in modules for one in vars(module).values()
              if isinstance(one, type) and issubclass(one, Record) and one.__module__ == module.__name__}
@@ -236,7 +236,7 @@ def bases(name: str, hostile: HostileMember) -> list[Mapping[str, Any]]:
 @pytest.mark.timeout(900)
 @pytest.mark.commit(1)
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_call_of_a_member(name: str, job: Job) -> None:
+def test_calls_of_a_member(name: str, job: Job) -> None:
     bound, method, record = BOUNDS[f"{name} of a member"], name, None
     for one, kind in methods().items():
         if kind.__name__ == name:
@@ -325,7 +325,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.commit(1)
-def test_each_field_of_the_header_has_extreme_values() -> None:
+def test_every_header_field_is_tested_with_extreme_values() -> None:
     assert {*NUMBERS, "kind"} == set(Header._fields)
 
 
@@ -381,8 +381,10 @@ def contents(header: Header, body: bytes) -> Iterator[Sent]:
 @pytest.mark.commit(1)
 @pytest.mark.parametrize("name", FRAMES)
 def test_frames_of_a_member(name: str, job: Job) -> None:
-    """Their answers are not read, except whether the server has taken a plan: then only the next generation is new to it. Of a
-    kind that the server takes from nobody the header does not matter."""
+    """Replies are read only for whether the server has accepted a plan: only then is the next generation new to it.
+
+    For a frame kind that the server accepts from no peer the header does not matter.
+    """
     bound, (header, body) = BOUNDS[f"{name} of a member"], honest_frame(Kind[name], job.hostile)
     job.check(bound, "honest", job.send, Sent("honest", header, body))
     taken = not job.over
@@ -427,7 +429,7 @@ def tell(job: Job, data: bytes, _turn: int) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["Hello", "Proof"])
-def test_a_greeting_of_a_stranger(name: str, job: Job) -> None:
+def test_greetings_of_a_stranger(name: str, job: Job) -> None:
     bound = BOUNDS[f"{name} of a stranger"]
     for label, data in greetings(name):
         job.check(bound, label, tell, job, data)
@@ -435,7 +437,7 @@ def test_a_greeting_of_a_stranger(name: str, job: Job) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_call_of_a_stranger(job: Job) -> None:
+def test_calls_of_a_stranger(job: Job) -> None:
     """Calls without a proof, of every method."""
     bound = BOUNDS["Challenge of a stranger"]
     for method in (*methods(), CHALLENGE):
@@ -453,8 +455,8 @@ def ask_unproved(job: Job, method: str, nbytes: int, count: int, _turn: int) -> 
 
 
 @pytest.mark.timeout(900)
-def test_an_enrolment_of_a_stranger(tmp_path: Path) -> None:
-    """After the handshake, in which the server shows its certificate and asks for none."""
+def test_enrolments_of_a_stranger(tmp_path: Path) -> None:
+    """After the handshake, in which the server shows its certificate and requests none."""
     folders = Folders(tmp_path)
     job = InvitingJob(folders)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,5 +1,6 @@
-"""What one member can make a server hold: after 100 kB from a member the server has grown by at most 1 MiB, beside what the
-job itself needs, and the other member's calls and steps go on."""
+"""Memory that one member can occupy at a server: after 100 kB from a member the server has grown by at most 1 MiB besides what
+the job needs, and the other member's calls and steps continue.
+"""
 
 from __future__ import annotations
 
@@ -184,7 +185,7 @@ BREACHES: dict[str, Attack] = {
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ATTACKS)
-def test_no_requests_of_a_member_fill_the_server(scene: Scene, name: str) -> None:
+def test_requests_of_a_member_do_not_fill_the_server(scene: Scene, name: str) -> None:
     attack, needed_nbytes = ATTACKS[name]
     with scene.hostile.data() as data:
         attacked(scene, attack, data, needed_nbytes)
@@ -195,7 +196,7 @@ def test_no_requests_of_a_member_fill_the_server(scene: Scene, name: str) -> Non
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", BREACHES)
-def test_no_bodies_that_no_member_sends_fill_the_server(scene: Scene, name: str) -> None:
+def test_unexpected_bodies_do_not_fill_the_server(scene: Scene, name: str) -> None:
     with scene.hostile.data() as data:
         attacked(scene, BREACHES[name], data, 0)
     scene.step_alone(1)
@@ -243,7 +244,7 @@ CALL_NBYTES = 32 << 10
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("scene", [SMALL_BUCKETS], indirect=True, ids=["small buckets"])
 @pytest.mark.parametrize("name", CALLS)
-def test_no_unread_replies_fill_the_coordinator(scene: Scene, name: str) -> None:
+def test_unread_replies_do_not_fill_the_coordinator(scene: Scene, name: str) -> None:
     method, make, reply_nbytes = CALLS[name]
     scene.honest.start_calls()
     request = make(scene)

@@ -1,6 +1,6 @@
-"""A third home sends pickles and sizes through torch's object collectives, and forges values of others before they are read.
+"""A hostile site sends pickles and sizes through torch's object collectives, and forges values of others before they are read.
 
-Run as a script: one home. Home 2 is hostile.
+Run as a script: one site. Site 2 is hostile.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def memory_nbytes(field: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
-def test_no_code_of_a_third_home_runs_no_size_of_it_counts_and_the_others_continue(tmp_path: Path) -> None:
+def test_code_and_sizes_of_a_hostile_site_have_no_effect(tmp_path: Path) -> None:
     marker, sites = tmp_path / "marker", Sites()
     try:
         sites.serve(WORLD)

@@ -1,4 +1,4 @@
-"""What training scripts do, each the same through attach() and through DDP's hook as alone on the union of the batches."""
+"""Training scripts under attach() and under DDP's hook train like a single process on the union of the batches."""
 
 from __future__ import annotations
 
@@ -536,7 +536,7 @@ def same_as_alone(name: str, how: str, path: str) -> None:
 @pytest.mark.parametrize("how", ["module", "ddp"])
 @pytest.mark.parametrize("path", ["service", "all-reduce"])
 @pytest.mark.parametrize("name", CASES)
-def test_as_alone_on_the_union(name: str, how: str, path: str) -> None:
+def test_training_equals_a_single_process_on_the_union(name: str, how: str, path: str) -> None:
     same_as_alone(name, how, path)
 
 
@@ -549,7 +549,7 @@ def test_as_alone_on_the_union(name: str, how: str, path: str) -> None:
     *((name, "hook", "service") for name in ("accumulation in no_sync()", "uneven_batches", "sparse")),
     ("sparse", "ddp", "service"),
 ])
-def test_as_alone_where_ddp_is_not_or_by_its_hook_or_inside_a_node(name: str, how: str, path: str) -> None:
+def test_training_equals_a_single_process_without_ddp_by_hook_and_inside_a_node(name: str, how: str, path: str) -> None:
     same_as_alone(name, how, path)
 
 
@@ -575,7 +575,7 @@ def coded(script: Any, codec: str, *args: Any, how: str = "module") -> list[dict
 
 
 @pytest.mark.parametrize("how", ["module", "ddp"])
-def test_a_session_passes_the_learning_rate_on(how: str) -> None:
+def test_session_passes_the_learning_rate_to_codecs(how: str) -> None:
     results = coded(scheduled, "error_feedback(int8(), lr_correction=True)", how=how)
     assert [r["rates"] for r in results] == [pytest.approx([0.2, 0.2, 0.1, 0.1, 0.05, 0.05])] * WORLD
 
@@ -597,7 +597,7 @@ def sparse_coded(run: Run, sync: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sync", [None, *(commlayer.LocalSteps(every, overlap=False) for every in (2, 1))], ids=str)
-def test_sparse_gradients_leave_replicas_equal_under_other_codecs_and_sync_modes(sync: Any) -> None:
+def test_sparse_gradients_keep_replicas_equal_for_other_codecs_and_sync_modes(sync: Any) -> None:
     one, other = coded(sparse_coded, "topk(ratio=0.05)", sync)
     assert max(one.pop("rows")) <= WORDS // 2
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -629,14 +629,14 @@ def broken_off(run: Run) -> dict[str, torch.Tensor]:
     return {"own": gradients[0], "average": gradients[1]}
 
 
-def test_a_pass_that_broke_off_leaves_no_sparse_gradient_to_the_next() -> None:
+def test_aborted_pass_leaves_no_sparse_gradient_to_the_next() -> None:
     results = coded(broken_off, "identity()")
     mean = torch.stack([r["own"] for r in results]).mean(0)
     for result in results:
         torch.testing.assert_close(result["average"], mean)
 
 
-def test_hooks_do_without_what_torch_2_6_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_work_without_features_missing_in_torch_2_6(monkeypatch: pytest.MonkeyPatch) -> None:
     def hook(number: int, given: int) -> int:
         return number + given
 
@@ -688,7 +688,7 @@ def never_closed(rank: int, sync: Any, path: str) -> tuple[tuple[int, int], tupl
 
 @pytest.mark.parametrize(("sync", "path"), [(None, "allreduce"), (None, "service"), ("forward", "service"),
                                             (commlayer.LocalSteps(2), "service")], ids=str)
-def test_a_session_ends_with_its_model(sync: Any, path: str) -> None:
+def test_session_closes_when_its_model_is_deleted(sync: Any, path: str) -> None:
     for before, after, gone in pool(WORLD).call(never_closed, sync, path):
         assert gone
         assert after == before
@@ -717,7 +717,7 @@ def forked(rank: int, address: str) -> tuple[str, list[torch.Tensor]]:
     return text, parameters(model)
 
 
-def test_a_forked_child_gets_an_error_and_its_parent_trains_on() -> None:
+def test_forked_child_gets_an_error_and_its_parent_continues() -> None:
     with Servers(WORLD, 1, deadline_s=FAR_S) as servers:
         (text, one), (_, other) = pool(WORLD).call(forked, servers.address)
     backward, flush, copied = text.split("\n")
@@ -765,7 +765,7 @@ def interrupted(rank: int, how: str, address: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["service", "allreduce"])
-def test_an_interrupt_is_raised_once_and_the_others_fail_at_once(how: str) -> None:
+def test_interrupt_is_raised_once_and_peers_fail_immediately(how: str) -> None:
     with Servers(WORLD, int(how == "service"), deadline_s=FAR_S) as servers:
         mine, theirs = pool(WORLD).call(interrupted, how, servers.address)
     assert mine[0] == "KeyboardInterrupt"

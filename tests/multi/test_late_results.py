@@ -1,4 +1,7 @@
-"""Training with results that are a step late: delayed SGD, through saves and changes of plan. Real ranks and two servers."""
+"""Training with results that are one step stale: delayed SGD, through checkpoints and plan changes.
+
+Real ranks and two servers.
+"""
 
 from __future__ import annotations
 

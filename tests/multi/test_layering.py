@@ -1,4 +1,4 @@
-"""Imports go one way. Reads the import graph from the source, so that an import inside a function counts too."""
+"""The import order of the package, read from the source, so that imports inside functions count too."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ def said(found: Import) -> str:
     return f"{found.file.relative_to(ROOT)}:{found.line} imports {found.target}"
 
 
-def test_every_part_has_its_place() -> None:
+def test_every_module_has_a_layer() -> None:
     unplaced = {own_part(file) for file in FILES} - set(ALLOWED)
     assert not unplaced, f"say in ALLOWED what these may import: {unplaced}"
 
 
-def test_imports_go_one_way() -> None:
+def test_imports_only_point_to_lower_layers() -> None:
     inside = [found for found in IMPORTS if found.target.split(".")[0] == "commlayer" and not found.target.endswith("._core")]
     assert len(inside) > 20, "the graph was read"
     wrong = [said(i) for i in inside if part_of(i.target) not in ALLOWED[own_part(i.file)]]
@@ -130,7 +130,7 @@ def test_imports_go_one_way() -> None:
 
 
 @pytest.mark.parametrize("part", ROOMS)
-def test_rooms_of_a_part_import_one_way(part: str) -> None:
+def test_folders_of_a_package_import_only_lower_ones(part: str) -> None:
     place = {name: number for number, room in enumerate(ROOMS[part]) for name in room}
     there = {file.stem for file in (PACKAGE / part).iterdir() if file.suffix == ".py" or (file / "__init__.py").exists()}
     assert set(place) == there - {"__init__"}
@@ -150,8 +150,8 @@ def test_only_the_worker_imports_paths() -> None:
     assert importing == KNOW_PATHS
 
 
-def test_only_the_table_knows_paths_by_name() -> None:
-    """A bucket has its path; the worker and its driver do not ask."""
+def test_only_the_path_table_names_paths() -> None:
+    """A bucket has its path; the worker and its driver are independent of it."""
     words = {"service", "allreduce"}
     rooms = [file for room in ("worker", "paths") for file in sorted((PACKAGE / "engine" / room).glob("*.py"))]
     found = [f"{file.name}:{node.lineno}" for file in rooms
@@ -165,8 +165,10 @@ def strings_in(tree: ast.AST) -> set[str]:
     return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
-def test_no_modules_import_each_other() -> None:
-    """Neither directly nor over others, for types alone or inside a function: what two modules share belongs into a third."""
+def test_no_import_cycles() -> None:
+    """Neither directly nor through other modules, for types alone or inside a function: shared code belongs into a third
+    module.
+    """
     modules = {dotted(file): file for tree in (PACKAGE, ROOT / "bench") for file in sorted(tree.rglob("*.py"))}
     graph = {name: {module_of(i.target, modules) for i in imports_of(file)} - {name, ""} for name, file in modules.items()}
     assert sum(map(len, graph.values())) > 200, "the graph was read"
@@ -198,13 +200,13 @@ def reached_in(part: str, names: Set[str]) -> list[Path]:
 DECISIONS = reached_in("autotune", DECIDING)
 
 
-def test_what_decisions_import_is_read_too() -> None:
+def test_imports_of_decision_modules_are_followed() -> None:
     names = {f"{file.parent.name}.{file.stem}" for file in DECISIONS}
     assert {"autotune.plan_policy", "autotune.quality"} <= names, "the graph was read"
 
 
 @pytest.mark.parametrize("file", DECISIONS, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_decisions_know_no_clock_no_thread_and_no_connection(file: Path) -> None:
+def test_decision_modules_import_no_clock_thread_or_connection(file: Path) -> None:
     drivers = {"connection", "driver", "switch", "start", "step_loop", "rendezvous"}
     assert [said(found) for found in imports_of(file) if found.target.split(".")[0] in IMPURE
             or (found.target.startswith(("commlayer.engine.", "commlayer.autotune."))
@@ -231,13 +233,13 @@ def test_planning_loads_no_torch() -> None:
     assert loaded("commlayer", *(f"commlayer.{part}" for part in there), of={"torch", "grpc"}) == "[]"
 
 
-def test_the_process_that_plans_loads_no_torch() -> None:
-    """It starts beside the first steps of a job, which the import of torch would slow down: they are what it plans from."""
+def test_planning_process_loads_no_torch() -> None:
+    """It starts during the first steps of a job, which it plans from; the import of torch would slow them down."""
     assert loaded("commlayer.autotune.planning_process", of={"torch", "grpc", "scipy"}) == "[]"
 
 
-def test_a_coordinator_loads_no_numpy() -> None:
-    """A rank starts one in attach(), and waits for it: neither what it imports nor what a call does."""
+def test_coordinator_loads_no_numpy() -> None:
+    """A rank starts one in attach() and waits for it: neither its imports nor its calls load numpy."""
     program = ("import sys; from commlayer.config import Config\n"
                "from commlayer.cluster.servers.server_process import ServeOptions, run\n"
                "try: run(Config(bind='127.0.0.1', insecure=True), ServeOptions(1, 0, sums=False))\n"
@@ -261,7 +263,7 @@ def loaded(*modules: str, of: set[str]) -> str:
 
 
 @pytest.mark.parametrize("module", ["pickle", "cloudpickle", "dill"])
-def test_nothing_reads_pickles(module: str) -> None:
+def test_no_module_reads_pickles(module: str) -> None:
     assert [said(i) for i in IMPORTS if i.target.split(".")[0] == module] == []
 
 
@@ -282,6 +284,6 @@ def test_only_config_reads_the_environment() -> None:
 
 
 def test_no_test_imports_another_test_file() -> None:
-    """What several test files need is in tests/support."""
+    """Shared code of tests is in tests/support."""
     imports = re.compile(r"^\s*(?:from|import) test_\w+", re.MULTILINE)
     assert [str(file) for file in (ROOT / "tests").rglob("*.py") if imports.search(file.read_text())] == []

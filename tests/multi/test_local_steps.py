@@ -1,4 +1,7 @@
-"""Local steps, overlapped exchanges, fragments and outer optimizers, against references in numpy and torch. Real ranks."""
+"""Local steps, overlapped exchanges, fragments and outer optimizers, compared with references in numpy and torch.
+
+Real ranks.
+"""
 
 from __future__ import annotations
 
@@ -215,7 +218,7 @@ def one_fragment_not_finite(rank: int, address: str, codec: str) -> tuple[Any, A
 
 
 @pytest.mark.parametrize("codec", ["topk(ratio=0.05)", "int4(block=64)"])
-def test_a_fragment_that_is_not_finite_leaves_the_others_of_its_round(codec: str) -> None:
+def test_non_finite_fragment_does_not_affect_the_others(codec: str) -> None:
     with Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(one_fragment_not_finite, servers.address, codec)
     put, applied, residuals = (np.stack(each) for each in zip(*results, strict=True))
@@ -234,7 +237,7 @@ def ahead(rank: int, address: str) -> int:
     return training.session.inspect.connection.exchanges
 
 
-def test_steps_do_not_wait_for_an_exchange_under_way() -> None:
+def test_steps_do_not_wait_for_a_running_exchange() -> None:
     with Servers(WORLD, 1) as servers:
         assert pool(WORLD).call(ahead, servers.address) == [3, 3]
 
@@ -258,7 +261,7 @@ def mishaps(rank: int, address: str) -> tuple[list[str], Any]:
     return decisions, training.weights()
 
 
-def test_starts_that_differ_are_reported_and_weights_that_are_not_finite_are_dropped() -> None:
+def test_different_initial_weights_are_reported_and_non_finite_deltas_dropped() -> None:
     with Servers(WORLD, 1) as servers:
         (lines, first), (_, second) = pool(WORLD).call(mishaps, servers.address)
     assert any("differ in parts.2" in line for line in lines)
@@ -278,8 +281,8 @@ def infinite(rank: int, address: str, at: int, what: str) -> tuple[list[Any], fl
 
 
 @pytest.mark.parametrize(("what", "at"), [("weights", H + 1), ("gradients", 1), ("gradients", H - 1)])
-def test_a_round_with_infinite_weights_is_dropped_and_a_skipped_step_keeps_ranks_together(what: str, at: int) -> None:
-    """A skipped step may be the last of a round: then the exchange comes before the next forward pass."""
+def test_outer_step_with_infinite_weights_is_dropped_and_skipped_steps_align(what: str, at: int) -> None:
+    """A skipped step may be the last of an outer step: then the exchange precedes the next forward pass."""
     with Servers(WORLD, 1) as servers:
         (first, exchanges), (second, also) = pool(WORLD).call(infinite, servers.address, at, what)
     assert exchanges == also == 3
@@ -299,7 +302,7 @@ def few(rank: int, address: str) -> tuple[int, list[str], Any]:
     return fragments, lines, training.weights()
 
 
-def test_a_small_model_has_as_many_fragments_as_its_plan_allows() -> None:
+def test_small_model_has_as_many_fragments_as_its_plan_allows() -> None:
     with Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(few, servers.address)
     (fragments, lines, first), (also, others, second) = results
@@ -440,7 +443,7 @@ def shares(how: str, every: int) -> list[list[float]]:
     "ddp, unused, view, gathered, weighed",
 ])
 @pytest.mark.parametrize("every", [1, H])
-def test_training_equals_averaging_weights_by_hand(how: str, every: int) -> None:
+def test_training_equals_explicit_weight_averaging(how: str, every: int) -> None:
     with Servers(WORLD, 2) as servers:
         first, second = pool(WORLD).call(run, servers.address, how, every, "identity()")
     assert (first["stats"]["steps"], first["stats"]["exchanges"]) == (ROUNDS * every, ROUNDS)
@@ -456,7 +459,7 @@ def test_training_equals_averaging_weights_by_hand(how: str, every: int) -> None
 
 
 @pytest.mark.parametrize("plan", ["int4()", "auto"])
-def test_any_codec_and_auto_take_local_steps(plan: str) -> None:
+def test_every_codec_and_auto_support_local_steps(plan: str) -> None:
     with Servers(WORLD, 1) as servers:
         reports = pool(WORLD).call(run, servers.address, "ddp, unused", 2, plan)
     assert {b.codec for b in reports[0]["plan"].buckets} == {"error_feedback(int4(block=64))", "identity()"}

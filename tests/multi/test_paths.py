@@ -1,5 +1,6 @@
-"""Every path that plans may have, each coding a bucket of one plan, on 2 nodes x 2 ranks as processes: all ranks apply the same
-bits, and what was applied and what residuals hold is what was put in."""
+"""Every path that a plan may use, each encoding a bucket of one plan, on 2 nodes x 2 ranks as processes: all ranks apply the
+same bits, and applied + residuals = input.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def run(rank: int, codec: str, sums: bool, broken: bool) -> dict[str, Any]:
     ("identity()", False), ("qsgd(levels=7)", False), ("topk(ratio=0.3)", False), ("int8(block=32)", False),
     ("identity()", True), ("powersgd(rank=2)", True), ("randomk(ratio=0.3)", True), ("randomk(ratio=0.3, values='bf16')", True),
 ])
-def test_collectives_apply_the_same_bits_and_lose_nothing(codec: str, sums: bool, broken: bool) -> None:
+def test_collectives_apply_equal_bits_and_conserve_gradients(codec: str, sums: bool, broken: bool) -> None:
     results = pool(WORLD).call(run, codec, sums, broken)
     plan, shapes = over_collectives(codec, sums)
     for tensor in range(len(shapes)):
@@ -121,7 +122,7 @@ def test_collectives_apply_the_same_bits_and_lose_nothing(codec: str, sums: bool
         torch.testing.assert_close(got, put, rtol=1e-4, atol=1e-4, msg=lambda m, t=tensor: f"tensor {t} of {plan}: {m}")
 
 
-def test_the_tree_has_what_is_run_here() -> None:
+def test_paths_under_test_are_in_the_tree() -> None:
     every = {tuple(op.name for op in p) for p in tree.kind("two-level")}
     assert {tuple(op.name for op in p) for p in tree.kind("two-level", ("cpu",))} == every
     assert len(set(COLLECTIVES)) == len(COLLECTIVES) == 177
@@ -129,7 +130,7 @@ def test_the_tree_has_what_is_run_here() -> None:
     assert len(CASES) == 2 * len(CODINGS) + 2 * 5
 
 
-def test_draws_that_differ_are_told_on_all() -> None:
+def test_different_random_draws_are_reported_on_all_ranks() -> None:
     codec, spec = parse("randomk(ratio=0.5)"), Spec((8,))
     accs = []
     for shared in (3, 4):
@@ -200,7 +201,7 @@ def served(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CODINGS)
-def test_servers_apply_the_same_bits_and_lose_nothing(served: list[dict[str, Any]], name: str) -> None:
+def test_servers_apply_equal_bits_and_conserve_gradients(served: list[dict[str, Any]], name: str) -> None:
     for tensor in (i for i, case in enumerate(CASES) if case[1] == name):
         put = [sum(gradients(SHAPES, rank, n)[tensor] for rank in range(WORLD)) for n in range(STEPS)]
         got = [WORLD * served[0]["applied"][n][tensor] for n in range(STEPS)]
@@ -225,7 +226,7 @@ def both_ways(rank: int, address: str) -> tuple[set[tuple[str, str]], torch.Tens
         return ways, x.sum(0).expand(8, 64), model.weight.grad
 
 
-def test_a_script_may_ask_for_a_codec_for_each_way() -> None:
+def test_script_may_choose_a_codec_per_direction() -> None:
     with Servers(2, 1) as servers:
         results = pool(2).call(both_ways, servers.address)
     mean = sum(own for _, own, _ in results) / 2
@@ -284,5 +285,5 @@ def crosswise(rank: int, key: str) -> bool:
 
 
 @pytest.mark.parametrize("script", [told, crosswise], ids=lambda f: f.__name__)
-def test_on_gpus_results_are_begun_when_their_owner_has_them(script: Any) -> None:
+def test_gpu_results_start_when_their_owner_has_them(script: Any) -> None:
     assert pool(WORLD).call(script, f"{script.__name__} {time.time_ns()}") == [True] * WORLD

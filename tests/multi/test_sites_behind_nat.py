@@ -1,4 +1,4 @@
-"""Two homes behind routers that accept no connections, and one server with an address: `commlayer join` trains there."""
+"""Two sites behind NAT that accept no connections, and one reachable server: `commlayer join` trains there."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def dial(place: str, port: int) -> str:
 
 
 @pytest.mark.nightly
-def test_two_homes_that_nobody_can_dial_train_together(tmp_path: Path) -> None:
+def test_two_unreachable_sites_train_together(tmp_path: Path) -> None:
     authority.init(tmp_path / "keys", 1)
     names = ("server", "home-a", "home-b")
     keys = [str(authority.add(tmp_path / "keys", name, 1, dials_only=name != "server")) for name in names]

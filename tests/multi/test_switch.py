@@ -1,5 +1,7 @@
-"""Changes of plan and of sync mode in mid-training: residuals are kept, what does not fit changes nothing. Real ranks. Run as
-a script: a training in which one rank dies in the middle of a change."""
+"""Changes of plan and of sync mode during training: residuals are kept, and a refused plan has no effect.
+
+Real ranks. Run as a script: a training in which one rank dies inside a plan change.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,7 @@ def save_under_another(run: Run, directory: str) -> dict[str, Any]:
     return {"moved": flat(parameters(model)) - middle, "buckets": len(session.inspect.plan.buckets)}
 
 
-def test_a_resumed_run_switches_to_the_plan_of_the_save(tmp_path: Path) -> None:
+def test_resumed_run_switches_to_the_checkpointed_plan(tmp_path: Path) -> None:
     continued, resumed = (on_ranks(save_under_another, str(tmp_path), plan="auto")[0] for _ in range(2))
     assert continued["buckets"] == resumed["buckets"] == len(plan(mlp(), "small topk").buckets)
     torch.testing.assert_close(resumed["moved"], continued["moved"], rtol=1e-5, atol=1e-5)
@@ -136,7 +138,7 @@ def unfit(run: Run) -> dict[str, Any]:
     return {"lines": lines, "steps": session.metrics()["steps"]}
 
 
-def test_a_plan_that_does_not_fit_or_comes_inside_a_step_changes_nothing() -> None:
+def test_invalid_plan_or_plan_inside_a_step_has_no_effect() -> None:
     results = on_ranks(unfit)
     for result in results:
         assert result["steps"] == 3
@@ -153,7 +155,7 @@ def refused(run: Run) -> list[str]:
     return [outcome(lambda: session.switch(plan(model, "topk"))), outcome(lambda: backward(model))]
 
 
-def test_a_server_that_refuses_the_plan_ends_the_job_on_all_ranks() -> None:
+def test_server_that_refuses_the_plan_ends_the_job_on_all_ranks() -> None:
     with coordinators(1, WORLD, SERVERS) as jobs:
         jobs[0].refuse_plans(1, "no room")
         results = pool(WORLD).call(play, WORLD, refused, Setting("module", (jobs[0].address,), "int8()", servers=SERVERS))
@@ -180,7 +182,7 @@ def again_and_again(run: Run) -> dict[str, Any]:
     return {"alive": [worker() is not None for worker in workers], "threads": threads, "kept": kept, "had": any(residuals[:-1])}
 
 
-def test_workers_residuals_and_threads_of_earlier_plans_are_gone() -> None:
+def test_workers_residuals_and_threads_of_earlier_plans_are_released() -> None:
     for result in on_ranks(again_and_again):
         assert result["alive"] == [False] * 5 + [True]
         assert result["had"]
@@ -197,7 +199,7 @@ def requested(run: Run) -> tuple[list[str], int]:
     return session.inspect.decisions(), len(session.inspect.plan.buckets)
 
 
-def test_a_plan_that_the_script_asked_for_is_kept() -> None:
+def test_plan_requested_by_the_script_is_kept() -> None:
     assert on_ranks(requested, plan="auto") == [([], len(plan(mlp(), "small topk").buckets))] * WORLD
 
 
@@ -234,7 +236,7 @@ def counted(rank: int, address: str) -> list[list[str]]:
     return rows
 
 
-def test_a_switch_asks_little_of_the_network_and_makes_no_group() -> None:
+def test_switch_needs_few_messages_and_no_process_group() -> None:
     with Servers(WORLD, 1) as servers:
         for into, between, again in pool(WORLD).call(counted, servers.address):
             assert "new_group" not in [*into, *between, *again]
@@ -310,7 +312,7 @@ def proposed(rank: int, address: str, how: str, folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("how", [
     "", "clipped", "accumulated", "scaled", "scaled, clipped, accumulated", "ddp, clipped", "ddp, accumulated", "ddp, scaled",
 ])
-def test_a_script_trains_under_each_sync_mode_that_is_allowed(how: str, tmp_path: Path) -> None:
+def test_script_trains_in_each_allowed_sync_mode(how: str, tmp_path: Path) -> None:
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(proposed, servers.address, how, str(tmp_path))
     wanted = ["every", "gradients", "round", "gradients", "updates", "gradients"]
@@ -342,7 +344,7 @@ def walk(how: str = "") -> list[str]:
 
 
 @pytest.mark.nightly
-def test_the_walk_sees_all_ordered_pairs() -> None:
+def test_walk_covers_all_ordered_pairs() -> None:
     path = walk()
     assert sorted(pairwise(path)) == sorted(permutations(MODES, 2))
 
@@ -367,7 +369,7 @@ def all_pairs(rank: int, address: str, how: str) -> dict[str, Any]:
 @pytest.mark.parametrize("how", [
     "", "gathered, scaled, weighed", "ddp, view, gathered, scaled, weighed", "ddp, static",
 ])
-def test_any_way_follows_any_other(how: str) -> None:
+def test_every_sync_mode_follows_every_other(how: str) -> None:
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(all_pairs, servers.address, how)
     for place, (mine, theirs) in enumerate(zip(first["rows"], second["rows"], strict=True)):
@@ -424,7 +426,7 @@ def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor
     ("topk(ratio=0.1)", ""), ("topk(ratio=0.1)", "idle"), ("topk(ratio=0.1)", "closure"), ("topk(ratio=0.1)", "cleared"),
     ("int8(block=32)", "node"), ("int8(block=32)", "node, idle"),
 ])
-def test_applied_and_owed_is_what_was_put_in_through_all_of_them(codec: str, how: str) -> None:
+def test_applied_plus_residual_equals_input_through_all_sync_modes(codec: str, how: str) -> None:
     with Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(law, servers.address, codec, how)
     put, owed = sum(r["put"] for r in results), sum(r["owed"] for r in results)
@@ -492,7 +494,7 @@ def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("optimizer", "how"), [("momentum", ""), ("adamw", ""), ("adamw", "ddp")])
-def test_updates_stay_what_is_coded_once_optimizers_remember_different_things(optimizer: str, how: str) -> None:
+def test_deltas_stay_compressed_once_optimizer_states_differ(optimizer: str, how: str) -> None:
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(through, servers.address, optimizer, how)
     for mine, theirs in zip(first["rows"], second["rows"], strict=True):
@@ -535,7 +537,7 @@ def balanced(rank: int, address: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.nightly
-def test_nobody_steps_locally_by_itself_where_some_rank_moves_shares_of_the_batch() -> None:
+def test_automatic_local_steps_are_disabled_with_balanced_batches() -> None:
     with Servers(WORLD, 1) as servers:
         for refused_on_one, request in pool(WORLD).call(balanced, servers.address):
             assert (refused_on_one.steps_locally, request.steps_locally) == (False, True)
@@ -581,7 +583,7 @@ def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.nightly
-def test_plans_change_behind_a_round_and_not_inside_a_save_a_drain_or_another_change(tmp_path: Path) -> None:
+def test_plans_change_only_after_an_outer_step_and_not_inside_other_operations(tmp_path: Path) -> None:
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(interrupted, servers.address, str(tmp_path))
     assert first["plans"] == ["round", "round", "round", "every", "whole round", "updates", "every"]
@@ -622,7 +624,7 @@ def refused_on_one(rank: int, address: str) -> dict[str, str]:
 
 
 @pytest.mark.nightly
-def test_nobody_goes_unless_all_can() -> None:
+def test_no_rank_switches_unless_all_can() -> None:
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(refused_on_one, servers.address)
     assert re.match(r"switch\(\) .*rank 1\b.*E-OTHER-RANK", first["forward"])
@@ -687,7 +689,7 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
     ({"sync": "forward"}, {"forward"}, "updates: attach() was given"),
     ({"way": "every"}, {"updates", "local", "round"}, "forward: the optimizers have different states"),
 ])
-def test_a_planner_is_told_which_ways_there_are(how: dict[str, Any], wanted: set[str], text: str) -> None:
+def test_planner_receives_the_available_sync_modes(how: dict[str, Any], wanted: set[str], text: str) -> None:
     with Servers(WORLD, 1) as servers:
         for result, why in pool(WORLD).call(allowed, servers.address, how):
             assert result == wanted
@@ -709,7 +711,7 @@ def main(place: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("place", ["catch_up", "before_switch", "after_switch"])
-def test_a_rank_that_dies_in_the_middle_of_a_change_is_named(place: str) -> None:
+def test_rank_that_dies_inside_a_change_is_named(place: str) -> None:
     with tree(__file__, 3, args=(place,), settings=SETTINGS) as run:
         for rank in (0, 2):
             code, errors = run.ended_one(rank, 40.0)

@@ -1,4 +1,4 @@
-"""Every carrier and wrapper keeps the same promises."""
+"""The conformance suite of every carrier and wrapper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law through sessions: applied updates + residuals = input gradients, for modules and DDP, whatever a script does."""
+"""The law through sessions: applied updates + residuals = input gradients, for modules and DDP, for any script."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ def run(rank: int, how: str, kind: str, per_node: int, address: str, folder: str
     ("module, delayed", "int8, late all", 2), ("module, delayed", "topk, shards, late some", 2),
     ("ddp, delayed", "topk, late all", 1), ("ddp, view, delayed", "int8, late some", 2),
 ])
-def test_applied_and_owed_is_what_was_put_in(how: str, kind: str, per_node: int, tmp_path: Path) -> None:
+def test_applied_plus_residual_equals_input(how: str, kind: str, per_node: int, tmp_path: Path) -> None:
     with rank_pool.Servers(WORLD, 2) as servers:
         results = pool(WORLD).call(run, how, kind, per_node, servers.address, str(tmp_path / "save"))
     wrong = []
@@ -407,8 +407,8 @@ def adversaries(rank: int, codec: str, addresses: list[str]) -> list[dict[str, A
 
 @pytest.mark.parametrize(
     "codec", ["topk(ratio=0.1)", "int8(block=64)", "onebit(block=64)", "randomk(ratio=0.2)", "powersgd(rank=1)"])
-def test_a_pass_for_another_model_moves_nothing(codec: str) -> None:
-    """Of 20 steps of 1 all is applied, or in residuals of workers and servers."""
+def test_backward_pass_of_another_model_has_no_effect(codec: str) -> None:
+    """Of 20 steps of 1 everything is applied, or in residuals of workers and servers."""
     with rank_pool.Servers(WORLD, 1) as first, rank_pool.Servers(WORLD, 1) as second:
         results = pool(WORLD).call(adversaries, codec, [first.address, second.address])
         kept = sum(float(r.sum(dtype="float64")) for r in first.residuals().values())
@@ -444,7 +444,7 @@ def two_optimizers(rank: int, address: str) -> dict[str, Any]:
     return account
 
 
-def test_of_a_step_that_is_not_finite_what_an_optimizer_steps_with_is_applied() -> None:
+def test_optimizer_input_of_a_non_finite_step_counts_as_applied() -> None:
     with rank_pool.Servers(WORLD, 2) as servers:
         first, second = pool(WORLD).call(two_optimizers, servers.address)
     for t in range(len(SIZES)):

@@ -1,8 +1,8 @@
-"""The law: for every tensor, applied updates + residuals = input gradients, for every codec and whatever happens to a step.
+"""The law: for every tensor, applied updates + residuals = input gradients, for every codec and every event of a step.
 
-Put in is what the optimizer is meant to get: the weighted mean of the gradients of a step that is applied. In the events below
-tensors are unused, weights change, steps are skipped or broken off, averages are thrown away, and what was saved is loaded.
-Each event is one row for each codec. The error may be 1e-5 of the largest number that was put in, at any element.
+Input is what the optimizer should receive: the weighted mean of the gradients of each applied step. In the events below tensors
+are unused, weights change, steps are skipped or aborted, averages are discarded, and a checkpoint is loaded. Each event is one
+row for each codec. The error may be 1e-5 of the largest input, at any element.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def owed(r: kit.Rig) -> list[torch.Tensor]:
 
 @pytest.mark.commit(10)
 @pytest.mark.parametrize("codec", CODECS)
-def test_applied_and_owed_is_what_was_put_in(codec: str) -> None:
+def test_applied_plus_residual_equals_input(codec: str) -> None:
     wrapped: Codec = wrap(parse(codec))
     assert wrapped.keeps or codec == "identity()", "a lossy codec needs error feedback"
     with rig(codec) as r:
@@ -247,7 +247,7 @@ PLAN_WIDE = ["topk(0.05)", "topk(0.1, 'fp32')", "block_threshold(0.2)"]
 
 @pytest.mark.commit(1)
 @pytest.mark.parametrize("codec", PLAN_WIDE)
-def test_the_same_where_a_ratio_is_of_the_whole_plan_and_warms_up(codec: str) -> None:
+def test_law_holds_for_plan_wide_ratios_during_warmup(codec: str) -> None:
     with rig(codec, ratio_over="plan", warmup=3 * STEPS) as r:
         hold(r, codec)
 
@@ -268,8 +268,8 @@ def hold(r: kit.Rig, codec: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_sum_of_weights_may_be_passed_if_all_results_are_late() -> None:
-    """No result of a step shows whether the sum was right, so none can be refused."""
+def test_given_weight_total_is_accepted_if_all_results_are_stale() -> None:
+    """No result of the step shows whether the total was right, so none can be refused."""
     with rig("topk(0.3)", late=True) as r:
         def body(rank: int) -> bool:
             for step in range(4):
@@ -280,7 +280,7 @@ def test_the_sum_of_weights_may_be_passed_if_all_results_are_late() -> None:
         assert kit.on_ranks(WORLD, body) == [True] * WORLD
 
 
-def test_a_changed_learning_rate_loses_nothing() -> None:
+def test_learning_rate_changes_conserve_the_update() -> None:
     """With lr_correction residuals are in units of the update, so the law holds for rate times average."""
     rates = [0.5] * 4 + [0.05] * 4
     with rig("error_feedback(topk(0.1), lr_correction=True)") as r:
@@ -301,7 +301,7 @@ def test_a_changed_learning_rate_loses_nothing() -> None:
         torch.testing.assert_close((WORLD * applied[t] + residuals[t]).float(), put, rtol=1e-4, atol=1e-4)
 
 
-def test_learning_rate_is_that_of_the_first_group_unless_it_is_zero() -> None:
+def test_learning_rate_is_taken_from_the_first_nonzero_group() -> None:
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.25)
     assert learning_rate(optimizer, 1.0) == 0.25
@@ -312,7 +312,7 @@ def test_learning_rate_is_that_of_the_first_group_unless_it_is_zero() -> None:
     assert learning_rate(None, 1.0) == 1.0
 
 
-def test_there_are_enough_rows() -> None:
+def test_table_has_enough_rows() -> None:
     assert len(CODECS) * len(EVENTS) >= 550
 
 
@@ -338,8 +338,8 @@ def residual_of(ledger: Ledger) -> torch.Tensor:
 
 @pytest.mark.parametrize("text", ["topk(0.1)", "int4()", "onebit(64)", "identity()"])
 @pytest.mark.parametrize("twice", [False, True])
-def test_applied_and_residuals_are_what_was_put_in(text: str, twice: bool) -> None:
-    """`twice`: rolled back between two steps already, and more is discarded after that."""
+def test_applied_plus_residuals_equal_input_after_rollbacks(text: str, twice: bool) -> None:
+    """`twice`: one rollback happens between two steps, and more is discarded after it."""
     codec, ledger, chance = wrap(parse(text)), Ledger(SLICES), random.Random(3)
     state = codec.init(Spec((NUMEL,)))
     ledger.encoders = [((0, NUMEL), state)]
@@ -369,7 +369,7 @@ def test_applied_and_residuals_are_what_was_put_in(text: str, twice: bool) -> No
     torch.testing.assert_close(applied + residual_of(ledger), put, rtol=1e-4, atol=1e-4)
 
 
-def test_an_inherited_residual_that_reached_the_mean_in_part_is_sent_again() -> None:
+def test_partly_applied_inherited_residual_is_sent_again() -> None:
     ledger, x = Ledger(SLICES), torch.zeros(NUMEL)
     ledger.carry([ResidualSlice(0, 0, np.ones(40, np.float32)), ResidualSlice(1, 0, np.ones(25, np.float32))], 1.0)
     ledger.open(x, 2.0)
@@ -382,7 +382,7 @@ def test_an_inherited_residual_that_reached_the_mean_in_part_is_sent_again() -> 
     torch.testing.assert_close(residual_of(ledger), elements(0b001) * 0.25 + elements(0b010))
 
 
-def test_replaced_states_leave_nothing_to_roll_back() -> None:
+def test_replaced_states_have_no_pending_rollbacks() -> None:
     ledger = Ledger(SLICES)
     ledger.open(torch.zeros(NUMEL), 1.0)
     ledger.record(lambda cut: pytest.fail("codec states were replaced"))
