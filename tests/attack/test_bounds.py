@@ -52,7 +52,7 @@ each of them; what an allocator once had it may keep."""
 
 
 class Bound(NamedTuple):
-    """What 100 kB of a message may cost the server, beside what the job needs. The job of these tests needs some kB."""
+    """What 100 kB of a message may cost the server, beyond what the job needs. The job of these tests needs some kB."""
 
     memory_nbytes: int = 1 << 20
     """What the server has grown by afterwards, each time."""
@@ -192,7 +192,7 @@ def answered_s(honest: HonestMember, limit_s: float) -> float:
 
 
 def quiet(victim: Victim) -> None:
-    """Waits until the server does nothing more than it does all the time."""
+    """Waits until the server does nothing more than in its idle state."""
     until, before = time.monotonic() + MOST_QUIET_S, -1.0
     with contextlib.suppress(OSError):  # it has ended
         while time.monotonic() < until and (now := victim.usage().cpu_s) - before > 0.25 * QUIET_S:
@@ -220,8 +220,10 @@ MESSAGES = ["Challenge", "Join", "PlanPart", "Heartbeat", "Leave", "KvRequest", 
 
 
 def bases(name: str, hostile: HostileMember) -> list[Mapping[str, Any]]:
-    """Fields with which a message reaches the code behind the first checks. Those of Leave and Join are of nobody: a member may
-    end its own part of the job."""
+    """Fields with which a message passes the first checks.
+
+    Those of Leave and Join name no member: a member may end its own part of the job.
+    """
     own = msgspec.to_builtins(hostile.request)
     site = msgspec.to_builtins(messages.site_request(1))
     own_plan = records.encode(PLAN)
@@ -254,7 +256,7 @@ def test_calls_of_a_member(name: str, job: Job) -> None:
 
 
 def ask(job: Job, method: str, data: bytes, _turn: int = 0) -> None:
-    """One call, whatever comes of it."""
+    """One call, with any outcome."""
     with contextlib.suppress(Exception):
         job.hostile.call(method, data, 10.0)
 
@@ -330,7 +332,7 @@ def test_every_header_field_is_tested_with_extreme_values() -> None:
 
 
 class Sent(NamedTuple):
-    """A frame. `nbytes`: what its header says of the body's size, if not the truth. `times`: how often it is sent."""
+    """A frame. `nbytes`: the body size claimed by its header, if not the true one. `times`: how often it is sent."""
 
     label: str
     header: Header
@@ -346,7 +348,7 @@ def honest_frame(kind: Kind, hostile: HostileMember) -> tuple[Header, bytes]:
 
 
 def sizes(header: Header, body: bytes) -> Iterator[Sent]:
-    """Frames of a kind by their number and by the size of their body."""
+    """Frames of a kind by their number and body size."""
     times = TOTAL_NBYTES // (framing.HEADER_NBYTES + len(body))
     yield Sent("honest", header, body)
     yield Sent("many", header, body, times=times)
@@ -417,8 +419,8 @@ def greetings(name: str) -> Iterator[tuple[str, bytes]]:
     yield "another kind", before + framed(Kind.PUSH, bytes(TOTAL_NBYTES))
 
 
-def tell(job: Job, data: bytes, _turn: int) -> None:
-    """Sends it on a connection of its own, and waits until the server ends that, at most a second."""
+def greet(job: Job, data: bytes, _turn: int) -> None:
+    """Sends it on a new connection, and waits at most a second until the server closes the connection."""
     address = host_port(job.victim.data_address)
     with contextlib.suppress(OSError), socket.create_connection(address, WAIT_S, ("127.0.0.3", 0)) as sock:
         sock.sendall(data)
@@ -432,7 +434,7 @@ def tell(job: Job, data: bytes, _turn: int) -> None:
 def test_greetings_of_a_stranger(name: str, job: Job) -> None:
     bound = BOUNDS[f"{name} of a stranger"]
     for label, data in greetings(name):
-        job.check(bound, label, tell, job, data)
+        job.check(bound, label, greet, job, data)
     assert job.failed == [], "\n".join(job.failed)
 
 

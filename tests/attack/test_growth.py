@@ -79,8 +79,10 @@ Attack = Callable[[Scene, DataConnection], None]
 
 
 def sent(data: DataConnection, header: Header, body: bytes = b"", nbytes: int | None = None) -> bool:
-    """Sends a frame unless the server takes nothing more, as after a breach or while it waits for its replies to be read.
-    `nbytes`: size of the body by the header, if not the truth."""
+    """Sends a frame unless the server accepts nothing more, as after a violation or while its replies are unread.
+
+    `nbytes`: body size claimed by the header, if not the true one.
+    """
     try:
         data.raw(framing.encode(header, len(body) if nbytes is None else nbytes, crc32c(body)) + body, timeout_s=1.0)
     except OSError:
@@ -124,7 +126,7 @@ def results_again(scene: Scene, data: DataConnection) -> None:
 
 
 def announced(kind: Kind) -> Attack:
-    """Bodies that are announced and do not come. More urgent ones interrupt them."""
+    """Bodies that are announced and never sent. More urgent ones interrupt them."""
 
     def attack(scene: Scene, data: DataConnection) -> None:
         for i in range(700):
@@ -204,7 +206,7 @@ def test_unexpected_bodies_do_not_fill_the_server(scene: Scene, name: str) -> No
 
 
 def attacked(scene: Scene, attack: Attack, data: DataConnection, needed_nbytes: int) -> None:
-    """After a step, attacks the server and checks what it uses. `needed_nbytes`: what a correct member could make it use."""
+    """After a step, attacks the server and checks its usage. `needed_nbytes`: what a correct member could make it use."""
     assert scene.honest.step(scene.hostile)
     time.sleep(0.5)
     scene.honest.start_calls()

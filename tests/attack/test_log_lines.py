@@ -74,7 +74,7 @@ def test_protocol_violation_is_logged_in_a_short_line(victim: Victim) -> None:
 
 
 def told(victim: Victim, *options: str, token: str = "") -> str:
-    """All that `commlayer join` prints at a home, whose script does nothing."""
+    """Everything that `commlayer join` prints at a site, whose script does nothing."""
     environment = QUICK | {"PATH": "/usr/bin:/bin", "COMMLAYER_CONFIG": "", "PYTHONPATH": str(ROOT)} | \
         ({"COMMLAYER_TOKEN": token} if token else {})
     line = [sys.executable, "-m", "commlayer.cli.main", "join", "--wait", "20", *options, victim.address]

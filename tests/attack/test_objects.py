@@ -35,7 +35,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 class Code:
-    """When it is unpickled, that process writes a file."""
+    """Unpickling it writes a file."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -64,7 +64,7 @@ def attack(call: str, size: int | None, marker: str) -> None:
 
 
 def forge(marker: str) -> list[str]:
-    """Writes the next values of rank 0 before rank 0 does, and over those that are there; what the coordinator answers."""
+    """Writes the next values of rank 0 before rank 0 does, and over existing ones; the coordinator's replies."""
     from commlayer.cluster.processes import site_process_group
 
     kv, group, answers = site_process_group.kv_client(), dist.group.WORLD, []

@@ -103,7 +103,7 @@ PLACES: dict[str, tuple[Callable[..., None], int]] = {
 
 
 def attacked(rank: int, place: str, size: int, folder: str) -> tuple[str, int]:
-    """The line that this rank gets, and by how much its memory grew at most."""
+    """The error line of this rank, and the growth of its memory."""
     act, row = PLACES[place]
     groups = Groups(1, TIMEOUT_S, torch.device("cpu"))
     try:
@@ -122,7 +122,7 @@ def attacked(rank: int, place: str, size: int, folder: str) -> tuple[str, int]:
 
 
 def rename(stack: contextlib.ExitStack, groups: Groups, size: int, row: int) -> None:
-    """This rank sends another size than its own."""
+    """This rank claims another size than its own."""
     broadcast, gather_all, rows = dist.broadcast, groups.gather_all, [0]
 
     def of_source(x: torch.Tensor, *args: Any, **more: Any) -> Any:
@@ -234,7 +234,7 @@ def test_state_for_a_joining_worker_is_bounded_by_its_model(
 
 
 def references(count: int) -> bytes:
-    """A state for a joining worker whose optimizer names one tensor that often."""
+    """A state for a joining worker whose optimizer names one tensor many times."""
     net = model()
     tensors = {f"parameter.{name}": p.data for name, p in net.named_parameters()} | {"state.0": torch.zeros(1 << 18)}
     state = {"state": {n: {TENSOR: "state.0"} for n in range(count)}, "param_groups": [{"params": [*range(count)]}]}

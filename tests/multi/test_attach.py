@@ -52,8 +52,10 @@ Loss = Callable[[int, int], torch.Tensor]
 def trained(run: Run, model: nn.Module, loss: Loss, optimizer: Any = None, *, steps: int = STEPS, micro: int = 1,
             before: Callable[[int], Any] = lambda _: None, after: Callable[[int], Any] = lambda _: None,
             apart: Any = None, to_none: bool = True) -> dict[str, Any]:
-    """The mean over this run's parts of each step; alone, over all. `micro`: passes to a step, all but the last of them inside
-    no_sync() of `apart`, if that is given. `before`, `after`: the optimizer's step."""
+    """The mean of each step over this run's parts; in a single process, over all.
+
+    `micro`: passes per step, all but the last inside no_sync() of `apart`, if given. `before`, `after`: the optimizer's step.
+    """
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer or torch.optim.SGD(model.parameters(), lr=0.1)]
     for step in range(steps):
         for each in optimizers:
@@ -139,7 +141,7 @@ def frozen_parameters(run: Run) -> dict[str, Any]:
 
 
 def unused_parameters(run: Run) -> dict[str, Any]:
-    """Per step the branches of each rank: all, none of "r" on one rank, no "r" anywhere, each rank another."""
+    """Branches of each rank per step: all, none of "r" on one rank, no "r" on any, a different one on each rank."""
     torch.manual_seed(0)
     model, uses = Branches(), [("lr", "lr"), ("lr", "l"), ("l", "l"), ("l", "r"), ("r", "r"), ("lr", "lr")]
     wrapped = run.wrap(model, find_unused_parameters=True)
@@ -289,7 +291,7 @@ def adapters(run: Run) -> dict[str, Any]:
 
 
 class Experts(nn.Module):
-    """A mixture of experts: a sample goes to the expert that the gate prefers, so some experts see no sample of a rank."""
+    """A mixture of experts: each sample is routed to its preferred expert, so some experts see no sample of a rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +336,7 @@ def uneven_batches(run: Run) -> dict[str, Any]:
 
 
 def two_models(run: Run) -> dict[str, Any]:
-    """As a GAN trains: the generator's loss runs through the discriminator, whose gradients are then thrown away."""
+    """A GAN: the generator's loss runs through the discriminator, whose gradients are then discarded."""
     torch.manual_seed(0)
     generator, judge = nn.Linear(12, 6), nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 1))
     make, ask = run.wrap(generator), run.wrap(judge)
@@ -429,7 +431,7 @@ def gradient_penalty(run: Run) -> dict[str, Any]:
 
 
 def out_of_samples(run: Run) -> dict[str, Any]:
-    """Rank 1 has half the batches of rank 0; then it takes part with weight 0."""
+    """Rank 1 has half the batches of rank 0; afterwards it takes part with weight 0."""
     model = mlp()
     loss, optimizer = fits(run.wrap(model)), sgd(model)
     for step in range(6):
@@ -581,7 +583,7 @@ def test_session_passes_the_learning_rate_to_codecs(how: str) -> None:
 
 
 def sparse_coded(run: Run, sync: Any) -> dict[str, Any]:
-    """With error feedback rows come later than they were used; and local steps apply this rank's own."""
+    """With error feedback rows arrive later than they were used; local steps apply this rank's own rows."""
     model, rows = Tables(), set[int]()
     optimizer = sgd(model)
     wrapped = run.wrap(model, optimizer=optimizer, sync=sync)
@@ -603,8 +605,8 @@ def test_sparse_gradients_keep_replicas_equal_for_other_codecs_and_sync_modes(sy
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def broken_off(run: Run) -> dict[str, torch.Tensor]:
-    """A pass raises when the table's gradient is there; in the next one, reentrant, gradients are found at its end."""
+def aborted_pass(run: Run) -> dict[str, torch.Tensor]:
+    """A pass raises once the table has a gradient; in the next one, reentrant, gradients are collected at its end."""
     model = Tables()
 
     def loss(step: int) -> torch.Tensor:
@@ -630,7 +632,7 @@ def broken_off(run: Run) -> dict[str, torch.Tensor]:
 
 
 def test_aborted_pass_leaves_no_sparse_gradient_to_the_next() -> None:
-    results = coded(broken_off, "identity()")
+    results = coded(aborted_pass, "identity()")
     mean = torch.stack([r["own"] for r in results]).mean(0)
     for result in results:
         torch.testing.assert_close(result["average"], mean)
@@ -664,13 +666,13 @@ def test_attach_works_inside_inference_mode() -> None:
 
 
 def kept() -> tuple[int, int]:
-    """Numbers of threads and open descriptors of this process, after sessions without a model have ended."""
+    """Numbers of threads and open descriptors of this process after sessions of deleted models have ended."""
     end_dropped()
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 def never_closed(rank: int, sync: Any, path: str) -> tuple[tuple[int, int], tuple[int, int], bool]:
-    """What the process has open before and after a session that nothing closes, and to which only the model refers."""
+    """Open threads and descriptors before and after a session that is never closed and that only the model refers to."""
     for _ in range(3):
         before = kept()
         model = mlp()
@@ -728,7 +730,7 @@ def test_forked_child_gets_an_error_and_its_parent_continues() -> None:
 
 
 def interrupted(rank: int, how: str, address: str) -> list[str]:
-    """Ctrl-C on rank 0 while it waits for rank 1, which makes its pass only when it knows. The script goes on."""
+    """Ctrl-C on rank 0 while it waits for rank 1, which starts its pass only after that. The script continues."""
     model = mlp()
     optimizer = sgd(model)
     config = quick(join=address, deadline_s=FAR_S, ranks_per_node=WORLD if how == "allreduce" else 1)

@@ -28,7 +28,7 @@ FILES = ["manifest.json", "plan.json", "rank-0.safetensors", "rank-1.safetensors
 
 
 def training(rank: int, address: str, mode: str = "gradients", how: str = "scaled", codec: str = TOPK) -> Training:
-    """Under local steps with an outer optimizer, whose momentum is a part of the checkpoint, too."""
+    """Under local steps with an outer optimizer, whose momentum is a part of the checkpoint."""
     local = mode not in ("gradients", "late", "forward")
     return Training(rank, address, mode, optimizer="adamw", codec=codec, how=how, servers=SERVERS,
                     outer=OuterSGD(lr=0.7, momentum=0.9) if local else None,
@@ -114,8 +114,8 @@ def test_checkpoint_does_not_change_the_run(tmp_path: Path) -> None:
 
 # ---- another number of workers, another plan, files on other disks
 
-def owed(job: Training, world: int) -> torch.Tensor:
-    """What this rank's residuals add to the mean, over all elements of the model."""
+def residual_sum(job: Training, world: int) -> torch.Tensor:
+    """Contribution of this rank's residuals to the mean, over all elements of the model."""
     worker = job.connection.worker
     worker.roll_back()
     total = torch.zeros(sum(t.numel for t in worker.job.tensors), dtype=torch.float64)
@@ -131,7 +131,7 @@ def saved(rank: int, address: str, folder: str) -> tuple[torch.Tensor, list[torc
     job = training(rank, address, how="")
     job.train(5)
     job.session.checkpoint(f"{folder}/{rank}" if rank else folder)
-    result = owed(job, WORLD), job.tensors(buffers=False)
+    result = residual_sum(job, WORLD), job.tensors(buffers=False)
     job.session.close()
     return result
 
@@ -144,7 +144,7 @@ def taken(
         for p in job.model.parameters():
             p.add_(1.0)
     assert job.session.resume(f"{folder}/{rank}" if rank else folder)
-    result = owed(job, world), job.tensors(buffers=False), job.session.step, job.session.inspect.decisions()
+    result = residual_sum(job, world), job.tensors(buffers=False), job.session.step, job.session.inspect.decisions()
     job.train(2)
     job.session.close()
     return result

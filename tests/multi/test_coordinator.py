@@ -180,8 +180,8 @@ def test_data_port_refuses_control_calls_with_a_hint(caplog: pytest.LogCaptureFi
     assert len(caplog.records) <= 8
 
 
-class Later(messages.Join, frozen=True):
-    """Of a version to come, which says more."""
+class NewerJoin(messages.Join, frozen=True):
+    """A request of a later version with more fields."""
 
     more: int = 1
 
@@ -195,7 +195,7 @@ def test_call_of_a_newer_version_is_refused_for_its_version(opened: list[Any]) -
     for lines, line in (({"version": "9.9"}, "commlayer 9.9, but this process .*E-VERSION"),
                        ({}, "Join .*`more`.*E-FRAME")):
         with pytest.raises(Refused, match=line):
-            channel.call("Join", Later(**mine | lines), messages.JoinReply, WAIT_S)
+            channel.call("Join", NewerJoin(**mine | lines), messages.JoinReply, WAIT_S)
     assert not coordinator._state.registrations
 
 
@@ -268,7 +268,7 @@ def test_first_member_to_miss_a_server_is_not_blamed_for_it(lives: bool, named: 
 
 
 class Warnings(logging.Handler):
-    """Collects what the package warns of, to be waited for."""
+    """Collects the package's warnings, to be awaited."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -368,7 +368,7 @@ def test_lost_member_is_named_among_several_that_end_together() -> None:
     lost = PeerLost("no heartbeat for 2.0 s from b: it was killed, stopped or cut off", peer="worker 1")
 
     def because_of(error: BaseException, peer: str) -> PeerLost:
-        """As a job that ends with that error tells why it leaves."""
+        """The leave reason of a job that ends with that error."""
         return PeerLost(f"left the job: {type(error).__name__}: {error}".splitlines()[0], peer=peer)
 
     named = PeerLost(lost.what, peer=lost.peer)
@@ -432,21 +432,21 @@ def test_killed_or_stopped_worker_is_named_to_every_survivor(opened: list[Any], 
     coordinator = Coordinator(quick(dead_after_s=5.0))  # longer than others go unheard where the machine is busy
     opened.append(coordinator)
     workers = [Process(coordinator.address, rank, 3) for rank in range(3)]
-    seats = [worker.told() for worker in workers]
+    seats = [worker.report() for worker in workers]
     assert [seat["rank"] for seat in seats] == [0, 1, 2]
     victim = workers[1].process
     assert all(seat["pids"][1] == victim.pid for seat in seats), "everyone knows who that is"
     victim.send_signal(sent)
     for survivor in (workers[0], workers[2]):
-        line = survivor.told()["failure"]
+        line = survivor.report()["failure"]
         assert line.startswith("worker 1: no heartbeat for ")
         assert f"(pid {victim.pid}): it was killed or stopped, or its network failed" in line
     if sent is signal.SIGSTOP:
         victim.send_signal(signal.SIGCONT)
-        assert f"coordinator {coordinator.address}: declared this worker 1 dead" in workers[1].told()["failure"]
+        assert f"coordinator {coordinator.address}: declared this worker 1 dead" in workers[1].report()["failure"]
     workers[1].kill()
     for survivor in (workers[0], workers[2]):
-        survivor.go_on()
+        survivor.leave()
         assert survivor.process.returncode == 0
 
 
@@ -511,7 +511,7 @@ def test_worker_continues_after_the_end_of_its_heartbeat_sidecar(
 
 def test_heartbeat_sidecar_ends_with_its_killed_worker(coordinator: Coordinator) -> None:
     worker = Process(coordinator.address, 0, 1)
-    keeper = worker.told()["keeper"]
+    keeper = worker.report()["keeper"]
     worker.kill()
     wait_gone(keeper)
 
@@ -524,10 +524,10 @@ def test_held_gil_is_not_a_failure(secured: bool, folders: Folders) -> None:
     holder = Process(coordinator.address, 1, 2, how="hold_gil", **theirs)
     request = messages.worker_request("job", 0, 2, plan=b"a plan")
     member = client.join(coordinator.address, request, quick(**mine), failures)
-    holder.told()
-    assert holder.told() == {"held": True}
+    holder.report()
+    assert holder.report() == {"held": True}
     assert failures.errors == []
-    holder.go_on()
+    holder.leave()
     member.leave()
     assert failures.errors == []
     coordinator.close()
@@ -555,8 +555,8 @@ def test_hung_embedded_server_is_killed(monkeypatch: pytest.MonkeyPatch) -> None
 def test_embedded_server_ends_with_its_killed_trainer(coordinator: Coordinator, pipe_held: bool) -> None:
     how = "embed_and_fork" if pipe_held else "embed"
     trainer = Process(coordinator.address, 0, 1, how=how)
-    trainer.told()
-    report = trainer.told()
+    trainer.report()
+    report = trainer.report()
     trainer.process.kill()
     trainer.process.wait(WAIT_S)
     wait_gone(report["embedded"])

@@ -75,7 +75,7 @@ def train(rank: int, wrap: Wrap, how: str = "", dtype: torch.dtype = torch.float
 
 
 def unused_parameters(rank: int, wrap: Wrap) -> list[Gradients]:
-    """By one rank, by the other, by both."""
+    """Unused on one rank, on the other, on both."""
     torch.manual_seed(0)
     model = Branches()
     wrapped, rows = wrap(model, find_unused_parameters=True), []
@@ -248,7 +248,7 @@ def residuals(state: commlayer.HookState) -> list[torch.Tensor]:
 
 
 def resumed(rank: int, how: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Residuals after a third step: of the state of the first two, and of a state that takes over after those."""
+    """Residuals after a third step: of the state of the first two, and of a state that replaces it afterwards."""
     plan = plan_of(mlp(), "error_feedback(topk(ratio=0.1))", "encode@cpu all.allgather decode@cpu", ranks_per_node=WORLD)
 
     def wrapped(state: commlayer.HookState) -> DistributedDataParallel:

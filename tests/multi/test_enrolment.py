@@ -120,7 +120,7 @@ def dialled(address: str, token: Token) -> Iterator[tuple[ssl.SSLSocket, bytes, 
 
 def attempt(home: HomeLine, csr: bytes, name: str = "", secret: bytes = b"",
             binding: Sequence[bytes] | None = None) -> EnrolmentReply:
-    """The server's reply to a request, which is signed as the line demands unless it is told otherwise."""
+    """The server's reply to a request, which is signed as the line requires unless arguments differ."""
     assert home.token is not None
     with dialled(home.address, home.token) as (tls, nonce, fingerprint):
         signed = invitations.statement(name or home.name, csr, binding or (nonce, fingerprint))
@@ -445,8 +445,10 @@ def test_signature_for_another_request_or_name_is_refused(server: Server) -> Non
 
 
 class Middle:
-    """Something else than the server that a home reaches. `received` collects what it gets after the home's MAGIC, decrypted
-    if the home trusts it."""
+    """A hostile listener that a site reaches instead of the server.
+
+    `received` collects what arrives after the site's MAGIC, decrypted if the site trusts it.
+    """
 
     def __init__(self, ca: bytes, keys: Path, act: Callable[[Any], None] = lambda _: None, nonce: bytes = bytes(16)) -> None:
         self.received = bytearray()
@@ -502,7 +504,7 @@ def test_right_ca_without_a_server_certificate_is_refused(
 
 
 def _bare_keys(self: Keys, folder: Path) -> None:
-    """Does not refuse what has no valid date."""
+    """Skips the check of validity dates."""
     self.folder = folder
     self.certificate, self.key = ((folder / name).read_bytes() for name in ("node.pem", "node.key"))
 
@@ -554,7 +556,7 @@ def raw(server: Server, source: str = "") -> socket.socket:
 
 
 def ends(sock: socket.socket) -> bytes:
-    """What still comes until the server closes the connection."""
+    """Data received until the server closes the connection."""
     data = b""
     with contextlib.suppress(ConnectionError, ssl.SSLError):
         while piece := sock.recv(4096):

@@ -68,7 +68,7 @@ def test_float64_trains_as_under_ddp(how: str, codec: str) -> None:
 
 
 class Still(nn.Module):
-    """Buffers that no rank changes, one that all change alike, and statistics that each rank changes by its own data."""
+    """Buffers that no rank changes, one that all change equally, and statistics that each rank changes by its own data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_rank_without_weight_has_no_effect(plan: str, per_node: int) -> None:
 
 
 def differ(rank: int) -> list[torch.Tensor]:
-    """One rank alone changes a buffer."""
+    """Only one rank changes a buffer."""
     model = Still()
     seen = []
     with commlayer.attach(model, config=quick(ranks_per_node=WORLD, batch=4)) as session:

@@ -250,7 +250,7 @@ def accumulates_in_no_sync(t: Training) -> Seen:
 
 
 def averages_twice(t: Training) -> Seen:
-    """As a discriminator: two passes, both averaged, for one step."""
+    """A discriminator: two passes, both averaged, for one step."""
     return train(t, lambda step: (t.backward(2 * step), t.backward(2 * step + 1)))
 
 
@@ -421,7 +421,7 @@ def clears_kept_gradients(t: Training) -> Seen:
 
 
 def names_gradients_once(t: Training) -> Seen:
-    """As optimizers with lists of their own: gradients are cleared in place, and used by names of the first step."""
+    """Optimizers with their own lists: gradients are cleared in place, and used by names of the first step."""
     names: list[torch.Tensor] = []
 
     def between(_: int) -> Any:
@@ -579,7 +579,7 @@ class Watched(Training):
 
 
 def play(rank: int, address: str, overlap: str, requested: bool, optimizer: str) -> list[tuple[Any, dict[str, torch.Tensor]]]:
-    """All scripts, one after the other: what each has read, and the state that it leaves."""
+    """All scripts in sequence: what each has read, and the state that it leaves."""
     plan = plan_of(Net(), "int8()", nbytes=(1024, 2048), overlap=overlap)
     t = Watched(rank, address, overlap or None if requested else None, optimizer=optimizer, codec="int8()",
                 given=None if requested else plan)
@@ -679,7 +679,7 @@ def test_clipping_scalers_and_paths_inside_a_node_train_the_same_bits(how: str) 
 # ---- a rank that dies, and a script that ends
 
 def caught(rank: int, address: str, overlap: str) -> tuple[list[str], list[torch.Tensor]]:
-    """Rank 0's third pass raises, which both scripts catch wherever they hear of it."""
+    """Rank 0's third pass raises; both scripts catch the error."""
     torch.manual_seed(0)
     model, lines = mlp(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -708,7 +708,7 @@ def test_step_aborted_by_a_peer_does_not_end_later_iterations() -> None:
 
 
 def main(how: str) -> None:
-    """Rank 1 waits to be killed; rank 0 has results of that step still to come, and goes on. Or both end after a step."""
+    """Rank 1 waits to be killed; rank 0 has pending results of that step and continues. Or both end after a step."""
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     training = Training(rank, "", "forward", codec="int8()", deadline_s=20.0, heartbeat_s=0.5, dead_after_s=2.5)

@@ -25,7 +25,7 @@ _ranks = ranks_first(WORLD)
 
 
 class Body(nn.Module):
-    """A body that is frozen at first, a head, and two adapters, of which one is trained."""
+    """A body that is frozen at first, a head, and two adapters, one of which is trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def sets_one_gradient(t: Attached) -> None:
 
 
 def sets_own_gradients_in_a_closure(t: Attached) -> None:
-    """Known only when the step has applied them. A step that raised is over."""
+    """Detected only after the step has applied them. A step that raised is over."""
     def gradients() -> None:
         for p, g in t.own_gradients(STEPS):
             p.grad = g
@@ -370,7 +370,7 @@ WRONG = [
 
 
 class Result(NamedTuple):
-    """How a script ended on a rank, what was logged, its weights at the end and after the steps it noted, its steps."""
+    """How a script ended on a rank, the log, its weights at the end and after the recorded steps, its steps."""
 
     error: str
     lines: list[str]
@@ -691,8 +691,11 @@ def test_optimizer_may_include_another_attached_model() -> None:
 
 
 def strangers(rank: int, how: str) -> list[str]:
-    """The log, where an optimizer steps parameters of another model. `how`: the first optimizer, with names or without; with
-    parameters of no module, or those that DDP averages; an optimizer of its own, twice; a group that is added later."""
+    """The log if an optimizer steps parameters of another model.
+
+    `how`: the first optimizer, with or without names; with parameters of no module, or those that DDP averages; a separate
+    optimizer, twice; a group that is added later.
+    """
     model, critic = mlp(), nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 1))
     loose, own = nn.Parameter(torch.ones(7)), how in ("own", "twice", "ddp")
     wrapped = DistributedDataParallel(critic) if how == "ddp" else critic
@@ -734,8 +737,10 @@ def test_parameters_that_ddp_averages_are_not_named() -> None:
 
 
 def steps_in_backward(rank: int, when: str, how: str, by: str) -> tuple[str, bool]:
-    """`when`: the script sets its hooks before or after attach(), or by torch; or on another model alone. `by`: an optimizer
-    steps, or the script updates by hand and clears the gradient."""
+    """`when`: the script sets its hooks before or after attach(), or by torch; or only on another model.
+
+    `by`: an optimizer steps, or the script updates by hand and clears the gradient.
+    """
     model, other = mlp(), nn.Linear(3, 1)
     before = parameters(model)
     wrapped: Any = DistributedDataParallel(model) if how == "ddp" else model

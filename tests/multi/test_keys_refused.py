@@ -21,8 +21,8 @@ import pytest
 from support.attached import assert_refused, outcome
 from support.coordinators import WAIT_S, Failures, quick, until
 from support.keys import (
-    Bare,
     Folders,
+    RawKeys,
     made_folders,  # noqa: F401  (a fixture)
 )
 from support.meshes import GrpcEnd, exchange_pair, soon
@@ -96,9 +96,11 @@ def plain(where: End, _: Folders) -> socket.socket:
     return sock
 
 
-def showing(bare: Callable[[Folders], Bare], protocol: str = "") -> Callable[[End, Folders], socket.socket]:
+def showing(node: str | None, newest: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3, protocol: str = "",
+            ) -> Callable[[End, Folders], socket.socket]:
+    """Connects with the certificate of that node, or with none."""
     def connect(where: End, made_keys: Folders) -> socket.socket:
-        keys: Any = bare(made_keys)
+        keys: Any = RawKeys(made_keys.ca, getattr(made_keys, node) if node else None, newest)
         sock = tls.TlsSocket(socket.create_connection(where.address, WAIT_S), keys, protocol or where.protocol, server=False)
         sock.handshake(soon())
         sock.settimeout(WAIT_S)
@@ -109,14 +111,13 @@ def showing(bare: Callable[[Folders], Bare], protocol: str = "") -> Callable[[En
 
 CASES = {
     "plain text": (plain, "it uses plaintext, but this end uses TLS"),
-    "no certificate": (showing(lambda f: Bare(f.ca, None)), "it sent no certificate: set keys"),
-    "another CA": (showing(lambda f: Bare(f.ca, f.foreign)), "its certificate was issued by a different CA than this job's"),
-    "expired": (showing(lambda f: Bare(f.ca, f.expired)), "its certificate has expired according to this machine's clock (2"),
-    "not valid yet": (showing(lambda f: Bare(f.ca, f.early)),
-                      "its certificate is not valid yet according to this machine's clock (2"),
-    "revoked": (showing(lambda f: Bare(f.ca, f.revoked)), "its certificate was revoked"),
-    "an older TLS": (showing(lambda f: Bare(f.ca, f.worker, ssl.TLSVersion.TLSv1_2)), "it uses a TLS version before 1.3"),
-    "another protocol": (showing(lambda f: Bare(f.ca, f.worker), "http/1.1"), "gpu-1 accepts TLS on this port, but not for"),
+    "no certificate": (showing(None), "it sent no certificate: set keys"),
+    "another CA": (showing("foreign"), "its certificate was issued by a different CA than this job's"),
+    "expired": (showing("expired"), "its certificate has expired according to this machine's clock (2"),
+    "not valid yet": (showing("early"), "its certificate is not valid yet according to this machine's clock (2"),
+    "revoked": (showing("revoked"), "its certificate was revoked"),
+    "an older TLS": (showing("worker", ssl.TLSVersion.TLSv1_2), "it uses a TLS version before 1.3"),
+    "another protocol": (showing("worker", protocol="http/1.1"), "gpu-1 accepts TLS on this port, but not for"),
 }
 
 

@@ -100,7 +100,7 @@ KNOWN = [(BUSILY, BUSILY), (BUSILY, SELDOM), (SELDOM, SELDOM), (BUSILY, UP_ALONE
 
 
 def probing(run: Run) -> list[dict[str, Any]]:
-    """By case, what this rank finds, and which ways it asked for more than a ping."""
+    """By case, the rates that this rank measures, and the directions for which it requested more than a ping."""
     run.wrap(mlp())
     made, results = run.sessions[0].inspect.connection, []
     for case in KNOWN:

@@ -34,7 +34,7 @@ RATE, SLOPE = 0.05, 2.0
 
 
 class Wells(nn.Module):
-    """Each rank is drawn to a point of its own, which moves: gradients depend on weights, and are easy in numpy."""
+    """Each rank is attracted to its own moving point: gradients depend on weights, and are easy in numpy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,8 +146,8 @@ STAGED = "encode@cpu all.allgather decode@cpu"
 ENDS = (250, 700, 1100, 1900, TENSORS * SIZE)
 
 
-def turned(cuts: Sequence[int]) -> list[npt.NDArray[np.bool_]]:
-    """The elements of all tensors whose turn is between these, of the last tensor first."""
+def of_fragments(cuts: Sequence[int]) -> list[npt.NDArray[np.bool_]]:
+    """The elements of all tensors in these fragments, the last tensor first."""
     place = np.stack([np.arange(SIZE) + SIZE * (TENSORS - 1 - t) for t in range(TENSORS)])
     return [(start <= place) & (place < stop) for start, stop in pairwise((0, *cuts, TENSORS * SIZE))]
 
@@ -160,11 +160,11 @@ def turned(cuts: Sequence[int]) -> list[npt.NDArray[np.bool_]]:
     ({"overlap": "round", "fragments": 2, "per_node": 2}, [[2, 3], [0, 1]]),
     ({"overlap": "round", "fragments": 2, "path": STAGED}, [[2, 3], [0, 1]]),
     ({"fragments": 4, "outer": NESTEROV}, [[3], [2], [1], [0]]),
-    ({"overlap": "round", "fragments": 2, "ends": ENDS, "outer": NESTEROV}, turned([1100])),
-    ({"overlap": "round", "fragments": 4, "ends": ENDS, "per_node": 2}, turned([700, 1100, 1900])),
-    ({"overlap": "round", "fragments": 2, "ends": ENDS, "path": "allreduce"}, turned([1100])),
-    ({"overlap": "round", "fragments": 2, "ends": ENDS, "path": STAGED}, turned([1100])),
-    ({"fragments": 4, "ends": ENDS}, turned([700, 1100, 1900])),
+    ({"overlap": "round", "fragments": 2, "ends": ENDS, "outer": NESTEROV}, of_fragments([1100])),
+    ({"overlap": "round", "fragments": 4, "ends": ENDS, "per_node": 2}, of_fragments([700, 1100, 1900])),
+    ({"overlap": "round", "fragments": 2, "ends": ENDS, "path": "allreduce"}, of_fragments([1100])),
+    ({"overlap": "round", "fragments": 2, "ends": ENDS, "path": STAGED}, of_fragments([1100])),
+    ({"fragments": 4, "ends": ENDS}, of_fragments([700, 1100, 1900])),
     ({"outer": NESTEROV, "uneven": True}, [[0, 1, 2, 3]]),
     ({"overlap": "round", "path": "allreduce", "outer": OuterSGD(0.5, 0.5), "uneven": True}, [[0, 1, 2, 3]]),
     ({"every": 1, "codes": "updates", "overlap": "round"}, [[0, 1, 2, 3]]),
@@ -194,7 +194,7 @@ def test_weights_equal_the_reference(how: dict[str, Any], parts: Sequence[Any]) 
 def one_fragment_not_finite(rank: int, address: str, codec: str) -> tuple[Any, Any, Any]:
     """One fragment of the second round is not finite: only its own changes are lost."""
     training = Training(rank, address, every=H, fragments=4, ends=ENDS, codec=codec)
-    parameters, masks = list(training.model.parts), turned([700, 1100, 1900])
+    parameters, masks = list(training.model.parts), of_fragments([700, 1100, 1900])
     put, since, first = np.zeros((TENSORS, SIZE)), np.zeros((TENSORS, SIZE)), training.weights().astype(float)
     for step in range(3 * H):
         turn, spoilt = step % len(masks), step == H + 1

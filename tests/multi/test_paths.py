@@ -53,7 +53,7 @@ def residuals_of(shapes: Shapes, parts: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def account(worker: Worker, shapes: Shapes, rank: int, steps: int, broken: bool = False) -> dict[str, Any]:
-    """What was applied in each step, and this rank's residuals, by tensor."""
+    """Applied in each step, and this rank's residuals, by tensor."""
     applied = []
     for number in range(steps):
         put = gradients(shapes, rank, number)
@@ -75,7 +75,7 @@ BROKEN = 1, 2
 
 
 def over_collectives(codec: str, sums: bool) -> tuple[Plan, Shapes]:
-    """Where payloads are added up `codec` cannot stand, unless it is one of sums."""
+    """Paths that add up payloads need a codec of sums instead of `codec`."""
     paths: list[Any] = [path for path in SUMS for _ in range(3)] if sums else COLLECTIVES
     shapes: Shapes = [((24, 33), (500,), (3,))[i % 3] if sums else (SIZES[i % 4],) for i in range(len(paths))]
     tensors = job(shapes)
@@ -215,7 +215,7 @@ def test_servers_apply_equal_bits_and_conserve_gradients(served: list[dict[str, 
 
 
 def both_ways(rank: int, address: str) -> tuple[set[tuple[str, str]], torch.Tensor, torch.Tensor]:
-    """What the plan has, this rank's gradient, and what came back."""
+    """The plan's codecs, this rank's gradient, and the result."""
     model = torch.nn.Linear(64, 8, bias=False)
     with commlayer.attach(model, compression="two_way(fp16(), bf16())", config=quick(join=address)) as session:
         torch.manual_seed(rank)
@@ -242,8 +242,8 @@ def test_script_may_choose_a_codec_per_direction() -> None:
 
 # ---- inside nodes, where collectives run on GPUs
 
-def told(rank: int, key: str) -> bool:
-    """Whether this rank does not begin before the owner has the result."""
+def waits_for_owner(rank: int, key: str) -> bool:
+    """Whether this rank starts only after the owner has the result."""
     groups = Groups(WORLD, 30.0, torch.device("cuda"))
     ready = groups.inside.ready
     assert ready is not None
@@ -261,7 +261,7 @@ def told(rank: int, key: str) -> bool:
 
 
 def crosswise(rank: int, key: str) -> bool:
-    """Whether what the owner sent of a late result is not taken for one that is in time."""
+    """Whether the owner's frame of a stale result is not mistaken for one of this step."""
     groups = Groups(WORLD, 30.0, torch.device("cuda"))
     ready, late = groups.inside.ready, groups.inside.late_ready
     assert ready is not None
@@ -284,6 +284,6 @@ def crosswise(rank: int, key: str) -> bool:
         groups.close()
 
 
-@pytest.mark.parametrize("script", [told, crosswise], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("script", [waits_for_owner, crosswise], ids=lambda f: f.__name__)
 def test_gpu_results_start_when_their_owner_has_them(script: Any) -> None:
     assert pool(WORLD).call(script, f"{script.__name__} {time.time_ns()}") == [True] * WORLD

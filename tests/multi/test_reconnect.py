@@ -135,7 +135,7 @@ class Cutter:
 
 
 class Breakable:
-    """As transport.loopback.Hub, over TCP, with a cutter between each worker and each server.
+    """Like transport.loopback.Hub, over TCP, with a cutter between each worker and each server.
 
     `cuts[worker]` are those of its connections to the first server.
     """
@@ -175,7 +175,7 @@ class Breakable:
 def random_cuts(
     chance: random.Random, up_nbytes: int, down_nbytes: int, kinds: tuple[str, ...] = ("reset", "close", "flip"),
 ) -> list[Cut]:
-    """One to four, anywhere in what passes in a whole run."""
+    """One to four, anywhere in the bytes of a whole run."""
     results = []
     for _ in range(chance.randint(1, 4)):
         way = chance.choice((UP, DOWN))
@@ -184,7 +184,7 @@ def random_cuts(
 
 
 class Counted:
-    """Ops that count what is added, by round. A contribution that counts twice shows, as does one that is lost."""
+    """Ops that count additions by round, which reveals duplicates and losses."""
 
     def __init__(self, inner: Any, added: Counter[tuple[int, int]], bucket: int) -> None:
         self._inner, self._added, self._bucket = inner, added, bucket
@@ -210,7 +210,7 @@ def gradients(rank: int, number: int, shapes: list[torch.Size]) -> list[torch.Te
 
 
 class Outcome:
-    """What the ranks got, and what the servers added."""
+    """What the ranks received, and what the servers added."""
 
     def __init__(self, hub: Any, codec: str, *, weighed: bool = False, **rig: Any) -> None:
         """`weighed`: ranks weigh something else in every step, and do not announce it."""
@@ -242,7 +242,7 @@ class Outcome:
 
 
 def same_when_cut(codec: str, seeds: int, options: dict[str, Any] | None = None, **rig: Any) -> Counter[tuple[int, int]]:
-    """Runs it without cuts and with them; what was added in either. `options`: of the hub."""
+    """Runs it without cuts and with them; returns the additions of both. `options`: of the hub."""
     uncut = Breakable(**options or {})
     expected = Outcome(uncut, codec, **rig)
     assert expected.added
@@ -431,7 +431,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def trained(rank: int, address: str, how: str, folder: str) -> tuple[list[torch.Tensor], dict[str, float]]:
-    """In "states" servers are asked for their states, get them back, hear what was not applied, and go over to another plan."""
+    """In "states" servers are asked for their states, get them back, receive rollbacks, and switch to another plan."""
     model: Any = mlp(width=64)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     called = DistributedDataParallel(model, bucket_cap_mb=0.002) if how == "ddp" else model

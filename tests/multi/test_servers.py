@@ -60,7 +60,7 @@ DATA = records.encode(PLAN)
 
 
 class Asked:
-    """A server of three, where worker 0 says that worker 2 is gone. `told`: so does the coordinator."""
+    """A server of three; worker 0 reports that worker 2 is gone. `told`: the coordinator reports it, too."""
 
     def __init__(self, opened: list[Any], *, told: bool = True, stays: bool = False) -> None:
         self.serving = DataServer("127.0.0.1", 0, quick(heartbeat_s=0.05))
@@ -406,7 +406,7 @@ def undisturbed(plan: Plan) -> list[Any]:
 
 
 class Served:
-    """Workers here, their server in a process of its own, with the coordinator or without."""
+    """Workers here, their server in a separate process, with or without the coordinator."""
 
     def __init__(self, layout: Plan, journal: Path, *, together: bool) -> None:
         settings = {"token": TOKEN, "dead_after_s": 20.0, "reconnect_s": 20.0, "deadline_s": 30.0}

@@ -188,7 +188,10 @@ PLACES = (ObserverOrder.CONTROLLER, ObserverOrder.TRACE, ObserverOrder.OTHER)
 
 
 def watched(run: Run) -> list[tuple[str, int, int]]:
-    """Who was called in the second step, when, and how many steps were committed then. Rank 1 adds its observers backwards."""
+    """Which observers were called in the second step, when, and how many steps were committed then.
+
+    Rank 1 adds its observers in reverse order.
+    """
     model = mlp()
     wrapped = run.wrap(model)
     session = run.sessions[0]
@@ -317,7 +320,7 @@ def until(present: Callable[[], bool]) -> None:
 
 
 def waited(rank: int, where: str, folder: str) -> list[str]:
-    """What rank 0 logs of waits. Rank 1 comes when rank 0 has logged one."""
+    """Rank 0's wait notices. Rank 1 starts once rank 0 has logged one."""
     lines: list[str] = []
     seen = Path(folder) / "seen"
 
@@ -369,7 +372,7 @@ def basis_of(session: Any, nodes: str = "2xcpu@10g") -> Basis:
 
 
 def traced(rank: int, address: str, file: str, changes: dict[int, str], steps: int) -> int:
-    """`changes`: what happens after that many steps. Returns how many were done when the file was there."""
+    """`changes`: events after a number of steps. Returns how many steps were done when the file existed."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with commlayer.attach(model, optimizer, compression="identity", config=quick(join=address)) as session:

@@ -508,7 +508,7 @@ PART = bytes(PART_NBYTES)
 
 
 def status_of(coordinator: Coordinator) -> messages.StatusReply:
-    """As the doctor reads it."""
+    """The status that the doctor reads."""
     link = CoordinatorChannel(coordinator.address, quick().token, None)
     try:
         return link.call("Status", messages.StatusRequest(), messages.StatusReply, WAIT_S)
@@ -726,7 +726,7 @@ def test_dead_members_neither_wait_nor_hang() -> None:
 
 
 def waiting(desks: Iterable[tuple[Any, int]], name: str, rank: int) -> tuple[list[threading.Thread], list[CommError]]:
-    """At these desks, as those ranks, for a part of that rank's."""
+    """At these store clients, as those ranks, for a part of that rank's."""
     errors = list[CommError]()
 
     def one(desk: Any, mine: int) -> None:

@@ -36,12 +36,12 @@ MTU = 1500
 
 
 def public(home: int) -> str:
-    """Of that home's router."""
+    """Address of that site's router."""
     return f"203.0.113.{11 + home}"
 
 
 class Nat:
-    """Use it as a context. `dialled`: what each home has sent to; `dropped`: packets from outside that answer nothing."""
+    """Use it as a context. `dialled`: destinations of each site; `dropped`: packets from outside without a mapping."""
 
     def __init__(self, homes: int) -> None:
         self.homes = homes
@@ -74,7 +74,7 @@ class Nat:
         self._stack.close()
 
     def popen(self, place: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """On the server (0), or home place - 1."""
+        """On the server (0), or site place - 1."""
         return subprocess.Popen(["ip", "netns", "exec", self.names[place], *argv], text=True, **options)
 
     def _end(self) -> None:

@@ -244,7 +244,7 @@ def gradient(model: nn.Module, wrapped: Any, rank: int, step: int) -> torch.Tens
 
 
 def some_ranks(rank: int, how: str, path: str, addresses: list[str]) -> dict[str, Any]:
-    """Ranks 1 and 2 train, and once more; rank 0 does not. What they got, and what it should be."""
+    """Ranks 1 and 2 train, and once more; rank 0 does not. Returns their averages and the expected ones."""
     group = torch.distributed.new_group([1, 2])
     if rank == 0:
         return {}

@@ -62,8 +62,8 @@ def test_wait_for_a_silent_store_ends_at_its_timeout() -> None:
             store.kill()
 
 
-def made_behind_attach(rank: int, how: dict[str, Any]) -> int:
-    """How many groups a training with rows from all ranks makes once attach() has returned."""
+def groups_after_attach(rank: int, how: dict[str, Any]) -> int:
+    """Number of process groups that a training with rows from all ranks creates after attach()."""
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     real, count = dist.new_group, 0
@@ -89,7 +89,7 @@ def made_behind_attach(rank: int, how: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("how", [{}, {"every": 2}], ids=["gradients", "local steps"])
 def test_no_process_group_is_created_after_attach(how: dict[str, Any]) -> None:
-    assert pool(2).call(made_behind_attach, how) == [0, 0]
+    assert pool(2).call(groups_after_attach, how) == [0, 0]
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def test_resumed_run_switches_to_the_checkpointed_plan(tmp_path: Path) -> None:
 # ---- refusals
 
 def unfit(run: Run) -> dict[str, Any]:
-    """Unfit plans; then rank 1 switches inside a backward pass; then both do, and train."""
+    """Invalid plans; then rank 1 switches inside a backward pass; then both do, and train."""
     model, session = attached(run)
     good = plan(model, "topk")
     lines = [outcome(lambda bad=bad: session.switch(bad)) for bad in (
@@ -278,7 +278,7 @@ class Script(Training):
 
 
 def proposed(rank: int, address: str, how: str, folder: str) -> dict[str, Any]:
-    """Every third exchange switches to the next mode that is allowed. In between there are saves and drains."""
+    """Every third exchange switches to the next allowed mode, with saves and drains in between."""
     training = Script(rank, address, "gradients", how=how)
     losses = training.run(1)
     connection, switched, count = training.connection, list[str](), [0]
@@ -329,7 +329,7 @@ def test_script_trains_in_each_allowed_sync_mode(how: str, tmp_path: Path) -> No
 # ---- from any sync mode to any other
 
 def walk(how: str = "") -> list[str]:
-    """A way through all ordered pairs of ways, each once (Hierholzer)."""
+    """A walk through all ordered pairs of sync modes, each once (Hierholzer)."""
     # A GradScaler wants gradients in every step, and late ones are none in the first.
     without = {name for name, part in (("forward", "ddp"), ("late", "scaled")) if part in how}
     ways = [way for way in MODES if way not in without]
@@ -385,7 +385,7 @@ RATE = 0.1
 
 
 def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor]:
-    """Gradients are known, and so is what SGD makes of them, on whichever way they go."""
+    """Gradients and SGD's updates are known in every sync mode."""
     model = mlp()
     training = Training(rank, address, "gradients", model=model, codec=codec, how=how)
     for group in training.optimizer.param_groups:
@@ -463,7 +463,7 @@ def test_gradients_and_forward_give_the_same_weights_bit_for_bit(optimizer: str)
 
 
 def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]:
-    """From gradients to local steps and round, and back to a plan of gradients."""
+    """From gradients to local steps and back to a plan of gradients."""
     training = Training(rank, address, "gradients", optimizer=optimizer, how=how, codec="topk(ratio=0.1)", drift="end",
                         drift_steps=2)
     results: dict[str, Any] = {"losses": [training.train(4)], "sent": [], "rows": [], "refused": [], "undone": []}
@@ -544,7 +544,7 @@ def test_automatic_local_steps_are_disabled_with_balanced_batches() -> None:
 
 
 def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
-    """Another plan is wanted while the script saves, flushes, changes plans itself and ends."""
+    """A plan is requested while the script saves, flushes, changes plans itself and ends."""
     training = Training(rank, address, "round", optimizer="plain")
     lines, wanted, plans = [], [""], []
 
@@ -594,7 +594,7 @@ def test_plans_change_only_after_an_outer_step_and_not_inside_other_operations(t
 
 
 def refused_on_one(rank: int, address: str) -> dict[str, str]:
-    """Rank 1 alone cannot; then no rank switches, and all continue as before."""
+    """Rank 1 cannot switch; then no rank does, and all continue as before."""
     training, report = Training(rank, address, "gradients", optimizer="adamw"), {}
     training.train(1)
     training.optimizer.param_groups[0]["capturable"] = rank == 1
@@ -636,7 +636,7 @@ def test_no_rank_switches_unless_all_can() -> None:
 
 
 class Wrapping(torch.optim.Optimizer):
-    """As Accelerate's: one by its type, which has never been made one."""
+    """Like Accelerate's: an Optimizer by type whose constructor never ran."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.optimizer = inner

@@ -45,7 +45,7 @@ def opened() -> Iterator[contextlib.ExitStack]:
 
 
 class Server:
-    """A coordinator with a server in its process, or a server of its own, until the test ends."""
+    """A coordinator with a server in its process, or a separate server, until the test ends."""
 
     def __init__(self, opened: contextlib.ExitStack, *, beside: bool = True, **fields: Any) -> None:
         self.opened, self.colocated, self.config = opened, beside, quick(**fields)
@@ -83,7 +83,7 @@ def closed_port() -> str:
 
 @contextlib.contextmanager
 def answering(serve: Callable[[socket.socket], None]) -> Iterator[str]:
-    """An address where connections get that treatment, one after the other."""
+    """An address where connections are handled by that function, in sequence."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         def loop() -> None:
             with contextlib.suppress(OSError):
@@ -108,7 +108,7 @@ def swallow(sock: socket.socket) -> None:
 
 
 def http2_only(target: str) -> Callable[[socket.socket], None]:
-    """A proxy in front of `target` that ends whatever does not begin as HTTP/2 does."""
+    """A proxy before `target` that closes connections that do not start as HTTP/2."""
 
     def serve(sock: socket.socket) -> None:
         first = sock.recv(1 << 16)

@@ -23,7 +23,7 @@ AT_ONCE_S = 60.0
 
 
 def train(rank: int, how: str, cause: str, odd: int, address: str) -> tuple[str, float]:
-    """The odd rank makes a backward pass less; both end in order. The error, and how long the last pass took."""
+    """The odd rank makes one backward pass less; both end in order. The error, and how long the last pass took."""
     model = mlp()
     if how == "buffers":  # which DDP copies in each forward pass
         model.insert(0, nn.BatchNorm1d(data(0, 0)[0].shape[1]))

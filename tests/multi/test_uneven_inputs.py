@@ -219,7 +219,7 @@ def test_rank_that_fails_inside_join_is_named_immediately(how: str) -> None:
 
 
 def broken_pass(rank: int, address: str) -> tuple[int, dict[str, torch.Tensor]]:
-    """Rank 0's only backward pass raises, which its script catches."""
+    """Rank 0's only backward pass raises; its script catches the error."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with commlayer.attach(model, optimizer, compression="identity()", config=quick(join=address)) as session:

@@ -160,7 +160,7 @@ def test_clock_off_by_hours_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Relay:
-    """Passes a connection on, until one end sends more at once than a packet on this way may be; then nothing comes."""
+    """Forwards a connection until one end sends more at once than a packet on this route may have; then nothing more."""
 
     def __init__(self, target: str, most_nbytes: int) -> None:
         self._listener, self._target, self._most = socket.create_server(("127.0.0.1", 0)), target, most_nbytes
@@ -326,7 +326,7 @@ def test_site_checks_its_server_over_a_slow_link(folders: Folders, tmp_path: Pat
 def test_another_plan_and_another_version_are_reported_on_both(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    odd = "from commlayer.cluster import messages; messages.version = lambda: '9.9.9'"
+    odd = "from commlayer.cluster.calls import messages; messages.version = lambda: '9.9.9'"
     processes = []
     for number, (program, codec) in enumerate((("", "fp16()"), (odd, "bf16()"))):
         plan = Plan("job", (Bucket(0, (Slice(0, 0, 8),), "service", codec, 0),), 1)

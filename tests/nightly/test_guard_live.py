@@ -144,7 +144,7 @@ def test_under_the_automatic_plan_the_guard_acts_until_the_script_requests_a_pla
 
 
 def compare(run: Run, codec: str) -> dict[str, Any]:
-    """The comparisons of a few steps, and what they should have been, computed from the gradients themselves."""
+    """The comparisons of a few steps, and the expected ones, computed from the gradients themselves."""
     quality.TIME_PART = 1e9
     model = mlp()
     wrapped = run.wrap(model)
@@ -277,7 +277,7 @@ def test_planner_stays_above_the_floor_and_within_the_budget(tmp_path: Path) -> 
 # ---- the guard of an automatic plan without a budget compares gradients with the usual ones, and does not judge the loss
 
 def doubling(run: Run, requested: bool) -> Any:
-    """What was said, codecs, and the guard's time, where a loss doubles under a plan found by itself or asked for."""
+    """Log lines, codecs, and the guard's time when the loss doubles under an automatic or a requested plan."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy, "TIME_PART", 1e9)
         logging.getLogger("commlayer").setLevel(logging.ERROR)

@@ -25,7 +25,7 @@ WORLD = 2
 
 
 def passes(run: Run, overlap: str | None) -> dict[str, Any]:
-    """When each backward pass began and ended, and the end that an observer sees. In some steps it reads sums."""
+    """When each backward pass began and ended, and the end that an observer records. In some steps it reads sums."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = commlayer.attach(model, optimizer, compression="fp16()", sync=overlap, config=rank_pool.quick(servers="each"))

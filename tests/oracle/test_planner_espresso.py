@@ -46,7 +46,7 @@ def test_tensors_before_a_gap_are_identified() -> None:
 
 
 class Toy:
-    """Random tensors with options of a shape that compression has: less to send, some time to code on a lane."""
+    """Random tensors with options shaped like compression: fewer bytes, some time to encode on a lane."""
 
     def __init__(self, seed: int, count: int, sizes: int) -> None:
         draw = random.Random(seed)

@@ -253,8 +253,8 @@ def test_plan_for_a_gpu_model_runs_on_the_gpu(bps: float, cuda: bool) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_server_nodes_are_numbered_after_the_present_sites(world: int) -> None:
     """Three sites registered, so servers got the next numbers; since then one site has left, or another has replaced it."""
-    view = Epoch(5, (), (ServerInfo(0, "a", 3), ServerInfo(1, "b", 4), ServerInfo(2, "b", 4)))
-    simple_namespace: Any = SimpleNamespace(uplink=SimpleNamespace(view=view), elastic=True, world=world)
+    epoch = Epoch(5, (), (ServerInfo(0, "a", 3), ServerInfo(1, "b", 4), ServerInfo(2, "b", 4)))
+    simple_namespace: Any = SimpleNamespace(uplink=SimpleNamespace(epoch=epoch), elastic=True, world=world)
     nodes = server_nodes_of(simple_namespace)
     assert nodes == [world, world + 1, world + 1]
     cluster = cluster_of(LINKS[:world], ROWS_REPLAN[:world], INSIDE, nodes)

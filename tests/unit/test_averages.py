@@ -90,7 +90,7 @@ class Script:
         self.add(slice(1))
 
     def grad_only(self) -> None:
-        """A gradient that is computed and added nowhere."""
+        """A gradient that is computed and accumulated nowhere."""
         torch.autograd.grad(sum(p.sum() for p in self.parameters), self.parameters)
 
     def settle(self) -> None:

@@ -138,7 +138,7 @@ def spellings(depth: int) -> list[str]:
 
 
 def refusal(text: str) -> str:
-    """Why a spelling is refused; empty if it is not."""
+    """Why a specification is refused; empty if accepted."""
     try:
         parse(text)
     except ValueError as error:
@@ -164,8 +164,8 @@ def seeded(codec: Codec) -> kit.Cluster:
     return cluster
 
 
-def owed_after(codec: Codec, steps: int = 4, bad: int = 2) -> torch.Tensor:
-    """What the steps put in, less what came out and what is kept; step `bad` is not finite, undone, and puts in nothing."""
+def imbalance(codec: Codec, steps: int = 4, bad: int = 2) -> torch.Tensor:
+    """Input of the steps minus output and residual; step `bad` is not finite, undone, and has no input."""
     cluster, put, got = seeded(codec), torch.zeros(700, dtype=torch.float64), torch.zeros(700, dtype=torch.float64)
     for step in range(steps):
         xs = [kit.noise(700, 10 * step + i) * (1 + i) for i in range(WORKERS)]
@@ -187,7 +187,7 @@ def owed_after(codec: Codec, steps: int = 4, bad: int = 2) -> torch.Tensor:
 def test_accepted_codecs_sum_and_skip_steps(codec: Codec) -> None:
     assert parse(str(codec)) == codec
     assert not codec.biased
-    lost = owed_after(codec)
+    lost = imbalance(codec)
     if str(codec).startswith("error_feedback"):
         assert float(lost.abs().max()) < 2e-3
 
@@ -195,7 +195,7 @@ def test_accepted_codecs_sum_and_skip_steps(codec: Codec) -> None:
 @pytest.mark.parametrize("down", ["int8(block=64)", "topk(ratio=1.0, values='fp32')", "topk(ratio=0.3)"])
 @pytest.mark.parametrize("up", ["topk(ratio=0.2)", "momentum(int8(block=64))"])
 def test_wrapped_codec_up_and_another_codec_down(up: str, down: str) -> None:
-    lost = owed_after(two_way(wrap(parse(up)), wrap(parse(down))))
+    lost = imbalance(two_way(wrap(parse(up)), wrap(parse(down))))
     if "momentum" not in up and "dgc" not in up:
         assert float(lost.abs().max()) < 1e-4
 

@@ -41,7 +41,7 @@ BARRIER_S = 20.0
 
 
 class World:
-    """What ranks share: a barrier that checks that all call the same, and the state of the made-up cluster."""
+    """Shared state of the ranks: a barrier that checks that all call the same, and the fabricated cluster."""
 
     def __init__(self, world: int, nodes: int = 0) -> None:
         self.world, self.refuses = world, False
@@ -166,7 +166,7 @@ class Job:
         """No process."""
 
     def limits(self) -> None:
-        """It tries the script's optimizer and restores the random state of all threads."""
+        """Runs the script's optimizer and restores the random state of all threads."""
         assert self.rank == 0
         assert threading.current_thread() is self.thread
 
@@ -194,7 +194,7 @@ def together(world: World, script: Callable[[Job], None], **options: Any) -> lis
 
 
 def warm(job: Job, *, rows: int = SETTLED) -> None:
-    """All know the links and usual step times."""
+    """All have the links and usual step times."""
     job.step(times=FIRST_PLANNING)
     job.controller.settle(5.0)
     job.step(times=rows + 1)

@@ -112,7 +112,7 @@ ALL = [line for page in PAGES for line in lines_of(page.name, page.read_text("ut
 
 
 def problem_of(line: Line) -> str:
-    """Why the program would not take it; empty where it does."""
+    """Why the program would reject it; empty if accepted."""
     return _of_bench(line) if line.program != "commlayer" else _of_commlayer(line)
 
 

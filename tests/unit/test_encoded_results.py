@@ -39,7 +39,7 @@ def bucket_of(codec: str, slices: tuple[Slice, ...], given: list[memoryview]) ->
 
 
 def result_of(bucket: EncodedBucket) -> memoryview:
-    """What a server might send: another payload of the same codec."""
+    """A possible server reply: another payload of the same codec."""
     other = EncodedBucket(bucket.planned, job(SHAPES), bucket.codec, torch.device("cpu"), 0)
     other.x.copy_(torch.linspace(-1, 2, other.numel))
     return memoryview(bytearray(other.coder.payload[: other.encode()]))
@@ -215,7 +215,7 @@ def large_rig(codec: str) -> Rig:
 
 
 def held(worker: Worker) -> bool:
-    """Whether something of the last step lies in the worker's buckets."""
+    """Whether the worker's buckets hold data of the last step."""
     return any(bool(bucket.x[PAGE:-PAGE].any()) for bucket in worker.buckets)
 
 
@@ -247,7 +247,7 @@ def planned(codec: str) -> tuple[Job, Plan]:
 
 
 def train(codec: str) -> tuple[list[torch.Tensor], list[bytes], list[Any]]:
-    """Averages of 6 steps, two of which are taken back, then each bucket's state on the server, and its sum."""
+    """Averages of 6 steps, two of them rolled back, then each bucket's state on the server, and its sum."""
     of, plan = planned(codec)
     with Rig(2, codec, of=of, plan=plan) as rig:
         def run(rank: int) -> list[torch.Tensor]:

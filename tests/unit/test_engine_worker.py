@@ -166,7 +166,7 @@ WHICH = {"none": lambda _: False, "some": lambda b: b % 3 == 1, "all": lambda _:
 
 
 def plan(codec: str, which: str, **changes: object) -> Plan:
-    """Small buckets: tensor 0 and tensor 5 are cut, so that they may be late in part."""
+    """Small buckets: tensor 0 and tensor 5 are cut, so that they may be stale in part."""
     result = default_plan(job(), codec=codec, path="service", servers=2, ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096)
     buckets = (msgspec.structs.replace(b, stale=WHICH[which](b.id), **changes) for b in result.buckets)
     return msgspec.structs.replace(result, buckets=tuple(buckets))

@@ -72,10 +72,10 @@ def test_store_survives_restarts(number: int, tmp_path: Path) -> None:
                 store.forget(2)
         journal = restarted(tmp_path, journal)
         assert (journal.recovered, journal.sites, journal.rows) == (RECORD, SITES, store.rows)
-        again = KvStore(HOMES, journal.rows.items())
-        assert again.nbytes == store.nbytes
-        journal.begin(SITES, again.rows)
-        store = again
+        recovered = KvStore(HOMES, journal.rows.items())
+        assert recovered.nbytes == store.nbytes
+        journal.begin(SITES, recovered.rows)
+        store = recovered
     assert {path.name.removeprefix(NAME) for path in tmp_path.iterdir()} <= {"", "-wal", "-shm"}
     assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
     journal.close()
@@ -87,7 +87,7 @@ def test_kill_loses_no_written_entry(room: bool, full: Any, tmp_path: Path) -> N
     program = f"""
 import os, signal
 from commlayer.cluster.membership.coordinator_journal import *
-from commlayer.cluster import sites
+from commlayer.cluster.membership import sites
 from commlayer.cluster.membership.kv_store import Row
 from commlayer.transport.handshake import RefusalLog
 journal = CoordinatorJournal({str(tmp_path)!r})
@@ -125,7 +125,7 @@ def test_unreadable_journal_is_removed(damage: str, tmp_path: Path, caplog: pyte
 
 @pytest.fixture
 def full() -> Iterator[Any]:
-    """What a full disk is: the system refuses to make a file larger."""
+    """A full disk: the system refuses to make a file larger."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -164,8 +164,8 @@ def test_journal_of_a_finished_job_is_deleted(tmp_path: Path) -> None:
 # ---- the sites' service
 
 
-class Meeting:
-    """A coordinator's service for sites, which is killed and started again."""
+class SiteService:
+    """A coordinator's service for sites, which is killed and restarted."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.now, self.door, self.lost = folder, 100.0, sites.AdmissionState("", 2, 2), dict[int, str]()
@@ -184,8 +184,8 @@ class Meeting:
         assert self.journal is not None
         self.journal.write(RECORD)
 
-    def again(self) -> None:
-        """As Coordinator takes a job up that has begun."""
+    def restart(self) -> None:
+        """As a coordinator resumes a job that has started."""
         self.start()
         self.service.begin()
 
@@ -202,16 +202,16 @@ def home(name: str, workers: int = 1) -> messages.Join:
 
 
 @pytest.fixture
-def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
+def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SiteService]:
     monkeypatch.setattr(messages, "version", lambda: "1.0")
     monkeypatch.setattr("commlayer.cluster.membership.rendezvous_service.version", lambda: "1.0")
-    result = Meeting(tmp_path)
+    result = SiteService(tmp_path)
     yield result
     assert result.journal is not None
     result.journal.close()
 
 
-def test_sites_keep_ranks_and_progress_and_nothing_counts_twice(meeting: Meeting) -> None:
+def test_sites_keep_ranks_and_progress_and_nothing_counts_twice(meeting: SiteService) -> None:
     every = [home("a", 2), home("b")]
     for one in every:
         assert meeting.service.register(one).error == ""
@@ -223,7 +223,7 @@ def test_sites_keep_ranks_and_progress_and_nothing_counts_twice(meeting: Meeting
     assert (meeting.ask("a", drop=(key("gone"),)).error, meeting.ask("b", add=(key("count"), 2, "again")).sum) == ("", 7)
     for number in range(3):
         meeting.now = 1000.0 * (number + 1)
-        meeting.again()
+        meeting.restart()
         assert meeting.service.staying(()), "their silence begins again"
         assert [meeting.service.register(one) for one in every] == before
         known = msgspec.structs.replace(every[0], meeting=before[0].meeting)
@@ -235,22 +235,22 @@ def test_sites_keep_ranks_and_progress_and_nothing_counts_twice(meeting: Meeting
     assert not meeting.service.staying(())
 
 
-def test_votes_of_an_ended_epoch_are_dropped(meeting: Meeting) -> None:
+def test_votes_of_an_ended_epoch_are_dropped(meeting: SiteService) -> None:
     meeting.service.register(home("a", 3))
     meeting.begin()
-    meeting.ask("a", put=((key("of 2"), b""),), epoch=2)
+    meeting.ask("a", put=((key("of 2"), b""),), generation=2)
     meeting.door = sites.AdmissionState("", 3, 3)
     meeting.ask("a", put=((key("of 3"), b""),))
-    meeting.again()
-    meeting.ask("a", put=((key("late"), b""),), epoch=2)
+    meeting.restart()
+    meeting.ask("a", put=((key("late"), b""),), generation=2)
     wanted = tuple(key(name) for name in ("of 2", "of 3", "late"))
     assert meeting.ask("a", want=wanted).values == (b"", b"", None)
     meeting.service.forget(3)
-    meeting.again()
+    meeting.restart()
     assert meeting.ask("a", want=wanted).values == (None, b"", None)
 
 
-def test_later_joins_and_leaves_are_journaled_and_ranks_are_unique(meeting: Meeting) -> None:
+def test_later_joins_and_leaves_are_journaled_and_ranks_are_unique(meeting: SiteService) -> None:
     every = [home("a"), home("b"), home("c")]
     for one in every:
         meeting.service.register(one)
@@ -258,13 +258,13 @@ def test_later_joins_and_leaves_are_journaled_and_ranks_are_unique(meeting: Meet
     meeting.service.register(msgspec.structs.replace(every[2], leave="it has had enough"))
     late = meeting.service.register(home("d"))
     assert (late.rank, late.joins) == (3, True)
-    meeting.again()
+    meeting.restart()
     assert meeting.service.register(home("d")) == msgspec.structs.replace(late, nodes=late.nodes)
     assert "has left: it has had enough" in meeting.service.register(every[2]).error
     assert "has left: it has had enough" in meeting.ask("a", want=(("never", 2),)).error
     assert meeting.ask("a", want=(("never", 2),), without=True).over
     assert meeting.service.register(home("e")).rank == 4
-    meeting.again()
+    meeting.restart()
     assert meeting.service.register(home("f")).rank == 5
     meeting.lost = {1: "died"}
     assert meeting.ask("b", put=((key("late"), b""),)).error == "worker 1: died [E-PEER-LOST]", "no more for a lost one"
@@ -352,7 +352,7 @@ class Member:
 
 
 def trained(codec: str, down: str, crash: Callable[[], bool]) -> tuple[list[bytes], int]:
-    """All results, and how often the server was lost. Some steps are taken back, so servers must, too."""
+    """All results, and how often the server was lost. Some steps are rolled back, also by the servers."""
     plan = default_plan(JOB, codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=64, cut_nbytes=4096)
     import msgspec
 
@@ -450,7 +450,7 @@ def test_bucket_older_than_its_members_starts_fresh_and_logs_it(caplog: pytest.L
 
 @contextlib.contextmanager
 def files_up_to(nbytes: int) -> Iterator[None]:
-    """What a full disk is: the system refuses to make a file larger."""
+    """A full disk: the system refuses to make a file larger."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:

@@ -152,7 +152,7 @@ MISSING = [("crl.pem", "list"), ("crl.pem", "add gpu-9"), ("ca.pem", "revoke gpu
 
 
 def told(ca: Path, command: str) -> str:
-    """The line; nothing has changed."""
+    """The error line; nothing has changed."""
     before = sorted(map(str, ca.rglob("*")))
     with pytest.raises(ValueError, match=r".") as caught:
         CliRunner().invoke(app, ["keys", *command.split(), "--dir", str(ca)], catch_exceptions=False)

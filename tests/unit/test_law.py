@@ -57,7 +57,7 @@ def equal(step: int) -> list[float]:
 
 
 class Event(NamedTuple):
-    """What goes on in a few steps, the same for all codecs."""
+    """What happens in a few steps, the same for all codecs."""
 
     weights: Callable[[int], list[float]] = equal
     total_known: bool = False
@@ -116,7 +116,7 @@ def rig(codec: str, *, late: bool = False, **fields: Any) -> kit.Rig:
 
 
 class Account:
-    """One rank's: by tensor, what was put in and what was applied, in float64."""
+    """One rank's account: by tensor, what was put in and what was applied, in float64."""
 
     def __init__(self) -> None:
         self.put = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
@@ -150,7 +150,7 @@ def happen(r: kit.Rig, codec: str, event: Event, first: int, accounts: list[Acco
 
 
 def save(r: kit.Rig) -> tuple[list[Any], list[dict[int, bytes]]]:
-    """As checkpoints/checkpoint.py: workers and servers behind one step, without what of it was not applied."""
+    """As checkpoints/checkpoint.py: workers and servers after one step, without what was not applied of it."""
     words, *_ = [worker.roll_back() for worker in r.workers]
     servers = []
     for core in r.sums:
@@ -212,17 +212,17 @@ def go(r: kit.Rig, codec: str, event: Event, first: int, steps: range, accounts:
             raise result
 
 
-def owed(r: kit.Rig) -> list[torch.Tensor]:
-    """By workers and servers, after all has been taken back that was not applied."""
+def residual_sums(r: kit.Rig) -> list[torch.Tensor]:
+    """Residuals of workers and servers, after everything that was not applied has been rolled back."""
     words = [worker.roll_back() for worker in r.workers]
     assert all(word == words[0] for word in words), "ranks must agree on what was not applied"
-    debts = [debt for worker in r.workers for bucket in worker.buckets for debt in bucket.ledger.residuals()]
+    rest = [debt for worker in r.workers for bucket in worker.buckets for debt in bucket.ledger.residuals()]
     for core in r.sums:
         for bucket, cell in core.cells.items():
             cell.ops.undo(words[0].get(bucket, 0))
-            debts += cell.ops.residuals()
+            rest += cell.ops.residuals()
     total = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
-    for debt in debts:
+    for debt in rest:
         total[debt.tensor].view(-1)[debt.start : debt.stop] += torch.as_tensor(debt.values).double()
     return total
 
@@ -233,11 +233,11 @@ def test_applied_plus_residual_equals_input(codec: str) -> None:
     wrapped: Codec = wrap(parse(codec))
     assert wrapped.keeps or codec == "identity()", "a lossy codec needs error feedback"
     with rig(codec) as r:
-        hold(r, codec)
+        check_law(r, codec)
 
 
 def most_put(accounts: list[Account]) -> float:
-    """The largest number, over all ranks, that was put in."""
+    """The largest input of all ranks."""
     sums = (torch.stack([account.put[t] for account in accounts]).sum(0) for t in range(len(SHAPES)))
     return max(float(each.abs().max()) for each in sums)
 
@@ -249,20 +249,20 @@ PLAN_WIDE = ["topk(0.05)", "topk(0.1, 'fp32')", "block_threshold(0.2)"]
 @pytest.mark.parametrize("codec", PLAN_WIDE)
 def test_law_holds_for_plan_wide_ratios_during_warmup(codec: str) -> None:
     with rig(codec, ratio_over="plan", warmup=3 * STEPS) as r:
-        hold(r, codec)
+        check_law(r, codec)
 
 
-def hold(r: kit.Rig, codec: str) -> None:
-    """All events one after the other; the account is made up after each."""
+def check_law(r: kit.Rig, codec: str) -> None:
+    """All events in sequence; the account is checked after each."""
     wrong = []
     accounts = [Account() for _ in range(WORLD)]
     for number, (name, event) in enumerate(EVENTS.items()):
         happen(r, codec, event, number * STEPS, accounts)
-        debts = owed(r)
+        rest = residual_sums(r)
         put = [torch.stack([account.put[t] for account in accounts]).sum(0) for t in range(len(SHAPES))]
         most = most_put(accounts)
         for t in range(len(SHAPES)):
-            error = float((WORLD * accounts[0].applied[t] + debts[t] - put[t]).abs().max())
+            error = float((WORLD * accounts[0].applied[t] + rest[t] - put[t]).abs().max())
             if error > 1e-5 * most:
                 wrong.append(f"{name}: tensor {t} is off by {error / most:.1e} of what was put in")
     assert not wrong, "\n".join(wrong)
@@ -293,7 +293,7 @@ def test_learning_rate_changes_conserve_the_update() -> None:
             return applied
 
         applied = kit.on_ranks(WORLD, body)[0]
-        residuals = owed(r)
+        residuals = residual_sums(r)
     for t, shape in enumerate(SHAPES):
         put = torch.zeros(shape)
         for step, rate in enumerate(rates):

@@ -314,7 +314,7 @@ def takes(nbytes: int) -> Any:
     return loss_of
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says how much memory was taken")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux reports the memory used")
 @pytest.mark.parametrize(("room", "sharing", "least", "most"), [
     (100 << 20, 1, 8, 30), (100 << 20, 4, 3, 8), (1 << 40, 1, 64, 64)])
 def test_cpu_trial_stops_before_memory_is_exhausted(

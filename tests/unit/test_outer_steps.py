@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.loopback import Hub
-from support.workers import Rig, ToldRows, on_ranks
+from support.workers import Rig, SharedRows, on_ranks
 from torch import nn
 
 from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
@@ -83,7 +83,7 @@ def trained(
                         cut_nbytes=cut_nbytes)
     plan = type(plan)(plan.job, plan.buckets, plan.servers, 1, local_steps=EVERY, fragments=fragments,
                       overlap="round" if overlap else "")
-    rows = ToldRows(world)
+    rows = SharedRows(world)
     with Rig(world, "", plan=plan, of=job) as rig:
         def body(rank: int) -> Any:
             parameters = [nn.Parameter(torch.zeros(shape[::-1]).t() if strided else torch.zeros(shape)) for shape in SHAPES]
@@ -180,7 +180,7 @@ WORLD, BUCKETS = 3, 8
 
 
 class TurnedHub(Hub):
-    """Pushes and results wait for `turn()`: then each worker's link carries one out, and one in from each server."""
+    """Pushes and results wait for `turn()`: then each worker's link carries one frame out, and one in from each server."""
 
     def __init__(self) -> None:
         super().__init__()

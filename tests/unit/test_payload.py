@@ -196,7 +196,7 @@ def test_fuzzer_covers_every_codec_and_round() -> None:
 def test_corpus_is_still_refused() -> None:
     """Each line by at least one reader, as when it was recorded."""
     for target, bad in fuzzing.read_corpus():
-        text = fuzzing.Stands(target).attack(bad)
+        text = fuzzing.FuzzStates(target).attack(bad)
         assert any(text), fuzzing.line_of(target, bad)
 
 
@@ -209,7 +209,7 @@ def test_new_damage_is_refused_or_decoded_equally_by_all_readers() -> None:
 def test_fuzzer_detects_a_faulty_reader(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that writes before it validates is a finding."""
     target = fuzzing.Target(kit.NAMED[name], (300,), 0)
-    stands = fuzzing.Stands(target)
+    stands = fuzzing.FuzzStates(target)
     good = fuzzing.stand(target).payloads[0]
     inner = target.codec.inner if "error_feedback" in str(target.codec) else target.codec
 

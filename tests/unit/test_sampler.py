@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.balance import Left, Noted
+from support.balance import FakeSession, LeftMembers
 from torch.utils.data import DataLoader, Dataset
 
 from commlayer.autotune.shares.driver import LoadBalancer
@@ -44,7 +44,7 @@ class Fleet:
         self.fields, self.batch, self.length = fields, sum(shares.values()), length
         self.samplers = {rank: self.make(rank, shares) for rank in shares}
         self.depths = depths
-        self.sessions = {rank: Noted() for rank in shares}
+        self.sessions = {rank: FakeSession() for rank in shares}
         self.loops: dict[int, Iterator[list[int]]] = {}
         self.shares = shares
 
@@ -116,7 +116,7 @@ def test_each_sample_once_for_any_schedule(data: st.DataObject) -> None:
                 old = fleet.shares
                 fleet.loops.clear()
                 fleet.samplers = {rank: fleet.make(rank, {0: batch}) for rank in ranks}
-                fleet.sessions = {rank: Noted() for rank in ranks}
+                fleet.sessions = {rank: FakeSession() for rank in ranks}
                 for sampler in fleet.samplers.values():
                     sampler.load_state_dict(states[0])
                 ended = [sampler._trained.is_finished() for sampler in fleet.samplers.values()]
@@ -158,7 +158,7 @@ def test_last_step_is_proportionally_short_or_dropped() -> None:
 
 def test_small_batches_repeat_samples_evenly_with_their_true_weight() -> None:
     sampler = Sampler(9, 8, shares=[5, 3], rank=0, least=2, shuffle=False)
-    session = Noted()
+    session = FakeSession()
     batches = [(list(own), session.n) for own in sampler.follow(sampler, session)]
     assert batches == [([0, 1, 2, 3, 4], 5.0), ([8, 8], 1.0)]
     idle = Sampler(9, 8, shares=[5, 3], rank=1, least=2, shuffle=False)
@@ -183,7 +183,7 @@ def test_weights_of_micro_batches_sum_to_one() -> None:
 
 
 def test_token_weights_come_from_the_batch() -> None:
-    class Accumulating(Noted):
+    class Accumulating(FakeSession):
         def no_sync(self) -> Any:
             import contextlib
 
@@ -220,7 +220,7 @@ def test_with_dataloader_workers() -> None:
 def test_step_counts_once_it_is_averaged() -> None:
     """A script that stops or saves between a batch and its backward pass has not trained that batch."""
 
-    class Counting(Noted):
+    class Counting(FakeSession):
         steps = 0
 
         def metrics(self) -> dict[str, float]:
@@ -308,7 +308,7 @@ def test_loaders_that_cannot_reassign_samples_are_refused_before_training(
     workers = 16 if len(members) == 2 else 0
     loader = DataLoader(Numbers(), batch_sampler=sampler, num_workers=workers, prefetch_factor=4 if workers else None)
     with pytest.raises(ValueError, match=text):
-        next(iter(sampler.follow(loader, Left(members))))
+        next(iter(sampler.follow(loader, LeftMembers(members))))
     assert (sampler.drawn, sampler.step) == (0, 0)
 
 
@@ -332,9 +332,11 @@ class EarlyLoader:
         yield from held
 
 
-class Home(Noted):
-    """A worker and its session, which stands where its job does as soon as it comes to know. `batch` is what it is at; it has
-    none once its epochs are over."""
+class Home(FakeSession):
+    """A worker and its session, which enters the job's epoch as soon as it learns of it.
+
+    `batch`: its current batch; none once its epochs are over.
+    """
 
     total: float | None = None
 
@@ -362,7 +364,7 @@ class Home(Noted):
         self.n, self.total = n, total
 
     def look(self) -> None:
-        """It has made the exchanges that were due."""
+        """It has made the due exchanges."""
         self.members, self.carried = self.job.members, self.job.carried
         self.gone |= self.job.parted
 
@@ -387,7 +389,7 @@ class Home(Noted):
 
 
 class Job:
-    """Steps of all who are there. `learnt` is what is in weights that all have."""
+    """Steps of all present workers. `learnt`: samples in the weights of all."""
 
     def __init__(self, lead: int, shares: Sequence[int] | None = None, every: int = 1, *, overlap: bool = False) -> None:
         self.lead, self.shares, self.ids, self.every, self.overlap = lead, shares, 3, every, overlap
@@ -398,7 +400,7 @@ class Job:
         self._under_way, self._come = False, False
 
     def step(self, event: str, which: int) -> None:
-        """`event`: what happens in it."""
+        """What each worker trains in the next step; None at the end of the epoch, which is the same for all."""
         if "dies" in event and len(self.homes) > 1:
             del self.homes[which % len(self.homes)]
         self._come |= "comes" in event
@@ -448,7 +450,7 @@ class Job:
             home.sent, home.since = home.since, []
 
     def _merge(self) -> None:
-        """Of those who are left."""
+        """Among the remaining workers."""
         present = tuple(home.own for home in self.homes)
         self.parted |= {member: self.carried for member in self.members if member not in present}
         self.members, self.carried, self._under_way = present, self._begun, False
@@ -473,7 +475,7 @@ class Job:
 
 
 def trained(job: Job, events: dict[int, tuple[str, int]]) -> None:
-    """To the end, with each sample once in what all have learnt."""
+    """Runs to the end; each sample is learnt once."""
     step = 0
     while not job.over:
         job.step(*events.get(step, ("", 0)))
@@ -530,7 +532,7 @@ def test_joining_worker_gets_an_equal_part(shares: dict[int, int], come: list[in
 
 
 def test_local_steps_are_supported_but_not_with_balanced_shares() -> None:
-    sampler, session = Sampler(40, 8, rank=0, shares=[4, 0, 4]), Noted()
+    sampler, session = Sampler(40, 8, rank=0, shares=[4, 0, 4]), FakeSession()
     loop = sampler.follow(sampler, session)
     next(loop)
     session.plan = Plan("", (), local_steps=4)
@@ -549,12 +551,12 @@ def test_resume_between_exchanges_still_reassigns_samples_of_lost_workers() -> N
     """Two of three steps are local and no exchange has included them."""
     before = [Sampler(400, 4, rank=rank, world=2, shuffle=False) for rank in range(2)]
     for sampler in before:
-        session = Left((0, 1))
+        session = LeftMembers((0, 1))
         for step, _ in enumerate(loop := sampler.follow(sampler, session), start=1):
             session.step, session.carried = step, 1
             if step == 3:
                 loop.close()
-    sampler, session = Sampler(400, 4, rank=0, world=2, shuffle=False), Left((0, 1))
+    sampler, session = Sampler(400, 4, rank=0, world=2, shuffle=False), LeftMembers((0, 1))
     sampler.load_state_dict(before[0].state_dict())
     session.carried, seen = -2, list[int]()
     session.parted = lambda member: -2  # type: ignore[method-assign]

@@ -466,7 +466,7 @@ def slowest_s(split: Split) -> float:
 
 
 def drive(simplex: Simplex, cost: Callable[[Split], float]) -> list[Split]:
-    """The splits that it asked for."""
+    """The splits that the search requested."""
     results = []
     while not simplex.done:
         results.append(simplex.ask())
