@@ -2,14 +2,14 @@
 # Needs Python 3.11+ with headers, git, make and a C++ compiler.
 PYTHON ?= python3
 BIN := .venv/bin
-# Tests start some hundred processes: without byte code each compiles the package anew, and each of pytest's workers all tests.
+# Tests start hundreds of processes. Without byte code each would compile the package again, and each pytest worker all tests.
 unexport PYTHONDONTWRITEBYTECODE
-# An editable install keeps a list of the modules there are: another set of them is another install.
+# An editable install contains a list of all modules, so a new module needs a new install.
 MODULES := $(shell find commlayer -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1)
 STAMP := .venv/.commlayer-ready-$(MODULES)
-# Tests that measure links and speeds, which they would share with others beside them. All others pass on a machine that is busy;
-# many wait for processes and deadlines, so three go at a time, in the order of their names, which has no long file last. What takes
-# a worker of pytest's down is tried again with the next one: thrice, and not for an hour.
+# These tests measure links and speeds and run alone. All others pass on a busy machine. Many wait for processes and deadlines, so
+# three files run in parallel, in the order of their names, which has no long file last. A test that kills its pytest worker is
+# repeated by a new one, at most three times.
 ALONE := $(wildcard tests/nightly/test_lab_*.py) $(addprefix tests/nightly/test_,autoplan_links.py comm_cost_live.py \
 	shares_live.py balancing_example.py)
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 3
@@ -32,11 +32,11 @@ $(STAMP)-recipes: $(STAMP)
 demo: setup
 	$(BIN)/commlayer demo
 
-# What a commit needs, in some 8 minutes on 2 cores: all but the tests marked `nightly` (tests/conftest.py).
+# The check before each commit, about 6 minutes on 2 cores: all tests except those marked `nightly` (tests/conftest.py).
 test: setup lint types
 	$(BIN)/python -m pytest $(PARALLEL) -m "not nightly" $(addprefix --ignore=,$(ALONE)) tests
 
-# Everything. Without the frameworks (no network) the tests of recipes are skipped, and say why.
+# All tests. Without network the frameworks cannot be installed, and their tests are skipped with this reason.
 test-all: test
 	-@$(MAKE) -s $(STAMP)-recipes
 	$(BIN)/python -m pytest $(PARALLEL) -m nightly $(addprefix --ignore=,$(ALONE)) tests
@@ -48,11 +48,11 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# docs/how-to/frameworks.md: commlayer.integrations and examples with Accelerate, transformers, TRL and Lightning, 300 MB of packages
+# docs/how-to/frameworks.md: commlayer.integrations and examples with Accelerate, transformers, TRL and Lightning (300 MB)
 recipes: $(STAMP)-recipes
 	$(BIN)/python -m pytest -rs tests/nightly/test_recipes_*.py
 
-# CONTRIBUTING.md: source archive and wheel in dist/, checked; cibuildwheel makes those for other versions and processors
+# CONTRIBUTING.md: builds and checks source archive and wheel in dist/. cibuildwheel builds wheels for other Pythons and CPUs.
 wheels: setup
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "commlayer[release]"
 	rm -rf dist
@@ -62,7 +62,7 @@ wheels: setup
 	! ls dist/*-abi3-*.whl 2>/dev/null || $(BIN)/python -m abi3audit --strict dist/*-abi3-*.whl
 	$(BIN)/python -m pytest tests/nightly/test_release.py
 
-# docs/benchmarks.md: other projects' systems for `bench tta`, each in an environment of its own, 2 GB
+# docs/benchmarks.md: other systems for `bench tta`, each in a separate environment (2 GB)
 RIVALS := torchft==0.2.0 hivemind==1.1.12
 rivals: $(foreach rival,$(RIVALS),.rivals/$(rival))
 
@@ -72,7 +72,7 @@ rivals: $(foreach rival,$(RIVALS),.rivals/$(rival))
 	.rivals/$(firstword $(subst ==, ,$*))/bin/python -c "import $(firstword $(subst ==, ,$*))"
 	@touch $@
 
-# The CUDA sources for every target (needs nvcc, no GPU).
+# Compiles the CUDA sources for every target. Needs nvcc, but no GPU.
 cuda: setup
 	COMMLAYER_CUDA_TARGETS="75 80 86 89 90 100 120" $(BIN)/python -m pytest tests/nightly/test_cuda_codecs.py -k compile
 
@@ -80,18 +80,17 @@ cuda: setup
 bench: setup
 	$(BIN)/python -m bench $(NAME)
 
-# A handful of ratios beside those in bench/data/expected.json: fails where one has become worse. Before an issue is resolved.
+# Measures a few ratios and fails if one is worse than in bench/data/expected.json. Run it before an issue is resolved.
 bench-check: setup
 	$(BIN)/python -m bench check
 
-# make fuzz SECONDS=3600: property tests over new cases; damaged payloads, under sanitizers where the compilers have them
+# make fuzz SECONDS=3600: property tests on new cases, and damaged payloads, with sanitizers if the compiler has them
 SECONDS ?= 300
 fuzz: setup
 	$(BIN)/python -m pytest -q -n 2 -m hypothesis --hypothesis-profile=new
 	$(BIN)/python tests/nightly/fuzz.py --seconds $(SECONDS)
 
-# the pages in docs/reference that come from the code
-# Writes the pages and tables that come from the code, and builds the site in build/site. Needs no network once it is installed.
+# Generates pages and tables from the code, and builds the documentation in build/site. Needs no network once installed.
 docs: $(STAMP)-docs
 	$(BIN)/python docs/codec_table.py docs/reference/codecs.md
 	$(BIN)/python docs/verdicts.py docs/explanation/should-i-use-it.md

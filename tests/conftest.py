@@ -1,6 +1,7 @@
-"""Property tests try the same cases in every run, so that a red run blames its own change; `make fuzz` tries new ones.
+"""Settings of all tests. Property tests use the same cases in every run, so a failure is due to the change under test.
+`make fuzz` uses new cases.
 
-A test that is skipped tests nothing, so what may be skipped is listed here, and any other reason fails the run.
+Only the reasons listed here allow a test to be skipped. Any other reason fails the run.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from support.sites import Sites
 from commlayer import native
 from commlayer.config import quiet_grpc
 
-# Scripts that tests start import `support`, too.
+# Scripts started by tests import `support`, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]))
 
-# Before torch and numpy are loaded. The tensors here are small, and where several tests share the cores, threads that wait for
-# each other's part of a product spin: most of the time of such a test. Child processes inherit it; torchrun sets the same.
+# Before torch and numpy are imported. Tensors in tests are small; with several tests per core, OpenMP threads would spend most
+# of the time spinning. Child processes inherit it; torchrun sets the same.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if native.core is None:  # all codecs then run on the oracle's kernels
+if native.core is None:  # all codecs run on the oracle's kernels
     from oracle import codec_kernels
 
     from commlayer.compressors import kernels
@@ -36,29 +37,29 @@ if native.core is None:  # all codecs then run on the oracle's kernels
 
 quiet_grpc()  # some tests import grpc first
 
-# Timing decides no test: a machine that is busy may take a second for a case.
+# A busy machine may take a second for a case, so cases have no deadline.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("new", derandomize=False, deadline=None)
 settings.load_profile("same")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As in a job in a shell's background. Children would ignore it, too, and some tests press Ctrl-C.
+    # A background job of a shell ignores SIGINT, and so would its children, to which some tests send it.
     with contextlib.suppress(ValueError):  # not on the main thread
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MACHINE = (
-    r"there is no GPU", r"pinned memory needs a GPU", r"no nvcc", r"this CPU cannot flush denormals", r"no default route",
-    r"needs aarch64-linux-gnu-g\+\+", r"there is no clang\+\+", r"only Linux says", r"needs Linux's /proc",
-    r"sockets are paced on Linux only", r"interfaces are told as Linux tells them", r"the WAN lab needs",
+    r"pinned memory needs a GPU", r"no nvcc", r"this CPU cannot flush denormals", r"no default route",
+    r"needs aarch64-linux-gnu-g\+\+", r"there is no clang\+\+", r"only Linux reports",
+    r"sockets are paced on Linux only", r"the WAN lab needs",
     r"which `make recipes` installs", r"chromium is not installed",
 )
-"""Reasons in the machine or its network that nobody mends by installing something from the project's own files."""
+"""Reasons that no installation from the project's own files removes: hardware, operating system, network."""
 TOOLS = (
     r"no C\+\+ compiler", r"the compiler has no sanitizer runtime", r"needs .* to build", r"without the native core",
     r"the native core is not built", r"built without the native core", r"without a compiler", r"no native core",
     r"matplotlib", r"is not installed",
 )
-"""Reasons that setting up mends. REQUIRE_TOOLS=1, as continuous integration sets it, allows none of them."""
+"""Reasons that `make setup` and packages remove. With REQUIRE_TOOLS=1, as in continuous integration, they fail the run."""
 
 _skipped: Counter[str] = Counter()
 
@@ -72,9 +73,9 @@ def sites() -> Iterator[Sites]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks `nightly` what `make test` leaves to `make test-all`.
+    """Marks the tests that only `make test-all` runs as `nightly`.
 
-    These are three folders, and of a test that is marked `commit(N)`, wherever it is, all but N cases.
+    These are the tests of three folders, and all but N cases of a test marked `commit(N)` in any folder.
     """
     tables: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -87,7 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert mark is not None
         (count,) = mark.args
         per_case = max(len(cases) // count, 1)
-        # Evenly spread, and one further each time: of a table of scripts x ways, each way with another script.
+        # Evenly spread and shifted by one each time: in a table of scripts x modes, each mode gets a different script.
         kept = {n * len(cases) // count + n % per_case for n in range(min(count, len(cases)))}
         for n, item in enumerate(cases):
             if n not in kept:
@@ -116,4 +117,4 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reason in _forbidden():
-        terminalreporter.write_line(f"ERROR: {_skipped[reason]} skipped, which tests/conftest.py does not allow: {reason}")
+        terminalreporter.write_line(f"ERROR: {_skipped[reason]} tests were skipped for a reason that is not allowed: {reason}")

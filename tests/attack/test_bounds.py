@@ -1,7 +1,7 @@
-"""What 100 kB from one member or stranger may cost a server, for each message and kind of frame there is.
+"""The cost limit of 100 kB from one member or stranger, for each message and frame kind.
 
-BOUNDS has an entry for each of them, and a message without an entry fails. The messages that are sent are generated from the
-types of the records: texts, bytes and lists of 100 kB, numbers at the ends of their ranges, many small ones, malformed ones.
+BOUNDS has an entry for each, and a message without an entry fails. The messages are generated from the types of the records:
+texts, bytes and lists of 100 kB, extreme numbers, many small ones, malformed ones.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ each of them; what an allocator once had it may keep."""
 
 
 class Bound(NamedTuple):
-    """What 100 kB of a message may cost the server, beside what the job needs. The job of these tests needs some kB."""
+    """What 100 kB of a message may cost the server, beyond what the job needs. The job of these tests needs some kB."""
 
     memory_nbytes: int = 1 << 20
     """What the server has grown by afterwards, each time."""
@@ -103,7 +103,7 @@ def methods() -> dict[str, type[Record]]:
 
 
 @pytest.mark.commit(1)
-def test_each_message_and_frame_has_a_bound() -> None:
+def test_every_message_and_frame_has_a_bound() -> None:
     modules = messages, handshake, enrolment_messages, summation_server
     there = {one for module in modules for one in vars(module).values()
              if isinstance(one, type) and issubclass(one, Record) and one.__module__ == module.__name__}
@@ -192,7 +192,7 @@ def answered_s(honest: HonestMember, limit_s: float) -> float:
 
 
 def quiet(victim: Victim) -> None:
-    """Waits until the server does nothing more than it does all the time."""
+    """Waits until the server does nothing more than in its idle state."""
     until, before = time.monotonic() + MOST_QUIET_S, -1.0
     with contextlib.suppress(OSError):  # it has ended
         while time.monotonic() < until and (now := victim.usage().cpu_s) - before > 0.25 * QUIET_S:
@@ -220,8 +220,10 @@ MESSAGES = ["Challenge", "Join", "PlanPart", "Heartbeat", "Leave", "KvRequest", 
 
 
 def bases(name: str, hostile: HostileMember) -> list[Mapping[str, Any]]:
-    """Fields with which a message reaches the code behind the first checks. Those of Leave and Join are of nobody: a member may
-    end its own part of the job."""
+    """Fields with which a message passes the first checks.
+
+    Those of Leave and Join name no member: a member may end its own part of the job.
+    """
     own = msgspec.to_builtins(hostile.request)
     site = msgspec.to_builtins(messages.site_request(1))
     own_plan = records.encode(PLAN)
@@ -236,7 +238,7 @@ def bases(name: str, hostile: HostileMember) -> list[Mapping[str, Any]]:
 @pytest.mark.timeout(900)
 @pytest.mark.commit(1)
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_call_of_a_member(name: str, job: Job) -> None:
+def test_calls_of_a_member(name: str, job: Job) -> None:
     bound, method, record = BOUNDS[f"{name} of a member"], name, None
     for one, kind in methods().items():
         if kind.__name__ == name:
@@ -254,7 +256,7 @@ def test_a_call_of_a_member(name: str, job: Job) -> None:
 
 
 def ask(job: Job, method: str, data: bytes, _turn: int = 0) -> None:
-    """One call, whatever comes of it."""
+    """One call, with any outcome."""
     with contextlib.suppress(Exception):
         job.hostile.call(method, data, 10.0)
 
@@ -325,12 +327,12 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.commit(1)
-def test_each_field_of_the_header_has_extreme_values() -> None:
+def test_every_header_field_is_tested_with_extreme_values() -> None:
     assert {*NUMBERS, "kind"} == set(Header._fields)
 
 
 class Sent(NamedTuple):
-    """A frame. `nbytes`: what its header says of the body's size, if not the truth. `times`: how often it is sent."""
+    """A frame. `nbytes`: the body size claimed by its header, if not the true one. `times`: how often it is sent."""
 
     label: str
     header: Header
@@ -346,7 +348,7 @@ def honest_frame(kind: Kind, hostile: HostileMember) -> tuple[Header, bytes]:
 
 
 def sizes(header: Header, body: bytes) -> Iterator[Sent]:
-    """Frames of a kind by their number and by the size of their body."""
+    """Frames of a kind by their number and body size."""
     times = TOTAL_NBYTES // (framing.HEADER_NBYTES + len(body))
     yield Sent("honest", header, body)
     yield Sent("many", header, body, times=times)
@@ -381,8 +383,10 @@ def contents(header: Header, body: bytes) -> Iterator[Sent]:
 @pytest.mark.commit(1)
 @pytest.mark.parametrize("name", FRAMES)
 def test_frames_of_a_member(name: str, job: Job) -> None:
-    """Their answers are not read, except whether the server has taken a plan: then only the next generation is new to it. Of a
-    kind that the server takes from nobody the header does not matter."""
+    """Replies are read only for whether the server has accepted a plan: only then is the next generation new to it.
+
+    For a frame kind that the server accepts from no peer the header does not matter.
+    """
     bound, (header, body) = BOUNDS[f"{name} of a member"], honest_frame(Kind[name], job.hostile)
     job.check(bound, "honest", job.send, Sent("honest", header, body))
     taken = not job.over
@@ -415,8 +419,8 @@ def greetings(name: str) -> Iterator[tuple[str, bytes]]:
     yield "another kind", before + framed(Kind.PUSH, bytes(TOTAL_NBYTES))
 
 
-def tell(job: Job, data: bytes, _turn: int) -> None:
-    """Sends it on a connection of its own, and waits until the server ends that, at most a second."""
+def greet(job: Job, data: bytes, _turn: int) -> None:
+    """Sends it on a new connection, and waits at most a second until the server closes the connection."""
     address = host_port(job.victim.data_address)
     with contextlib.suppress(OSError), socket.create_connection(address, WAIT_S, ("127.0.0.3", 0)) as sock:
         sock.sendall(data)
@@ -427,15 +431,15 @@ def tell(job: Job, data: bytes, _turn: int) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["Hello", "Proof"])
-def test_a_greeting_of_a_stranger(name: str, job: Job) -> None:
+def test_greetings_of_a_stranger(name: str, job: Job) -> None:
     bound = BOUNDS[f"{name} of a stranger"]
     for label, data in greetings(name):
-        job.check(bound, label, tell, job, data)
+        job.check(bound, label, greet, job, data)
     assert job.failed == [], "\n".join(job.failed)
 
 
 @pytest.mark.timeout(900)
-def test_a_call_of_a_stranger(job: Job) -> None:
+def test_calls_of_a_stranger(job: Job) -> None:
     """Calls without a proof, of every method."""
     bound = BOUNDS["Challenge of a stranger"]
     for method in (*methods(), CHALLENGE):
@@ -453,8 +457,8 @@ def ask_unproved(job: Job, method: str, nbytes: int, count: int, _turn: int) -> 
 
 
 @pytest.mark.timeout(900)
-def test_an_enrolment_of_a_stranger(tmp_path: Path) -> None:
-    """After the handshake, in which the server shows its certificate and asks for none."""
+def test_enrolments_of_a_stranger(tmp_path: Path) -> None:
+    """After the handshake, in which the server shows its certificate and requests none."""
     folders = Folders(tmp_path)
     job = InvitingJob(folders)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,5 +1,6 @@
-"""Strangers that flood a port, and members that open more calls and connections than a job: others go on, and the server stays
-small. Members come from 127.0.0.1, strangers from other addresses."""
+"""Strangers that flood a port, and members that open more calls and connections than a job needs: other members continue, and
+the server stays small. Members connect from 127.0.0.1, strangers from other addresses.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ def job(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     ("control", "enrol", "127.0.0.2", 500.0), ("control", "garbage", "127.0.0.2", 5000.0), ("control", "tls", MANY, 5000.0),
     ("data", "tls", MANY, 5000.0), ("control", "hold", "127.0.0.2", 300.0), ("control", "trickle", "127.0.0.2", 300.0),
 ])
-def test_a_flood_of_connections_delays_no_member(job: Job, port: str, how: str, source: str, rate: float) -> None:
+def test_flood_of_connections_delays_no_member(job: Job, port: str, how: str, source: str, rate: float) -> None:
     address = job.victim.address if port == "control" else job.victim.data_address
     attempts = (job.fresh_call, job.enrol) if port == "control" else (job.dial,)
     usages, times_s = [job.before], list[float]()
@@ -122,8 +123,8 @@ def test_a_flood_of_connections_delays_no_member(job: Job, port: str, how: str, 
 
 
 @pytest.mark.nightly
-def test_a_member_on_a_slow_line_joins_during_a_flood(job: Job) -> None:
-    """Its round trip is 300 ms, and bytes of its handshake come half a second late, as after a loss."""
+def test_member_on_a_slow_link_joins_during_a_flood(job: Job) -> None:
+    """Its round trip is 300 ms, and bytes of its handshake arrive half a second late, as after a loss."""
     with Relay(0.15) as relay, Stranger(job.victim.data_address, "hold", source="127.0.0.2", rate=5000.0), \
             Stranger(job.victim.address, "hold", source="127.0.0.2", rate=5000.0):
         port = host_port(job.victim.data_address)[1]
@@ -133,7 +134,7 @@ def test_a_member_on_a_slow_line_joins_during_a_flood(job: Job) -> None:
     job.check(job.victim.usage())
 
 
-def test_the_log_of_a_flood_is_short(job: Job) -> None:
+def test_log_of_a_flood_is_short(job: Job) -> None:
     with Stranger(job.victim.address, "hold", source="127.0.0.2", rate=5000.0):
         time.sleep(FLOOD_S)
     dropped = [line for line in job.victim.lines if " dropped: " in line]
@@ -211,20 +212,20 @@ def test_without_keys_calls_are_limited_by_address() -> None:
     ("ipv4:192.0.2.7:4433", "192.0.2.7:4433", "192.0.2.7"),
     ("ipv6:%5B2001:db8:1:2::9%5D:4433", "[2001:db8:1:2::9]:4433", "2001:db8:1:2::/64"),
 ])
-def test_grpcs_names_of_peers_are_understood(peer: str, address: str, source: str) -> None:
+def test_peer_names_of_grpc_are_parsed(peer: str, address: str, source: str) -> None:
     assert GrpcPort(None, "127.0.0.1", 0, lambda *_: None)._caller_of(peer) == (address, source, None)
 
 
 @pytest.mark.commit(1)
 @pytest.mark.parametrize("timeout_s", [None, MAX_CALL_S + 10.0])
-def test_a_call_needs_a_deadline(job: Job, timeout_s: float | None) -> None:
+def test_calls_need_a_deadline(job: Job, timeout_s: float | None) -> None:
     codes = run_on_loop(hang(job.victim.address, Keys(job.folders.second), 1, 3, timeout_s), 2 * WAIT_S)
     assert codes == {grpc.StatusCode.INVALID_ARGUMENT: 3}
 
 
 @pytest.mark.nightly
 def test_calls_of_a_member_are_counted_until_they_end(job: Job) -> None:
-    """More than a member may have at once, one after the other."""
+    """In sequence a member may make more calls than it may have open at once."""
     keys = Keys(job.folders.second)
     for _ in range(2):
         codes = run_on_loop(hang(job.victim.address, keys, 7, 60, 0.5), 2 * WAIT_S)
@@ -233,7 +234,7 @@ def test_calls_of_a_member_are_counted_until_they_end(job: Job) -> None:
 
 
 @pytest.mark.nightly
-def test_connections_of_a_member_close_its_own_oldest(job: Job) -> None:
+def test_excess_connections_of_a_member_close_its_oldest(job: Job) -> None:
     keys, address = Keys(job.folders.second), host_port(job.victim.address)
     with contextlib.ExitStack() as stack:
         socks = []
@@ -257,7 +258,7 @@ def test_connections_of_a_member_close_its_own_oldest(job: Job) -> None:
 # ---- other users of the server's machine
 
 
-def test_no_port_leads_past_tls_and_the_inner_socket_is_private(job: Job) -> None:
+def test_no_port_bypasses_tls_and_the_inner_socket_is_private(job: Job) -> None:
     fds = Path(f"/proc/{job.victim.pid}/fd").iterdir()
     inodes = {link.removeprefix("socket:[").rstrip("]") for link in (str(fd.readlink()) for fd in fds) if "socket:" in link}
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]

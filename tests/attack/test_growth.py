@@ -1,5 +1,6 @@
-"""What one member can make a server hold: after 100 kB from a member the server has grown by at most 1 MiB, beside what the
-job itself needs, and the other member's calls and steps go on."""
+"""Memory that one member can occupy at a server: after 100 kB from a member the server has grown by at most 1 MiB besides what
+the job needs, and the other member's calls and steps continue.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +79,10 @@ Attack = Callable[[Scene, DataConnection], None]
 
 
 def sent(data: DataConnection, header: Header, body: bytes = b"", nbytes: int | None = None) -> bool:
-    """Sends a frame unless the server takes nothing more, as after a breach or while it waits for its replies to be read.
-    `nbytes`: size of the body by the header, if not the truth."""
+    """Sends a frame unless the server accepts nothing more, as after a violation or while its replies are unread.
+
+    `nbytes`: body size claimed by the header, if not the true one.
+    """
     try:
         data.raw(framing.encode(header, len(body) if nbytes is None else nbytes, crc32c(body)) + body, timeout_s=1.0)
     except OSError:
@@ -123,7 +126,7 @@ def results_again(scene: Scene, data: DataConnection) -> None:
 
 
 def announced(kind: Kind) -> Attack:
-    """Bodies that are announced and do not come. More urgent ones interrupt them."""
+    """Bodies that are announced and never sent. More urgent ones interrupt them."""
 
     def attack(scene: Scene, data: DataConnection) -> None:
         for i in range(700):
@@ -184,7 +187,7 @@ BREACHES: dict[str, Attack] = {
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ATTACKS)
-def test_no_requests_of_a_member_fill_the_server(scene: Scene, name: str) -> None:
+def test_requests_of_a_member_do_not_fill_the_server(scene: Scene, name: str) -> None:
     attack, needed_nbytes = ATTACKS[name]
     with scene.hostile.data() as data:
         attacked(scene, attack, data, needed_nbytes)
@@ -195,7 +198,7 @@ def test_no_requests_of_a_member_fill_the_server(scene: Scene, name: str) -> Non
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", BREACHES)
-def test_no_bodies_that_no_member_sends_fill_the_server(scene: Scene, name: str) -> None:
+def test_unexpected_bodies_do_not_fill_the_server(scene: Scene, name: str) -> None:
     with scene.hostile.data() as data:
         attacked(scene, BREACHES[name], data, 0)
     scene.step_alone(1)
@@ -203,7 +206,7 @@ def test_no_bodies_that_no_member_sends_fill_the_server(scene: Scene, name: str)
 
 
 def attacked(scene: Scene, attack: Attack, data: DataConnection, needed_nbytes: int) -> None:
-    """After a step, attacks the server and checks what it uses. `needed_nbytes`: what a correct member could make it use."""
+    """After a step, attacks the server and checks its usage. `needed_nbytes`: what a correct member could make it use."""
     assert scene.honest.step(scene.hostile)
     time.sleep(0.5)
     scene.honest.start_calls()
@@ -243,7 +246,7 @@ CALL_NBYTES = 32 << 10
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("scene", [SMALL_BUCKETS], indirect=True, ids=["small buckets"])
 @pytest.mark.parametrize("name", CALLS)
-def test_no_unread_replies_fill_the_coordinator(scene: Scene, name: str) -> None:
+def test_unread_replies_do_not_fill_the_coordinator(scene: Scene, name: str) -> None:
     method, make, reply_nbytes = CALLS[name]
     scene.honest.start_calls()
     request = make(scene)

@@ -1,4 +1,4 @@
-"""What a server and a home print: text of members is short, and the job's secret is never there. What a page's token opens."""
+"""Output of servers and sites: text of members is short, and the job's secret never appears. Access by a page's token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def made_victim() -> Iterator[Victim]:
 
 
 @pytest.mark.commit(1)
-def test_text_of_a_member_in_log_lines_is_short_and_one_line(victim: Victim) -> None:
+def test_member_text_in_log_lines_is_short_and_one_line(victim: Victim) -> None:
     with contextlib.ExitStack() as stack:
         honest, hostile = joined(stack, victim, HonestMember, HostileMember)
         sites = [msgspec.structs.replace(messages.site_request(1), token=f"{name}-{LONG}", **{name: LONG})
@@ -58,7 +58,7 @@ def test_text_of_a_member_in_log_lines_is_short_and_one_line(victim: Victim) -> 
     assert [line for line in victim.lines if line.startswith(("\x1b", "[31m"))] == []
 
 
-def test_a_frame_that_breaks_the_protocol_gives_a_short_line(victim: Victim) -> None:
+def test_protocol_violation_is_logged_in_a_short_line(victim: Victim) -> None:
     with contextlib.ExitStack() as stack:
         victim = stack.enter_context(Victim("--workers", "2"))
         _, hostile = joined(stack, victim, HonestMember, HostileMember)
@@ -74,7 +74,7 @@ def test_a_frame_that_breaks_the_protocol_gives_a_short_line(victim: Victim) -> 
 
 
 def told(victim: Victim, *options: str, token: str = "") -> str:
-    """All that `commlayer join` prints at a home, whose script does nothing."""
+    """Everything that `commlayer join` prints at a site, whose script does nothing."""
     environment = QUICK | {"PATH": "/usr/bin:/bin", "COMMLAYER_CONFIG": "", "PYTHONPATH": str(ROOT)} | \
         ({"COMMLAYER_TOKEN": token} if token else {})
     line = [sys.executable, "-m", "commlayer.cli.main", "join", "--wait", "20", *options, victim.address]
@@ -85,8 +85,8 @@ def told(victim: Victim, *options: str, token: str = "") -> str:
 
 @pytest.mark.commit(1)
 @pytest.mark.parametrize("given", [True, False])
-def test_a_server_that_is_left_insecure_says_so_first_and_logs_no_secret(given: bool) -> None:
-    """A secret that it makes itself is told once, in its answer on standard output: without it nobody could join."""
+def test_insecure_server_warns_first_and_logs_no_secret(given: bool) -> None:
+    """It prints a generated secret once, on standard output: without it no worker could join."""
     with Victim("--workers", "1", secret=SECRET if given else "", environment={"COMMLAYER_INSECURE": "1"}) as victim:
         secret = SECRET if given else victim.told["token"]
         home = told(victim, "--insecure", token=secret)
@@ -97,7 +97,7 @@ def test_a_server_that_is_left_insecure_says_so_first_and_logs_no_secret(given: 
     assert secret not in "".join(victim.lines) + home
 
 
-def test_with_keys_no_secret_is_printed_and_a_left_over_setting_concerns_the_page(tmp_path: Path) -> None:
+def test_secret_is_not_printed_with_keys_and_insecure_concerns_only_the_page(tmp_path: Path) -> None:
     folders = Folders(tmp_path)
     with Victim("--workers", "1", "--page", "0", folders=folders, environment={"COMMLAYER_INSECURE": "1"}) as victim:
         home = told(victim, "--keys", str(folders.worker))
@@ -107,7 +107,7 @@ def test_with_keys_no_secret_is_printed_and_a_left_over_setting_concerns_the_pag
     assert (folders.server / "token").read_text().strip() not in f"{victim.told} {''.join(victim.lines)} {home}"
 
 
-def test_a_server_that_is_not_insecure_says_nothing_of_it(victim: Victim) -> None:
+def test_secure_server_prints_no_warning(victim: Victim) -> None:
     assert not any("insecure" in line for line in victim.lines)
 
 
@@ -126,8 +126,8 @@ def pages(victim: Victim) -> list[tuple[str, str]]:
     return [(found[1], found[2]) for line in victim.lines if (found := re.search(r"page: http://(.*)/\?token=(\w+)", line))]
 
 
-def test_a_revocation_ends_the_pages_token(tmp_path: Path) -> None:
-    """A home that was shown the page reads it until it is revoked, and no home can compute a token of its own."""
+def test_revocation_invalidates_the_page_token(tmp_path: Path) -> None:
+    """A site with the page's address reads it until it is revoked, and no site can compute a token."""
     folders = Folders(tmp_path)
     with Victim("--workers", "2", "--page", "0", folders=folders) as victim:
         until(lambda: pages(victim) != [], "the page's address")
@@ -148,7 +148,7 @@ def test_a_revocation_ends_the_pages_token(tmp_path: Path) -> None:
         assert status(*pages(victim)[1]) == 200
 
 
-def test_without_keys_the_pages_token_stays(tmp_path: Path) -> None:
+def test_page_token_is_constant_without_keys(tmp_path: Path) -> None:
     with Victim("--workers", "2", "--page", "0") as victim:
         until(lambda: pages(victim) != [], "the page's address")
         assert pages(victim)[0][1] == read_token(SECRET.encode())

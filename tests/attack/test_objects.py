@@ -1,6 +1,6 @@
-"""A third home sends pickles and sizes through torch's object collectives, and forges values of others before they are read.
+"""A hostile site sends pickles and sizes through torch's object collectives, and forges values of others before they are read.
 
-Run as a script: one home. Home 2 is hostile.
+Run as a script: one site. Site 2 is hostile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 class Code:
-    """When it is unpickled, that process writes a file."""
+    """Unpickling it writes a file."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -64,7 +64,7 @@ def attack(call: str, size: int | None, marker: str) -> None:
 
 
 def forge(marker: str) -> list[str]:
-    """Writes the next values of rank 0 before rank 0 does, and over those that are there; what the coordinator answers."""
+    """Writes the next values of rank 0 before rank 0 does, and over existing ones; the coordinator's replies."""
     from commlayer.cluster.processes import site_process_group
 
     kv, group, answers = site_process_group.kv_client(), dist.group.WORLD, []
@@ -114,7 +114,7 @@ def memory_nbytes(field: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
-def test_no_code_of_a_third_home_runs_no_size_of_it_counts_and_the_others_continue(tmp_path: Path) -> None:
+def test_code_and_sizes_of_a_hostile_site_have_no_effect(tmp_path: Path) -> None:
     marker, sites = tmp_path / "marker", Sites()
     try:
         sites.serve(WORLD)

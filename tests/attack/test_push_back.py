@@ -1,4 +1,6 @@
-"""A connection takes nothing more from a peer that does not read, but results in the owner's memory hold no contribution up."""
+"""A connection reads nothing more from a peer that does not read, but unread results in the owner's memory block no
+contribution.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def server() -> Iterator[StreamTransport]:
     (bytes(LARGE), 2, False),
     (bytes(10), MESSAGES // 2, True),
 ], ids=["results of the job", "more results", "replies of their own", "small replies"])
-def test_a_peer_that_does_not_read_is_not_read_beyond_what_the_job_needs(
+def test_peer_that_does_not_read_is_read_only_as_far_as_the_job_needs(
     server: StreamTransport, body: bytes | memoryview, count: int, taken: bool,
 ) -> None:
     peer = raw_peer(server.listen(), PEER)

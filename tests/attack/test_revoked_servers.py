@@ -1,5 +1,7 @@
-"""A node whose certificate was revoked serves at the job's address. It still knows the job's secret. No member believes it,
-whether it shows its own certificate or that of the server."""
+"""A node with a revoked certificate serves at the job's address and still has the job's secret.
+
+No member accepts it, with its own certificate or with that of the server.
+"""
 
 from __future__ import annotations
 
@@ -74,22 +76,22 @@ def serve(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Se
     return SERVERS[request.param]
 
 
-def test_a_server_of_the_job_is_believed(serve: Serve, folders: Folders) -> None:
+def test_server_of_the_job_is_accepted(serve: Serve, folders: Folders) -> None:
     with serve(Keys(folders.server)) as reach:
         reach(Keys(folders.worker))
 
 
-def test_a_revoked_node_does_not_pass_for_the_server(serve: Serve, folders: Folders) -> None:
+def test_revoked_node_is_not_accepted_as_the_server(serve: Serve, folders: Folders) -> None:
     with serve(Keys(folders.revoked)) as reach, pytest.raises(CommError) as caught:
         reach(Keys(folders.worker))
     assert caught.value.code == "E-CERTIFICATE-REVOKED"
 
 
 @pytest.mark.parametrize("kind", ["calls", "streams"])
-def test_the_servers_certificate_does_not_help_without_its_key(
+def test_server_certificate_without_its_key_is_refused(
     kind: str, folders: Folders, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """gRPC does not say which certificate the connection uses. On data connections it is the one that TLS has checked."""
+    """gRPC does not report which certificate the connection uses. On data connections it is the one that TLS has checked."""
     monkeypatch.setattr(dialing, "diagnose", lambda *_: None)
     keys = Keys(folders.revoked)
     keys.der = Keys(folders.server).der
@@ -99,7 +101,7 @@ def test_the_servers_certificate_does_not_help_without_its_key(
 
 
 @pytest.mark.parametrize("kind", [StreamTransport, GrpcEnd])
-def test_a_server_that_is_revoked_later_is_left(kind: type[StreamTransport], tmp_path: Path) -> None:
+def test_members_leave_a_server_that_is_revoked_later(kind: type[StreamTransport], tmp_path: Path) -> None:
     authority.init(tmp_path / "job")
     gone, mine = (Keys(authority.add(tmp_path / "job", name)) for name in ("server-1", "gpu-1"))
     server = kind(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=gone))
@@ -115,7 +117,7 @@ def test_a_server_that_is_revoked_later_is_left(kind: type[StreamTransport], tmp
     assert worker.peers == ()
 
 
-def test_a_member_registers_with_no_revoked_coordinator(folders: Folders) -> None:
+def test_member_does_not_register_with_a_revoked_coordinator(folders: Folders) -> None:
     coordinator, failures = Coordinator(quick(token=SECRET, keys=str(folders.revoked)), workers=1), Failures()
     with contextlib.closing(coordinator):
         with pytest.raises(CommError) as caught:

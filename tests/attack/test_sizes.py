@@ -1,4 +1,4 @@
-"""Sizes that a hostile rank names, in each exchange that takes one: the others get one line that names it, and stay small."""
+"""Sizes claimed by a hostile rank in each exchange that has one: the others get one line that names it, and stay small."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ PLACES: dict[str, tuple[Callable[..., None], int]] = {
 
 
 def attacked(rank: int, place: str, size: int, folder: str) -> tuple[str, int]:
-    """The line that this rank gets, and by how much its memory grew at most."""
+    """The error line of this rank, and the growth of its memory."""
     act, row = PLACES[place]
     groups = Groups(1, TIMEOUT_S, torch.device("cpu"))
     try:
@@ -122,7 +122,7 @@ def attacked(rank: int, place: str, size: int, folder: str) -> tuple[str, int]:
 
 
 def rename(stack: contextlib.ExitStack, groups: Groups, size: int, row: int) -> None:
-    """This rank sends another size than its own."""
+    """This rank claims another size than its own."""
     broadcast, gather_all, rows = dist.broadcast, groups.gather_all, [0]
 
     def of_source(x: torch.Tensor, *args: Any, **more: Any) -> Any:
@@ -146,7 +146,7 @@ def memory_nbytes(field: str) -> int:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_size_that_the_job_cannot_need_is_refused_by_all(place: str, size: int, tmp_path: Path) -> None:
+def test_impossible_size_is_refused_by_all(place: str, size: int, tmp_path: Path) -> None:
     for line, growth_nbytes in pool(WORLD).call(attacked, place, size, str(tmp_path))[HOSTILE + 1 :]:
         assert_refused(line, "E-SIZE", f"rank {HOSTILE}", f"{size} bytes")
         assert growth_nbytes < ALLOWED_GROWTH_NBYTES
@@ -175,13 +175,13 @@ def bodied(rank: int, name: str) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_body_that_is_malformed_or_grows_is_refused_by_all(name: str) -> None:
+def test_malformed_or_growing_body_is_refused_by_all(name: str) -> None:
     for line, growth_nbytes in pool(WORLD).call(bodied, name)[HOSTILE + 1 :]:
         assert_refused(line, "E-FRAME", f"rank {HOSTILE}")
         assert growth_nbytes < ALLOWED_GROWTH_NBYTES
 
 
-def test_the_file_header_of_a_checkpoint_names_no_number_of_workers_that_no_job_has(tmp_path: Path) -> None:
+def test_checkpoint_header_with_an_impossible_number_of_workers_is_refused(tmp_path: Path) -> None:
     mark = checkpoint_files.Mark("x", 1, 1, 2, 1, "")
     for field in ("world", "servers"):
         one = msgspec.structs.replace(mark, **{field: 10**12})
@@ -194,16 +194,16 @@ def test_the_file_header_of_a_checkpoint_names_no_number_of_workers_that_no_job_
 
 
 @pytest.mark.parametrize(("highest", "number"), [([0], 1), ([7, 0, 3], 8), ([10**9, 0], 10**9 + 1)])
-def test_the_next_checkpoint_has_a_higher_number_than_any(highest: list[int], number: int) -> None:
+def test_next_checkpoint_number_is_above_all_existing(highest: list[int], number: int) -> None:
     assert checkpoint.next_number(highest) == number
 
 
 @pytest.mark.parametrize("highest", [[3, 10**15, 2], [3, -1, 2], [0, 1 << 62, 0]])
-def test_a_number_under_which_no_checkpoint_is_found_again_is_refused(highest: list[int]) -> None:
+def test_checkpoint_number_that_cannot_be_found_again_is_refused(highest: list[int]) -> None:
     assert_refused(outcome(lambda: checkpoint.next_number(highest)), "E-SIZE", "rank 1", str(highest[1]))
 
 
-def test_a_rank_makes_no_more_groups_than_ranks_may_differ_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_process_groups_of_a_rank_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     members = Members.__new__(Members)
     members.ranks = (0, 1)
     monkeypatch.setattr(Members, "tell", lambda _, data, *__: [data, (10**12).to_bytes(8, "little")])
@@ -217,7 +217,7 @@ EPOCH = Epoch(2, (Member(0, 0, "a", 1), Member(1, 1, "b", 2), Member(2, 2, "c", 
 
 @pytest.mark.parametrize(("how", "size"), [
     ("take", "longer"), *((how, size) for how in ("take", "watch") for size in (*SIZES, "noise"))])
-def test_a_state_for_a_joining_worker_is_no_larger_than_its_model_needs(
+def test_state_for_a_joining_worker_is_bounded_by_its_model(
         how: str, size: int | str, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     _, (hostile, desk, other) = met(opened, 3)
     monkeypatch.setattr(site_process_group, "kv_client", lambda: desk)
@@ -234,7 +234,7 @@ def test_a_state_for_a_joining_worker_is_no_larger_than_its_model_needs(
 
 
 def references(count: int) -> bytes:
-    """A state for a joining worker whose optimizer names one tensor that often."""
+    """A state for a joining worker whose optimizer names one tensor many times."""
     net = model()
     tensors = {f"parameter.{name}": p.data for name, p in net.named_parameters()} | {"state.0": torch.zeros(1 << 18)}
     state = {"state": {n: {TENSOR: "state.0"} for n in range(count)}, "param_groups": [{"params": [*range(count)]}]}
@@ -243,7 +243,7 @@ def references(count: int) -> bytes:
 
 
 @pytest.mark.parametrize("data", [references(1000), b"noise", save({"x": torch.zeros(1)})], ids=["many", "noise", "no head"])
-def test_a_state_for_a_joining_worker_takes_no_more_memory_than_its_bytes(data: bytes) -> None:
+def test_state_for_a_joining_worker_needs_no_more_memory_than_its_bytes(data: bytes) -> None:
     net = model()
     replica, before = Replica(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)), memory_nbytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
@@ -256,7 +256,7 @@ def test_a_state_for_a_joining_worker_takes_no_more_memory_than_its_bytes(data: 
     {"schedule": [{"step": 0, "shares": {"0": 10**12}}]}, {"schedule": [{"step": 0, "shares": {"0": 9, "1": -1}}]},
     {"schedule": []}, {"epoch": -1}, {"consumed": {"length": 10**12, "left": [[0, 10**12]], "open": {}}}, {"batch": 10**12}],
     ids=str)
-def test_a_samplers_state_from_another_worker_draws_no_more_than_a_batch(change: dict[str, Any]) -> None:
+def test_sampler_state_of_another_worker_draws_at_most_a_batch(change: dict[str, Any]) -> None:
     sampler = Sampler(50, 8, rank=0, shares=[8])
     state = json.loads(sampler.state_dict()["sampler"])
     sampler.load_state_dict({"sampler": json.dumps(state)})
@@ -273,7 +273,7 @@ INDICES, BUCKETS = [0, 1, 2, 3, 4, 2], [2, 3]
     ([4, 3, 2, 1, 0, 2], [1, 4], False), ([0, 1, 2, 3, 4, 2**31 - 1], BUCKETS, True), ([0, 1, 2, 3, 4, 0], BUCKETS, True),
     ([0, 1, 2, 3, 99, 2], BUCKETS, True), ([0, 1, 2, 3, 3, 2], BUCKETS, True), (INDICES, [10**9, 10**9], True),
     (INDICES, [-1, 6], True), (INDICES, [2, 2], True)])
-def test_a_layout_of_buckets_has_each_parameter_once(
+def test_bucket_layout_contains_each_parameter_once(
         indices: list[int], buckets: list[int], refused: bool, opened: list[Any]) -> None:
     def act(group: RelayedGroup, rank: int) -> list[Any]:
         def broadcasts() -> bool:

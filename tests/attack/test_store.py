@@ -1,4 +1,4 @@
-"""A hostile home at the coordinator's store, over real sockets: it changes no values of others, and takes no room of others."""
+"""A hostile site at the coordinator's store, over real sockets: it changes no values of others and uses no quota of others."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
     "overwrite a number": {"put": [(COUNT, b"9")]}, "drop a number": {"drop": [COUNT]}}
 
 
-def test_nobody_changes_anothers_values(opened: list[Any]) -> None:
+def test_site_cannot_change_values_of_another(opened: list[Any]) -> None:
     coordinator, (zero, _, hostile) = met(opened, 3)
     zero.request(soon(), put=[*OWN.items()], add=(COUNT, 5))
     rows = dict(coordinator._rendezvous._store.rows)
@@ -65,7 +65,7 @@ def test_nobody_changes_anothers_values(opened: list[Any]) -> None:
     assert read(hostile, CHUNK, TEXT, NUMBER, COUNT) == (b"again", None, None, b"6")
 
 
-def test_who_wrote_a_key_of_torch_first_is_named_to_its_rank_and_reads_no_value_for_a_group_inside_a_home(
+def test_forged_torch_key_is_attributed_and_local_group_values_stay_private(
         opened: list[Any]) -> None:
     _, (zero, _, hostile) = met(opened, 3)
     keys = ["world0/2/cpu/0", "world0/2/cuda/0"]
@@ -78,7 +78,7 @@ def test_who_wrote_a_key_of_torch_first_is_named_to_its_rank_and_reads_no_value_
     assert inside.get(keys[0]) == b"address"
 
 
-def test_groups_inside_a_home_get_its_own_store(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_inside_a_site_use_their_own_store(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     _, (_, one, hostile) = met(opened, 3)
     world = SimpleNamespace(ids=(0, 1, 2), home=frozenset({1}), name="world0", inside_store=WorldStore(one, WAIT_S, 1, 1))
     monkeypatch.setattr(site_process_group, "_worlds", [world])
@@ -96,7 +96,7 @@ def test_groups_inside_a_home_get_its_own_store(opened: list[Any], monkeypatch: 
     assert {"global_ranks_in_group", "store"} <= inspect.signature(distributed_c10d._new_process_group_helper).parameters.keys()
 
 
-def test_a_home_that_has_left_or_another_in_its_place_changes_nothing(opened: list[Any]) -> None:
+def test_departed_site_or_its_replacement_has_no_effect(opened: list[Any]) -> None:
     coordinator, (zero, _, hostile) = met(opened, 3, min_workers=2)
     joined(opened, coordinator, 3)
     zero.request(soon(), put=[*OWN.items()])
@@ -129,7 +129,7 @@ def filled(desk: KvClient, rows: Callable[[int], dict[str, Any]]) -> str:
     lambda number: {"put": [((f"{number} {n}", 2), b"") for n in range(500)]},
     lambda number: {"put": [((f"{number} {n}" + "x" * 200, 2), b"") for n in range(500)], "add": ((f"{number}", ANY), 1)},
 ], ids=["large", "many", "names and numbers"])
-def test_one_home_fills_its_own_share_only(rows: Any, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_site_can_fill_only_its_own_quota(rows: Any, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 3 * SHARE)
     monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
     coordinator, (zero, _, hostile) = met(opened, 3)
@@ -141,7 +141,7 @@ def test_one_home_fills_its_own_share_only(rows: Any, opened: list[Any], monkeyp
     assert read(hostile, ("mine", 0)) == (bytes(125_000),)
 
 
-def test_additions_to_anothers_number_count_for_who_adds(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_additions_are_charged_to_the_site_that_adds(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 3 * SHARE)
     monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
     coordinator, (zero, _, hostile) = met(opened, 3)
@@ -154,7 +154,7 @@ def test_additions_to_anothers_number_count_for_who_adds(opened: list[Any], monk
     assert zero.request(soon(), add=(COUNT, 1)).sum == 302
 
 
-def test_calls_that_wait_are_limited_for_each_home(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_calls_are_limited_per_site(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_service, "MAX_WAITS", 4)
     coordinator, (zero, one, hostile) = met(opened, 3)
     lines = list[str]()
@@ -181,7 +181,7 @@ def test_calls_that_wait_are_limited_for_each_home(opened: list[Any], monkeypatc
     until(lambda: not store._waiting, "what waited is forgotten")
 
 
-def test_a_call_names_no_more_keys_than_the_job_needs(opened: list[Any]) -> None:
+def test_number_of_keys_per_call_is_limited(opened: list[Any]) -> None:
     _, (_, _, hostile) = met(opened, 3)
     wanted = [(f"{number}", ANY) for number in range(MAX_KEYS + 4)]
     assert_refused(outcome(lambda: hostile.request(soon(), want=wanted, wait=False)), "E-FRAME", f"{MAX_KEYS + 3}")

@@ -1,4 +1,4 @@
-"""What training scripts do, each the same through attach() and through DDP's hook as alone on the union of the batches."""
+"""Training scripts under attach() and under DDP's hook train like a single process on the union of the batches."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ Loss = Callable[[int, int], torch.Tensor]
 def trained(run: Run, model: nn.Module, loss: Loss, optimizer: Any = None, *, steps: int = STEPS, micro: int = 1,
             before: Callable[[int], Any] = lambda _: None, after: Callable[[int], Any] = lambda _: None,
             apart: Any = None, to_none: bool = True) -> dict[str, Any]:
-    """The mean over this run's parts of each step; alone, over all. `micro`: passes to a step, all but the last of them inside
-    no_sync() of `apart`, if that is given. `before`, `after`: the optimizer's step."""
+    """The mean of each step over this run's parts; in a single process, over all.
+
+    `micro`: passes per step, all but the last inside no_sync() of `apart`, if given. `before`, `after`: the optimizer's step.
+    """
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer or torch.optim.SGD(model.parameters(), lr=0.1)]
     for step in range(steps):
         for each in optimizers:
@@ -139,7 +141,7 @@ def frozen_parameters(run: Run) -> dict[str, Any]:
 
 
 def unused_parameters(run: Run) -> dict[str, Any]:
-    """Per step the branches of each rank: all, none of "r" on one rank, no "r" anywhere, each rank another."""
+    """Branches of each rank per step: all, none of "r" on one rank, no "r" on any, a different one on each rank."""
     torch.manual_seed(0)
     model, uses = Branches(), [("lr", "lr"), ("lr", "l"), ("l", "l"), ("l", "r"), ("r", "r"), ("lr", "lr")]
     wrapped = run.wrap(model, find_unused_parameters=True)
@@ -289,7 +291,7 @@ def adapters(run: Run) -> dict[str, Any]:
 
 
 class Experts(nn.Module):
-    """A mixture of experts: a sample goes to the expert that the gate prefers, so some experts see no sample of a rank."""
+    """A mixture of experts: each sample is routed to its preferred expert, so some experts see no sample of a rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +336,7 @@ def uneven_batches(run: Run) -> dict[str, Any]:
 
 
 def two_models(run: Run) -> dict[str, Any]:
-    """As a GAN trains: the generator's loss runs through the discriminator, whose gradients are then thrown away."""
+    """A GAN: the generator's loss runs through the discriminator, whose gradients are then discarded."""
     torch.manual_seed(0)
     generator, judge = nn.Linear(12, 6), nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 1))
     make, ask = run.wrap(generator), run.wrap(judge)
@@ -429,7 +431,7 @@ def gradient_penalty(run: Run) -> dict[str, Any]:
 
 
 def out_of_samples(run: Run) -> dict[str, Any]:
-    """Rank 1 has half the batches of rank 0; then it takes part with weight 0."""
+    """Rank 1 has half the batches of rank 0; afterwards it takes part with weight 0."""
     model = mlp()
     loss, optimizer = fits(run.wrap(model)), sgd(model)
     for step in range(6):
@@ -536,7 +538,7 @@ def same_as_alone(name: str, how: str, path: str) -> None:
 @pytest.mark.parametrize("how", ["module", "ddp"])
 @pytest.mark.parametrize("path", ["service", "all-reduce"])
 @pytest.mark.parametrize("name", CASES)
-def test_as_alone_on_the_union(name: str, how: str, path: str) -> None:
+def test_training_equals_a_single_process_on_the_union(name: str, how: str, path: str) -> None:
     same_as_alone(name, how, path)
 
 
@@ -549,7 +551,7 @@ def test_as_alone_on_the_union(name: str, how: str, path: str) -> None:
     *((name, "hook", "service") for name in ("accumulation in no_sync()", "uneven_batches", "sparse")),
     ("sparse", "ddp", "service"),
 ])
-def test_as_alone_where_ddp_is_not_or_by_its_hook_or_inside_a_node(name: str, how: str, path: str) -> None:
+def test_training_equals_a_single_process_without_ddp_by_hook_and_inside_a_node(name: str, how: str, path: str) -> None:
     same_as_alone(name, how, path)
 
 
@@ -575,13 +577,13 @@ def coded(script: Any, codec: str, *args: Any, how: str = "module") -> list[dict
 
 
 @pytest.mark.parametrize("how", ["module", "ddp"])
-def test_a_session_passes_the_learning_rate_on(how: str) -> None:
+def test_session_passes_the_learning_rate_to_codecs(how: str) -> None:
     results = coded(scheduled, "error_feedback(int8(), lr_correction=True)", how=how)
     assert [r["rates"] for r in results] == [pytest.approx([0.2, 0.2, 0.1, 0.1, 0.05, 0.05])] * WORLD
 
 
 def sparse_coded(run: Run, sync: Any) -> dict[str, Any]:
-    """With error feedback rows come later than they were used; and local steps apply this rank's own."""
+    """With error feedback rows arrive later than they were used; local steps apply this rank's own rows."""
     model, rows = Tables(), set[int]()
     optimizer = sgd(model)
     wrapped = run.wrap(model, optimizer=optimizer, sync=sync)
@@ -597,14 +599,14 @@ def sparse_coded(run: Run, sync: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sync", [None, *(commlayer.LocalSteps(every, overlap=False) for every in (2, 1))], ids=str)
-def test_sparse_gradients_leave_replicas_equal_under_other_codecs_and_sync_modes(sync: Any) -> None:
+def test_sparse_gradients_keep_replicas_equal_for_other_codecs_and_sync_modes(sync: Any) -> None:
     one, other = coded(sparse_coded, "topk(ratio=0.05)", sync)
     assert max(one.pop("rows")) <= WORDS // 2
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def broken_off(run: Run) -> dict[str, torch.Tensor]:
-    """A pass raises when the table's gradient is there; in the next one, reentrant, gradients are found at its end."""
+def aborted_pass(run: Run) -> dict[str, torch.Tensor]:
+    """A pass raises once the table has a gradient; in the next one, reentrant, gradients are collected at its end."""
     model = Tables()
 
     def loss(step: int) -> torch.Tensor:
@@ -629,14 +631,14 @@ def broken_off(run: Run) -> dict[str, torch.Tensor]:
     return {"own": gradients[0], "average": gradients[1]}
 
 
-def test_a_pass_that_broke_off_leaves_no_sparse_gradient_to_the_next() -> None:
-    results = coded(broken_off, "identity()")
+def test_aborted_pass_leaves_no_sparse_gradient_to_the_next() -> None:
+    results = coded(aborted_pass, "identity()")
     mean = torch.stack([r["own"] for r in results]).mean(0)
     for result in results:
         torch.testing.assert_close(result["average"], mean)
 
 
-def test_hooks_do_without_what_torch_2_6_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_work_without_features_missing_in_torch_2_6(monkeypatch: pytest.MonkeyPatch) -> None:
     def hook(number: int, given: int) -> int:
         return number + given
 
@@ -664,13 +666,13 @@ def test_attach_works_inside_inference_mode() -> None:
 
 
 def kept() -> tuple[int, int]:
-    """Numbers of threads and open descriptors of this process, after sessions without a model have ended."""
+    """Numbers of threads and open descriptors of this process after sessions of deleted models have ended."""
     end_dropped()
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 def never_closed(rank: int, sync: Any, path: str) -> tuple[tuple[int, int], tuple[int, int], bool]:
-    """What the process has open before and after a session that nothing closes, and to which only the model refers."""
+    """Open threads and descriptors before and after a session that is never closed and that only the model refers to."""
     for _ in range(3):
         before = kept()
         model = mlp()
@@ -688,7 +690,7 @@ def never_closed(rank: int, sync: Any, path: str) -> tuple[tuple[int, int], tupl
 
 @pytest.mark.parametrize(("sync", "path"), [(None, "allreduce"), (None, "service"), ("forward", "service"),
                                             (commlayer.LocalSteps(2), "service")], ids=str)
-def test_a_session_ends_with_its_model(sync: Any, path: str) -> None:
+def test_session_closes_when_its_model_is_deleted(sync: Any, path: str) -> None:
     for before, after, gone in pool(WORLD).call(never_closed, sync, path):
         assert gone
         assert after == before
@@ -717,7 +719,7 @@ def forked(rank: int, address: str) -> tuple[str, list[torch.Tensor]]:
     return text, parameters(model)
 
 
-def test_a_forked_child_gets_an_error_and_its_parent_trains_on() -> None:
+def test_forked_child_gets_an_error_and_its_parent_continues() -> None:
     with Servers(WORLD, 1, deadline_s=FAR_S) as servers:
         (text, one), (_, other) = pool(WORLD).call(forked, servers.address)
     backward, flush, copied = text.split("\n")
@@ -728,7 +730,7 @@ def test_a_forked_child_gets_an_error_and_its_parent_trains_on() -> None:
 
 
 def interrupted(rank: int, how: str, address: str) -> list[str]:
-    """Ctrl-C on rank 0 while it waits for rank 1, which makes its pass only when it knows. The script goes on."""
+    """Ctrl-C on rank 0 while it waits for rank 1, which starts its pass only after that. The script continues."""
     model = mlp()
     optimizer = sgd(model)
     config = quick(join=address, deadline_s=FAR_S, ranks_per_node=WORLD if how == "allreduce" else 1)
@@ -765,7 +767,7 @@ def interrupted(rank: int, how: str, address: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["service", "allreduce"])
-def test_an_interrupt_is_raised_once_and_the_others_fail_at_once(how: str) -> None:
+def test_interrupt_is_raised_once_and_peers_fail_immediately(how: str) -> None:
     with Servers(WORLD, int(how == "service"), deadline_s=FAR_S) as servers:
         mine, theirs = pool(WORLD).call(interrupted, how, servers.address)
     assert mine[0] == "KeyboardInterrupt"

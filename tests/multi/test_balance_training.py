@@ -1,4 +1,4 @@
-"""Uneven and changing shares through the real runtime: the same as alone on the union of the batches."""
+"""Uneven and changing batch shares through the real runtime train like a single process on the union of the batches."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def run_all(script: Callable[[Run], dict[str, Any]], how: str) -> list[dict[str,
     (changing_shares, "module"), (changing_shares, "ddp"), (micro_batches, "module"), (micro_batches, "ddp"),
     (loader_workers, "module"), (tokens, "module"),
 ], ids=lambda value: getattr(value, "__name__", value))
-def test_as_alone_on_the_union(script: Callable[[Run], dict[str, Any]], how: str) -> None:
+def test_training_equals_a_single_process_on_the_union(script: Callable[[Run], dict[str, Any]], how: str) -> None:
     results = run_all(script, how)
     expected = play(0, WORLD, script, None)
     same_weights(results)

@@ -1,5 +1,6 @@
-"""Session.checkpoint() and resume(): a resumed run equals one that continued, bit for bit, in every sync mode; with other
-workers residuals continue. Real ranks and two servers."""
+"""Session.checkpoint() and resume(): a resumed run equals an uninterrupted one, bit for bit, in every sync mode; with other
+workers residuals are inherited. Real ranks and two servers.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ FILES = ["manifest.json", "plan.json", "rank-0.safetensors", "rank-1.safetensors
 
 
 def training(rank: int, address: str, mode: str = "gradients", how: str = "scaled", codec: str = TOPK) -> Training:
-    """Under local steps with an outer optimizer, whose momentum is a part of the checkpoint, too."""
+    """Under local steps with an outer optimizer, whose momentum is a part of the checkpoint."""
     local = mode not in ("gradients", "late", "forward")
     return Training(rank, address, mode, optimizer="adamw", codec=codec, how=how, servers=SERVERS,
                     outer=OuterSGD(lr=0.7, momentum=0.9) if local else None,
@@ -89,7 +90,7 @@ def resumed(rank: int, address: str, mode: str, how: str, before: int, folder: s
     ("gradients", "ddp, scaled, skipped", 6), ("whole round", "", 5), ("forward", "", 6),
     ("gradients", "budget", 3), ("gradients", "ddp, budget", 9),  # ratios over the whole plan, during the warm-up and after it
 ])
-def test_a_resumed_run_equals_the_one_that_continued(mode: str, how: str, before: int, tmp_path: Path) -> None:
+def test_resumed_run_equals_the_uninterrupted_run(mode: str, how: str, before: int, tmp_path: Path) -> None:
     folder = str(tmp_path)
     with Servers(WORLD, SERVERS) as servers:
         ends = pool(WORLD).call(save_and_continue, servers.address, mode, how, before, folder)
@@ -103,7 +104,7 @@ def test_a_resumed_run_equals_the_one_that_continued(mode: str, how: str, before
         assert (counter, step) == (rank, before)
 
 
-def test_a_checkpoint_does_not_change_the_run(tmp_path: Path) -> None:
+def test_checkpoint_does_not_change_the_run(tmp_path: Path) -> None:
     ends = []
     for folder in ("", str(tmp_path)):
         with Servers(WORLD, SERVERS) as servers:
@@ -113,8 +114,8 @@ def test_a_checkpoint_does_not_change_the_run(tmp_path: Path) -> None:
 
 # ---- another number of workers, another plan, files on other disks
 
-def owed(job: Training, world: int) -> torch.Tensor:
-    """What this rank's residuals add to the mean, over all elements of the model."""
+def residual_sum(job: Training, world: int) -> torch.Tensor:
+    """Contribution of this rank's residuals to the mean, over all elements of the model."""
     worker = job.connection.worker
     worker.roll_back()
     total = torch.zeros(sum(t.numel for t in worker.job.tensors), dtype=torch.float64)
@@ -130,7 +131,7 @@ def saved(rank: int, address: str, folder: str) -> tuple[torch.Tensor, list[torc
     job = training(rank, address, how="")
     job.train(5)
     job.session.checkpoint(f"{folder}/{rank}" if rank else folder)
-    result = owed(job, WORLD), job.tensors(buffers=False)
+    result = residual_sum(job, WORLD), job.tensors(buffers=False)
     job.session.close()
     return result
 
@@ -143,15 +144,15 @@ def taken(
         for p in job.model.parameters():
             p.add_(1.0)
     assert job.session.resume(f"{folder}/{rank}" if rank else folder)
-    result = owed(job, world), job.tensors(buffers=False), job.session.step, job.session.inspect.decisions()
+    result = residual_sum(job, world), job.tensors(buffers=False), job.session.step, job.session.inspect.decisions()
     job.train(2)
     job.session.close()
     return result
 
 
 @pytest.mark.parametrize(("world", "codec", "shared"), [(3, TOPK, True), (2, "int8()", True), (3, TOPK, False)])
-def test_residuals_continue_with_other_workers_and_plans(world: int, codec: str, shared: bool, tmp_path: Path) -> None:
-    """`shared`: all ranks see one disk; otherwise each has its own, and the third rank has none of the files."""
+def test_residuals_are_inherited_by_other_workers_and_plans(world: int, codec: str, shared: bool, tmp_path: Path) -> None:
+    """`shared`: all ranks use one disk; otherwise each has its own, and the third rank has none of the files."""
     with Servers(WORLD, SERVERS) as servers:
         before = pool(WORLD).call(saved, servers.address, str(tmp_path))
     if shared:
@@ -186,7 +187,7 @@ def alone(folder: str, start: int) -> tuple[list[torch.Tensor], int]:
         return [p.detach().clone() for p in model.parameters()], session.step
 
 
-def test_a_script_alone_resumes_too(tmp_path: Path) -> None:
+def test_single_process_resumes(tmp_path: Path) -> None:
     (first, three), (second, six) = alone(str(tmp_path), 0), alone(str(tmp_path), 3)
     assert (three, six) == (3, 6)
     assert not equal(first, second)
@@ -205,7 +206,7 @@ def averaged(rank: int, address: str, mode: str) -> tuple[list[torch.Tensor], li
 
 
 @pytest.mark.parametrize("mode", ["every", "round", "gradients"])
-def test_averaged_weights_are_the_same_on_all_ranks_and_leave_again(mode: str) -> None:
+def test_averaged_weights_are_equal_on_all_ranks_and_temporary(mode: str) -> None:
     with Servers(WORLD, SERVERS) as servers:
         (own, common, after), (other, as_common, _) = pool(WORLD).call(averaged, servers.address, mode)
     parameters = len(list(Net().parameters()))
@@ -296,7 +297,7 @@ def incomplete(rank: int, address: str, folder: str) -> tuple[bool, list[str]]:
     return result
 
 
-def test_what_no_rank_has_is_named(tmp_path: Path) -> None:
+def test_checkpoint_that_no_rank_has_is_named(tmp_path: Path) -> None:
     with Servers(WORLD, SERVERS) as servers:
         for loaded, decisions in pool(WORLD).call(incomplete, servers.address, str(tmp_path)):
             assert loaded

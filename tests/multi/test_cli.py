@@ -1,5 +1,4 @@
-"""The command as a user meets it: help, completion, one-line errors and exit codes; profiles; a coordinator to the end of its
-job."""
+"""The command line: help, completion, one-line errors and exit codes; profiles; a coordinator until the end of its job."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def call(*command: str, cwd: Path = ROOT, **settings: str) -> subprocess.Complet
 @pytest.mark.parametrize(("arguments", "shown"), [
     (["--version"], f"commlayer {VERSION}"), (["serve", "--help"], "--no-server"), (["tune", "--help"], "proxy runs"),
 ])
-def test_versions_and_help_load_nothing_large(arguments: list[str], shown: str) -> None:
+def test_version_and_help_import_no_large_package(arguments: list[str], shown: str) -> None:
     done = call("-c", LOOK.format(arguments))
     assert shown in done.stdout
     assert done.stdout.splitlines()[-1] == "0 []"
@@ -80,7 +79,7 @@ main.run()
 """
 
 
-def test_workers_need_no_scikit_optimize_and_tune_says_that_it_does(tmp_path: Path) -> None:
+def test_only_tune_needs_scikit_optimize_and_reports_it(tmp_path: Path) -> None:
     done = call("-c", WITHOUT, cwd=tmp_path)
     assert "scikit-optimize" in done.stderr
     assert done.stderr.endswith("[E-PACKAGE]\n")
@@ -173,7 +172,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("line", "error", "begins"), MISTAKES, ids=[row[0] for row in MISTAKES])
-def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(
+def test_user_error_is_one_line_with_exit_code_2_and_writes_nothing(
     line: str, error: str, begins: str, commlayer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
@@ -192,7 +191,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(
     assert {file.name for file in tmp_path.iterdir()} <= {"mine.py", "broken.py", "__pycache__"}
 
 
-def test_an_unknown_option_or_command_is_exit_code_2(commlayer: Any) -> None:
+def test_unknown_option_or_command_exits_with_2(commlayer: Any) -> None:
     for arguments in (("serve", "--prt", "1"), ("serv",)):
         code, _, errors = commlayer(*arguments)
         assert code == 2
@@ -202,7 +201,7 @@ def test_an_unknown_option_or_command_is_exit_code_2(commlayer: Any) -> None:
 
 # ---- profiles
 
-def test_what_profile_measures_can_be_planned_with(commlayer: Any, tmp_path: Path) -> None:
+def test_measured_profile_can_be_planned_with(commlayer: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     code, out, errors = commlayer("profile", "mine.py", "--codec", "identity()", "--codec", "topk(ratio=0.01)", "--batch", "16")
     assert code == 0, errors
@@ -221,7 +220,7 @@ def test_what_profile_measures_can_be_planned_with(commlayer: Any, tmp_path: Pat
     assert profile["bucket_s"] > 0
 
 
-def test_times_follow_the_layers() -> None:
+def test_profiled_times_follow_the_layers() -> None:
     model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(6)))
     x = torch.randn(64, 200)
     timing = timed_job(model, lambda: model(x).square().mean(), batch=64).timing
@@ -252,7 +251,7 @@ def served() -> Iterator[Any]:
         process.communicate(timeout=WAIT_S)
 
 
-def test_keys_that_only_dial_serve_nothing_and_no_line_is_printed_to_copy(commlayer: Any, tmp_path: Path) -> None:
+def test_client_keys_cannot_serve_and_no_join_line_is_printed(commlayer: Any, tmp_path: Path) -> None:
     authority = pytest.importorskip("commlayer.cluster.keys.authority", reason="cryptography is not installed")
     authority.init(tmp_path / "keys")
     folder = authority.add(tmp_path / "keys", "anna", dials_only=True)
@@ -263,7 +262,7 @@ def test_keys_that_only_dial_serve_nothing_and_no_line_is_printed_to_copy(commla
     assert errors.endswith("[E-KEYS]\n")
 
 
-def test_a_port_in_use_is_one_line(served: Any, commlayer: Any) -> None:
+def test_used_port_is_one_line(served: Any, commlayer: Any) -> None:
     _, lines = served("--no-server")
     code, _, errors = commlayer("serve", "--no-server", "--port", lines["control"].rpartition(":")[2])
     assert code == 2
@@ -271,7 +270,7 @@ def test_a_port_in_use_is_one_line(served: Any, commlayer: Any) -> None:
     assert errors.endswith("[E-ADDRESS]\n")
 
 
-def test_a_server_that_cannot_start_uses_up_no_invitation(served: Any, commlayer: Any, tmp_path: Path) -> None:
+def test_failed_server_start_consumes_no_invitation(served: Any, commlayer: Any, tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="cryptography is not installed")
     options = ["--no-server", "--invite", "home-1", "--dir", str(tmp_path / "keys")]
     _, lines = served("--no-server")
@@ -281,7 +280,7 @@ def test_a_server_that_cannot_start_uses_up_no_invitation(served: Any, commlayer
     assert any("commlayer join home-1@127.0.0.1:" in line and "#" in line for line in itertools.islice(process.stderr, 4))
 
 
-def test_a_coordinator_serves_a_job_to_its_end(served: Any) -> None:
+def test_coordinator_serves_a_job_until_its_end(served: Any) -> None:
     process, lines = served("--no-server", "--workers", "1")
     assert lines["data"] == ""
     request = messages.worker_request("job", 0, 0, plan=b"p")
@@ -291,7 +290,7 @@ def test_a_coordinator_serves_a_job_to_its_end(served: Any) -> None:
     assert process.wait(WAIT_S) == 0
 
 
-def test_after_a_job_that_failed_another_one_is_served_at_the_same_address(served: Any) -> None:
+def test_next_job_is_served_at_the_same_address_after_a_failed_job(served: Any) -> None:
     process, lines = served("--no-server", "--workers", "1")
     for reason, code in (("an error", None), (messages.FINISHED, 0)):
         member = client.join(lines["control"], messages.worker_request("job", 0, 0, plan=b"p"), quick(token=lines["token"]),
@@ -303,8 +302,8 @@ def test_after_a_job_that_failed_another_one_is_served_at_the_same_address(serve
 
 
 @pytest.mark.nightly
-def test_after_a_plan_that_does_not_fit_another_job_is_served(served: Any) -> None:
-    """Also if the worker has left before the server has tried the plan."""
+def test_next_job_is_served_after_an_unsupported_plan(served: Any) -> None:
+    """Also if the worker leaves before the server has tried the plan."""
     process, lines = served("--workers", "1")
     for leaves in (False, True):
         request = messages.worker_request("job", 0, 1, plan=b"no plan")
@@ -318,7 +317,7 @@ def test_after_a_plan_that_does_not_fit_another_job_is_served(served: Any) -> No
     assert process.wait(WAIT_S) == 0
 
 
-def test_a_secret_that_was_given_is_not_told_again(served: Any) -> None:
+def test_given_secret_is_not_printed(served: Any) -> None:
     process, lines = served("--no-server", "--workers", "1", COMMLAYER_TOKEN="a-secret-of-ours")
     assert set(lines) == {"control", "data"}
     member = client.join(lines["control"], messages.worker_request("job", 0, 1), quick(token="a-secret-of-ours"), Failures())
@@ -327,13 +326,13 @@ def test_a_secret_that_was_given_is_not_told_again(served: Any) -> None:
     assert "a-secret-of-ours" not in process.stderr.read()
 
 
-def test_settings_reach_serve_through_the_environment(served: Any) -> None:
+def test_serve_reads_settings_from_the_environment(served: Any) -> None:
     _, lines = served("--no-server", COMMLAYER_BIND="127.0.0.3", COMMLAYER_ADVERTISE="127.0.0.4", COMMLAYER_BACKEND="fallback")
     assert lines["control"].startswith("127.0.0.4:")
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_it_ends_on_request(served: Any, sent: signal.Signals, code: int) -> None:
+def test_serve_ends_on_request(served: Any, sent: signal.Signals, code: int) -> None:
     process, _ = served("--no-server")
     process.send_signal(sent)
     assert process.wait(WAIT_S) == code
@@ -352,7 +351,7 @@ print(end.wait(10.0))
 """
 
 
-def test_it_does_so_wherever_the_main_thread_is() -> None:
+def test_serve_ends_on_request_at_any_point_of_the_main_thread() -> None:
     for before in ("", "import sys; sys.stderr = None\n"):  # also where it cannot log why it waits
         done = call("-c", before + IN_A_LOCK)
         assert (done.stdout, done.stderr) == ("True\n", "")

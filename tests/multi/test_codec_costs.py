@@ -1,4 +1,4 @@
-"""Costs beside codecs: measured on real sockets and groups, fitted, and what they do to prices."""
+"""Costs besides codecs: measured on real sockets and process groups, fitted, and their effect on prices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def measured(rank: int, per_node: int, budget_s: float) -> calibration.Collectiv
 @pytest.mark.parametrize(("world", "per_node", "inside", "across"), [
     (2, 2, True, False), (2, 1, False, True), (4, 2, True, True),
 ])
-def test_collectives_are_measured_alike_on_all_ranks(world: int, per_node: int, inside: bool, across: bool) -> None:
+def test_collective_times_are_equal_on_all_ranks(world: int, per_node: int, inside: bool, across: bool) -> None:
     results = pool(world).call(measured, per_node, BUDGET_S)
     assert all(rows == results[0] for rows in results)
     for line, present in zip(results[0], (inside, across), strict=True):
@@ -36,7 +36,7 @@ def test_collectives_are_measured_alike_on_all_ranks(world: int, per_node: int, 
         assert line == calibration.NO_COLLECTIVES or line.floor_s < 1.0, "a message inside a machine takes no second"
 
 
-def test_where_there_is_no_time_one_collective_says_how_long_messages_take() -> None:
+def test_one_collective_gives_the_latency_if_time_is_short() -> None:
     line = pool(2).call(measured, 1, 0.0)[0].across
     assert line.floor_s > 0
     assert (line.slope_s, line.error) == (calibration.LEAST_BYTE_S, 0.0)
@@ -49,7 +49,7 @@ def seconds(profile: Profile, path: str, codec: str = DENSE, *, tall_nodes: bool
     return sum(max(s for _, s in task.lanes) + task.latency_s for task in tasks)
 
 
-def test_what_was_measured_inside_nodes_goes_before_what_they_say() -> None:
+def test_measured_intra_node_rates_override_declared_ones() -> None:
     path = "node.reduce net.allreduce node.broadcast"
     slower = structs.replace(PROFILE, inside=Line(1e-3, 1e-9))
     lines = seconds(PROFILE, path)
@@ -66,8 +66,8 @@ def test_no_collective_between_nodes_is_faster_than_its_links() -> None:
     assert seconds(slow, path, tall_nodes=False) == pytest.approx(move.messages * 5e-3 + move.passes * 4 * (1 << 20) * 20e-9)
 
 
-def test_what_an_allreduce_adds_up_is_priced_by_its_own_bytes() -> None:
-    """Not by the payloads' on the way to a server."""
+def test_allreduce_sum_is_priced_by_its_own_bytes() -> None:
+    """Not by the bytes of the payloads sent to a server."""
     wider = structs.replace(PROFILE, codecs=tuple(structs.replace(c, reduced=Line(8, 2.0)) if c.codec == SHARED else c
                                                   for c in PROFILE.codecs))
     summed, served = "encode@cpu all.allreduce decode@cpu", "encode@cpu net.push net.pull decode@cpu"

@@ -1,5 +1,6 @@
-"""The control plane over real sockets: joining, heartbeats, leaving; kills, stops and a held GIL between processes; embedded
-servers."""
+"""The control plane over real sockets: joins, heartbeats, leaves; killed and stopped processes and a held GIL; embedded
+servers.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def join_all(address: str, world: int, failures: list[Failures] | None = None, *
         return list(pool.map(one, range(world)))
 
 
-def test_many_workers_join_and_see_one_view(opened: list[Any]) -> None:
+def test_many_workers_join_the_same_epoch(opened: list[Any]) -> None:
     world = 64
     coordinator = Coordinator(quick(dead_after_s=60.0))
     opened.append(coordinator)
@@ -74,7 +75,7 @@ def test_many_workers_join_and_see_one_view(opened: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("who", ["worker", "home"])
-def test_a_host_name_that_cannot_be_resolved_is_named(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolvable_host_name_is_named(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator_channel, "NAME_S", 0.3)
     address, config = "no-such-host.invalid:7000", quick(insecure=True, join_deadline_s=60.0)
     attendance = SiteLease(address, config, messages.site_request(1, messages.ANY), lambda _: None)
@@ -86,7 +87,7 @@ def test_a_host_name_that_cannot_be_resolved_is_named(who: str, monkeypatch: pyt
     assert not isinstance(report.value, DeadlineExceeded)
 
 
-def test_a_plan_travels_once_though_its_seat_was_freed(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_is_sent_once_even_after_its_registration_was_freed(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = bytes(range(256)) * (3 * messages.PART_NBYTES // 256 + 1)
     coordinator = Coordinator(quick())
     opened.append(coordinator)
@@ -115,7 +116,7 @@ def test_a_plan_travels_once_though_its_seat_was_freed(opened: list[Any], monkey
     assert [m.plan for m in opened[1:]] == [plan, plan]
 
 
-def test_the_deadline_names_who_is_missing_and_frees_the_seats(opened: list[Any]) -> None:
+def test_join_deadline_names_missing_members_and_frees_registrations(opened: list[Any]) -> None:
     coordinator = Coordinator(quick())
     opened.append(coordinator)
 
@@ -131,7 +132,7 @@ def test_the_deadline_names_who_is_missing_and_frees_the_seats(opened: list[Any]
     assert "0 of 4 workers joined" in membership.missing(coordinator._state)
 
 
-def test_nobody_at_the_address_is_said_by_the_deadline() -> None:
+def test_unreachable_address_is_reported_by_the_deadline() -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
@@ -139,7 +140,7 @@ def test_nobody_at_the_address_is_said_by_the_deadline() -> None:
         assert_refused(line, "E-DEADLINE", "DeadlineExceeded: ", f"coordinator {address}: ", "0.5 s")
 
 
-def test_a_worker_may_come_before_its_coordinator(opened: list[Any]) -> None:
+def test_worker_may_start_before_its_coordinator(opened: list[Any]) -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
@@ -149,7 +150,7 @@ def test_a_worker_may_come_before_its_coordinator(opened: list[Any]) -> None:
         opened.append(joining.result(WAIT_S))
 
 
-def test_another_model_is_refused_at_once_by_name(opened: list[Any]) -> None:
+def test_different_model_is_refused_immediately_by_name(opened: list[Any]) -> None:
     coordinator = Coordinator(quick(), servers=1)
     opened.append(coordinator)
     with ThreadPoolExecutor(1) as pool:
@@ -165,8 +166,8 @@ def test_another_model_is_refused_at_once_by_name(opened: list[Any]) -> None:
         assert_refused(outcome(lambda: waiting.result(WAIT_S)), "E-COMM", f"coordinator {coordinator.address}: ")
 
 
-def test_the_data_port_says_that_it_is_none_for_control_calls(caplog: pytest.LogCaptureFixture, opened: list[Any]) -> None:
-    """Else homes ask there until their deadline, four times a second, each time with a warning at the server."""
+def test_data_port_refuses_control_calls_with_a_hint(caplog: pytest.LogCaptureFixture, opened: list[Any]) -> None:
+    """Otherwise sites would retry there four times a second until their deadline, each time with a warning at the server."""
     server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings())
     opened.append(server)
     address = "{}:{}".format(*server.listen())
@@ -179,13 +180,13 @@ def test_the_data_port_says_that_it_is_none_for_control_calls(caplog: pytest.Log
     assert len(caplog.records) <= 8
 
 
-class Later(messages.Join, frozen=True):
-    """Of a version to come, which says more."""
+class NewerJoin(messages.Join, frozen=True):
+    """A request of a later version with more fields."""
 
     more: int = 1
 
 
-def test_a_call_of_a_version_that_says_more_is_refused_for_its_version(opened: list[Any]) -> None:
+def test_call_of_a_newer_version_is_refused_for_its_version(opened: list[Any]) -> None:
     coordinator = Coordinator(quick())
     opened.append(coordinator)
     channel = coordinator_channel.CoordinatorChannel(coordinator.address)
@@ -194,11 +195,11 @@ def test_a_call_of_a_version_that_says_more_is_refused_for_its_version(opened: l
     for lines, line in (({"version": "9.9"}, "commlayer 9.9, but this process .*E-VERSION"),
                        ({}, "Join .*`more`.*E-FRAME")):
         with pytest.raises(Refused, match=line):
-            channel.call("Join", Later(**mine | lines), messages.JoinReply, WAIT_S)
+            channel.call("Join", NewerJoin(**mine | lines), messages.JoinReply, WAIT_S)
     assert not coordinator._state.registrations
 
 
-def test_bytes_that_are_no_record_are_refused_and_change_nothing(opened: list[Any]) -> None:
+def test_malformed_records_are_refused_without_effect(opened: list[Any]) -> None:
     coordinator = Coordinator(quick())
     opened.append(coordinator)
     channel = coordinator_channel.CoordinatorChannel(coordinator.address)
@@ -209,7 +210,7 @@ def test_bytes_that_are_no_record_are_refused_and_change_nothing(opened: list[An
     assert membership.missing(coordinator._state) == "0 of ? workers joined"
 
 
-def test_a_silent_worker_is_reported_once_to_each_of_the_others(opened: list[Any]) -> None:
+def test_silent_worker_is_reported_once_to_each_peer(opened: list[Any]) -> None:
     coordinator = Coordinator(quick())
     opened.append(coordinator)
     failures = [Failures() for _ in range(3)]
@@ -224,7 +225,7 @@ def test_a_silent_worker_is_reported_once_to_each_of_the_others(opened: list[Any
     assert failures[1].errors == []
 
 
-def test_an_orderly_leave_is_information_any_other_a_failure(opened: list[Any]) -> None:
+def test_only_an_orderly_leave_is_no_failure(opened: list[Any]) -> None:
     coordinator = Coordinator(quick(), servers=1)
     opened.append(coordinator)
     failures = Failures()
@@ -249,7 +250,7 @@ def test_an_orderly_leave_is_information_any_other_a_failure(opened: list[Any]) 
 
 
 @pytest.mark.parametrize(("lives", "named"), [(False, "server 0"), (True, "worker 0")])
-def test_who_gives_a_server_up_first_is_not_named_in_its_place(lives: bool, named: str, opened: list[Any]) -> None:
+def test_first_member_to_miss_a_server_is_not_blamed_for_it(lives: bool, named: str, opened: list[Any]) -> None:
     coordinator = Coordinator(quick(), servers=1)
     opened.append(coordinator)
     failures = Failures()
@@ -267,7 +268,7 @@ def test_who_gives_a_server_up_first_is_not_named_in_its_place(lives: bool, name
 
 
 class Warnings(logging.Handler):
-    """Collects what the package warns of, to be waited for."""
+    """Collects the package's warnings, to be awaited."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -285,7 +286,7 @@ def warnings() -> Iterator[Warnings]:
     log.removeHandler(watch)
 
 
-def test_training_goes_on_without_its_coordinator_and_says_so_once(opened: list[Any], warnings: Warnings) -> None:
+def test_training_continues_without_its_coordinator_with_one_log_line(opened: list[Any], warnings: Warnings) -> None:
     coordinator = Coordinator(quick())
     opened.append(coordinator)
     failures = Failures()
@@ -303,13 +304,13 @@ def test_training_goes_on_without_its_coordinator_and_says_so_once(opened: list[
 
 
 @pytest.mark.parametrize(("dead_after_s", "timeout_s"), [(0.2, 2.0), (6.0, 2.0), (12.0, 4.0), (60.0, 5.0)])
-def test_a_heartbeat_has_time_for_a_new_connection_and_leaves_time_for_another(dead_after_s: float, timeout_s: float) -> None:
+def test_heartbeat_timeout_allows_a_new_connection_and_a_retry(dead_after_s: float, timeout_s: float) -> None:
     assert client.beat_timeout_s(quick(dead_after_s=dead_after_s)) == timeout_s
 
 
-def test_the_timeout_of_a_heartbeat_does_not_shrink_while_the_coordinator_is_silent(
+def test_heartbeat_timeout_does_not_shrink_while_the_coordinator_is_silent(
         opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 50 ms, as it once was, no heartbeat would ever arrive again over a link of 40 ms."""
+    """With 50 ms, as in an earlier version, no heartbeat would arrive over a link of 40 ms."""
     timeouts_s, silences_s = list[float](), queue.SimpleQueue[float]()
 
     def lost(member: client.Membership, timeout_s: float) -> messages.HeartbeatReply:
@@ -325,7 +326,7 @@ def test_the_timeout_of_a_heartbeat_does_not_shrink_while_the_coordinator_is_sil
     assert set(timeouts_s) == {coordinator_channel.MIN_BEAT_S}
 
 
-def test_a_port_in_use_is_one_line(opened: list[Any]) -> None:
+def test_used_port_is_one_line(opened: list[Any]) -> None:
     coordinator = Coordinator(quick())
     opened.append(coordinator)
     line = outcome(lambda: Coordinator(quick(port=int(coordinator.address.rpartition(":")[2]))))
@@ -363,11 +364,11 @@ def _exit_and_collect(members: list[Any]) -> None:
     raise SystemExit(0)
 
 
-def test_of_several_that_end_at_once_the_one_that_was_lost_is_named() -> None:
+def test_lost_member_is_named_among_several_that_end_together() -> None:
     lost = PeerLost("no heartbeat for 2.0 s from b: it was killed, stopped or cut off", peer="worker 1")
 
     def because_of(error: BaseException, peer: str) -> PeerLost:
-        """As a job that ends with that error tells why it leaves."""
+        """The leave reason of a job that ends with that error."""
         return PeerLost(f"left the job: {type(error).__name__}: {error}".splitlines()[0], peer=peer)
 
     named = PeerLost(lost.what, peer=lost.peer)
@@ -383,11 +384,11 @@ def test_of_several_that_end_at_once_the_one_that_was_lost_is_named() -> None:
     (KeyboardInterrupt(), "KeyboardInterrupt"), (ValueError("no room\nfor it"), "ValueError: no room"),
     (PeerLost("is gone", peer="worker 1"), "PeerLost: worker 1: is gone [E-PEER-LOST]"),
 ])
-def test_what_others_hear_of_an_end_is_one_line(error: BaseException, lines: str) -> None:
+def test_reason_of_an_end_is_one_line_for_the_others(error: BaseException, lines: str) -> None:
     assert cause_of(error) == lines
 
 
-def test_a_journal_of_a_job_that_is_over_stays_away(tmp_path: Path) -> None:
+def test_journal_of_a_finished_job_is_deleted(tmp_path: Path) -> None:
     journal = CoordinatorJournal(str(tmp_path))
     coordinator = Coordinator(quick(), servers=1, journal=journal)
     with ThreadPoolExecutor(2) as pool:
@@ -427,29 +428,29 @@ def wait_gone(pid: int) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_killed_or_stopped_worker_is_named_to_every_survivor(opened: list[Any], sent: signal.Signals) -> None:
+def test_killed_or_stopped_worker_is_named_to_every_survivor(opened: list[Any], sent: signal.Signals) -> None:
     coordinator = Coordinator(quick(dead_after_s=5.0))  # longer than others go unheard where the machine is busy
     opened.append(coordinator)
     workers = [Process(coordinator.address, rank, 3) for rank in range(3)]
-    seats = [worker.told() for worker in workers]
+    seats = [worker.report() for worker in workers]
     assert [seat["rank"] for seat in seats] == [0, 1, 2]
     victim = workers[1].process
     assert all(seat["pids"][1] == victim.pid for seat in seats), "everyone knows who that is"
     victim.send_signal(sent)
     for survivor in (workers[0], workers[2]):
-        line = survivor.told()["failure"]
+        line = survivor.report()["failure"]
         assert line.startswith("worker 1: no heartbeat for ")
         assert f"(pid {victim.pid}): it was killed or stopped, or its network failed" in line
     if sent is signal.SIGSTOP:
         victim.send_signal(signal.SIGCONT)
-        assert f"coordinator {coordinator.address}: declared this worker 1 dead" in workers[1].told()["failure"]
+        assert f"coordinator {coordinator.address}: declared this worker 1 dead" in workers[1].report()["failure"]
     workers[1].kill()
     for survivor in (workers[0], workers[2]):
-        survivor.go_on()
+        survivor.leave()
         assert survivor.process.returncode == 0
 
 
-def test_a_stopped_coordinator_is_noticed_by_its_silence_and_told_once(
+def test_silence_of_a_stopped_coordinator_is_logged_once(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     config = quick()
     child = EmbeddedServer.start(quick(dead_after_s=60.0), workers=1, servers=0, number=None)
@@ -485,7 +486,7 @@ def test_a_stopped_coordinator_is_noticed_by_its_silence_and_told_once(
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_server_whose_data_arrives_is_not_lost_with_the_coordinators_answers(alive: bool) -> None:
+def test_server_whose_data_arrive_outlives_coordinator_replies(alive: bool) -> None:
     epoch = Epoch(1, (), (ServerInfo(0, "127.0.0.1:7001", 0, colocated=True),), "")
     carrier = SimpleNamespace(heard=lambda since_s: ("server 0",) if alive else (), missed=tuple)
     failures = Failures()
@@ -495,7 +496,9 @@ def test_a_server_whose_data_arrives_is_not_lost_with_the_coordinators_answers(a
     assert [error.peer for error in failures.errors] == ["server 0"] * (not alive)
 
 
-def test_a_worker_whose_keeper_ended_goes_on_and_says_so(coordinator: Coordinator, caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_continues_after_the_end_of_its_heartbeat_sidecar(
+    coordinator: Coordinator, caplog: pytest.LogCaptureFixture,
+) -> None:
     member = client.join(coordinator.address, messages.worker_request("job", 0, 1), quick(), Failures(), keep=True)
     keeper = member._keeper
     assert keeper is not None
@@ -506,31 +509,31 @@ def test_a_worker_whose_keeper_ended_goes_on_and_says_so(coordinator: Coordinato
     assert "the heartbeat process" in caplog.text
 
 
-def test_a_keeper_ends_with_its_killed_worker(coordinator: Coordinator) -> None:
+def test_heartbeat_sidecar_ends_with_its_killed_worker(coordinator: Coordinator) -> None:
     worker = Process(coordinator.address, 0, 1)
-    keeper = worker.told()["keeper"]
+    keeper = worker.report()["keeper"]
     worker.kill()
     wait_gone(keeper)
 
 
 @pytest.mark.parametrize("secured", [False, True])
-def test_a_held_gil_is_not_death(secured: bool, folders: Folders) -> None:
+def test_held_gil_is_not_a_failure(secured: bool, folders: Folders) -> None:
     served, mine, theirs = ({"token": "correct-horse-battery", "keys": str(folder)} if secured else {}
                             for folder in (folders.server, folders.worker, folders.second))
     failures, coordinator = Failures(), Coordinator(quick(dead_after_s=PATIENT_S, **served))
     holder = Process(coordinator.address, 1, 2, how="hold_gil", **theirs)
     request = messages.worker_request("job", 0, 2, plan=b"a plan")
     member = client.join(coordinator.address, request, quick(**mine), failures)
-    holder.told()
-    assert holder.told() == {"held": True}
+    holder.report()
+    assert holder.report() == {"held": True}
     assert failures.errors == []
-    holder.go_on()
+    holder.leave()
     member.leave()
     assert failures.errors == []
     coordinator.close()
 
 
-def test_an_embedded_coordinator_serves_and_ends_by_itself_after_the_job() -> None:
+def test_embedded_coordinator_ends_after_the_job() -> None:
     config = quick()
     server = EmbeddedServer.start(config, workers=1, servers=0, number=None)
     member = client.join(server.control, messages.worker_request("job", 0, 1), config, Failures())
@@ -540,7 +543,7 @@ def test_an_embedded_coordinator_serves_and_ends_by_itself_after_the_job() -> No
     server.close()
 
 
-def test_a_hung_embedded_server_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_embedded_server_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commlayer.cluster.processes.child_processes.GRACE_S", 0.2)
     server = EmbeddedServer.start(quick(), workers=1, servers=0, number=None)
     os.kill(server.pid, signal.SIGSTOP)
@@ -549,11 +552,11 @@ def test_a_hung_embedded_server_is_ended_by_force(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("pipe_held", [False, True])
-def test_an_embedded_server_ends_with_its_killed_trainer(coordinator: Coordinator, pipe_held: bool) -> None:
+def test_embedded_server_ends_with_its_killed_trainer(coordinator: Coordinator, pipe_held: bool) -> None:
     how = "embed_and_fork" if pipe_held else "embed"
     trainer = Process(coordinator.address, 0, 1, how=how)
-    trainer.told()
-    report = trainer.told()
+    trainer.report()
+    report = trainer.report()
     trainer.process.kill()
     trainer.process.wait(WAIT_S)
     wait_gone(report["embedded"])
@@ -570,7 +573,7 @@ def test_ctrl_c_of_the_trainer_does_not_reach_the_embedded_server() -> None:
         server.close()
 
 
-def test_a_forked_copy_of_the_trainer_does_not_end_the_server() -> None:
+def test_forked_copy_of_the_trainer_does_not_end_the_server() -> None:
     server = EmbeddedServer.start(quick(), workers=1, servers=0, number=None)
     try:
         child = os.fork()
@@ -584,7 +587,7 @@ def test_a_forked_copy_of_the_trainer_does_not_end_the_server() -> None:
         server.close()
 
 
-def test_a_server_that_does_not_start_says_why() -> None:
+def test_server_start_failure_gives_its_reason() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -594,7 +597,7 @@ def test_a_server_that_does_not_start_says_why() -> None:
     assert "Traceback" not in str(caught.value)
 
 
-def test_a_server_that_hangs_at_its_start_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_hangs_at_start_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commlayer.cluster.processes.child_processes.RUN", "import time; time.sleep(1000)")
     monkeypatch.setattr("commlayer.cluster.processes.child_processes.GRACE_S", 0.2)
     line = outcome(lambda: EmbeddedServer.start(quick(join_deadline_s=0.3), workers=1))

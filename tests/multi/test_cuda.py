@@ -1,4 +1,4 @@
-"""Kernels on the host's shim: it names what hardware would leave undefined, and paths code on it as on the host."""
+"""Kernels on the host's shim: it reports what hardware would leave undefined, and paths encode on it as on the host."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shim(*flags: str, seed: int = 0, resident: int = 2) -> Shim:
 
 @needs_compiler
 @pytest.mark.parametrize("kernel", FAULTS)
-def test_faults_are_named(kernel: str) -> None:
+def test_undefined_behaviour_is_reported(kernel: str) -> None:
     grid, message = FAULTS[kernel]
     with pytest.raises(RuntimeError, match=message):  # the seed is one with which the last block does not start first
         shim(seed=3).launch("faults", kernel, grid, 64, [torch.zeros(64, dtype=torch.int32)])
@@ -45,14 +45,14 @@ def test_faults_are_named(kernel: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_right_gives_the_same_under_every_schedule(seed: int) -> None:
+def test_correct_kernels_give_equal_results_under_every_schedule(seed: int) -> None:
     out = torch.zeros(11, dtype=torch.int32)
     shim(seed=seed, resident=1 + seed).launch("faults", "sum_of_block", 11, 256, [out])
     assert out.tolist() == [255 * 128] * 11
 
 
 @needs_compiler
-def test_a_wrong_number_of_arguments_is_refused() -> None:
+def test_wrong_number_of_arguments_is_refused() -> None:
     with pytest.raises(RuntimeError, match="takes 1 arguments, got 2"):
         shim().launch("faults", "sum_of_block", 1, 32, [torch.zeros(1), 5])
 
@@ -79,7 +79,7 @@ def run_sanitized(kernel: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_compiler
-def test_a_sanitizer_sees_what_lies_outside_of_shared_memory() -> None:
+def test_sanitizer_detects_access_beyond_shared_memory() -> None:
     right, wrong = run_sanitized("sum_of_block"), run_sanitized("outside_of_shared")
     assert right.stdout == "b''\n", right.stderr[-2000:]
     assert "heap-buffer-overflow" in wrong.stderr
@@ -150,7 +150,7 @@ def trained(rank: int, text: str, codec: str, device: torch.device) -> tuple[lis
 
 @pytest.mark.commit(1)
 @pytest.mark.parametrize("codec", CODECS)
-def test_where_a_path_codes_does_not_change_what_it_gives(codec: str) -> None:
+def test_path_results_do_not_depend_on_the_encoding_device(codec: str) -> None:
     with running():
         pass  # compiled once, before the ranks start
     cases = [(text, codec) for text in PATHS]

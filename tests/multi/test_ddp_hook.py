@@ -1,4 +1,4 @@
-"""DDP's communication hook: averages as by torch's hooks, DDP's options, saved states, refusals. Real ranks."""
+"""DDP's communication hook: averages equal those of torch's hooks, DDP options, saved states, refusals. Real ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def train(rank: int, wrap: Wrap, how: str = "", dtype: torch.dtype = torch.float
 
 
 def unused_parameters(rank: int, wrap: Wrap) -> list[Gradients]:
-    """By one rank, by the other, by both."""
+    """Unused on one rank, on the other, on both."""
     torch.manual_seed(0)
     model = Branches()
     wrapped, rows = wrap(model, find_unused_parameters=True), []
@@ -132,7 +132,7 @@ def both(rank: int, case: str, hook: str, codec: str, address: str) -> tuple[lis
 @pytest.mark.commit(10)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("hook", HOOKS)
-def test_averages_equal_those_of_torchs_hook(hook: str, case: str) -> None:
+def test_averages_equal_those_of_the_torch_hook(hook: str, case: str) -> None:
     codec, wire, rounding = HOOKS[hook]
     if case in ("autocast", "in bfloat16"):
         rounding = max(rounding, 2.0**-8)  # of the computation, or of the gradients themselves
@@ -190,8 +190,8 @@ def mean_of(of_rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return sum(p[0] for p in parts) / WORLD, sum(p[1] for p in parts) / WORLD
 
 
-def test_powersgd_is_exact_as_torchs_is_where_gradients_are_of_its_rank() -> None:
-    """In the first coded steps, torch's third; then rounding errors in the residuals grow, in both."""
+def test_powersgd_is_exact_for_gradients_of_its_rank_as_in_torch() -> None:
+    """In the first compressed steps, torch's third; then rounding errors in the residuals grow in both."""
     with coordinators(1, WORLD, 1) as jobs:
         theirs, mine = pool(WORLD).call(factored, 1, 5, True, jobs[0].address)[0]
     for rows, coded in ((theirs, range(2, 5)), (mine, range(3))):
@@ -200,8 +200,8 @@ def test_powersgd_is_exact_as_torchs_is_where_gradients_are_of_its_rank() -> Non
                 assert float((got - mean).norm() / mean.norm()) < 1e-3
 
 
-def test_powersgd_applies_residuals_as_torchs_does_where_they_are_not() -> None:
-    """The mean of the averages of one gradient over many steps tends to that gradient."""
+def test_powersgd_applies_residuals_of_other_gradients_as_in_torch() -> None:
+    """The mean of the averages of one gradient over many steps converges to that gradient."""
     with coordinators(1, WORLD, 1) as jobs:
         theirs, mine = pool(WORLD).call(factored, 12, 40, False, jobs[0].address)[0]
     wanted = mean_of(12, 0)[0]
@@ -238,7 +238,7 @@ def closed(rank: int, address: str) -> tuple[bool, list[bool], list[str], float]
     return optimizer_left, [part() is not None for part in parts], left, steps
 
 
-def test_a_closed_session_leaves_no_thread_and_keeps_neither_model_nor_optimizer() -> None:
+def test_closed_session_releases_threads_model_and_optimizer() -> None:
     with coordinators(1, WORLD, 1) as jobs:
         assert pool(WORLD).call(closed, jobs[0].address) == [(False, [False, False], [], 3)] * WORLD
 
@@ -248,7 +248,7 @@ def residuals(state: commlayer.HookState) -> list[torch.Tensor]:
 
 
 def resumed(rank: int, how: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Residuals after a third step: of the state of the first two, and of a state that takes over after those."""
+    """Residuals after a third step: of the state of the first two, and of a state that replaces it afterwards."""
     plan = plan_of(mlp(), "error_feedback(topk(ratio=0.1))", "encode@cpu all.allgather decode@cpu", ranks_per_node=WORLD)
 
     def wrapped(state: commlayer.HookState) -> DistributedDataParallel:
@@ -278,7 +278,7 @@ def resumed(rank: int, how: str) -> tuple[list[torch.Tensor], list[torch.Tensor]
 
 @pytest.mark.commit(2)
 @pytest.mark.parametrize("how", ["pickle", "a copy", "nothing"])
-def test_a_saved_hook_state_continues_with_its_residuals(how: str) -> None:
+def test_saved_hook_state_keeps_its_residuals(how: str) -> None:
     for expected, got in pool(WORLD).call(resumed, how):
         assert expected
         assert same(expected, got) == (how != "nothing")
@@ -297,7 +297,7 @@ def first_backward(rank: int, plan: str, dtype: str) -> list[str]:
 @pytest.mark.parametrize(("plan", "dtype", "code", "name"), [
     ("missing.json", "float32", "E-PLAN-FILE", "missing.json"), ("auto", "complex64", "E-MODEL-UNSUPPORTED", "complex64"),
 ])
-def test_a_mistake_shows_in_the_first_backward(plan: str, dtype: str, code: str, name: str) -> None:
+def test_user_error_is_raised_in_the_first_backward(plan: str, dtype: str, code: str, name: str) -> None:
     for first, second in pool(WORLD).call(first_backward, plan, dtype):
         assert_refused(first, code, "InvalidInput: ", name)
         assert second
@@ -309,7 +309,7 @@ def unsupported(rank: int) -> list[str]:
         return [outcome(lambda: ddp(data(rank, 0)[0]))]
 
 
-def test_ddps_own_join_is_refused() -> None:
+def test_ddp_join_is_refused() -> None:
     for (line,) in pool(WORLD).call(unsupported):
         assert_refused(line, "E-DDP-UNSUPPORTED", "session.join()")
 
@@ -330,6 +330,6 @@ def shared(rank: int, later: bool) -> str:
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_a_hook_state_serves_one_model(later: bool) -> None:
+def test_hook_state_serves_one_model(later: bool) -> None:
     for line in pool(WORLD).call(shared, later):
         assert_refused(line, "E-DDP-HOOK", *([] if later else ["2 DistributedDataParallel modules"]))

@@ -1,4 +1,4 @@
-"""The demo's simulated links: bytes arrive as they were sent, no earlier than a line of that rate and delay brings them."""
+"""The demo's simulated links: bytes arrive unchanged, no earlier than a link of that rate and delay delivers them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_connections_share_their_links(echo: int, connections: int) -> None:
         socket.create_connection((LOOPBACK, port), WAIT_S)
 
 
-def test_a_connection_waits_for_a_target_that_is_not_known_yet(echo: int) -> None:
+def test_connection_waits_for_an_unknown_target(echo: int) -> None:
     ports, results = [0], list[bytes]()
     with Relay(DELAY_S) as relay:
         port = relay.listen(lambda: ports[0], (Link(80e6),), (Link(80e6),))
@@ -81,13 +81,13 @@ def test_a_connection_waits_for_a_target_that_is_not_known_yet(echo: int) -> Non
     assert results == [DATA]
 
 
-def test_the_first_free_port_is_taken(echo: int) -> None:
+def test_first_free_port_is_used(echo: int) -> None:
     with Relay(DELAY_S) as relay:
         first = relay.listen(lambda: echo, (), ())
         assert relay.listen(lambda: echo, (), (), (first, 0)) not in (0, first)
 
 
-def test_what_is_under_way_at_the_end_is_dropped(echo: int) -> None:
+def test_bytes_in_flight_at_the_end_are_dropped(echo: int) -> None:
     with Relay(WAIT_S) as relay:
         connection = socket.create_connection((LOOPBACK, relay.listen(lambda: echo, (Link(1e3),), ())), WAIT_S)
         connection.sendall(DATA)

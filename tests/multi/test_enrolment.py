@@ -1,4 +1,4 @@
-"""Homes fetch certificates of their own with invitations, over real sockets; and every attack on this that we know of."""
+"""Sites obtain certificates with invitations, over real sockets, and every known attack on the enrolment fails."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def dialled(address: str, token: Token) -> Iterator[tuple[ssl.SSLSocket, bytes, 
 
 def attempt(home: HomeLine, csr: bytes, name: str = "", secret: bytes = b"",
             binding: Sequence[bytes] | None = None) -> EnrolmentReply:
-    """The server's reply to a request, which is signed as the line demands unless it is told otherwise."""
+    """The server's reply to a request, which is signed as the line requires unless arguments differ."""
     assert home.token is not None
     with dialled(home.address, home.token) as (tls, nonce, fingerprint):
         signed = invitations.statement(name or home.name, csr, binding or (nonce, fingerprint))
@@ -146,7 +146,7 @@ def refusal(call: Callable[[], Any], kind: type[CommError] = Refused) -> str:
 # ---- what is wanted
 
 
-def test_a_home_fetches_its_certificate_joins_over_mutual_tls_and_needs_no_token_later(server: Server, user: Path) -> None:
+def test_site_enrols_joins_over_mutual_tls_and_needs_no_token_later(server: Server, user: Path) -> None:
     home = server.line()
     folder = enrolment_client.enrol(home, WAIT_S)
     assert server.joined(folder) == "worker 0"
@@ -162,7 +162,7 @@ def test_a_home_fetches_its_certificate_joins_over_mutual_tls_and_needs_no_token
 
 
 @pytest.mark.parametrize("command", ["join", "doctor"])
-def test_a_check_fetches_the_certificate_and_takes_no_place(
+def test_check_obtains_the_certificate_without_registering(
     server: Server, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     script, line = tmp_path / "train.py", server.line()
@@ -181,7 +181,7 @@ def test_a_check_fetches_the_certificate_and_takes_no_place(
     assert re.findall(r"^ok +(keys|server|script) ", out, re.M) == looked_at
 
 
-def test_a_check_with_a_token_that_is_not_valid_names_the_reason(
+def test_check_with_an_invalid_token_names_the_reason(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(machine, "own_torch", lambda: Torch(torch="2.13"))
@@ -193,7 +193,7 @@ def test_a_check_with_a_token_that_is_not_valid_names_the_reason(
     assert "E-INVITATION" in out.partition("fail keys")[2]
 
 
-def test_no_private_key_and_no_secret_of_a_home_reaches_the_server(server: Server) -> None:
+def test_private_keys_and_secrets_of_a_site_never_reach_the_server(server: Server) -> None:
     home = server.line()
     assert home.token is not None
     folder = enrolment_client.enrol(home, WAIT_S)
@@ -207,7 +207,7 @@ def test_no_private_key_and_no_secret_of_a_home_reaches_the_server(server: Serve
     assert all(str(home.token) not in path.read_text() for path in folder.iterdir()), "nor is the token kept at the home"
 
 
-def test_a_restarted_server_keeps_invitations_and_the_address_for_new_ones(server: Server) -> None:
+def test_restarted_server_keeps_invitations_and_its_address(server: Server) -> None:
     home = server.line()
     invitations.set_address(server.ca, server.address)
     assert invitations.invite(server.ca, ["home-1", "home-2"], keep=True).keys() == {"home-2"}
@@ -221,14 +221,14 @@ def test_a_restarted_server_keeps_invitations_and_the_address_for_new_ones(serve
     assert re.match(r"# home-2: .* UTC; .*commlayer keys invite --dir \S+ home-2$", lines[1])
 
 
-def test_a_lost_reply_costs_no_invitation_and_a_request_with_the_same_key_gets_the_same_certificate(server: Server) -> None:
+def test_retry_with_the_same_key_after_a_lost_reply_gets_the_same_certificate(server: Server) -> None:
     home, csr = server.line(), request_of("home-1", new_key())
     first, second = attempt(home, csr), attempt(home, csr)
     assert first.certificate == second.certificate != b""
     assert server.certificates == [("home-1", False)]
 
 
-def test_an_interrupted_home_asks_again_with_the_same_key(server: Server, monkeypatch: pytest.MonkeyPatch, user: Path) -> None:
+def test_interrupted_site_retries_with_the_same_key(server: Server, monkeypatch: pytest.MonkeyPatch, user: Path) -> None:
     home = server.line()
     with monkeypatch.context() as patch:
         patch.setattr(authority, "make_folder", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -240,7 +240,7 @@ def test_an_interrupted_home_asks_again_with_the_same_key(server: Server, monkey
     assert server.certificates == [("home-1", False)]
 
 
-def test_a_new_invitation_replaces_the_certificate_and_the_stored_keys(server: Server) -> None:
+def test_new_invitation_replaces_certificate_and_stored_keys(server: Server) -> None:
     first = Keys(enrolment_client.enrol(server.line(), WAIT_S)).own.serial
     with pytest.raises(ValueError, match="--again"):
         server.line()
@@ -252,8 +252,8 @@ def test_a_new_invitation_replaces_the_certificate_and_the_stored_keys(server: S
     assert server.certificates == [("home-1", True), ("home-1", False)]
 
 
-def test_a_certificate_without_its_mark_in_the_invitation_is_revoked(server: Server) -> None:
-    """As if the server had died between the two files."""
+def test_certificate_missing_in_its_invitation_is_revoked(server: Server) -> None:
+    """As if the server had died between the writes of the two files."""
     home, book = server.line(), invitations.read_book(server.ca)
     attempt(home, request_of("home-1", new_key()))
     invitations._save(server.ca, book)
@@ -261,14 +261,14 @@ def test_a_certificate_without_its_mark_in_the_invitation_is_revoked(server: Ser
     assert server.certificates == [("home-1", True), ("home-1", False)]
 
 
-def test_a_home_waits_for_a_server_that_starts_later(server: Server) -> None:
+def test_site_waits_for_a_server_that_starts_later(server: Server) -> None:
     home, said = server.line(), list[str]()
     home = home._replace(address="127.0.0.1:1")
     assert refusal(lambda: enrolment_client.enrol(home, 0.3, said.append), DeadlineExceeded) == "E-DEADLINE"
     assert len(said) == 1
 
 
-def test_a_ca_that_another_process_holds_is_an_error_within_a_deadline(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_ca_is_an_error_within_a_deadline(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     home = server.line()
     monkeypatch.setattr(authority, "LOCK_S", 0.1)
     with authority.locked(server.ca):
@@ -279,7 +279,7 @@ def test_a_ca_that_another_process_holds_is_an_error_within_a_deadline(server: S
     assert attempt(home, request_of("home-1", new_key())).certificate
 
 
-def test_no_home_can_replace_the_certificate_of_the_server(server: Server) -> None:
+def test_sites_cannot_replace_the_server_certificate(server: Server) -> None:
     with pytest.raises(InvalidInput, match="E-CLI-OPTION"):
         server.line(invitations.SERVER, again=True)
 
@@ -341,7 +341,7 @@ INVALID = [(expired, "E-INVITATION-EXPIRED"), (used, "E-INVITATION-USED"), (repl
 
 
 @pytest.mark.parametrize(("made", "code"), INVALID, ids=lambda case: getattr(case, "__name__", case))
-def test_an_invitation_that_is_not_valid_is_refused_with_its_reason(
+def test_invalid_invitation_is_refused_with_its_reason(
     server: Server, made: Callable[[Server], HomeLine], code: str, user: Path,
 ) -> None:
     home = made(server)
@@ -351,14 +351,14 @@ def test_an_invitation_that_is_not_valid_is_refused_with_its_reason(
     assert home.stored() is None
 
 
-def test_a_revoked_home_gets_nothing_more_from_its_invitation(server: Server) -> None:
+def test_invitation_of_a_revoked_site_is_void(server: Server) -> None:
     home, csr = server.line(), request_of("home-1", new_key())
     assert attempt(home, csr).certificate
     authority.revoke(server.ca, "home-1")
     assert code_in(attempt(home, csr).error) == "E-INVITATION-USED"
 
 
-def test_an_invitation_that_is_replaced_during_its_request_is_void(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invitation_replaced_during_its_request_is_void(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     home, locked = server.line(), authority.locked
 
     @contextlib.contextmanager
@@ -373,7 +373,7 @@ def test_an_invitation_that_is_replaced_during_its_request_is_void(server: Serve
     assert server.certificates == []
 
 
-def test_of_homes_that_use_one_token_at_once_one_gets_a_certificate(server: Server) -> None:
+def test_concurrent_uses_of_a_token_yield_one_certificate(server: Server) -> None:
     home = server.line()
     requests = [request_of("home-1", new_key()) for _ in range(6)]
     with ThreadPoolExecutor(len(requests)) as threads:
@@ -387,7 +387,7 @@ def test_of_homes_that_use_one_token_at_once_one_gets_a_certificate(server: Serv
 # ---- certificate requests that ask for something else
 
 
-def test_the_name_in_the_request_must_be_the_invited_one(server: Server) -> None:
+def test_request_must_have_the_invited_name(server: Server) -> None:
     home = server.line()
     reply = attempt(home, request_of("home-2", new_key()))
     assert (code_in(reply.error), reply.certificate, server.certificates) == ("E-INVITATION", b"", [])
@@ -404,14 +404,14 @@ REQUESTS: list[Callable[[], bytes]] = [
 
 
 @pytest.mark.parametrize("csr", REQUESTS)
-def test_a_request_that_cannot_be_used_is_refused(server: Server, csr: Callable[[], bytes]) -> None:
+def test_invalid_request_is_refused(server: Server, csr: Callable[[], bytes]) -> None:
     home = server.line()
     assert code_in(attempt(home, csr()).error) == "E-INVITATION"
     assert server.certificates == []
     assert attempt(home, request_of("home-1", new_key())).certificate
 
 
-def test_extensions_that_a_request_asks_for_are_ignored(server: Server) -> None:
+def test_requested_extensions_are_ignored(server: Server) -> None:
     wishes = (x509.BasicConstraints(ca=True, path_length=None), x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
               x509.SubjectAlternativeName([x509.DNSName("server")]))
     certificate = x509.load_pem_x509_certificate(attempt(server.line(), request_of("home-1", new_key(), *wishes)).certificate)
@@ -425,8 +425,8 @@ def test_extensions_that_a_request_asks_for_are_ignored(server: Server) -> None:
 # ---- replay, and somebody in the middle
 
 
-def test_a_request_that_was_signed_for_another_connection_is_refused(server: Server) -> None:
-    """A replay has the nonce of its own connection."""
+def test_request_signed_for_another_connection_is_refused(server: Server) -> None:
+    """A replay has the nonce of its original connection."""
     home, csr = server.line(), request_of("home-1", new_key())
     assert home.token is not None
     with dialled(home.address, home.token) as (_, nonce, fingerprint):
@@ -434,7 +434,7 @@ def test_a_request_that_was_signed_for_another_connection_is_refused(server: Ser
     assert server.certificates == []
 
 
-def test_a_signature_for_another_request_or_name_is_refused(server: Server) -> None:
+def test_signature_for_another_request_or_name_is_refused(server: Server) -> None:
     home = server.line()
     assert home.token is not None
     with dialled(home.address, home.token) as (tls, nonce, fingerprint):
@@ -446,8 +446,10 @@ def test_a_signature_for_another_request_or_name_is_refused(server: Server) -> N
 
 
 class Middle:
-    """Something else than the server that a home reaches. `received` collects what it gets after the home's MAGIC, decrypted
-    if the home trusts it."""
+    """A hostile listener that a site reaches instead of the server.
+
+    `received` collects what arrives after the site's MAGIC, decrypted if the site trusts it.
+    """
 
     def __init__(self, ca: bytes, keys: Path, act: Callable[[Any], None] = lambda _: None, nonce: bytes = bytes(16)) -> None:
         self.received = bytearray()
@@ -476,7 +478,7 @@ class Middle:
         self._thread.join(WAIT_S)
 
 
-def test_a_server_with_another_ca_gets_nothing(server: Server, tmp_path: Path) -> None:
+def test_server_of_another_ca_receives_nothing(server: Server, tmp_path: Path) -> None:
     keys, _ = invitations.server_keys(tmp_path / "other")
     middle = Middle(invitations.certificate_authority(tmp_path / "other"), keys)
     assert refusal(lambda: enrolment_client.enrol(server.line()._replace(address=middle.address), WAIT_S)) == "E-CERTIFICATE-CA"
@@ -486,10 +488,10 @@ def test_a_server_with_another_ca_gets_nothing(server: Server, tmp_path: Path) -
 
 @pytest.mark.parametrize(("which", "code"), [("other", "E-CERTIFICATE-CA"), ("dials", "E-CERTIFICATE-USE"),
                                              ("expired", "E-CERTIFICATE-DATE"), ("early", "E-CERTIFICATE-DATE")])
-def test_somebody_who_shows_the_right_ca_needs_a_servers_certificate_of_it(
+def test_right_ca_without_a_server_certificate_is_refused(
     server: Server, tmp_path: Path, which: str, code: str,
 ) -> None:
-    """`expired` and `early` are also what a home sees whose clock is wrong."""
+    """`expired` and `early` are also what a site sees whose clock is wrong."""
     day = {"expired": -2, "early": 2}.get(which)
     with another_day(day) if day else contextlib.nullcontext():
         keys = invitations.server_keys(tmp_path / "other")[0] if which == "other" else authority.add(
@@ -503,13 +505,13 @@ def test_somebody_who_shows_the_right_ca_needs_a_servers_certificate_of_it(
 
 
 def _bare_keys(self: Keys, folder: Path) -> None:
-    """Does not refuse what has no valid date."""
+    """Skips the check of validity dates."""
     self.folder = folder
     self.certificate, self.key = ((folder / name).read_bytes() for name in ("node.pem", "node.key"))
 
 
-def test_another_server_of_the_job_cannot_use_what_a_home_sends_it(server: Server) -> None:
-    """It has a certificate that homes trust, passes on the real server's nonce, and then the home's request."""
+def test_another_server_of_the_job_cannot_relay_a_request(server: Server) -> None:
+    """It has a certificate that sites trust, forwards the real server's nonce, and then the site's request."""
     home, replies = server.line(), list[EnrolmentReply]()
     assert home.token is not None
     with dialled(home.address, home.token) as (tls, nonce, _):
@@ -527,8 +529,8 @@ def test_another_server_of_the_job_cannot_use_what_a_home_sends_it(server: Serve
     assert server.certificates == [("gpu-1", False)]
 
 
-def test_another_server_of_the_job_cannot_give_a_home_false_keys(server: Server) -> None:
-    """It makes up a certificate and a secret."""
+def test_another_server_of_the_job_cannot_issue_false_keys(server: Server) -> None:
+    """It fabricates a certificate and a secret."""
     key = new_key()
     ca = x509.load_pem_x509_certificate((server.ca / "ca.pem").read_bytes())
     false = authority.sign(key, ca, "home-1", new_key().public_key(), dials_only=True)
@@ -555,7 +557,7 @@ def raw(server: Server, source: str = "") -> socket.socket:
 
 
 def ends(sock: socket.socket) -> bytes:
-    """What still comes until the server closes the connection."""
+    """Data received until the server closes the connection."""
     data = b""
     with contextlib.suppress(ConnectionError, ssl.SSLError):
         while piece := sock.recv(4096):
@@ -563,7 +565,7 @@ def ends(sock: socket.socket) -> bytes:
     return data
 
 
-def test_without_magic_tls_still_needs_a_certificate(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_tls_without_the_magic_still_needs_a_certificate(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     for protocol in ("h2", "commlayer-enrolment"):
         context = enrolling_context(invitations.certificate_authority(server.ca))
         context.set_alpn_protocols([protocol])
@@ -572,7 +574,7 @@ def test_without_magic_tls_still_needs_a_certificate(server: Server, caplog: pyt
     until(lambda: sum("it sent no certificate" in line for line in caplog.messages) == 2, "the refusals are logged")
 
 
-def test_after_magic_nothing_reaches_grpc(server: Server) -> None:
+def test_nothing_reaches_grpc_after_the_magic(server: Server) -> None:
     (token,) = invitations.invite(server.ca, ["home-1"]).values()
     with dialled(server.address, token) as (tls, *_):
         tls.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64))
@@ -592,7 +594,7 @@ def test_after_magic_nothing_reaches_grpc(server: Server) -> None:
     enrolment_messages.framed(msgspec.msgpack.encode({"name": "home-1", "csr": bytes(5000), "proof": bytes(64)})),
     enrolment_messages.framed(msgspec.msgpack.encode({"name": "x" * 3000, "csr": b"", "proof": b"", "more": 1})),
 ], ids=["too long", "far too long", "not msgpack", "an oversize request", "a field too many"])
-def test_messages_of_the_wrong_size_or_form_end_the_connection(
+def test_malformed_messages_end_the_connection(
     server: Server, data: bytes, caplog: pytest.LogCaptureFixture,
 ) -> None:
     home = server.line()
@@ -605,7 +607,7 @@ def test_messages_of_the_wrong_size_or_form_end_the_connection(
 
 
 @pytest.mark.parametrize("data", [b"C", MAGIC, b"CONNECT example.org:443 HTTP/1.1\r\n\r\n", b"COMMLAYER ENROL 2\n"])
-def test_halves_of_an_enrolment_end_by_themselves(server: Server, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_enrolments_time_out(server: Server, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enrolment_messages, "ENROL_S", 0.5)
     with raw(server) as sock:
         sock.sendall(data)
@@ -615,10 +617,10 @@ def test_halves_of_an_enrolment_end_by_themselves(server: Server, data: bytes, m
     server.joined(enrolment_client.enrol(server.line(), WAIT_S))
 
 
-def test_many_silent_enrolments_block_nobody_and_the_oldest_are_ended(
+def test_silent_enrolments_block_no_site_and_the_oldest_are_evicted(
     server: Server, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From ten addresses, since one may not open so many."""
+    """From ten addresses, because one address may not open that many."""
     monkeypatch.setattr(enrolment_messages, "ENROL_S", 10 * WAIT_S)
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(raw(server, f"127.0.0.{2 + number % 10}")) for number in range(handshake.MAX_PENDING + 8)]
@@ -643,7 +645,7 @@ def test_failed_attempts_of_an_address_are_limited_and_members_are_not(server: S
     assert not failures.count("127.0.0.2", time.monotonic())
 
 
-def test_connections_that_are_lost_are_no_failed_attempts(server: Server) -> None:
+def test_lost_connections_are_not_failed_attempts(server: Server) -> None:
     home = server.line()
     assert home.token is not None
     for _ in range(enrolment.MAX_FAILED + 1):
@@ -652,7 +654,7 @@ def test_connections_that_are_lost_are_no_failed_attempts(server: Server) -> Non
     server.joined(enrolment_client.enrol(home, WAIT_S))
 
 
-def test_the_table_of_addresses_is_bounded() -> None:
+def test_address_table_is_bounded() -> None:
     failures = MinuteCounts(enrolment.MAX_ADDRESSES)
     for number in range(enrolment.MAX_ADDRESSES + 5):
         failures.add(str(number), 0.0)
@@ -660,7 +662,7 @@ def test_the_table_of_addresses_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("kind", ["keys", "plain", "silent"])
-def test_a_server_without_invitations_is_named(server: Server, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_without_invitations_is_named(server: Server, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     home = server.line()
     if kind == "silent":
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -673,7 +675,7 @@ def test_a_server_without_invitations_is_named(server: Server, kind: str, monkey
     other.close()
 
 
-def test_log_lines_of_strangers_have_no_line_breaks_and_no_secret(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_about_strangers_have_no_line_breaks_or_secrets(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "commlayer")
     home = server.line()
     assert home.token is not None
@@ -683,7 +685,7 @@ def test_log_lines_of_strangers_have_no_line_breaks_and_no_secret(server: Server
     assert all("\n" not in line and str(home.token) not in line for line in caplog.messages)
 
 
-def test_a_user_folder_that_cannot_be_written_costs_no_invitation(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_user_folder_consumes_no_invitation(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     home = server.line()
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", "/proc/nowhere")

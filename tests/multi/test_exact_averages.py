@@ -1,5 +1,7 @@
-"""Averages without rounding: double models, and scripts with gradient hooks, train as under DDP. Buffers that are equal on all
-ranks keep their bits."""
+"""Averages without rounding: float64 models, and scripts with gradient hooks, train as under DDP.
+
+Buffers that are equal on all ranks keep their bits.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def attached(run: Run) -> dict[str, Any]:
 @pytest.mark.parametrize(("how", "codec"), [
     ("module", ""), ("ddp", ""), ("hook", ""), ("module", "topk(ratio=0.1)"), ("ddp", "int8()"), ("module", "identity()"),
 ])
-def test_doubles_train_as_under_ddp(how: str, codec: str) -> None:
+def test_float64_trains_as_under_ddp(how: str, codec: str) -> None:
     ranks = pool(WORLD)
     wanted = ranks.call(play, WORLD, as_ddp, None)
     with coordinators(1, WORLD, 1 if codec else 0) as jobs:
@@ -66,7 +68,7 @@ def test_doubles_train_as_under_ddp(how: str, codec: str) -> None:
 
 
 class Still(nn.Module):
-    """Buffers that no rank changes, one that all change alike, and statistics that each rank changes by its own data."""
+    """Buffers that no rank changes, one that all change equally, and statistics that each rank changes by its own data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +104,7 @@ def stay(rank: int, address: str, plan: str, per_node: int, steps: int) -> tuple
 
 
 @pytest.mark.parametrize(("plan", "per_node"), [("auto", 2), ("identity()", 1), ("identity()", 2), ("int8()", 1)])
-def test_buffers_that_are_equal_everywhere_keep_their_bits(plan: str, per_node: int) -> None:
+def test_equal_buffers_keep_their_bits(plan: str, per_node: int) -> None:
     with coordinators(1, WORLD, 0 if plan == "auto" else 1) as jobs:
         results = pool(WORLD).call(stay, jobs[0].address if jobs else "", plan, per_node, 20)
     (one, same), (other, too) = results
@@ -125,13 +127,13 @@ def light(rank: int, plan: str, per_node: int, address: str) -> bool:
 
 
 @pytest.mark.parametrize(("plan", "per_node"), [("auto", 2), ("identity()", 1), ("identity()", 2)])
-def test_a_rank_without_weight_changes_nothing(plan: str, per_node: int) -> None:
+def test_rank_without_weight_has_no_effect(plan: str, per_node: int) -> None:
     with coordinators(1, WORLD, 0 if plan == "auto" else 1) as jobs:
         assert pool(WORLD).call(light, plan, per_node, jobs[0].address if jobs else "") == [True, True]
 
 
 def differ(rank: int) -> list[torch.Tensor]:
-    """One rank alone changes a buffer."""
+    """Only one rank changes a buffer."""
     model = Still()
     seen = []
     with commlayer.attach(model, config=quick(ranks_per_node=WORLD, batch=4)) as session:
@@ -144,7 +146,7 @@ def differ(rank: int) -> list[torch.Tensor]:
     return seen
 
 
-def test_all_ranks_continue_from_the_weighted_mean_of_a_changed_buffer() -> None:
+def test_changed_buffer_becomes_the_weighted_mean_on_all_ranks() -> None:
     one, other = pool(WORLD).call(differ)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert torch.equal(one[0], Still().f32)
@@ -245,7 +247,7 @@ def hooked(rank: int, how: str, kind: str, address: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["scales", "replaces again"])
-def test_hooks_that_change_gradients_train_the_bits_of_ddp(kind: str) -> None:
+def test_gradient_hooks_train_bit_equal_to_ddp(kind: str) -> None:
     ranks = pool(WORLD)
     wanted = ranks.call(hooked, "alone", kind, "")
     for how in ("step", "ddp", "service", "forward"):
@@ -272,7 +274,7 @@ def hooked_locally(rank: int, hooks: bool) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_hooks_change_the_gradients_of_local_steps() -> None:
+def test_gradient_hooks_apply_to_local_steps() -> None:
     ranks = pool(WORLD)
     for with_hooks, without in zip(ranks.call(hooked_locally, True), ranks.call(hooked_locally, False), strict=True):
         assert all(map(torch.equal, with_hooks, without))

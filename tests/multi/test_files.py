@@ -1,4 +1,4 @@
-"""Files appear whole or not at all: what is written beside them while that lasts does not stay, and never mixes."""
+"""Atomic file writes: a file appears complete or not at all, and concurrent writers never mix."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from commlayer.files import write_whole
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_all_are_written_in_place_of_what_was_there(durable: bool, tmp_path: Path) -> None:
+def test_files_are_replaced_together(durable: bool, tmp_path: Path) -> None:
     first, second = tmp_path / "a.json", tmp_path / "b"
     first.write_bytes(b"old")
     write_whole({first: b"new", second: b""}, durable=durable)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a.json": b"new", "b": b""}
 
 
-def test_nobody_else_may_read_a_secret_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_is_private_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, seen = tmp_path / "a", list[int]()
     path.with_name(f"a.{os.getpid()}.part").write_bytes(b"left by a former process of that number")
     monkeypatch.setattr("commlayer.files.sync", lambda p: seen.append(p.stat().st_mode & 0o777))
@@ -34,7 +34,7 @@ def test_nobody_else_may_read_a_secret_while_it_is_written(tmp_path: Path, monke
     assert [p.stat().st_mode & 0o777 for p in (path, tmp_path / "b")] == [0o600, 0o666]
 
 
-def test_if_one_cannot_be_written_none_is_and_it_is_named(tmp_path: Path) -> None:
+def test_failed_write_is_named_and_writes_none(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "none" / "b"
     first.write_bytes(b"old")
     with pytest.raises(FileNotFoundError) as raised:
@@ -43,7 +43,7 @@ def test_if_one_cannot_be_written_none_is_and_it_is_named(tmp_path: Path) -> Non
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
 
 
-def test_a_folder_is_not_replaced(tmp_path: Path) -> None:
+def test_folder_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     with pytest.raises(IsADirectoryError):
         write_whole({tmp_path / "a": b"new"})
@@ -55,7 +55,7 @@ def rewrite(path: Path, times: int) -> None:
         write_whole({path: str(os.getpid()).encode() * 4096})
 
 
-def test_processes_that_write_one_file_never_mix(tmp_path: Path) -> None:
+def test_concurrent_writers_of_a_file_never_mix(tmp_path: Path) -> None:
     path = tmp_path / "a"
     with ProcessPoolExecutor(2, get_context("spawn")) as processes:
         for done in [processes.submit(rewrite, path, 200) for _ in range(2)]:

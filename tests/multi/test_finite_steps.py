@@ -1,4 +1,4 @@
-"""Gradients that are not finite on some ranks: dropped and named while they are rare, the end of the job if they stay."""
+"""Gradients that are not finite on some ranks: rare steps are skipped and reported, persistent ones end the job."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def completed(results: list[Result]) -> None:
     ("module", INT4, "closure"), ("module", "identity()", "sgd"), ("module", INT4, "sgd"), ("local", "identity()", "closure"),
     ("local", INT4, "closure"), ("forward plan", INT4, "whole"),
 ])
-def test_one_bad_step_of_one_rank_is_dropped_and_named(how: str, codec: str, kind: str) -> None:
-    """A careful script looks itself, and skips the step. "whole": one rank waits for the whole step, the other one does not."""
+def test_one_non_finite_step_of_a_rank_is_skipped_and_named(how: str, codec: str, kind: str) -> None:
+    """A careful script checks for itself and skips the step. "whole": one rank waits for the whole step, the other does not."""
     results = pool(WORLD).call(run, how, codec, [5], (1,), kind)
     completed(results)
     for result in results:
@@ -123,7 +123,7 @@ def test_one_bad_step_of_one_rank_is_dropped_and_named(how: str, codec: str, kin
 
 
 @pytest.mark.parametrize("codec", ["identity()", INT4])
-def test_bad_steps_far_from_each_other_end_nothing(codec: str) -> None:
+def test_rare_non_finite_steps_do_not_end_the_job(codec: str) -> None:
     completed(pool(WORLD).call(run, "module", codec, [1, 2, 3, 4, 6, 7, 8, 9], (1,)))
 
 
@@ -132,10 +132,10 @@ def test_bad_steps_far_from_each_other_end_nothing(codec: str) -> None:
     *((how, codec, (1,), "adamw") for how, codec in MODES), *((how, codec, (0, 1), "adamw") for how, codec in MODES[:3]),
     ("local", "identity()", (1,), "two optimizers"), ("module", "identity()", (1,), "two optimizers"),
 ])
-def test_gradients_that_stay_bad_end_the_job_with_the_ranks_named(
+def test_persistent_non_finite_gradients_end_the_job_and_name_the_ranks(
     how: str, codec: str, where: tuple[int, ...], kind: str,
 ) -> None:
-    """The other optimizer's gradients are finite, which does not hide the bad ones."""
+    """The other optimizer's gradients are finite, which does not hide the others."""
     for result in pool(WORLD).call(run, how, codec, [*range(3, STEPS)], where, kind):
         who = "rank 1, first in 2.weight" if where == (1,) else "all ranks, first in 2.weight"
         assert_refused(result.error, "E-NOT-FINITE", who, *([f"{MOST} times"] if where == (1,) else ["diverged"]))
@@ -145,7 +145,7 @@ def test_gradients_that_stay_bad_end_the_job_with_the_ranks_named(
 
 @pytest.mark.parametrize(("how", "codec"), [
     ("module", "identity()"), ("ddp", "identity()"), ("module", INT4), ("forward plan", INT4)])
-def test_a_scaler_skips_such_steps_by_itself(how: str, codec: str) -> None:
+def test_grad_scaler_skips_non_finite_steps(how: str, codec: str) -> None:
     """attach() was not given the scaler. Its scale falls any number of times, and nothing is logged."""
     results = pool(WORLD).call(run, how, codec, [*range(3, 11)], (1,), "scaler")
     completed(results)
@@ -167,7 +167,7 @@ def with_residuals(rank: int) -> list[bool]:
     return rows
 
 
-def test_ranks_agree_whether_a_step_is_finite_whatever_their_residuals_are() -> None:
+def test_ranks_agree_whether_a_step_is_finite_for_any_residuals() -> None:
     """A rank that decided alone would wait for the others."""
     first, second = pool(WORLD).call(with_residuals)
     assert first == second

@@ -68,7 +68,7 @@ def order(rank: int, address: str) -> list[str]:
     return events
 
 
-def test_the_first_layers_run_before_the_last_result_has_arrived() -> None:
+def test_first_layers_run_before_the_last_result_arrives() -> None:
     with rank_pool.Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(order, servers.address)
     assert results == [["stepped", "embedding", "convolution", "applied", "hidden"]] * WORLD
@@ -134,7 +134,7 @@ def read(rank: int, address: str, overlap: str) -> list[torch.Tensor]:
     return rows
 
 
-def test_weights_that_are_read_are_those_of_the_last_step() -> None:
+def test_reads_return_weights_of_the_last_step() -> None:
     for waited, overlapped in zip(*with_and_without(read), strict=True):
         rows = zip(READINGS, waited, overlapped, strict=True)
         assert [name for name, a, b in rows if not torch.equal(a, b)] == []
@@ -178,7 +178,7 @@ def used(rank: int, address: str) -> list[str]:
     return lines
 
 
-def test_gradients_that_are_not_final_and_models_of_another_type_are_refused() -> None:
+def test_pending_gradients_and_unsupported_models_are_refused() -> None:
     with rank_pool.Servers(WORLD, 1) as servers:
         for *lines, converted in pool(WORLD).call(used, servers.address):
             for line in lines:
@@ -250,7 +250,7 @@ def accumulates_in_no_sync(t: Training) -> Seen:
 
 
 def averages_twice(t: Training) -> Seen:
-    """As a discriminator: two passes, both averaged, for one step."""
+    """A discriminator: two passes, both averaged, for one step."""
     return train(t, lambda step: (t.backward(2 * step), t.backward(2 * step + 1)))
 
 
@@ -421,7 +421,7 @@ def clears_kept_gradients(t: Training) -> Seen:
 
 
 def names_gradients_once(t: Training) -> Seen:
-    """As optimizers with lists of their own: gradients are cleared in place, and used by names of the first step."""
+    """Optimizers with their own lists: gradients are cleared in place, and used by names of the first step."""
     names: list[torch.Tensor] = []
 
     def between(_: int) -> Any:
@@ -579,7 +579,7 @@ class Watched(Training):
 
 
 def play(rank: int, address: str, overlap: str, requested: bool, optimizer: str) -> list[tuple[Any, dict[str, torch.Tensor]]]:
-    """All scripts, one after the other: what each has read, and the state that it leaves."""
+    """All scripts in sequence: what each has read, and the state that it leaves."""
     plan = plan_of(Net(), "int8()", nbytes=(1024, 2048), overlap=overlap)
     t = Watched(rank, address, overlap or None if requested else None, optimizer=optimizer, codec="int8()",
                 given=None if requested else plan)
@@ -613,7 +613,7 @@ def plain(seen: Any) -> Any:
     (False, "sgd"), (False, "foreach"), (False, "fused"), (True, "sgd"), (True, "adam"), (True, "adamw"), (True, "tensor rate"),
 ])
 def test_scripts_read_and_train_the_same_bits(requested: bool, optimizer: str) -> None:
-    """`requested`: attach() was given sync="forward". Otherwise the plan has it, and scripts use gradients as ever."""
+    """`requested`: attach() was given sync="forward". Otherwise the plan sets it, and scripts use gradients as usual."""
     for waited, overlapped in zip(*with_and_without(play, requested, optimizer), strict=True):
         for number, ((seen, state), (seen_too, state_too)) in enumerate(zip(waited, overlapped, strict=True)):
             assert seen == seen_too, f"script {number}"
@@ -638,7 +638,7 @@ def averaged(rank: int, address: str, overlap: str) -> list[torch.Tensor]:
     return [mean]
 
 
-def test_a_hook_that_was_set_before_attach_reads_new_weights() -> None:
+def test_hook_set_before_attach_reads_new_weights() -> None:
     waited, overlapped = with_and_without(averaged)
     assert all(same(row, waited[0]) for row in (*waited, *overlapped))
 
@@ -679,7 +679,7 @@ def test_clipping_scalers_and_paths_inside_a_node_train_the_same_bits(how: str) 
 # ---- a rank that dies, and a script that ends
 
 def caught(rank: int, address: str, overlap: str) -> tuple[list[str], list[torch.Tensor]]:
-    """Rank 0's third pass raises, which both scripts catch wherever they hear of it."""
+    """Rank 0's third pass raises; both scripts catch the error."""
     torch.manual_seed(0)
     model, lines = mlp(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -697,7 +697,7 @@ def caught(rank: int, address: str, overlap: str) -> tuple[list[str], list[torch
     return lines, parameters(model)
 
 
-def test_a_step_that_a_peer_breaks_off_ends_no_later_iteration() -> None:
+def test_step_aborted_by_a_peer_does_not_end_later_iterations() -> None:
     without, with_ = with_and_without(caught)
     for (lines, expected), (overlapped, given) in zip(without, with_, strict=True):
         assert same(given, expected)
@@ -708,7 +708,7 @@ def test_a_step_that_a_peer_breaks_off_ends_no_later_iteration() -> None:
 
 
 def main(how: str) -> None:
-    """Rank 1 waits to be killed; rank 0 has results of that step still to come, and goes on. Or both end after a step."""
+    """Rank 1 waits to be killed; rank 0 has pending results of that step and continues. Or both end after a step."""
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     training = Training(rank, "", "forward", codec="int8()", deadline_s=20.0, heartbeat_s=0.5, dead_after_s=2.5)
@@ -733,7 +733,7 @@ def main(how: str) -> None:
     print(json.dumps([type(training.model.hidden[2].weight).__name__, outcome(training.model.state_dict)]), flush=True)
 
 
-def test_a_peer_that_dies_with_results_to_come_is_named_with_what_was_applied() -> None:
+def test_peer_that_dies_with_pending_results_is_named_with_the_applied_part() -> None:
     with rank_pool.tree(__file__, WORLD, args=("dies",)) as run:
         for rank in range(WORLD):
             run.until(rank, "ready")
@@ -750,7 +750,7 @@ def test_a_peer_that_dies_with_results_to_come_is_named_with_what_was_applied() 
 
 
 @pytest.mark.nightly
-def test_a_script_may_end_with_results_to_come() -> None:
+def test_script_may_end_with_pending_results() -> None:
     with rank_pool.tree(__file__, WORLD, args=("ends",)) as run:
         assert run.ended(60.0) == [(0, ""), (0, "")]
 

@@ -25,7 +25,7 @@ _ranks = ranks_first(WORLD)
 
 
 class Body(nn.Module):
-    """A body that is frozen at first, a head, and two adapters, of which one is trained."""
+    """A body that is frozen at first, a head, and two adapters, one of which is trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def sets_one_gradient(t: Attached) -> None:
 
 
 def sets_own_gradients_in_a_closure(t: Attached) -> None:
-    """Known only when the step has applied them. A step that raised is over."""
+    """Detected only after the step has applied them. A step that raised is over."""
     def gradients() -> None:
         for p, g in t.own_gradients(STEPS):
             p.grad = g
@@ -370,7 +370,7 @@ WRONG = [
 
 
 class Result(NamedTuple):
-    """How a script ended on a rank, what was logged, its weights at the end and after the steps it noted, its steps."""
+    """How a script ended on a rank, the log, its weights at the end and after the recorded steps, its steps."""
 
     error: str
     lines: list[str]
@@ -400,7 +400,7 @@ def ids(value: Any) -> str:
 
 @pytest.mark.commit(12)
 @pytest.mark.parametrize(("row", "how"), [(row, how) for row in WRONG for how in row.hows.split(", ")], ids=ids)
-def test_gradients_that_would_not_be_averaged_end_the_job_on_all_ranks(row: Wrong, how: str) -> None:
+def test_unaveraged_gradients_end_the_job_on_all_ranks(row: Wrong, how: str) -> None:
     results = pool(WORLD).call(play, row.script, row.kind, how, row.ranks)
     assert row.ranks == BOTH or results[1].error.startswith("InvalidInput: ")
     for result in results:
@@ -614,7 +614,7 @@ RIGHT: list[tuple[Script, str]] = [
 
 @pytest.mark.commit(13)
 @pytest.mark.parametrize(("script", "how"), [(script, how) for script, hows in RIGHT for how in hows.split(", ")], ids=ids)
-def test_averaged_gradients_pass_and_ranks_stay_equal(script: Script, how: str) -> None:
+def test_averaged_gradients_are_accepted_and_ranks_stay_equal(script: Script, how: str) -> None:
     one, other = pool(WORLD).call(play, script, "mlp", how)
     assert (one.error, one.lines, other.error, other.lines) == ("", [], "", [])
     assert same(one.weights, other.weights)
@@ -623,7 +623,7 @@ def test_averaged_gradients_pass_and_ranks_stay_equal(script: Script, how: str) 
         assert same(mine, theirs) == ("local" not in how or step % EVERY == 0), f"after optimizer step {step}"
 
 
-def test_a_parameter_that_one_rank_freezes_counts_as_unused() -> None:
+def test_parameter_frozen_on_one_rank_counts_as_unused() -> None:
     one, other = pool(WORLD).call(play, freezes_one, "mlp", "module", ONE)
     assert one.error == other.error == ""
     assert same(one.weights, other.weights)
@@ -633,7 +633,7 @@ def test_a_parameter_that_one_rank_freezes_counts_as_unused() -> None:
 @pytest.mark.parametrize("how", ["local module", "local ddp"])
 @pytest.mark.parametrize("script", [sets_own_gradients, copies_own_gradients, stays_in_no_sync, ends_in_no_sync], ids=ids)
 def test_local_steps_apply_any_gradient(script: Script, how: str) -> None:
-    """Nothing has to be averaged, and all ranks exchange after the same optimizer steps."""
+    """No gradient must be averaged, and all ranks exchange after the same number of optimizer steps."""
     one, other = pool(WORLD).call(play, script, "mlp", how)
     assert one.error == other.error == ""
     assert one.step == other.step == STEPS
@@ -660,7 +660,7 @@ def scaled(t: Attached, infinite: tuple[int, ...], late: bool, to_none: bool, mi
 @pytest.mark.commit(2)
 @pytest.mark.parametrize("micros", [1, 2])
 @pytest.mark.parametrize(("late", "to_none"), [(False, True), (True, True), (False, False), (True, False)])
-def test_a_local_step_that_one_rank_skips_counts_there_too(late: bool, to_none: bool, micros: int) -> None:
+def test_skipped_local_step_still_counts(late: bool, to_none: bool, micros: int) -> None:
     for infinite, unscale in (((3, 4, 5), True), ((1, 7), False)):
         script = functools.partial(scaled, infinite=infinite, late=late, to_none=to_none, micros=micros, unscale=unscale)
         one, other = pool(WORLD).call(play, script, "mlp", "local module")
@@ -686,13 +686,16 @@ def shared(rank: int) -> None:
             optimizer.step()
 
 
-def test_another_attached_model_may_join_the_optimizer() -> None:
+def test_optimizer_may_include_another_attached_model() -> None:
     pool(WORLD).call(shared)
 
 
 def strangers(rank: int, how: str) -> list[str]:
-    """The log, where an optimizer steps parameters of another model. `how`: the first optimizer, with names or without; with
-    parameters of no module, or those that DDP averages; an optimizer of its own, twice; a group that is added later."""
+    """The log if an optimizer steps parameters of another model.
+
+    `how`: the first optimizer, with or without names; with parameters of no module, or those that DDP averages; a separate
+    optimizer, twice; a group that is added later.
+    """
     model, critic = mlp(), nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 1))
     loose, own = nn.Parameter(torch.ones(7)), how in ("own", "twice", "ddp")
     wrapped = DistributedDataParallel(critic) if how == "ddp" else critic
@@ -734,8 +737,10 @@ def test_parameters_that_ddp_averages_are_not_named() -> None:
 
 
 def steps_in_backward(rank: int, when: str, how: str, by: str) -> tuple[str, bool]:
-    """`when`: the script sets its hooks before or after attach(), or by torch; or on another model alone. `by`: an optimizer
-    steps, or the script updates by hand and clears the gradient."""
+    """`when`: the script sets its hooks before or after attach(), or by torch; or only on another model.
+
+    `by`: an optimizer steps, or the script updates by hand and clears the gradient.
+    """
     model, other = mlp(), nn.Linear(3, 1)
     before = parameters(model)
     wrapped: Any = DistributedDataParallel(model) if how == "ddp" else model
@@ -793,7 +798,7 @@ def modifies_in_place(rank: int, attached: bool) -> str:
         return line
 
 
-def test_torchs_own_error_is_shown_where_a_hook_has_removed_a_gradient() -> None:
+def test_torch_error_is_shown_if_a_hook_removed_a_gradient() -> None:
     expected, _ = pool(WORLD).call(modifies_in_place, False)
     assert "modified by an inplace operation" in expected
     assert pool(WORLD).call(modifies_in_place, True) == [expected, expected]
@@ -812,7 +817,7 @@ def accumulates_as_frameworks_do(rank: int, address: str) -> list[torch.Tensor]:
     return seen
 
 
-def test_require_backward_grad_sync_is_followed_on_a_plain_module() -> None:
+def test_require_backward_grad_sync_is_obeyed_on_a_plain_module() -> None:
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(accumulates_as_frameworks_do, servers.address)
     assert not torch.equal(first[0], second[0])

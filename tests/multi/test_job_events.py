@@ -1,4 +1,4 @@
-"""Events of a running job: from workers to the coordinator, over real sockets; and what the coordinator adds."""
+"""Events of a running job: from workers to the coordinator over real sockets, and events that the coordinator adds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read(log: EventLog) -> list[Event]:
 
 # ---- the coordinator's own events, as functions of its state
 
-def test_the_begin_of_a_job_names_its_members() -> None:
+def test_start_event_names_the_members() -> None:
     before = State(0, 0)
     state = running(2)
     job, *members = changes(before, state)
@@ -70,13 +70,13 @@ def test_the_begin_of_a_job_names_its_members() -> None:
     (lambda state: membership.evict(state, ["w1"], "hangs"), ("worker 1", "dead", "hangs")),
     (lambda state: state, None),
 ])
-def test_a_change_of_a_member_is_one_event(after: Any, expected: Any) -> None:
+def test_change_of_a_member_is_one_event(after: Any, expected: Any) -> None:
     state = running(3)
     found = [(e.member, e.state, e.reason) for e in changes(state, after(state)) if isinstance(e, MemberEvent)]
     assert found == ([expected] if expected else [])
 
 
-def test_processes_that_wait_for_a_job_are_waiting_and_may_leave() -> None:
+def test_processes_before_the_start_are_shown_as_waiting_and_may_leave() -> None:
     empty = State(3, 0)
     state, _ = membership.join(empty, worker(0, world=3), 0.0)
     assert [(e.member, e.state) for e in changes(empty, state) if isinstance(e, MemberEvent)] == [("worker 0", "waiting")]
@@ -89,7 +89,7 @@ def waits(state: State, now: float, pending: list[PendingWait] | None = None) ->
     return [(wait.what, wait.names, wait.waited_s, wait.limit_s) for wait in found]
 
 
-def test_what_the_coordinator_waits_for() -> None:
+def test_coordinator_reports_what_it_waits_for() -> None:
     joining, _ = membership.join(State(3, 1), worker(1, world=3), 0.0)
     assert waits(joining, 7.0) == [("join", ("worker 0", "worker 2", "server 0"), 7.0, 0.0)]
     assert waits(State(0, 1), 7.0) == []  # nobody knows yet for how many
@@ -102,7 +102,7 @@ def test_what_the_coordinator_waits_for() -> None:
     assert waits(several(2, servers=1), 0.0, [PendingWait(1, {0: 0.5}, 600.0)]) == []
 
 
-def test_a_wait_is_repeated_seldom_and_ended_once() -> None:
+def test_wait_event_is_repeated_at_intervals_and_ended_once() -> None:
     job = JobEvents(EventLog(retains=True))
     for tenth in range(120):
         job.waits([WaitEvent(what="heartbeat", names=("worker 1",), waited_s=tenth / 10)], tenth / 10)
@@ -119,7 +119,7 @@ def beat(token: str, *sent: Event, first: int = 0, ahead_s: float = 0.0) -> mess
     return messages.Heartbeat(token, events=tuple(map(events.encode, sent)), first_event=first, time_s=time.time() + ahead_s)
 
 
-def test_a_repeated_heartbeat_adds_its_events_once() -> None:
+def test_duplicate_heartbeat_adds_its_events_once() -> None:
     job, state = JobEvents(EventLog(retains=True)), running(2)
     one, two, three = (LogEvent(time=time.time(), text=text) for text in ("one", "two", "three"))
     job.received(beat("w1", one, two), state, 0.0)
@@ -129,7 +129,7 @@ def test_a_repeated_heartbeat_adds_its_events_once() -> None:
         (1, "one"), (1, "two"), (1, "three")]
 
 
-def test_a_member_speaks_only_for_itself() -> None:
+def test_member_cannot_send_events_of_another() -> None:
     job, state = JobEvents(EventLog(retains=True)), running(2)
     job.received(beat("w1", StepEvent(time=time.time(), rank=0, step=5), MemberEvent(time=1.0, member="worker 0", state="dead"),
                       JobEvent(time=time.time(), run="another", world=9),
@@ -143,14 +143,14 @@ def test_a_member_speaks_only_for_itself() -> None:
     assert (step.rank, began.rank, began.run, began.world) == (1, 1, state.epoch.run, 2)
 
 
-def test_clocks_that_differ_are_corrected() -> None:
+def test_clock_offsets_are_corrected() -> None:
     job, state = JobEvents(EventLog(retains=True)), running(2)
     job.received(beat("w1", LogEvent(time=time.time() + 3600, text="x"), ahead_s=3600), state, 0.0)
     (event,) = read(job.log)
     assert event.time == pytest.approx(time.time(), abs=60)
 
 
-def test_a_flood_is_cut_off_and_the_others_are_heard() -> None:
+def test_flood_of_events_is_limited_and_other_members_are_served() -> None:
     job, state = JobEvents(EventLog(retains=True)), running(2)
     for number in range(100):
         flood = [LogEvent(time=time.time(), text="flood")] * messages.MAX_EVENTS
@@ -162,7 +162,7 @@ def test_a_flood_is_cut_off_and_the_others_are_heard() -> None:
 
 
 @pytest.mark.parametrize("line", [b"no json", b'{"event":"step","step":"x"}', b'{"event":"log","x":' + b"[" * 9000])
-def test_a_malformed_event_breaks_the_protocol(line: bytes) -> None:
+def test_malformed_event_is_a_protocol_error(line: bytes) -> None:
     with pytest.raises(CorruptFrame):
         JobEvents(EventLog()).received(messages.Heartbeat("w1", events=(line,), time_s=time.time()), running(2), 0.0)
 
@@ -188,7 +188,7 @@ def joined(opened: list[Any], count: int = 2, **fields: Any) -> tuple[Coordinato
     return coordinator, members
 
 
-def test_events_reach_whoever_has_the_secret(opened: list[Any]) -> None:
+def test_events_are_sent_to_clients_with_the_secret(opened: list[Any]) -> None:
     coordinator, members = joined(opened)
     log = EventLog(1)
     members[1].report.events = log
@@ -211,7 +211,7 @@ def test_events_reach_whoever_has_the_secret(opened: list[Any]) -> None:
         until(lambda: bool(steps()) and any(isinstance(e, MemberEvent) and e.state == "left" for e in got), "and leaves")
 
 
-def test_without_the_secret_there_are_no_events(opened: list[Any]) -> None:
+def test_clients_without_the_secret_get_no_events(opened: list[Any]) -> None:
     coordinator = Coordinator(quick(token="a-good-secret"), workers=2)
     opened.append(coordinator)
     for token in ("", "another-secret"):
@@ -221,7 +221,7 @@ def test_without_the_secret_there_are_no_events(opened: list[Any]) -> None:
             assert refused.value.code == "E-SECRET"
 
 
-def test_a_silent_member_is_named_with_the_seconds_that_are_left(opened: list[Any]) -> None:
+def test_silent_member_is_named_with_the_remaining_seconds(opened: list[Any]) -> None:
     coordinator, members = joined(opened, dead_after_s=20.0, reconnect_s=20.0)
     members[1].close()
     view = JobView()
@@ -242,10 +242,10 @@ def test_a_silent_member_is_named_with_the_seconds_that_are_left(opened: list[An
     ("foreign", "E-CERTIFICATE-CA"), ("revoked", "E-CERTIFICATE-REVOKED"), ("none", "E-TLS"), ("nowhere", "E-PEER-LOST"),
     ("no name", "E-ADDRESS"), ("data port", "E-ADDRESS"),
 ])
-def test_top_shows_a_job_to_nodes_with_good_keys_only(
+def test_top_needs_valid_keys(
     commlayer: Any, opened: list[Any], folders: Folders, folder: str, code: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Anybody else gets one line with a code."""
+    """A client without them gets one line with a code."""
     secret = (folders.server / "token").read_text().strip()
     monkeypatch.setenv("COMMLAYER_TOKEN_FILE" if folder == "none" else "COMMLAYER_INSECURE",
                        str(folders.server / "token") if folder == "none" else "1")
@@ -290,8 +290,8 @@ def train(rank: int, folder: str, address: str, every: int) -> tuple[str, float]
 
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("own", [True, False])
-def test_a_training_job_writes_its_events(tmp_path: Path, every: int, own: bool) -> None:
-    """With its own coordinator, or with another one that has the events of all ranks."""
+def test_training_job_writes_its_events(tmp_path: Path, every: int, own: bool) -> None:
+    """With its own coordinator, or with a separate one that has the events of all ranks."""
     with contextlib.ExitStack() as stack:
         address = "" if own else stack.enter_context(Servers(2, 1)).address
         (run, exchange_s), _ = pool(2).call(train, str(tmp_path), address, every)

@@ -58,7 +58,7 @@ def join_both(address: str) -> list[client.Membership]:
 
 
 @pytest.mark.parametrize(("token", "line"), WRONG)
-def test_a_join_without_the_secret_takes_no_seat_and_learns_nothing(coordinator: Coordinator, token: str, line: str) -> None:
+def test_join_without_the_secret_registers_nothing_and_reveals_nothing(coordinator: Coordinator, token: str, line: str) -> None:
     with pytest.raises(Refused, match=line) as caught:
         client.join(coordinator.address, request(1, "jobB"), quick(token=token), Failures())
     assert "\n" not in str(caught.value)
@@ -69,7 +69,7 @@ def test_a_join_without_the_secret_takes_no_seat_and_learns_nothing(coordinator:
         member.leave()
 
 
-def test_a_proof_is_good_for_one_connection_one_method_and_one_body() -> None:
+def test_proof_is_valid_for_one_connection_method_and_body() -> None:
     judge, sent = CallVerifier(SECRET), []
 
     def call(method: str, data: bytes, _: float) -> bytes:
@@ -98,7 +98,7 @@ class Spoiled(CallAuthenticator):
     _known = property(lambda self: None, lambda self, value: None)  # type: ignore[assignment]
 
 
-def test_other_threads_and_connections_that_are_made_anew_under_way_make_no_proof_wrong() -> None:
+def test_proofs_stay_valid_with_concurrent_threads_and_reconnects() -> None:
     judge, connection, again = CallVerifier(SECRET), ["old"], iter(["new", "newer", "newest"])
 
     def call(method: str, data: bytes, _: float) -> bytes:
@@ -111,14 +111,14 @@ def test_other_threads_and_connections_that_are_made_anew_under_way_make_no_proo
         assert kind(SECRET, call, lambda error: isinstance(error, AuthenticationFailed)).ask("Join", b"body", 1.0) == b"body"
 
 
-def test_a_coordinator_that_does_not_know_the_secret_is_not_believed() -> None:
+def test_coordinator_without_the_secret_is_refused() -> None:
     asker = CallAuthenticator(SECRET, lambda method, data, _: b"0" * 16 if method == "Challenge" else b"0" * 32 + b"\x80",
                               lambda _: False)
     with pytest.raises(AuthenticationFailed):
         asker.ask("Join", b"", 1.0)
 
 
-def test_large_and_many_calls_of_strangers_cost_the_coordinator_little() -> None:
+def test_calls_of_strangers_cost_the_coordinator_little() -> None:
     child = EmbeddedServer.start(quick(token=SECRET), workers=2, servers=0, number=None)
     try:
         before = peak_nbytes(child.pid)
@@ -141,7 +141,7 @@ def peak_nbytes(pid: int) -> int:
     return int(results[1]) << 10
 
 
-def test_calls_that_never_come_whole_hold_nobody_up(coordinator: Coordinator) -> None:
+def test_incomplete_calls_block_no_member(coordinator: Coordinator) -> None:
     channel, never = grpc.insecure_channel(coordinator.address), threading.Event()
 
     def silent() -> Iterator[bytes]:
@@ -178,7 +178,7 @@ def dialled(address: tuple[str, int], token: str = SECRET, job: str = "jobA") ->
 
 
 @pytest.mark.parametrize(("token", "line"), WRONG)
-def test_a_dialler_without_the_secret_is_refused_before_anything_is_said_of_the_job(token: str, line: str) -> None:
+def test_client_without_the_secret_is_refused_before_the_job_is_named(token: str, line: str) -> None:
     end = server()
     with pytest.raises(Refused, match=f"server 0: .*{line}") as caught:
         dialled(end.listen(), token, "jobB")
@@ -206,7 +206,7 @@ class Recorded:
         return n
 
 
-def test_the_secret_never_travels_and_no_proof_is_made_twice() -> None:
+def test_secret_is_never_sent_and_proofs_never_repeat() -> None:
     end, seen = server(), []
     for rank in range(2):
         with socket.create_connection(end.listen(), PATIENCE_S) as sock:
@@ -218,7 +218,7 @@ def test_the_secret_never_travels_and_no_proof_is_made_twice() -> None:
     end.close()
 
 
-def test_one_who_answers_without_the_secret_is_not_believed() -> None:
+def test_listener_without_the_secret_is_refused() -> None:
     end = StreamTransport(Hello("jobA", SERVER_BASE), settings=Settings(secret="another secret"))
     assert_refused(outcome(lambda: dialled(end.listen())), "E-SECRET")
     end.close()
@@ -227,7 +227,7 @@ def test_one_who_answers_without_the_secret_is_not_believed() -> None:
 # ---- where it comes from
 
 
-def test_an_embedded_child_has_it_neither_on_its_command_line_nor_in_its_environment() -> None:
+def test_secret_is_not_on_the_command_line_or_environment_of_a_child() -> None:
     child = EmbeddedServer.start(quick(token=SECRET), workers=2, servers=0, number=None)
     try:
         for what in ("cmdline", "environ"):
@@ -244,7 +244,7 @@ def attached(rank: int) -> str:
         return str(link._config.token)
 
 
-def test_ranks_of_one_group_make_and_share_one_by_themselves() -> None:
+def test_ranks_of_a_group_create_and_share_a_secret() -> None:
     tokens = [pool(2).call(attached) for _ in range(2)]
     assert all(one == two for one, two in tokens)
     assert tokens[0] != tokens[1]
@@ -261,7 +261,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("fields", "line"), BAD)
-def test_a_bad_secret_is_one_line_that_does_not_tell_it(fields: dict[str, str], line: str, tmp_path: Path) -> None:
+def test_invalid_secret_is_one_line_without_the_secret(fields: dict[str, str], line: str, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "good").write_text(f"{SECRET}\n")
     fields = {name: str(tmp_path / value) if name == "token_file" else value for name, value in fields.items()}
@@ -270,7 +270,7 @@ def test_a_bad_secret_is_one_line_that_does_not_tell_it(fields: dict[str, str], 
     assert "token" not in fields or fields["token"] not in str(caught.value)
 
 
-def test_a_file_holds_it(tmp_path: Path) -> None:
+def test_secret_is_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(f"{SECRET}\n")
     assert read_config({}, environ={"COMMLAYER_TOKEN_FILE": str(tmp_path / "secret")}, cwd=tmp_path).token == SECRET
 

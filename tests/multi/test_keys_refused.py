@@ -1,5 +1,6 @@
-"""Peers without a good key are refused and logged with the reason, over real sockets; revocation lists reach running
-processes."""
+"""Peers without a valid key are refused and logged with the reason, over real sockets; revocation lists reach running
+processes.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ import pytest
 from support.attached import assert_refused, outcome
 from support.coordinators import WAIT_S, Failures, quick, until
 from support.keys import (
-    Bare,
     Folders,
+    RawKeys,
     made_folders,  # noqa: F401  (a fixture)
 )
 from support.meshes import GrpcEnd, exchange_pair, soon
@@ -96,9 +97,11 @@ def plain(where: End, _: Folders) -> socket.socket:
     return sock
 
 
-def showing(bare: Callable[[Folders], Bare], protocol: str = "") -> Callable[[End, Folders], socket.socket]:
+def showing(node: str | None, newest: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3, protocol: str = "",
+            ) -> Callable[[End, Folders], socket.socket]:
+    """Connects with the certificate of that node, or with none."""
     def connect(where: End, made_keys: Folders) -> socket.socket:
-        keys: Any = bare(made_keys)
+        keys: Any = RawKeys(made_keys.ca, getattr(made_keys, node) if node else None, newest)
         sock = tls.TlsSocket(socket.create_connection(where.address, WAIT_S), keys, protocol or where.protocol, server=False)
         sock.handshake(soon())
         sock.settimeout(WAIT_S)
@@ -109,19 +112,18 @@ def showing(bare: Callable[[Folders], Bare], protocol: str = "") -> Callable[[En
 
 CASES = {
     "plain text": (plain, "it uses plaintext, but this end uses TLS"),
-    "no certificate": (showing(lambda f: Bare(f.ca, None)), "it sent no certificate: set keys"),
-    "another CA": (showing(lambda f: Bare(f.ca, f.foreign)), "its certificate was issued by a different CA than this job's"),
-    "expired": (showing(lambda f: Bare(f.ca, f.expired)), "its certificate has expired according to this machine's clock (2"),
-    "not valid yet": (showing(lambda f: Bare(f.ca, f.early)),
-                      "its certificate is not valid yet according to this machine's clock (2"),
-    "revoked": (showing(lambda f: Bare(f.ca, f.revoked)), "its certificate was revoked"),
-    "an older TLS": (showing(lambda f: Bare(f.ca, f.worker, ssl.TLSVersion.TLSv1_2)), "it uses a TLS version before 1.3"),
-    "another protocol": (showing(lambda f: Bare(f.ca, f.worker), "http/1.1"), "gpu-1 accepts TLS on this port, but not for"),
+    "no certificate": (showing(None), "it sent no certificate: set keys"),
+    "another CA": (showing("foreign"), "its certificate was issued by a different CA than this job's"),
+    "expired": (showing("expired"), "its certificate has expired according to this machine's clock (2"),
+    "not valid yet": (showing("early"), "its certificate is not valid yet according to this machine's clock (2"),
+    "revoked": (showing("revoked"), "its certificate was revoked"),
+    "an older TLS": (showing("worker", ssl.TLSVersion.TLSv1_2), "it uses a TLS version before 1.3"),
+    "another protocol": (showing("worker", protocol="http/1.1"), "gpu-1 accepts TLS on this port, but not for"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nobody_without_a_good_key_is_let_in(end: End, case: str, folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
+def test_peers_without_a_valid_key_are_refused(end: End, case: str, folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
     connect, reason = CASES[case]
     with caplog.at_level(logging.WARNING, "commlayer"):
         with pytest.raises((EndOfStream, Refused, PeerLost, Damaged)):
@@ -168,13 +170,13 @@ TOLD = [
 
 
 @pytest.mark.parametrize(("kind", "code"), TOLD)
-def test_the_refused_hear_the_reason(end: End, kind: str, code: str, folders: Folders) -> None:
+def test_refused_peers_receive_the_reason(end: End, kind: str, code: str, folders: Folders) -> None:
     with pytest.raises((CommError, ValueError), match=code) as caught:
         end.friend(getattr(folders, kind))
     assert "\n" not in str(caught.value)
 
 
-def test_a_key_that_may_only_dial_is_no_server(folders: Folders) -> None:
+def test_client_key_cannot_serve(folders: Folders) -> None:
     server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.dials)))
     worker = StreamTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(folders.worker)))
     assert_refused(outcome(lambda: worker.dial(SERVER_BASE, server.listen(), soon())), "E-CERTIFICATE-USE")
@@ -206,7 +208,7 @@ def test_keys_on_one_end_only(local: str, present: str, line: str, folders: Fold
 # ---- the secret, bound to the connection
 
 
-def test_another_jobs_secret_is_refused_with_a_good_certificate(
+def test_secret_of_another_job_is_refused_despite_a_valid_certificate(
     end: End, folders: Folders, caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "commlayer")
@@ -239,7 +241,7 @@ def greeted(where: tuple[str, int], keys: Keys, channel: bytes | None = None) ->
     return sock
 
 
-def test_what_was_said_on_one_connection_is_of_no_use_on_another(folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
+def test_handshake_cannot_be_replayed_on_another_connection(folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
     server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
     address = server.listen()
     first = greeted(address, Keys(folders.worker))
@@ -269,8 +271,8 @@ def read_frames(sock: socket.socket, received: bytearray) -> None:
     raise EndOfStream
 
 
-def test_a_call_that_another_proved_is_refused(folders: Folders) -> None:
-    """Recorded on one connection and said on another, or passed on by a member with its own certificate."""
+def test_call_with_the_proof_of_another_is_refused(folders: Folders) -> None:
+    """Recorded on one connection and replayed on another, or forwarded by a member with its own certificate."""
     from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
@@ -292,8 +294,8 @@ def test_a_call_that_another_proved_is_refused(folders: Folders) -> None:
 # ---- floods
 
 
-def test_a_flood_of_handshakes_holds_nobody_up(end: End, folders: Folders) -> None:
-    """Silent ones, half a handshake, and rubbish; threads and sockets stay bounded. See tests/attack for more of them."""
+def test_flood_of_handshakes_blocks_no_member(end: End, folders: Folders) -> None:
+    """Silent ones, incomplete handshakes, and garbage; threads and sockets stay bounded. See tests/attack for more of them."""
     before = threading.active_count()
     rubbish = [b"", b"\x16\x03\x01\x02\x00\x01\x00", bytes(200)]
     flood = [socket.create_connection(end.address, WAIT_S) for _ in range(300)]
@@ -309,7 +311,7 @@ def test_a_flood_of_handshakes_holds_nobody_up(end: End, folders: Folders) -> No
         sock.close()
 
 
-def test_a_revoked_node_is_dropped_while_it_is_connected(folders: Folders, tmp_path: Path) -> None:
+def test_revoked_node_is_disconnected(folders: Folders, tmp_path: Path) -> None:
     from commlayer.cluster.keys import authority
 
     authority.init(tmp_path / "job")
@@ -362,7 +364,7 @@ def joined(address: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cut off", "of another job", "empty"])
-def test_a_bad_list_keeps_nobody_out(ca: Path, kind: str, folders: Folders) -> None:
+def test_invalid_revocation_list_excludes_no_member(ca: Path, kind: str, folders: Folders) -> None:
     place = ca / "server-1"
     server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(place)))
     address = server.listen()
@@ -378,7 +380,7 @@ def test_a_bad_list_keeps_nobody_out(ca: Path, kind: str, folders: Folders) -> N
         each.close()
 
 
-def test_a_certificate_replaced_in_use_is_taken_with_the_next_start(ca: Path) -> None:
+def test_replaced_certificate_is_used_after_the_next_start(ca: Path) -> None:
     keys = Keys(ca / "gpu-1")
     authority.add(ca.parent, "gpu-1", again=True)
     keys.revoked()
@@ -400,7 +402,7 @@ def test_a_certificate_replaced_in_use_is_taken_with_the_next_start(ca: Path) ->
         sock.close()
 
 
-def test_an_older_list_brings_nobody_back(ca: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_older_revocation_list_readmits_no_node(ca: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys, older = Keys(ca / "gpu-1"), (ca / "gpu-1" / "crl.pem").read_bytes()
     gone = Keys(ca / "gpu-2").own.serial
     authority.revoke(ca.parent, "gpu-2")
@@ -410,7 +412,7 @@ def test_an_older_list_brings_nobody_back(ca: Path, caplog: pytest.LogCaptureFix
     assert "list 1 of the CA, older than list 2" in caplog.text
 
 
-def test_bytes_that_trickle_keep_no_handshake_alive(folders: Folders) -> None:
+def test_slow_bytes_do_not_extend_a_handshake(folders: Folders) -> None:
     mine, theirs = socket.socketpair()
     over = threading.Event()
 
@@ -430,8 +432,8 @@ def test_bytes_that_trickle_keep_no_handshake_alive(folders: Folders) -> None:
     sock.close()
 
 
-def test_a_handshake_that_outran_the_list_does_not_last(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list comes after the handshake, when connections to be dropped have been looked through already."""
+def test_connection_older_than_its_revocation_is_closed(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list arrives after the handshake, when connections to close have been searched already."""
     front = GrpcPort(Keys(ca / "server-1"), "127.0.0.1", 0, lambda *_: None)
     inner = socket.socket(socket.AF_UNIX)
     handshake = tls.TlsSocket.handshake
@@ -460,8 +462,8 @@ def test_a_handshake_that_outran_the_list_does_not_last(ca: Path, monkeypatch: p
         each.close()
 
 
-def test_a_connection_made_anew_is_looked_at_as_the_first_one_is(folders: Folders) -> None:
-    """A stolen key that was revoked takes the coordinator's place while a job runs: gRPC connects again, and knows no list."""
+def test_certificate_is_checked_again_after_a_reconnect(folders: Folders) -> None:
+    """A stolen, revoked key replaces the coordinator while a job runs: gRPC reconnects and has no revocation list."""
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     address, port = coordinator.address, int(coordinator.address.rsplit(":", 1)[1])
     member = client.join(address, messages.worker_request("job", 0, 1, plan=b"a plan"),
@@ -513,9 +515,9 @@ class Impostor:
     ("server server server second", "E-CERTIFICATE-KEY"),
     ("server server revoked worker", "E-CERTIFICATE-KEY"),
 ])
-def test_only_a_node_of_the_job_that_was_not_revoked_passes_for_the_coordinator(
+def test_only_unrevoked_nodes_of_the_job_are_accepted_as_coordinator(
         nodes: str, code: str, folders: Folders) -> None:
-    """gRPC would accept most of them: it knows no list."""
+    """gRPC would accept most of them, because it has no revocation list."""
     impostor = Impostor(*(getattr(folders, name) for name in nodes.split()))
     asker = CallAuthenticator(SECRET, impostor.call, lambda _: False, Keys(folders.worker))
     with pytest.raises(Refused) as caught:
@@ -524,14 +526,14 @@ def test_only_a_node_of_the_job_that_was_not_revoked_passes_for_the_coordinator(
     assert impostor.received == ["Join"] * (nodes == "server server revoked worker"), "a call before a proof says too much"
 
 
-def test_the_coordinator_of_the_job_is_believed(folders: Folders) -> None:
+def test_coordinator_of_the_job_is_accepted(folders: Folders) -> None:
     coordinator = Impostor(folders.server, folders.server, folders.server, folders.worker)
     assert CallAuthenticator(SECRET, coordinator.call, lambda _: False, Keys(folders.worker)).ask("Join", b"", 1.0) == b"answer"
 
 
 @pytest.mark.parametrize("kind", ["elliptic curve", "RSA", "Ed25519"])
-def test_keys_of_every_kind_sign(kind: str, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tools may have made the keys."""
+def test_keys_of_every_algorithm_can_sign(kind: str, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tools may have created the keys."""
     from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
     make: dict[str, Callable[[], Any]] = {
@@ -545,8 +547,8 @@ def test_keys_of_every_kind_sign(kind: str, folders: Folders, monkeypatch: pytes
     assert not signer.has_signed(keys.sign(b"message"), b"another")
 
 
-def test_a_connection_made_anew_costs_no_second_one(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a slow link a connection that only looks at a certificate would take the time of the heartbeat."""
+def test_reconnect_needs_one_connection(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow link a second connection just for the certificate would take the time of the heartbeat."""
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     link = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
     monkeypatch.setattr(diagnosis, "diagnose", None)
@@ -563,7 +565,7 @@ def test_a_connection_made_anew_costs_no_second_one(folders: Folders, monkeypatc
     coordinator.close()
 
 
-def test_a_coordinator_that_is_revoked_while_one_is_connected(ca: Path) -> None:
+def test_revoked_coordinator_is_refused_while_connected(ca: Path) -> None:
     coordinator = Coordinator(quick(token=SECRET, keys=str(ca / "server-1")), workers=1)
     member = client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=b"a plan"),
                          quick(token=SECRET, keys=str(ca / "gpu-1")), Failures())
@@ -587,8 +589,8 @@ def until_answered(link: CoordinatorChannel) -> messages.HeartbeatReply:
             time.sleep(0.05)
 
 
-def test_whose_certificate_was_revoked_after_the_handshake_hears_that(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connection is about to be closed; until then it must not look for a mistake in its secret."""
+def test_node_revoked_after_the_handshake_receives_the_reason(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection is about to be closed; until then it must not search for an error in its secret."""
     gone = authority.add(ca.parent, "gpu-9")
     coordinator = Coordinator(quick(token=SECRET, keys=str(ca / "server-1")), workers=1)
     monkeypatch.setattr(coordinator._port, "drop", lambda _: None)
@@ -608,7 +610,7 @@ def test_whose_certificate_was_revoked_after_the_handshake_hears_that(ca: Path, 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("when", ["while it was away", "after the restart"])
-def test_whose_certificate_is_revoked_is_cut_by_a_coordinator_that_was_restarted(when: str, folders: Folders,
+def test_restarted_coordinator_disconnects_revoked_nodes(when: str, folders: Folders,
                                                                                 tmp_path: Path) -> None:
     """No worker registers again: the journal has the registrations."""
     gone = authority.add(folders.ca, f"gpu-{'away' if when.startswith('while') else 'behind'}")
@@ -641,7 +643,7 @@ def test_whose_certificate_is_revoked_is_cut_by_a_coordinator_that_was_restarted
             each.close()
 
 
-def test_of_those_who_were_refused_nothing_is_kept(folders: Folders) -> None:
+def test_refused_peers_leave_no_state(folders: Folders) -> None:
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     link = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
     results = [messages.worker_request("job", 7, 1) for _ in range(20)]
@@ -653,8 +655,8 @@ def test_of_those_who_were_refused_nothing_is_kept(folders: Folders) -> None:
     coordinator.close()
 
 
-def test_a_seat_has_the_certificate_that_its_process_came_with_last() -> None:
-    """A server that was killed, and resumes its registration with a new folder of keys."""
+def test_registration_has_the_latest_certificate_of_its_process() -> None:
+    """A server is killed and resumes its registration with a new key folder."""
     one = msgspec.structs.replace(messages.worker_request("job", 0, 1, plan=b"a plan"), certificate="gpu-1", serial="a")
     first = membership.join(membership.State(1, 0), one, 0.0)[0]
     then = membership.join(first, msgspec.structs.replace(one, certificate="gpu-1", serial="b"), 1.0)[0]

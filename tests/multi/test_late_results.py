@@ -1,4 +1,7 @@
-"""Training with results that are a step late: delayed SGD, through saves and changes of plan. Real ranks and two servers."""
+"""Training with results that are one step stale: delayed SGD, through checkpoints and plan changes.
+
+Real ranks and two servers.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ class Training:
 
 
 def by_hand(late: str, optimizer: str) -> list[torch.Tensor]:
-    """Delayed SGD in one process: the mean gradient, in late elements that of the step before; a last step for what is left."""
+    """Delayed SGD in one process: the mean gradient, in stale elements that of the previous step; a last step for the rest."""
     model = mlp(width=64)
     layout = plan(job_of(model), late=late)
     masks = [torch.zeros(p.numel(), dtype=torch.bool) for p in model.parameters()]

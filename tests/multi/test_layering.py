@@ -1,4 +1,4 @@
-"""Imports go one way. Reads the import graph from the source, so that an import inside a function counts too."""
+"""The import order of the package, read from the source, so that imports inside functions count too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "commlayer"
 
-BOTTOM = {"codec_spec", "errors", "files", "records", "native", "config", "gpu", "setting_kinds", "setting_sources"}
+BOTTOM = {"codec_spec", "errors", "files", "records", "native", "config", "gpu"}
 MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
 FILES_OF_PLANS = {"plan_file", "loss_budget"}
 BELOW = BOTTOM | MIDDLE | FILES_OF_PLANS | {"cluster", "engine", "autotune"}
@@ -35,9 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "records": {"errors"},
     "native": {"errors"},
     "gpu": {"errors", "gpu"},
-    "setting_kinds": {"records"},
-    "config": {"errors", "records", "setting_kinds", "setting_sources"},
-    "setting_sources": {"errors"},
+    "config": {"errors", "records"},
     **{part: BOTTOM | {part} for part in MIDDLE},
     "cluster": BOTTOM | MIDDLE | {"cluster"},
     "engine": BOTTOM | MIDDLE | FILES_OF_PLANS | {"cluster", "engine"},
@@ -65,12 +63,14 @@ ROOMS: dict[str, list[set[str]]] = {
 """Folders and modules inside a part, from the bottom up: each imports those before it and those beside it."""
 DECIDING = {"engine.epochs.agreement", "autotune.plan_policy", "autotune.quality", "autotune.shares.policy"}
 """Pure modules, with all that they import from autotune/."""
+DRIVERS = {"engine.start", "engine.step", "engine.job.job", "engine.epochs.plan_switch", "autotune.controller"}
+"""Folders and modules that act; no decision imports them."""
 IMPURE = {"torch", "threading", "time", "datetime", "random", "os", "socket", "subprocess", "grpc", "queue", "asyncio",
           "concurrent", "multiprocessing"}
 KNOW_PATHS = {"bucket_assembler", "worker"}
 """Modules of engine/ outside of paths/ that import a path."""
-TORCHLESS = {"codec_spec", "errors", "files", "records", "native", "config", "setting_kinds", "setting_sources", "plan_file",
-             "loss_budget", "planner", "balance", "observe", ""}
+TORCHLESS = {"codec_spec", "errors", "files", "records", "native", "config", "plan_file", "loss_budget",
+              "planner", "balance", "observe", ""}
 LATE = {"importlib.import_module", "import_module", "__import__"}
 
 
@@ -112,33 +112,45 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 IMPORTS = [found for file in FILES for found in imports_of(file)]
 
 
-def said(found: Import) -> str:
+def described(found: Import) -> str:
     return f"{found.file.relative_to(ROOT)}:{found.line} imports {found.target}"
 
 
-def test_every_part_has_its_place() -> None:
+def exists(name: str) -> bool:
+    path = PACKAGE.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def test_tables_name_existing_modules() -> None:
+    names = ({*ALLOWED} | set().union(*ALLOWED.values()) | TORCHLESS) - {""} | DECIDING | DRIVERS
+    names |= {f"{part}.{name}" for part, layers in ROOMS.items() for layer in layers for name in layer}
+    assert sorted(name for name in names if not exists(name)) == []
+    assert not exists("no_such_module")
+
+
+def test_every_module_has_a_layer() -> None:
     unplaced = {own_part(file) for file in FILES} - set(ALLOWED)
-    assert not unplaced, f"say in ALLOWED what these may import: {unplaced}"
+    assert not unplaced, f"add these to ALLOWED: {unplaced}"
 
 
-def test_imports_go_one_way() -> None:
+def test_imports_only_point_to_lower_layers() -> None:
     inside = [found for found in IMPORTS if found.target.split(".")[0] == "commlayer" and not found.target.endswith("._core")]
     assert len(inside) > 20, "the graph was read"
-    assert [said(i) for i in inside if part_of(i.target) not in ALLOWED[own_part(i.file)]] == []
+    assert [described(i) for i in inside if part_of(i.target) not in ALLOWED[own_part(i.file)]] == []
 
 
 @pytest.mark.parametrize("part", ROOMS)
-def test_rooms_of_a_part_import_one_way(part: str) -> None:
-    place = {name: number for number, room in enumerate(ROOMS[part]) for name in room}
-    there = {file.stem for file in (PACKAGE / part).iterdir() if file.suffix == ".py" or (file / "__init__.py").exists()}
-    assert set(place) == there - {"__init__"}
+def test_folders_of_a_package_import_only_lower_ones(part: str) -> None:
+    place = {name: number for number, layer in enumerate(ROOMS[part]) for name in layer}
+    present = {file.stem for file in (PACKAGE / part).iterdir() if file.suffix == ".py" or (file / "__init__.py").exists()}
+    assert set(place) == present - {"__init__"}
     wrong = []
     for found in IMPORTS:
         own, target = found.file.relative_to(PACKAGE).with_suffix("").parts, found.target.split(".")[1:]
         if own[0] != part or target[:1] != [part] or len(target) < 2 or own[1] == "__init__":
             continue  # the part's __init__ names what it offers, from any room
         if place[target[1]] > place[own[1]]:
-            wrong.append(said(found))
+            wrong.append(described(found))
     assert wrong == []
 
 
@@ -148,28 +160,31 @@ def test_only_the_worker_imports_paths() -> None:
     assert importing == KNOW_PATHS
 
 
-def test_only_the_table_knows_paths_by_name() -> None:
-    """A bucket has its path; the worker and its driver do not ask."""
+def test_only_the_path_table_names_paths() -> None:
+    """A bucket has its path; the worker and its driver are independent of it. staging.py chooses devices before paths exist."""
     words = {"service", "allreduce"}
-    rooms = [file for room in ("worker", "paths") for file in sorted((PACKAGE / "engine" / room).glob("*.py"))]
+    rooms = [file for room in ("worker", "paths") for file in sorted((PACKAGE / "engine" / room).glob("*.py"))
+             if file.name != "staging.py"]
     found = [f"{file.name}:{node.lineno}" for file in rooms
              for node in ast.walk(ast.parse(file.read_text("utf-8")))
              if isinstance(node, ast.Compare) and "path" in ast.unparse(node) and words & strings_in(node)]
     assert found == []
-    assert strings_in(ast.parse("x.path == 'service'")) == {"service"}, "the search finds what is there"
+    assert strings_in(ast.parse("x.path == 'service'")) == {"service"}, "the search works"
 
 
 def strings_in(tree: ast.AST) -> set[str]:
     return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
-def test_no_modules_import_each_other() -> None:
-    """Neither directly nor over others, for types alone or inside a function: what two modules share belongs into a third."""
+def test_no_import_cycles() -> None:
+    """Neither directly nor through other modules, for types alone or inside a function: shared code belongs into a third
+    module.
+    """
     trees = (PACKAGE, ROOT / "bench", ROOT / "tests" / "chaos", ROOT / "tests" / "sim")
     modules = {dotted(file): file for tree in trees for file in sorted(tree.rglob("*.py"))}
     graph = {name: {module_of(i.target, modules) for i in imports_of(file)} - {name, ""} for name, file in modules.items()}
     assert sum(map(len, graph.values())) > 200, "the graph was read"
-    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]], "what there is, is found"
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]], "the search works"
     assert cycles(graph) == []
 
 
@@ -178,13 +193,13 @@ def dotted(file: Path) -> str:
 
 
 def module_of(target: str, modules: Mapping[str, Path]) -> str:
-    """What `from a.b import c` reads: the module a.b.c where there is one, else a.b. Compiled modules import none of these."""
+    """The module that `from a.b import c` reads: a.b.c if it exists, else a.b. Compiled modules import none of these."""
     names = (target, target.rpartition(".")[0])
     return "" if target.endswith("._core") else next((name for name in names if name in modules), "")
 
 
 def reached_in(part: str, names: Set[str]) -> list[Path]:
-    """These modules of the package, and what they import of that part, over others too."""
+    """These modules of the package and their imports of that part, also indirect ones."""
     modules = {dotted(file): file for file in FILES}
     found, left = set[str](), {f"commlayer.{name}" for name in names}
     while left:
@@ -197,17 +212,16 @@ def reached_in(part: str, names: Set[str]) -> list[Path]:
 DECISIONS = reached_in("autotune", DECIDING)
 
 
-def test_what_decisions_import_is_read_too() -> None:
+def test_imports_of_decision_modules_are_followed() -> None:
     names = {f"{file.parent.name}.{file.stem}" for file in DECISIONS}
     assert {"autotune.plan_policy", "autotune.quality"} <= names, "the graph was read"
 
 
 @pytest.mark.parametrize("file", DECISIONS, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_decisions_know_no_clock_no_thread_and_no_connection(file: Path) -> None:
-    drivers = {"connection", "driver", "switch", "start", "step_loop", "rendezvous"}
-    assert [said(found) for found in imports_of(file) if found.target.split(".")[0] in IMPURE
-            or (found.target.startswith(("commlayer.engine.", "commlayer.autotune."))
-                and drivers & set(found.target.split(".")))] == []
+def test_decision_modules_import_no_clock_thread_or_connection(file: Path) -> None:
+    drivers = tuple(f"commlayer.{name}." for name in DRIVERS)
+    assert [described(found) for found in imports_of(file)
+            if found.target.split(".")[0] in IMPURE or found.target.startswith(drivers)] == []
 
 
 def cycles(graph: Mapping[str, Set[str]]) -> list[list[str]]:
@@ -222,21 +236,20 @@ def cycles(graph: Mapping[str, Set[str]]) -> list[list[str]]:
 
 
 def test_planner_and_balance_import_no_torch() -> None:
-    assert [said(i) for i in IMPORTS if own_part(i.file) in TORCHLESS and i.target.split(".")[0] == "torch"] == []
+    assert [described(i) for i in IMPORTS if own_part(i.file) in TORCHLESS and i.target.split(".")[0] == "torch"] == []
 
 
 def test_planning_loads_no_torch() -> None:
-    there = [part for part in ("planner", "balance") if (PACKAGE / part / "__init__.py").exists()]
-    assert loaded("commlayer", *(f"commlayer.{part}" for part in there), of={"torch", "grpc"}) == "[]"
+    assert loaded("commlayer", "commlayer.planner", "commlayer.balance", of={"torch", "grpc"}) == "[]"
 
 
-def test_the_process_that_plans_loads_no_torch() -> None:
-    """It starts beside the first steps of a job, which the import of torch would slow down: they are what it plans from."""
+def test_planning_process_loads_no_torch() -> None:
+    """It starts during the first steps of a job, which it plans from; the import of torch would slow them down."""
     assert loaded("commlayer.autotune.planning_process", of={"torch", "grpc", "scipy"}) == "[]"
 
 
-def test_a_coordinator_loads_no_numpy() -> None:
-    """A rank starts one in attach(), and waits for it: neither what it imports nor what a call does."""
+def test_coordinator_loads_no_numpy() -> None:
+    """A rank starts one in attach() and waits for it: neither its imports nor its calls load numpy."""
     program = ("import sys; from commlayer.config import Config\n"
                "from commlayer.cluster.servers.server_process import ServeOptions, run\n"
                "try: run(Config(bind='127.0.0.1', insecure=True), ServeOptions(1, 0, sums=False))\n"
@@ -260,8 +273,8 @@ def loaded(*modules: str, of: set[str]) -> str:
 
 
 @pytest.mark.parametrize("module", ["pickle", "cloudpickle", "dill"])
-def test_nothing_reads_pickles(module: str) -> None:
-    assert [said(i) for i in IMPORTS if i.target.split(".")[0] == module] == []
+def test_no_module_reads_pickles(module: str) -> None:
+    assert [described(i) for i in IMPORTS if i.target.split(".")[0] == module] == []
 
 
 def test_one_module_imports_cupy() -> None:
@@ -272,15 +285,15 @@ def reads_environment(file: Path) -> list[str]:
     names = {"os.environ", "os.getenv", "os.putenv", "os.environb"}
     nodes = [node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Attribute)]
     found = [f"{file.relative_to(ROOT)}:{node.lineno}" for node in nodes if ast.unparse(node) in names]
-    return found + [said(i) for i in imports_of(file) if i.target in names]
+    return found + [described(i) for i in imports_of(file) if i.target in names]
 
 
 def test_only_config_reads_the_environment() -> None:
-    assert reads_environment(PACKAGE / "config.py"), "the search finds what is there"
+    assert reads_environment(PACKAGE / "config.py"), "the search works"
     assert [line for file in FILES if own_part(file) != "config" for line in reads_environment(file)] == []
 
 
 def test_no_test_imports_another_test_file() -> None:
-    """What several test files need is in tests/support."""
+    """Shared code of tests is in tests/support."""
     imports = re.compile(r"^\s*(?:from|import) test_\w+", re.MULTILINE)
     assert [str(file) for file in (ROOT / "tests").rglob("*.py") if imports.search(file.read_text())] == []

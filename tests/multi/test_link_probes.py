@@ -1,4 +1,4 @@
-"""Probes of links, and rates that steps have already shown: computed by hand, and with real ranks and servers."""
+"""Link probes, and rates already observed in steps: calculated by hand, and with real ranks and servers."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ TOLD = (PAYLOAD * 1e5, PAYLOAD * 9e4)
     (SeenTraffic(BUSILY, 0.5), 0.5, 0.08, (0.0, 0.0)),  # of a few round trips, in which windows open
     (SeenTraffic(Throughput(Direction(), Direction()), 2.0), 2.0, 0.08, (0.0, 0.0)),
 ])
-def test_what_went_on_for_much_of_the_steps_is_what_the_link_carries(
+def test_traffic_during_most_of_a_step_gives_the_link_rate(
     seen: SeenTraffic | None, steps_s: float, round_trip_s: float, wanted: tuple[float, float],
 ) -> None:
     assert sustained(seen, steps_s, round_trip_s) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(("backward_s", "wanted"), [(0.3, True), (1.0, True), (1.01, False), (1.9, False)])
-def test_what_links_carry_beside_computing_tells_nothing_of_them(backward_s: float, wanted: bool) -> None:
+def test_traffic_overlapped_with_compute_gives_no_link_rate(backward_s: float, wanted: bool) -> None:
     steps = [RecordedStep({}, {"backward": backward_s + more, "end": 2.0 + more}, []) for more in (0.0, 0.0, 5.0)]
     assert held_up(steps) == wanted
 
@@ -58,7 +58,7 @@ def test_what_links_carry_beside_computing_tells_nothing_of_them(backward_s: flo
     (4, 0.02, True, 4), (4, 0.03, True, 3), (4, 0.08, True, 2), (4, 0.3, True, 2), (2, 0.02, True, 2), (64, 0.02, True, 4),
     (64, 0.08, True, 2), (3, 0.08, False, 3), (64, 0.08, False, 4), (1, 0.08, False, 1),
 ])
-def test_nodes_send_one_after_the_other_as_far_as_there_is_time(
+def test_nodes_send_probes_in_sequence_within_the_time(
     nodes: int, round_trip_s: float, everywhere: bool, wanted: int,
 ) -> None:
     turns, turn_s = turns_of(nodes, 1.28, round_trip_s, everywhere=everywhere)
@@ -87,7 +87,7 @@ class Pings:
 @pytest.mark.parametrize(("seconds", "wanted", "requested"), [
     ((0.08, 0.081), 0.08, 2), ((0.2, 0.08, 0.084), 0.08, 3), ((0.2, 0.1, 0.15, 0.08), 0.08, 4),
 ])
-def test_a_round_trip_is_known_when_two_agree(seconds: tuple[float, ...], wanted: float, requested: int) -> None:
+def test_round_trip_is_known_after_two_agree(seconds: tuple[float, ...], wanted: float, requested: int) -> None:
     network = Pings(*seconds)
     assert link_rates.round_trip(network, 0, 1.0) == pytest.approx(wanted)
     assert next(network.answers, None) is None
@@ -100,7 +100,7 @@ KNOWN = [(BUSILY, BUSILY), (BUSILY, SELDOM), (SELDOM, SELDOM), (BUSILY, UP_ALONE
 
 
 def probing(run: Run) -> list[dict[str, Any]]:
-    """By case, what this rank finds, and which ways it asked for more than a ping."""
+    """By case, the rates that this rank measures, and the directions for which it requested more than a ping."""
     run.wrap(mlp())
     made, results = run.sessions[0].inspect.context, []
     for case in KNOWN:
@@ -121,7 +121,7 @@ def probing(run: Run) -> list[dict[str, Any]]:
 
 
 @pytest.mark.nightly
-def test_what_steps_have_told_of_all_nodes_is_not_probed() -> None:
+def test_rates_known_from_steps_are_not_probed() -> None:
     # Over loopback a round trip takes nothing; what counts here is who asks for what.
     results = pool(WORLD).call(play, WORLD, probing, Setting("module", servers=SERVERS))
     report, half, nothing, behind_another = zip(*results, strict=True)

@@ -1,4 +1,7 @@
-"""Local steps, overlapped exchanges, fragments and outer optimizers, against references in numpy and torch. Real ranks."""
+"""Local steps, overlapped exchanges, fragments and outer optimizers, compared with references in numpy and torch.
+
+Real ranks.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ RATE, SLOPE = 0.05, 2.0
 
 
 class Wells(nn.Module):
-    """Each rank is drawn to a point of its own, which moves: gradients depend on weights, and are easy in numpy."""
+    """Each rank is attracted to its own moving point: gradients depend on weights, and are easy in numpy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,8 +146,8 @@ STAGED = "encode@cpu all.allgather decode@cpu"
 ENDS = (250, 700, 1100, 1900, TENSORS * SIZE)
 
 
-def turned(cuts: Sequence[int]) -> list[npt.NDArray[np.bool_]]:
-    """The elements of all tensors whose turn is between these, of the last tensor first."""
+def of_fragments(cuts: Sequence[int]) -> list[npt.NDArray[np.bool_]]:
+    """The elements of all tensors in these fragments, the last tensor first."""
     place = np.stack([np.arange(SIZE) + SIZE * (TENSORS - 1 - t) for t in range(TENSORS)])
     return [(start <= place) & (place < stop) for start, stop in pairwise((0, *cuts, TENSORS * SIZE))]
 
@@ -157,11 +160,11 @@ def turned(cuts: Sequence[int]) -> list[npt.NDArray[np.bool_]]:
     ({"overlap": "round", "fragments": 2, "per_node": 2}, [[2, 3], [0, 1]]),
     ({"overlap": "round", "fragments": 2, "path": STAGED}, [[2, 3], [0, 1]]),
     ({"fragments": 4, "outer": NESTEROV}, [[3], [2], [1], [0]]),
-    ({"overlap": "round", "fragments": 2, "ends": ENDS, "outer": NESTEROV}, turned([1100])),
-    ({"overlap": "round", "fragments": 4, "ends": ENDS, "per_node": 2}, turned([700, 1100, 1900])),
-    ({"overlap": "round", "fragments": 2, "ends": ENDS, "path": "allreduce"}, turned([1100])),
-    ({"overlap": "round", "fragments": 2, "ends": ENDS, "path": STAGED}, turned([1100])),
-    ({"fragments": 4, "ends": ENDS}, turned([700, 1100, 1900])),
+    ({"overlap": "round", "fragments": 2, "ends": ENDS, "outer": NESTEROV}, of_fragments([1100])),
+    ({"overlap": "round", "fragments": 4, "ends": ENDS, "per_node": 2}, of_fragments([700, 1100, 1900])),
+    ({"overlap": "round", "fragments": 2, "ends": ENDS, "path": "allreduce"}, of_fragments([1100])),
+    ({"overlap": "round", "fragments": 2, "ends": ENDS, "path": STAGED}, of_fragments([1100])),
+    ({"fragments": 4, "ends": ENDS}, of_fragments([700, 1100, 1900])),
     ({"outer": NESTEROV, "uneven": True}, [[0, 1, 2, 3]]),
     ({"overlap": "round", "path": "allreduce", "outer": OuterSGD(0.5, 0.5), "uneven": True}, [[0, 1, 2, 3]]),
     ({"every": 1, "codes": "updates", "overlap": "round"}, [[0, 1, 2, 3]]),
@@ -191,7 +194,7 @@ def test_weights_equal_the_reference(how: dict[str, Any], parts: Sequence[Any]) 
 def one_fragment_not_finite(rank: int, address: str, codec: str) -> tuple[Any, Any, Any]:
     """One fragment of the second round is not finite: only its own changes are lost."""
     training = Training(rank, address, every=H, fragments=4, ends=ENDS, codec=codec)
-    parameters, masks = list(training.model.parts), turned([700, 1100, 1900])
+    parameters, masks = list(training.model.parts), of_fragments([700, 1100, 1900])
     put, since, first = np.zeros((TENSORS, SIZE)), np.zeros((TENSORS, SIZE)), training.weights().astype(float)
     for step in range(3 * H):
         turn, spoilt = step % len(masks), step == H + 1
@@ -215,7 +218,7 @@ def one_fragment_not_finite(rank: int, address: str, codec: str) -> tuple[Any, A
 
 
 @pytest.mark.parametrize("codec", ["topk(ratio=0.05)", "int4(block=64)"])
-def test_a_fragment_that_is_not_finite_leaves_the_others_of_its_round(codec: str) -> None:
+def test_non_finite_fragment_does_not_affect_the_others(codec: str) -> None:
     with Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(one_fragment_not_finite, servers.address, codec)
     put, applied, residuals = (np.stack(each) for each in zip(*results, strict=True))
@@ -234,7 +237,7 @@ def ahead(rank: int, address: str) -> int:
     return training.session.inspect.context.exchanges
 
 
-def test_steps_do_not_wait_for_an_exchange_under_way() -> None:
+def test_steps_do_not_wait_for_a_running_exchange() -> None:
     with Servers(WORLD, 1) as servers:
         assert pool(WORLD).call(ahead, servers.address) == [3, 3]
 
@@ -258,7 +261,7 @@ def mishaps(rank: int, address: str) -> tuple[list[str], Any]:
     return decisions, training.weights()
 
 
-def test_starts_that_differ_are_reported_and_weights_that_are_not_finite_are_dropped() -> None:
+def test_different_initial_weights_are_reported_and_non_finite_deltas_dropped() -> None:
     with Servers(WORLD, 1) as servers:
         (lines, first), (_, second) = pool(WORLD).call(mishaps, servers.address)
     assert any("differ in parts.2" in line for line in lines)
@@ -278,8 +281,8 @@ def infinite(rank: int, address: str, at: int, what: str) -> tuple[list[Any], fl
 
 
 @pytest.mark.parametrize(("what", "at"), [("weights", H + 1), ("gradients", 1), ("gradients", H - 1)])
-def test_a_round_with_infinite_weights_is_dropped_and_a_skipped_step_keeps_ranks_together(what: str, at: int) -> None:
-    """A skipped step may be the last of a round: then the exchange comes before the next forward pass."""
+def test_outer_step_with_infinite_weights_is_dropped_and_skipped_steps_align(what: str, at: int) -> None:
+    """A skipped step may be the last of an outer step: then the exchange precedes the next forward pass."""
     with Servers(WORLD, 1) as servers:
         (first, exchanges), (second, also) = pool(WORLD).call(infinite, servers.address, at, what)
     assert exchanges == also == 3
@@ -299,7 +302,7 @@ def few(rank: int, address: str) -> tuple[int, list[str], Any]:
     return fragments, lines, training.weights()
 
 
-def test_a_small_model_has_as_many_fragments_as_its_plan_allows() -> None:
+def test_small_model_has_as_many_fragments_as_its_plan_allows() -> None:
     with Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(few, servers.address)
     (fragments, lines, first), (also, others, second) = results
@@ -440,7 +443,7 @@ def shares(how: str, every: int) -> list[list[float]]:
     "ddp, unused, view, gathered, weighed",
 ])
 @pytest.mark.parametrize("every", [1, H])
-def test_training_equals_averaging_weights_by_hand(how: str, every: int) -> None:
+def test_training_equals_explicit_weight_averaging(how: str, every: int) -> None:
     with Servers(WORLD, 2) as servers:
         first, second = pool(WORLD).call(run, servers.address, how, every, "identity()")
     assert (first["stats"]["steps"], first["stats"]["exchanges"]) == (ROUNDS * every, ROUNDS)
@@ -456,7 +459,7 @@ def test_training_equals_averaging_weights_by_hand(how: str, every: int) -> None
 
 
 @pytest.mark.parametrize("plan", ["int4()", "auto"])
-def test_any_codec_and_auto_take_local_steps(plan: str) -> None:
+def test_every_codec_and_auto_support_local_steps(plan: str) -> None:
     with Servers(WORLD, 1) as servers:
         reports = pool(WORLD).call(run, servers.address, "ddp, unused", 2, plan)
     assert {b.codec for b in reports[0]["plan"].buckets} == {"error_feedback(int4(block=64))", "identity()"}

@@ -1,4 +1,4 @@
-"""A lazy optimizer under attach: sparse averages come as sparse gradients, and training is that of torch's optimizer."""
+"""Lazy optimizers under attach(): sparse averages arrive as sparse gradients, and training equals that of torch's optimizer."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ OFF = (("guard", "off"),)
 
 
 @pytest.mark.parametrize(("kind", "cleared"), [("sgd", False), ("adamw", False), ("sgd", True)])
-def test_a_lazy_optimizer_takes_sparse_averages_and_trains_as_torchs(kind: str, cleared: bool) -> None:
+def test_lazy_optimizer_receives_sparse_averages_and_trains_like_torch(kind: str, cleared: bool) -> None:
     results = [played("topk(ratio=0.02)", kind, lazy, cleared, fields=OFF) for lazy in (True, False)]
     sparse, dense = results
     assert all(layout[FIRST] and sum(layout) <= 2 for layout in sparse[0]["layouts"])
@@ -101,7 +101,7 @@ def test_a_lazy_optimizer_takes_sparse_averages_and_trains_as_torchs(kind: str, 
     ("topk(ratio=0.02)", (("guard", "warn"),)), ("randomk(ratio=0.05)", ()),
     ("topk(ratio=0.02, values='fp16')", (("warmup", 4), ("ratio_over", "plan"), ("cut_nbytes", 8192))),
 ])
-def test_averages_that_stay_entries_train_to_the_bit_as_those_that_are_looked_through(
+def test_sparse_averages_train_bit_equal_to_scanned_dense_ones(
     codec: str, fields: tuple[tuple[str, Any], ...],
 ) -> None:
     results = [played(codec, "sgd", True, True, looks, fields=fields) for looks in (False, True)]
@@ -120,7 +120,7 @@ def test_averages_with_many_entries_stay_dense() -> None:
     assert not any(layout[FIRST] for layout in first["layouts"])
 
 
-def test_entries_are_joined_where_they_are_few_and_finite() -> None:
+def test_few_finite_entries_are_merged() -> None:
     idx, shape = torch.arange(3, dtype=torch.int32), torch.Size((6, 8))
     many = [(idx, torch.ones(3)), (idx + 10, torch.ones(4)[:3]), (idx + 40, torch.full((3,), float("inf")))]
     assert joined(many, shape) is None

@@ -1,4 +1,4 @@
-"""Ranks whose parameters drift apart: noticed by digests, told by tensor and rank, and answered as configured."""
+"""Replica divergence: detected by digests, reported by tensor and rank, and handled as configured."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def equal(results: list[dict[str, Any]], what: str) -> bool:
     ("module", "end", True, False), ("ddp", "end", True, False),
     ("module", "end", False, False), ("ddp", "end", False, False), ("local", "end", False, False),
 ])
-def test_a_changed_weight_is_reported_and_handled_as_configured(how: str, drift: str, strays: bool, unlike: bool) -> None:
-    """After local steps an exchange makes weights equal again. `unlike`: also the entries of the optimizer's state differ."""
+def test_changed_weight_is_reported_and_handled_as_configured(how: str, drift: str, strays: bool, unlike: bool) -> None:
+    """After local steps an exchange makes weights equal again. `unlike`: entries of the optimizer's state differ too."""
     results = pool(WORLD).call(run, how, drift, strays, unlike)
     if drift == "end" and strays:
         for result in results:
@@ -97,7 +97,7 @@ def coded(rank: int, address: str, plan: str, stale: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(("plan", "stale"), [("error_feedback(topk(ratio=0.1))", False), ("error_feedback(int8())", True)])
-def test_codecs_and_late_results_leave_ranks_alike(plan: str, stale: bool) -> None:
+def test_codecs_and_stale_results_keep_replicas_equal(plan: str, stale: bool) -> None:
     with Servers(WORLD) as servers:
         assert pool(WORLD).call(coded, servers.address, plan, stale) == [[], []]
 
@@ -129,15 +129,15 @@ APART = r"step \d+: rank 1 and rank 0 have stepped their optimizers after differ
 
 @pytest.mark.parametrize(("how", "drift", "ends"), [
     ("module", "end", True), ("module", "resync", True), ("ddp", "resync", True), ("module", "warn", False)])
-def test_unequal_numbers_of_passes_to_a_step_are_told(how: str, drift: str, ends: bool) -> None:
-    """Averages are of different steps then, and equal parameters would not change that."""
+def test_unequal_numbers_of_passes_per_step_are_reported(how: str, drift: str, ends: bool) -> None:
+    """Averages then belong to different steps, even if parameters are equal."""
     for lines, decisions in pool(WORLD).call(stepped, how, drift, "always"):
         assert (bool(re.match(APART, lines)), code_of(lines)) == (ends, "E-REPLICAS" if ends else ""), lines
         reported = [line for line in decisions if re.match(APART, line)]
         assert len(reported) == (drift != "end"), "once, before the end"
 
 
-def test_one_step_left_out_is_told_and_ends_nothing() -> None:
+def test_one_omitted_step_is_reported_without_ending_the_job() -> None:
     results = pool(WORLD).call(stepped, "module", "resync", "once")
     assert [lines for lines, _ in results] == ["", ""]
     assert len([line for line in results[0][1] if re.match(APART, line)]) == 1
@@ -150,12 +150,12 @@ def watched(rank: int, drift_steps: int) -> int:
         return len(session.inspect.components.of(ParameterDrift))
 
 
-def test_zero_turns_it_off() -> None:
+def test_interval_of_zero_disables_the_check() -> None:
     assert pool(WORLD).call(watched, 0) == [0, 0]
     assert pool(WORLD).call(watched, -1) == [1, 1]
 
 
-def test_rounds_grow_with_their_cost() -> None:
+def test_check_interval_grows_with_its_cost() -> None:
     assert spacing(0.1, 0.0) == LEAST
     for cost_s, step_s in ((0.02, 0.5), (0.3, 0.2), (0.001, 0.003)):
         assert cost_s <= 0.001 * step_s * spacing(cost_s, step_s) <= cost_s + 0.001 * step_s
@@ -179,7 +179,7 @@ def reported(kind: type[Digests], tensors: list[torch.Tensor], most_nbytes: int 
 
 @pytest.mark.parametrize("kind", [Digests, _Sums])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8])
-def test_any_change_changes_the_digest_of_that_tensor(kind: type[Digests], dtype: torch.dtype) -> None:
+def test_every_change_alters_the_digest_of_its_tensor(kind: type[Digests], dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(5)
     tensors = [(100 * torch.rand(shape, generator=draw)).to(dtype) for shape in ((3000,), (7, 5), (), (70, 70, 3, 3), (0,))]
     tensors[3] = tensors[3].to(memory_format=torch.channels_last)
@@ -202,7 +202,7 @@ def test_any_change_changes_the_digest_of_that_tensor(kind: type[Digests], dtype
     assert reported(kind, [t.contiguous() for t in tensors]) == before
 
 
-def test_pieces_make_the_digest_of_the_whole() -> None:
+def test_digest_of_pieces_equals_the_digest_of_the_whole() -> None:
     tensors = [torch.arange(5000.0), torch.ones(40, 30)]
     assert reported(Digests, tensors, 1000) == reported(Digests, tensors)
     assert max(piece.stop - piece.start for piece in pieces(tensors, 1000)) == 250

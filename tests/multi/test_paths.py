@@ -1,5 +1,6 @@
-"""Every path that plans may have, each coding a bucket of one plan, on 2 nodes x 2 ranks as processes: all ranks apply the same
-bits, and what was applied and what residuals hold is what was put in."""
+"""Every path that a plan may use, each encoding a bucket of one plan, on 2 nodes x 2 ranks as processes: all ranks apply the
+same bits, and applied + residuals = input.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def residuals_of(shapes: Shapes, parts: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def account(worker: Worker, shapes: Shapes, rank: int, steps: int, broken: bool = False) -> dict[str, Any]:
-    """What was applied in each step, and this rank's residuals, by tensor."""
+    """Applied in each step, and this rank's residuals, by tensor."""
     applied = []
     for number in range(steps):
         put = gradients(shapes, rank, number)
@@ -74,7 +75,7 @@ BROKEN = 1, 2
 
 
 def over_collectives(codec: str, sums: bool) -> tuple[Plan, Shapes]:
-    """Where payloads are added up `codec` cannot stand, unless it is one of sums."""
+    """Paths that add up payloads need a codec of sums instead of `codec`."""
     paths: list[Any] = [path for path in SUMS for _ in range(3)] if sums else COLLECTIVES
     shapes: Shapes = [((24, 33), (500,), (3,))[i % 3] if sums else (SIZES[i % 4],) for i in range(len(paths))]
     tensors = job(shapes)
@@ -104,7 +105,7 @@ def run(rank: int, codec: str, sums: bool, broken: bool) -> dict[str, Any]:
     ("identity()", False), ("qsgd(levels=7)", False), ("topk(ratio=0.3)", False), ("int8(block=32)", False),
     ("identity()", True), ("powersgd(rank=2)", True), ("randomk(ratio=0.3)", True), ("randomk(ratio=0.3, values='bf16')", True),
 ])
-def test_collectives_apply_the_same_bits_and_lose_nothing(codec: str, sums: bool, broken: bool) -> None:
+def test_collectives_apply_equal_bits_and_conserve_gradients(codec: str, sums: bool, broken: bool) -> None:
     results = pool(WORLD).call(run, codec, sums, broken)
     plan, shapes = over_collectives(codec, sums)
     for tensor in range(len(shapes)):
@@ -121,7 +122,7 @@ def test_collectives_apply_the_same_bits_and_lose_nothing(codec: str, sums: bool
         torch.testing.assert_close(got, put, rtol=1e-4, atol=1e-4, msg=lambda m, t=tensor: f"tensor {t} of {plan}: {m}")
 
 
-def test_the_tree_has_what_is_run_here() -> None:
+def test_paths_under_test_are_in_the_tree() -> None:
     every = {tuple(op.name for op in p) for p in tree.kind("two-level")}
     assert {tuple(op.name for op in p) for p in tree.kind("two-level", ("cpu",))} == every
     assert len(set(COLLECTIVES)) == len(COLLECTIVES) == 177
@@ -129,7 +130,7 @@ def test_the_tree_has_what_is_run_here() -> None:
     assert len(CASES) == 2 * len(CODINGS) + 2 * 5
 
 
-def test_draws_that_differ_are_told_on_all() -> None:
+def test_different_random_draws_are_reported_on_all_ranks() -> None:
     codec, spec = parse("randomk(ratio=0.5)"), Spec((8,))
     accs = []
     for shared in (3, 4):
@@ -200,7 +201,7 @@ def served(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CODINGS)
-def test_servers_apply_the_same_bits_and_lose_nothing(served: list[dict[str, Any]], name: str) -> None:
+def test_servers_apply_equal_bits_and_conserve_gradients(served: list[dict[str, Any]], name: str) -> None:
     for tensor in (i for i, case in enumerate(CASES) if case[1] == name):
         put = [sum(gradients(SHAPES, rank, n)[tensor] for rank in range(WORLD)) for n in range(STEPS)]
         got = [WORLD * served[0]["applied"][n][tensor] for n in range(STEPS)]
@@ -214,7 +215,7 @@ def test_servers_apply_the_same_bits_and_lose_nothing(served: list[dict[str, Any
 
 
 def both_ways(rank: int, address: str) -> tuple[set[tuple[str, str]], torch.Tensor, torch.Tensor]:
-    """What the plan has, this rank's gradient, and what came back."""
+    """The plan's codecs, this rank's gradient, and the result."""
     model = torch.nn.Linear(64, 8, bias=False)
     with commlayer.attach(model, compression="two_way(fp16(), bf16())", config=quick(join=address)) as session:
         torch.manual_seed(rank)
@@ -225,7 +226,7 @@ def both_ways(rank: int, address: str) -> tuple[set[tuple[str, str]], torch.Tens
         return ways, x.sum(0).expand(8, 64), model.weight.grad
 
 
-def test_a_script_may_ask_for_a_codec_for_each_way() -> None:
+def test_script_may_choose_a_codec_per_direction() -> None:
     with Servers(2, 1) as servers:
         results = pool(2).call(both_ways, servers.address)
     mean = sum(own for _, own, _ in results) / 2
@@ -241,8 +242,8 @@ def test_a_script_may_ask_for_a_codec_for_each_way() -> None:
 
 # ---- inside nodes, where collectives run on GPUs
 
-def told(rank: int, key: str) -> bool:
-    """Whether this rank does not begin before the owner has the result."""
+def waits_for_owner(rank: int, key: str) -> bool:
+    """Whether this rank starts only after the owner has the result."""
     groups = Groups(WORLD, 30.0, torch.device("cuda"))
     ready = groups.inside.ready
     assert ready is not None
@@ -260,7 +261,7 @@ def told(rank: int, key: str) -> bool:
 
 
 def crosswise(rank: int, key: str) -> bool:
-    """Whether what the owner sent of a late result is not taken for one that is in time."""
+    """Whether the owner's frame of a stale result is not mistaken for one of this step."""
     groups = Groups(WORLD, 30.0, torch.device("cuda"))
     ready, late = groups.inside.ready, groups.inside.late_ready
     assert ready is not None
@@ -283,6 +284,6 @@ def crosswise(rank: int, key: str) -> bool:
         groups.close()
 
 
-@pytest.mark.parametrize("script", [told, crosswise], ids=lambda f: f.__name__)
-def test_on_gpus_results_are_begun_when_their_owner_has_them(script: Any) -> None:
+@pytest.mark.parametrize("script", [waits_for_owner, crosswise], ids=lambda f: f.__name__)
+def test_gpu_results_start_when_their_owner_has_them(script: Any) -> None:
     assert pool(WORLD).call(script, f"{script.__name__} {time.time_ns()}") == [True] * WORLD

@@ -1,4 +1,4 @@
-"""Plans that a job is given: their sync mode and arguments of attach(), what cannot run, and predictions that do not hold."""
+"""Plans given to a job: their sync mode and arguments of attach(), plans that cannot run, and predictions that are missed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def plan(*, stale: bool = False, **fields: Any) -> Plan:
     ({"overlap": "forward"}, {"overlap": "forward"}, {"overlap": "forward"}),
     ({}, {"every": 4, "fragments": 4}, {"local_steps": 4, "fragments": 2}),
 ])
-def test_arguments_are_laid_into_the_plan(planned: dict[str, Any], requested: dict[str, Any], wanted: dict[str, Any]) -> None:
+def test_arguments_are_merged_into_the_plan(planned: dict[str, Any], requested: dict[str, Any], wanted: dict[str, Any]) -> None:
     laid = with_modes(plan(**planned), requested_modes(sync_of(**requested)))
     as_planned = structs.replace(laid, step_s=0.5) == plan(**planned)
     assert laid == structs.replace(plan(**wanted), step_s=0.5 if as_planned else 0.0)
@@ -80,19 +80,19 @@ def test_arguments_that_contradict_the_plan_are_one_line(planned: dict[str, Any]
     ({"local_steps": 4, "fragments": 3}, "local_steps is 4, and fragments=3"),
     ({"fragments": 0}, "fragments is 0, allowed: at least 1"),
 ])
-def test_ways_that_exclude_each_other_are_told(fields: dict[str, Any], lines: str) -> None:
+def test_exclusive_sync_modes_are_refused(fields: dict[str, Any], lines: str) -> None:
     (line,) = verify_alone(plan(**fields))
     assert lines in line
 
 
-def test_a_plan_names_its_ways() -> None:
+def test_plan_names_its_sync_mode() -> None:
     assert [mode for mode, _ in modes_of(plan(local_steps=4, overlap="round"))] == ["local", "round"]
     assert [mode for mode, _ in modes_of(plan(codes="updates"))] == ["updates"]
     assert [mode for mode, _ in modes_of(plan(overlap="forward"))] == ["forward"]
     assert modes_of(plan()) == []
 
 
-def test_plan_files_from_before_still_load_and_new_ones_keep_the_fields(tmp_path: Path) -> None:
+def test_old_plan_files_load_and_new_ones_keep_all_fields(tmp_path: Path) -> None:
     old = msgspec.json.decode(records.encode(plan(local_steps=4)))
     for name in ("codes", "overlap", "fragments"):
         del old[name]
@@ -130,7 +130,7 @@ def follow(rank: int, address: str, planned: Plan, how: dict[str, Any]) -> dict[
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_plan_runs_as_the_arguments_would(way: str) -> None:
+def test_plan_runs_like_the_equivalent_arguments(way: str) -> None:
     layout = plan_of(mlp(), "int8(block=32)")
     report = WAYS[way]
     laid = with_modes(layout, requested_modes(sync_of(**report)))
@@ -170,7 +170,7 @@ def of_one_bucket(**fields: Any) -> Plan:
     ({"path": GATHERED, "codec": "int8()", "by_node": ("int8()", "int8()")}, "`down` and `by_node` are for path 'service'"),
     ({"path": SERVED}, "must be written as 'service'"),
 ])
-def test_what_cannot_run_is_told(fields: dict[str, Any], lines: str) -> None:
+def test_plans_that_cannot_run_are_refused(fields: dict[str, Any], lines: str) -> None:
     (line,) = unsuited(of_one_bucket(**fields), 2, 2)
     assert line.startswith("bucket 0: ")
     assert lines in line
@@ -182,7 +182,7 @@ def test_what_cannot_run_is_told(fields: dict[str, Any], lines: str) -> None:
     {"path": "all.reduce_scatter all.allgather"},
     {"codec": "topk(ratio=0.5)", "by_node": ("topk(ratio=0.5)", "topk(ratio=0.1)"), "down": "int8()"},
 ])
-def test_what_runs_is_let_through(fields: dict[str, Any]) -> None:
+def test_plans_that_can_run_are_accepted(fields: dict[str, Any]) -> None:
     assert unsuited(of_one_bucket(**fields), 2, 2) == verify(of_one_bucket(**fields), ONE_TENSOR) == []
 
 
@@ -202,7 +202,7 @@ def test_layouts_and_devices() -> None:
     ({"path": "all.allreduce all.allreduce"}, "got all.allreduce, allowed: the end"),
     ({"path": GATHERED, "owner": 2}, "owner 2"),
 ])
-def test_verify_knows_the_tree(fields: dict[str, Any], lines: str) -> None:
+def test_verify_accepts_only_paths_of_the_tree(fields: dict[str, Any], lines: str) -> None:
     for problems in (verify(of_one_bucket(**fields), ONE_TENSOR), verify_alone(of_one_bucket(**fields))):
         assert len(problems) == 1
         assert lines in problems[0]
@@ -231,7 +231,7 @@ def after(
 
 
 @pytest.mark.parametrize("seconds", [1.26, 0.74])
-def test_a_prediction_that_does_not_hold_is_said_once(seconds: float) -> None:
+def test_missed_prediction_is_logged_once(seconds: float) -> None:
     requested = planned(1.0)
     state, lines = after([(requested, 9.0)] + [(requested, seconds)] * (PATIENCE - 1))
     assert lines == [], "the first step is partly another plan's, and a few others are no trend"
@@ -244,17 +244,17 @@ def test_a_prediction_that_does_not_hold_is_said_once(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("seconds", [1.25, 0.75])
-def test_a_prediction_that_is_missed_by_the_limit_holds(seconds: float) -> None:
+def test_prediction_missed_by_exactly_the_limit_is_accepted(seconds: float) -> None:
     assert after([(planned(1.0), seconds)] * 100)[1] == []
 
 
-def test_what_is_not_predicted_or_watched_by_others_is_left_alone() -> None:
+def test_plans_without_a_prediction_or_with_a_controller_are_not_watched() -> None:
     unpredicted = planned(0.0)
     assert after([(unpredicted, 9.0)] * 100)[1] == []
     assert after([(None, 9.0)] * 100)[1] == []
 
 
-def test_another_plan_begins_anew() -> None:
+def test_new_plan_resets_the_watch() -> None:
     first, other = planned(1.0), planned(5.0)
     state, lines = after([(first, 9.0)] * PATIENCE + [(other, 9.0)] * PATIENCE)
     assert lines == []
@@ -264,7 +264,7 @@ def test_another_plan_begins_anew() -> None:
 
 
 @pytest.mark.parametrize(("predicted_s", "level"), [(SHORTEST_S, logging.WARNING), (LONGEST_S, logging.INFO)])
-def test_a_stale_plan_is_an_event_and_a_line(predicted_s: float, level: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_stale_plan_is_an_event_and_a_log_line(predicted_s: float, level: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "commlayer")
     context = FakeJob(SimpleNamespace(step=0), planned(predicted_s))
     watch = stale_plan.StalePlanWatch(context)
@@ -278,7 +278,7 @@ def test_a_stale_plan_is_an_event_and_a_line(predicted_s: float, level: int, cap
     assert [(r.levelno, r.getMessage()) for r in caplog.records] == [(level, line)]
 
 
-def test_a_plan_for_other_machines_says_so() -> None:
+def test_plan_for_other_machines_is_reported() -> None:
     job, machines = builtin("lstm"), cluster_from_line("3xrtx3060@fiber-1000")
     lines: list[str] = []
     basis = Basis(commlayer.planner.plan(job, machines, policy=Policy(objective="step")), PlanInputs(job, machines))
@@ -303,7 +303,7 @@ def train(rank: int, address: str, predicted_s: float) -> tuple[list[StalePlan],
         return session.inspect.events(), session.inspect.decisions()
 
 
-def test_a_session_tells_it_on_rank_0() -> None:
+def test_missed_prediction_is_logged_on_rank_0() -> None:
     ranks = pool(2)
     ranks.ready(__name__)
     with Servers(2) as servers:

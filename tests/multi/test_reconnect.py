@@ -1,5 +1,5 @@
-"""Connections that break in the middle of a step, in every sync mode: the step goes on with the same bits, and nothing is
-added twice."""
+"""Connections that break inside a step, in every sync mode: the step continues with the same bits, and nothing is added twice.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Cutter:
 
 
 class Breakable:
-    """As transport.loopback.Hub, over TCP, with a cutter between each worker and each server.
+    """Like transport.loopback.Hub, over TCP, with a cutter between each worker and each server.
 
     `cuts[worker]` are those of its connections to the first server.
     """
@@ -175,7 +175,7 @@ class Breakable:
 def random_cuts(
     chance: random.Random, up_nbytes: int, down_nbytes: int, kinds: tuple[str, ...] = ("reset", "close", "flip"),
 ) -> list[Cut]:
-    """One to four, anywhere in what passes in a whole run."""
+    """One to four, anywhere in the bytes of a whole run."""
     results = []
     for _ in range(chance.randint(1, 4)):
         way = chance.choice((UP, DOWN))
@@ -184,7 +184,7 @@ def random_cuts(
 
 
 class Counted:
-    """Ops that count what is added, by round. A contribution that counts twice shows, as does one that is lost."""
+    """Ops that count additions by round, which reveals duplicates and losses."""
 
     def __init__(self, inner: Any, added: Counter[tuple[int, int]], bucket: int) -> None:
         self._inner, self._added, self._bucket = inner, added, bucket
@@ -210,7 +210,7 @@ def gradients(rank: int, number: int, shapes: list[torch.Size]) -> list[torch.Te
 
 
 class Outcome:
-    """What the ranks got, and what the servers added."""
+    """What the ranks received, and what the servers added."""
 
     def __init__(self, hub: Any, codec: str, *, weighed: bool = False, **rig: Any) -> None:
         """`weighed`: ranks weigh something else in every step, and do not announce it."""
@@ -242,7 +242,7 @@ class Outcome:
 
 
 def same_when_cut(codec: str, seeds: int, options: dict[str, Any] | None = None, **rig: Any) -> Counter[tuple[int, int]]:
-    """Runs it without cuts and with them; what was added in either. `options`: of the hub."""
+    """Runs it without cuts and with them; returns the additions of both. `options`: of the hub."""
     uncut = Breakable(**options or {})
     expected = Outcome(uncut, codec, **rig)
     assert expected.added
@@ -261,29 +261,29 @@ def same_when_cut(codec: str, seeds: int, options: dict[str, Any] | None = None,
 
 @pytest.mark.commit(3)
 @pytest.mark.parametrize("codec", CODECS)
-def test_cuts_at_any_byte_change_no_bit_and_add_nothing_twice(codec: str) -> None:
+def test_cuts_at_any_byte_change_no_bit(codec: str) -> None:
     assert set(same_when_cut(codec, 4).values()) == {WORLD * STEPS}
 
 
-def test_a_step_that_is_coded_again_is_coded_so_once() -> None:
-    """All weigh something else than was taken for granted, in every step: each codes its part twice, whatever is cut."""
+def test_step_is_encoded_again_exactly_once() -> None:
+    """All weights differ from the assumed ones in every step, so each worker encodes its part twice, with or without cuts."""
     added = same_when_cut("topk(ratio=0.1)", 5, weighed=True)
     assert max(added.values()) > WORLD * STEPS
 
 
 @pytest.mark.parametrize("which", ["some", "all"])
-def test_results_that_are_a_step_late_are_the_same_too(which: str) -> None:
+def test_stale_results_are_equal_after_cuts(which: str) -> None:
     layout = default_plan(job(), codec="topk(ratio=0.1)", path="service", servers=2, ranks_per_node=1, fuse_nbytes=2048,
                         cut_nbytes=4096)
     late = tuple(msgspec.structs.replace(b, stale=which == "all" or b.id % 3 == 1) for b in layout.buckets)
     same_when_cut("", 4, plan=msgspec.structs.replace(layout, buckets=late))
 
 
-def test_bodies_that_travel_in_parts_begin_anew() -> None:
+def test_chunked_bodies_restart_after_a_cut() -> None:
     same_when_cut("identity()", 3, {"host": FAR}, shapes=[(300, 400), (50,)])
 
 
-def test_over_tls_every_connection_is_proved_anew(folders: Folders) -> None:
+def test_every_tls_reconnect_is_authenticated_again(folders: Folders) -> None:
     nodes = {0: folders.worker, 1: folders.second, 2: folders.dials, SERVER_BASE: folders.server}
     same_when_cut("topk(ratio=0.1)", 3, {"keys": {peer: Keys(str(node)) for peer, node in nodes.items()}})
 
@@ -291,8 +291,8 @@ def test_over_tls_every_connection_is_proved_anew(folders: Folders) -> None:
 @pytest.mark.commit(2)
 @pytest.mark.parametrize("how", ["reset", "close", "flip"])
 @pytest.mark.parametrize("way", [UP, DOWN])
-def test_a_break_within_a_handshake_is_one_like_any_other(folders: Folders, way: int, how: str) -> None:
-    """Of TLS and of the greeting behind it, at places all over both."""
+def test_cut_inside_a_handshake_is_recovered(folders: Folders, way: int, how: str) -> None:
+    """Of TLS and of the greeting after it, at places all over both."""
     server, worker, cutter = pair(30.0, keys=(Keys(str(folders.server)), Keys(str(folders.worker))))
     ends = [*range(0, 8), *range(8, 2600, 250)]
     for number, after in enumerate(ends):
@@ -332,7 +332,7 @@ PUSH = Header(Kind.PUSH, 1, 3, 7, sender=0)
     (0.3, False, r"\b0\.3 s \(reconnect_s\).*refused"),
     (30.0, True, "refused"),
 ])
-def test_a_server_that_does_not_come_back_is_named(window_s: float, refused: bool, words: str) -> None:
+def test_server_that_stays_away_is_named(window_s: float, refused: bool, words: str) -> None:
     server, worker, cutter = pair(window_s, refused_is_over=refused)
     waiting = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
     sent = worker.send(SERVER_BASE, PUSH, b"payload")
@@ -347,7 +347,7 @@ def test_a_server_that_does_not_come_back_is_named(window_s: float, refused: boo
     server.close()
 
 
-def test_who_was_dropped_is_told_why_and_does_not_come_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_evicted_peer_receives_the_reason_and_does_not_reconnect(caplog: pytest.LogCaptureFixture) -> None:
     server, worker, cutter = pair(30.0)
     waiting = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
     worker.send(SERVER_BASE, PUSH, b"payload")
@@ -358,8 +358,8 @@ def test_who_was_dropped_is_told_why_and_does_not_come_back(caplog: pytest.LogCa
     cutter.close()
 
 
-def test_who_is_dropped_between_welcome_and_connection_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dialer counts as connected from the welcome on, so it can be dropped before its connection exists."""
+def test_peer_evicted_between_welcome_and_connection_stays_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client counts as connected from the welcome on, so it can be evicted before its connection exists."""
     welcome = handshake.send_welcome
     ends: list[StreamTransport] = []
 
@@ -377,8 +377,8 @@ def test_who_is_dropped_between_welcome_and_connection_is_dropped(monkeypatch: p
         end.close()
 
 
-def test_a_connection_whose_end_only_one_side_has_seen_gives_way_to_the_new_one() -> None:
-    """As behind a router that has changed its address: the server's end is open, and would be for minutes."""
+def test_half_open_connection_is_replaced_by_the_new_one() -> None:
+    """After a router has changed its address, the server's end is open and would stay open for minutes."""
     server, worker, cutter = pair(30.0)
     handle = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
     worker.send(SERVER_BASE, PUSH, b"payload")
@@ -393,8 +393,8 @@ def test_a_connection_whose_end_only_one_side_has_seen_gives_way_to_the_new_one(
     cutter.close()
 
 
-def test_connections_that_break_again_and_again_and_bring_nothing_are_given_up() -> None:
-    """As by a proxy that accepts every connection and forwards nothing."""
+def test_connections_without_progress_are_given_up() -> None:
+    """Such as through a proxy that accepts every connection and forwards nothing."""
     server, worker, cutter = pair(1.0)
     ended = threading.Event()
 
@@ -412,7 +412,7 @@ def test_connections_that_break_again_and_again_and_bring_nothing_are_given_up()
         end.close()
 
 
-def test_another_process_with_the_same_rank_is_refused_while_the_first_is_there() -> None:
+def test_second_process_of_a_rank_is_refused_while_the_first_is_connected() -> None:
     server, worker, cutter = pair(30.0)
     other = StreamTransport(Hello("job", 0, session=b"o" * 16), settings=Settings(resume=True))
     assert_refused(outcome(lambda: other.dial(SERVER_BASE, cutter.address, soon())), "E-RANK", "server 0: worker 0 ")
@@ -431,7 +431,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def trained(rank: int, address: str, how: str, folder: str) -> tuple[list[torch.Tensor], dict[str, float]]:
-    """In "states" servers are asked for their states, get them back, hear what was not applied, and go over to another plan."""
+    """In "states" servers are asked for their states, get them back, receive rollbacks, and switch to another plan."""
     model: Any = mlp(width=64)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     called = DistributedDataParallel(model, bucket_cap_mb=0.002) if how == "ddp" else model
@@ -456,7 +456,7 @@ def trained(rank: int, address: str, how: str, folder: str) -> tuple[list[torch.
 
 @pytest.mark.commit(2)
 @pytest.mark.parametrize("how", WAYS)
-def test_training_goes_on_with_the_same_bits(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_training_continues_bit_for_bit(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cutters: list[Cutter] = []
     passed = [0, 0]
     chance, real = random.Random(how), messages.server_request

@@ -1,4 +1,4 @@
-"""The log of refusals, and members that flood, break the protocol or only look: each is named, the others continue."""
+"""The refusal log, and members that flood, violate the protocol or only probe: each is named, and the others continue."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from commlayer.transport.protocol import SERVER_BASE
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_a_member_that_reconnects_is_not_logged_as_one_without_the_secret(
+def test_reconnecting_member_is_not_logged_as_a_stranger(
     knows: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Several channels of a process share a connection, and each proves its next call by the challenge of the one before."""
+    """Several channels of a process share a connection, and each proves its next call by the challenge of the previous one."""
     monkeypatch.setattr(coordinator_module, "PROVE_S", 0.3)
     coordinator = Coordinator(quick(token="the-jobs-secret"), workers=1)
     channels = [CoordinatorChannel(coordinator.address, "the-jobs-secret" if knows else "another-secret") for _ in range(3)]
@@ -57,7 +57,7 @@ def test_a_member_that_reconnects_is_not_logged_as_one_without_the_secret(
         each.close()
 
 
-def test_a_flood_of_refusals_is_counted_and_one_of_probes_hides_no_refusal(
+def test_refusal_floods_are_counted_and_probes_hide_no_refusal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = 6000.0
@@ -98,7 +98,7 @@ def channel(to: Coordinator, folder: Path | None = None) -> CoordinatorChannel:
     ("Heartbeat", messages.HeartbeatReply(), ".*Heartbeat.*`unknown_token`"),
     ("PlanPart", messages.PlanPart("digest", 10, 5, b"beyond its end"), r".*\b5 to 19\b.*\b10\b"),
 ])
-def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
+def test_protocol_violator_is_named_by_its_certificate_and_disconnected(
     keyed: Coordinator, folders: Folders, method: str, request_: Record, line: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -128,7 +128,7 @@ def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
 
 
 @pytest.mark.parametrize("request_", [messages.worker_request("job", 5, 1), messages.site_request(2)], ids=["worker", "site"])
-def test_a_flood_of_requests_that_are_refused_does_not_fill_the_log(
+def test_refused_requests_do_not_fill_the_log(
     request_: messages.Join, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("commlayer.transport.handshake.MAX_REFUSED", 5)
@@ -146,7 +146,7 @@ def test_a_flood_of_requests_that_are_refused_does_not_fill_the_log(
 # ---- what they write of themselves
 
 
-def test_nobody_writes_lines_of_the_log_or_of_what_others_hear(caplog: pytest.LogCaptureFixture) -> None:
+def test_peers_cannot_forge_log_lines_or_reasons(caplog: pytest.LogCaptureFixture) -> None:
     forged = "a\nLOG worker 0: FORGED" + "x" * 100_000
     coordinator = Coordinator(quick(token=SECRET), workers=2)
     mine = channel(coordinator)
@@ -179,7 +179,7 @@ def test_nobody_writes_lines_of_the_log_or_of_what_others_hear(caplog: pytest.Lo
 # ---- what is no offence
 
 
-def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(
+def test_reconnected_member_is_not_logged_as_refused(
         folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     link = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
@@ -238,7 +238,7 @@ def made_job(request: pytest.FixtureRequest, folders: Folders, caplog: pytest.Lo
         yield description
 
 
-def test_what_the_doctor_tries_is_no_refusal(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_doctor_connections_are_not_refusals(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     keys = Keys(job.mine.keys) if job.mine.keys else None
     with caplog.at_level(logging.INFO, "commlayer"):
         assert [*server.ServerCheck(job.mine).run("")]
@@ -263,7 +263,7 @@ def reset(sock: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("how", [lambda _: None, reset], ids=["in order", "by a reset"])
-def test_who_closes_without_a_word_is_noted_as_a_probe(job: Job, how: Callable[[socket.socket], None]) -> None:
+def test_silent_close_is_logged_as_a_probe(job: Job, how: Callable[[socket.socket], None]) -> None:
     for count, address in enumerate(ports(job)):
         with socket.create_connection(host_port(address), WAIT_S) as sock:
             how(sock)
@@ -272,7 +272,7 @@ def test_who_closes_without_a_word_is_noted_as_a_probe(job: Job, how: Callable[[
 
 
 @pytest.mark.parametrize("messages", [b"\x16", b"C"])
-def test_who_closes_behind_a_single_byte_is_refused(job: Job, messages: bytes) -> None:
+def test_close_after_one_byte_is_logged_as_refused(job: Job, messages: bytes) -> None:
     for count, address in enumerate(ports(job)):
         with socket.create_connection(host_port(address), WAIT_S) as sock:
             sock.sendall(messages)
@@ -281,8 +281,8 @@ def test_who_closes_behind_a_single_byte_is_refused(job: Job, messages: bytes) -
 
 
 @pytest.mark.parametrize("job", ["keys"], indirect=True)
-def test_of_members_whose_handshakes_are_lost_there_is_one_line_and_it_says_nothing_of_keys(job: Job, folders: Folders) -> None:
-    """A network that fails loses the handshakes of all members, again and again."""
+def test_lost_handshakes_of_members_are_one_line_that_does_not_blame_keys(job: Job, folders: Folders) -> None:
+    """A network that fails loses the handshakes of all members repeatedly."""
     address = host_port(job.mine.join)
     for _ in range(5):
         with socket.create_connection(address, WAIT_S) as sock, \
@@ -298,7 +298,7 @@ def test_of_members_whose_handshakes_are_lost_there_is_one_line_and_it_says_noth
     assert "KEYS" not in job.lines()[0]["why"]
 
 
-def test_who_says_nothing_until_the_deadline_is_refused() -> None:
+def test_silence_until_the_deadline_is_logged_as_refused() -> None:
     noted: list[str] = []
     settings = Settings(hello_s=0.05, refused=lambda _, why: noted.append(why))
     with contextlib.closing(StreamTransport(Hello("job", SERVER_BASE), settings=settings)) as server, \
@@ -308,8 +308,8 @@ def test_who_says_nothing_until_the_deadline_is_refused() -> None:
         (str, "sent no HELLO before the deadline of the handshake [E-DEADLINE]")]
 
 
-def test_who_is_sent_away_since_it_said_nothing_is_refused() -> None:
-    """Its end finds the connection closed as if the other end had done so."""
+def test_eviction_for_silence_is_logged_as_refused() -> None:
+    """The connection then looks as if the other end had closed it."""
     pending, (sock, other) = PendingHandshakes(most=1), socket.socketpair()
     with sock, other:
         assert pending.add(sock, "one")
@@ -318,7 +318,7 @@ def test_who_is_sent_away_since_it_said_nothing_is_refused() -> None:
         assert type(pending.drop_reason(sock, SentNothing())) is str
 
 
-def test_who_says_nothing_until_this_end_closes_is_no_probe() -> None:
+def test_silence_until_shutdown_is_not_logged_as_a_probe() -> None:
     pending, (sock, other) = PendingHandshakes(), socket.socketpair()
     with sock, other:
         assert pending.add(sock, "one")

@@ -1,4 +1,4 @@
-"""Arguments, plans and models that attach() refuses: one line with a code and the names of what is wrong, on every rank."""
+"""Arguments, plans and models that attach() refuses: one line with a code and the names at fault, on every rank."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ ALONE: dict[str, Row] = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_what_is_wrong_is_named_in_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments_are_named_in_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     act, code, names = ALONE[name]
     assert_refused(outcome(act), code, *names)
@@ -196,13 +196,13 @@ def test_what_is_wrong_is_named_in_one_line(name: str, tmp_path: Path, monkeypat
     ("", "JSON"), ("{", "JSON"), ("x", "JSON"), ("[]", "`list`"), ('{"job": 3}', "`$.job`"),
     ('{"job": "0", "buckets": [], "colour": 1}', "`colour`"),
 ])
-def test_a_malformed_plan_file_is_named(text: str, name: str, tmp_path: Path) -> None:
+def test_malformed_plan_file_is_named(text: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     assert_refused(outcome(lambda: attach(plan=path)), "E-PLAN-FILE", f"plan {path}: ", name)
 
 
-def test_a_plan_file_for_this_model_and_a_lazy_model_with_shapes_are_taken(tmp_path: Path) -> None:
+def test_matching_plan_file_and_initialized_lazy_model_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(records.encode(plan_of(mlp())))
     commlayer.attach(mlp(), plan=str(path)).close()
@@ -290,7 +290,7 @@ def refused_by_forward(rank: int, address: str) -> list[str]:
         return lines
 
 
-def test_what_ranks_give_together_is_refused_on_each() -> None:
+def test_inconsistent_arguments_of_ranks_are_refused_on_each_rank() -> None:
     with Servers(WORLD, 1) as servers:
         for lines in pool(WORLD).call(refused, servers.address):
             assert_refused(lines.pop("switch"), "E-SYNC-PLAN", "every=2", "8")
@@ -311,7 +311,7 @@ def sharding(rank: int, how: str) -> str:
     ("FSDP1", "the model is under FullyShardedDataParallel"), ("FSDP1 inside", "0 is under FullyShardedDataParallel"),
     ("FSDP2", "the model is under fully_shard()"), ("DTensor", "0.weight is a DTensor"),
 ])
-def test_a_sharded_model_is_refused_by_name(how: str, name: str) -> None:
+def test_sharded_model_is_refused_by_name(how: str, name: str) -> None:
     for line in pool(WORLD).call(sharding, how):
         assert_refused(line, "E-MODEL-UNSUPPORTED", name)
 
@@ -328,7 +328,7 @@ def twice(rank: int) -> list[str]:
     return lines
 
 
-def test_a_model_is_attached_once_and_again_after_closing() -> None:
+def test_model_is_attached_once_and_again_after_close() -> None:
     for lines in pool(WORLD).call(twice):
         assert [code_of(line) for line in lines] == ["E-ATTACHED-TWICE"] * 6
 
@@ -337,7 +337,7 @@ def join(rank: int, address: str) -> str:
     return outcome(lambda: commlayer.attach(mlp(), plan=plan_of(mlp()), config=quick(join=address)))
 
 
-def test_servers_that_wait_for_another_number_of_workers_refuse() -> None:
+def test_servers_refuse_a_different_number_of_workers() -> None:
     with Servers(3, 1) as servers:
         for rank, line in enumerate(pool(WORLD).call(join, servers.address)):
             assert_refused(line, "E-WORKERS", f"Refused: coordinator {servers.address}: ", f"worker {rank} on ", " 2 ", " 3")
@@ -358,7 +358,7 @@ def weightless(rank: int, setting: Setting) -> list[str]:
 @pytest.mark.parametrize("setting", [Setting("module"), Setting("ddp"),
                                      Setting("module", servers=0, plan="auto", ranks_per_node=2)],
                          ids=["service", "ddp", "all-reduce"])
-def test_weights_of_0_on_every_rank_raise_on_every_rank(setting: Setting) -> None:
+def test_zero_weight_on_every_rank_raises_on_every_rank(setting: Setting) -> None:
     with coordinators(1, WORLD, setting.servers, deadline_s=2.0) as jobs:
         setting = setting._replace(addresses=tuple(job.address for job in jobs), fields=(("deadline_s", 4.0),))
         for first, again in pool(WORLD).call(weightless, setting):
@@ -375,8 +375,8 @@ def flooded(rank: int, address: str) -> str:
     return line
 
 
-def test_a_server_that_sends_more_than_the_plan_allows_is_disconnected() -> None:
-    """As soon as it has sent a sum, because from then on its workers check sizes by the plan."""
+def test_server_that_exceeds_the_plan_is_disconnected() -> None:
+    """As soon as it has sent a sum, because from then on its workers check sizes against the plan."""
     pool(WORLD).ready(__name__)
     with Servers(WORLD, 1, dead_after_s=1.5) as servers, ThreadPoolExecutor(1) as thread:
         lines = thread.submit(pool(WORLD).call, flooded, servers.address)

@@ -1,5 +1,4 @@
-"""Summation servers: whom they admit, plans that they cannot serve, changes of members, states of codecs, restarts in
-mid-step."""
+"""Summation servers: admission, plans they cannot serve, changes of members, codec states, restarts inside a step."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ DATA = records.encode(PLAN)
 
 
 class Asked:
-    """A server of three, where worker 0 says that worker 2 is gone. `told`: so does the coordinator."""
+    """A server of three; worker 0 reports that worker 2 is gone. `told`: the coordinator reports it, too."""
 
     def __init__(self, opened: list[Any], *, told: bool = True, stays: bool = False) -> None:
         self.serving = DataServer("127.0.0.1", 0, quick(heartbeat_s=0.05))
@@ -86,7 +85,7 @@ class Asked:
         return core.generation != 1 or any(cell.ended for cell in core.cells.values())
 
 
-def test_a_server_goes_over_to_the_view_that_the_coordinator_made(opened: list[Any]) -> None:
+def test_server_enters_the_epoch_of_the_coordinator(opened: list[Any]) -> None:
     requested = Asked(opened)
     for _ in range(2):
         assert requested.answer(requested.next) == "", "said twice is done once"
@@ -99,7 +98,7 @@ def test_a_server_goes_over_to_the_view_that_the_coordinator_made(opened: list[A
     (b"{", True, "plan of worker 0: "),
     (records.encode(changed(codec="zip()")), True, "codec 'zip()'"),
 ])
-def test_what_cannot_be_done_is_refused_before_anything_has_ended(
+def test_invalid_epoch_is_refused_before_the_old_one_ends(
     plan: bytes, told: bool, line: str, opened: list[Any],
 ) -> None:
     requested = Asked(opened, told=told)
@@ -115,7 +114,7 @@ def test_what_cannot_be_done_is_refused_before_anything_has_ended(
     ((0, 1), (0, 1, 5, 4)),
     ((3,), (3, 0)),
 ])
-def test_who_joins_stands_behind_all_others_whatever_their_numbers(present: tuple[int, ...], then: tuple[int, ...]) -> None:
+def test_joining_members_follow_all_others_in_the_sum(present: tuple[int, ...], then: tuple[int, ...]) -> None:
     epoch, new = (Epoch(n, tuple(Member(rank, rank, "host") for rank in ranks), ()) for n, ranks in ((1, present), (2, then)))
     assert change_problem(EpochChange(new, 7, {}, b""), wire_generation(new), then[0], epoch) == ""
 
@@ -135,7 +134,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("fields", "generation", "line"), WRONG)
-def test_a_member_cannot_say_who_is_a_member(
+def test_members_cannot_change_the_membership(
     fields: dict[str, Any], generation: int, line: str, opened: list[Any], caplog: pytest.LogCaptureFixture,
 ) -> None:
     requested = Asked(opened)
@@ -149,7 +148,7 @@ def test_a_member_cannot_say_who_is_a_member(
     assert not requested.changed
 
 
-def test_where_members_stay_no_such_plan_is_taken(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_plan_of_another_membership_is_refused_in_a_fixed_job(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     requested = Asked(opened, stays=True)
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
         requested.answer(requested.next)
@@ -175,7 +174,7 @@ def served(**fields: str) -> CodecOps:
 
 @needs_native
 @pytest.mark.parametrize("fields", CASES, ids=lambda fields: " ".join(fields.values()))
-def test_a_restored_server_goes_on_to_the_bit_and_residuals_are_handed_over(fields: dict[str, str]) -> None:
+def test_restored_server_continues_bit_for_bit_and_hands_over_residuals(fields: dict[str, str]) -> None:
     ops, other, after = (served(**fields) for _ in range(3))
     codec = codec_of(Bucket(0, SLICES, "service", **fields))
     state, room, out = codec.init(VECTOR.spec), kit.room(codec, VECTOR.spec), kit.room(codec, VECTOR.spec)
@@ -202,7 +201,7 @@ def test_a_restored_server_goes_on_to_the_bit_and_residuals_are_handed_over(fiel
 
 @needs_native
 @pytest.mark.parametrize("text", ["topk(ratio=0.05)", "error_feedback(int8())"])
-def test_bytes_and_states_that_do_not_fit_are_refused(text: str) -> None:
+def test_mismatched_bytes_and_states_are_refused(text: str) -> None:
     ops = served(codec=text)
     for junk in (bytes(40), bytes(range(64)), b""):
         with pytest.raises(CorruptFrame):
@@ -220,7 +219,7 @@ def loaded(pid: int, library: str) -> bool:
 @needs_native
 @pytest.mark.commit(1)
 @pytest.mark.parametrize("backend", ["auto", "fallback"])
-def test_an_embedded_server_loads_no_torch_for_any_codec(backend: str) -> None:
+def test_embedded_server_loads_no_torch_for_any_codec(backend: str) -> None:
     texts = [text for name, text in kit.NAMED.items() if backend == "auto" or name in fallback.FAMILIES]
     cuts = [Slice(0, 100 * i, 100 * i + 100) for i in range(len(texts))]
     buckets = tuple(Bucket(i, (cuts[i],), "service", codec=text) for i, text in enumerate(texts))
@@ -261,7 +260,7 @@ UNFIT = [
 
 
 @pytest.mark.parametrize(("plan", "code", "line"), UNFIT)
-def test_a_plan_that_cannot_be_served_is_one_line_for_the_server_and_its_workers(plan: bytes, code: str,
+def test_unsupported_plan_is_one_line_for_the_server_and_its_workers(plan: bytes, code: str,
                                                                                 line: str, opened: list[Any]) -> None:
     serving = DataServer("127.0.0.1", 0, quick())
     opened.append(serving)
@@ -277,7 +276,7 @@ def test_a_plan_that_cannot_be_served_is_one_line_for_the_server_and_its_workers
     assert (refused.value.peer, refused.value.code) == ("server 0", code)
 
 
-def test_only_members_of_the_view_are_admitted(opened: list[Any]) -> None:
+def test_only_members_of_the_epoch_are_admitted(opened: list[Any]) -> None:
     serving = DataServer("127.0.0.1", 0, quick())
     opened.append(serving)
     plan = records.encode(PLAN)
@@ -292,7 +291,7 @@ def test_only_members_of_the_view_are_admitted(opened: list[Any]) -> None:
             assert_refused(line, "E-RANK", "server 0: ", "2 workers")
 
 
-def test_a_peer_may_send_ahead_only_as_much_as_is_allowed(opened: list[Any]) -> None:
+def test_credit_limits_what_a_peer_sends_ahead(opened: list[Any]) -> None:
     local, present = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", 1))
     opened.extend((local, present))
     local.limit_kept(1500)
@@ -304,7 +303,7 @@ def test_a_peer_may_send_ahead_only_as_much_as_is_allowed(opened: list[Any]) -> 
 
 
 @pytest.mark.parametrize(("address", "code"), [("10.1.2.3:7000", "E-PLAIN-TEXT"), ("nowhere", "E-ADDRESS")])
-def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, code: str, opened: list[Any]) -> None:
+def test_workers_do_not_dial_servers_where_plain_text_is_forbidden(address: str, code: str, opened: list[Any]) -> None:
     coordinator = Coordinator(quick(), servers=1)
     opened.append(coordinator)
     request = messages.worker_request("job", 0, 1, plan=records.encode(PLAN))
@@ -320,9 +319,10 @@ def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, code:
 
 
 @pytest.mark.parametrize("exchanges", [0, 1])
-def test_who_waits_hears_how_many_exchanges_one_has_made_that_ended_in_order(
+def test_wait_notice_contains_the_exchanges_of_a_member_that_left(
         exchanges: int, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server's word that it waits for somebody may be older than what that one sent last, so it alone says nothing."""
+    """The server's notice that it waits for a member may be older than that member's last message, so it proves nothing alone.
+    """
     monkeypatch.setattr("commlayer.cluster.servers.summation_server.REPEAT_S", 0.05)
     job = Pair(opened)
     payload = Header(Kind.PUSH, 1, 0, 0, codec=1, sender=1, weight=1.0, used=1)
@@ -337,8 +337,8 @@ def test_who_waits_hears_how_many_exchanges_one_has_made_that_ended_in_order(
     assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges), "so does a worker that switches to another plan"
 
 
-def test_what_the_coordinator_judges_reaches_who_follows_later_too(opened: list[Any]) -> None:
-    """It says so once. The worker that heard it may be on its way to another epoch, and has no use for it any more."""
+def test_verdict_of_the_coordinator_reaches_later_followers(opened: list[Any]) -> None:
+    """The coordinator sends it once. The worker that received it may be entering another epoch and no longer need it."""
     job = Pair(opened)
     assert job.ups[1]._membership is not None
     job.ups[1]._membership._on_reply(messages.HeartbeatReply(failed=(messages.PeerExit("worker 0", "no heartbeat for 4.0 s"),)))
@@ -348,7 +348,7 @@ def test_what_the_coordinator_judges_reaches_who_follows_later_too(opened: list[
     assert [error.peer for error in after.errors] == ["worker 0"]
 
 
-def test_a_state_may_be_larger_than_all_payloads(opened: list[Any]) -> None:
+def test_state_may_be_larger_than_all_payloads(opened: list[Any]) -> None:
     complete = Job((TensorInfo("weight", (6 << 20,)),))
     plan = default_plan(complete, codec="topk(ratio=0.01)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096,
                         cut_nbytes=32 << 20)
@@ -358,7 +358,7 @@ def test_a_state_may_be_larger_than_all_payloads(opened: list[Any]) -> None:
     up.put_state(0, 0, 0, state)
 
 
-def test_a_servers_own_failure_reaches_its_workers_with_its_reason(opened: list[Any]) -> None:
+def test_server_failure_reaches_its_workers_with_the_reason(opened: list[Any]) -> None:
     job = Pair(opened)
     server: Any = job.serving._server
     server._send_stalled(1, Stalled(0, 3, (), failed="failed: MemoryError: no room"))
@@ -367,8 +367,8 @@ def test_a_servers_own_failure_reaches_its_workers_with_its_reason(opened: list[
     assert "MemoryError: no room" in failure.what
 
 
-def test_a_server_that_training_starts_for_another_coordinator_takes_any_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The set port is the coordinator's, which may be on the same machine."""
+def test_server_started_for_a_separate_coordinator_uses_any_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configured port is the coordinator's, which may be on the same machine."""
     environments: list[dict[str, str]] = []
 
     def look(*_: Any, env: dict[str, str], **__: Any) -> Callable[[], None]:
@@ -406,7 +406,7 @@ def undisturbed(plan: Plan) -> list[Any]:
 
 
 class Served:
-    """Workers here, their server in a process of its own, with the coordinator or without."""
+    """Workers here, their server in a separate process, with or without the coordinator."""
 
     def __init__(self, layout: Plan, journal: Path, *, together: bool) -> None:
         settings = {"token": TOKEN, "dead_after_s": 20.0, "reconnect_s": 20.0, "deadline_s": 30.0}
@@ -471,7 +471,7 @@ class Served:
 @pytest.mark.commit(1)
 @pytest.mark.parametrize(("codec", "together"), [("topk(ratio=0.1)", False), ("powersgd(rank=2)", True)],
                          ids=["a server", "with its coordinator"])
-def test_who_is_killed_in_mid_step_takes_up_where_it_was(codec: str, together: bool, opened: list[Any], tmp_path: Path) -> None:
+def test_server_killed_inside_a_step_resumes_there(codec: str, together: bool, opened: list[Any], tmp_path: Path) -> None:
     layout, chance = plan(codec), random.Random(codec)
     expected = undisturbed(layout)
     served = Served(layout, tmp_path / "journal", together=together)
@@ -501,7 +501,7 @@ def test_who_is_killed_in_mid_step_takes_up_where_it_was(codec: str, together: b
     assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == ["lock"], "the job is over"
 
 
-def test_who_is_killed_behind_a_change_of_plans_takes_up_the_later_one(opened: list[Any], tmp_path: Path) -> None:
+def test_server_killed_after_a_plan_change_resumes_the_new_plan(opened: list[Any], tmp_path: Path) -> None:
     served = Served(plan("topk(ratio=0.1)"), tmp_path / "journal", together=False)
     opened.append(served)
     for generation, codec in ((2, "int8()"), (3, "topk(ratio=0.2)")):
@@ -517,7 +517,7 @@ def test_who_is_killed_behind_a_change_of_plans_takes_up_the_later_one(opened: l
     assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == ["lock"], "the job is over"
 
 
-def test_who_finds_no_coordinator_keeps_its_journal(tmp_path: Path) -> None:
+def test_server_without_a_coordinator_keeps_its_journal(tmp_path: Path) -> None:
     journal = ServerJournal(str(tmp_path), required=False)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = join_host(*free.getsockname())
@@ -537,7 +537,7 @@ def test_who_finds_no_coordinator_keeps_its_journal(tmp_path: Path) -> None:
         assert (tmp_path / "server.journal").exists()
 
 
-def test_streams_come_to_the_port_that_they_came_to(tmp_path: Path) -> None:
+def test_streams_return_to_the_same_port_after_a_restart(tmp_path: Path) -> None:
     results = []
     for _ in range(2):
         serving = DataServer("127.0.0.1", 0, quick(carrier="auto", journal=str(tmp_path)))

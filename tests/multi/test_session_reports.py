@@ -1,4 +1,4 @@
-"""What a session reports: counters, observers around each step, lines about waits, traces. Real ranks."""
+"""Session reports: counters, observers of steps, wait notices, traces. Real ranks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def train(rank: int, how: str, address: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("how", "exchanges"), [
     ("service", STEPS), ("allreduce", STEPS), ("staged", STEPS), ("DDP", STEPS), ("local steps", 2), ("overlapped", 1),
 ])
-def test_counters_mean_the_same_in_every_job(how: str, exchanges: int) -> None:
+def test_counters_have_the_same_meaning_in_every_job(how: str, exchanges: int) -> None:
     with Servers(WORLD, 1) as servers:
         address = servers.address if how not in ("allreduce", "staged") else ""
         for results in pool(WORLD).call(train, how, address):
@@ -98,7 +98,7 @@ def test_counters_mean_the_same_in_every_job(how: str, exchanges: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["alone", "no optimizer"])
-def test_alone_steps_count_too(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_steps_are_counted(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     stats = train(0, how, "")["stats"]
@@ -123,8 +123,8 @@ def noisy(rank: int, address: str, noise: float) -> list[float]:
 
 
 @pytest.mark.parametrize("noise", [0.5, 2.0])
-def test_the_noise_scale_of_gradients_is_a_metric(noise: float) -> None:
-    """Within 30 % of the truth, on all ranks alike; 0 until enough steps were compared."""
+def test_gradient_noise_scale_is_a_metric(noise: float) -> None:
+    """Within 30 % of the truth and equal on all ranks; 0 until enough steps were compared."""
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(noisy, servers.address, noise)
     assert first == second
@@ -158,7 +158,7 @@ def agreeing(rank: int, address: str, codec: str, overlap: bool) -> tuple[list[f
 
 
 @pytest.mark.parametrize(("codec", "overlap"), [("identity", False), ("int4", False), ("int4", True)])
-def test_the_agreement_of_local_changes_is_a_metric_and_is_logged_once(codec: str, overlap: bool) -> None:
+def test_agreement_of_deltas_is_a_metric_and_logged_once(codec: str, overlap: bool) -> None:
     with Servers(WORLD, 1) as servers:
         (first, lines), (second, _) = pool(WORLD).call(agreeing, servers.address, codec, overlap)
     assert first == second
@@ -177,7 +177,7 @@ def late(rank: int, address: str, ratio: float) -> list[str]:
 
 
 @pytest.mark.parametrize(("ratio", "codes"), [(0.1, []), (0.001, ["E-PLAN-LATE"])])
-def test_a_plan_with_late_results_of_few_entries_is_reported_once(ratio: float, codes: list[str]) -> None:
+def test_plan_with_stale_sparse_results_is_reported_once(ratio: float, codes: list[str]) -> None:
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(late, servers.address, ratio)
     assert (first, second) == (codes, [])
@@ -189,7 +189,10 @@ PLACES = (Order.CONTROLLER, Order.TRACE, Order.OTHER)
 
 
 def watched(run: Run) -> list[tuple[str, int, int]]:
-    """Who was called in the second step, when, and how many steps were committed then. Rank 1 adds its observers backwards."""
+    """Which observers were called in the second step, when, and how many steps were committed then.
+
+    Rank 1 adds its observers in reverse order.
+    """
     model = mlp()
     wrapped = run.wrap(model)
     session = run.sessions[0]
@@ -208,7 +211,7 @@ def watched(run: Run) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("how", ["module", "ddp"])
-def test_observers_are_called_by_their_places_before_and_after_the_commit(how: str) -> None:
+def test_observers_are_called_in_order_before_and_after_the_commit(how: str) -> None:
     with coordinators(1, WORLD, 1) as jobs:
         seen = pool(WORLD).call(play, WORLD, watched, Setting(how, (jobs[0].address,)))
     assert seen == [[("before_commit", place, 1) for place in PLACES] + [("end_step", place, 2) for place in PLACES]] * WORLD
@@ -240,7 +243,7 @@ def recorded(rank: int, sync: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("sync", ["step", "forward"])
-def test_recorded_steps_leave_out_what_observers_take(sync: str) -> None:
+def test_recorded_step_times_exclude_observers(sync: str) -> None:
     for steps in pool(WORLD).call(recorded, sync):
         assert len(steps) >= 2
         assert sum(clock_s - recorded_s for clock_s, recorded_s in steps) >= 0.5 * SLEPT_S * len(steps)
@@ -266,7 +269,7 @@ def compared(rank: int, fails: bool) -> tuple[list[float], list[str]]:
     return model.weight.grad.view(-1).tolist(), errors
 
 
-def test_an_observer_that_fails_is_reported_once_and_ends_nothing() -> None:
+def test_failing_observer_is_reported_once_and_training_continues() -> None:
     ranks = pool(WORLD)
     assert ranks.call(compared, False) == [([2.0, 2.0], [])] * WORLD
     for averages, (error,) in ranks.call(compared, True):
@@ -274,7 +277,7 @@ def test_an_observer_that_fails_is_reported_once_and_ends_nothing() -> None:
         assert re.fullmatch(r"E-OBSERVER test_session_reports\.py:\d+ broken", error)
 
 
-def test_who_is_added_or_removed_in_a_round_counts_from_the_next_on() -> None:
+def test_components_added_or_removed_during_a_call_count_from_the_next() -> None:
     context, called = JobContext(), list[str]()
     later = Calls(Order.CONTROLLER, end_step=lambda: called.append("later"))
 
@@ -291,7 +294,7 @@ def test_who_is_added_or_removed_in_a_round_counts_from_the_next_on() -> None:
     assert context.components.of(Calls) == [later]
 
 
-def test_a_session_has_what_is_needed_every_day_and_the_rest_under_inspect() -> None:
+def test_session_attributes_are_few_and_the_rest_is_under_inspect() -> None:
     session = commlayer.attach(mlp())
     public = {name for name in {*dir(session), *vars(session)} if not name.startswith("_")}
     assert len(public) <= 18
@@ -316,7 +319,7 @@ def until(present: Callable[[], bool]) -> None:
 
 
 def waited(rank: int, where: str, folder: str) -> list[str]:
-    """What rank 0 logs of waits. Rank 1 comes when rank 0 has logged one."""
+    """Rank 0's wait notices. Rank 1 starts once rank 0 has logged one."""
     lines: list[str] = []
     seen = Path(folder) / "seen"
 
@@ -352,7 +355,7 @@ def waited(rank: int, where: str, folder: str) -> list[str]:
 
 @pytest.mark.commit(1)
 @pytest.mark.parametrize("where", ["save", "join"])
-def test_a_wait_between_two_steps_is_logged(where: str, tmp_path: Path) -> None:
+def test_wait_between_two_steps_is_logged(where: str, tmp_path: Path) -> None:
     waits, _ = pool(WORLD).call(waited, where, str(tmp_path))
     assert waits[0].startswith("waiting for other ranks: ")
     assert waits[-1].startswith("continues after ")
@@ -368,7 +371,7 @@ def basis_of(session: Any, nodes: str = "2xcpu@10g") -> Basis:
 
 
 def traced(rank: int, address: str, file: str, changes: dict[int, str], steps: int) -> int:
-    """`changes`: what happens after that many steps. Returns how many were done when the file was there."""
+    """`changes`: events after a number of steps. Returns how many steps were done when the file existed."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with commlayer.attach(model, optimizer, compression="identity", config=quick(join=address)) as session:
@@ -399,7 +402,7 @@ def traced(rank: int, address: str, file: str, changes: dict[int, str], steps: i
     ({1: "basis of three"}, 6, 3, "no prediction: the plan was made for 3 nodes, but this job has 2"),
     ({3: "switch"}, 8, 5, "no prediction: the inputs of the plan are not known"),
 ])
-def test_it_waits_for_a_plan_and_begins_anew_with_another(
+def test_trace_waits_for_a_plan_and_restarts_with_a_new_one(
     tmp_path: Path, changes: dict[int, str], done: int, first: int, note: str,
 ) -> None:
     file = tmp_path / "trace.json"
@@ -412,14 +415,14 @@ def test_it_waits_for_a_plan_and_begins_anew_with_another(
     assert {row.predicted_s is None for row in report.rows} == {bool(note)}
 
 
-def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
+def test_unwritable_trace_file_does_not_end_training(tmp_path: Path) -> None:
     ranks = pool(WORLD)
     ranks.ready(__name__)
     with Servers(WORLD) as servers:
         assert ranks.call(traced, servers.address, str(tmp_path / "absent" / "t.json"), {1: "basis"}, 20) == [6] * WORLD
 
 
-def test_who_trains_alone_has_nothing_to_trace(tmp_path: Path) -> None:
+def test_single_process_has_nothing_to_trace(tmp_path: Path) -> None:
     with commlayer.attach(mlp()) as session:
         assert_refused(outcome(lambda: session.inspect.trace(tmp_path / "t.json")), "E-TRACE", "alone")
         assert_refused(outcome(lambda: session.inspect.trace(tmp_path / "t.json", steps=0)), "E-TRACE", "steps: got 0")
@@ -448,7 +451,7 @@ def test_local_steps_have_nothing_to_trace(tmp_path: Path) -> None:
     assert all("local steps" in line for line in lines)
 
 
-def test_a_job_that_ends_too_soon_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trace_of_a_short_job_is_reported_as_incomplete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = str(tmp_path / "t.json")
     with commlayer.attach(mlp(), config={"trace": file}):
         assert caplog.messages == [f"no trace in {file}: this process trains alone"]
@@ -475,8 +478,8 @@ def traced_in_join(rank: int, address: str, file: str) -> list[int]:
     return written
 
 
-def test_a_trace_has_the_steps_in_which_all_ranks_had_batches(tmp_path: Path) -> None:
-    """Steps 2, 7, 8 and 9: a record begins with the end of the step before."""
+def test_trace_has_the_steps_in_which_all_ranks_had_batches(tmp_path: Path) -> None:
+    """Steps 2, 7, 8 and 9: a record begins at the end of the previous step."""
     file = tmp_path / "trace.json"
     with Servers(WORLD) as servers:
         assert pool(WORLD).call(traced_in_join, servers.address, str(file))[0] == [9, 10, 11]

@@ -1,5 +1,6 @@
-"""Sites meet at a coordinator and get ranks; torch's process group and store there, over real sockets with sites as threads;
-quotas, and who waits for whom."""
+"""Rendezvous of sites at a coordinator; torch's process group and store there, over real sockets with sites as threads; quotas;
+attribution of waits.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def come(state: sites.Sites, *all_: messages.Join, now: float = 0.0) -> tuple[si
 # ---- who gets which ranks
 
 
-def test_ranks_go_in_order_of_coming_and_wishes_are_kept() -> None:
+def test_ranks_follow_registration_order_and_requests() -> None:
     a, b, c = asked("a"), asked("b", workers=2), asked("c", place=0)
     state, replies = come(sites.Sites(4), a, b)
     assert [r.rank for r in replies] == [messages.ANY] * 2
@@ -74,14 +75,14 @@ def test_ranks_go_in_order_of_coming_and_wishes_are_kept() -> None:
     (asked("d", place=3), r"node-rank 3\b.* 0 to 2 \[E-RANK\]"),
     (msgspec.structs.replace(asked("d"), version="0.0"), r"0\.0\b.*E-VERSION"),
 ])
-def test_who_does_not_fit_is_told_why_and_nothing_changes(one: messages.Join, pattern: str) -> None:
+def test_mismatched_site_is_refused_with_a_reason_without_effect(one: messages.Join, pattern: str) -> None:
     state, _ = come(sites.Sites(3), asked("a", place=1))
     after, (reply,) = come(state, one)
     assert re.search(pattern, reply.error)
     assert after == state
 
 
-def test_whoever_comes_late_or_nowhere_is_told_why() -> None:
+def test_late_or_misdirected_site_is_refused_with_a_reason() -> None:
     assert re.search("--workers N.*E-WORKERS", come(sites.Sites(0), asked("a"))[1][0].error)
     state, _ = come(sites.Sites(1), asked("a"))
     assert re.search(r"\b0 of the job's 1 .*E-WORKERS", come(state, asked("b"))[1][0].error)
@@ -89,7 +90,7 @@ def test_whoever_comes_late_or_nowhere_is_told_why() -> None:
     assert re.search(r"\b1 workers.*E-JOB-CLOSED", come(begun, asked("b"))[1][0].error)
 
 
-def test_a_home_that_goes_before_the_job_begins_ends_the_meeting_for_all_and_the_next_one_is_afresh() -> None:
+def test_site_that_leaves_before_the_start_resets_the_rendezvous() -> None:
     a, b = asked("a"), asked("b")
     state, _ = come(sites.Sites(2), a, b)
     state, _ = come(state, msgspec.structs.replace(b, leave="exit code 1"))
@@ -99,7 +100,7 @@ def test_a_home_that_goes_before_the_job_begins_ends_the_meeting_for_all_and_the
     assert come(state, again)[1][0].rank == 1
 
 
-def test_silence_is_a_reason_too_but_not_once_the_job_has_begun() -> None:
+def test_silence_resets_the_rendezvous_only_before_the_start() -> None:
     a, b = asked("a"), asked("b")
     state, _ = come(sites.Sites(2), a, b)
     state = sites.mark_seen(state, a.token, 40.0)
@@ -112,7 +113,7 @@ def test_silence_is_a_reason_too_but_not_once_the_job_has_begun() -> None:
     assert "after its workers ended" in left.left[1]
 
 
-def test_who_leaves_a_running_job_is_gone_with_its_ranks_and_nobody_else_is() -> None:
+def test_site_that_leaves_a_running_job_removes_only_its_ranks() -> None:
     a, b = asked("a"), asked("b", workers=2)
     state, _ = come(sites.Sites(3), a, b)
     state, _ = come(msgspec.structs.replace(state, begun=True), msgspec.structs.replace(b, leave="finished"))
@@ -125,7 +126,7 @@ def test_who_leaves_a_running_job_is_gone_with_its_ranks_and_nobody_else_is() ->
     assert not sites.staying(come(state, msgspec.structs.replace(a, leave="finished"))[0], 0.0, 10.0)
 
 
-def test_who_comes_to_a_running_job_takes_numbers_that_nobody_had_or_is_told_why_not() -> None:
+def test_site_joining_a_running_job_gets_new_ranks_or_a_reason() -> None:
     a, b = asked("a"), asked("b", workers=2)
     state, _ = come(sites.Sites(3), a, b)
     state, _ = come(msgspec.structs.replace(state, begun=True), msgspec.structs.replace(b, leave="finished"))
@@ -144,7 +145,7 @@ def test_who_comes_to_a_running_job_takes_numbers_that_nobody_had_or_is_told_why
     assert sites.register(state, a, 2.0, sites.AdmissionState("", 3))[1].rank == 0, "who is here is answered as ever"
 
 
-def test_a_home_asks_again_while_what_keeps_it_out_may_pass() -> None:
+def test_site_retries_after_a_temporary_refusal() -> None:
     state, _ = come(sites.Sites(1), asked("a"))
     state = msgspec.structs.replace(state, begun=True)
     for door, waited_s, waits in ((sites.AdmissionState("full", 1, retry_reason="one is silent"), 99.0, True),
@@ -173,7 +174,7 @@ def test_a_home_joins_a_running_job_only_once_its_earlier_process_is_known_to_ru
     (("anna", "ben"), ("0", "cleo"), 5.0, None), (("", ""), ("0", ""), 5.0, None),  # without keys it is unknown
     (("rack", "rack"), ("1", "rack"), 5.0, 1), (("rack", "rack"), ("x", "rack"), 5.0, None),  # a shared certificate
 ])
-def test_a_home_is_known_again_by_its_certificate_if_its_earlier_process_is_silent(
+def test_restarted_site_is_recognized_by_its_certificate(
         certificates: tuple[str, str], again: tuple[str, str], now: float, found: int | None) -> None:
     every = [msgspec.structs.replace(asked(str(n)), certificate=of) for n, of in enumerate(certificates)]
     state, _ = come(sites.Sites(2), *every)
@@ -187,7 +188,7 @@ def test_a_home_is_known_again_by_its_certificate_if_its_earlier_process_is_sile
 TWO_OF_FOUR = sites.Sites(4, min_workers=2, last_call_s=5.0)
 
 
-def test_a_job_begins_with_the_least_number_after_its_last_call_and_with_the_largest_at_once() -> None:
+def test_job_starts_with_the_minimum_after_a_wait_and_with_the_maximum_at_once() -> None:
     a, b, c, d = (asked(name) for name in "abcd")
     state, (first,) = come(TWO_OF_FOUR, a)
     assert (first.complete, first.missing) == (False, "1 of at least 2 workers is here (a); waiting for 1 more")
@@ -202,7 +203,7 @@ def test_a_job_begins_with_the_least_number_after_its_last_call_and_with_the_lar
     assert (full.rank, full.world) == (3, 4)
 
 
-def test_a_home_that_comes_while_the_others_start_waits_and_then_joins_until_the_job_has_its_largest_number() -> None:
+def test_site_arriving_during_the_start_joins_later_up_to_the_maximum() -> None:
     a, b, c, d, e = (asked(name) for name in "abcde")
     state = sites.tick(come(TWO_OF_FOUR, a, b)[0], 5.0, 30.0)
     after, (early,) = come(state, c, now=6.0)
@@ -215,7 +216,7 @@ def test_a_home_that_comes_while_the_others_start_waits_and_then_joins_until_the
     assert re.search(r"\b0 of the job's 4 .*E-WORKERS", refused.error)
 
 
-def test_after_a_failed_start_the_job_may_begin_with_another_number() -> None:
+def test_job_may_start_with_another_number_after_a_failed_start() -> None:
     a, b, c = (asked(name) for name in "abc")
     state = sites.tick(come(TWO_OF_FOUR, a, b)[0], 5.0, 30.0)
     state, _ = come(state, msgspec.structs.replace(b, leave="exit code 1"))
@@ -231,12 +232,12 @@ def test_after_a_failed_start_the_job_may_begin_with_another_number() -> None:
     assert membership.join(of_two, messages.worker_request("job", 0, 5), 0.0)[1].error.endswith("[E-WORKERS]")
 
 
-def test_without_a_largest_number_a_job_of_homes_that_may_leave_has_a_usual_one(opened: list[Any]) -> None:
+def test_elastic_jobs_have_a_default_maximum(opened: list[Any]) -> None:
     opened.append(coordinator := Coordinator(quick(min_workers=2)))
     assert status_of(coordinator).workers == MAX_WORKERS
 
 
-def test_the_store_has_room_for_all_who_are_there() -> None:
+def test_store_capacity_grows_with_the_members() -> None:
     service = RendezvousService(64, 10.0, dict, RefusalLog(), 1, last_call_s=WAIT_S)
     few, many = asked("few", workers=4), asked("many", workers=28)
     for home, shares in ((few, {few.token: kv_store.MAX_KEPT_NBYTES}),
@@ -257,12 +258,12 @@ NAME = "n" * kv_store.MAX_NAME_NBYTES
     (lambda store: store.add("a", ("n", 0), 1, NAME + "n"), "257.*256"),
     (lambda store: store.values([("n", 0), ("n", 0)]), "2 keys.* 1 "),
 ])
-def test_long_names_and_wishes_for_one_key_twice_are_refused(act: Any, values: str) -> None:
+def test_long_names_and_duplicate_keys_are_refused(act: Any, values: str) -> None:
     with pytest.raises(CorruptFrame, match=f"{values}.*E-FRAME"):
         act(kv_store.KvStore({"a": 1}))
 
 
-def test_all_that_a_home_keeps_is_charged_to_it_and_dropped_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_bytes_are_charged_to_their_site_and_freed_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 1 << 14)
     monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
     store = kv_store.KvStore({"a": 1, "b": 1})
@@ -281,13 +282,13 @@ def test_all_that_a_home_keeps_is_charged_to_it_and_dropped_with_its_key(monkeyp
     assert store.nbytes.total() == 0
 
 
-def test_a_repeated_addition_is_known_however_often_others_add() -> None:
+def test_duplicate_addition_is_recognized_after_any_number_of_others() -> None:
     store = kv_store.KvStore({"a": 1, "b": 1})
     total = [store.add("a", ("sum", 0), 1, "mine"), *(store.add("b", ("sum", 0), 1, f"{n}") for n in range(2000))][-1]
     assert store.add("a", ("sum", 0), 1, "mine") == total == 2001
 
 
-def test_values_of_homes_that_have_left_stay_until_they_take_as_much_as_all_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_departed_sites_are_kept_up_to_the_total_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 4000)
     monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
     store = kv_store.KvStore()
@@ -300,7 +301,7 @@ def test_values_of_homes_that_have_left_stay_until_they_take_as_much_as_all_may(
     assert (again.rows, again.nbytes) == (store.rows, store.nbytes)
 
 
-def test_additions_of_a_home_that_has_left_are_charged_until_the_number_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_additions_of_a_departed_site_are_charged_until_the_key_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 4000)
     monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
     store = kv_store.KvStore({"stays": 1, "leaves": 1})
@@ -314,14 +315,14 @@ def test_additions_of_a_home_that_has_left_are_charged_until_the_number_is_dropp
     assert set(store.nbytes.values()) == {0}
 
 
-def test_additions_start_from_the_value_that_was_set() -> None:
+def test_additions_start_from_the_stored_value() -> None:
     store = kv_store.KvStore({"a": 1})
     store.put("a", [(("sum", 0), b"5"), (("text", 0), b"five")])
     assert [store.add("a", ("sum", 0), 2, once) for once in ("a", "a", "b")] == [7, 7, 9]
     assert_refused(outcome(lambda: store.add("a", ("text", 0), 1, "c")), "E-FRAME", "CorruptFrame: ", "text", "not a number")
 
 
-def test_an_answer_is_refused_before_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_reply_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_FOUND_NBYTES", 10)
     store = kv_store.KvStore({"a": 1})
     store.put("a", [(("a", 0), bytes(6)), (("b", 0), bytes(6))])
@@ -332,7 +333,7 @@ def test_an_answer_is_refused_before_it_is_packed(monkeypatch: pytest.MonkeyPatc
 # ---- over sockets
 
 
-def test_every_collective_gives_what_it_gives_in_a_rack(opened: list[Any]) -> None:
+def test_every_collective_equals_that_of_gloo(opened: list[Any]) -> None:
     def act(group: RelayedGroup, rank: int) -> list[Any]:
         mine, seen = torch.tensor([1.0 + rank, -rank]), []
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
@@ -360,7 +361,7 @@ def test_every_collective_gives_what_it_gives_in_a_rack(opened: list[Any]) -> No
     assert together(met(opened)[1], act) == [expected] * HOMES
 
 
-def test_large_tensors_go_in_parts_and_the_coordinator_forgets_what_all_have(opened: list[Any]) -> None:
+def test_large_tensors_are_chunked_and_freed_after_delivery(opened: list[Any]) -> None:
     parts = 5 * PARTS_IN_FLIGHT
     numel = parts * PART_NBYTES // 8 - 3
 
@@ -377,7 +378,7 @@ def test_large_tensors_go_in_parts_and_the_coordinator_forgets_what_all_have(ope
     assert kept < HOMES * 2 * PARTS_IN_FLIGHT * 1024, "a few empty parts"
 
 
-def test_the_store_is_one_for_torch(opened: list[Any]) -> None:
+def test_store_implements_the_torch_interface(opened: list[Any]) -> None:
     desks = met(opened, 2)[1]
     stores = [WorldStore(desk, 20.0) for desk in desks]
     plain = [dist.PrefixStore("a", store) for store in stores]
@@ -391,7 +392,7 @@ def test_the_store_is_one_for_torch(opened: list[Any]) -> None:
     assert not plain[1].check(["key"])
 
 
-def test_who_says_nothing_is_named_and_the_others_do_not_hang(opened: list[Any]) -> None:
+def test_silent_site_is_named_and_the_others_do_not_hang(opened: list[Any]) -> None:
     def act(group: RelayedGroup, rank: int) -> str:
         if rank == 1:
             return ""
@@ -406,7 +407,7 @@ def test_who_says_nothing_is_named_and_the_others_do_not_hang(opened: list[Any])
     assert re.search(r"\b0\.5 s from rank 1\b.*E-DEADLINE", told[0])
 
 
-def test_a_coordinator_that_has_ended_is_named_before_the_deadline(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_coordinator_is_named_before_the_deadline(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site_client, "CALL_S", 0.3)
     desk, *_ = met(opened, 1)[1]
     opened[0].close()
@@ -416,7 +417,7 @@ def test_a_coordinator_that_has_ended_is_named_before_the_deadline(opened: list[
     assert time.monotonic() - begin < 20.0
 
 
-def test_whoever_waits_for_a_home_that_has_gone_hears_it_at_once(opened: list[Any]) -> None:
+def test_waits_for_a_departed_site_end_immediately(opened: list[Any]) -> None:
     desks = met(opened, 2)[1]
     begin = time.monotonic()
     heard: list[str] = []
@@ -435,7 +436,7 @@ def test_whoever_waits_for_a_home_that_has_gone_hears_it_at_once(opened: list[An
     assert time.monotonic() - begin < 20.0
 
 
-def test_a_coordinator_that_is_not_there_or_others_that_do_not_come_are_a_line(opened: list[Any]) -> None:
+def test_unreachable_coordinator_and_missing_sites_are_one_line(opened: list[Any]) -> None:
     said: list[str] = []
     line = outcome(lambda: SiteLease("127.0.0.1:9", quick(join_deadline_s=0.3), asked("a"), said.append).meet(5.0))
     assert_refused(line, "E-DEADLINE", "DeadlineExceeded: ", "127.0.0.1:9", "0.3 s")
@@ -450,7 +451,7 @@ def test_a_coordinator_that_is_not_there_or_others_that_do_not_come_are_a_line(o
     alone.close("it gave up")
 
 
-def test_a_home_of_another_version_is_refused_before_its_script_starts(opened: list[Any]) -> None:
+def test_site_of_another_version_is_refused_before_its_script_starts(opened: list[Any]) -> None:
     coordinator = Coordinator(quick(), workers=1)
     opened.append(coordinator)
     another = msgspec.structs.replace(asked("a"), version="0.0")
@@ -458,7 +459,7 @@ def test_a_home_of_another_version_is_refused_before_its_script_starts(opened: l
         SiteLease(coordinator.address, quick(), another, lambda _: None).meet(5.0)
 
 
-def test_keys_that_do_not_fit_are_a_line(
+def test_mismatched_keys_are_one_line(
     opened: list[Any], folders: Folders, capfd: pytest.CaptureFixture[str],
 ) -> None:
     coordinator = Coordinator(quick(keys=str(folders.server)), workers=1)
@@ -475,14 +476,14 @@ def test_keys_that_do_not_fit_are_a_line(
     good.close("the test is over")
 
 
-def test_a_worker_that_dials_by_itself_is_told_of_launch(opened: list[Any]) -> None:
+def test_worker_started_without_join_gets_a_hint(opened: list[Any]) -> None:
     coordinator = Coordinator(quick(), workers=3)
     opened.append(coordinator)
     line = outcome(lambda: client.join(coordinator.address, messages.worker_request("job", 0, 1), quick(), lambda _: None))
     assert_refused(line, "E-WORKERS", "1 workers", "3: ", "`commlayer join`")
 
 
-def test_homes_end_at_once_where_their_coordinator_was_restarted() -> None:
+def test_sites_end_immediately_after_a_coordinator_restart() -> None:
     coordinator = Coordinator(quick(), workers=1)
     config = quick(port=int(coordinator.address.rpartition(":")[2]))
     attendance = SiteLease(coordinator.address, config, asked("a"), lambda _: None)
@@ -503,7 +504,7 @@ def test_homes_end_at_once_where_their_coordinator_was_restarted() -> None:
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_a_home_that_leaves_learns_whether_the_job_had_begun(opened: list[Any], begins: bool) -> None:
+def test_leave_reply_contains_whether_the_job_had_started(opened: list[Any], begins: bool) -> None:
     opened.append(coordinator := Coordinator(quick(min_workers=1), workers=1))
     lease = SiteLease(coordinator.address, quick(), asked("a"), lambda _: None)
     lease.meet(WAIT_S)
@@ -519,7 +520,7 @@ PART = bytes(PART_NBYTES)
 
 
 def status_of(coordinator: Coordinator) -> messages.StatusReply:
-    """As the doctor reads it."""
+    """The status that the doctor reads."""
     link = CoordinatorChannel(coordinator.address, quick().token, None)
     try:
         return link.call("Status", messages.StatusRequest(), messages.StatusReply, WAIT_S)
@@ -535,7 +536,7 @@ def there(desk: KvClient, *keys: messages.StoreKey) -> list[bool]:
 # ---- epochs
 
 
-def test_who_is_gone_is_named_to_whoever_waits_for_it_and_not_the_coordinator_that_tells(opened: list[Any]) -> None:
+def test_wait_error_names_the_departed_site_and_not_the_coordinator(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 3, min_workers=2)
     members = joined(opened, coordinator, 3)
     members[2].leave("it breaks off")
@@ -547,8 +548,8 @@ def test_who_is_gone_is_named_to_whoever_waits_for_it_and_not_the_coordinator_th
     assert another.value.peer == f"coordinator {coordinator.address}", "its own row is there"
 
 
-def test_of_who_has_finished_it_is_said_that_it_has(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-    """At a job's end one is always the first: that is no loss."""
+def test_finished_site_is_reported_as_finished(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """At the end of a job one site is always the first to leave: no failure."""
     coordinator, _ = met(opened, 3, min_workers=1)
     with caplog.at_level(logging.INFO, "commlayer"):
         members = joined(opened, coordinator, 3)
@@ -558,7 +559,7 @@ def test_of_who_has_finished_it_is_said_that_it_has(opened: list[Any], caplog: p
         "continuing with 2 workers; left: worker 1 (finished)", "continuing with 1 workers; left: worker 2"]
 
 
-def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_the_next(opened: list[Any]) -> None:
+def test_values_of_an_epoch_are_kept_until_all_members_entered_the_next(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 3, min_workers=2)
     members = joined(opened, coordinator, 3)
     soon = time.monotonic() + WAIT_S
@@ -589,7 +590,7 @@ def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_t
     assert coordinator._rendezvous._store.nbytes.total() < 2 * PART_NBYTES
 
 
-def test_who_asks_whether_a_running_job_has_a_free_place_is_told_so(opened: list[Any]) -> None:
+def test_query_for_a_free_place_in_a_running_job(opened: list[Any]) -> None:
     coordinator, _ = met(opened, 3, min_workers=1)
     assert (status_of(coordinator).free_seats, status_of(coordinator).closed_reason) == (0, ""), "it has not begun"
     members = joined(opened, coordinator, 3)
@@ -604,7 +605,7 @@ def test_who_asks_whether_a_running_job_has_a_free_place_is_told_so(opened: list
     assert (status_of(coordinator).free_seats, status_of(coordinator).closed_reason) == (0, "the job is over")
 
 
-def test_a_running_job_without_homes_has_none(opened: list[Any]) -> None:
+def test_running_job_without_sites_has_no_free_place(opened: list[Any]) -> None:
     opened.append(coordinator := Coordinator(quick(min_workers=1), workers=2))
     joined(opened, coordinator, 2, elastic=False)
     assert "admits no new members: worker 0, worker 1 cannot" in status_of(coordinator).closed_reason
@@ -617,7 +618,7 @@ def test_a_running_job_without_homes_has_none(opened: list[Any]) -> None:
 # ---- how much
 
 
-def test_a_home_stores_no_more_than_its_share_and_others_have_theirs(
+def test_store_quota_of_a_site_leaves_others_theirs(
         opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 4 * (PART_NBYTES + 1024))
     monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
@@ -630,7 +631,7 @@ def test_a_home_stores_no_more_than_its_share_and_others_have_theirs(
     desks[1].request(soon, put=[(("mine", 1), PART)])
 
 
-def test_a_pause_of_the_server_is_no_silence_of_homes() -> None:
+def test_server_pause_does_not_count_as_silence_of_sites() -> None:
     now = [0.0]
     service = RendezvousService(2, 10.0, dict, RefusalLog(), clock=lambda: now[0], noticed_s=3.0)
     anna, ben = (msgspec.structs.replace(messages.site_request(1, name=name), certificate=name) for name in ("anna", "ben"))
@@ -678,12 +679,12 @@ SAID = [
 
 
 @pytest.mark.parametrize(("rows", "results"), [row[1:] for row in SAID], ids=[row[0] for row in SAID])
-def test_blamed_is_for_whom_half_have_waited_and_who_waits_for_nobody(
+def test_blame_falls_on_a_member_awaited_by_half_that_waits_for_none(
         rows: list[tuple[int, dict[int, float]]], results: list[int]) -> None:
     assert blamed(several(), *rows) == results
 
 
-def test_as_many_must_be_left_as_go_on_also_without_those_whose_time_is_not_over() -> None:
+def test_blame_keeps_the_minimum_number_of_members() -> None:
     rows = [(2, {0: 400.0, 1: 390.0}), (3, {0: 100.0, 1: 90.0})]
     assert blamed(several(least=2), *rows) == [2]
     assert blamed(several(least=3), *rows) == []
@@ -691,19 +692,19 @@ def test_as_many_must_be_left_as_go_on_also_without_those_whose_time_is_not_over
 
 @pytest.mark.parametrize(("ago_s", "limit_s", "results"), [
     (0.5, LIMIT_S, []), (59.0, LIMIT_S, []), (60.0, LIMIT_S, [2]), (500.0, LIMIT_S, [2])])
-def test_who_waited_for_another_has_time_to_come_behind_that(ago_s: float, limit_s: float, results: list[int]) -> None:
-    """As a rank that waited for a third rank, which has left."""
+def test_member_released_from_a_wait_has_time_to_arrive(ago_s: float, limit_s: float, results: list[int]) -> None:
+    """A rank waited for a third rank, which has left."""
     assert blamed(several(), (2, ALL), limit_s=limit_s, ago_s={2: ago_s, 0: 0.0}) == results
 
 
-def test_where_a_group_may_take_longer_it_may() -> None:
+def test_group_timeout_extends_the_wait() -> None:
     assert blamed(several(), (2, ALL), limit_s=500.0) == []
     assert blamed(several(), (2, ALL), limit_s=1.0) == [2]
     assert blamed(several(), (2, {0: 200.0, 1: 200.0, 3: 200.0}), limit_s=1.0) == [], "the coordinator's own holds"
 
 
 @pytest.mark.parametrize("state", [several(least=0), several(unable=3), several(least=4)], ids=["all", "unable", "least"])
-def test_where_all_must_stay_nobody_is_blamed(state: State) -> None:
+def test_fixed_membership_blames_no_member(state: State) -> None:
     assert blamed(state, (2, ALL)) == []
 
 
@@ -712,14 +713,14 @@ def summing(state: State) -> State:
     return msgspec.structs.replace(state, registrations={**state.registrations, "s0": place})
 
 
-def test_while_a_sum_waits_that_counts_alone() -> None:
-    """While a rank may still wait in it."""
+def test_only_the_sum_counts_while_it_waits() -> None:
+    """As long as a rank may still wait in it."""
     assert blamed(summing(several()), (2, {0: 400.0, 1: 390.0})) == []
     assert blamed(several(), (2, {0: 400.0, 1: 390.0})) == [2]
 
 
-def test_in_a_sum_nobody_waits_where_all_others_wait_elsewhere() -> None:
-    """There are contributions of ranks that are in a collective, or dead."""
+def test_sum_without_waiting_ranks_does_not_count() -> None:
+    """Its contributions are of ranks that are in a collective, or dead."""
     assert blamed(summing(several()), (2, ALL)) == [2]
     assert blamed(summing(several()), (2, {0: 400.0, 1: 390.0}), (-1, {3: 5.0})) == [2]
     assert blamed(summing(several()), (2, {0: 400.0, 3: 390.0}), (1, {0: 400.0, 3: 390.0})) == [1, 2]
@@ -727,7 +728,7 @@ def test_in_a_sum_nobody_waits_where_all_others_wait_elsewhere() -> None:
     assert blamed(state, (2, {1: 400.0})) == [2]
 
 
-def test_the_dead_neither_wait_nor_hang() -> None:
+def test_dead_members_neither_wait_nor_hang() -> None:
     state = membership.evict(several(), ["w0"], "killed")
     assert blamed(state, (2, {0: 400.0, 1: 390.0})) == []
     assert blamed(state, (2, {1: 400.0, 3: 390.0}), (0, {1: 400.0, 3: 390.0})) == [2]
@@ -737,7 +738,7 @@ def test_the_dead_neither_wait_nor_hang() -> None:
 
 
 def waiting(desks: Iterable[tuple[Any, int]], name: str, rank: int) -> tuple[list[threading.Thread], list[CommError]]:
-    """At these desks, as those ranks, for a part of that rank's."""
+    """At these store clients, as those ranks, for a part of that rank's."""
     errors = list[CommError]()
 
     def one(desk: Any, mine: int) -> None:
@@ -752,7 +753,7 @@ def waiting(desks: Iterable[tuple[Any, int]], name: str, rank: int) -> tuple[lis
     return threads, errors
 
 
-def test_who_wait_hear_that_the_one_who_hangs_is_done_without(opened: list[Any]) -> None:
+def test_waiting_members_are_notified_that_the_hung_member_is_dropped(opened: list[Any]) -> None:
     # A late heartbeat of a busy machine is no death.
     coordinator, desks = met(opened, 3, min_workers=2, deadline_s=0.2, reconnect_s=0.1, dead_after_s=WAIT_S)
     members = joined(opened, coordinator, 3)
@@ -766,13 +767,13 @@ def test_who_wait_hear_that_the_one_who_hangs_is_done_without(opened: list[Any])
     assert [m.rank for m in members[0].newest.members] == [0, 1]
 
 
-def test_where_all_must_stay_nobodys_waiting_counts(opened: list[Any]) -> None:
+def test_fixed_membership_ignores_waits(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 2)
     assert desks[0].request(time.monotonic() + WAIT_S, want=[("a", 1)], wait=False, rank=0, limit_s=0.1).values == (None,)
     assert coordinator._rendezvous.pending_waits() == []
 
 
-def test_a_wait_lasts_while_it_is_reported_and_until_the_key_is_there() -> None:
+def test_wait_lasts_while_reported_and_until_the_key_exists() -> None:
     now = [0.0]
     service = RendezvousService(2, 10.0, dict, RefusalLog(), 1, clock=lambda: now[0], last_call_s=WAIT_S)
     anna, ben = (messages.site_request(1, name=name) for name in ("anna", "ben"))
@@ -793,7 +794,7 @@ def test_a_wait_lasts_while_it_is_reported_and_until_the_key_is_there() -> None:
     assert service.pending_waits() == []
 
 
-def test_a_home_waits_in_nobody_elses_name(opened: list[Any]) -> None:
+def test_site_cannot_report_waits_of_another(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 3, min_workers=1, deadline_s=0.2, reconnect_s=0.1)
     joined(opened, coordinator, 3)
     waiting([(desks[0], 0), (desks[0], 1)], "group/0", 2)
@@ -802,7 +803,7 @@ def test_a_home_waits_in_nobody_elses_name(opened: list[Any]) -> None:
     assert {rank for one in coordinator._rendezvous.pending_waits() for rank in one.waited_s} == {0}
 
 
-def test_what_comes_while_it_is_looked_at_twice_is_in_time(opened: list[Any]) -> None:
+def test_arrival_during_the_second_check_is_in_time(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 3, min_workers=2, deadline_s=0.2, reconnect_s=0.1)
     joined(opened, coordinator, 3)
     coordinator._config = msgspec.structs.replace(coordinator._config, heartbeat_s=WAIT_S)

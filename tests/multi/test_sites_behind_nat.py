@@ -1,4 +1,4 @@
-"""Two homes behind routers that accept no connections, and one server with an address: `commlayer join` trains there."""
+"""Two sites behind NAT that accept no connections, and one reachable server: `commlayer join` trains there."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MTU = 1500
 
 
 def public(home: int) -> str:
-    """Of that home's router."""
+    """Address of that site's router."""
     return f"203.0.113.{11 + home}"
 
 
 class Nat:
-    """Use it as a context. `dialled`: what each home has sent to; `dropped`: packets from outside that answer nothing."""
+    """Use it as a context. `dialled`: destinations of each site; `dropped`: packets from outside without a mapping."""
 
     def __init__(self, homes: int) -> None:
         self.homes = homes
@@ -74,7 +74,7 @@ class Nat:
         self._stack.close()
 
     def popen(self, place: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """On the server (0), or home place - 1."""
+        """On the server (0), or site place - 1."""
         return subprocess.Popen(["ip", "netns", "exec", self.names[place], *argv], text=True, **options)
 
     def _end(self) -> None:
@@ -172,7 +172,7 @@ def dial(place: str, port: int) -> str:
 
 
 @pytest.mark.nightly
-def test_two_homes_that_nobody_can_dial_train_together(tmp_path: Path) -> None:
+def test_two_unreachable_sites_train_together(tmp_path: Path) -> None:
     authority.init(tmp_path / "keys", 1)
     names = ("server", "home-a", "home-b")
     keys = [str(authority.add(tmp_path / "keys", name, 1, dials_only=name != "server")) for name in names]

@@ -1,5 +1,7 @@
-"""The start of a job: ranks that were started, loaded or set differently are named on all; ranks, nodes and process groups.
-Real ranks."""
+"""Job start: ranks that were started, loaded or configured differently are named on all; ranks, nodes and process groups.
+
+Real ranks.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,7 @@ def started(rank: int, name: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_is_wrong_on_one_rank_fails_all_ranks_at_once(name: str) -> None:
+def test_error_on_one_rank_fails_all_ranks_immediately(name: str) -> None:
     _, code, names = ROWS[name]
     for line, elapsed_s in pool(WORLD).call(started, name):
         assert_refused(line, code, *names)
@@ -124,7 +126,7 @@ def absent(rank: int) -> tuple[str, float]:
     return ("", 0.0) if rank == 1 else timed(lambda: commlayer.attach(mlp(), config=quick(join_deadline_s=1.0)))
 
 
-def test_a_rank_that_does_not_come_is_named_within_the_join_deadline() -> None:
+def test_missing_rank_is_named_within_the_join_deadline() -> None:
     results = pool(WORLD).call(absent)
     pool(WORLD).kill()  # rank 1 counts one start less than the others
     for line, elapsed_s in (results[0], results[2]):
@@ -136,9 +138,9 @@ def test_a_rank_that_does_not_come_is_named_within_the_join_deadline() -> None:
     (True, "E-DEADLINE", "DeadlineExceeded: rank 1: start: "),
     (False, "E-COMM", "CommError: MASTER_ADDR 127.0.0.1: start: rank 0 "),
 ], ids=["no other rank", "no store"])
-def test_a_rank_that_reaches_no_other_before_there_is_a_group_fails_once(
+def test_rank_that_reaches_no_peer_before_the_group_exists_fails_once(
         store: bool, code: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To send the error to the others, the rank would have to wait for them once more."""
+    """To send the error to the others, the rank would have to wait for them again."""
     assert not torch.distributed.is_initialized()
     listener = torch.distributed.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     port = listener.port
@@ -166,7 +168,7 @@ HOSTS = [RankRow("a", "a", insecure=True, address="10.0.0.1"), RankRow("b", "b",
     ([row._replace(address="127.0.0.1") for row in HOSTS], "E-ADDRESS", ("bind: ", " 2 machines, ", "MASTER_ADDR")),
     ([HOSTS[0]._replace(address="127.0.0.1"), HOSTS[1]], "", ()),
 ])
-def test_several_machines_use_plain_text_only_where_all_ranks_allow_it(
+def test_machines_use_plain_text_only_if_all_ranks_allow_it(
     rows: list[RankRow], code: str, names: tuple[str, ...],
 ) -> None:
     line = problem_of(rows, range(len(rows)))
@@ -179,7 +181,7 @@ def test_several_machines_use_plain_text_only_where_all_ranks_allow_it(
     ("aaaa", [-1] * 4, 4), ("aabb", [-1] * 4, 2), ("abcd", [-1] * 4, 1), ("aabb", [0, 0, 1, 1], 2),
     ("aaaa", [0, 0, 1, 1], 2), ("aab", [0, 0, 1], -1), ("aaaabb", [-1] * 6, -2), ("abab", [-1] * 4, -1),
 ])
-def test_a_node_is_what_shares_a_machine_and_an_agent(machines: str, agents: list[int], expected: int) -> None:
+def test_node_is_the_ranks_of_one_machine_and_agent(machines: str, agents: list[int], expected: int) -> None:
     """A negative number: nodes are uneven, which is logged."""
     per_node, note = ranks_per_node([RankRow(m, m, agent) for m, agent in zip(machines, agents, strict=True)])
     assert per_node == abs(expected)
@@ -242,7 +244,7 @@ def gradient(model: nn.Module, wrapped: Any, rank: int, step: int) -> torch.Tens
 
 
 def some_ranks(rank: int, how: str, path: str, addresses: list[str]) -> dict[str, Any]:
-    """Ranks 1 and 2 train, and once more; rank 0 does not. What they got, and what it should be."""
+    """Ranks 1 and 2 train, and once more; rank 0 does not. Returns their averages and the expected ones."""
     group = torch.distributed.new_group([1, 2])
     if rank == 0:
         return {}
@@ -280,7 +282,7 @@ STAGED = "encode@cpu all.alltoall decode@cpu encode@cpu all.allgather decode@cpu
 @pytest.mark.parametrize(("how", "path"), [
     ("module", "service"), ("module", "allreduce"), ("module", STAGED), ("ddp", "service"), ("hook", "allreduce"),
 ], ids=["service", "all-reduce", "staged", "ddp", "hook"])
-def test_a_process_group_is_what_is_averaged_over(how: str, path: str) -> None:
+def test_averages_are_over_the_process_group(how: str, path: str) -> None:
     with Servers(2, int(path == "service")) as first, Servers(2, int(path == "service")) as second:
         results = pool(WORLD).call(some_ranks, how, path, [first.address, second.address])
     for number, result in enumerate(results[1:]):
@@ -298,7 +300,7 @@ def meshes(rank: int, address: str) -> tuple[int, str]:
     return world, refused
 
 
-def test_a_device_mesh_of_one_dimension_is_a_process_group() -> None:
+def test_one_dimensional_device_mesh_is_a_process_group() -> None:
     with Servers(WORLD, 1) as servers:
         for world, refused in pool(WORLD).call(meshes, servers.address):
             assert world == WORLD
@@ -310,7 +312,7 @@ def outside(rank: int) -> str:
     return "" if rank else outcome(lambda: commlayer.attach(mlp(), process_group=group, config=quick()))
 
 
-def test_a_rank_that_is_not_in_the_process_group_is_refused() -> None:
+def test_rank_outside_the_process_group_is_refused() -> None:
     assert_refused(pool(WORLD).call(outside)[0], "E-PROCESS-GROUP", "InvalidInput: process_group: ", "not in it")
 
 
@@ -387,7 +389,7 @@ def run(rank: int, how: str, what: str, drift: str, kind: str = "adamw") -> Resu
     ("module", "half", "parameters of the optimizer", ("6", "3")),
     ("module", "reversed", "parameters of the optimizer", ("6", "6")), ("module", "frozen", "model", ("6", "5")),
 ])
-def test_optimizers_that_differ_are_named_on_all_ranks(how: str, kind: str, name: str, values: tuple[str, str]) -> None:
+def test_different_optimizers_are_named_on_all_ranks(how: str, kind: str, name: str, values: tuple[str, str]) -> None:
     lines = [result.error for result in pool(PAIR).call(run, how, "", "resync", kind)]
     assert lines[0] == lines[1]
     assert_refused(lines[0], "E-RANKS-DIFFER", f": {name}: {values[0]} ", f"{values[1]} ", "on rank 0 (", "on rank 1 (")
@@ -400,7 +402,7 @@ def test_drift_warn_trains_with_different_optimizers(kind: str) -> None:
         assert any("on rank 0 (" in line and 'drift="warn"' in line for line in result.decisions)
 
 
-def test_a_tensor_as_learning_rate_is_no_difference() -> None:
+def test_tensor_learning_rate_is_no_difference() -> None:
     assert [result[:2] for result in pool(PAIR).call(run, "module", "", "end", "tensor lr")] == [("", [])] * PAIR
 
 
@@ -417,7 +419,7 @@ STATES = "the optimizer's state of 0.weight, 0.bias, 2.weight and 3 more differs
     ("ddp", "state", "end", STATES), ("module", "state", "warn", STATES), ("ddp", "nothing", "end", ""),
     ("local", "nothing", "end", ""),
 ])
-def test_what_some_ranks_load_is_named_and_handled_as_configured(how: str, what: str, drift: str, named: str) -> None:
+def test_state_loaded_by_some_ranks_is_named_and_handled_as_configured(how: str, what: str, drift: str, named: str) -> None:
     results = pool(PAIR).call(run, how, what, drift)
     steps = [[float(t) for t in result.moments if t.numel() == 1] for result in results]
     for result, counted in zip(results, steps, strict=True):
@@ -441,7 +443,7 @@ def test_what_some_ranks_load_is_named_and_handled_as_configured(how: str, what:
 
 @pytest.mark.commit(1)
 @pytest.mark.parametrize(("drift", "ends"), [("resync", True), ("end", True), ("warn", False)])
-def test_a_learning_rate_that_one_rank_changes_again_and_again_is_named(drift: str, ends: bool) -> None:
+def test_learning_rate_changed_repeatedly_on_one_rank_is_named(drift: str, ends: bool) -> None:
     named = "lr of the optimizer is 0.01 on rank 0, 0.05 on rank 1"
     for result in pool(PAIR).call(run, "module", "rate", drift):
         if ends:
@@ -460,7 +462,7 @@ class Adaptive(torch.optim.SGD):
             group.update(d0=d0, d=d0, k=0, train_mode=False)
 
 
-def test_settings_compare_by_value_and_leave_out_what_an_optimizer_adapts() -> None:
+def test_settings_compare_by_value_without_adaptive_ones() -> None:
     model = mlp()
     one, other = (settings_of(optimizer_of(model, kind), model.named_parameters()) for kind in ("adamw", "tensor lr"))
     assert one == other

@@ -1,4 +1,4 @@
-"""torch's store does not answer: a wait ends in time with an error, and the process can end. After attach()."""
+"""torch's store does not answer: waits end in time with an error, and the process can exit. After attach()."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def main(port: int, store: int) -> None:
 
 
 @pytest.mark.nightly
-def test_a_store_that_falls_silent_is_waited_for_no_longer_than_said() -> None:
+def test_wait_for_a_silent_store_ends_at_its_timeout() -> None:
     with subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as store:
         assert store.stdout is not None
         try:
@@ -62,8 +62,8 @@ def test_a_store_that_falls_silent_is_waited_for_no_longer_than_said() -> None:
             store.kill()
 
 
-def made_behind_attach(rank: int, how: dict[str, Any]) -> int:
-    """How many groups a training with rows from all ranks makes once attach() has returned."""
+def groups_after_attach(rank: int, how: dict[str, Any]) -> int:
+    """Number of process groups that a training with rows from all ranks creates after attach()."""
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     real, count = dist.new_group, 0
@@ -88,8 +88,8 @@ def made_behind_attach(rank: int, how: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("how", [{}, {"every": 2}], ids=["gradients", "local steps"])
-def test_no_group_is_made_behind_attach(how: dict[str, Any]) -> None:
-    assert pool(2).call(made_behind_attach, how) == [0, 0]
+def test_no_process_group_is_created_after_attach(how: dict[str, Any]) -> None:
+    assert pool(2).call(groups_after_attach, how) == [0, 0]
 
 
 if __name__ == "__main__":

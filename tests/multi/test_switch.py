@@ -1,5 +1,7 @@
-"""Changes of plan and of sync mode in mid-training: residuals are kept, what does not fit changes nothing. Real ranks. Run as
-a script: a training in which one rank dies in the middle of a change."""
+"""Changes of plan and of sync mode during training: residuals are kept, and a refused plan has no effect.
+
+Real ranks. Run as a script: a training in which one rank dies inside a plan change.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,7 @@ def save_under_another(run: Run, directory: str) -> dict[str, Any]:
     return {"moved": flat(parameters(model)) - middle, "buckets": len(session.inspect.plan.buckets)}
 
 
-def test_a_resumed_run_switches_to_the_plan_of_the_save(tmp_path: Path) -> None:
+def test_resumed_run_switches_to_the_checkpointed_plan(tmp_path: Path) -> None:
     continued, resumed = (on_ranks(save_under_another, str(tmp_path), plan="auto")[0] for _ in range(2))
     assert continued["buckets"] == resumed["buckets"] == len(plan(mlp(), "small topk").buckets)
     torch.testing.assert_close(resumed["moved"], continued["moved"], rtol=1e-5, atol=1e-5)
@@ -114,7 +116,7 @@ def test_a_resumed_run_switches_to_the_plan_of_the_save(tmp_path: Path) -> None:
 # ---- refusals
 
 def unfit(run: Run) -> dict[str, Any]:
-    """Unfit plans; then rank 1 switches inside a backward pass; then both do, and train."""
+    """Invalid plans; then rank 1 switches inside a backward pass; then both do, and train."""
     model, session = attached(run)
     good = plan(model, "topk")
     lines = [outcome(lambda bad=bad: session.switch(bad)) for bad in (
@@ -137,7 +139,7 @@ def unfit(run: Run) -> dict[str, Any]:
     return {"lines": lines, "steps": session.metrics()["steps"]}
 
 
-def test_a_plan_that_does_not_fit_or_comes_inside_a_step_changes_nothing() -> None:
+def test_invalid_plan_or_plan_inside_a_step_has_no_effect() -> None:
     results = on_ranks(unfit)
     for result in results:
         assert result["steps"] == 3
@@ -154,7 +156,7 @@ def refused(run: Run) -> list[str]:
     return [outcome(lambda: session.switch(plan(model, "topk"))), outcome(lambda: backward(model))]
 
 
-def test_a_server_that_refuses_the_plan_ends_the_job_on_all_ranks() -> None:
+def test_server_that_refuses_the_plan_ends_the_job_on_all_ranks() -> None:
     with coordinators(1, WORLD, SERVERS) as jobs:
         jobs[0].refuse_plans(1, "no room")
         results = pool(WORLD).call(play, WORLD, refused, Setting("module", (jobs[0].address,), "int8()", servers=SERVERS))
@@ -181,7 +183,7 @@ def again_and_again(run: Run) -> dict[str, Any]:
     return {"alive": [worker() is not None for worker in workers], "threads": threads, "kept": kept, "had": any(residuals[:-1])}
 
 
-def test_workers_residuals_and_threads_of_earlier_plans_are_gone() -> None:
+def test_workers_residuals_and_threads_of_earlier_plans_are_released() -> None:
     for result in on_ranks(again_and_again):
         assert result["alive"] == [False] * 5 + [True]
         assert result["had"]
@@ -198,7 +200,7 @@ def requested(run: Run) -> tuple[list[str], int]:
     return session.inspect.decisions(), len(session.inspect.plan.buckets)
 
 
-def test_a_plan_that_the_script_asked_for_is_kept() -> None:
+def test_plan_requested_by_the_script_is_kept() -> None:
     assert on_ranks(requested, plan="auto") == [([], len(plan(mlp(), "small topk").buckets))] * WORLD
 
 
@@ -235,7 +237,7 @@ def counted(rank: int, address: str) -> list[list[str]]:
     return rows
 
 
-def test_a_switch_asks_little_of_the_network_and_makes_no_group() -> None:
+def test_switch_needs_few_messages_and_no_process_group() -> None:
     with Servers(WORLD, 1) as servers:
         for into, between, again in pool(WORLD).call(counted, servers.address):
             assert "new_group" not in [*into, *between, *again]
@@ -277,7 +279,7 @@ class Script(Training):
 
 
 def proposed(rank: int, address: str, how: str, folder: str) -> dict[str, Any]:
-    """Every third exchange switches to the next mode that is allowed. In between there are saves and drains."""
+    """Every third exchange switches to the next allowed mode, with saves and drains in between."""
     training = Script(rank, address, "gradients", how=how)
     losses = training.run(1)
     connection, switched, count = training.connection, list[str](), [0]
@@ -312,7 +314,7 @@ def proposed(rank: int, address: str, how: str, folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("how", [
     "", "clipped", "accumulated", "scaled", "scaled, clipped, accumulated", "ddp, clipped", "ddp, accumulated", "ddp, scaled",
 ])
-def test_a_script_trains_under_each_sync_mode_that_is_allowed(how: str, tmp_path: Path) -> None:
+def test_script_trains_in_each_allowed_sync_mode(how: str, tmp_path: Path) -> None:
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(proposed, servers.address, how, str(tmp_path))
     wanted = ["every", "gradients", "round", "gradients", "updates", "gradients"]
@@ -329,7 +331,7 @@ def test_a_script_trains_under_each_sync_mode_that_is_allowed(how: str, tmp_path
 # ---- from any sync mode to any other
 
 def walk(how: str = "") -> list[str]:
-    """A way through all ordered pairs of ways, each once (Hierholzer)."""
+    """A walk through all ordered pairs of sync modes, each once (Hierholzer)."""
     # A GradScaler wants gradients in every step, and late ones are none in the first.
     without = {name for name, part in (("forward", "ddp"), ("late", "scaled")) if part in how}
     ways = [way for way in MODES if way not in without]
@@ -344,7 +346,7 @@ def walk(how: str = "") -> list[str]:
 
 
 @pytest.mark.nightly
-def test_the_walk_sees_all_ordered_pairs() -> None:
+def test_walk_covers_all_ordered_pairs() -> None:
     path = walk()
     assert sorted(pairwise(path)) == sorted(permutations(MODES, 2))
 
@@ -369,7 +371,7 @@ def all_pairs(rank: int, address: str, how: str) -> dict[str, Any]:
 @pytest.mark.parametrize("how", [
     "", "gathered, scaled, weighed", "ddp, view, gathered, scaled, weighed", "ddp, static",
 ])
-def test_any_way_follows_any_other(how: str) -> None:
+def test_every_sync_mode_follows_every_other(how: str) -> None:
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(all_pairs, servers.address, how)
     for place, (mine, theirs) in enumerate(zip(first["rows"], second["rows"], strict=True)):
@@ -385,7 +387,7 @@ RATE = 0.1
 
 
 def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor]:
-    """Gradients are known, and so is what SGD makes of them, on whichever way they go."""
+    """Gradients and SGD's updates are known in every sync mode."""
     model = mlp()
     training = Training(rank, address, "gradients", model=model, codec=codec, how=how)
     for group in training.optimizer.param_groups:
@@ -426,7 +428,7 @@ def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor
     ("topk(ratio=0.1)", ""), ("topk(ratio=0.1)", "idle"), ("topk(ratio=0.1)", "closure"), ("topk(ratio=0.1)", "cleared"),
     ("int8(block=32)", "node"), ("int8(block=32)", "node, idle"),
 ])
-def test_applied_and_owed_is_what_was_put_in_through_all_of_them(codec: str, how: str) -> None:
+def test_applied_plus_residual_equals_input_through_all_sync_modes(codec: str, how: str) -> None:
     with Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(law, servers.address, codec, how)
     put, owed = sum(r["put"] for r in results), sum(r["owed"] for r in results)
@@ -463,7 +465,7 @@ def test_gradients_and_forward_give_the_same_weights_bit_for_bit(optimizer: str)
 
 
 def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]:
-    """From gradients to local steps and round, and back to a plan of gradients."""
+    """From gradients to local steps and back to a plan of gradients."""
     training = Training(rank, address, "gradients", optimizer=optimizer, how=how, codec="topk(ratio=0.1)", drift="end",
                         drift_steps=2)
     results: dict[str, Any] = {"losses": [training.train(4)], "sent": [], "rows": [], "refused": [], "undone": []}
@@ -494,7 +496,7 @@ def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("optimizer", "how"), [("momentum", ""), ("adamw", ""), ("adamw", "ddp")])
-def test_updates_stay_what_is_coded_once_optimizers_remember_different_things(optimizer: str, how: str) -> None:
+def test_deltas_stay_compressed_once_optimizer_states_differ(optimizer: str, how: str) -> None:
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(through, servers.address, optimizer, how)
     for mine, theirs in zip(first["rows"], second["rows"], strict=True):
@@ -537,14 +539,14 @@ def balanced(rank: int, address: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.nightly
-def test_nobody_steps_locally_by_itself_where_some_rank_moves_shares_of_the_batch() -> None:
+def test_automatic_local_steps_are_disabled_with_balanced_batches() -> None:
     with Servers(WORLD, 1) as servers:
         for refused_on_one, request in pool(WORLD).call(balanced, servers.address):
             assert (refused_on_one.steps_locally, request.steps_locally) == (False, True)
 
 
 def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
-    """Another plan is wanted while the script saves, flushes, changes plans itself and ends."""
+    """A plan is requested while the script saves, flushes, changes plans itself and ends."""
     training = Training(rank, address, "round", optimizer="plain")
     lines, wanted, plans = [], [""], []
 
@@ -585,7 +587,7 @@ def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.nightly
-def test_plans_change_behind_a_round_and_not_inside_a_save_a_drain_or_another_change(tmp_path: Path) -> None:
+def test_plans_change_only_after_an_outer_step_and_not_inside_other_operations(tmp_path: Path) -> None:
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(interrupted, servers.address, str(tmp_path))
     assert first["plans"] == ["round", "round", "round", "every", "whole round", "updates", "every"]
@@ -596,7 +598,7 @@ def test_plans_change_behind_a_round_and_not_inside_a_save_a_drain_or_another_ch
 
 
 def refused_on_one(rank: int, address: str) -> dict[str, str]:
-    """Rank 1 alone cannot; then no rank switches, and all continue as before."""
+    """Rank 1 cannot switch; then no rank does, and all continue as before."""
     training, report = Training(rank, address, "gradients", optimizer="adamw"), {}
     training.train(1)
     training.optimizer.param_groups[0]["capturable"] = rank == 1
@@ -626,7 +628,7 @@ def refused_on_one(rank: int, address: str) -> dict[str, str]:
 
 
 @pytest.mark.nightly
-def test_nobody_goes_unless_all_can() -> None:
+def test_no_rank_switches_unless_all_can() -> None:
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(refused_on_one, servers.address)
     assert re.match(r"switch\(\) .*rank 1\b.*E-OTHER-RANK", first["forward"])
@@ -638,7 +640,7 @@ def test_nobody_goes_unless_all_can() -> None:
 
 
 class Wrapping(torch.optim.Optimizer):
-    """As Accelerate's: one by its type, which has never been made one."""
+    """Like Accelerate's: an Optimizer by type whose constructor never ran."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.optimizer = inner
@@ -691,7 +693,7 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
     ({"sync": "forward"}, {"forward"}, "updates: attach() was given"),
     ({"way": "every"}, {"updates", "local", "round"}, "forward: the optimizers have different states"),
 ])
-def test_a_planner_is_told_which_ways_there_are(how: dict[str, Any], wanted: set[str], text: str) -> None:
+def test_planner_receives_the_available_sync_modes(how: dict[str, Any], wanted: set[str], text: str) -> None:
     with Servers(WORLD, 1) as servers:
         for result, why in pool(WORLD).call(allowed, servers.address, how):
             assert result == wanted
@@ -713,7 +715,7 @@ def main(place: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("place", ["catch_up", "before_switch", "after_switch"])
-def test_a_rank_that_dies_in_the_middle_of_a_change_is_named(place: str) -> None:
+def test_rank_that_dies_inside_a_change_is_named(place: str) -> None:
     with tree(__file__, 3, args=(place,), settings=SETTINGS) as run:
         for rank in (0, 2):
             code, errors = run.ended_one(rank, 40.0)

@@ -1,4 +1,4 @@
-"""Bodies in parts and bodies without their zeros: they come out whole, damage is refused, urgent frames overtake."""
+"""Chunked bodies and bodies without zeros: they arrive complete, damage is refused, urgent frames overtake."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ parted = pytest.mark.skipif(not credit.SUPPORTED, reason="bodies are cut on Linu
 
 
 @pytest.mark.parametrize(("nbytes", "part"), [(0, 8), (1, 8), (8, 8), (9, 8), (100, 7), (1 << 20, 1000), (70_000 * 8, 8)])
-def test_parts_are_of_one_size_and_cover_the_body(nbytes: int, part: int) -> None:
+def test_chunks_have_one_size_and_cover_the_body(nbytes: int, part: int) -> None:
     parts = split_parts(nbytes, part)
     assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
     assert parts[-1][1] == nbytes
@@ -69,7 +69,7 @@ class Receiver:
 BULK, URGENT, MORE = data(0, bucket=1, step=4, order=9), data(0, bucket=2, step=4, order=3), data(0, bucket=3, step=4, order=1)
 
 
-def test_bodies_that_travel_between_parts_of_others_come_out_whole_and_in_that_order() -> None:
+def test_interleaved_bodies_arrive_complete_and_in_order() -> None:
     bulk, urgent, more = (bytes([i]) * 100 for i in (1, 2, 3))
     b, u, m = in_parts(BULK, bulk, 30), in_parts(URGENT, urgent, 40), in_parts(MORE, more, 50)
     end = Receiver()
@@ -92,7 +92,7 @@ def test_bodies_that_travel_between_parts_of_others_come_out_whole_and_in_that_o
     (lambda b: [*b[:3], frame(BULK._replace(part=3, parts=4))], r"part 3 of 4 .*\b0 .*\b25 .*E-FRAME"),
     (lambda b: [frame(BULK._replace(part=0, parts=4))], "part 0 of 4 of 0 bytes.*E-FRAME"),
 ])
-def test_what_breaks_the_rules_of_parts_ends_the_connection(frames: object, words: str) -> None:
+def test_violations_of_the_chunk_rules_end_the_connection(frames: object, words: str) -> None:
     end = Receiver()
     parts = frames(in_parts(BULK, bytes(100), 30))  # type: ignore[operator]
     assert end.feed(*parts[:-1]) == []
@@ -102,7 +102,7 @@ def test_what_breaks_the_rules_of_parts_ends_the_connection(frames: object, word
     assert len(end.taken) == before, "something was allocated for it"
 
 
-def test_no_more_is_allocated_than_bodies_and_what_is_kept_may_have() -> None:
+def test_allocation_is_bounded_by_bodies_and_retained_memory() -> None:
     end = Receiver(max_nbytes=1000, kept=2 * (1000 + OVERHEAD_NBYTES))
     line = outcome(lambda: end.feed(frame(BULK._replace(part=0, parts=1000), bytes(100))))
     assert_refused(line, "E-FRAME", "CorruptFrame: ", "part 0 of 1000 of 100 bytes ", "1000")
@@ -142,7 +142,7 @@ def not_reading(a: StreamTransport, b: StreamTransport) -> Iterator[None]:
 
 
 @parted
-def test_an_urgent_body_overtakes_the_one_that_is_on_the_wire(pair: tuple[StreamTransport, StreamTransport]) -> None:
+def test_urgent_body_overtakes_the_one_in_transmission(pair: tuple[StreamTransport, StreamTransport]) -> None:
     a, b = pair
     bulk, urgent = bytes(range(256)) * (1 << 16), b"now" * 100_000
     with not_reading(a, b):
@@ -161,7 +161,7 @@ def test_an_urgent_body_overtakes_the_one_that_is_on_the_wire(pair: tuple[Stream
 
 
 @parted
-def test_the_end_of_a_connection_fails_bodies_between_two_parts(pair: tuple[StreamTransport, StreamTransport]) -> None:
+def test_connection_loss_fails_bodies_between_chunks(pair: tuple[StreamTransport, StreamTransport]) -> None:
     a, b = pair
     with not_reading(a, b):
         sent = [a.send(1, data(0, bucket=bucket, order=9 - bucket), bytes(16 << 20)) for bucket in (1, 2, 3)]
@@ -172,7 +172,7 @@ def test_the_end_of_a_connection_fails_bodies_between_two_parts(pair: tuple[Stre
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_of_a_body_that_does_not_come_whole_nothing_is_handed_on(broken: bool) -> None:
+def test_incomplete_body_is_not_delivered(broken: bool) -> None:
     end = StreamTransport(Hello("test", 0x8000), settings=Settings(max_nbytes=1 << 20))
     try:
         sock = raw_peer(end.listen(), 5)
@@ -217,7 +217,7 @@ SIZES = [MIN_NBYTES + n for n in (0, 1, 31, 32, 33, 255, 256, 257, 8 * 32 - 1, 5
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_zeros_alone_are_a_size_and_a_bitmap(nbytes: int) -> None:
+def test_all_zero_body_is_a_size_and_a_bitmap(nbytes: int) -> None:
     chunks = -(-nbytes // CHUNK_NBYTES)
     assert round_trip(bytes(nbytes)) == struct.pack("<I", nbytes) + bytes(-(-chunks // 8))
 
@@ -227,7 +227,7 @@ def test_zeros_alone_are_a_size_and_a_bitmap(nbytes: int) -> None:
 )
 @example(MIN_NBYTES - 1, [], 0)
 @settings(max_examples=150, deadline=None)
-def test_any_body_comes_back(nbytes: int, stretches: list[tuple[int, int]], seed: int) -> None:
+def test_any_body_round_trips(nbytes: int, stretches: list[tuple[int, int]], seed: int) -> None:
     body, rng = bytearray(nbytes), random.Random(seed)
     for start, length in stretches:
         stop = min(nbytes, start + length)
@@ -246,12 +246,12 @@ def test_any_body_comes_back(nbytes: int, stretches: list[tuple[int, int]], seed
     (b"\x01" + bytes(31)) * 1000,
     bytes(40_000) + random.Random(1).randbytes(120_001),
 ], ids=["small", "dense", "large", "a byte in each chunk", "zeros of a quarter"])
-def test_what_would_hardly_be_shorter_stays_as_it_is(body: bytes) -> None:
+def test_body_that_shrinks_little_is_sent_unchanged(body: bytes) -> None:
     assert drop_zeros(memoryview(body)) is None
 
 
-def test_where_the_first_look_misleads_nothing_is_lost() -> None:
-    """Zeros at all the places that are looked at, and nowhere else; then the other way round."""
+def test_misleading_samples_lose_no_data() -> None:
+    """Zeros at all sampled places, and nowhere else; then the opposite."""
     chunks, stride = 64 * 64, 64 | 1
     body = bytearray(random.Random(2).randbytes(chunks * CHUNK_NBYTES))
     for chunk in range(0, chunks, stride):
@@ -274,7 +274,7 @@ def with_bytes(at: int, new: bytes) -> bytes:
     return SHORT[:at] + new + SHORT[at + len(new) :]
 
 
-def test_the_last_chunk_may_be_shorter_and_a_chunk_may_be_zero_anywhere_in_memory() -> None:
+def test_short_last_chunk_and_zero_chunks_anywhere() -> None:
     body = bytes(range(1, 33)) + bytes(5000 - 40) + bytes(range(33, 41))
     memory = memoryview(bytearray(5001))
     assert restore_zeros(memoryview(b"..." + SHORT)[3:], 5000, lambda nbytes: memory[1 : 1 + nbytes]) == body
@@ -294,7 +294,7 @@ def test_the_last_chunk_may_be_shorter_and_a_chunk_may_be_zero_anywhere_in_memor
     (with_bytes(4, b"\x03"), "64 bytes", "96"), (with_bytes(4, b"\x00"), "64 bytes", "32"),
     (with_bytes(23, b"\x00"), "64 bytes", "56"), (with_bytes(0, struct.pack("<I", 4999)), "64 bytes", "63"),
 ])
-def test_damage_is_refused_before_anything_is_allocated(body: bytes, got: str, wanted: str) -> None:
+def test_damage_is_refused_before_allocation(body: bytes, got: str, wanted: str) -> None:
     def allocate(_: int) -> memoryview:
         raise AssertionError("allocated")
 
@@ -302,7 +302,7 @@ def test_damage_is_refused_before_anything_is_allocated(body: bytes, got: str, w
     assert_refused(line, "E-FRAME", "CorruptFrame", got, wanted)
 
 
-def test_a_connection_has_it_refused_with_its_step_and_the_cap_of_any_body() -> None:
+def test_connection_refuses_damage_with_its_step_and_the_body_cap() -> None:
     taken: list[int] = []
 
     def take(nbytes: int) -> memoryview:
@@ -334,7 +334,7 @@ def mostly_zero(nbytes: int, every: int = 4) -> bytes:
 
 
 @pytest.mark.parametrize("nbytes", [5000, 20_000_003])
-def test_the_very_bytes_arrive_and_no_flag(pair: tuple[StreamTransport, StreamTransport], nbytes: int) -> None:
+def test_receiver_gets_the_original_bytes_without_the_flag(pair: tuple[StreamTransport, StreamTransport], nbytes: int) -> None:
     body = mostly_zero(nbytes)
     for a, b in (pair, pair[::-1]):
         for kind in (Kind.PUSH, Kind.RESULT):
@@ -348,7 +348,7 @@ def test_the_very_bytes_arrive_and_no_flag(pair: tuple[StreamTransport, StreamTr
 
 @pytest.mark.skipif(not credit.SUPPORTED, reason="bodies are cut on Linux only")
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.RESULT, Kind.DATA, Kind.STATE, Kind.PROBE])
-def test_fewer_bytes_are_on_the_socket_of_payloads_alone_and_parts_say_so(kind: Kind) -> None:
+def test_only_payloads_are_shortened_on_the_socket(kind: Kind) -> None:
     body = mostly_zero(20_000_000)
     end = StreamTransport(Hello("test", SERVER_BASE))
     try:
@@ -410,7 +410,7 @@ def gradients_of_embedding(rank: int, number: int) -> list[torch.Tensor | None]:
 
 
 @pytest.mark.parametrize("codec", ["fp16()", "identity()"])
-def test_an_embedding_trains_to_the_same_bits_with_less_on_the_socket(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedding_trains_bit_equal_with_fewer_bytes_sent(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shortened: list[int] = []
     of = job([(2000, 24), (5, 24)])
     plan = default_plan(of, codec=codec, path="service", servers=2, ranks_per_node=1, fuse_nbytes=1 << 20, cut_nbytes=1 << 16)

@@ -1,4 +1,4 @@
-"""Which carrier a worker takes: what is set, else what gets through; and that one port is enough for a job."""
+"""Carrier selection: the configured one, else the first that connects; one port is enough for a job."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def opened() -> Iterator[contextlib.ExitStack]:
 
 
 class Server:
-    """A coordinator with a server in its process, or a server of its own, until the test ends."""
+    """A coordinator with a server in its process, or a separate server, until the test ends."""
 
     def __init__(self, opened: contextlib.ExitStack, *, beside: bool = True, **fields: Any) -> None:
         self.opened, self.colocated, self.config = opened, beside, quick(**fields)
@@ -83,7 +83,7 @@ def closed_port() -> str:
 
 @contextlib.contextmanager
 def answering(serve: Callable[[socket.socket], None]) -> Iterator[str]:
-    """An address where connections get that treatment, one after the other."""
+    """An address where connections are handled by that function, in sequence."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         def loop() -> None:
             with contextlib.suppress(OSError):
@@ -108,7 +108,7 @@ def swallow(sock: socket.socket) -> None:
 
 
 def http2_only(target: str) -> Callable[[socket.socket], None]:
-    """A proxy in front of `target` that ends whatever does not begin as HTTP/2 does."""
+    """A proxy before `target` that closes connections that do not start as HTTP/2."""
 
     def serve(sock: socket.socket) -> None:
         first = sock.recv(1 << 16)
@@ -134,7 +134,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if " at " in r.getMessage() and "over" in r.getMessage()]
 
 
-def test_what_gets_through_is_taken_and_said_in_a_line(opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+def test_first_working_carrier_is_used_and_logged(opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "commlayer")
     server = Server(opened)
     assert channel(server.worker()) == "socket"
@@ -145,7 +145,7 @@ def test_what_gets_through_is_taken_and_said_in_a_line(opened: contextlib.ExitSt
 @pytest.mark.parametrize(("how", "why"), [
     ("closed", "cannot reach .*refused"), ("web", "probably an HTTP server|connection lost"), ("swallow", "no CHALLENGE"),
 ])
-def test_where_tcp_does_not_get_through_grpc_does(
+def test_grpc_is_used_if_tcp_is_blocked(
     how: str, why: str, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dialing, "TCP_S", 0.3)
@@ -160,21 +160,21 @@ def test_where_tcp_does_not_get_through_grpc_does(
     assert re.search(why, line)
 
 
-def test_a_proxy_that_passes_http2_alone_and_one_open_port_are_enough(opened: contextlib.ExitStack) -> None:
-    """The worker knows the proxy's address and no other: all others are closed to it."""
+def test_http2_only_proxy_with_one_port_is_enough(opened: contextlib.ExitStack) -> None:
+    """The worker knows only the proxy's address; all others are blocked for it."""
     server = Server(opened)
     proxy = opened.enter_context(answering(http2_only(server.coordinator.address)))
     assert channel(server.worker(joined=proxy, data=closed_port())) == "GrpcStream"
 
 
-def test_a_server_that_takes_streams_alone_opens_no_other_port(opened: contextlib.ExitStack) -> None:
+def test_streams_only_server_opens_no_other_port(opened: contextlib.ExitStack) -> None:
     server = Server(opened, carrier="grpc")
     assert server.serving.address == server.serving.streams == server.coordinator.address
     assert channel(server.worker()) == "GrpcStream"
 
 
 @pytest.mark.parametrize("secured", [False, True])
-def test_a_server_of_its_own_takes_streams_at_a_port_of_its_own(secured: bool, opened: contextlib.ExitStack) -> None:
+def test_separate_server_accepts_streams_at_its_own_port(secured: bool, opened: contextlib.ExitStack) -> None:
     fields = {"keys": str(keys().folder)} if secured else {}
     server = Server(opened, beside=False, **fields)
     assert len({server.serving.address, server.serving.streams, server.coordinator.address}) == 3
@@ -185,13 +185,13 @@ def test_a_server_of_its_own_takes_streams_at_a_port_of_its_own(secured: bool, o
     ("grpc", "tcp", "server 0: .*accepts no gRPC .*carrier.*E-SETTING"),
     ("tcp", "grpc", "server 0: accepts only gRPC .*carrier.*E-SETTING"),
 ])
-def test_settings_that_do_not_meet_are_said(local: str, present: str, line: str, opened: contextlib.ExitStack) -> None:
+def test_incompatible_carrier_settings_are_reported(local: str, present: str, line: str, opened: contextlib.ExitStack) -> None:
     with pytest.raises(Refused, match=line):
         Server(opened, carrier=present).worker(carrier=local)
 
 
-def test_neither_gets_through(opened: contextlib.ExitStack) -> None:
-    """Both reasons, the first one first."""
+def test_both_carriers_blocked_reports_both_reasons(opened: contextlib.ExitStack) -> None:
+    """Both reasons, in order of the attempts."""
     server = Server(opened, beside=False)
     server.serving.streams = closed_port()
     with pytest.raises(PeerLost, match=r"server 0: .*; nor over gRPC: .*E-PEER-LOST") as caught:
@@ -199,7 +199,7 @@ def test_neither_gets_through(opened: contextlib.ExitStack) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_coordinator_without_a_server_takes_no_streams(opened: contextlib.ExitStack) -> None:
+def test_coordinator_without_a_server_accepts_no_streams(opened: contextlib.ExitStack) -> None:
     coordinator = Coordinator(quick(), workers=1)
     opened.callback(coordinator.close)
     worker = StreamTransport(Hello("job", 0))
@@ -208,8 +208,8 @@ def test_a_coordinator_without_a_server_takes_no_streams(opened: contextlib.Exit
     assert_refused(line, "E-ADDRESS", "server 0: ", "accepts no gRPC ")
 
 
-def test_a_refusal_is_not_asked_twice(opened: contextlib.ExitStack) -> None:
-    """A server that has answered no does so over any carrier."""
+def test_refusal_is_not_retried_over_another_carrier(opened: contextlib.ExitStack) -> None:
+    """A server's refusal is valid for every carrier."""
     seen: list[str] = []
     end = StreamTransport(Hello("job", SERVER_BASE), admit=lambda hello: seen.append(hello.job) or "not today")
     opened.callback(end.close)
@@ -222,8 +222,8 @@ def test_a_refusal_is_not_asked_twice(opened: contextlib.ExitStack) -> None:
     assert seen == ["job"]
 
 
-def test_a_server_that_waits_for_its_plan_is_waited_for(opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The handshake has begun, so TCP works. What got through once is dialled again, and nothing else."""
+def test_worker_waits_for_a_server_without_a_plan(opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handshake has started, so TCP works. A working carrier is dialled again, and no other."""
     monkeypatch.setattr(dialing, "TCP_S", 0.2)
     late = threading.Event()
     threading.Timer(0.5, late.set).start()
@@ -241,10 +241,10 @@ def test_a_server_that_waits_for_its_plan_is_waited_for(opened: contextlib.ExitS
         dial(soon())
 
 
-def test_silence_is_broken_by_empty_messages_that_nobody_sees(
+def test_idle_streams_send_empty_messages(
     opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So that proxies keep a stream open between two steps."""
+    """They keep proxies from closing a stream between two steps."""
     monkeypatch.setattr(stream, "IDLE_S", 0.02)
     ends: list[Any] = opened.enter_context(WIRES["grpc"].mesh(2))
     for end, other in (ends, reversed(ends)):
@@ -255,7 +255,7 @@ def test_silence_is_broken_by_empty_messages_that_nobody_sees(
         assert exchange_pair(end, other)
 
 
-def test_a_stream_that_says_nothing_gives_way_and_is_logged(opened: contextlib.ExitStack) -> None:
+def test_silent_stream_is_replaced_and_logged(opened: contextlib.ExitStack) -> None:
     refused: list[str] = []
     settings = Settings(hello_s=0.1, refused=lambda where, why: refused.append(why))
     end = WIRES["grpc"].end(Hello("test", SERVER_BASE), settings=settings)
@@ -266,8 +266,9 @@ def test_a_stream_that_says_nothing_gives_way_and_is_logged(opened: contextlib.E
 
 
 @pytest.mark.parametrize(("carrier", "missed"), [("tcp", ("worker 0",)), ("grpc", ())])
-def test_only_a_socket_tells_a_cut_from_a_death(carrier: str, missed: tuple[str, ...], opened: contextlib.ExitStack) -> None:
-    """A worker that a server misses is dead long before reconnect_s; gRPC ends streams for a cut link, too."""
+def test_only_sockets_distinguish_a_cut_from_a_death(
+        carrier: str, missed: tuple[str, ...], opened: contextlib.ExitStack) -> None:
+    """A worker that a server misses is dead long before reconnect_s; gRPC also ends streams on a cut link."""
     end = WIRES[carrier].end(Hello("test", SERVER_BASE), settings=Settings(resume=True))
     opened.callback(end.close)
     broken = threading.Event()
@@ -285,8 +286,8 @@ def test_only_a_socket_tells_a_cut_from_a_death(carrier: str, missed: tuple[str,
     assert end.missed() == missed
 
 
-def test_a_stream_that_is_closed_is_gone_with_its_connection() -> None:
-    """Not only when its next empty message would have been due."""
+def test_closed_stream_closes_its_connection() -> None:
+    """Not only when its next empty message would be due."""
     with WIRES["grpc"].mesh(2):
         held = len(os.listdir("/proc/self/fd"))
     until = soon()

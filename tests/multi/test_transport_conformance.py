@@ -1,4 +1,4 @@
-"""Every carrier and wrapper keeps the same promises."""
+"""The conformance suite of every carrier and wrapper."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sums(mesh: Mesh, n: int) -> None:
 
 
 def large(mesh: Mesh) -> None:
-    """Bodies larger than all buffers pass both ways at once, whole and in order, and ones of odd sizes between them."""
+    """Bodies larger than all buffers pass in both directions at once, complete and in order, with odd sizes between them."""
     block = os.urandom((1 << 20) + 1)
     bodies = [block * 40, block[:77777], block * 24, b""]  # 64 MiB and a little
 
@@ -54,7 +54,7 @@ def large(mesh: Mesh) -> None:
 
 
 def any_key(mesh: Mesh) -> None:
-    """A receive of a peer with any key gets what no receive with a key has got."""
+    """A receive of a peer with any key gets what no receive with a key has matched."""
     with mesh(3) as transports:
         first, *others = transports
         with_key = [first.recv(other.rank, key(data(0, bucket=9))) for other in others]
@@ -68,7 +68,7 @@ def any_key(mesh: Mesh) -> None:
 
 
 def early_arrivals(mesh: Mesh) -> None:
-    """What came before its receive is kept, and by one key comes in the order of sending."""
+    """Messages that arrive before their receive are kept, in order of sending per key."""
     with mesh(2) as (a, b):
         for bucket in (1, 2, 1):
             a.send(1, data(0, bucket), f"{bucket}".encode())
@@ -80,7 +80,7 @@ def early_arrivals(mesh: Mesh) -> None:
 
 
 def priority(mesh: Mesh) -> None:
-    """While the wire is busy what waits is sorted: an urgent frame overtakes, and one step comes before the next."""
+    """While the wire is busy the queue is sorted: an urgent frame overtakes, and one step precedes the next."""
     backlog = 16  # MiB, more than sockets buffer
     with mesh(2) as (a, b):
         entered, gate = threading.Event(), threading.Event()
@@ -167,7 +167,7 @@ def abort_all(mesh: Mesh) -> None:
 
 
 def orderly_end(mesh: Mesh) -> None:
-    """What was sent before close() arrives, whenever it is asked for; what was not is a loss; twice is once."""
+    """Messages sent before close() are delivered whenever requested; missing ones are a failure; close is idempotent."""
     with mesh(3) as (a, b, c):
         for bucket in range(3):
             a.send(1, data(0, bucket), bytes(100_000))
@@ -188,7 +188,7 @@ def orderly_end(mesh: Mesh) -> None:
 
 
 def callbacks(mesh: Mesh) -> None:
-    """Each runs once, also when it comes late or when another one fails; a send's message is its header."""
+    """Each runs once, also when added late or when another one fails; a send's message is its header."""
     with mesh(2) as (a, b):
         calls: list[Message] = []
         handle = b.recv(0)
@@ -214,7 +214,7 @@ def our_bugs(mesh: Mesh) -> None:
 
 
 def storm(mesh: Mesh) -> None:
-    """Many small frames from several threads of each of three ranks, all ways at once: none lost, doubled or changed."""
+    """Many small frames from several threads of each of three ranks in all directions: none lost, duplicated or changed."""
     threads, count = 3, 60
 
     def work(transport: Transport) -> int:

@@ -1,4 +1,4 @@
-"""What carriers between processes do with greetings, broken bytes, slow readers and ends; what only sockets can do wrong."""
+"""Carriers between processes: greetings, corrupt bytes, slow readers and closes; faults that only sockets have."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def dialler(wire: Wire, hello: Hello, end: StreamTransport, peer: int | None = N
     (Hello("test", SERVER_BASE), r"server 0: server 0 .*E-RANK\]"),
     (Hello("test", 1), r"server 0: worker 1 .*E-RANK\]"),
 ])
-def test_a_refusal_reaches_the_dialler_in_one_line(
+def test_refusal_reaches_the_client_in_one_line(
     wire: Wire, server: StreamTransport, hello: Hello, reason: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(endpoint, "FORMER_END_S", 0.05)
@@ -61,22 +61,22 @@ def test_a_refusal_reaches_the_dialler_in_one_line(
     first.close()
 
 
-def test_a_plan_that_only_one_side_has_is_no_reason(wire: Wire, server: StreamTransport) -> None:
+def test_plan_on_one_side_only_is_no_refusal(wire: Wire, server: StreamTransport) -> None:
     dialler(wire, Hello("test", 3), server)
 
 
-def test_who_admits_may_be_handed_in(wire: Wire) -> None:
+def test_admission_can_be_customized(wire: Wire) -> None:
     end = wire.end(Hello("test", SERVER_BASE), admit=lambda hello: f"not today, rank {hello.rank}")
     assert_refused(outcome(lambda: dialler(wire, Hello("whatever", 4), end)), "E-REFUSED", "server 0: not today, rank 4")
     end.close()
 
 
-def test_another_one_at_the_address(wire: Wire, server: StreamTransport) -> None:
+def test_wrong_server_at_the_address_is_named(wire: Wire, server: StreamTransport) -> None:
     line = outcome(lambda: dialler(wire, Hello("test", 0), server, peer=SERVER_BASE + 1))
     assert_refused(line, "E-ADDRESS", "server 1: server 0 ")
 
 
-def test_the_dialler_may_come_back_after_either_side_ended(wire: Wire, server: StreamTransport) -> None:
+def test_client_may_reconnect_after_either_side_closed(wire: Wire, server: StreamTransport) -> None:
     worker, address = wire.end(Hello("test", 2)), server.listen()
     gone = [server.recv(2, (Kind.BYE, 0, 0, 0, 0, 0))]
     worker.dial(SERVER_BASE, address, soon())
@@ -109,7 +109,7 @@ BAD_BODY[-1] ^= 1
     (frame(data(7))[:10], PeerLost, "middle of a frame.*E-PEER-LOST"),
     (b"", PeerLost, r"connection closed( \(.*\))? \[E-PEER-LOST"),
 ], ids=["zeros", "noise", "oversized", "body", "hello", "cut body", "cut header", "closed"])
-def test_a_peer_that_breaks_the_format_is_dropped_by_name_and_others_go_on(
+def test_peer_that_violates_the_format_is_evicted_and_others_continue(
     wire: Wire, server: StreamTransport, bytes_: bytes, error: type[CommError], message: str,
 ) -> None:
     address = server.listen()
@@ -143,7 +143,7 @@ def test_a_peer_that_breaks_the_format_is_dropped_by_name_and_others_go_on(
     frame(Header(Kind.HELLO), bytes(5000)),
     frame(Header(Kind.HELLO), Hello("test", 0).job.encode()),
 ], ids=["http", "data first", "empty map", "unknown field", "no text", "huge", "no msgpack"])
-def test_who_does_not_greet_is_dropped_and_takes_no_rank(wire: Wire, server: StreamTransport, greeting: bytes) -> None:
+def test_client_without_a_greeting_is_dropped_and_takes_no_rank(wire: Wire, server: StreamTransport, greeting: bytes) -> None:
     address = server.listen()
     with contextlib.closing(wire.raw(address)) as channel:
         channel.sendall(greeting)
@@ -156,8 +156,8 @@ def test_who_does_not_greet_is_dropped_and_takes_no_rank(wire: Wire, server: Str
 # ---- ends and slow readers
 
 
-def test_half_of_a_connection_that_ends_without_a_word_is_a_loss(wire: Wire, server: StreamTransport) -> None:
-    """What was sent before it counts."""
+def test_close_without_goodbye_is_a_failure(wire: Wire, server: StreamTransport) -> None:
+    """Data sent before it count."""
     with contextlib.closing(raw_peer(server.listen(), 7, wire=wire)) as channel:
         channel.sendall(frame(data(7), b"the last word"))
         channel.shutdown(socket.SHUT_WR)
@@ -166,8 +166,8 @@ def test_half_of_a_connection_that_ends_without_a_word_is_a_loss(wire: Wire, ser
         assert bytes(server.wait(server.recv(7), soon()).body) == b"the last word"
 
 
-def test_a_reader_that_takes_nothing_holds_the_writer_up(wire: Wire, server: StreamTransport) -> None:
-    """So no carrier queues without a bound; a wait for it names the peer."""
+def test_stalled_reader_blocks_the_writer(wire: Wire, server: StreamTransport) -> None:
+    """No carrier queues without a bound; a wait names the peer."""
     with contextlib.closing(raw_peer(server.listen(), 7, wire=wire)) as channel:
         channel.sendall(frame(data(7)))
         server.wait(server.recv(7), soon())
@@ -201,19 +201,19 @@ def test_port_in_use(pair: tuple[StreamTransport, StreamTransport]) -> None:
     assert_refused(line, "E-ADDRESS", f"{host}:{port} ", "in use")
 
 
-def test_an_address_of_another_machine() -> None:
+def test_address_of_another_machine_is_refused() -> None:
     line = outcome(lambda: StreamTransport(Hello("test", 0)).listen("192.0.2.1", 0))
     assert_refused(line, "E-ADDRESS", "192.0.2.1:0: ", "machine")
 
 
-def test_nobody_there() -> None:
+def test_closed_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         address = sock.getsockname()
     with pytest.raises(PeerLost, match=rf"server 0: .*127\.0\.0\.1:{address[1]}\b.*refused.*E-PEER-LOST"):
         StreamTransport(Hello("test", 0)).dial(SERVER_BASE, address, soon())
 
 
-def test_somebody_there_who_never_answers() -> None:
+def test_listener_that_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         begin = time.monotonic()
         line = outcome(lambda: StreamTransport(Hello("test", 0)).dial(SERVER_BASE, sock.getsockname(), begin + 0.2))
@@ -221,7 +221,7 @@ def test_somebody_there_who_never_answers() -> None:
         assert time.monotonic() - begin >= 0.2
 
 
-def test_a_web_server_there() -> None:
+def test_web_server_at_the_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         def answer() -> None:
             client, _ = sock.accept()
@@ -238,7 +238,7 @@ def test_a_web_server_there() -> None:
 # ---- ends
 
 
-def test_a_forked_child_holds_no_connection_open(pair: tuple[StreamTransport, StreamTransport]) -> None:
+def test_forked_child_keeps_no_connection_open(pair: tuple[StreamTransport, StreamTransport]) -> None:
     """The child lives on; the connection must end with the parent's end of it."""
     a, b = pair
     assert connection._sockets
@@ -259,7 +259,7 @@ def test_a_forked_child_holds_no_connection_open(pair: tuple[StreamTransport, St
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_a_peer_that_does_not_read_holds_close_up_no_longer_than_the_flush_time() -> None:
+def test_stalled_peer_delays_close_by_at_most_the_flush_time() -> None:
     end = StreamTransport(Hello("test", SERVER_BASE), settings=Settings(flush_s=0.2, buffer_nbytes=64 << 10))
     with raw_peer(end.listen(), 7) as sock:
         sock.sendall(frame(data(7)))
@@ -284,8 +284,8 @@ def test_no_thread_and_no_socket_outlives_close() -> None:
     assert set(connection._sockets) <= held
 
 
-def test_the_kernel_is_told_how_long_data_may_be_unacknowledged() -> None:
-    """So that a path which swallows what is sent is not tried for a quarter of an hour."""
+def test_kernel_limits_the_time_of_unacknowledged_data() -> None:
+    """Otherwise the kernel would retry a path that drops all data for a quarter of an hour."""
     ends = [StreamTransport(Hello("test", rank), settings=Settings(user_timeout_s=7.5)) for rank in range(2)]
     connect_all(ends)
     results = [one for end in ends for one in end._connections.values()]

@@ -1,4 +1,4 @@
-"""The matching of arrivals and receives against a plain model, its caps, and the buffers' pool."""
+"""Matching of arrivals and receives against a plain model, its caps, and the buffer pool."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ acts = st.one_of(
 
 @given(st.lists(acts, max_size=40))
 @settings(max_examples=300, deadline=None)
-def test_matching_is_that_of_two_plain_lists(script: list[tuple[str, int, Key | None]]) -> None:
+def test_matching_equals_a_model_of_two_lists(script: list[tuple[str, int, Key | None]]) -> None:
     box, model, handles = Mailbox(), Model(), {}
     for name, (act, peer, k) in enumerate(script):
         if act == "recv":
@@ -72,7 +72,7 @@ def message(peer: int, nbytes: int) -> Message:
     return Message(peer, data(peer), memoryview(bytes(nbytes)))
 
 
-def test_one_peer_cannot_fill_the_memory_with_what_nobody_asked_for() -> None:
+def test_unrequested_data_of_a_peer_are_bounded() -> None:
     box = Mailbox(max_kept_nbytes=3 * (100 + KEPT_OVERHEAD_NBYTES))
     for _ in range(3):
         box.deliver(message(1, 100))
@@ -82,7 +82,7 @@ def test_one_peer_cannot_fill_the_memory_with_what_nobody_asked_for() -> None:
     box.deliver(message(1, 100))
 
 
-def test_an_ended_peer_keeps_its_arrivals_an_aborted_one_does_not_and_a_new_connection_begins_anew() -> None:
+def test_arrivals_survive_an_orderly_end_but_not_an_abort_or_a_new_connection() -> None:
     box = Mailbox()
     lost, given_up = PeerLost("gone", peer="worker 1"), CommError("given up", peer="worker 2")
     for peer in (1, 2):
@@ -103,7 +103,7 @@ def test_an_ended_peer_keeps_its_arrivals_an_aborted_one_does_not_and_a_new_conn
     assert len(again.message().body) == 5
 
 
-def test_an_operation_ends_once_and_wakes_every_waiter() -> None:
+def test_operation_completes_once_and_wakes_every_waiter() -> None:
     operation = Handle("receive", 3)
     got: list[Message] = []
     threads = [threading.Thread(target=lambda: got.append(operation.wait(soon())), daemon=True) for _ in range(4)]
@@ -117,7 +117,7 @@ def test_an_operation_ends_once_and_wakes_every_waiter() -> None:
     assert operation.error() is None
 
 
-def test_a_signal_interrupts_a_wait_on_the_main_thread() -> None:
+def test_signal_interrupts_a_wait_on_the_main_thread() -> None:
     """Ctrl-C must end a training script that waits for a peer."""
 
     class Interrupted(Exception):
@@ -138,13 +138,13 @@ def test_a_signal_interrupts_a_wait_on_the_main_thread() -> None:
 
 
 @given(st.integers(MIN_NBYTES, 1 << 32))
-def test_size_classes_waste_an_eighth_at_most_and_are_their_own_class(nbytes: int) -> None:
+def test_size_classes_waste_at_most_an_eighth_and_are_idempotent(nbytes: int) -> None:
     size = size_class(nbytes)
     assert nbytes <= size <= nbytes + nbytes // 8 + 1
     assert size_class(size) == size
 
 
-def test_a_buffer_given_back_is_used_again_and_the_old_view_is_dead() -> None:
+def test_returned_buffer_is_reused_and_the_old_view_is_released() -> None:
     pool = BufferPool()
     first = pool.take(1_000_000)
     buffer = first.obj
@@ -157,7 +157,7 @@ def test_a_buffer_given_back_is_used_again_and_the_old_view_is_dead() -> None:
     assert pool.take(1_000_000).obj is not buffer
 
 
-def test_the_pool_keeps_no_more_than_its_cap_and_only_its_own_kind() -> None:
+def test_pool_is_bounded_and_keeps_only_its_own_buffers() -> None:
     pool = BufferPool(cap_nbytes=1 << 20)
     foreign = [memoryview(bytes(1 << 20)), memoryview(bytearray(100_001))]
     for body in [pool.take(1 << 20), pool.take(1 << 20), *foreign, pool.take(5)]:
@@ -166,8 +166,8 @@ def test_the_pool_keeps_no_more_than_its_cap_and_only_its_own_kind() -> None:
 
 
 @pytest.mark.parametrize("how", ["end", "abort"])
-def test_what_ended_a_peer_keeps_nothing_of_what_it_sent(how: str) -> None:
-    """Found so: each member that was dropped left its connection, and the body that broke the protocol, behind."""
+def test_error_of_a_peer_holds_no_reference_to_its_data(how: str) -> None:
+    """A regression: each evicted member left its connection and the body that violated the protocol in memory."""
 
     class Body:
         pass

@@ -147,7 +147,7 @@ CASES += [(what, (8, 4, "round")) for what in ("plan", "request", "links", "step
 
 
 @pytest.mark.parametrize(("what", "schedule"), CASES)
-def test_an_error_on_one_rank_pauses_all_and_training_goes_on(what: str, schedule: tuple[int, int, str]) -> None:
+def test_policy_error_on_one_rank_pauses_all_controllers(what: str, schedule: tuple[int, int, str]) -> None:
     with coordinators(1, WORLD, 1) as jobs:
         results = pool(WORLD).call(play, WORLD, failing, Setting("module", (jobs[0].address,), plan="auto"), what, schedule)
     rank = FAILING.get(what, (1, None, ""))[0]

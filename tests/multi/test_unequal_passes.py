@@ -1,4 +1,5 @@
-"""Ranks with unequal numbers of backward passes: a rank that would wait in vain fails at once; orderly ends raise nothing."""
+"""Ranks with unequal numbers of backward passes: a rank that would wait forever fails immediately; orderly ends raise nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ AT_ONCE_S = 60.0
 
 
 def train(rank: int, how: str, cause: str, odd: int, address: str) -> tuple[str, float]:
-    """The odd rank makes a backward pass less; both end in order. The error, and how long the last pass took."""
+    """The odd rank makes one backward pass less; both end in order. The error, and how long the last pass took."""
     model = mlp()
     if how == "buffers":  # which DDP copies in each forward pass
         model.insert(0, nn.BatchNorm1d(data(0, 0)[0].shape[1]))
@@ -63,7 +64,7 @@ def train(rank: int, how: str, cause: str, odd: int, address: str) -> tuple[str,
     ("allreduce", "raises", 0), ("allreduce", "lbfgs", 0), ("ddp", "loader", 1), ("buffers", "loader", 0),
     ("buffers", "loader", 1),
 ])
-def test_a_rank_that_waits_for_one_that_has_ended_fails_at_once(how: str, cause: str, odd: int) -> None:
+def test_wait_for_a_finished_rank_fails_immediately(how: str, cause: str, odd: int) -> None:
     with Servers(WORLD, 0 if how == "allreduce" else 1, deadline_s=FAR_S) as servers:
         results = pool(WORLD).call(train, how, cause, odd, servers.address)
     assert results[odd][0] == "", "an orderly end"
@@ -72,19 +73,19 @@ def test_a_rank_that_waits_for_one_that_has_ended_fails_at_once(how: str, cause:
     assert elapsed_s < AT_ONCE_S
 
 
-def test_the_same_where_the_rank_that_ends_hosts_the_server() -> None:
+def test_wait_for_a_finished_rank_that_hosts_the_server_fails_immediately() -> None:
     (ended, _), (waited, _) = pool(WORLD).call(train, "service", "loader", 0, "")
     assert ended == ""
     assert_refused(waited, "E-UNEQUAL-PASSES", "PeerLost: worker 0: ", f" {STEPS - 1} ")
 
 
 @pytest.mark.parametrize("how", ["service", "allreduce", "ddp", "buffers"])
-def test_equal_numbers_end_without_an_error(how: str) -> None:
+def test_equal_numbers_of_passes_end_without_an_error(how: str) -> None:
     with Servers(WORLD, 0 if how == "allreduce" else 1, deadline_s=FAR_S) as servers:
         assert [line for line, _ in pool(WORLD).call(train, how, "none", -1, servers.address)] == ["", ""]
 
 
-def test_only_a_rank_in_an_exchange_that_another_does_not_make_waits_in_vain() -> None:
+def test_only_unmatched_exchanges_fail() -> None:
     ended = FinishedPeers()
     assert ended.begin(11) is None
     assert ended.add("worker 2", 12) is None, "it has done its part of this one"
@@ -114,7 +115,7 @@ def with_lbfgs(rank: int, line_search: str | None, steps: int, address: str) -> 
     return [line for line in lines if "LBFGS" in line]
 
 
-def test_an_optimizer_that_depends_on_the_loss_is_named_at_its_first_step() -> None:
+def test_optimizer_driven_by_the_loss_is_named_at_its_first_step() -> None:
     with Servers(WORLD, 0) as servers:
         for (line,) in pool(WORLD).call(with_lbfgs, "strong_wolfe", 2, servers.address):
             assert "line_search_fn='strong_wolfe'" in line

@@ -1,4 +1,4 @@
-"""session.join(): ranks with unequal numbers of batches. Real ranks, over a service and over all-reduce."""
+"""session.join(): ranks with unequal numbers of batches. Real ranks, over a server and over all-reduce."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ CASES = [("service", "sgd", "identity()", False), ("service", "adam", "identity(
 
 @pytest.mark.commit(3)
 @pytest.mark.parametrize(("how", "kind", "plan", "weighed"), CASES)
-def test_averages_are_over_the_ranks_that_have_batches_and_all_end_equal(how: str, kind: str, plan: str, weighed: bool) -> None:
+def test_averages_are_over_ranks_with_batches_and_replicas_end_equal(how: str, kind: str, plan: str, weighed: bool) -> None:
     with Servers(WORLD, 0 if how == "allreduce" else 1, deadline_s=FAR_S) as servers:
         results = pool(WORLD).call(train, how, kind, plan, weighed, servers.address)
     steps = [sum(map(max, BATCHES[: n + 1])) for n in range(len(BATCHES))]
@@ -167,7 +167,7 @@ def train_slopes(rank: int, plan: str, skipped: str, address: str) -> list[torch
 
 @pytest.mark.parametrize("skipped", [*SKIPPED])
 @pytest.mark.parametrize("plan", ["topk(ratio=0.3)", "error_feedback(int4())"])
-def test_what_was_applied_and_residuals_are_what_was_put_in(plan: str, skipped: str) -> None:
+def test_applied_plus_residuals_equal_input(plan: str, skipped: str) -> None:
     with Servers(WORLD, 1, deadline_s=FAR_S) as servers:
         results = pool(WORLD).call(train_slopes, plan, skipped, servers.address)
     for number, shape in enumerate(p.shape for p in nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 7)).parameters()):
@@ -208,7 +208,7 @@ def failing(rank: int, how: str, address: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("how", ["service", "allreduce"])
-def test_a_rank_that_fails_inside_is_named_by_the_others_at_once(how: str) -> None:
+def test_rank_that_fails_inside_join_is_named_immediately(how: str) -> None:
     with Servers(WORLD, 0 if how == "allreduce" else 1, deadline_s=FAR_S) as servers:
         results = pool(WORLD).call(failing, how, servers.address)
     assert results[1][0] == "ArithmeticError: no more memory, say"
@@ -219,7 +219,7 @@ def test_a_rank_that_fails_inside_is_named_by_the_others_at_once(how: str) -> No
 
 
 def broken_pass(rank: int, address: str) -> tuple[int, dict[str, torch.Tensor]]:
-    """Rank 0's only backward pass raises, which its script catches."""
+    """Rank 0's only backward pass raises; its script catches the error."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with commlayer.attach(model, optimizer, compression="identity()", config=quick(join=address)) as session:
@@ -237,7 +237,7 @@ def broken_pass(rank: int, address: str) -> tuple[int, dict[str, torch.Tensor]]:
         return session.step, state_of(model, optimizer)
 
 
-def test_a_pass_that_raised_as_the_last_one_is_dropped_on_all_ranks() -> None:
+def test_failed_last_pass_is_dropped_on_all_ranks() -> None:
     with Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(broken_pass, servers.address)
     model = mlp()
@@ -314,8 +314,8 @@ def one_enters(rank: int, how: str, drift_steps: int, address: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["service", "allreduce"])
-def test_a_join_that_one_rank_does_not_enter_is_named_on_all(how: str) -> None:
-    """At once, where ranks exchange anything else; otherwise at the deadline."""
+def test_join_not_entered_by_one_rank_is_named_on_all(how: str) -> None:
+    """Immediately if ranks exchange anything else; otherwise at the deadline."""
     for drift_steps, code in ((1, "E-CALLS-DIFFER"), (0, "E-DEADLINE")):
         with Servers(WORLD, int(how == "service"), deadline_s=FAR_S) as servers:
             for line in pool(WORLD).call(one_enters, how, drift_steps, servers.address):
@@ -333,7 +333,7 @@ def another_session(rank: int) -> str:
         return line
 
 
-def test_a_session_that_trains_inside_the_join_of_another_one_must_enter_its_own() -> None:
+def test_session_inside_the_join_of_another_must_enter_its_own() -> None:
     for line in pool(WORLD).call(another_session):
         assert_refused(line, "E-UNEVEN-INPUTS", "another session's join()")
 
@@ -377,13 +377,13 @@ def refused(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.nightly
-def test_what_join_cannot_do_is_refused_by_name() -> None:
+def test_unsupported_uses_of_join_are_refused_by_name() -> None:
     for lines in pool(WORLD).call(refused):
         for name, line in lines.items():
             assert_refused(line, "E-UNEVEN-INPUTS", REFUSED[name][1])
 
 
-def test_alone_it_changes_nothing() -> None:
+def test_join_of_a_single_process_has_no_effect() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with commlayer.attach(model, optimizer) as session:

@@ -1,6 +1,6 @@
-"""The long fuzzing: `python tests/nightly/fuzz.py --seconds 300`, which is `make fuzz`; with sanitizers where available.
+"""The long fuzzing: `python tests/nightly/fuzz.py --seconds 300`, which is `make fuzz`; with sanitizers if available.
 
-Half of the time goes to the kernels (libFuzzer), half to the codecs (fuzzing.py). What is found is printed as a line for
+Half of the time goes to the kernels (libFuzzer), half to the codecs (fuzzing.py). A finding is printed as a line for
 tests/corpus/payloads.txt, or left as a file that libFuzzer names.
 """
 

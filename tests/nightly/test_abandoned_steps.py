@@ -1,4 +1,4 @@
-"""A backward pass that raises: the step is dropped on all ranks, with its reason, and training goes on."""
+"""A backward pass that raises: the step is dropped on all ranks, with its reason, and training continues."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, 
     ("allreduce, unread", (1,), 2), ("allreduce, unread", (0, 1), 2), ("staged, unread", (1,), 1),
     ("allreduce, forward", (1,), 2), ("allreduce, forward, unread", (0,), 2), ("staged, forward, unread", (1,), 1),
 ])
-def test_a_step_that_a_worker_breaks_off_is_none(how: str, who: tuple[int, ...], per_node: int, late: bool) -> None:
+def test_step_aborted_by_a_worker_has_no_effect(how: str, who: tuple[int, ...], per_node: int, late: bool) -> None:
     with rank_pool.Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(train, how, who, per_node, late, servers.address)
     for rank, result in enumerate(results):

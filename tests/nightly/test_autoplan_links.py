@@ -1,6 +1,6 @@
-"""Plan "auto" while links change: all ranks notice it in the same step, plan again without measuring, and switch together.
-
-Interface counters and costs of collectives are made up: one machine has no links. Steps, probes, plans and switches are real.
+"""Plan "auto" on changing links: all ranks detect the change in the same step, plan again without measuring, and switch
+together. Interface counters and collective costs are fabricated, because one machine has no links. Steps, probes, plans and
+switches are real.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The example of uneven workers, run as a user runs it: shares move, sums are kept, and it learns what equal batches learn."""
+"""The example of uneven workers, run as a user runs it: shares move, sums are kept, and it learns like equal batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from support.processes import ROOT, clean_environment
 
 
-def test_the_example_prints_shares_moving_and_learns() -> None:
+def test_example_prints_changing_shares_and_learns() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     done = subprocess.run([*launch, "examples/uneven.py", "--epochs", "3"], cwd=ROOT, env=clean_environment(), text=True,
                           stdin=subprocess.DEVNULL, capture_output=True, timeout=110)

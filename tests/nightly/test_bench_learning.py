@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
-from support.workers import Rig, ToldRows, on_ranks, step
+from support.workers import Rig, SharedRows, on_ranks, step
 from torch import nn
 
 from bench import virtual_training as learning_steps
@@ -31,7 +31,7 @@ def over_loopback(way: Variant) -> list[torch.Tensor]:
     plan = plan_of(way, TASKS[way.task](way.seed).model)
     if way.late:
         plan = structs.replace(plan, buckets=tuple(structs.replace(bucket, stale=True) for bucket in plan.buckets))
-    tasks, rows = [TASKS[way.task](way.seed) for _ in range(way.workers)], ToldRows(way.workers)
+    tasks, rows = [TASKS[way.task](way.seed) for _ in range(way.workers)], SharedRows(way.workers)
     with Rig(way.workers, "", plan=plan, of=job) as rig:
         def body(rank: int) -> list[torch.Tensor]:
             task, worker = tasks[rank], rig.workers[rank]

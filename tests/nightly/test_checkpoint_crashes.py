@@ -1,7 +1,7 @@
-"""Whatever breaks off a save, the one before or the new one can be loaded, whole, by all ranks. Real ranks and two servers.
+"""After any crash during a checkpoint, all ranks can load the previous or the new one completely.
 
-At each of a save's file operations a rank's directory is copied, as a crash there would leave it: with what was written and
-not yet synced cut in half, too. Then every pair of copies that two ranks can have at one time is loaded.
+Real ranks and two servers. At each file operation of a save a rank's directory is copied, as a crash there would leave it, also
+with unsynced files cut in half. Then every pair of copies that two ranks can have at one time is loaded.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def crash_everywhere(rank: int, where: Setting, folder: str) -> tuple[int, int, 
     return taken[0], taken[1], wrong
 
 
-def test_a_crash_at_any_point_leaves_a_save_that_loads(tmp_path: Path) -> None:
+def test_crash_at_any_point_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
     with Servers(WORLD, SERVERS) as servers:
         results = pool(WORLD).call(crash_everywhere, setting(servers), str(tmp_path))
     for old, new, wrong in results:
@@ -229,7 +229,7 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
     return wrong
 
 
-def test_a_full_disk_at_any_point_fails_on_all_ranks_and_costs_nothing(tmp_path: Path) -> None:
+def test_full_disk_at_any_point_fails_on_all_ranks_without_effect(tmp_path: Path) -> None:
     with Servers(WORLD, SERVERS) as servers:
         results = pool(WORLD).call(fail_everywhere, setting(servers), str(tmp_path))
     assert results == [[]] * WORLD
@@ -265,7 +265,7 @@ def which(rank: int, where: Setting, folder: str) -> list[bool]:
     pytest.param(0, "replace", "save-2/manifest.json", 0, id="rank 0 before it counts"),
     pytest.param(0, "unlink", "save-1/manifest.json", 1, id="rank 0 while it tidies up"),
 ])
-def test_a_rank_that_is_killed(victim: int, operation: str, file: str, loads: int, tmp_path: Path) -> None:
+def test_rank_killed_during_a_checkpoint(victim: int, operation: str, file: str, loads: int, tmp_path: Path) -> None:
     with Servers(WORLD, SERVERS) as servers, pytest.raises(PoolError, match=f"rank {victim}: EOFError"):
         pool(WORLD).call(killed, setting(servers), str(tmp_path), victim, operation, file)
     with Servers(WORLD, SERVERS) as servers:
@@ -292,7 +292,7 @@ def mixtures(rank: int, where: Setting, folder: str) -> list[list[str]]:
     return lines
 
 
-def test_what_another_checkpoint_has_is_named_as_missing(tmp_path: Path) -> None:
+def test_files_of_another_checkpoint_are_named_as_missing(tmp_path: Path) -> None:
     with Servers(WORLD, SERVERS) as servers:
         for rows in pool(WORLD).call(mixtures, setting(servers), str(tmp_path)):
             for decisions in rows:

@@ -1,4 +1,4 @@
-"""Every codec as a plan wraps it trains the digits to within a percent of dense: three workers and a server, two-way."""
+"""Every codec, wrapped as in plans, trains the digits to within one percent of dense: three workers and a server, two-way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan and shares of one job: auto plans again when work moves, and the balancer knows the plan's communication cost."""
+"""Plan and shares of one job: "auto" plans again after shares changed, and the balancer knows the plan's communication cost."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def balanced(run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["module", "ddp"])
-def test_auto_plans_anew_when_work_has_moved_and_says_what_communication_costs(how: str) -> None:
+def test_auto_plans_again_after_shares_changed_and_reports_communication_cost(how: str) -> None:
     with coordinators(1, WORLD, 2) as result:
         setting = Setting(how, (result[0].address,), servers=2, plan="auto")
         results = pool(WORLD).call(play, WORLD, train, setting)

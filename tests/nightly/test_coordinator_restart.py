@@ -1,4 +1,4 @@
-"""What sites request while their coordinator is killed and started again with its journal, and members that join after it."""
+"""Requests of sites while their coordinator is killed and restarted with its journal, and members that join afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codecs with everything on a device: payloads, residuals and results are those of the host, bit for bit."""
+"""Codecs on a device: payloads, residuals and results equal those of the host, bit for bit."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_payloads_residuals_and_results_are_the_hosts(codec: Codec) -> None:
+def test_payloads_residuals_and_results_equal_those_of_the_host(codec: Codec) -> None:
     for n in SIZES:
         both = Both(codec, n)
         for step in range(4):
@@ -115,7 +115,7 @@ def test_payloads_residuals_and_results_are_the_hosts(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_special_and_not_finite_numbers(codec: Codec) -> None:
+def test_special_and_non_finite_numbers(codec: Codec) -> None:
     for n in (257, 20_011 if "topk" in str(codec) else 2003):
         for kind in ("special", "tiny", "equal", "spike", "wild", "normal"):
             both = Both(codec, n)
@@ -147,7 +147,7 @@ AMISS = {
 @pytest.mark.parametrize("fed", [True, False])
 @pytest.mark.parametrize("values", ["int8", "int4", "bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("what", AMISS)
-def test_what_a_scan_finds_amiss_is_put_right_as_on_the_host(what: str, values: str, fed: bool) -> None:
+def test_threshold_corrections_equal_those_of_the_host(what: str, values: str, fed: bool) -> None:
     x, scans = AMISS[what]
     codec = topk(ratio=0.01, values=values)
     both = Both(error_feedback(codec) if fed else codec, x.numel())
@@ -163,7 +163,7 @@ def entries(payload: bytes) -> int:
 
 
 @pytest.mark.parametrize("values", ["int8", "int4", "bf16", "fp16", "fp32"])
-def test_positions_that_cluster_go_as_blocks(values: str) -> None:
+def test_clustered_positions_are_sent_as_blocks(values: str) -> None:
     x = noise(50_000, 1) * 0.01
     x.view(-1, 50)[::20, :16] *= 1000
     both = Both(error_feedback(topk(ratio=0.01, values=values)), x.numel())
@@ -186,14 +186,14 @@ def test_values_too_large_for_their_cast(values: str, fed: bool) -> None:
     both.decode(payload)
 
 
-def test_a_calm_step_waits_once_and_launches_a_fixed_number_of_kernels() -> None:
+def test_regular_step_waits_once_and_launches_a_fixed_number_of_kernels() -> None:
     both = Both(error_feedback(topk(ratio=0.01)), 100_000)
     launches = [both.start(noise(100_000, step) * 0.1)[1] for step in range(4)]
     search = ["sample_abs", "cut_begin", "select_over", "trim_count", "trim_count", "trim_count", "trim", "rotate"]
     assert launches[-1] == [*search, "count_blocks", "settle", "pack_values", "clear_positions", "pack_positions"]
 
 
-def test_a_checkpoint_of_a_device_goes_on_on_the_host_and_the_other_way() -> None:
+def test_checkpoints_move_between_device_and_host() -> None:
     codec, n = error_feedback(topk(ratio=0.01)), 20_011
     both = Both(codec, n)
     both.start(noise(n, 1))
@@ -209,7 +209,7 @@ BODY = {
 
 
 @pytest.mark.parametrize("name", BODY)
-def test_broken_bytes_are_refused_and_change_nothing(name: str) -> None:
+def test_malformed_bytes_are_refused_without_effect(name: str) -> None:
     codec, n = BODY[name], 3000
     both = Both(codec, n)
     payload, _ = both.start(noise(n))
@@ -252,7 +252,7 @@ FAMILIES = sorted(file.stem for file in CUDA.glob("*.cu"))
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_family_compiles_for_the_target(target: str, tmp_path: Path) -> None:
-    """As the text that is compiled at run time, headers in it, with the options used there; no register is spilled.
+    """With the source text and options used at run time, headers included; no register is spilled.
 
     177: a family does not use every function of its headers.
     """
@@ -271,7 +271,7 @@ def test_every_family_compiles_for_the_target(target: str, tmp_path: Path) -> No
     assert {family: text for family, text in problems.items() if text} == {}
 
 
-def test_sources_are_found_beside_an_editable_install_and_in_the_package(tmp_path: Path) -> None:
+def test_sources_are_found_in_editable_and_plain_installs(tmp_path: Path) -> None:
     assert launch.source_folder() == CUDA
     installed = tmp_path / "_cuda"
     installed.mkdir()
@@ -282,13 +282,13 @@ def test_sources_are_found_beside_an_editable_install_and_in_the_package(tmp_pat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_one_text_with_every_header_once(family: str) -> None:
+def test_family_source_includes_every_header_once(family: str) -> None:
     text = launch.source_text(family)
     assert "#include" not in text
     assert text.count("#define CML_COMMON\n") == 1
     assert KERNEL.findall(text)
 
 
-def test_kernels_have_names_of_their_own() -> None:
+def test_kernel_names_are_unique() -> None:
     names = [name for file in CUDA.glob("*.cu") for name in KERNEL.findall(file.read_text())]
     assert len(names) == len(set(names)) > 20

@@ -1,4 +1,4 @@
-"""`commlayer demo` as a user meets it: a short run to its end, Ctrl-C. And the examples run."""
+"""`commlayer demo` for a user: a short run to its end, and Ctrl-C. The examples run, too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "commlayer.cli.main", "demo", *arguments]
 
 
-def test_its_digits_need_no_package_that_installing_commlayer_does_not_bring() -> None:
+def test_demo_needs_only_the_installed_dependencies() -> None:
     look = ("import sys; sys.modules['sklearn'] = None\n"
             "from commlayer.demo.problem import digits\n"
             "train, test = digits(0)\n"
@@ -45,7 +45,7 @@ def marked(folder: Path) -> list[int]:
 
 
 @pytest.mark.commit(1)
-def test_a_short_demo_trains_three_ways_and_leaves_nothing(tmp_path: Path) -> None:
+def test_short_demo_trains_three_times_and_leaves_no_files_or_processes(tmp_path: Path) -> None:
     out, folder = tmp_path / "demo.json", tmp_path / "tmp"
     folder.mkdir()
     environ = os.environ | {"TMPDIR": str(folder), "COMMLAYER_JOIN": "not for the demo"}

@@ -61,7 +61,7 @@ def keyed(folders: Folders) -> Iterator[Coordinator]:
         yield coordinator
 
 
-def test_a_good_server_is_all_ok_and_no_worker_is_registered(keyed: Coordinator, folders: Folders) -> None:
+def test_working_server_is_ok_and_no_worker_is_registered(keyed: Coordinator, folders: Folders) -> None:
     config = quick(token=SECRET, keys=str(folders.worker), join=keyed.address)
     good = server.ServerCheck(config)
     findings = [*good.run("")]
@@ -88,7 +88,7 @@ def test_wrong_keys_are_one_line(keyed: Coordinator, kind: str, code: str, remed
     assert findings[0].remedy
 
 
-def test_another_secret_and_nobody_there_are_one_line(keyed: Coordinator, folders: Folders) -> None:
+def test_wrong_secret_and_unreachable_server_are_one_line(keyed: Coordinator, folders: Folders) -> None:
     findings = check(quick(token="another-secret", keys=str(folders.worker), join=keyed.address))
     assert (findings[0].verdict, len(findings)) == ("fail", 1)
     assert code_of(findings[0].seen + findings[0].remedy) == "E-SECRET"
@@ -104,8 +104,8 @@ def test_another_secret_and_nobody_there_are_one_line(keyed: Coordinator, folder
     ("auto", "warn", "gRPC streams at .*, since TCP to"), ("grpc", "ok", "gRPC streams at"),
     ("tcp", "fail", "no process listens"),
 ])
-def test_the_carrier_that_gets_through_is_named(carrier: str, verdict: str, seen: str) -> None:
-    """A server whose port for TCP is closed to this machine is reached by streams, and a run can start."""
+def test_working_carrier_is_named(carrier: str, verdict: str, seen: str) -> None:
+    """A server whose TCP port is closed to this machine is reached by streams, and a run can start."""
     config = quick(dead_after_s=LIMIT_S, carrier=carrier)
     with contextlib.closing(Coordinator(config, workers=1, servers=1)) as result, \
             contextlib.closing(DataServer("127.0.0.1", 0, quick(), result)) as serving:
@@ -120,8 +120,8 @@ def test_the_carrier_that_gets_through_is_named(carrier: str, verdict: str, seen
     assert re.search(seen, one.seen)
 
 
-def test_each_server_is_dialled_by_what_it_takes_at_its_own_ports() -> None:
-    """One has the number of the coordinator's port, on another address; the others' streams come by ports of their own."""
+def test_each_server_is_dialled_by_its_carrier_at_its_own_ports() -> None:
+    """One has the number of the coordinator's port, on another address; the others' streams use their own ports."""
     with contextlib.ExitStack() as opened:
         result = opened.enter_context(contextlib.closing(Coordinator(quick(dead_after_s=LIMIT_S), workers=1, servers=3)))
         number = int(result.address.rpartition(":")[2])
@@ -139,7 +139,7 @@ def test_each_server_is_dialled_by_what_it_takes_at_its_own_ports() -> None:
     assert len(findings) == 3
 
 
-def test_a_job_that_has_begun_is_not_measured() -> None:
+def test_running_job_is_not_measured() -> None:
     with contextlib.closing(Coordinator(quick(token=SECRET), workers=1)) as coordinator_:
         config = quick(token=SECRET, join=coordinator_.address)
         member = client.join(config.join, messages.worker_request("job", 0, 1, plan=b"a plan"), quick(token=SECRET), Failures())
@@ -151,7 +151,7 @@ def test_a_job_that_has_begun_is_not_measured() -> None:
         member.leave()
 
 
-def test_a_clock_that_is_wrong_by_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_off_by_hours_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     later = SimpleNamespace(time=lambda: time.time() + 7200.0, monotonic=time.monotonic)
     monkeypatch.setattr(coordinator, "time", later)
     with contextlib.closing(Coordinator(quick(token=SECRET), workers=1)) as late:
@@ -161,7 +161,7 @@ def test_a_clock_that_is_wrong_by_hours(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Relay:
-    """Passes a connection on, until one end sends more at once than a packet on this way may be; then nothing comes."""
+    """Forwards a connection until one end sends more at once than a packet on this route may have; then nothing more."""
 
     def __init__(self, target: str, most_nbytes: int) -> None:
         self._listener, self._target, self._most = socket.create_server(("127.0.0.1", 0)), target, most_nbytes
@@ -190,7 +190,7 @@ class Relay:
         self._listener.close()
 
 
-def test_a_way_that_loses_full_size_packets_is_told_from_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_route_that_loses_full_size_packets_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "CALL_S", 1.0)
     result = Coordinator(quick(token=SECRET), workers=1)
     relay = Relay(result.address, 1400)
@@ -203,7 +203,7 @@ def test_a_way_that_loses_full_size_packets_is_told_from_one_that_works(monkeypa
 # ---- this machine
 
 
-def test_ports_that_are_in_use_or_not_ours() -> None:
+def test_used_and_foreign_ports_are_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
         error = network.listen_error("127.0.0.1", port)
@@ -234,7 +234,7 @@ def test_addresses_of_this_machine() -> None:
 
 
 @pytest.mark.parametrize(("text", "cores"), [(None, float("inf")), ("150000 100000\n", 1.5), ("max 100000\n", float("inf"))])
-def test_the_limit_of_a_control_group(tmp_path: Path, text: str | None, cores: float) -> None:
+def test_control_group_limit(tmp_path: Path, text: str | None, cores: float) -> None:
     if text:
         (tmp_path / "cpu.max").write_text(text)
     assert machine.core_limit(tmp_path) == cores
@@ -245,13 +245,13 @@ def test_the_limit_of_a_control_group(tmp_path: Path, text: str | None, cores: f
     ("dials", True, 0, "ok fail", "--dials-only"), ("revoked", False, 0, "fail", "revoked"),
     ("expired", False, 0, "fail", "E-CERTIFICATE-DATE"), ("ca", False, 0, "fail", "E-KEYS"),
 ])
-def test_a_keys_folder(folders: Folders, kind: str, serves: bool, days: float, verdict: str, seen: str) -> None:
+def test_keys_folder(folders: Folders, kind: str, serves: bool, days: float, verdict: str, seen: str) -> None:
     findings = [*machine.check_keys(getattr(folders, kind), time.time() + days * 86400, serves=serves)]
     assert " ".join(one.verdict for one in findings) == verdict
     assert seen in findings[-1].seen + findings[-1].remedy
 
 
-def test_keys_that_others_can_read(folders: Folders, tmp_path: Path) -> None:
+def test_keys_readable_by_others_are_reported(folders: Folders, tmp_path: Path) -> None:
     for path in folders.worker.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
         (tmp_path / path.name).chmod(0o644)
@@ -270,7 +270,7 @@ def command(*words: str, **environ: str) -> subprocess.Popen[str]:
                             stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
 
 
-def test_the_command_says_what_to_mend_and_fails(tmp_path: Path) -> None:
+def test_command_prints_remedies_and_fails(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         begin = time.monotonic()
         done = command("--port", str(held.getsockname()[1]), "--keys", str(tmp_path), "--plan", str(tmp_path / "no.json"),
@@ -294,7 +294,7 @@ def test_the_command_says_what_to_mend_and_fails(tmp_path: Path) -> None:
 
 
 @needs_lab
-def test_a_home_looks_at_its_server_over_a_slow_link(folders: Folders, tmp_path: Path) -> None:
+def test_site_checks_its_server_over_a_slow_link(folders: Folders, tmp_path: Path) -> None:
     env = clean_environment() | {"COMMLAYER_CONFIG": ""}
     line = [sys.executable, "-m", "commlayer"]
     pipes: Any = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -327,7 +327,7 @@ def test_a_home_looks_at_its_server_over_a_slow_link(folders: Folders, tmp_path:
 def test_another_plan_and_another_version_are_reported_on_both(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    odd = "from commlayer.cluster import messages; messages.version = lambda: '9.9.9'"
+    odd = "from commlayer.cluster.calls import messages; messages.version = lambda: '9.9.9'"
     processes = []
     for number, (program, codec) in enumerate((("", "fp16()"), (odd, "bf16()"))):
         plan = Plan("job", (Bucket(0, (Slice(0, 0, 8),), "service", codec, 0),), 1)

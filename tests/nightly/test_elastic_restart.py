@@ -1,4 +1,4 @@
-"""torchrun starts all ranks again after one was killed, and they go on from what was saved. Run as a script: the training."""
+"""torchrun restarts all ranks after one was killed, and they resume from the checkpoint. Run as a script: the training."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check(agents: list[tuple[str, str]], undisturbed: list[str]) -> None:
     assert [each["digest"] for each in lines] == undisturbed
 
 
-def test_after_a_kill_all_start_again_and_come_to_the_same_weights(tmp_path: Path, undisturbed: list[str]) -> None:
+def test_restart_after_a_kill_reaches_the_same_weights(tmp_path: Path, undisturbed: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD),
                "--max-restarts", "1", str(Path(__file__)), str(tmp_path), "1"]
     # As docs/how-to/torchrun.md says: else the second attempt of torch 2.13 meets in the store of the first.
@@ -76,8 +76,8 @@ def test_after_a_kill_all_start_again_and_come_to_the_same_weights(tmp_path: Pat
 
 
 @pytest.mark.parametrize("killed", [1, 0])
-def test_the_line_on_two_machines_goes_on_whoever_is_killed(killed: int, tmp_path: Path, undisturbed: list[str]) -> None:
-    """Rank 0 is the one that the job's coordinator and its server live in."""
+def test_documented_command_on_two_machines_survives_any_kill(killed: int, tmp_path: Path, undisturbed: list[str]) -> None:
+    """Rank 0 hosts the job's coordinator and its server."""
     (line,) = re.findall(r"^(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun .*)\\\n *(.*) train.py$", PAGE, re.MULTILINE)
     with socket.create_server(("127.0.0.1", 0)) as free:
         where = f"127.0.0.1:{free.getsockname()[1]}"
@@ -97,7 +97,7 @@ def test_the_line_on_two_machines_goes_on_whoever_is_killed(killed: int, tmp_pat
     assert sum("(exitcode: -9)" in errors for _, errors in messages) == 1, messages
 
 
-def test_another_number_of_workers_continues(tmp_path: Path) -> None:
+def test_restart_with_another_number_of_workers_continues(tmp_path: Path) -> None:
     pool(3).call(train, str(tmp_path))
     for world in (2, 1):
         results = pool(world).call(train, str(tmp_path))

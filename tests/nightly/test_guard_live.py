@@ -1,4 +1,4 @@
-"""The quality guard in a running job: it compares coded with exact gradients and makes codecs finer on all ranks at once."""
+"""The quality guard in a running job: it compares compressed with exact gradients and refines codecs on all ranks together."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def ran(script: Any, codec: str, how: str = "module", parts: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize("how", ["module", "ddp"])
-def test_a_codec_that_loses_too_much_is_made_finer(how: str) -> None:
+def test_codec_with_a_large_error_is_refined(how: str) -> None:
     result, _ = ran(train, COARSE, how, (("", LATEST),), guard="act", max_loss=0.005)
     levels, sent = result["levels"], result["sent"]
     changes = [step for step in range(1, LATEST) if levels[step] != levels[step - 1]]
@@ -101,28 +101,28 @@ def test_a_codec_that_loses_too_much_is_made_finer(how: str) -> None:
     ("identity()", {"guard": "act", "max_loss": 0.005}, False), ("fp16()", {"guard": "act", "max_loss": 0.005}, True),
     (COARSE, {}, False), (COARSE, {"guard": "off", "max_loss": 0.005}, False),
 ])
-def test_an_exact_plan_or_one_without_guard_is_left_alone(codec: str, fields: dict[str, Any], compared: bool) -> None:
+def test_exact_plan_or_plan_without_guard_is_unchanged(codec: str, fields: dict[str, Any], compared: bool) -> None:
     result, _ = ran(train, codec, **fields)
     assert len(set(result["levels"])) == 1
     assert result["decisions"] == []
     assert (result["guard_s"] > 0) is compared
 
 
-def test_a_requested_plan_stays_and_each_complaint_is_logged_once() -> None:
+def test_requested_plan_is_kept_and_each_complaint_is_logged_once() -> None:
     result, _ = ran(train, COARSE, max_loss=0.005)
     assert len(set(result["levels"])) == 1
     assert any("the plan stays as the user set it" in line for line in result["decisions"])
     assert len(result["decisions"]) <= 3
 
 
-def test_a_switch_to_a_coarser_plan_is_not_undone() -> None:
+def test_switch_to_a_coarser_plan_is_not_undone() -> None:
     result, _ = ran(train, "identity()", parts=(("", 16), ("int8()", 16), ("topk(ratio=0.3)", 16)), guard="act", max_loss=0.05)
     assert result["codecs"] == [{"identity()"}, {"int8()"}, {"topk(ratio=0.3)"}]
     assert result["decisions"] == []
     assert result["guard_s"] > 0
 
 
-def test_a_loss_that_rises_on_one_rank_changes_the_plan_on_all() -> None:
+def test_rising_loss_on_one_rank_changes_the_plan_on_all() -> None:
     results = ran(rising, "int8(block=32)", guard="act", max_loss=0.05)
     for result in results:
         assert "the loss has risen by" in result["decisions"][0]
@@ -144,7 +144,7 @@ def test_under_the_automatic_plan_the_guard_acts_until_the_script_requests_a_pla
 
 
 def compare(run: Run, codec: str) -> dict[str, Any]:
-    """The comparisons of a few steps, and what they should have been, computed from the gradients themselves."""
+    """The comparisons of a few steps, and the expected ones, computed from the gradients themselves."""
     quality.TIME_PART = 1e9
     model = mlp()
     wrapped = run.wrap(model)
@@ -237,7 +237,7 @@ def bucket(codec: str, path: str = "service", **fields: Any) -> Bucket:
     (bucket("fp16()"), 1.0, "identity()"), (bucket("powersgd(rank=1)", shape=(300, 40)), 0.5, "fp16()"),
     (bucket("topk(ratio=0.01)", "encode@cpu all.allgather decode@cpu"), 0.5, "fp16()"),
 ])
-def test_a_bucket_below_the_floor_takes_the_next_finer_codec_that_fits(before: Bucket, floor: float, codec: str) -> None:
+def test_bucket_below_the_floor_gets_the_next_finer_codec(before: Bucket, floor: float, codec: str) -> None:
     plan = codec_floor.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2)
     assert parse(plan.buckets[0].codec) == parse(codec)
     assert not unsuited(plan, 2, 1)
@@ -245,7 +245,7 @@ def test_a_bucket_below_the_floor_takes_the_next_finer_codec_that_fits(before: B
     assert codec_floor.lowest(plan) >= min(floor, 1.0) * codec_floor.EQUAL
 
 
-def test_both_directions_and_all_nodes_are_made_finer() -> None:
+def test_both_directions_and_all_nodes_are_refined() -> None:
     def lifted(before: Bucket, floor: float) -> Bucket:
         return codec_floor.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2).buckets[0]
 
@@ -258,7 +258,7 @@ def test_both_directions_and_all_nodes_are_made_finer() -> None:
     assert not codec_floor.lossy(dense)
 
 
-def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path) -> None:
+def test_planner_stays_above_the_floor_and_within_the_budget(tmp_path: Path) -> None:
     connection, cluster = FakeJob(), cluster_from_line("2xrtx3060@100/20Mb")
     profile, policy = profile_from_tables(cluster), Policy(devices=("cpu",))
     assert plan_limits.codecs(connection) == list(DEFAULT_CODECS)
@@ -277,7 +277,7 @@ def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path)
 # ---- the guard of an automatic plan without a budget compares gradients with the usual ones, and does not judge the loss
 
 def doubling(run: Run, requested: bool) -> Any:
-    """What was said, codecs, and the guard's time, where a loss doubles under a plan found by itself or asked for."""
+    """Log lines, codecs, and the guard's time when the loss doubles under an automatic or a requested plan."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy, "TIME_PART", 1e9)
         logging.getLogger("commlayer").setLevel(logging.ERROR)
@@ -298,7 +298,7 @@ def doubling(run: Run, requested: bool) -> Any:
 
 @pytest.mark.commit(1)
 @pytest.mark.parametrize("requested", [False, True])
-def test_a_loss_that_rises_is_nobodys_where_no_budget_is_named(requested: bool) -> None:
+def test_rising_loss_has_no_effect_without_a_budget(requested: bool) -> None:
     with coordinators(1, WORLD, SERVERS) as jobs:
         setting = Setting("module", (jobs[0].address,), servers=SERVERS, plan="auto")
         results = pool(WORLD).call(play, WORLD, doubling, setting, requested)

@@ -65,7 +65,7 @@ def test_ctrl_c_under_torchrun_is_one_line_for_each_rank(tmp_path: Path, all_ran
     assert "[rank" not in text, "tracebacks of ranks"
 
 
-def test_a_hook_of_the_script_and_tracebacks_of_other_errors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_hook_of_the_script_and_other_tracebacks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[BaseException] = []
     own: Callable[..., None] = lambda _kind, error, _trace: seen.append(error)  # noqa: E731
     monkeypatch.setattr(sys, "excepthook", own)

@@ -1,4 +1,4 @@
-"""The law through sessions: applied updates + residuals = input gradients, for modules and DDP, whatever a script does."""
+"""The law through sessions: applied updates + residuals = input gradients, for modules and DDP, for any script."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WAYS = LOCAL | {"forward": {"overlap": "forward"}}
 
 
 class Given(nn.Module):
-    """Its gradients are what it is called with."""
+    """Its gradients are its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def applied_to(model: Given) -> list[torch.Tensor]:
 
 
 def residuals_of(session: Any) -> list[torch.Tensor]:
-    """Residuals of this rank, per tensor, after a roll-back of what was not applied."""
+    """Residuals of this rank, per tensor, after a rollback of what was not applied."""
     worker = session.inspect.context.worker
     worker.roll_back()
     owed = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
@@ -85,7 +85,7 @@ def residuals_of(session: Any) -> list[torch.Tensor]:
 
 
 class Script:
-    """What events act on: a model with known gradients and rate 1, and the account of what was put in."""
+    """The target of events: a model with known gradients and rate 1, and the account of inputs."""
 
     def __init__(self, rank: int, how: str, kind: str, per_node: int, address: str, folder: str) -> None:
         self.rank, self.model, self.folder = rank, Given(), folder
@@ -108,7 +108,7 @@ class Script:
         self.step = 0
 
     def backward(self, *, put: float = 1.0, without: Set[int] = frozenset(), salt: int = 0, spoil: bool = False) -> None:
-        """`put`: what a gradient of 1 is to be worth to the optimizer."""
+        """`put`: what a gradient of 1 should be worth to the optimizer."""
         given: list[Any] = [None if t in without else g for t, g in enumerate(slopes(self.rank, self.step, salt))]
         for total, g in zip(self.put, given, strict=True):
             if g is not None and put:
@@ -224,7 +224,7 @@ def dense(model: nn.Module, first: Plan) -> Plan:
 
 
 def there_and_back(s: Script) -> None:
-    """To a plan without residuals, whose first averages, with inherited ones, are thrown away; and back to the first plan."""
+    """To a plan without residuals, whose first averages, with inherited ones, are discarded; and back to the first plan."""
     first = s.session.inspect.plan
     assert first is not None
     for plan in (dense(s.model, first), first):
@@ -234,8 +234,8 @@ def there_and_back(s: Script) -> None:
             plain(s)
 
 
-def thrown_away_at_other_weights(s: Script) -> None:
-    """Inherited residuals are part of averages that are thrown away, in a step whose weights were not known before."""
+def discarded_at_other_weights(s: Script) -> None:
+    """Inherited residuals are part of discarded averages, in a step whose weights were not known in advance."""
     first = s.session.inspect.plan
     assert first is not None
     for plan in (dense(s.model, first), first):
@@ -247,8 +247,8 @@ def thrown_away_at_other_weights(s: Script) -> None:
         plain(s)
 
 
-def skipped_behind_a_switch(s: Script) -> None:
-    """The first step of each plan is not finite, so that residuals of the plan before stay."""
+def skipped_after_a_switch(s: Script) -> None:
+    """The first step of each plan is not finite, so residuals of the previous plan remain."""
     first = s.session.inspect.plan
     assert first is not None
     for plan in (dense(s.model, first), first):
@@ -258,8 +258,9 @@ def skipped_behind_a_switch(s: Script) -> None:
         plain(s)
 
 
-def owed_by_another_rank(s: Script) -> None:
-    """Other ranks of a node code these residuals, in a step whose weights were not known before; at last without codecs."""
+def residuals_of_another_rank(s: Script) -> None:
+    """Other ranks of a node encode these residuals, in a step whose weights were not known in advance; at last without codecs.
+    """
     first = s.session.inspect.plan
     assert first is not None
     turned = msgspec.structs.replace(first, buckets=tuple(
@@ -276,8 +277,8 @@ def owed_by_another_rank(s: Script) -> None:
         s.session.weight(1.0)
 
 
-def broken_off(s: Script) -> None:
-    """Passes that raise on one rank: such a step is none, on any. It is over when that rank's next pass begins."""
+def aborted_passes(s: Script) -> None:
+    """Passes that raise on one rank: such a step has no effect on any rank. It ends when that rank's next pass begins."""
     for n in range(STEPS):
         breaks, handle = n % 3 == 0, None
         if breaks and s.rank == 1:
@@ -323,19 +324,19 @@ def saved_and_loaded(s: Script) -> None:
 EVENTS: dict[str, Callable[[Script], None]] = {f.__name__: f for f in (
     plain, unused, used_here_alone, probe, probe_with_zeros, stepped_with_zeros, step_without_clearing,
     skips, weights, added_up, gathered,
-    there_and_back, thrown_away_at_other_weights, skipped_behind_a_switch, owed_by_another_rank, broken_off,
+    there_and_back, discarded_at_other_weights, skipped_after_a_switch, residuals_of_another_rank, aborted_passes,
     saved_and_loaded,
 )}
 
 
-WEIGHTS = {"weights", "thrown_away_at_other_weights", "owed_by_another_rank"}
-SKIPS = {"skips", "skipped_behind_a_switch"}
-LEFT_OUT = {name: SKIPS | {"broken_off"} | WEIGHTS for name in LOCAL} | {"forward": SKIPS}
+WEIGHTS = {"weights", "discarded_at_other_weights", "residuals_of_another_rank"}
+SKIPS = {"skips", "skipped_after_a_switch"}
+LEFT_OUT = {name: SKIPS | {"aborted_passes"} | WEIGHTS for name in LOCAL} | {"forward": SKIPS}
 """Where a rank skips alone, or breaks off, the others' steps count; and a round has one weight for all of its steps."""
 LEFT_OUT["delayed"] = SKIPS | {"probe", "probe_with_zeros", "stepped_with_zeros", "step_without_clearing", "there_and_back",
-                       "thrown_away_at_other_weights", "broken_off", "saved_and_loaded"}
+                       "discarded_at_other_weights", "aborted_passes", "saved_and_loaded"}
 """What a pass is put in for comes a step later: each pass is for some step."""
-LEFT_OUT["overlapped"] = SKIPS | {"there_and_back", "broken_off"} | WEIGHTS
+LEFT_OUT["overlapped"] = SKIPS | {"there_and_back", "aborted_passes"} | WEIGHTS
 """A plan of single steps does not divide into turns."""
 
 
@@ -345,7 +346,7 @@ def run(rank: int, how: str, kind: str, per_node: int, address: str, folder: str
         for name, event in EVENTS.items():
             if name in LEFT_OUT.get("delayed" if "delayed" in how else script.way, ()):
                 continue
-            if "ddp" in how and event is broken_off:  # torch itself refuses the next forward pass
+            if "ddp" in how and event is aborted_passes:  # torch itself refuses the next forward pass
                 continue
             event(script)
             results.append((name, script.account()))
@@ -369,7 +370,7 @@ def run(rank: int, how: str, kind: str, per_node: int, address: str, folder: str
     ("module, delayed", "int8, late all", 2), ("module, delayed", "topk, shards, late some", 2),
     ("ddp, delayed", "topk, late all", 1), ("ddp, view, delayed", "int8, late some", 2),
 ])
-def test_applied_and_owed_is_what_was_put_in(how: str, kind: str, per_node: int, tmp_path: Path) -> None:
+def test_applied_plus_residual_equals_input(how: str, kind: str, per_node: int, tmp_path: Path) -> None:
     with rank_pool.Servers(WORLD, 2) as servers:
         results = pool(WORLD).call(run, how, kind, per_node, servers.address, str(tmp_path / "save"))
     wrong = []
@@ -384,7 +385,7 @@ def test_applied_and_owed_is_what_was_put_in(how: str, kind: str, per_node: int,
 
 
 def adversaries(rank: int, codec: str, addresses: list[str]) -> list[dict[str, Any]]:
-    """Two models, two optimizers, alternating passes: the second one's loss gives the first gradients that nobody wants."""
+    """Two models, two optimizers, alternating passes: the second one's loss gives the first model unwanted gradients."""
     models = [Given(), Given()]
     optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
     sessions = [commlayer.attach(m, o, compression=commlayer.compressors.parse(codec), config=rank_pool.quick(join=address))
@@ -407,8 +408,8 @@ def adversaries(rank: int, codec: str, addresses: list[str]) -> list[dict[str, A
 
 @pytest.mark.parametrize(
     "codec", ["topk(ratio=0.1)", "int8(block=64)", "onebit(block=64)", "randomk(ratio=0.2)", "powersgd(rank=1)"])
-def test_a_pass_for_another_model_moves_nothing(codec: str) -> None:
-    """Of 20 steps of 1 all is applied, or in residuals of workers and servers."""
+def test_backward_pass_of_another_model_has_no_effect(codec: str) -> None:
+    """Of 20 steps of 1 everything is applied, or in residuals of workers and servers."""
     with rank_pool.Servers(WORLD, 1) as first, rank_pool.Servers(WORLD, 1) as second:
         results = pool(WORLD).call(adversaries, codec, [first.address, second.address])
         kept = sum(float(r.sum(dtype="float64")) for r in first.residuals().values())
@@ -444,7 +445,7 @@ def two_optimizers(rank: int, address: str) -> dict[str, Any]:
     return account
 
 
-def test_of_a_step_that_is_not_finite_what_an_optimizer_steps_with_is_applied() -> None:
+def test_optimizer_input_of_a_non_finite_step_counts_as_applied() -> None:
     with rank_pool.Servers(WORLD, 2) as servers:
         first, second = pool(WORLD).call(two_optimizers, servers.address)
     for t in range(len(SIZES)):

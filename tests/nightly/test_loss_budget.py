@@ -1,4 +1,4 @@
-"""Measured losses in the planner: what a budget leaves of codecs, on the command line and before a job has a plan."""
+"""Measured losses in the planner: the codecs that a budget permits, on the command line and before a job has a plan."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def lossiest(model: LossModel, max_loss: float) -> float:
 
 
 @pytest.mark.parametrize("max_loss", [0.02, 0.003, 0.0])
-def test_a_plan_keeps_the_budget_in_measured_units(max_loss: float) -> None:
+def test_plan_meets_the_budget_in_measured_units(max_loss: float) -> None:
     spent = lossiest(MODEL, max_loss)
     assert spent <= max_loss * (1 + 1e-6)
     assert spent > 0.5 * max_loss or max_loss == 0, "and uses it, for the links are slow"
 
 
-def test_what_nobody_measured_is_left_out() -> None:
+def test_unmeasured_codecs_are_excluded() -> None:
     profile, policy = loss_budget.priced(profile_from_tables(SLOW), Policy(), MODEL)
     assert set(policy.codecs) == {"identity()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.01)"}
     assert {c.codec: c.task_loss for c in profile.codecs if c.codec in policy.codecs} == {
@@ -53,7 +53,7 @@ def test_what_nobody_measured_is_left_out() -> None:
         loss_budget.priced(profile_from_tables(SLOW), Policy(codecs=("fp16()",)), MODEL)
 
 
-def test_the_smallest_ratio_within_the_budget_is_priced_too() -> None:
+def test_smallest_ratio_within_the_budget_is_priced() -> None:
     result = loss_budget.names(MODEL, 0.01)
     sparse = [name for name in result if name.startswith("topk") and name not in machines.DEFAULT_CODECS]
     assert sparse == ["topk(ratio=0.059)"]
@@ -73,7 +73,7 @@ SPARSE_ONLY = LossModel((LossPoint("topk", 0.3, 0.001), LossPoint("topk", 0.1, 0
     (LossModel((LossPoint("onebit", 1.0, 0.0),)), 0.05, "identity()"),
     (SPARSE_ONLY, 0.05, "topk(ratio=0.1, values='int8')"), (SPARSE_ONLY, 0.001, "topk(ratio=0.3, values='int8')"),
 ])
-def test_a_job_begins_fine_and_within_its_budget(model: LossModel, max_loss: float, codec: str) -> None:
+def test_job_starts_with_fine_codecs_within_its_budget(model: LossModel, max_loss: float, codec: str) -> None:
     """The tuner's losses hold from the start: the first steps tolerate least, and links are not known yet."""
     assert loss_budget.first_codec(model, max_loss, FINE, SPARSE, LEAST_RATIO) == codec
 
@@ -85,7 +85,7 @@ def test_a_job_begins_fine_and_within_its_budget(model: LossModel, max_loss: flo
     ('{"points": [{"codec": "topk", "ratio": 0.1, "loss": 0}]}', "`loss`.*E-LOSS-MODEL"),
     ('{"version": 3, "points": []}', "`version`; `commlayer tune` .*E-LOSS-MODEL"),
 ])
-def test_a_bad_file_is_one_line(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_file_is_one_line(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.json").write_text(text)
     with pytest.raises(ValueError, match=f"^loss model bad.json: .*{message}") as caught:
@@ -95,7 +95,7 @@ def test_a_bad_file_is_one_line(text: str, message: str, tmp_path: Path, monkeyp
         loss_model.read(Path("none.json"))
 
 
-def test_the_command_plans_with_measured_losses(
+def test_command_plans_with_measured_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,5 @@
-"""Kernels as other compilers build them: under sanitizers and libFuzzer, for 64-bit ARM under emulation, and not at all."""
+"""Kernels of other builds: under sanitizers and libFuzzer, for 64-bit ARM under emulation, and an install without a compiler.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def output(*command: str | Path) -> str:
 
 
 @pytest.mark.timeout(200)
-def test_no_kernel_touches_memory_that_is_not_its_own(tmp_path: Path) -> None:
+def test_kernels_stay_inside_their_buffers(tmp_path: Path) -> None:
     if HERE is None:
         pytest.skip("no C++ compiler")
     probe = tmp_path / "probe.cc"
@@ -52,8 +53,8 @@ def test_no_kernel_touches_memory_that_is_not_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_no_bytes_lead_a_decoder_astray(tmp_path: Path) -> None:
-    """From the corpus that is kept on. `make fuzz` runs longer."""
+def test_decoders_survive_malformed_bytes(tmp_path: Path) -> None:
+    """Starts from the stored corpus. `make fuzz` runs longer."""
     try:
         target = fuzzer(tmp_path / "kernels")
     except CannotBuild as reason:
@@ -70,7 +71,7 @@ def test_no_bytes_lead_a_decoder_astray(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("required", "status"), [("", 0), ("1", 1)])
-def test_fuzzing_without_its_tools_says_what_is_skipped(
+def test_fuzzing_without_its_tools_reports_what_is_skipped(
     required: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     spec = importlib.util.spec_from_file_location("nightly_fuzz", ROOT / "tests" / "nightly" / "fuzz.py")
@@ -99,7 +100,7 @@ def digests(*command: str | Path) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.timeout(200)
-def test_neon_gives_the_bytes_of_every_other_body(tmp_path: Path) -> None:
+def test_neon_bytes_equal_those_of_every_other_body(tmp_path: Path) -> None:
     if ARM is None or EMULATOR is None or HERE is None:
         pytest.skip("needs aarch64-linux-gnu-g++, qemu-aarch64 and a C++ compiler for this CPU")
     local = digests(built(HERE, tmp_path / "here", "agree"))
@@ -110,8 +111,8 @@ def test_neon_gives_the_bytes_of_every_other_body(tmp_path: Path) -> None:
         assert not differ, f"{body} differs from portable code on this CPU in {', '.join(differ)}"
 
 
-def test_every_kernel_is_digested() -> None:
-    """A kernel that the header declares and the driver does not call would pass unseen."""
+def test_every_kernel_is_compared() -> None:
+    """Otherwise a kernel that the header declares and the driver does not call would go unnoticed."""
     header = (NATIVE / "include" / "commlayer.h").read_text()
     driver = (NATIVE / "tests" / "agree.cc").read_text()
     declared = set(re.findall(r"^\w[\w *]* \**(cml_\w+)\(", header, re.MULTILINE))
@@ -141,7 +142,7 @@ assert str(commlayer.__file__).startswith(sys.argv[1]), commlayer.__file__
 
 
 @pytest.mark.timeout(150)
-def test_an_install_without_a_compiler_is_complete_and_says_once_that_it_runs_on_the_fallback(tmp_path: Path) -> None:
+def test_install_without_a_compiler_works_and_logs_the_fallback_once(tmp_path: Path) -> None:
     missing = [name for name in ("scikit_build_core", "nanobind", "pip") if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)} to build")

@@ -1,4 +1,4 @@
-"""LANS against the paper's equations in plain Python, its states, its bad input; CLAN over a summation server."""
+"""LANS against the paper's equations in plain Python, its states, its invalid input; CLAN over a summation server."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "wei
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("given", TABLE, ids=str)
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_every_step_is_the_papers(given: dict[str, Any], dtype: torch.dtype, near: float, device: str) -> None:
+def test_every_step_follows_the_paper(given: dict[str, Any], dtype: torch.dtype, near: float, device: str) -> None:
     parameters = [nn.Parameter(x) for x in tensors(0, dtype, device)]
     optimizer = LANS(parameters, **given)
     papers = [Paper(flat(p)) for p in parameters]
@@ -106,7 +106,7 @@ def test_every_step_is_the_papers(given: dict[str, Any], dtype: torch.dtype, nea
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_short_floats_are_updated_through_float32(dtype: torch.dtype) -> None:
+def test_half_precision_is_updated_in_float32(dtype: torch.dtype) -> None:
     parameters = [nn.Parameter(x) for x in tensors(0, dtype)]
     optimizer = LANS(parameters, lr=0.1)
     for step in range(5):
@@ -123,7 +123,7 @@ def test_short_floats_are_updated_through_float32(dtype: torch.dtype) -> None:
             assert optimizer.state[p]["v"].dtype == torch.float32
 
 
-def test_zeros_begin_to_move_and_no_gradient_means_no_step() -> None:
+def test_zero_weights_are_updated_and_missing_gradients_are_skipped() -> None:
     zero, still, unused = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     optimizer = LANS([zero, still, unused], lr=0.1, weight_decay=0.0)
     zero.grad, still.grad = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4)
@@ -135,7 +135,7 @@ def test_zeros_begin_to_move_and_no_gradient_means_no_step() -> None:
     assert unused not in optimizer.state
 
 
-def test_groups_have_their_own_settings_and_schedules_set_the_rate() -> None:
+def test_groups_have_their_own_settings_and_schedules_apply() -> None:
     a, b = (nn.Parameter(x) for x in tensors(1, torch.float64)[:2])
     optimizer = LANS([{"params": [a]}, {"params": [b], "weight_decay": 0.0, "lr": 0.2, "phi": (0.0, 1.0)}], lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -151,7 +151,7 @@ def test_groups_have_their_own_settings_and_schedules_set_the_rate() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_state_dict_goes_on_where_it_was_taken(dtype: torch.dtype) -> None:
+def test_state_dict_resumes_exactly(dtype: torch.dtype) -> None:
     parameters = [nn.Parameter(x) for x in tensors(0, dtype)]
     optimizer = LANS(parameters, lr=0.1, betas=(0.5, 0.9))
     train(optimizer, parameters, range(4))
@@ -163,7 +163,7 @@ def test_a_state_dict_goes_on_where_it_was_taken(dtype: torch.dtype) -> None:
     assert all(torch.equal(p, q) for p, q in zip(parameters, others, strict=True))
 
 
-def test_a_closure_is_evaluated_with_gradients() -> None:
+def test_closure_is_evaluated_with_gradients() -> None:
     weight = nn.Parameter(torch.tensor([3.0, 4.0]))
     optimizer = LANS([weight], lr=0.1, weight_decay=0.0)
 
@@ -188,12 +188,12 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
     ({"phi": (2.0, 1.0)}, "LANS: phi is (2.0, 1.0),"),
     ({"phi": (0.0, 0.0)}, "LANS: phi is (0.0, 0.0),"),
 ])
-def test_bad_settings_are_one_line(given: dict[str, Any], named: str) -> None:
+def test_invalid_settings_are_one_line(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=rf"^{re.escape(named)} [^\n]+ \[E-OPTIM-ARGUMENT\]$"):
         LANS([nn.Parameter(torch.ones(2))], **given)
 
 
-def test_bad_tensors_are_one_line_and_leave_the_optimizer_as_it_was() -> None:
+def test_invalid_tensors_are_one_line_and_leave_the_optimizer_unchanged() -> None:
     optimizer = LANS([nn.Parameter(torch.ones(2))])
     with pytest.raises(ValueError, match="LANS: .*complex64, .*float32, .*E-OPTIM-PARAMETER"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64))]})
@@ -229,13 +229,13 @@ def reached(codec: str, optimizer: type[LANS], lr: float, steps: int = 120) -> t
 
 
 @pytest.mark.parametrize("codec", ["onebit()", "topk(ratio=0.1)"])
-def test_clan_learns_as_lans_does_with_a_twentieth_of_the_bytes(codec: str) -> None:
+def test_clan_learns_like_lans_with_a_twentieth_of_the_bytes(codec: str) -> None:
     (dense, full), (coded, nbytes) = reached("identity()", LANS, 0.04), reached(codec, CLAN, 0.04)
     assert full > 20 * nbytes
     assert max(dense, coded) < 0.3, "of 2.3 at the start"
 
 
-def test_the_example_learns_and_sends_a_bit_each_way() -> None:
+def test_example_learns_and_sends_one_bit_in_each_direction() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     nodes = clean_environment() | {"COMMLAYER_RANKS_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*launch, "examples/clan.py"], cwd=ROOT, env=nodes, text=True, stdin=subprocess.DEVNULL,

@@ -1,5 +1,7 @@
-"""What pages of the documentation show: their scripts and commands run, and print what the pages say. COMMLAYER_GOLDEN=1
-rewrites docs/tutorials/planning.md."""
+"""Scripts and commands of the documentation run and print what the pages show.
+
+COMMLAYER_GOLDEN=1 rewrites docs/tutorials/planning.md.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.mark.commit(1)
-def test_the_diff_is_that_of_the_example() -> None:
+def test_shown_diff_equals_that_of_the_example() -> None:
     (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
     example = (ROOT / "examples" / "train.py").read_text("utf-8").splitlines()
     lines = [line[1:] for line in diff.splitlines() if line != " ..."]
@@ -31,7 +33,7 @@ def test_the_diff_is_that_of_the_example() -> None:
 
 
 @pytest.mark.commit(1)
-def test_the_first_script_trains_alone_and_says_so() -> None:
+def test_first_script_trains_as_a_single_process_and_reports_it() -> None:
     done = subprocess.run([sys.executable, "examples/train.py"], cwd=ROOT, text=True, timeout=120, capture_output=True,
                           env=clean_environment())
     assert done.returncode == 0, done.stderr
@@ -41,7 +43,7 @@ def test_the_first_script_trains_alone_and_says_so() -> None:
 
 
 @pytest.mark.commit(1)
-def test_the_command_to_plan_runs_in_a_clone() -> None:
+def test_planning_command_runs_in_a_clone() -> None:
     (line,) = re.findall(r"^commlayer (estimate examples/train.py:make .*)$", README, re.MULTILINE)
     done = subprocess.run([sys.executable, "-m", "commlayer", *line.split()], cwd=ROOT, text=True, timeout=120,
                           capture_output=True, env=clean_environment())
@@ -63,7 +65,7 @@ def losses(line: list[str], folder: Path, epochs: int = 2) -> list[float]:
     return [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+), ", done.stdout, re.MULTILINE)]
 
 
-def test_the_script_trains_under_torchrun_and_goes_on_alone(tmp_path: Path) -> None:
+def test_script_trains_under_torchrun_and_resumes_as_a_single_process(tmp_path: Path) -> None:
     (empty := tmp_path / "empty").mkdir()
     fresh = losses([], empty)
     first = losses(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], tmp_path)
@@ -72,7 +74,7 @@ def test_the_script_trains_under_torchrun_and_goes_on_alone(tmp_path: Path) -> N
     assert then[0] < 0.8 * fresh[0], "with the weights that the two have left"
 
 
-def test_a_home_without_a_checkpoint_that_comes_first_overwrites_none(tmp_path: Path) -> None:
+def test_first_site_without_a_checkpoint_overwrites_none(tmp_path: Path) -> None:
     """Rank 0's folder is empty; rank 1 has the checkpoint of an earlier run."""
     folders = [tmp_path / str(rank) for rank in range(2)]
     for folder in folders:
@@ -89,7 +91,7 @@ def test_a_home_without_a_checkpoint_that_comes_first_overwrites_none(tmp_path: 
     assert one_save(folders[0] / "checkpoint") == (2, 120)
 
 
-def test_the_page_shows_what_the_planner_says_of_its_cluster(tmp_path: Path) -> None:
+def test_page_shows_the_planner_output_for_its_cluster(tmp_path: Path) -> None:
     (line,) = re.findall(r"^\$ commlayer (estimate .*)$", EVENING, re.MULTILINE)
     text = CliRunner().invoke(app, line.split(), env={"COLUMNS": "120"})
     assert text.exit_code == 0, text.output
@@ -122,7 +124,7 @@ def said(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     return "".join(f"{line.rstrip()}\n" for line in output.out.splitlines()).strip("\n") + "\n"
 
 
-def test_the_worked_decision_prints_what_the_page_says(
+def test_worked_example_prints_what_the_page_shows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -154,8 +156,8 @@ TORCHRUN = f"{shlex.quote(sys.executable)} -m torch.distributed.run "
 WAIT_S = 90.0
 
 
-def test_a_node_that_slurm_starts_and_one_that_kubernetes_starts_are_one_job(tmp_path: Path) -> None:
-    """Each command finds the number of nodes and its own number, so one job tests both."""
+def test_slurm_and_kubernetes_nodes_form_one_job(tmp_path: Path) -> None:
+    """Each command derives the number of nodes and its own number, so one job tests both."""
     authority = pytest.importorskip("commlayer.cluster.keys.authority", reason="cryptography is not installed")
     authority.init(tmp_path / "keys")
     keys = str(authority.add(tmp_path / "keys", "cluster"))
@@ -186,7 +188,7 @@ def test_a_node_that_slurm_starts_and_one_that_kubernetes_starts_are_one_job(tmp
 
 # ---- the site
 
-def test_the_site_builds_without_warnings() -> None:
+def test_documentation_site_builds_without_warnings() -> None:
     if not Path(sys.executable).with_name("zensical").exists():
         pytest.skip("zensical is not installed: `make docs` installs it")
     done = subprocess.run([sys.executable, "docs/build_site.py"], cwd=ROOT, text=True, timeout=300, capture_output=True)
@@ -204,7 +206,7 @@ GUIDES = [page for folder in ("how-to", "tutorials") for page in sorted((ROOT / 
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_code_of_a_guide_runs(page: Path, tmp_path: Path) -> None:
+def test_guide_code_runs(page: Path, tmp_path: Path) -> None:
     world = 4 if page.stem == "uneven-machines" else 2  # its shares are for four
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
@@ -231,7 +233,7 @@ run()
 @pytest.mark.commit(1)
 @pytest.mark.parametrize(("command", "code", "ends"), [
     ("estimate lstm --homes 2xrtx3060@100/20Mb", 0, ""), ("serve --bind 127.0.0.1:7000 --workers 1", 2, "[E-SYSTEM]")])
-def test_without_modules_that_windows_lacks_estimates_work_and_servers_are_refused(command: str, code: int, ends: str) -> None:
+def test_without_unix_modules_estimates_work_and_servers_are_refused(command: str, code: int, ends: str) -> None:
     done = subprocess.run([sys.executable, "-c", HIDDEN, *command.split()], text=True, timeout=120, capture_output=True,
                           env=clean_environment(), cwd=ROOT)
     assert (done.returncode, done.stderr.strip()[-len(ends):] if ends else done.stderr) == (code, ends)

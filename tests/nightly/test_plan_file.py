@@ -1,4 +1,4 @@
-"""A plan file's whole way: made by the command, edited by hand, checked, attached by 2 nodes x 2 ranks, traced, compared."""
+"""The life of a plan file: created by the command, edited by hand, checked, attached by 2 nodes x 2 ranks, traced, compared."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def settings(**fields: Any) -> dict[str, Any]:
     return quick(ranks_per_node=PER_NODE, **fields)
 
 
-def test_a_plan_of_many_classes_of_paths_trains_as_one_process_would_and_is_traced(call: Callable[..., Any]) -> None:
+def test_plan_of_many_path_classes_trains_like_a_single_process_and_is_traced(call: Callable[..., Any]) -> None:
     plan = save(edited(make(call)))
     assert call("plan", "lint", "plan.json") == (0, "plan.json: nothing wrong\n", "")
     first, second = str(Path("first.json").resolve()), str(Path("second.json").resolve())
@@ -155,7 +155,7 @@ def test_a_plan_of_many_classes_of_paths_trains_as_one_process_would_and_is_trac
     assert max(map(len, out.splitlines())) <= 120
 
 
-def test_servers_start_where_the_plan_has_them_and_without_inputs_nothing_is_predicted(call: Callable[..., Any]) -> None:
+def test_servers_start_on_planned_nodes_and_no_inputs_means_no_prediction(call: Callable[..., Any]) -> None:
     plan = make(call)
     call("plan", "create", "lstm", "--nodes", "2x2*cpu@10g", "--out", "lstm.json")
     Path("lstm.inputs.json").replace("plan.inputs.json")
@@ -194,7 +194,7 @@ def under_ddp(rank: int, plan: str, address: str) -> dict[str, Any]:
         return {"weights": weights(model), "slices": [len(b.slices) for b in session.inspect.plan.buckets]}
 
 
-def test_ddp_runs_the_plan_of_the_module_inside(call: Callable[..., Any]) -> None:
+def test_ddp_runs_the_plan_of_the_wrapped_module(call: Callable[..., Any]) -> None:
     job = job_of(normed())
     assert sum(info.buffer for info in job.tensors) == 2
     plan = default_plan(job, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=200, cut_nbytes=4096)
@@ -221,7 +221,7 @@ def refused(rank: int, cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def test_what_cannot_run_is_refused_in_a_line_by_every_rank_and_lint_finds_all_of_it(call: Callable[..., Any]) -> None:
+def test_unrunnable_plan_is_refused_by_every_rank_and_reported_by_lint(call: Callable[..., Any]) -> None:
     plan = edited(make(call))
     job = records.decode(Path("job.json").read_bytes(), Job, "job")
     other = msgspec.structs.replace(plan, job=Job(job.tensors[:-1]).digest())
@@ -259,7 +259,7 @@ def test_what_cannot_run_is_refused_in_a_line_by_every_rank_and_lint_finds_all_o
         assert (code, errors.count("\n")) == (2, 1), errors
 
 
-def test_a_lowered_plan_knows_which_bucket_each_is_of() -> None:
+def test_lowered_plan_maps_each_bucket_to_its_origin() -> None:
     from commlayer.engine.observers.predicted_trace import origins
 
     sizes = [info.numel for info in job_of(mlp()).tensors]

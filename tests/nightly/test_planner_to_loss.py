@@ -45,7 +45,7 @@ def costly_space(seed: int) -> tuple[Space, list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_the_search_finds_the_least_seconds_to_a_loss(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_minimizes_the_seconds_to_a_loss(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     space, counts = costly_space(seed)
     result = search(space, uniform(space))
     least = math.inf
@@ -59,7 +59,7 @@ def test_the_search_finds_the_least_seconds_to_a_loss(seed: int, monkeypatch: py
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_sweep_compares_steps_times_their_factors(seed: int) -> None:
+def test_sweep_compares_step_times_multiplied_by_factors(seed: int) -> None:
     _, problem, counts = random_space(seed, budget=False)
     rng = random.Random(seed)
     factors = [rng.uniform(0.5, 3.0) for _ in range(counts[0])]
@@ -74,7 +74,7 @@ def test_a_sweep_compares_steps_times_their_factors(seed: int) -> None:
     assert min(a * b for a, b in zip(best, factors, strict=True)) == min(prices)
 
 
-def test_fast_links_code_finely_and_slower_ones_never_more_so() -> None:
+def test_slower_links_never_get_finer_codecs() -> None:
     rates = (1e10, 1e9, 1e8, 3e7, 1e7)
     exact = [made_for(at(bps), Policy()) for bps in rates]
     free = [made_for(at(bps), FREE) for bps in rates]
@@ -89,7 +89,7 @@ def test_fast_links_code_finely_and_slower_ones_never_more_so() -> None:
     assert all(price(f) <= price(e) * (1 + PAYS) for e, f in zip(exact, free, strict=True)), "more may be done"
 
 
-def test_the_shortest_step_is_not_the_shortest_way() -> None:
+def test_shortest_step_is_not_the_shortest_training() -> None:
     machines = at(1e8)
     by_step, to_loss = made_for(machines, Policy(objective="step")), made_for(machines, Policy())
     assert by_step.step_s < to_loss.step_s
@@ -100,7 +100,7 @@ def test_the_shortest_step_is_not_the_shortest_way() -> None:
     assert price(made_for(machines, Policy(optimizer="sgd"))) < price(to_loss), "it tolerates more than an unknown one"
 
 
-def test_without_rows_all_steps_count_alike() -> None:
+def test_without_rows_all_steps_have_factor_one() -> None:
     machines = at(1e8)
     bare = structs.replace(learnt(machines), learning=())
     result = plan(toy_job(), machines, bare)
@@ -108,7 +108,7 @@ def test_without_rows_all_steps_count_alike() -> None:
     assert result == plan(toy_job(), machines, bare, Policy(objective="step"))
 
 
-def test_rounds_that_overlap_take_the_longer_of_computing_and_exchanging() -> None:
+def test_overlapped_outer_steps_take_the_longer_of_compute_and_exchange() -> None:
     job = toy_job()
     assert job.timing is not None
     computing_s = job.timing.forward_s + job.timing.backward_s + job.timing.update_s
@@ -124,8 +124,8 @@ def test_rounds_that_overlap_take_the_longer_of_computing_and_exchanging() -> No
 
 
 @pytest.mark.parametrize("bps", [1e7, 1e8, 3e8, 1e9, 1e10])
-def test_results_during_the_next_forward_pass_are_waited_for_where_it_needs_them(bps: float) -> None:
-    """From backward pass to backward pass: no bucket's way, and what is computed behind its result, is longer."""
+def test_forward_overlap_waits_at_the_layer_that_needs_the_result(bps: float) -> None:
+    """From backward pass to backward pass no bucket's exchange plus the compute after its result is longer."""
     job, machines = toy_job(), at(bps)
     timing = job.timing
     assert timing is not None
@@ -142,7 +142,7 @@ def test_results_during_the_next_forward_pass_are_waited_for_where_it_needs_them
     assert hidden.step_s <= barrier.step_s * (1 + 1e-9)
 
 
-def test_ways_that_change_what_is_learnt_are_taken_only_where_they_are_allowed() -> None:
+def test_sync_modes_that_change_learning_are_used_only_if_allowed() -> None:
     machines = at(2e7)
     exact = made_for(machines, Policy())
     assert (exact.local_steps, exact.codes, exact.overlap) == (1, "gradients", "")
@@ -161,8 +161,8 @@ def test_ways_that_change_what_is_learnt_are_taken_only_where_they_are_allowed()
     (("sgd", "adam"), "adam", True), ((), "adam", False), (("sgd",), "adam", False), (("sgd",), "sgd", True),
     (("sgd", "adam"), "other", True), (("sgd",), "other", False),
 ])
-def test_late_results_are_taken_only_where_they_were_measured(families: tuple[str, ...], optimizer: str, late: bool) -> None:
-    """A table of one's own has rows of them only where they were asked for; asked for by name they come all the same."""
+def test_stale_results_are_used_only_if_measured(families: tuple[str, ...], optimizer: str, late: bool) -> None:
+    """A user's table has such rows only if they were requested; if named explicitly they are used anyway."""
     machines = at(2e7)
     profile = learnt(machines)
     rows = tuple(r for r in profile.learning if r.every == 1 and not r.overlap and (not r.late or r.optimizer in families))
@@ -173,7 +173,7 @@ def test_late_results_are_taken_only_where_they_were_measured(families: tuple[st
         assert any(b.stale for b in result.buckets) is taken
 
 
-def test_a_part_of_the_model_counts_by_its_elements_and_as_much_by_its_energy() -> None:
+def test_part_of_a_model_is_weighted_by_its_elements_and_its_energy() -> None:
     job = toy_job()
     results = [(Slice(i, 0, info.numel),) for i, info in enumerate(job.tensors)]
     plain = weights(job, results)
@@ -184,7 +184,7 @@ def test_a_part_of_the_model_counts_by_its_elements_and_as_much_by_its_energy() 
     assert weights(job, halves, [1.0] + [0.0] * (len(job.tensors) - 1)) == pytest.approx([first[0] / 2], rel=0.01)
 
 
-def test_a_loss_that_was_measured_on_the_users_task_holds_for_gradients_and_other_ways_add_to_it() -> None:
+def test_measured_loss_of_the_users_task_holds_and_other_modes_add_to_it() -> None:
     machines = at(1e8)
     bare = learnt(machines)
     tuned = structs.replace(bare, codecs=tuple(structs.replace(c, task_loss=0.001) for c in bare.codecs))
@@ -205,7 +205,7 @@ def test_a_loss_that_was_measured_on_the_users_task_holds_for_gradients_and_othe
     (Policy(), (1.0,), r"energy has 1\b.* 12\b.*E-PLAN-INPUT"),
     (Policy(), (0.0,) * 12, "energy .*negative.*E-PLAN-INPUT"),
 ])
-def test_what_cannot_be_planned_for_is_one_line(policy: Policy, energy: tuple[float, ...], message: str) -> None:
+def test_impossible_plan_requests_are_one_line(policy: Policy, energy: tuple[float, ...], message: str) -> None:
     machines = at(1e8)
     with pytest.raises(ValueError, match=message) as caught:
         plan(toy_job(), machines, structs.replace(learnt(machines), energy=energy), policy)
@@ -213,7 +213,7 @@ def test_what_cannot_be_planned_for_is_one_line(policy: Policy, energy: tuple[fl
 
 
 @pytest.mark.parametrize(("measured", "searched"), [((2,), 2), ((2, 16), MOST_LOCAL_STEPS)])
-def test_more_local_steps_than_were_measured_are_searched_where_two_rows_show_how_their_cost_grows(
+def test_unmeasured_local_steps_are_searched_if_two_rows_show_their_growth(
     measured: tuple[int, ...], searched: int,
 ) -> None:
     machines = at(2e5)
@@ -226,9 +226,10 @@ def test_more_local_steps_than_were_measured_are_searched_where_two_rows_show_ho
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("bps", [2e5, 4e6, 3e7])
-def test_a_limit_of_local_steps_only_cuts_the_search_off(bps: float, optimizer: str) -> None:
-    """No limit finds a loss sooner than none does, but for what the search counts as equal; a limit that is no power of two is
-    the power below it; one above all that is searched is none."""
+def test_limit_of_local_steps_only_truncates_the_search(bps: float, optimizer: str) -> None:
+    """No limit finds a loss sooner than no limit does, except for what the search considers equal; a limit that is no power of
+    two acts as the next lower one; a limit above the whole search has no effect.
+    """
     machines = at(bps)
     costs = structs.replace(learnt(machines), learning=shipped_rows())
 
@@ -247,7 +248,7 @@ def test_a_limit_of_local_steps_only_cuts_the_search_off(bps: float, optimizer: 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("most", [1, 2, 0])
-def test_what_is_found_with_everything_allowed_keeps_the_rules_of_plans(optimizer: str, most: int) -> None:
+def test_plans_found_with_everything_allowed_obey_the_rules(optimizer: str, most: int) -> None:
     for bps, forward in itertools.product((4e6, 1e8, 4e8, 1e10), (False, True)):
         machines = at(bps)
         policy = structs.replace(FREE, optimizer=optimizer, max_local_steps=most, staleness=True, forward=forward)

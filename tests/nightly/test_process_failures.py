@@ -1,6 +1,6 @@
-"""Training runs as processes that fail, die, are stopped and interrupted: all end, name the peer and leave nothing behind.
+"""Training processes that fail, die, are stopped and interrupted: all end, name the peer and leave no processes or files.
 
-Run as a script, this file is the training: world, server and coordinator as under torchrun, DataLoader workers alive.
+Run as a script, this file is the training: world, server and coordinator as under torchrun, with DataLoader workers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def begin(run: Tree) -> list[int]:
 
 
 @pytest.mark.parametrize(("how", "failing"), [("module", 1), ("ddp", 0)], ids=["module", "ddp, on the host of the server"])
-def test_an_exception_on_one_rank_ends_all(how: str, failing: int) -> None:
+def test_exception_on_one_rank_ends_all(how: str, failing: int) -> None:
     with tree(__file__, 2, args=(how, str(failing)), settings=SETTINGS) as run:
         servers = begin(run)
         results = run.ended(END_S)
@@ -88,8 +88,8 @@ def test_an_exception_on_one_rank_ends_all(how: str, failing: int) -> None:
         assert all(gone(pid, END_S) for pid in servers)
 
 
-def test_a_rank_that_fails_while_groups_are_made_is_named() -> None:
-    """Heartbeats have not begun."""
+def test_rank_that_fails_during_group_creation_is_named() -> None:
+    """Heartbeats have not started."""
     with tree(__file__, 2, args=("groups", "1"), settings=SETTINGS | {"deadline_s": 2.0}) as run:
         results = run.ended(END_S)
         assert [code for code, _ in results] == [1, 1]
@@ -102,7 +102,7 @@ def test_a_rank_that_fails_while_groups_are_made_is_named() -> None:
     ("module", signal.SIGKILL), ("ddp", signal.SIGSTOP), ("allreduce", signal.SIGKILL), ("allreduce", signal.SIGSTOP),
     ("staged", signal.SIGKILL), ("staged", signal.SIGSTOP),
 ], ids=["killed", "stopped", "killed, all-reduce", "stopped, all-reduce", "killed, staged", "stopped, staged"])
-def test_a_worker_that_dies_or_stops_is_named_by_all_others(how: str, sent: signal.Signals) -> None:
+def test_dead_or_stopped_worker_is_named_by_all_others(how: str, sent: signal.Signals) -> None:
     with tree(__file__, 3, args=(how, "-1"), settings=SETTINGS) as run:
         servers = begin(run)
         os.kill(run.processes[1].pid, sent)
@@ -115,7 +115,7 @@ def test_a_worker_that_dies_or_stops_is_named_by_all_others(how: str, sent: sign
 
 
 @pytest.mark.parametrize("how", ["module", "allreduce"])
-def test_the_end_of_the_rank_that_hosts_coordinator_and_server_is_no_hang(how: str) -> None:
+def test_death_of_the_host_of_coordinator_and_server_does_not_hang(how: str) -> None:
     """They end with their parent: only silence shows the death."""
     with tree(__file__, 2, args=(how, "-1"), settings=SETTINGS) as run:
         servers = begin(run)
@@ -128,7 +128,7 @@ def test_the_end_of_the_rank_that_hosts_coordinator_and_server_is_no_hang(how: s
 
 @pytest.mark.parametrize(("server", "sent"), [(0, signal.SIGSTOP), (0, signal.SIGKILL), (1, signal.SIGSTOP)],
                          ids=["stopped, with the coordinator", "killed, with the coordinator", "stopped, elsewhere"])
-def test_a_server_that_is_stopped_or_killed_is_named_with_its_node(server: int, sent: signal.Signals) -> None:
+def test_stopped_or_killed_server_is_named_with_its_node(server: int, sent: signal.Signals) -> None:
     """Long before the deadline: heartbeats show it."""
     settings = SETTINGS | {"deadline_s": 300.0} | ({"servers": "each"} if server else {})
     with tree(__file__, 2, args=("module", "-1"), settings=settings) as run:

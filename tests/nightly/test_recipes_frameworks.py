@@ -1,6 +1,5 @@
-"""commlayer.integrations with the real frameworks: equal to their own DDP bit for bit; a resumed run equals one without a stop.
-
-Ranks are kept over all tests, since a framework takes seconds to import. Run as a script: a training at one home.
+"""commlayer.integrations with the real frameworks: equal to their own DDP bit for bit; a resumed run equals an uninterrupted
+one. Ranks are kept over all tests, because a framework takes seconds to import. Run as a script: a training at one site.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def equal(a: Weights, b: Weights) -> bool:
 # ---- examples
 
 @pytest.mark.parametrize(("recipe", "package", "arguments"), RECIPES, ids=[row[0] for row in RECIPES])
-def test_a_resumed_run_equals_the_one_that_went_on(
+def test_resumed_run_equals_the_uninterrupted_run(
     recipe: str, package: str, arguments: list[str], ranks: Pool, tmp_path: Path,
 ) -> None:
     need(package)
@@ -103,7 +102,7 @@ def alone(tmp_path: Path, *line: str) -> str:
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def test_lightning_starts_the_ranks_itself(tmp_path: Path) -> None:
+def test_lightning_starts_the_ranks(tmp_path: Path) -> None:
     need("lightning")
     out = alone(tmp_path, str(EXAMPLES / "with_lightning.py"), "--epochs", "2", "--save-at", "1", "--out", ".")
     lines = [line for line in out.splitlines() if line.startswith("step 10: loss ")]
@@ -122,7 +121,7 @@ def test_lora_sends_adapters_only(tmp_path: Path) -> None:
     assert 0.4 < nbytes < 0.7, "4 bits for each adapter weight, and nothing for others"
 
 
-def test_images_learn_with_few_bytes_and_are_drawn(tmp_path: Path) -> None:
+def test_image_classifier_learns_with_few_bytes_and_is_plotted(tmp_path: Path) -> None:
     need("matplotlib")
     out = alone(tmp_path, *TORCHRUN, str(EXAMPLES / "images.py"), "--steps", "64", "--plot", "images.png")
     accuracies, sent = zip(*re.findall(r"^every .*: accuracy ([\d.]+), ([\d.]+) MB sent$", out, re.MULTILINE), strict=True)
@@ -132,7 +131,7 @@ def test_images_learn_with_few_bytes_and_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "images.png").stat().st_size > 5000
 
 
-def test_a_slow_card_gets_a_smaller_share(tmp_path: Path) -> None:
+def test_slow_gpu_gets_a_smaller_share(tmp_path: Path) -> None:
     out = alone(tmp_path, *TORCHRUN, str(EXAMPLES / "two_cards.py"), "--epochs", "2", "--slow-ms", "2")
     first, second = map(int, re.findall(r"^epoch 2: shares (\d+) and (\d+) of 96", out, re.MULTILINE)[0])
     assert first + second == 96
@@ -270,8 +269,8 @@ def test_equals_ddp(framework: str, package: str, ranks: Pool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("framework", "package"), FRAMEWORKS)
-def test_local_steps_resume_too(framework: str, package: str, ranks: Pool, tmp_path: Path) -> None:
-    """A save in the middle of a round: weights are made equal first, and each rank keeps its own optimizer state."""
+def test_local_steps_resume(framework: str, package: str, ranks: Pool, tmp_path: Path) -> None:
+    """A checkpoint inside an outer step: weights are made equal first, and each rank keeps its own optimizer state."""
     need(package)
     import commlayer
 
@@ -286,7 +285,7 @@ def test_local_steps_resume_too(framework: str, package: str, ranks: Pool, tmp_p
 # ---- between homes
 
 @pytest.mark.parametrize(("framework", "package"), FRAMEWORKS)
-def test_frameworks_train_between_homes(framework: str, package: str, tmp_path: Path) -> None:
+def test_frameworks_train_between_sites(framework: str, package: str, tmp_path: Path) -> None:
     need(package)
     sites = Sites()
     sites.set(HF_HUB_OFFLINE="1", COMMLAYER_JOIN_DEADLINE_S="90")

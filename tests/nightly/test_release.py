@@ -1,4 +1,4 @@
-"""What is published: the source archive, the wheel, the container's steps, and files for contributors."""
+"""Release artifacts: the source archive, the wheel, the container's steps, and files for contributors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def only(folder: Path, pattern: str) -> Path:
 
 
 @pytest.mark.timeout(700)
-def test_the_source_archive_has_what_a_build_needs_and_no_more(built: Path) -> None:
+def test_source_archive_has_exactly_what_a_build_needs(built: Path) -> None:
     archive = only(built, f"commlayer-{VERSION}.tar.gz")
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2].partition("/")[0] for name in opened.getnames()}
@@ -61,7 +61,7 @@ def test_the_source_archive_has_what_a_build_needs_and_no_more(built: Path) -> N
     assert archive.stat().st_size < 2e6
 
 
-def test_the_wheel_is_whole_and_runs_on_older_systems(built: Path) -> None:
+def test_wheel_is_complete_and_runs_on_older_systems(built: Path) -> None:
     wheel = only(built, "*.whl")
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
@@ -79,7 +79,7 @@ def test_the_wheel_is_whole_and_runs_on_older_systems(built: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_the_wheel_runs_in_an_environment_of_its_own(built: Path, tmp_path: Path) -> None:
+def test_wheel_runs_in_a_separate_environment(built: Path, tmp_path: Path) -> None:
     """With this environment's torch and other dependencies, but without its commlayer."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     packages = tmp_path / "venv" / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
@@ -102,7 +102,7 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
-def test_the_dockerfile_copies_what_is_there() -> None:
+def test_dockerfile_copies_existing_files() -> None:
     lines = re.findall(r"^COPY (?!--from)(?:--chown=\S+ )?(.*) \S+$", DOCKERFILE, re.MULTILINE)
     copied = [name for line in lines for name in line.split()]
     kept = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
@@ -111,8 +111,8 @@ def test_the_dockerfile_copies_what_is_there() -> None:
     assert 'ENTRYPOINT ["commlayer"]' in DOCKERFILE
 
 
-def test_the_image_runs_as_a_user_on_pinned_packages() -> None:
-    """Of the installed packages: a version that the constraints lack could be any that an index serves on that day."""
+def test_image_runs_as_a_user_with_pinned_packages() -> None:
+    """A package that the constraints lack could have any version that an index serves on that day."""
     assert re.search(r"^ARG BASE=python:\d+\.\d+\.\d+-\S+$", DOCKERFILE, re.MULTILINE), "an exact version"
     last = DOCKERFILE.rpartition("\nFROM ")[2]
     (user,) = re.findall(r"^USER (\S+)$", last, re.MULTILINE)
@@ -136,8 +136,8 @@ def closure(*names: str) -> set[str]:
     return seen
 
 
-def test_each_service_mounts_its_own_keys_alone() -> None:
-    """The CA's key can admit any machine; only the service that makes keys, and ends, sees it."""
+def test_each_service_mounts_only_its_own_keys() -> None:
+    """The CA's key can admit any machine; only the service that creates keys, and ends, has it."""
     mounts = {name: [(one["source"], one["target"], one.get("read_only"), one.get("volume", {}).get("subpath"))
                      for one in service["volumes"]] for name, service in COMPOSE["services"].items()}
     assert mounts.pop("keys") == [("keys", "/keys", None, None)]
@@ -145,7 +145,7 @@ def test_each_service_mounts_its_own_keys_alone() -> None:
 
 
 @pytest.mark.timeout(200)
-def test_the_compose_file_trains(tmp_path: Path) -> None:
+def test_compose_file_trains(tmp_path: Path) -> None:
     """Each service's command, on this machine: with a folder for the volume, and this machine for the server's name."""
     bin_ = tmp_path / "bin"
     bin_.mkdir()
@@ -187,11 +187,11 @@ def test_the_compose_file_trains(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["CITATION.cff", ".pre-commit-config.yaml", "compose.yaml",
                                   *(f".github/ISSUE_TEMPLATE/{name}.yml" for name in ("bug", "estimate", "config"))])
-def test_files_of_yaml_are_read(name: str) -> None:
+def test_yaml_files_parse(name: str) -> None:
     assert isinstance(yaml.safe_load((ROOT / name).read_text()), dict)
 
 
-def test_the_version_is_in_one_place() -> None:
+def test_version_is_defined_in_one_place() -> None:
     line = ["git", "grep", "-liE", rf"version\W{{0,6}}{re.escape(VERSION)}\b", "--", ":!tests"]
     assert subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split() == ["pyproject.toml"]
 

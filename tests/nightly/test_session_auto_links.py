@@ -1,7 +1,6 @@
-"""plan="auto" on links as they are: what is fine on fast ones, coarser or rarer on slow ones, as the bytes sent show.
-
-Real processes over loopback, servers of their own among them, links made slow inside the processes. What collectives cost is
-made up for slow links: they go past what makes links slow.
+"""plan="auto" on given links: fine codecs on fast links, coarser codecs or rarer exchanges on slow ones, measured by bytes
+sent. Real processes over loopback with separate servers, and links made slow inside the processes. Collective costs are
+fabricated for slow links, because collectives bypass them.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def ran(slow: bool, sync: str | None) -> list[dict[str, Any]]:
     return list(pool(WORLD).call(play, WORLD, train, setting, slow, sync))
 
 
-def test_on_fast_links_it_stays_with_what_is_fine() -> None:
+def test_fast_links_keep_fine_codecs() -> None:
     results = ran(False, "auto")
     for r in results:
         first, last = r["plans"]
@@ -81,8 +80,8 @@ def test_on_fast_links_it_stays_with_what_is_fine() -> None:
 
 
 @pytest.mark.parametrize("sync", [None, "auto"])
-def test_on_slow_links_it_sends_less(sync: str | None) -> None:
-    """Local steps are taken where the script allows them; otherwise rank 0 says once what they would bring."""
+def test_slow_links_send_less(sync: str | None) -> None:
+    """Local steps are used if the script allows them; otherwise rank 0 logs their gain once."""
     results = ran(True, sync)
     for r in results:
         first, last = r["plans"]

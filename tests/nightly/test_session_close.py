@@ -1,6 +1,6 @@
 """The end of a job: the first rank to close waits until all have the last result, and an orderly end raises on no rank.
 
-Run as a script, this file is a rank of a job whose results take longer to reach the second node than the first needs to end.
+Run as a script, this file is a rank of a job whose results reach the second node later than the first ends.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def slow_bps(slow_s: float) -> float:
     return 8 * (4 * NUMEL + 100) / slow_s
 
 
-def test_a_rank_that_ends_first_waits_for_the_last_result_of_one_on_a_slow_link() -> None:
+def test_first_rank_to_end_waits_for_the_last_result_on_a_slow_link() -> None:
     settings = {"deadline_s": 40.0, "heartbeat_s": 0.5, "dead_after_s": 5.0,
                 "drift_steps": 0}  # comparing replicas behind the first step would have both wait
     with tree(__file__, WORLD, settings=settings) as run:
@@ -100,12 +100,12 @@ def on_its_way(rank: int, settings: dict[str, Any]) -> float:
     return got
 
 
-def test_to_close_while_a_result_is_on_its_way_raises_nowhere() -> None:
-    """Under a plan whose results are one step late, no rank waits for the last ones."""
+def test_close_with_a_result_in_flight_raises_on_no_rank() -> None:
+    """Under a plan whose results are one step stale, no rank waits for the last ones."""
     assert pool(WORLD).call(on_its_way, quick()) == [0.0, 0.0]
 
 
-def test_servers_of_their_own_stay_to_the_last() -> None:
+def test_separate_servers_stay_until_the_last_rank_closes() -> None:
     with Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(apart, 0, quick(join=servers.address))
         assert servers.serving[0]._server is not None
@@ -150,7 +150,7 @@ def forked(rank: int, address: str) -> int:
         gc.enable()
 
 
-def test_what_a_session_leaves_can_be_collected_in_a_process_that_is_forked_later() -> None:
+def test_closed_session_can_be_collected_in_a_forked_process() -> None:
     pool(WORLD).ready(__name__)
     with Servers(WORLD, 1) as servers:
         assert pool(WORLD).call(forked, servers.address) == [0] * WORLD

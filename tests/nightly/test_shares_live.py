@@ -1,6 +1,6 @@
-"""Batch shares in real training: they move to relieve slower ranks, profiles set the first ones, and training stays the same.
+"""Batch shares in real training: they move to relieve slower ranks, profiles set the first ones, and training is unchanged.
 
-Measured seconds come from lines that the tests fix, and the model runs out of memory where a test asks for it.
+Measured seconds follow lines that the tests fix, and the model runs out of memory where a test requires it.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def trained_alike(run: Any, how: str = "module", batch: int = BATCH) -> list[dic
     ({"cap": (5, 3, 1), "workers": 1}, "module"), ({"leave": True, "workers": 1}, "module"), ({"bad_times": True}, "module"),
     ({"saves": True}, "module"),
 ], ids=str)
-def test_shares_move_and_the_training_stays_the_same(fields: dict[str, Any], how: str) -> None:
+def test_shares_change_and_training_is_unchanged(fields: dict[str, Any], how: str) -> None:
     results = trained_alike(partial(script, **fields), how)
     assert decisions(results[0])
     if "cap" not in fields:
@@ -175,7 +175,7 @@ def test_batch_norm_keeps_two_samples() -> None:
     assert all(min(d.shares) >= 2 for d in decisions(result))
 
 
-def test_known_lines_decide_after_the_first_exchange() -> None:
+def test_known_time_models_decide_after_the_first_exchange() -> None:
     (decision,) = decisions(trained_alike(partial(script, known=True))[0])
     assert (decision.by_worker, decision.step, decision.from_step) == (BEST, 0, 3)
 
@@ -214,7 +214,7 @@ def measured_by_the_session(run: Run) -> dict[str, Any]:
     return {"measured": session.measured, "shares": controller.shares, "events": controller.events}
 
 
-def test_the_session_measures_steps_itself() -> None:
+def test_session_measures_step_times() -> None:
     results = play_all(measured_by_the_session)
     assert all(r["events"] == results[0]["events"] and r["shares"] == results[0]["shares"] for r in results)
     assert all(0 < lap.seconds < 60 for r in results for lap in r["measured"])
@@ -250,7 +250,7 @@ def resumed(run: Run) -> dict[str, Any]:
     return {"events": controller.events, "state": state, "shares": controller.shares, "from": before.announced[0]}
 
 
-def test_after_a_resume_decisions_continue_after_what_was_announced() -> None:
+def test_decisions_after_a_resume_continue_from_the_announced_shares() -> None:
     results = play_all(resumed)
     assert all(r["state"] == results[0]["state"] and r["shares"] == results[0]["shares"] for r in results)
     assert all(d.from_step > results[0]["from"] for d in decisions(results[0]))
@@ -263,7 +263,7 @@ ROOM = (99, 99, 99)
 
 
 @pytest.mark.parametrize("how", ["module", "ddp"])
-def test_a_profile_sets_the_best_shares_for_the_first_step(how: str) -> None:
+def test_profile_sets_the_best_shares_for_the_first_step(how: str) -> None:
     results = trained_alike(partial(script, memory=ROOM), how)
     for rank, result in enumerate(results):
         assert result["first"] == BEST
@@ -286,7 +286,7 @@ def test_memory_limits_become_caps_and_larger_shares_micro_batches(memory: tuple
     assert results[0]["first"][0] > caps[0]
 
 
-def test_shares_that_change_are_reported_before_their_first_step() -> None:
+def test_changed_shares_are_reported_before_their_first_step() -> None:
     results = trained_alike(partial(script, memory=ROOM, slow_from=3))
     _, *later = decisions(results[0])
     assert later[0].effect > 0.3
@@ -305,7 +305,7 @@ def test_lbb_as_published_moves_shares_once_per_window() -> None:
     assert all(one is rapid or one.reason == "LBB, fine tuning" for one in later)
 
 
-def test_the_price_of_communication_is_part_of_what_decisions_expect() -> None:
+def test_decisions_include_the_communication_time() -> None:
     runs = [play_all(partial(script, memory=ROOM, slow_from=3, price=price))[2]["events"] for price in (None, (0.05, 0.5))]
     free, priced = (next(e for e in events[1:] if isinstance(e, Decision)) for events in runs)
     assert priced.before_s == pytest.approx(free.before_s + 0.05 - 0.5 * free.before_s)
@@ -366,14 +366,14 @@ def test_all_ranks_name_the_rank_that_fails(attempt: Any, code: str, text: str) 
             assert re.search(text, result["text"])
 
 
-def test_a_worker_that_is_killed_in_its_profile_is_named(tmp_path: Path) -> None:
+def test_worker_killed_during_its_profile_is_named(tmp_path: Path) -> None:
     with pytest.raises(PoolError, match="rank 1"):
         play_all(failed, "module", partial(profile, how="killed"), str(tmp_path))
     for rank in (0, 2):
         assert re.fullmatch(r"PeerLost worker 1: .*\[E-PEER-LOST\]", (tmp_path / str(rank)).read_text())
 
 
-def test_one_process_alone_reads_all_samples() -> None:
+def test_single_process_reads_all_samples() -> None:
     sampler = Sampler(LENGTH, BATCH, rank=0, world=1)
     controller = LoadBalancer(None, sampler)  # type: ignore[arg-type]
     samples = [i for _, _, index in controller.follow(DataLoader(dataset(), batch_sampler=sampler)) for i in index.tolist()]

@@ -36,7 +36,7 @@ def launch(sites: Sites, how: str, *arguments: str, rank: int | None = None, opt
 
 @pytest.mark.commit(1)
 def test_sites_of_two_workers_and_one_train_as_under_torchrun_bit_for_bit(sites: Sites) -> None:
-    """Through DDP, with the process group that the script makes."""
+    """Through DDP, with the process group that the script creates."""
     server = sites.serve(3)
     ends = all_ended([launch(sites, "ddp", rank=1, options=("--nproc-per-node", "2")), launch(sites, "ddp", rank=0)])
     reports = sorted((row for end in ends for row in end.rows), key=lambda row: row["rank"])
@@ -47,7 +47,7 @@ def test_sites_of_two_workers_and_one_train_as_under_torchrun_bit_for_bit(sites:
     assert re.search(r"COMMLAYER_TOKEN_FILE=\S+ commlayer join 127.0.0.1:\d+ SCRIPT", all_ended([server])[0].errors)
 
 
-def test_workers_of_one_site_sum_among_themselves_first(sites: Sites) -> None:
+def test_workers_of_a_site_sum_locally_first(sites: Sites) -> None:
     sites.serve(2)
     (end,) = all_ended([launch(sites, "inside", options=("--nproc-per-node", "2"))])
     assert [one["nodes"] for one in end.rows] == [[1]] * 2
@@ -65,7 +65,7 @@ def test_collectives_work_after_training_and_the_server_ends_with_the_last_site(
 
 
 @pytest.mark.parametrize("who", ["a site", "a launcher", "the server"])
-def test_the_end_of_a_site_a_launcher_or_the_server_is_named_at_the_others(sites: Sites, who: str) -> None:
+def test_end_of_a_site_launcher_or_server_is_named_at_other_sites(sites: Sites, who: str) -> None:
     server = sites.serve(2)
     first, second = (launch(sites, "endless", rank=rank) for rank in range(2))
     for process in (first, second):
@@ -90,8 +90,8 @@ def test_the_end_of_a_site_a_launcher_or_the_server_is_named_at_the_others(sites
     ("resumed", {0}, "the optimizer's state of 0.weight, 0.bias, 2.weight and 3 more differs on rank 1"),
     ("nan", {0}, "gradients of rank 1, first in 4.bias, are not finite: the step is dropped on all ranks"),
 ])
-def test_sites_that_train_differently_are_named_at_all(sites: Sites, how: str, codes: set[int], line: str) -> None:
-    """2: the other home left before the job began, which the launcher may learn first."""
+def test_sites_that_train_differently_are_named_at_every_site(sites: Sites, how: str, codes: set[int], line: str) -> None:
+    """2: the other site left before the job started, which the launcher may learn first."""
     sites.serve(2)
     ends = [ended(process) for process in [launch(sites, how) for _ in range(2)]]
     assert {end.code for end in ends} <= codes, [end.errors for end in ends]
@@ -109,7 +109,7 @@ def named_sites(sites: Sites, folders: Folders, *how: str) -> list[Process]:
             for rank, keys in enumerate((folders.worker, folders.second))]
 
 
-def test_a_site_that_makes_another_wait_and_is_interrupted_is_named_there(
+def test_interrupted_site_is_named_at_the_site_that_waits_for_it(
     sites: Sites, folders: Folders, tmp_path: Path,
 ) -> None:
     first, second = named_sites(sites, folders, "slow", str(tmp_path / "go"))
@@ -147,7 +147,7 @@ def test_a_site_that_makes_another_wait_and_is_interrupted_is_named_there(
     ("refused", r"^commlayer: sync: got 'never', .*\[E-SYNC-MODE\]$"),
     ("mistaken", "^LookupError: a mistake in the script$"),
 ])
-def test_a_refusal_is_a_line_and_a_mistake_in_the_script_keeps_its_traceback(
+def test_refusal_is_one_line_and_script_errors_keep_their_traceback(
     sites: Sites, folders: Folders, how: str, pattern: str,
 ) -> None:
     first, second = named_sites(sites, folders, how)
@@ -167,7 +167,7 @@ def test_a_refusal_is_a_line_and_a_mistake_in_the_script_keeps_its_traceback(
     ("logging.getLogger('commlayer').setLevel(logging.WARNING)", ["commlayer: slow"]),
 ])
 def test_log_lines_appear_once_unless_the_script_configures_logging(script: str, lines: list[str]) -> None:
-    code = (f"import logging; from commlayer.engine.start import tell; tell(); {script or 'pass'}; "
+    code = (f"import logging; from commlayer.cluster.processes.script_host import tell; tell(); {script or 'pass'}; "
             "log = logging.getLogger('commlayer'); log.info('plan'); log.warning('slow')")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert done.stderr.splitlines() == lines
@@ -222,7 +222,7 @@ def launcher(sites: Sites, folders: Folders) -> Callable[[int, str], Process]:
 
 
 @pytest.mark.parametrize(("least", "gap_s"), [("0", 0.0), ("1", 0.0), ("1", 1.0)])
-def test_when_all_sites_were_switched_off_the_same_commands_begin_a_new_job(
+def test_same_commands_start_a_new_job_after_all_sites_were_killed(
     sites: Sites, folders: Folders, start: Callable[[int, str], Process], least: str, gap_s: float,
 ) -> None:
     """The first may join what is left of the old job, which ends when the second comes. Both then train in the next job."""
@@ -240,7 +240,7 @@ def test_when_all_sites_were_switched_off_the_same_commands_begin_a_new_job(
     assert [end.errors.count("the job failed") for end in all_ended([other, server])] == [1, 1]
 
 
-def test_a_site_that_was_switched_off_takes_its_place_again_at_once(
+def test_restarted_site_resumes_its_registration_immediately(
     sites: Sites, folders: Folders, start: Callable[[int, str], Process],
 ) -> None:
     server = sites.serve(2, "--min-workers", "1", "--keys", str(folders.server))
@@ -288,7 +288,7 @@ def over_a_coordinator(model: Any, optimizer: Any, train: Callable[[Any], None],
 
 
 @pytest.mark.parametrize(("together", "least"), [(True, "1"), (False, "0")], ids=["with its server", "alone"])
-def test_sites_train_on_while_their_coordinator_is_killed_and_resumes(
+def test_sites_continue_while_their_coordinator_is_killed_and_restarts(
     sites: Sites, tmp_path: Path, together: bool, least: str,
 ) -> None:
     sites.set(COMMLAYER_MIN_WORKERS=least)

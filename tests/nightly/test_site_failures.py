@@ -1,4 +1,4 @@
-"""Sites that die, hang, leave or break the protocol at any moment of a job, and what the remaining sites do."""
+"""Sites that die, hang, leave or violate the protocol at any moment of a job, and what the remaining sites do."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def continued(sites: Sites, script: Script, steps: str, *others: str) -> tuple[l
     pytest.param(Script(events=(Event(2, ODD, at="step"), Event(1, ODD, "slow")), sums=True), ["012*5 01*7"], id="last, slow"),
     pytest.param(Script(events=(Event(0, ODD), Event(1, ODD, "abort"))), ["012*4 - 12*7"], id="aborted while one dies"),
 ])
-def test_a_site_dies_in_a_step(sites: Sites, script: Script, steps: list[str]) -> None:
+def test_site_death_inside_a_step(sites: Sites, script: Script, steps: list[str]) -> None:
     reports, _, _ = continued(sites, script, *steps)
     assert [one["calls"] for one in reports] == [STEPS] * 2
     assert all(one["sums"] == reports[0]["sums"] for one in reports)
@@ -86,7 +86,7 @@ def test_a_site_dies_in_a_step(sites: Sites, script: Script, steps: list[str]) -
         assert set(reports[0]["sums"]) == {111.0, left}, "sums that the script makes are of the old or the new members, too"
 
 
-def test_a_site_dies_in_an_outer_step_that_is_exchanged_again(sites: Sites) -> None:
+def test_site_death_inside_an_outer_step_that_is_repeated(sites: Sites) -> None:
     """Its local steps since the last exchange are lost with it."""
     script = Script(events=(Event(0, 5, after_s=0.001),), attach={"every": 2, "overlap": "round"})
     _, reports = outcome(start(sites, 3, script)[1], script)
@@ -97,14 +97,14 @@ def test_a_site_dies_in_an_outer_step_that_is_exchanged_again(sites: Sites) -> N
     assert any(torch.allclose(weights, one, atol=1e-4) for one in possible)
 
 
-def test_sites_die_until_fewer_are_left_than_min_workers_and_the_last_one_names_them(sites: Sites) -> None:
+def test_site_deaths_below_min_workers_end_the_job_with_their_names(sites: Sites) -> None:
     script = Script("topk(ratio=0.1)", (Event(0, 3, after_s=0.001), Event(2, 3, after_s=0.004), Event(1, 8)))
     ends = all_ended(start(sites, 4, script)[1], KILLED, KILLED, KILLED, 1)
     assert re.search(r"^commlayer: worker 1: .*\b1\b.*min_workers \(2\).*\[E-PEER-LOST\]$", ends[3].errors, re.MULTILINE)
     assert all(f"worker {site}" in ends[3].errors for site in (0, 2))
 
 
-def test_a_site_leaves_with_an_error_and_another_with_fewer_batches(sites: Sites) -> None:
+def test_site_with_an_error_and_site_with_fewer_batches_leave(sites: Sites) -> None:
     script = Script(events=(Event(0, 4, "raise"), Event(2, 8, "leave")))
     ends = all_ended(start(sites, 3, script, least=1)[1], 1, 0, 0)
     steps = members("012*4 12*4 1*4")
@@ -118,7 +118,7 @@ def test_a_site_leaves_with_an_error_and_another_with_fewer_batches(sites: Sites
 
 
 @pytest.mark.parametrize(("action", "why"), [("hang", "backward"), ("payload", "payload"), ("frame", "frame")])
-def test_a_site_that_hangs_or_breaks_the_protocol_is_evicted_and_named(
+def test_hung_or_violating_site_is_evicted_and_named(
     sites: Sites, action: str, why: str,
 ) -> None:
     sites.set(COMMLAYER_DEADLINE_S=DEADLINE_S)
@@ -138,7 +138,7 @@ def test_a_site_that_hangs_or_breaks_the_protocol_is_evicted_and_named(
     (Script(events=(Event(1, ODD, "payload", at="backward"),)), (1, 9, 1),
      rf"^commlayer: worker 1: .*\(by server 0\): {WHY['payload']}.*\[E-FRAME\]$"),
 ], ids=["backward", "save", "payload"])
-def test_without_min_workers_all_end_with_its_name(
+def test_without_min_workers_a_death_ends_all_sites_with_its_name(
     sites: Sites, tmp_path: Path, script: Script, codes: tuple[int, ...], error: str,
 ) -> None:
     sites.set(COMMLAYER_DEADLINE_S=DEADLINE_S)
@@ -159,14 +159,14 @@ def kill(site: int, step: int, at: str, number: int, joiner: bool = False) -> Ev
     ((kill(0, 3, "gather_all", 5), kill(2, 7, "gather_all", 2)), "0123*4 123*4 13*4"),  # the first at a save's end
     ((kill(0, 3, "gather_all", 4), kill(1, 3, "gather_all", 8)), "0123*4 23*8"),  # the second in its repetition
 ])
-def test_a_site_dies_in_a_save_and_the_others_save_again(
+def test_site_death_during_a_checkpoint_repeats_it_on_the_others(
     sites: Sites, tmp_path: Path, events: tuple[Event, ...], steps: str,
 ) -> None:
     continued(sites, Script(events=events, between="save", folder=str(tmp_path)), steps)
     assert one_save(tmp_path) == (2, STEPS)
 
 
-def test_a_site_dies_between_two_exchanges_and_another_missed_the_last_norms(sites: Sites, tmp_path: Path) -> None:
+def test_site_death_between_exchanges_while_another_missed_the_last_norms(sites: Sites, tmp_path: Path) -> None:
     script = Script(events=(Event(0, 3, at="end"), Event(1, 0, "lose row")), attach={"every": 3}, matched=True,
                     between="save", folder=str(tmp_path))
     _, reports = outcome(start(sites, 3, script)[1], script)
@@ -181,10 +181,13 @@ def test_a_site_dies_between_two_exchanges_and_another_missed_the_last_norms(sit
     ("switch of rank 0", (kill(0, 3, "share_bytes", 1),), "012*4 12*8", [COARSE, COARSE, FINE], "step 4: the new plan is lost"),
     ("own switch", (kill(3, 3, "gather_all", 2), kill(0, 7, "send_plan", 1)), "0123*4 012*4 12*4", [COARSE, COARSE, FINE], ""),
 ])
-def test_a_site_dies_in_a_switch(
+def test_site_death_during_a_plan_switch(
     sites: Sites, between: str, events: tuple[Event, ...], steps: str, codecs: list[str], decision: str,
 ) -> None:
-    """A switch that scripts request is made by the remaining sites. Another is dropped unless servers may know the plan."""
+    """A switch requested by scripts is completed by the remaining sites.
+
+    Any other switch is dropped unless servers may have the plan.
+    """
     reports, _, _ = continued(sites, Script(COARSE, events, between=between), steps)
     assert all(one["codecs"] == [codec for codec in codecs for _ in range(4)] for one in reports)
     assert all(decision in "".join(one["decisions"]) for one in reports)
@@ -195,10 +198,10 @@ def test_a_site_dies_in_a_switch(
     ("switch", (kill(3, 3, "gather_all", 2), kill(0, 7, "send_plan", 1, joiner=True)), "0123*4 012*4 12*4"),
     ("drain", (kill(3, 3, "drain", 1), kill(2, 7, "drain", 1, joiner=True)), "0123*4 012*4 01*4"),
 ])
-def test_a_site_that_joins_while_another_dies_between_two_steps_is_sent_away(
+def test_site_joining_during_a_death_between_steps_is_refused(
     sites: Sites, tmp_path: Path, between: str, events: tuple[Event, ...], steps: str,
 ) -> None:
-    """It does not know what the others begin again, so they continue as if it had not come."""
+    """It does not know what the others repeat, so they continue without it."""
     script = Script(COARSE if between == "switch" else EXACT, events, {"every": 3} if between == "drain" else {},
                     between=between, folder=str(tmp_path))
     _, processes = start(sites, 4, script)
@@ -226,7 +229,7 @@ def test_a_site_that_joins_while_another_dies_between_two_steps_is_sent_away(
     # The others wait for its message in which step they continue: the death is known long before the hang.
     ("save", (Event(1, 3, "hang", at="end"), Event(3, 3, at="end")), "0123*4 02*8"),
 ])
-def test_a_site_that_hangs_between_two_steps_is_evicted_and_named(
+def test_site_that_hangs_between_steps_is_evicted_and_named(
     sites: Sites, tmp_path: Path, between: str, events: tuple[Event, ...], steps: str,
 ) -> None:
     sites.set(COMMLAYER_DEADLINE_S=DEADLINE_S, COMMLAYER_RECONNECT_S="1")
@@ -249,7 +252,7 @@ def test_a_site_that_hangs_between_two_steps_is_evicted_and_named(
     pytest.param(kill(0, 4, "put_state", 1), id="with a part of it at the server"),
     pytest.param(kill(1, 4, "gather_all", 7), id="restored"),
 ])
-def test_a_site_dies_in_a_load_and_the_others_stop_with_the_same_line(sites: Sites, tmp_path: Path, event: Event) -> None:
+def test_site_death_during_a_load_stops_the_others_with_one_line(sites: Sites, tmp_path: Path, event: Event) -> None:
     _, processes = start(sites, 3, Script("topk(ratio=0.3)", (event,), between="load", folder=str(tmp_path)))
     ends = all_ended(processes, *(KILLED if site == event.site else RAISED for site in range(3)))
     reports = [ends[site].rows[0] for site in range(3) if site != event.site]

@@ -1,4 +1,4 @@
-"""A site that died is started again and joins the others, which train on: its state, its rank, and deaths while it joins."""
+"""A restarted site joins the others, which keep training: its state, its rank, and deaths during the join."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Job:
         return old, new_reports
 
 
-def test_a_site_joins_with_weights_momentum_and_schedule_of_the_others(sites: Sites) -> None:
-    """Its first try is killed while the others send it the state; its second one calls a collective too early."""
+def test_joining_site_receives_weights_momentum_and_schedule(sites: Sites) -> None:
+    """Its first attempt is killed while the others send the state; its second one calls a collective too early."""
     job = Job(sites, Script(momentum=True), 0)
     assert job.again(events=(Event(0, -1, at="take"),)).code == KILLED
     early = job.again(collective=True)
@@ -75,8 +75,8 @@ def test_a_site_joins_with_weights_momentum_and_schedule_of_the_others(sites: Si
     assert "joined the running job as worker 5" in "".join(new["decisions"])
 
 
-def test_of_two_workers_of_a_site_either_may_join_first(sites: Sites, tmp_path: Path) -> None:
-    """The one that joins later may have the smaller number."""
+def test_either_of_two_workers_of_a_site_may_join_first(sites: Sites, tmp_path: Path) -> None:
+    """The one that joins later may have the smaller rank."""
     old, new = Job(sites, Script(momentum=True, folder=str(tmp_path)), 2, workers=2).reports(second_first=True)
     early, late = (one["first"] for one in new)
     worlds = [4] * DEAD_AT + [2] * (early - DEAD_AT) + [3] * (late - early) + [4] * (len(old[0]["worlds"]) - late)
@@ -94,7 +94,7 @@ def test_of_two_workers_of_a_site_either_may_join_first(sites: Sites, tmp_path: 
     pytest.param(Script("auto", workers=1, more=60), id="automatic plan"),
     pytest.param(Script(attach={"every": 2, "overlap": "round"}, matched=True, workers=2), id="local steps"),
 ])
-def test_sites_join_a_job_that_began_with_fewer(sites: Sites, script: Script) -> None:
+def test_sites_join_a_job_that_started_with_fewer(sites: Sites, script: Script) -> None:
     sites.set(COMMLAYER_LAST_CALL_S="0")
     server = sites.serve(0, "--min-workers", str(script.workers))
     first = [run(sites, script, site, rank=site) for site in range(script.workers)]
@@ -163,8 +163,8 @@ def new_job() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer, Any]:
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_a_site_joins_local_steps_after_an_exchange(sites: Sites, overlapped: bool) -> None:
-    """Overlapped: with norm-matched averaging."""
+def test_site_joins_local_steps_after_an_exchange(sites: Sites, overlapped: bool) -> None:
+    """If overlapped, with norm-matched averaging."""
     modes: dict[str, Any] = {"every": 2, "overlap": "round"} if overlapped else {"every": 2}
     old, (new,) = Job(sites, Script(attach=modes, matched=overlapped, momentum=True), 1).reports()
     assert new["first"] % 2 == 1, "in the step before an exchange"
@@ -175,7 +175,7 @@ def test_a_site_joins_local_steps_after_an_exchange(sites: Sites, overlapped: bo
     assert min(distances) < 2e-3, distances
 
 
-def test_a_joining_site_takes_over_a_grad_scaler_and_adam_and_may_die_before_its_first_step(sites: Sites) -> None:
+def test_joining_site_receives_grad_scaler_and_adam_and_may_die_at_once(sites: Sites) -> None:
     job = Job(sites, Script("topk(ratio=0.2)", scaler=True, more=8), 2)
     assert job.again(events=(Event(2, 0, at="attached"),)).code == KILLED
     old, (new,) = job.reports()
@@ -189,21 +189,21 @@ def test_a_joining_site_takes_over_a_grad_scaler_and_adam_and_may_die_before_its
 @pytest.mark.parametrize("script", [
     Script("topk(ratio=0.2)", ddp=True), Script("fp16()", ddp=True, attach={"every": 2}),
 ], ids=["steps", "local steps"])
-def test_a_script_with_distributed_data_parallel_joins_unchanged(sites: Sites, script: Script) -> None:
-    """Its constructor calls collectives, which the others have completed."""
+def test_ddp_script_joins_unchanged(sites: Sites, script: Script) -> None:
+    """Its constructor calls collectives that the others have completed."""
     old, _ = Job(sites, script, 2).reports()
     assert (old[0]["members"], old[0]["sums"], old[0]["worlds"][-1]) == ([0, 1, 3], [111.0], 3)
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_site_dies_while_an_outer_step_waits_for_one_that_joins(sites: Sites, dead: int) -> None:
-    """0 would send it the state."""
+def test_site_death_while_an_outer_step_waits_for_a_joining_site(sites: Sites, dead: int) -> None:
+    """Site 0 would send the state to the joining site."""
     script = Script("fp16()", (Event(dead, 0, at="joined", after_s=0.05 * dead),), {"every": 2, "overlap": "round"})
     old, _ = Job(sites, script, 2).reports()
     assert old[0]["members"] == [1 - dead, 3]
 
 
-def test_the_automatic_plan_measures_again_after_a_death_and_after_a_join(sites: Sites) -> None:
+def test_automatic_plan_measures_again_after_a_death_and_after_a_join(sites: Sites) -> None:
     old, _ = Job(sites, Script("auto", more=60), 2).reports()
     decisions = "\n".join(old[0]["decisions"])
     links = r"links carry [^,\n]+, [^,\n]+"

@@ -1,4 +1,4 @@
-"""Sites die and join while they train over commlayer's sampler: each sample is learnt once. Run as a script: that training."""
+"""Sites die and join while they train with commlayer's sampler: each sample is learnt once. Run as a script: that training."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def learnt_once(ends: list[Ended]) -> dict[str, Any]:
     Case(every=4, death=Event(VICTIM, STEPS - 1, at="exchange")),  # at an epoch's end, before its last steps are exchanged
     Case(every=4, overlap=True, death=Event(VICTIM, STEPS - 1, at="exchange", number=2)),  # between the two exchanges there
 ], ids=["steps", "local", "overlapped", "save", "epoch's end", "epoch's end, overlapped"])
-def test_samples_that_a_dead_site_did_not_share_are_trained_by_others(sites: Sites, tmp_path: Path, case: Case) -> None:
+def test_unshared_samples_of_a_dead_site_are_trained_by_others(sites: Sites, tmp_path: Path, case: Case) -> None:
     case = msgspec.structs.replace(case, folder=str(tmp_path))
     sites.serve(SITES, "--min-workers", "2")
     ends = all_ended([start(sites, case, site) for site in range(SITES)], 0, KILLED, 0)
@@ -136,8 +136,8 @@ def test_samples_that_a_dead_site_did_not_share_are_trained_by_others(sites: Sit
     Case(joins=True), Case(joins=True, workers=2),
     *(Case(every, overlap, joins=True, second_death=True) for every in (4, 5 * STEPS) for overlap in (False, True)),
 ], ids=lambda case: f"{case.every}{'*' * case.overlap}, {case.workers} workers")
-def test_a_joining_site_has_its_share_and_each_sample_is_learnt_once(sites: Sites, case: Case) -> None:
-    """Under local steps another site dies soon after, and the new one knows what is lost with it."""
+def test_joining_site_gets_its_share_and_each_sample_is_learnt_once(sites: Sites, case: Case) -> None:
+    """Under local steps another site dies soon after, and the new one knows which samples are lost with it."""
     sites.serve(SITES, "--min-workers", "2")
     processes = [start(sites, case, site) for site in range(SITES)]
     assert ended(processes[VICTIM]).code == KILLED

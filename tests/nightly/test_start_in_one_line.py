@@ -1,4 +1,4 @@
-"""From `commlayer serve` to training with the lines that it prints: three homes as processes, each with its own user folder."""
+"""From `commlayer serve` to training with the printed lines: three sites as processes, each with its own user folder."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def homes(sites: Sites, tmp_path: Path) -> Homes:
     return Homes(sites, tmp_path)
 
 
-def test_three_homes_train_within_a_minute_with_one_line_each_and_again_without_a_token(homes: Homes, tmp_path: Path) -> None:
+def test_three_sites_train_within_a_minute_and_again_without_a_token(homes: Homes, tmp_path: Path) -> None:
     begin = time.time()
     job = homes.serve("--invite", "home-1,home-2,home-3")
     assert [line[2].partition("@")[0] for line in job.lines] == ["home-1", "home-2", "home-3"]
@@ -113,7 +113,7 @@ def test_three_homes_train_within_a_minute_with_one_line_each_and_again_without_
     assert sorted(issued) == ["home-1", "home-2", "home-3", "server"]
 
 
-def test_ctrl_c_while_waiting_leaves_in_order_and_the_home_can_come_again(homes: Homes) -> None:
+def test_ctrl_c_while_waiting_leaves_in_order_and_the_site_can_return(homes: Homes) -> None:
     job = homes.serve("--invite", "a,b")
     first = homes.paste("a", job.lines[0], "2", "0.0")
     assert first.stderr is not None
@@ -131,7 +131,7 @@ REFUSED = [
 ]
 
 
-def test_lines_that_cannot_be_used_are_one_coded_line_and_exit_code_2(homes: Homes, tmp_path: Path) -> None:
+def test_unusable_join_lines_are_one_coded_line_with_exit_code_2(homes: Homes, tmp_path: Path) -> None:
     job = homes.serve("--invite", "a,b,c")
     (address, a), (_, b) = ((line[2].partition("@")[2].partition("#")[0], line[2].partition("#")[2]) for line in job.lines[:2])
     made = homes.run("owner", "keys", "invite", "d", "--dir", str(tmp_path / "keys"), "--hours", "1e-9")
@@ -158,7 +158,7 @@ def test_lines_that_cannot_be_used_are_one_coded_line_and_exit_code_2(homes: Hom
     used.kill()
 
 
-def test_a_server_on_another_address_invites_by_itself_and_says_what_it_lacks(
+def test_server_on_another_address_invites_and_reports_what_it_lacks(
     homes: Homes, tmp_path: Path, sites: Sites,
 ) -> None:
     line = ("serve", "--bind", "0.0.0.0", "--advertise", "127.0.0.1", "--dir", str(tmp_path / "keys"))

@@ -1,4 +1,4 @@
-"""What plan "auto" takes for a step's time: from the end of one backward pass to the next, wherever it looks at steps."""
+"""What plan "auto" takes as the time of a step: from the end of one backward pass to the next, for every measurement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORLD = 2
 
 
 def passes(run: Run, overlap: str | None) -> dict[str, Any]:
-    """When each backward pass began and ended, and the end that an observer sees. In some steps it reads sums."""
+    """When each backward pass began and ended, and the end that an observer records. In some steps it reads sums."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = commlayer.attach(model, optimizer, compression="fp16()", sync=overlap, config=rank_pool.quick(servers="each"))
@@ -48,7 +48,7 @@ def passes(run: Run, overlap: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("overlap", [None, "forward"])
-def test_a_step_ends_with_its_backward_pass_whenever_it_is_looked_at(overlap: str | None) -> None:
+def test_step_ends_with_its_backward_pass_in_every_measurement(overlap: str | None) -> None:
     for result in pool(WORLD).call(play, WORLD, passes, Setting("module", servers=2), overlap):
         assert len(result["told"]) >= len(result["times"]) - 1, "the last may still be on its way"
         for (begin, end), report in zip(result["times"], result["told"], strict=False):
@@ -84,7 +84,7 @@ def priced(run: Run, overlap: str | None) -> tuple[list[ReplanVerdict], float]:
 
 
 @pytest.mark.parametrize("overlap", [None, "round"])
-def test_under_local_steps_a_step_is_one_step_and_computes_what_it_computes(overlap: str | None) -> None:
+def test_local_step_is_measured_as_one_step(overlap: str | None) -> None:
     ((verdict,), round_s), (others, _) = pool(WORLD).call(play, WORLD, priced, Setting("module", servers=2), overlap)
     assert others == []
     assert SLEEP_S <= verdict.measured_s < 0.7 * round_s, "no whole round"

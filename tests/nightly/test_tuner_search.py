@@ -1,4 +1,4 @@
-"""The tuner: spaces, the search, stores that resume, the loss model, and `commlayer tune` with all of it."""
+"""The tuner: spaces, the search, stores that resume, the loss model, and the `commlayer tune` command."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def searched(
 
 
 @pytest.mark.parametrize(("ratio", "batch", "seed"), [(0.02, 128, 0), (0.005, 64, 1), (0.1, 256, 2), (0.0015, 128, 3)])
-def test_thirty_trials_come_within_five_per_cent_of_the_grid(tmp_path: Path, ratio: float, batch: int, seed: int) -> None:
+def test_thirty_trials_reach_the_grid_optimum_within_five_percent(tmp_path: Path, ratio: float, batch: int, seed: int) -> None:
     proxy = synthetic(ratio, batch)
     trials = searched(tmp_path, proxy, seed=seed)
     assert len(trials) == 30
@@ -92,7 +92,7 @@ def test_both_methods_find_the_optimum_of_a_known_surface(method: str, trials: i
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_no_two_trials_mean_the_same_and_seeds_repeat(tmp_path: Path, flat: bool) -> None:
+def test_trials_are_distinct_and_seeds_reproducible(tmp_path: Path, flat: bool) -> None:
     proxy: tuner.Proxy = (lambda _: {"seconds": 1.0, "loss": 1.0}) if flat else synthetic()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -102,14 +102,14 @@ def test_no_two_trials_mean_the_same_and_seeds_repeat(tmp_path: Path, flat: bool
         assert (searched(tmp_path / str(seed), proxy, 9, seed)[1:] == trials[1:9]) is (seed == 5)
 
 
-def test_an_exhausted_space_gives_its_best_again() -> None:
+def test_exhausted_space_returns_its_best() -> None:
     engine = Engine(SearchSpace((Dimension("codec", choices=(DENSE, "int8()")),)), 0)
     for value, codec in ((2.0, DENSE), (1.0, "int8()")):
         engine.tell({"codec": codec}, value)
     assert engine.ask() == {"codec": "int8()"}
 
 
-def test_settings_that_break_the_proxy_are_bad_settings(tmp_path: Path) -> None:
+def test_settings_that_fail_the_proxy_count_as_bad(tmp_path: Path) -> None:
     def proxy(given: Settings) -> dict[str, float]:
         if given["batch"] == 256:
             raise MemoryError("no room")
@@ -123,7 +123,7 @@ def test_settings_that_break_the_proxy_are_bad_settings(tmp_path: Path) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=3, max_size=3))
-def test_coordinates_that_mean_the_same_give_the_same_settings(units: list[float]) -> None:
+def test_equivalent_coordinates_give_equal_settings(units: list[float]) -> None:
     result = SPACE.at(units)
     assert ("{ratio}" in result["codec"]) or result["ratio"] == 0.3
     assert all(0 <= x <= 1 for x in SPACE.coordinates(result))
@@ -151,7 +151,7 @@ def test_local_steps_and_staleness_are_searched_on_request(tmp_path: Path) -> No
 # ---- stores
 
 
-def test_a_resumed_search_continues_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+def test_resumed_search_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     complete = searched(tmp_path / "a", synthetic(), 14)
     searched(tmp_path / "b", synthetic(), 9)
     with (tmp_path / "b" / "trials.jsonl").open("ab") as file:
@@ -159,14 +159,14 @@ def test_a_resumed_search_continues_as_if_it_had_never_stopped(tmp_path: Path) -
     assert searched(tmp_path / "b", synthetic(), 14) == complete
 
 
-def test_a_store_of_another_search_is_refused(tmp_path: Path) -> None:
+def test_store_of_another_search_is_refused(tmp_path: Path) -> None:
     Store(tmp_path / "t", Search("digits", SPACE, 0.01))
     with pytest.raises(ValueError, match="budget.*--store.*E-TUNE-STORE") as caught:
         Store(tmp_path / "t", Search("digits", SPACE, 0.02))
     assert "\n" not in str(caught.value)
 
 
-def test_without_a_dense_run_nothing_is_compared(tmp_path: Path) -> None:
+def test_no_comparison_without_a_dense_run(tmp_path: Path) -> None:
     for wrong in ({"seconds": 1.0}, None, {"seconds": 1.0, "loss": None}, [1.0]):
         with pytest.raises(ValueError, match=f"{re.escape(repr(wrong))}, .*E-TUNE-BASELINE"):
             searched(tmp_path, lambda _, wrong=wrong: wrong)  # type: ignore[misc]
@@ -191,14 +191,14 @@ MODEL = LossModel((LossPoint("topk", 0.1, 0.001), LossPoint("topk", 0.01, 0.01),
     ("topk", 0.0005, math.inf), ("qsgd", 1.0, math.inf), ("int8", 1.0, 0.0),
     ("error_feedback(topk(ratio=0.01, values='int8'))", 0.1, 0.001),
 ])
-def test_penalties_between_points(codec: str, ratio: float, penalty: float) -> None:
+def test_penalties_are_interpolated(codec: str, ratio: float, penalty: float) -> None:
     assert MODEL.penalty(codec, ratio) == pytest.approx(penalty)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.floats(1e-4, 1), st.floats(0, 0.5)), min_size=1, max_size=8), st.floats(0, 0.6))
 @example([(1.0, 1e-38), (0.5, 0.0), (0.25, 0.5)], 0.0)
-def test_penalties_fall_with_the_ratio_and_budgets_are_kept(points: list[tuple[float, float]], budget: float) -> None:
+def test_penalties_fall_with_the_ratio_and_budgets_are_met(points: list[tuple[float, float]], budget: float) -> None:
     model = LossModel(tuple(LossPoint("topk", r, p) for r, p in points))
     penalties = [model.penalty("topk", min(r for r, _ in points) * 1.3**i) for i in range(40)]
     assert all(a >= b - 1e-12 for a, b in itertools.pairwise(penalties))
@@ -224,14 +224,14 @@ def trial(codec: str, loss: float, **given: Any) -> TuningTrial:
 
 
 @pytest.mark.parametrize(("dense_loss", "penalty"), [(None, 0.2), (0.55, 1 / 11), (0.7, 0.0)])
-def test_a_penalty_compares_with_the_dense_run_of_the_same_batch(dense_loss: float | None, penalty: float) -> None:
+def test_penalty_is_relative_to_the_dense_run_of_the_same_batch(dense_loss: float | None, penalty: float) -> None:
     dense = [trial(DENSE, dense_loss)] if dense_loss else []
     model = tuner.loss_model([trial(DENSE, 0.5, batch=128), trial("topk(ratio={ratio})", 0.6, ratio=0.001), *dense])
     assert model.penalty("topk", 0.001) == pytest.approx(penalty)
     assert model.penalty("identity") == 0.0
 
 
-def test_the_penalty_of_local_steps_is_not_a_codecs() -> None:
+def test_penalty_of_local_steps_is_not_attributed_to_a_codec() -> None:
     trials = [trial(DENSE, 0.5, local_steps=1), trial("int8()", 0.9, local_steps=4)]
     assert tuner.loss_model(trials).penalty("int8") == math.inf
     trials.append(trial(DENSE, 0.8, local_steps=4))
@@ -241,7 +241,7 @@ def test_the_penalty_of_local_steps_is_not_a_codecs() -> None:
 # ---- the command
 
 
-def test_the_command_resumes_and_writes_a_loss_model(commlayer: Any) -> None:
+def test_command_resumes_and_writes_a_loss_model(commlayer: Any) -> None:
     Path("mine.py").write_text("def proxy(s): return {'seconds': 1.0 if 'topk' in s['codec'] else 3.0, 'loss': 2.0}")
     for trials, line, more in ((10, "best within 0.50%: topk", []), (12, "tune.jsonl: continuing after 10 trials", []),
                                (12, "best within 2.00%: topk", ["--budget", "2%", "--store", "two.jsonl"]),
@@ -253,7 +253,7 @@ def test_the_command_resumes_and_writes_a_loss_model(commlayer: Any) -> None:
     assert loss_model.read(Path("loss.json")).penalty("topk", 0.3) == 0.0
 
 
-def test_the_command_searches_local_steps_and_staleness(commlayer: Any) -> None:
+def test_command_searches_local_steps_and_staleness(commlayer: Any) -> None:
     Path("mine.py").write_text("def proxy(s): return {'seconds': 4.0 / s['local_steps'] + (not s['stale']), 'loss': 2.0}")
     code, out, errors = commlayer("tune", "mine.py", "--trials", "8", "--local-steps", "4", "--staleness")
     assert code == 0, errors
@@ -267,7 +267,7 @@ def test_the_command_searches_local_steps_and_staleness(commlayer: Any) -> None:
 # ---- the proxies that come with it
 
 
-def test_proxies_repeat_and_learn() -> None:
+def test_proxies_are_reproducible_and_learn() -> None:
     proxy = load("digits")
     assert read_space(("int8()",), "0.01:0.1", "256").dimensions[2].choices == (256,)
     runs: list[Any] = [proxy({"codec": codec, "batch": 256}) for codec in (DENSE, DENSE, "topk(ratio=0.05,values='int8')")]

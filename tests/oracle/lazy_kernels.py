@@ -1,5 +1,6 @@
 """Kernels of the lazy optimizers in torch operations, for any device: slow, with results equal bit for bit to the native
-kernels'."""
+kernels'.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from commlayer.planner.problem import Problem
 
 
 class PortableSchedule:
-    """The same without a compiler, about 100 times slower."""
+    """The same simulation without a compiler, about 100 times slower."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem._replace(**{name: value.tolist() for name, value in problem._asdict().items()
@@ -133,10 +133,10 @@ class Twin:
         while i < self.total and self.bucket[i] == b:
             kind = self.kind[i]
             if node in self.p.gate[self.p.task_gates[kind] : self.p.task_gates[kind + 1]]:
-                self._met(step * self.total + i)
+                self._arrived(step * self.total + i)
             i += 1
 
-    def _met(self, instance: int) -> None:
+    def _arrived(self, instance: int) -> None:
         self.left[instance] -= 1
         if self.left[instance] > 0:
             return
@@ -153,7 +153,7 @@ class Twin:
         self.check.add(line)
 
     def _serve(self) -> None:
-        """Each free line takes the first of its waiting tasks."""
+        """Each free link takes the first of its waiting tasks."""
         for line in sorted(self.check):
             if self.current[line] < 0 and self.waiting[line]:
                 self._begin(heapq.heappop(self.waiting[line])[1], line)
@@ -167,7 +167,7 @@ class Twin:
             if p.lane_shared[lane]:
                 self._serve_until_now(lane)
                 self.on[lane].append((self.shared_s[lane] + seconds, line))
-                self._foresee(lane)
+                self._next_departure(lane)
                 continue
             self.on[lane].append((0.0, line))
             self.due_at[lane] = self.now + seconds
@@ -181,7 +181,7 @@ class Twin:
         self.shared_s[lane] = self.shared_s[lane] + (self.now - self.shared_until[lane]) / on if on else 0.0
         self.shared_until[lane] = self.now
 
-    def _foresee(self, lane: int) -> None:
+    def _next_departure(self, lane: int) -> None:
         """Computes when the next task leaves a shared lane."""
         on = self.on[lane]
         left_s = (min(on)[0] - self.shared_s[lane]) * len(on) if on else math.inf
@@ -194,7 +194,7 @@ class Twin:
         self.on[lane] = [(at, line) for at, line in self.on[lane] if at > first]
         if shared:
             self.shared_s[lane], self.shared_until[lane] = first, self.now
-            self._foresee(lane)
+            self._next_departure(lane)
         else:
             self.due_at[lane] = math.inf
         for line in gone:
@@ -218,4 +218,4 @@ class Twin:
         self.open[step][self.p.stale[b]] -= 1
         base = step * self.total + self.first[b]
         for place in self.p.next[self.p.task_next[kind] : self.p.task_next[kind + 1]]:
-            self._met(base + place)
+            self._arrived(base + place)

@@ -30,23 +30,23 @@ def test_sending_overlaps_backward_and_queues_on_the_link() -> None:
     assert play([], []) == Played(0, frozenset())
 
 
-def test_coding_on_the_gpu_delays_the_gradients_behind_it() -> None:
+def test_encoding_on_the_gpu_delays_later_gradients() -> None:
     assert play([1, 1], [coded(3, 1), send(1)]).done_s == 6, "second gradient at 1 + 3 + 1"
     assert play([1, 1], [coded(3, 1, "cpu:a"), send(1)]).done_s == 5, "on the CPU only the first is late"
 
 
-def test_a_task_ends_when_its_longest_lane_does_and_latency_holds_no_lane() -> None:
+def test_task_ends_with_its_longest_lane_and_latency_occupies_none() -> None:
     tasks = [[TimedTask((("up:a", 1.0), ("down:b", 3.0)), latency_s=10.0)], [TimedTask((("up:a", 1.0),))]]
     assert play([0, 0], tasks).done_s == 13
 
 
-def test_tensors_before_a_gap_are_told() -> None:
+def test_tensors_before_a_gap_are_identified() -> None:
     assert play([1, 5, 1], [send(2), send(2), send(1)]).before_bubbles == {0}
     assert play([1, 2, 1], [send(2), send(2), send(1)]).before_bubbles == frozenset()
 
 
 class Toy:
-    """Random tensors with options of a shape that compression has: less to send, some time to code on a lane."""
+    """Random tensors with options shaped like compression: fewer bytes, some time to encode on a lane."""
 
     def __init__(self, seed: int, count: int, sizes: int) -> None:
         draw = random.Random(seed)
@@ -70,7 +70,7 @@ class Toy:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_offloading_by_counts_is_as_good_as_any_offloading(seed: int) -> None:
-    """The lemma: of equal tensors the earliest go to the CPU, so trying counts is trying all."""
+    """The lemma: of equal tensors the earliest go to the CPU, so trying all counts is exhaustive."""
     toy = Toy(seed, count=8, sizes=2)
     first, final = toy.passes()
     ways = [(o,) if o == KEEP else (1, 2) for o in first]
@@ -79,7 +79,7 @@ def test_offloading_by_counts_is_as_good_as_any_offloading(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_gpu_pass_only_improves_and_settling_ends_where_no_single_change_helps(seed: int) -> None:
+def test_gpu_pass_only_improves_and_stops_at_a_local_optimum(seed: int) -> None:
     toy = Toy(seed, count=7, sizes=3)
     first, _ = toy.passes()
     settled = settle(first, [2] * 7, toy.price)
@@ -88,7 +88,7 @@ def test_the_gpu_pass_only_improves_and_settling_ends_where_no_single_change_hel
     assert all(toy.price([*settled[:i], 1 - settled[i], *settled[i + 1 :]]) >= toy.price(settled) for i in range(7))
 
 
-def test_what_is_before_a_bubble_is_left_alone() -> None:
+def test_tensors_before_a_bubble_are_unchanged() -> None:
     ways = [[send(2), coded(0.1, 0.1)], [send(3), coded(0.1, 0.1)]]
 
     def played(strategy: Sequence[int]) -> Played:
@@ -133,6 +133,6 @@ LONGER = pytest.mark.xfail(strict=True, reason="135.1 ms against Espresso's 134.
 @pytest.mark.parametrize("case", [
     pytest.param(case, marks=LONGER if case.model == "vgg16" else (), id=case.model) for case in CASES
 ])
-def test_a_plan_is_no_longer_than_espressos(case: Case) -> None:
+def test_plan_is_no_longer_than_that_of_espresso(case: Case) -> None:
     best = plan(published(case.model), cluster_of(case.testbed), profile(case.codec), Policy(objective="step", whole_tree=True))
     assert best.step_s <= run(case).espresso_s

@@ -1,4 +1,4 @@
-"""DeMo and SparseLoCo follow their papers: sent values leave the residual, and all ranks step alike."""
+"""DeMo and SparseLoCo follow their papers: sent values leave the residual, and all ranks step equally."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.paced.demo import Chunks, DeMo, dct
 from bench.paced.sparseloco import CHUNK, SparseLoCo, coded, decoded
 
 
-def test_the_cosines_are_orthonormal_and_chunks_go_back() -> None:
+def test_cosines_are_orthonormal_and_chunks_round_trip() -> None:
     assert torch.allclose(dct(64) @ dct(64).T, torch.eye(64), atol=1e-5)
     for shape in ((128, 96), (70,), (8, 3, 3, 3), (97, 64)):
         x, chunks = torch.randn(shape), Chunks(torch.Size(shape))
@@ -20,7 +20,7 @@ def test_the_cosines_are_orthonormal_and_chunks_go_back() -> None:
         assert coefficients.square().sum() == pytest.approx(float(x.square().sum()), rel=1e-4)
 
 
-def test_demo_keeps_what_it_does_not_send_and_steps_by_the_sign_of_the_mean() -> None:
+def test_demo_keeps_unsent_values_and_steps_by_the_sign_of_the_mean() -> None:
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.zeros(64, 64)) for _ in range(2)]
     gradients = [torch.randn(64, 64) for _ in weights]
@@ -64,7 +64,7 @@ def test_sparseloco_sends_the_largest_with_two_bits() -> None:
     assert (back - x)[places].square().mean() < 0.1 * x[places].square().mean()
 
 
-def test_sparseloco_steps_every_so_often_and_owes_the_rest() -> None:
+def test_sparseloco_steps_periodically_and_keeps_the_rest() -> None:
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(5000))
     start, inner = p.detach().clone(), torch.optim.SGD([p], lr=0.1)

@@ -33,7 +33,7 @@ class Setting(NamedTuple):
 
 
 class Run:
-    """What a script sees. Alone it works on the parts of all ranks; otherwise on its own."""
+    """A script's environment. A single process works on the parts of all ranks; a rank works on its own."""
 
     def __init__(self, rank: int, world: int, setting: Setting | None) -> None:
         self.rank, self.world, self.setting = rank, world, setting
@@ -45,7 +45,7 @@ class Run:
     def wrap(
         self, model: nn.Module, *, scaler: Any = None, optimizer: Any = None, sync: Any = None, **ddp: Any,
     ) -> Any:
-        """The model to call; alone, as it is."""
+        """Returns the model to call; in a single process, the model itself."""
         if self.setting is None:
             return model
         import commlayer
@@ -83,7 +83,7 @@ class Run:
 
 
 def play(rank: int, world: int, script: Any, setting: Setting | None, *args: Any) -> dict[str, Any]:
-    """Runs a script; what it returns."""
+    """Runs a script and returns its result."""
     torch.manual_seed(7)
     run = Run(rank, world, setting)
     try:

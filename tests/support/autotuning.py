@@ -64,7 +64,7 @@ def seen(step_s: float = 1.0, waited_s: float = 0.0, bps: float = 0.0, share: fl
 
 
 class Rank0:
-    """Rank 0's state: what the controller feeds it, and what follows."""
+    """Rank 0's state, the inputs from the controller, and the decisions."""
 
     def __init__(self) -> None:
         self.lead, self.links = Lead(), LinkState.of(LINKS, 0.0)
@@ -99,7 +99,7 @@ class Rank0:
         return request
 
     def switch(self, plan: Plan | None = None) -> Candidate:
-        """All ranks switch to the proposal, or to `plan` in its place. Returns the proposal."""
+        """All ranks switch to the proposal, or to `plan` instead. Returns the proposal."""
         assert self.request() == TuningRequest.SWITCH
         assert self.lead.proposal is not None
         proposed, left = self.lead.proposal.candidate, self.active
@@ -109,14 +109,14 @@ class Rank0:
 
 
 def searching(step_s: float = 1.0, pace_s: float = 0.0) -> Rank0:
-    """Rank 0 after the first measuring."""
+    """Rank 0 after the first measurement."""
     rank = Rank0()
     rank.search(step_s, pace_s)
     return rank
 
 
 def proposing(result: Candidate, step_s: float = 1.0) -> Rank0:
-    """Rank 0 that has found a plan."""
+    """Rank 0 with a search result."""
     rank = searching(step_s)
     rank.found(result)
     return rank

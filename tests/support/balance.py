@@ -13,8 +13,8 @@ PAPER = [LinearTime(slope_ms / 1e3, launch_ms / 1e3) for slope_ms, launch_ms in
 """M40, GTX 1070, GTX 1070, GTX 750, from the paper's two tables."""
 
 
-class Noted:
-    """A session as a sampler sees it; keeps the weight."""
+class FakeSession:
+    """The session interface that a sampler uses; records the weight."""
 
     def __init__(self) -> None:
         self.n = 0.0
@@ -25,7 +25,7 @@ class Noted:
         self.joined_state: dict[str, str] = {}
 
     @property
-    def inspect(self) -> Noted:
+    def inspect(self) -> FakeSession:
         return self
 
     def weight(self, n: float, total: float | None = None) -> None:
@@ -49,7 +49,7 @@ class Noted:
         return {}
 
 
-class Left(Noted):
+class LeftMembers(FakeSession):
     """A job whose members may leave."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
@@ -57,5 +57,5 @@ class Left(Noted):
         self.members, self.may_leave = members, True
 
     def steps_at_exit(self, member: int) -> int:
-        """All have gone in the step that is over."""
+        """All members left in the finished step."""
         return self.step - 1

@@ -163,12 +163,12 @@ class Cluster:
         return sums
 
     def undo(self) -> None:
-        """An abandoned step, in the order in which the runtime does it."""
+        """An aborted step, in the order of the runtime."""
         for state, x in zip(self.states, self.xs, strict=True):
             self.codec.undo(state, x)
         self.codec.undo_server(self.server)
 
     def kept(self) -> torch.Tensor:
-        """The sum of all residuals, the server's included, in float64."""
+        """The sum of all residuals, including the server's, in float64."""
         residuals = [residual(s).double() for s in [*self.states, self.server] if "residual" in s]
         return torch.stack(residuals).sum(0) if residuals else torch.zeros(self.spec.numel, dtype=torch.float64)

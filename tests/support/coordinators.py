@@ -63,20 +63,20 @@ class Failures:
 
 
 class Process:
-    """This file as a script: a worker that reports what happens to it as lines of JSON."""
+    """This file as a script: a worker that reports its events as lines of JSON."""
 
     def __init__(self, address: str, rank: int, world: int, *, how: str = "stay", **fields: Any) -> None:
         command = [sys.executable, __file__, address, str(rank), str(world), how, json.dumps(fields)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def told(self) -> Any:
-        """The next thing it says; None at its end. The suite's own time limit bounds this."""
+    def report(self) -> Any:
+        """The next report; None at the end of the process. The suite's own time limit bounds this."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         return json.loads(line) if line else None
 
-    def go_on(self) -> None:
-        """Lets a process that stays leave in order, and waits for its end."""
+    def leave(self) -> None:
+        """Lets a waiting process leave in order, and waits for its end."""
         self.process.communicate("\n", timeout=WAIT_S)
 
     def kill(self) -> None:
@@ -89,20 +89,20 @@ def _main(address: str, rank: str, world: str, how: str, fields: str) -> None:
     from commlayer.cluster.calls import messages
     from commlayer.cluster.membership import client
 
-    def tell(**what: Any) -> None:
+    def send_report(**what: Any) -> None:
         print(json.dumps(what), flush=True)
 
     config = quick(**json.loads(fields))
     request = messages.worker_request("job", int(rank), int(world), plan=b"a plan")
-    member = client.join(address, request, config, lambda error: tell(failure=str(error)), keep=True)
+    member = client.join(address, request, config, lambda error: send_report(failure=str(error)), keep=True)
     keeper = member._keeper and member._keeper.pid
-    tell(keeper=keeper, rank=member.rank, plan=member.plan.decode(), pids=[m.pid for m in member.epoch.members])
+    send_report(keeper=keeper, rank=member.rank, plan=member.plan.decode(), pids=[m.pid for m in member.epoch.members])
     if how == "hold_gil":
         import ctypes
 
         # A PyDLL call keeps the GIL, as a long stretch of C code in a training thread may.
         ctypes.PyDLL(None).usleep(int(1e6 * HELD_S))
-        tell(held=True)
+        send_report(held=True)
     if how.startswith("embed"):
         from commlayer.cluster.processes.child_processes import EmbeddedServer
 
@@ -111,7 +111,7 @@ def _main(address: str, rank: str, world: str, how: str, fields: str) -> None:
         forked = os.fork() if how == "embed_and_fork" else -1
         if forked == 0:
             signal.pause()
-        tell(embedded=embedded, forked=forked)
+        send_report(embedded=embedded, forked=forked)
     sys.stdin.readline()
     member.leave()
 

@@ -109,7 +109,7 @@ def _slot(arg: Argument) -> ctypes.c_void_p | ctypes.c_longlong | ctypes.c_doubl
 
 
 class Recorder:
-    """Hands on to a launcher and keeps the names of the kernels."""
+    """Forwards to a launcher and records the names of the kernels."""
 
     def __init__(self, inner: Launcher) -> None:
         self.inner, self.launched = inner, list[str]()
@@ -125,7 +125,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @contextlib.contextmanager
 def running(seed: int = 0, resident: int = 3) -> Iterator[Recorder]:
-    """Within it tensors on DEVICE are coded by the kernels in cuda/."""
+    """Inside the block tensors on DEVICE are encoded by the kernels in cuda/."""
     inner: Launcher
     if DEVICE.type == "cuda":
         inner = launch.launcher(DEVICE)
@@ -145,7 +145,7 @@ def octets(nbytes: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def unread() -> Iterator[None]:
-    """Within it no host reads what collectives have brought to the memory of buckets, as where that lies on a GPU."""
+    """Inside the block the host reads no memory that collectives have filled, as if it were GPU memory."""
     place = BucketMemory.place
 
     def there(memory: BucketMemory, every: torch.Tensor, every_y: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from commlayer.observe.fidelity import Fidelity
 
 
 def compare(exact: torch.Tensor, sent: torch.Tensor, residual: torch.Tensor | None = None) -> Fidelity:
-    """Of one bucket of one step; `residual` is what is still kept back after it."""
+    """Compares one bucket of one step; `residual` is what is still kept back after it."""
     x, y = exact.double().flatten(), sent.double().flatten()
     norm, other = float(x.norm()), float(y.norm())
     kept = float(residual.double().norm()) if residual is not None else 0.0

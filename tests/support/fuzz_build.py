@@ -30,7 +30,7 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 class CannotBuild(RuntimeError):
-    """The reason in one line; the compiler's output below it."""
+    """The reason in one line, followed by the compiler's output."""
 
 
 def sources() -> list[Path]:
@@ -70,7 +70,7 @@ def unpack(folder: Path) -> Path:
 
 
 def pack(target: Path, folder: Path, scratch: Path) -> int:
-    """Keeps of a folder what is needed to reach what all of it reaches. How many inputs that is."""
+    """Minimizes a folder to the inputs needed for its coverage. Returns their number."""
     scratch.mkdir(parents=True)
     subprocess.run([target, "-merge=1", "-max_len=200", "-verbosity=0", scratch, folder], capture_output=True, check=True)
     lines = sorted(p.read_bytes().hex() for p in scratch.iterdir())
@@ -93,7 +93,7 @@ def module(out: Path, timeout_s: float = 600.0) -> Path:
 
 
 def preload() -> str:
-    """What must be in LD_PRELOAD so that a Python without sanitizers can load the module."""
+    """LD_PRELOAD value with which a Python without sanitizers can load the module."""
     assert GCC is not None
     results = [subprocess.run([GCC, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
              for name in ("libasan.so", "libubsan.so")]

@@ -64,8 +64,8 @@ def targets() -> list[Target]:
     return results
 
 
-class Stand(NamedTuple):
-    """Two workers that have sent in round r, the accumulator and the bytes that came of it."""
+class FuzzState(NamedTuple):
+    """Two workers that have sent in round r, the accumulator and the resulting bytes."""
 
     codec: Codec
     spec: Spec
@@ -76,8 +76,8 @@ class Stand(NamedTuple):
     result: bytes
 
 
-def stand(target: Target, number: int = 0) -> Stand:
-    """The same each time."""
+def fuzz_state(target: Target, number: int = 0) -> FuzzState:
+    """Deterministic."""
     codec, spec = target.codec, Spec(target.shape)
     states, server = [codec.init(spec) for _ in range(2)], codec.init_server(spec)
     rooms, room, result = [kit.room(codec, spec) for _ in states], kit.room(codec, spec), b""
@@ -92,11 +92,11 @@ def stand(target: Target, number: int = 0) -> Stand:
             payloads.append(bytes(out[:nbytes]))
             codec.add(r, payloads[-1], acc, first=rank == 0)
         result = bytes(room[: codec.emit(r, acc, server, room)])
-    return Stand(codec, spec, states, server, acc, payloads, result)
+    return FuzzState(codec, spec, states, server, acc, payloads, result)
 
 
 def image(value: Any) -> Any:
-    """All that an accumulator or a state holds, comparable."""
+    """Everything that an accumulator or a state holds, comparable."""
     if isinstance(value, dict):
         return {name: image(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -107,7 +107,7 @@ def image(value: Any) -> Any:
 
 
 def refused(read: Callable[[], object]) -> str:
-    """What CorruptFrame said; empty where the bytes were taken."""
+    """The message of CorruptFrame; empty if the bytes were accepted."""
     words = ""
     try:
         read()
@@ -118,7 +118,7 @@ def refused(read: Callable[[], object]) -> str:
     return words
 
 
-def decode(s: Stand, bad: bytes) -> tuple[str, Any]:
+def decode(s: FuzzState, bad: bytes) -> tuple[str, Any]:
     out, state = torch.full((s.spec.numel,), 7.0), s.states[0]
     before, finite = image(snapshot(state)), []
     words = refused(lambda: finite.append(s.codec.decode(bad, state, out)))
@@ -130,7 +130,7 @@ def decode(s: Stand, bad: bytes) -> tuple[str, Any]:
     return words, image(out.nan_to_num())
 
 
-def add(s: Stand, bad: bytes, r: int, *, first: bool) -> tuple[str, Any]:
+def add(s: FuzzState, bad: bytes, r: int, *, first: bool) -> tuple[str, Any]:
     before = image(s.acc)
     words = refused(lambda: s.codec.add(r, bad, s.acc, first=first))
     if words:
@@ -143,7 +143,7 @@ def add(s: Stand, bad: bytes, r: int, *, first: bool) -> tuple[str, Any]:
     return words, (sent, image(s.acc))
 
 
-def following(s: Stand, bad: bytes, r: int) -> tuple[str, Any]:
+def following(s: FuzzState, bad: bytes, r: int) -> tuple[str, Any]:
     if r + 1 == len(s.codec.rounds):
         return "no next round", None
     out = kit.room(s.codec, s.spec)
@@ -154,19 +154,19 @@ def following(s: Stand, bad: bytes, r: int) -> tuple[str, Any]:
     return words, bytes(out[: wrote[0]])
 
 
-class Stands:
-    """The stands of one target, one for each backend. They are replaced after accepted bytes: a refusal must change nothing."""
+class FuzzStates:
+    """The states of one target, one for each backend. They are replaced after accepted bytes: a refusal must change nothing."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.stands: dict[str, Stand] = {}
+        self.stands: dict[str, FuzzState] = {}
 
     def attack(self, bad: bytes) -> list[str]:
         """The verdict of each reader. AssertionError, or anything but CorruptFrame, is a finding."""
         r, seen = self.target.r, []
         for backend in kit.AVAILABLE:
             with kit.use(backend):
-                s = self.stands.pop(backend, None) or stand(self.target)
+                s = self.stands.pop(backend, None) or fuzz_state(self.target)
                 seen.append([add(s, bad, r, first=False), add(s, bad, r, first=True), following(s, bad, r), decode(s, bad)])
             if all(words for words, _ in seen[-1]):
                 self.stands[backend] = s
@@ -228,7 +228,7 @@ def run(number: int, *, attacks: int = 0, seconds: float = 0.0, keep: dict[str, 
     `keep` collects the shortest line for each refusal of a reader.
     """
     rng, result, until = random.Random(number), 0, time.monotonic() + seconds
-    stood = [(Stands(target), stand(target), stand(target, 1)) for target in targets()]
+    stood = [(FuzzStates(target), fuzz_state(target), fuzz_state(target, 1)) for target in targets()]
     everything = [good for _, *both in stood for s in both for good in (*s.payloads, s.result)]
     for _ in range(attacks) if attacks else iter(lambda: time.monotonic() < until, False):
         for stands, s, later in stood:

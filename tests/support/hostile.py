@@ -54,8 +54,20 @@ from support.strangers import Stranger
 if TYPE_CHECKING:
     from support.keys import Folders
 
-__all__ = ["DataConnection", "Deaf", "Growth", "HonestMember", "HostileMember", "Member", "Stranger", "Usage", "Victim",
-           "flood", "joined", "usage_of"]
+__all__ = [
+    "DataConnection",
+    "Growth",
+    "HonestMember",
+    "HostileMember",
+    "Member",
+    "StalledRelay",
+    "Stranger",
+    "Usage",
+    "Victim",
+    "flood",
+    "joined",
+    "usage_of",
+]
 ROOT = Path(__file__).parents[2]
 SECRET = "secret-of-this-test"
 QUICK = {"COMMLAYER_HEARTBEAT_S": "0.5", "COMMLAYER_DEAD_AFTER_S": "10", "OMP_NUM_THREADS": "1"}
@@ -125,7 +137,7 @@ class Victim:
 
     @contextlib.contextmanager
     def watched(self, settle_s: float = 0.0) -> Iterator[Growth]:
-        """What the server's use grew by in the block, filled in at its end, `settle_s` later."""
+        """The growth of the server's usage in the block, filled in at its end, `settle_s` later."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")  # the peak is now what it uses
         before, begin, growth = self.usage(), time.monotonic(), Growth()
         yield growth
@@ -211,7 +223,7 @@ class HonestMember(Member):
         self.steps = 0
 
     def start_calls(self) -> None:
-        """Begins to measure: longest_call_s, calls, failed."""
+        """Starts measuring: longest_call_s, calls, failed."""
         self._caller = threading.Thread(target=self._call_often, daemon=True)
         self._caller.start()
 
@@ -257,7 +269,7 @@ class HonestMember(Member):
 
 
 class HostileMember(Member):
-    """Sends what it likes, with proofs of the job's secret."""
+    """Sends arbitrary messages with proofs of the job's secret."""
 
     connection: DataConnection | None = None
     """Its latest data connection."""
@@ -274,7 +286,7 @@ class HostileMember(Member):
     @contextlib.contextmanager
     def unread(self) -> Iterator[coordinator_channel.CoordinatorChannel]:
         """A further channel to the coordinator, whose replies the block's calls never read: see `flood`."""
-        with Deaf(self.victim.address) as proxy:
+        with StalledRelay(self.victim.address) as proxy:
             link = coordinator_channel.CoordinatorChannel(proxy.address, self.config.token, self.keys, own=True)
             try:
                 link.call("Status", messages.StatusRequest(), messages.StatusReply, WAIT_S)  # the challenge
@@ -357,8 +369,11 @@ class DataConnection:
         close_channel(self.sock)
 
 
-class Deaf:
-    """A relay to the server that stops reading the server's replies when `hearing` is cleared. The client's bytes go on."""
+class StalledRelay:
+    """A relay to the server that stops reading the server's replies when `hearing` is cleared.
+
+    The client's bytes are forwarded.
+    """
 
     def __init__(self, address: str) -> None:
         self._target, self.hearing, self._over = host_port(address), threading.Event(), threading.Event()
@@ -390,7 +405,7 @@ class Deaf:
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_RDWR)
 
-    def __enter__(self) -> Deaf:
+    def __enter__(self) -> StalledRelay:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -405,7 +420,7 @@ M = TypeVar("M", bound=Member)
 
 
 def joined(stack: contextlib.ExitStack, victim: Victim, *kinds: type[Member], plan: Plan = PLAN) -> list[Any]:
-    """One member of each kind, which begin a job together; the stack closes them. `--workers` must say as many."""
+    """One member of each kind, which start a job together; the stack closes them. `--workers` must be their number."""
     with ThreadPoolExecutor(len(kinds)) as pool:
         waits = [pool.submit(kind, victim, rank, len(kinds), plan) for rank, kind in enumerate(kinds)]
         members = [wait.result(2 * WAIT_S) for wait in waits]

@@ -21,7 +21,7 @@ DAY = datetime.timedelta(days=1)
 
 @contextmanager
 def another_day(days: int) -> Iterator[None]:
-    """Certificates made inside are valid for one day, that many days from now."""
+    """Certificates created inside are valid for one day, that many days from now."""
     start = datetime.datetime.now(datetime.UTC) + days * DAY
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(authority, "_times", lambda _: (start, start + DAY))
@@ -29,7 +29,7 @@ def another_day(days: int) -> Iterator[None]:
 
 
 class Folders:
-    """Of all kinds of nodes, made once."""
+    """Key folders of all kinds of nodes, created once."""
 
     def __init__(self, root: Path) -> None:
         self.ca, other = root / "job", root / "other"
@@ -53,8 +53,8 @@ def made_folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(tmp_path_factory.mktemp("keys"))
 
 
-class Bare:
-    """As Keys, for who minds no rule: shows any certificate, or none."""
+class RawKeys:
+    """Keys without any check: shows any certificate, or none."""
 
     def __init__(self, trust: Path, folder: Path | None, newest: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> None:
         self.trust, self.folder, self._newest = trust, folder, newest

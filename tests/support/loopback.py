@@ -26,7 +26,7 @@ class _Wire:
         self._busy = False
 
     def put(self, operation: Handle | None, header: Header, body: memoryview) -> None:
-        """Without an operation the item is the end of the wire."""
+        """An item without an operation is the end of the wire."""
         with self._lock:
             self._seq += 1
             step = _LAST if operation is None else header.step

@@ -25,15 +25,17 @@ def recipes(*names: str) -> tuple[str, ...]:
 
 
 YES, LIMITS, NO, NEVER = "works", "works, with limits", "refused", "never run"
-SAME = ("test_equals_ddp", "test_a_resumed_run_equals_the_one_that_went_on", "test_local_steps_resume_too",
-        "test_frameworks_train_between_homes")
+SAME = ("test_equals_ddp", "test_resumed_run_equals_the_uninterrupted_run", "test_local_steps_resume",
+        "test_frameworks_train_between_sites")
 
 TABLES: dict[str, tuple[Row, ...]] = {
     "Training scripts": (
         Row("plain loop, DistributedDataParallel", YES,
-            "two ranks train as one process does on both batches", attach("test_as_alone_on_the_union")),
+            "two ranks train as one process does on both batches",
+            attach("test_training_equals_a_single_process_on_the_union")),
         Row("DDP communication hook", YES,
-            "the same, through `comm_hook`", attach("test_as_alone_where_ddp_is_not_or_by_its_hook_or_inside_a_node")),
+            "the same, through `comm_hook`",
+            attach("test_training_equals_a_single_process_without_ddp_by_hook_and_inside_a_node")),
         Row("torch.compile", YES,
             "model compiled before or after DDP, or the whole step; back end aot_eager. Compiled autograd is refused",
             attach("compiled_then_wrapped", "wrapped_then_compiled", "compiled_step")),
@@ -57,7 +59,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
         Row("sparse embeddings", YES, "SGD, SparseAdam and micro-batches", attach("sparse_tables")),
         Row("FSDP, FSDP2, tensor parallelism", NO,
             "`E-MODEL-UNSUPPORTED` names the module: commlayer averages whole gradients",
-            ("tests/multi/test_refusals.py::test_a_sharded_model_is_refused_by_name",)),
+            ("tests/multi/test_refusals.py::test_sharded_model_is_refused_by_name",)),
         Row("DeepSpeed, Megatron", NEVER, "they exchange gradients themselves"),
     ),
     "Frameworks": (
@@ -65,7 +67,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "equal to DDP bit for bit; resumed bit for bit, also under local steps; between homes", recipes(*SAME)),
         Row("Accelerate", YES, "the same", recipes(*SAME)),
         Row("Lightning", YES,
-            "the same, and where Lightning starts the ranks", recipes(*SAME, "test_lightning_starts_the_ranks_itself")),
+            "the same, and where Lightning starts the ranks", recipes(*SAME, "test_lightning_starts_the_ranks")),
         Row("TRL's SFTTrainer", YES, "LoRA on two ranks", recipes("test_lora_sends_adapters_only")),
     ),
     "Machines": (
@@ -74,7 +76,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "by hand: the wheel of the stable ABI is installed, plans and computes; no training was run with them"),
         Row("Linux, aarch64", LIMITS,
             "kernels run under an emulator, byte for byte; the whole package has never run there",
-            ("tests/nightly/test_native_builds.py::test_neon_gives_the_bytes_of_every_other_body",)),
+            ("tests/nightly/test_native_builds.py::test_neon_bytes_equal_those_of_every_other_body",)),
         Row("NVIDIA GPU", NEVER,
             "no GPU has run the GPU code yet; nvcc compiles the kernels, and tests run them on a CPU through a shim"),
         Row("NCCL, several GPUs in a machine", NEVER, "ranks of one machine are tested with Gloo"),
@@ -84,6 +86,6 @@ TABLES: dict[str, tuple[Row, ...]] = {
         Row("Windows, macOS", NEVER, "the code relies on Linux for sockets, signals and processes"),
         Row("containers", LIMITS,
             "the steps of Dockerfile and compose.yaml run in tests; no image has been built yet",
-            ("tests/nightly/test_release.py::test_the_compose_file_trains",)),
+            ("tests/nightly/test_release.py::test_compose_file_trains",)),
     ),
 }

@@ -104,7 +104,7 @@ class Wire(NamedTuple):
         return self.kind(hello, admit, settings._replace(keys=keys()) if self.secured else settings)
 
     def raw(self, address: Address) -> ByteChannel:
-        """A channel to that end, on which nothing has been sent."""
+        """A channel to that end before any byte was sent."""
         mine = keys() if self.secured else None
         if self.kind is GrpcEnd:
             where = f"{address[0]}:{address[1]}"
@@ -176,7 +176,7 @@ def in_threads(transports: list[Transport], work: Callable[[Transport], T]) -> l
 
 def raw_peer(address: Address, rank: int, job: str = "test", *, wire: Wire = WIRES["tcp"], secret: str = "",
              peer: int = 0x8000) -> ByteChannel:
-    """A channel that has been greeted as that worker and may now send what it likes."""
+    """A channel that was welcomed as that worker and may now send any bytes."""
     channel = wire.raw(address)
     handshake.dial_handshake(channel, framing.Reader(), Hello(job, rank), secret, peer, soon(), binding_of(channel))
     channel.settimeout(PATIENCE_S)
@@ -185,7 +185,7 @@ def raw_peer(address: Address, rank: int, job: str = "test", *, wire: Wire = WIR
 
 @contextlib.contextmanager
 def far_pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
-    """Two ends that take each other to be on other machines, so that bodies go in parts."""
+    """Two ends that consider each other remote, so that bodies are chunked."""
     ends = StreamTransport(Hello("test", 0), settings=SMALL_BUFFERS), StreamTransport(Hello("test", 1), settings=SMALL_BUFFERS)
     connect_all(list(ends), FAR)
     yield ends

@@ -12,7 +12,7 @@ from commlayer.optim.sparse import sparse_gradient
 
 
 class Case(NamedTuple):
-    """A lazy optimizer and torch's of the same mathematics."""
+    """A lazy optimizer and torch's equivalent."""
 
     lazy: Callable[..., torch.optim.Optimizer]
     dense: Callable[..., torch.optim.Optimizer]
@@ -54,5 +54,5 @@ class Race:
 
 
 def rates(steps: int, top: float) -> Iterable[float]:
-    """A warm-up, a fall, and a restart."""
+    """A warmup, a decay, and a restart."""
     return [top * (0.1 + (t % 23) / 23) * 0.98**t for t in range(steps)]

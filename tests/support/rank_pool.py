@@ -74,7 +74,7 @@ class Pool:
         return results
 
     def ready(self, module: str) -> None:
-        """All ranks have started and loaded that module: what waits for them only so long may start."""
+        """All ranks have started and imported that module, so processes with a limited wait for ranks may start."""
         self.call(_loaded, module)
 
     def _answer(self, rank: int, deadline: float) -> Any:
@@ -130,7 +130,7 @@ def pool(world: int = 2) -> Pool:
 
 
 def ranks_first(world: int) -> Any:
-    """A fixture for all tests of the module that keeps it under a name: the pool of that size is ready before servers start."""
+    """A fixture for all tests of the module that assigns it: the pool of that size is ready before servers start."""
 
     @pytest.fixture(autouse=True)
     def _ranks(request: pytest.FixtureRequest) -> None:
@@ -191,7 +191,7 @@ class Servers:
                 self._failures.append(error)
 
     def residuals(self) -> dict[int, Any]:
-        """What the servers keep back, by bucket."""
+        """Residuals of the servers, by bucket."""
         cells = [cell for serving in self.serving for cell in serving._server._core.cells.values()]
         states = {cell.bucket: cell.ops._state for cell in cells}
         return {bucket: state["residual"].copy() for bucket, state in states.items() if "residual" in state}
@@ -209,7 +209,7 @@ class Servers:
         self.serving[server]._switch_plan = refuse
 
     def send(self, worker: int, header: Any, body: bytes) -> None:
-        """From the first server, whether the plan allows it or not."""
+        """Sends from the first server, whether the plan allows it or not."""
         self.serving[0]._transport.send(worker, header, body)
 
     def close(self) -> None:
@@ -312,7 +312,7 @@ class Tree:
         os.killpg(self.processes[0].pid, signal.SIGINT)
 
     def ended(self, timeout_s: float) -> list[tuple[int, str]]:
-        """Exit code and standard error of every rank; fails if one is still there after that time."""
+        """Exit code and standard error of every rank; fails if one is still running after that time."""
         deadline = time.monotonic() + timeout_s
         return [self.ended_one(rank, deadline - time.monotonic()) for rank in range(len(self.processes))]
 
@@ -324,6 +324,7 @@ class Tree:
         return process.exitcode, Path(self._errors_of(rank)).read_text()
 
     def close(self) -> None:
+        """Lets idle ranks exit."""
         for process in self.processes:
             process.kill()  # a stopped process, too
         for process, out in zip(self.processes, self._out, strict=True):

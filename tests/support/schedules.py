@@ -1,4 +1,4 @@
-"""Hand-made and random problems for the planner's tests. Knows no plans."""
+"""Hand-made and random problems for the planner's tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARED = ("up:a", "down:a", "up:b", "down:b", "intra:a")
 
 
 class Pace(NamedTuple):
-    """When one node has the gradient of each bucket, and when it has done computing."""
+    """When one node has the gradient of each bucket, and when it has finished computing."""
 
     node: str
     ready_s: tuple[float, ...]
@@ -46,7 +46,7 @@ def flatten(loads: Sequence[Load], paces: Sequence[Pace], *, tail_s: float = 0.0
 
 
 def chain(*steps: tuple[str, float]) -> tuple[TimedTask, ...]:
-    """One task after the other, each on one lane."""
+    """Tasks in sequence, each on one lane."""
     return tuple(TimedTask(((lane, seconds),), after=(i - 1,) if i else ()) for i, (lane, seconds) in enumerate(steps))
 
 

@@ -34,7 +34,7 @@ def leave(opened: list[Any], desk: KvClient, why: str = "the test is over") -> N
 
 
 def met(opened: list[Any], workers: int = HOMES, **settings: Any) -> tuple[Coordinator, list[KvClient]]:
-    """A coordinator, and a desk of each home, by rank."""
+    """A coordinator, and a store client of each site, by rank."""
     coordinator = Coordinator(quick(**settings), workers=workers)
     opened.append(coordinator)
 
@@ -61,7 +61,7 @@ def joined(opened: list[Any], coordinator: Coordinator, workers: int, *, elastic
 
 
 def together(desks: list[KvClient], act: Callable[[RelayedGroup, int], Any], timeout_s: float = 20.0) -> list[Any]:
-    """What comes of it in each home, in a group of all."""
+    """The result of each site in a group of all."""
     groups = [RelayedGroup(desk, "test", range(len(desks)), rank, timeout_s) for rank, desk in enumerate(desks)]
     try:
         with ThreadPoolExecutor(len(desks)) as pool:

@@ -210,7 +210,7 @@ def outcome(processes: list[Process], script: Script) -> tuple[list[Ended], list
 
 
 def joiner_waits(folder: str | Path) -> Path:
-    """A file that exists while a site waits with its death for another one to register."""
+    """A file that exists while a site delays its death until another one registers."""
     return Path(folder) / "waits"
 
 
@@ -285,7 +285,7 @@ class Faults:
             self._calls.clear()
 
     def due(self, at: str) -> str:
-        """Kills this site if it is its time. Returns another action that is due."""
+        """Kills this site if its time has come. Returns another action that is due."""
         for event in self.events:
             if event.step <= self._step and event.at == at:
                 if event.action == "kill" and self._calls.get(at, event.number) >= event.number:

@@ -45,7 +45,7 @@ class Doubles:
         return 8
 
     def undo(self, slices: int) -> bool:
-        """The members take back what they sent: the residual is what it was before that step."""
+        """The members restore what they sent: the residual is what it was before that step."""
         added, sent = self.last
         self.residual, self.last = self.residual - added + sent, (0.0, 0.0)
         return True
@@ -88,7 +88,7 @@ def ask(kind: Kind, sender: int = 0, step: int = 0, body: bytes = b"", /, **fiel
 
 @pytest.fixture(name="hub")
 def hub_of_a_test() -> Iterator[tuple[Hub, list[Any]]]:
-    """A hub and what stands on it, to be closed."""
+    """A hub and its endpoints, to be closed."""
     things: list[Any] = []
     yield Hub(), things
     for thing in things:

@@ -88,7 +88,7 @@ def on_ranks(world: int, body: Callable[[int], Any], timeout_s: float = 60.0) ->
     return results
 
 
-class ToldRows:
+class SharedRows:
     """Rows that ranks, as threads, exchange in rounds; with a deadline."""
 
     def __init__(self, world: int) -> None:
@@ -97,7 +97,7 @@ class ToldRows:
         self.seen = [Agreement() for _ in range(world)]
 
     def of(self, rank: int) -> Any:
-        return _ToldBy(self, rank)
+        return _RankRows(self, rank)
 
     def tell(self, rank: int, row: tuple[float, ...]) -> None:
         with self._news:
@@ -111,10 +111,10 @@ class ToldRows:
             return [report[turn] for report in self._told]
 
 
-class _ToldBy:
+class _RankRows:
     """One rank's end."""
 
-    def __init__(self, rows: ToldRows, rank: int) -> None:
+    def __init__(self, rows: SharedRows, rank: int) -> None:
         self._rows, self._rank = rows, rank
 
     def start(self, *row: float) -> None:

@@ -1,4 +1,5 @@
-"""Plans for a running job: measured clusters, sync modes that a script allows, contention, a process of their own."""
+"""Plan search for a running job: measured clusters, sync modes that the script allows, link contention, and the search process.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def inputs(links: str, **policy: Any) -> PlanInputs:
 @pytest.mark.parametrize(("links", "exact", "away"), [
     ("2/2Mb", False, True), ("2/2Mb", True, False), (FAST, False, False),
 ])
-def test_averaged_gradients_are_left_where_nothing_on_them_keeps_up_and_the_user_hears_why(
+def test_local_steps_replace_gradient_averaging_on_slow_links_and_log_the_reason(
     links: str, exact: bool, away: bool,
 ) -> None:
     result = search.best_plan(inputs(links, exact=exact), plan_of(0.0, "int4()"))
@@ -73,7 +74,7 @@ def test_averaged_gradients_are_left_where_nothing_on_them_keeps_up_and_the_user
         assert again == search.Best(plan), "said once"
 
 
-def test_local_steps_that_are_sooner_but_not_by_enough_are_handed_on_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slightly_faster_local_steps_are_returned_as_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
     sooner = taken.plan.step_s * taken.plan.steps_high
     kept = search.best_plan(inputs("2/2Mb", exact=True), plan_of(0.0, "int4()"))
@@ -91,7 +92,7 @@ def test_local_steps_that_are_sooner_but_not_by_enough_are_handed_on_beside_the_
 @pytest.mark.parametrize(("suggests", "links", "hinted"), [
     (True, "2/2Mb", True), (False, "2/2Mb", False), (True, FAST, False),
 ])
-def test_on_averaged_gradients_it_says_what_local_steps_would_bring(suggests: bool, links: str, hinted: bool) -> None:
+def test_search_under_gradient_averaging_reports_the_gain_of_local_steps(suggests: bool, links: str, hinted: bool) -> None:
     current = plan_of(0.0, "int4()")
     kept = search.best_plan(inputs(links, exact=True), current)
     result = search.best_plan(inputs(links, exact=True), current, suggests=suggests)
@@ -114,7 +115,7 @@ def families(plan: Plan) -> set[str]:
     ("2/2Mb", search.NOTHING_ELSE, True),  # nothing finer is at a loss in twice the time
     ("2/2Mb", 1e9, False), ("1000/1000Mb", search.NOTHING_ELSE, False),
 ])
-def test_a_young_job_stays_with_fine_codecs_unless_links_leave_nothing_else(
+def test_early_training_avoids_coarse_codecs_unless_links_require_them(
     links: str, factor: float, sparse: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(search, "NOTHING_ELSE", factor)
@@ -130,7 +131,7 @@ def test_a_young_job_stays_with_fine_codecs_unless_links_leave_nothing_else(
     ({"local_steps": 4}, "4 local steps"), ({"codes": "updates"}, "weight changes"),
     ({"stale": True}, "late results"),
 ])
-def test_a_plan_that_is_not_exact_is_refused(fields: dict[str, Any], what: str) -> None:
+def test_inexact_plan_is_refused(fields: dict[str, Any], what: str) -> None:
     plan = plan_of(0.0)
     late = {"buckets": (structs.replace(plan.buckets[0], stale=True), *plan.buckets[1:])}
     plan = structs.replace(plan, **(late if "stale" in fields else fields))
@@ -139,7 +140,7 @@ def test_a_plan_that_is_not_exact_is_refused(fields: dict[str, Any], what: str) 
         with_modes(plan, requested_modes("step"))
 
 
-def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
+def test_search_space_is_limited_to_what_the_script_allows() -> None:
     connection = FakeJob()
     connection.terms.optimizer = "adam"
     policy, suggests, young = plan_limits.limits_of(connection)
@@ -166,7 +167,7 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
         assert plan_limits.limits_of(connection).young is young
 
 
-def test_auto_chooses_fragments_only_where_no_member_may_leave_and_the_script_has_not_chosen() -> None:
+def test_auto_uses_fragments_only_for_fixed_members_and_no_setting_of_the_script() -> None:
     connection = FakeJob()
     for sync, elastic, allowed in ((None, False, True), (LocalSteps(4, fragments=2), False, False), (None, True, False)):
         connection.terms.requested, connection.members.elastic = requested_modes(sync), elastic
@@ -176,7 +177,7 @@ def test_auto_chooses_fragments_only_where_no_member_may_leave_and_the_script_ha
 @pytest.mark.parametrize(("sync", "may"), [
     (None, True), ("step", True), ("auto", True), ("forward", True), (LocalSteps(1), False), (LocalSteps(4), False),
 ])
-def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_late(sync: Any, may: bool) -> None:
+def test_forward_overlap_is_allowed_but_stale_results_are_not(sync: Any, may: bool) -> None:
     """A script that reads `.grad` waits for the results of this step; results one step late would change what it reads."""
     connection = FakeJob()
     connection.terms.requested = requested_modes(sync)
@@ -188,15 +189,15 @@ def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_l
 
 
 @pytest.mark.parametrize(("own", "others"), [(False, False), (True, False), (False, True)])
-def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(own: bool, others: bool) -> None:
-    """Controllers refuse local steps: a plan that came by itself must not end a script."""
+def test_balanced_batches_keep_gradient_averaging(own: bool, others: bool) -> None:
+    """Balancing controllers refuse local steps, so an automatic plan must not end such a script."""
     connection = FakeJob()
     connection.terms.balanced, connection.terms.requested = own, requested_modes("auto")
     rows = [RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01), RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01, others)]
     assert plan_limits.limits_of(connection, rows).policy.exact is (own or others)
 
 
-def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
+def test_budget_is_passed_to_the_planner_without_a_loss_model() -> None:
     result, connection = inputs("100/100Mb"), FakeJob()
     assert result.profile is not None
     assert result.policy is not None
@@ -208,7 +209,7 @@ def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("links", ["2/2Mb", FAST])
-def test_once_optimizers_remember_different_things_only_what_steps_locally_is_compared(links: str, exact: bool) -> None:
+def test_after_local_steps_only_local_step_plans_are_compared(links: str, exact: bool) -> None:
     made_from = inputs(links, exact=exact, staleness=False)
     current = structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
     result = search.best_plan(made_from, current, apart=True)
@@ -234,8 +235,8 @@ def costs() -> Profile:
     return Profile(kept, profile.server, profile.bucket_s, Line(0.0, 1e-10), source="measured")
 
 
-def test_a_server_elsewhere_is_no_home() -> None:
-    """Homes at 20/100 Mb/s receive at 100 Mb/s from it, and send to it at 20 Mb/s each; one shares its machine."""
+def test_dedicated_server_is_not_a_site() -> None:
+    """Sites at 20/100 Mb/s receive from the server at 100 Mb/s and send to it at 20 Mb/s each; one site shares its machine."""
     links = [Link(20e6, 100e6, 0.01), Link(20e6, 90e6, 0.01), Link(1e10, 1e10, 0.0)]
     assert cluster_of(links, ROWS_REPLAN, INSIDE, [3]).nodes[3].link == Link(100e6, 1e10 + 40e6, 0.0)
     assert cluster_of(links, ROWS_REPLAN, INSIDE, [3], elsewhere_bps=3e8).nodes[3].link.up_bps == 3e8
@@ -243,7 +244,7 @@ def test_a_server_elsewhere_is_no_home() -> None:
 
 @pytest.mark.parametrize("bps", [1e8, 1e9, 1e10])
 @pytest.mark.parametrize("cuda", [False, True])
-def test_what_is_found_for_a_model_on_gpus_runs_there(bps: float, cuda: bool) -> None:
+def test_plan_for_a_gpu_model_runs_on_the_gpu(bps: float, cuda: bool) -> None:
     links = [Link(bps, bps, 0.001)] * 3
     cluster = cluster_of(links, ROWS_REPLAN, INSIDE, [0, 1, 2], cuda=cuda)
     plan = planner.plan(JOB_REPLAN, cluster, costs(), Policy(devices=("cpu",)))
@@ -251,10 +252,10 @@ def test_what_is_found_for_a_model_on_gpus_runs_there(bps: float, cuda: bool) ->
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_servers_of_homes_are_counted_behind_the_homes_that_there_are(world: int) -> None:
-    """Three met, so servers got the numbers behind theirs; since then one is gone, or another has come in its place."""
-    view = Epoch(5, (), (ServerInfo(0, "a", 3), ServerInfo(1, "b", 4), ServerInfo(2, "b", 4)))
-    simple_namespace: Any = SimpleNamespace(uplink=SimpleNamespace(view=view), elastic=True, world=world)
+def test_server_nodes_are_numbered_after_the_present_sites(world: int) -> None:
+    """Three sites registered, so servers got the next numbers; since then one site has left, or another has replaced it."""
+    epoch = Epoch(5, (), (ServerInfo(0, "a", 3), ServerInfo(1, "b", 4), ServerInfo(2, "b", 4)))
+    simple_namespace: Any = SimpleNamespace(uplink=SimpleNamespace(epoch=epoch), elastic=True, world=world)
     nodes = server_nodes_of(simple_namespace)
     assert nodes == [world, world + 1, world + 1]
     cluster = cluster_of(LINKS[:world], ROWS_REPLAN[:world], INSIDE, nodes)
@@ -266,12 +267,12 @@ def test_servers_of_homes_are_counted_behind_the_homes_that_there_are(world: int
 
 
 @pytest.mark.parametrize(("order", "speeds"), [((0, 1, 2), (1.0, 1 / 2, 1 / 3)), ((2, 0, 1), (1.0, 3.0, 1.5))])
-def test_speeds_are_against_rank_0_whose_times_are_planned_with(order: tuple[int, ...], speeds: tuple[float, ...]) -> None:
+def test_speeds_are_relative_to_rank_0(order: tuple[int, ...], speeds: tuple[float, ...]) -> None:
     cluster = cluster_of(LINKS, [ROWS_REPLAN[rank] for rank in order], INSIDE, [0])
     assert [node.speed for node in cluster.nodes] == pytest.approx(speeds)
 
 
-def test_where_homes_reach_a_server_alone_no_collective_is_found_or_let_through() -> None:
+def test_sites_behind_nat_get_no_collectives_from_search_or_controller() -> None:
     links = [Link(1e10, 1e10, 0.0001)] * 3  # so fast that collectives would win
     apart, together = (cluster_of(links, ROWS_REPLAN, INSIDE, [3], reachable=reachable) for reachable in (False, True))
     plan = planner.lower(planner.plan(JOB_REPLAN, apart, costs(), Policy(devices=("cpu",))))
@@ -315,21 +316,21 @@ def process() -> Iterator[PlanningProcess]:
     planning_process.close()
 
 
-def test_what_it_finds_is_what_is_found_here(process: PlanningProcess) -> None:
+def test_search_process_finds_the_same_plan_as_a_search_in_process(process: PlanningProcess) -> None:
     for measured_s in (0.5, 2.0):
         result, local = process.search(order(measured_s)), process_search(order(measured_s))
         assert result.candidate == local.candidate
         assert result.contention == local.contention
 
 
-def test_an_error_there_is_the_error_here_and_the_next_search_goes_on(process: PlanningProcess) -> None:
+def test_search_process_error_is_raised_and_the_next_search_works(process: PlanningProcess) -> None:
     wrong = order()._replace(inputs=structs.replace(order().inputs, policy=Policy(max_local_steps=-1)))
     with pytest.raises(InvalidInput, match=r"max_local_steps is -1\b.*E-PLAN-INPUT"):
         process.search(wrong)
     assert process.search(order()).candidate.plan.buckets
 
 
-def test_a_killed_process_is_named_and_another_takes_its_place(
+def test_killed_search_process_is_reported_and_restarted(
         process: PlanningProcess, children: list[subprocess.Popen[bytes]]) -> None:
     process.start()
     children[0].kill()
@@ -338,7 +339,7 @@ def test_a_killed_process_is_named_and_another_takes_its_place(
     assert process.search(order()).candidate.plan.buckets
 
 
-def test_closing_ends_a_search_under_way(process: PlanningProcess, children: list[subprocess.Popen[bytes]]) -> None:
+def test_close_ends_a_running_search(process: PlanningProcess, children: list[subprocess.Popen[bytes]]) -> None:
     lines: list[InvalidState] = []
 
     def searching() -> None:
@@ -360,7 +361,7 @@ def test_closing_ends_a_search_under_way(process: PlanningProcess, children: lis
     assert "exit code -9" in error.what
 
 
-def test_links_are_at_least_as_fast_as_the_measured_step_needs() -> None:
+def test_links_are_at_least_as_fast_as_the_measured_step_requires() -> None:
     alone = profile_from_tables(CLUSTER)
     copy = structs.replace(CURRENT, hosts=(0,))
 
@@ -378,7 +379,7 @@ def test_links_are_at_least_as_fast_as_the_measured_step_needs() -> None:
     assert sped_up(slow, seconds, 1e-6) == slow, "no rate does"
 
 
-def test_the_link_of_a_server_elsewhere_explains_a_step_before_the_homes_links_do() -> None:
+def test_slow_step_is_attributed_to_the_dedicated_server_link_first() -> None:
     home, elsewhere = Link(20e6, 100e6, 0.01), Link(1e9, 1e9, 0.01)
     fast = Cluster((*(Node(f"n{n}", 1, "cpu", home, 0.0, 0.0) for n in range(3)), Node("n3", 0, "cpu", elsewhere, server=True)))
     slow = structs.replace(fast, nodes=(*fast.nodes[:3], structs.replace(fast.nodes[3], link=Link(20e6, 1e9, 0.01))))
@@ -406,13 +407,13 @@ PROFILE = profile_from_tables(CLUSTER_CONTENTION)
     (1.0, 0.5, 3.5, 5.0),
     (1.0, 0.5, 1.0 + 0.5 * MOST_FACTOR + 0.1, 1.0),  # more than processors can be blamed for
 ])
-def test_the_factor_makes_the_price_what_was_measured(
+def test_contention_factor_makes_the_predicted_time_equal_the_measured_time(
     compute_s: float, work_s: float, measured_s: float, expected: float,
 ) -> None:
     assert factor(measured_s, lambda f: compute_s + work_s * f) == pytest.approx(expected, rel=0.05)
 
 
-def test_a_crowd_is_found_by_simulation() -> None:
+def test_contention_of_many_senders_is_fitted_by_simulation() -> None:
     job, policy = builtin("lstm"), Policy(devices=("cpu",))
     plan = default_plan(job, codec="int8()", path="service", servers=4, ranks_per_node=1, fuse_nbytes=1 << 20,
                         cut_nbytes=1 << 21)
@@ -430,7 +431,7 @@ POLICY = Policy(devices=("cpu",))
 
 
 @pytest.mark.parametrize("link", [Link(1e9, 1e9, 1e-4), Link(20e6, 20e6, 0.01), home()])
-def test_the_price_is_what_the_simulator_predicts(link: Link) -> None:
+def test_price_of_a_plan_is_the_simulated_time(link: Link) -> None:
     inputs = PlanInputs(JOB_PRICE, flat(3, link), PROFILE_PRICE, POLICY)
     plan = planner.plan(JOB_PRICE, inputs.cluster, PROFILE_PRICE, POLICY)
     line = planner.simulate(plan, inputs.job, inputs.cluster, PROFILE_PRICE, POLICY)

@@ -1,4 +1,4 @@
-"""How a session recognizes what scripts do with averages: step with them, add to them, or throw them away."""
+"""How a session recognizes what scripts do with averages: apply them, accumulate them, or discard them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Script:
         self.add(slice(1))
 
     def grad_only(self) -> None:
-        """A gradient that is computed and added nowhere."""
+        """A gradient that is computed and accumulated nowhere."""
         torch.autograd.grad(sum(p.sum() for p in self.parameters), self.parameters)
 
     def settle(self) -> None:
@@ -108,7 +108,7 @@ class Script:
     ("step clear send_nothing_of_1 backward clip step", set()), ("step clear send_nothing_of_1 backward clip_1 step", set()),
     ("step clear send_nothing_of_1 backward zero backward", {0, 1}),
 ])
-def test_averages_that_are_thrown_away(actions: str, cleared: set[int]) -> None:
+def test_discarded_averages(actions: str, cleared: set[int]) -> None:
     """No optimizer of the third tensor is known, so its averages count as applied."""
     script = Script()
     script.run(actions)
@@ -116,7 +116,7 @@ def test_averages_that_are_thrown_away(actions: str, cleared: set[int]) -> None:
     script.use.detach()
 
 
-def test_a_step_with_a_closure_does_not_hide_what_another_optimizer_holds() -> None:
+def test_closure_step_does_not_hide_gradients_of_another_optimizer() -> None:
     script = Script()
     script.second.step()  # now both optimizers are known
     script.run("step step_second clear")
@@ -132,7 +132,7 @@ def test_a_step_with_a_closure_does_not_hide_what_another_optimizer_holds() -> N
     script.use.detach()
 
 
-def test_an_optimizer_of_other_tensors_shows_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_optimizer_of_other_tensors_is_no_evidence(caplog: pytest.LogCaptureFixture) -> None:
     """A script may step copies of the parameters, such as float32 weights of a float16 model."""
     script = Script(named=False)
     torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=0.1).step()
@@ -142,7 +142,7 @@ def test_an_optimizer_of_other_tensors_shows_nothing(caplog: pytest.LogCaptureFi
     script.use.detach()
 
 
-def test_a_step_reports_what_it_applied() -> None:
+def test_optimizer_step_reports_applied_tensors() -> None:
     script = Script()
     script.run("step_second")
     assert script.applied == {2}

@@ -1,4 +1,4 @@
-"""What families of codecs promise beyond the laws: what they select, how they round, what they find again."""
+"""Properties of codec families beyond the laws: selection, rounding, recovery of structure."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ COUNTED = [(n, ratio, kind) for n, ratio in GRID for kind in ["normal", *TIED] i
 
 @pytest.mark.parametrize(("n", "ratio", "kind"), COUNTED)
 @pytest.mark.parametrize("fed", [False, True])
-def test_count_is_within_a_tenth_of_k(n: int, ratio: float, kind: str, fed: bool) -> None:
-    """At all sizes and ratios, for ties as well, from the first step on."""
+def test_selected_count_is_within_a_tenth_of_k(n: int, ratio: float, kind: str, fed: bool) -> None:
+    """At all sizes and ratios, with ties, and from the first step on."""
     plain = topk(ratio=ratio)
     codec, k = error_feedback(plain) if fed else plain, plain.wanted(n)
     xs = [TIED.get(kind, torch.clone)(kit.noise(n, seed)) for seed in range(5)]
@@ -96,8 +96,8 @@ def test_count_is_within_a_tenth_of_k(n: int, ratio: float, kind: str, fed: bool
 
 
 @pytest.mark.parametrize("kind", ["normal", "equal"])
-def test_what_is_trimmed_or_looked_for_again_is_conserved(kind: str) -> None:
-    """A threshold far too low, then far too high: the step puts it right, and the residual has the rest bit for bit."""
+def test_trimming_and_reselection_conserve_the_gradient(kind: str) -> None:
+    """The threshold is far too low, then far too high: the step corrects it, and the residual holds the rest bit for bit."""
     codec = error_feedback(topk(ratio=0.01, values="fp32"))
     k, state = codec.inner.wanted(N), codec.init(Spec((N,)))
     for step, factor in enumerate((1.0, 0.5, 2.0, 0.9, 1.1)):
@@ -125,7 +125,7 @@ def test_zeros_are_never_sent(n: int, exact: bool) -> None:
     ]  # fmt: skip
 
 
-def test_error_feedback_serves_every_entry_of_a_constant_gradient() -> None:
+def test_error_feedback_sends_every_entry_of_a_constant_gradient() -> None:
     codec = error_feedback(topk(ratio=0.05))
     x, total = kit.noise(N).abs() + 0.2, torch.zeros(N)
     state = codec.init(Spec((N,)))
@@ -135,7 +135,7 @@ def test_error_feedback_serves_every_entry_of_a_constant_gradient() -> None:
     assert float((total / 120 / x).mean()) > 0.75
 
 
-def test_exact_selection_is_torch_topk() -> None:
+def test_exact_selection_equals_torch_topk() -> None:
     codec = topk(ratio=0.013, values="fp32", exact=True)
     state = codec.init(Spec((N,)))
     for step in range(3):
@@ -149,7 +149,7 @@ def test_exact_selection_is_torch_topk() -> None:
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1, 0.5, 1.0])
 def test_bytes_per_entry(ratio: float) -> None:
-    """Positions within 1.15 of log2 C(n, k) / k where they are many; int8 values cost 8 bits and an eighth."""
+    """Positions cost within 1.15 of log2 C(n, k) / k for many entries; int8 values cost 8 bits and an eighth."""
     n = 1 << 18
     codec = topk(ratio=ratio)
     message = kit.encode(codec, kit.noise(n), codec.init(Spec((n,))))
@@ -180,7 +180,7 @@ def runs_of(x: torch.Tensor, run: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS_THRESHOLD)
 @pytest.mark.parametrize("ratio", [0.01, 0.1])
-def test_runs_are_whole_and_hold_the_energy_that_the_best_runs_hold(kind: str, ratio: float) -> None:
+def test_runs_are_whole_and_hold_the_energy_of_the_best_runs(kind: str, ratio: float) -> None:
     codec = block_threshold(ratio=ratio, values="fp32")
     state = codec.init(Spec((N_THRESHOLD,)))
     for step in range(5):
@@ -192,8 +192,8 @@ def test_runs_are_whole_and_hold_the_energy_that_the_best_runs_hold(kind: str, r
         assert float(got.square().sum()) >= 0.9 * float(rows[best].square().sum()), step
 
 
-def test_a_count_that_does_not_fit_the_runs_is_refused() -> None:
-    """The last run below n is short: a payload may end in it only with as many values as it has."""
+def test_count_that_does_not_fit_the_runs_is_refused() -> None:
+    """The last run below n is short: a payload may contain it only with the number of values that it has."""
     codec, n = BlockThreshold(1.0, 16, "fp32"), 40
     good = bytes(kit.encode(codec, kit.noise(n), codec.init(Spec((n,)))))
     assert torch.equal(kit.decoded(codec, good, n), kit.noise(n))
@@ -215,7 +215,7 @@ def keyed(codec: Codec, sender: int, job: str = "job") -> dict[str, object]:
     return state
 
 
-def test_members_draw_alike_and_steps_differ() -> None:
+def test_members_draw_the_same_positions_and_steps_differ() -> None:
     codec = randomk(ratio=0.02)
     states = [keyed(codec, sender) for sender in (0, 1)] + [keyed(codec, 0, "another job")]
     before = None
@@ -228,7 +228,7 @@ def test_members_draw_alike_and_steps_differ() -> None:
         before = one
 
 
-def test_every_entry_is_drawn_in_its_turn() -> None:
+def test_every_entry_is_drawn_once_per_cycle() -> None:
     codec, hits = randomk(ratio=0.1), torch.zeros(N_RANDOMK)
     state = keyed(codec, 0)
     for _ in range(200):
@@ -238,7 +238,7 @@ def test_every_entry_is_drawn_in_its_turn() -> None:
 
 
 @pytest.mark.parametrize("values", ["fp32", "fp16", "bf16"])
-def test_a_server_holds_values_alone_and_sends_their_float32_sum(values: str) -> None:
+def test_server_stores_only_values_and_sends_their_float32_sum(values: str) -> None:
     codec = randomk(ratio=0.1, values=values)
     cluster = kit.Cluster(codec, Spec((N_RANDOMK,)), 3)
     xs = [kit.noise(N_RANDOMK, i) for i in range(3)]
@@ -249,7 +249,7 @@ def test_a_server_holds_values_alone_and_sends_their_float32_sum(values: str) ->
     assert cluster.payloads[0].nbytes == 16 + 500 * (4 if values == "fp32" else 2)
 
 
-def test_a_contribution_of_another_draw_is_refused_and_changes_nothing() -> None:
+def test_contribution_of_another_draw_is_refused_without_effect() -> None:
     codec = randomk(ratio=0.1)
     acc = codec.zeros(Spec((N_RANDOMK,)), 0)
     first, other = keyed(codec, 0), keyed(codec, 1, "another job")
@@ -281,7 +281,7 @@ STEP_OF_MAX = {  # codec -> (block, largest error in largest magnitudes of the b
 
 
 @pytest.mark.parametrize("codec", STEP_OF_MAX, ids=str)
-def test_no_element_is_further_off_than_a_step(codec: Codec) -> None:
+def test_error_is_at_most_one_quantization_step(codec: Codec) -> None:
     block, bound = STEP_OF_MAX[codec]
     x = kit.noise(N_BLOCKWISE) ** 3
     error = (kit.decoded(codec, kit.encode(codec, x, codec.init(Spec((N_BLOCKWISE,)))), N_BLOCKWISE) - x).abs()
@@ -290,7 +290,7 @@ def test_no_element_is_further_off_than_a_step(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", [onebit(block=64), int4(block=64), int8(block=64)], ids=str)
-def test_what_wants_feedback_is_a_contraction(codec: Codec) -> None:
+def test_codecs_that_need_feedback_are_contractions(codec: Codec) -> None:
     """The condition under which error feedback converges: |v - sent| < |v|, here for every block."""
     for x in (kit.noise(N_BLOCKWISE), kit.noise(N_BLOCKWISE) ** 3, kit.noise(N_BLOCKWISE).abs() + 1.0):
         rest = x - kit.decoded(codec, kit.encode(codec, x, codec.init(Spec((N_BLOCKWISE,)))), N_BLOCKWISE)
@@ -299,11 +299,11 @@ def test_what_wants_feedback_is_a_contraction(codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", DRAWN, ids=str)
 @pytest.mark.parametrize("cubed", [False, True])
-def test_the_mean_of_what_is_received_is_what_was_sent(codec: Codec, cubed: bool) -> None:
+def test_stochastic_rounding_is_unbiased(codec: Codec, cubed: bool) -> None:
     """Over 200 steps, by Hoeffding: a mean of m draws in a range w is off by t with P < 2 exp(-2 m t^2 / w^2).
 
-    Each element with t = w / 4: 2.8e-11, or 1.3e-7 for all of them. All together, once as they are and once by the sign of x,
-    so that a pull towards zero shows: 5e-14.
+    Each element with t = w / 4: 2.8e-11, or 1.3e-7 for all of them. All together, once with their signs and once multiplied by
+    the sign of x, which shows a bias towards zero: 5e-14.
     """
     x = kit.noise(N_BLOCKWISE, 3) ** 3 if cubed else kit.noise(N_BLOCKWISE, 3)
     state, steps = codec.init(Spec((N_BLOCKWISE,))), 200
@@ -321,7 +321,7 @@ def test_the_mean_of_what_is_received_is_what_was_sent(codec: Codec, cubed: bool
         assert abs(float((error * sign).mean())) < float(width.max()) * 5.6 / math.sqrt(2 * steps * N_BLOCKWISE)
 
 
-def test_senders_steps_and_the_server_draw_other_numbers() -> None:
+def test_senders_steps_and_server_draw_different_random_numbers() -> None:
     x, seen = kit.noise(N_BLOCKWISE), set()
     for sender in (0, 1, SERVER):
         for bucket in (0, 1):
@@ -343,7 +343,7 @@ BROKEN = [  # codec, numel, (byte of the body, value), words
 
 
 @pytest.mark.parametrize(("codec", "n", "bad", "words"), BROKEN, ids=lambda v: v if isinstance(v, str) else str(v))
-def test_bytes_that_break_a_format_are_named(codec: Codec, n: int, bad: dict[int, int], words: str) -> None:
+def test_malformed_bytes_are_named(codec: Codec, n: int, bad: dict[int, int], words: str) -> None:
     payload = bytearray(kit.encode(codec, torch.zeros(n), codec.init(Spec((n,)))))
     assert not kit.decoded(codec, bytes(payload), n).any()
     for at, value in bad.items():
@@ -363,7 +363,7 @@ LARGEST = [  # the largest scale that each takes, and every byte of codes set
 
 
 @pytest.mark.parametrize(("codec", "scale", "nbytes"), LARGEST, ids=str)
-def test_no_legal_byte_decodes_to_infinity(codec: Codec, scale: bytes, nbytes: int) -> None:
+def test_no_valid_byte_decodes_to_infinity(codec: Codec, scale: bytes, nbytes: int) -> None:
     good = bytes(kit.encode(codec, torch.zeros(8), codec.init(Spec((8,)))))
     for byte in range(256):
         assert bool(torch.isfinite(kit.decoded(codec, good[:16] + scale + bytes([byte]) * nbytes, 8)).all())
@@ -385,7 +385,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "payloads"
 
 @pytest.mark.parametrize("backend", kit.AVAILABLE)
 def test_golden_payload(backend: str) -> None:
-    """Payload and result of each round, one after another, for two workers with keys of their own."""
+    """Payload and result of each round, in order, for two workers with different keys."""
     codec, spec, seen = powersgd(rank=1), Spec((4, 6)), b""
     with kit.use(backend):
         states, server = [codec.init(spec) for _ in range(2)], codec.init_server(spec)
@@ -419,7 +419,7 @@ def low_rank(m: int, n: int, rank: int, number: int = 0) -> torch.Tensor:
     return (kit.noise(m * rank, number).view(m, rank) @ kit.noise(rank * n, number + 1).view(rank, n)).view(-1)
 
 
-def test_powersgd_finds_a_matrix_of_its_rank_and_keeps_it() -> None:
+def test_powersgd_recovers_a_matrix_of_its_rank_and_keeps_it() -> None:
     spec, x = Spec((60, 50)), low_rank(60, 50, 3)
     cluster = kit.Cluster(powersgd(rank=3), spec, 2)
     torch.testing.assert_close(cluster.step([x, x])[0], 2 * x, rtol=1e-4, atol=1e-3)
@@ -430,7 +430,7 @@ def test_powersgd_finds_a_matrix_of_its_rank_and_keeps_it() -> None:
     assert errors[-1] < errors[0]
 
 
-def test_powersgd_survives_steps_without_gradient_and_lost_directions() -> None:
+def test_powersgd_survives_zero_gradients_and_degenerate_directions() -> None:
     spec, zero = Spec((60, 50)), torch.zeros(3000)
     cluster = kit.Cluster(powersgd(rank=3), spec, 2)
     assert not cluster.step([zero, zero])[0].any()

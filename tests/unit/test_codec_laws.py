@@ -60,7 +60,7 @@ def held(acc: Any) -> list[torch.Tensor]:
     return [torch.as_tensor(acc["sum"]).double()]
 
 
-def test_no_name_is_missing() -> None:
+def test_table_contains_every_codec() -> None:
     assert set(kit.NAMED) == set(FACTORIES)
     for name, text in kit.NAMED.items():
         assert text.startswith(f"{name}(")
@@ -69,7 +69,7 @@ def test_no_name_is_missing() -> None:
 
 @each
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: "x".join(map(str, spec.shape)))
-def test_any_shape_is_summed_within_the_bound_alike_for_all(codec: Codec, spec: Spec) -> None:
+def test_sums_of_any_shape_are_within_the_bound_and_equal_on_all_workers(codec: Codec, spec: Spec) -> None:
     runs = []
     for _ in range(2):
         cluster, seen = seeded(codec, spec), []
@@ -87,8 +87,8 @@ def test_any_shape_is_summed_within_the_bound_alike_for_all(codec: Codec, spec: 
 
 
 @each
-def test_what_went_in_came_out_or_is_kept(codec: Codec) -> None:
-    """Two of eight steps are abandoned, one of them not finite. Momentum sends more than came in: it has a law of its own."""
+def test_applied_plus_residual_equals_input(codec: Codec) -> None:
+    """Two of eight steps are aborted, one of them not finite. Momentum sends more than its input and has a law of its own."""
     cluster, n = seeded(codec), MATRIX.numel
     put, got = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for step in range(8):
@@ -115,7 +115,7 @@ def test_what_went_in_came_out_or_is_kept(codec: Codec) -> None:
 
 
 @each
-def test_a_restored_cluster_goes_on_bit_for_bit(codec: Codec) -> None:
+def test_restored_cluster_continues_bit_for_bit(codec: Codec) -> None:
     cluster, fresh, n = seeded(codec), seeded(codec), MATRIX.numel
     for step in range(4):
         cluster.step(noises(step, n))
@@ -131,7 +131,7 @@ def test_a_restored_cluster_goes_on_bit_for_bit(codec: Codec) -> None:
 
 
 @each_named
-def test_the_order_and_grouping_of_contributions_is_free(name: str) -> None:
+def test_sum_does_not_depend_on_order_or_grouping(name: str) -> None:
     """SUM: payloads of two halves of the members add up to those of all. GATHER: decoded sums add up."""
     codec = kit.EVERY[name]
     cluster = seeded(codec)
@@ -159,7 +159,7 @@ def test_the_order_and_grouping_of_contributions_is_free(name: str) -> None:
 
 @each_named
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_what_is_not_finite_reaches_everyone_and_leaves_nothing(name: str, bad: float) -> None:
+def test_non_finite_input_is_flagged_on_all_workers_and_leaves_no_residual(name: str, bad: float) -> None:
     cluster, n = seeded(kit.EVERY[name]), MATRIX.numel
     cluster.step(noises(0, n))
     xs = noises(1, n)
@@ -176,7 +176,7 @@ def test_what_is_not_finite_reaches_everyone_and_leaves_nothing(name: str, bad: 
 
 @each
 @pytest.mark.parametrize("spec", [Spec((0,)), Spec((1,)), Spec((41, 29)), Spec((20_011,))], ids=lambda spec: f"{spec.shape}")
-def test_native_and_reference_give_the_same_bytes(codec: Codec, spec: Spec) -> None:
+def test_native_and_reference_produce_the_same_bytes(codec: Codec, spec: Spec) -> None:
     if len(kit.AVAILABLE) < 2:
         pytest.skip("the native core is not built")
     runs = []
@@ -194,8 +194,8 @@ UNBIASED = [name for name, text in kit.NAMED.items() if not parse(text).biased a
 
 
 @pytest.mark.parametrize("text", [*map(kit.NAMED.get, UNBIASED), "randomk(ratio=0.2, unbiased=True)", "qsgd(norm='l2')"])
-def test_what_runs_without_feedback_is_unbiased(text: str) -> None:
-    """Projected on the true sum, so that any pull shows; 6 deviations of the 60 samples."""
+def test_codecs_without_feedback_are_unbiased(text: str) -> None:
+    """Projected on the true sum, which shows any bias; 6 deviations of the 60 samples."""
     cluster, n, steps = seeded(parse(text)), MATRIX.numel, 60
     xs = noises(0, n)
     full = torch.stack(xs).double().sum(0)
@@ -210,7 +210,7 @@ def test_what_runs_without_feedback_is_unbiased(text: str) -> None:
 @each_plain
 @settings(max_examples=25, deadline=None)
 @given(values=ordinary)
-def test_sent_and_residual_make_input_and_old_residual(codec: Codec, values: list[float]) -> None:
+def test_sent_plus_residual_equals_input_plus_old_residual(codec: Codec, values: list[float]) -> None:
     wrapped, x = error_feedback(codec), torch.tensor(values, dtype=torch.float32)
     state = wrapped.init(Spec((x.numel(),)))
     for factor in (1.0, -0.75, 3.0):
@@ -227,7 +227,7 @@ def test_sent_and_residual_make_input_and_old_residual(codec: Codec, values: lis
 @each_codec
 @settings(max_examples=25, deadline=None)
 @given(values=anything)
-def test_extreme_input_is_coded_or_flagged(codec: Codec, values: list[float]) -> None:
+def test_extreme_input_is_encoded_or_flagged(codec: Codec, values: list[float]) -> None:
     x = torch.tensor(values, dtype=torch.float32)
     spec = Spec((x.numel(),))
     state = codec.init(spec)
@@ -249,7 +249,7 @@ WRAPPED = [error_feedback(codec) for codec in kit.PLAIN]
 
 @pytest.mark.parametrize("codec", WRAPPED, ids=str)
 @pytest.mark.parametrize("n", [1, 700, 20_011])
-def test_undo_leaves_what_was_owed_before_and_only_once(codec: Codec, n: int) -> None:
+def test_undo_restores_the_residual_and_is_idempotent(codec: Codec, n: int) -> None:
     state = codec.init(Spec((n,)))
     out = kit.room(codec, Spec((n,)))
     codec.undo(state, torch.zeros(n))
@@ -265,7 +265,7 @@ def test_undo_leaves_what_was_owed_before_and_only_once(codec: Codec, n: int) ->
         assert torch.equal(kit.residual(state), once)
 
 
-def test_a_sum_that_overflows_leaves_the_server_as_it_was() -> None:
+def test_overflowing_sum_leaves_the_server_state_unchanged() -> None:
     codec = error_feedback(topk(ratio=0.5, values="fp32"))
     cluster = kit.Cluster(codec, Spec((100,)), 2)
     cluster.step([kit.noise(100), kit.noise(100, 1)])
@@ -293,7 +293,7 @@ def test_a_sum_that_overflows_leaves_the_server_as_it_was() -> None:
         ("inner.step", -1, "is -1.* 0 to"),
     ],
 )
-def test_restore_refuses_numbers_that_no_step_makes(name: str, value: float, words: str) -> None:
+def test_restore_refuses_impossible_values(name: str, value: float, words: str) -> None:
     codec = error_feedback(topk())
     state = codec.init(Spec((20_000,)))
     kit.encode(codec, kit.noise(20_000), state)
@@ -305,7 +305,7 @@ def test_restore_refuses_numbers_that_no_step_makes(name: str, value: float, wor
     assert all(np.array_equal(value, before[path]) for path, value in snapshot(state).items())
 
 
-def test_wrap_adds_feedback_where_it_is_needed() -> None:
+def test_wrap_adds_feedback_to_codecs_that_need_it() -> None:
     assert wrap(topk()) == error_feedback(topk())
     assert wrap(int8()) == error_feedback(int8())
     assert wrap(identity()) == identity()
@@ -336,8 +336,8 @@ def flushing() -> Iterator[None]:
 @pytest.mark.parametrize("codec", kit.CODECS, ids=str)
 @pytest.mark.parametrize("backend", kit.AVAILABLE)
 @pytest.mark.parametrize("n", [300, 20_011])
-def test_codecs_work_where_denormals_are_flushed(codec: Codec, backend: str, n: int) -> None:
-    """Fewer entries that are not zero than topk wants, denormals among them: what is put in is what comes out and is kept."""
+def test_codecs_work_with_flushed_denormals(codec: Codec, backend: str, n: int) -> None:
+    """There are fewer nonzero entries than topk selects, denormals among them; output plus residual still equals the input."""
     with kit.use(backend):
         cluster = kit.Cluster(codec, Spec((n,)), 2)
         put, got = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
@@ -353,8 +353,8 @@ def test_codecs_work_where_denormals_are_flushed(codec: Codec, backend: str, n: 
 
 
 @pytest.mark.parametrize("codec", [*NARROW, error_feedback(bf16())], ids=str)
-def test_what_a_cast_cannot_hold_is_sent_bit_by_bit(codec: Codec) -> None:
-    """One huge entry is cut to the format's largest number and follows in the next steps; no step is flagged."""
+def test_values_beyond_the_cast_range_are_sent_over_several_steps(codec: Codec) -> None:
+    """A huge entry is clipped to the format's largest number and the rest follows in the next steps; no step is flagged."""
     n, most = 1000, 3.3e38 if "bf16" in str(codec) else 65504.0
     state, spike = codec.init(Spec((n,))), 3.4e38 if "bf16" in str(codec) else 1e5
     x, total = torch.zeros(n), torch.zeros(n, dtype=torch.float64)
@@ -368,7 +368,7 @@ def test_what_a_cast_cannot_hold_is_sent_bit_by_bit(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", NARROW, ids=str)
-def test_a_sum_that_a_cast_cannot_hold_stays_at_the_server(codec: Codec) -> None:
+def test_sums_beyond_the_cast_range_stay_in_the_server_residual(codec: Codec) -> None:
     n = 100
     cluster = kit.Cluster(codec, Spec((n,)), 3)
     x = torch.zeros(n)
@@ -384,7 +384,7 @@ def test_a_sum_that_a_cast_cannot_hold_stays_at_the_server(codec: Codec) -> None
 
 @pytest.mark.parametrize("backend", kit.AVAILABLE)
 @pytest.mark.parametrize("codec", [int8(block=16), topk(ratio=1.0)], ids=str)
-def test_the_largest_numbers_lose_nothing(codec: Codec, backend: str) -> None:
+def test_largest_floats_are_conserved(codec: Codec, backend: str) -> None:
     wrapped, n = error_feedback(codec), 40
     with kit.use(backend):
         state = wrapped.init(Spec((n,)))
@@ -396,7 +396,7 @@ def test_the_largest_numbers_lose_nothing(codec: Codec, backend: str) -> None:
 
 
 def test_no_byte_of_an_int8_payload_decodes_to_infinity() -> None:
-    """The largest scale that is allowed, with the q that no encoder writes; and the scales beyond it."""
+    """The largest allowed scale, with the q that no encoder writes; and the scales beyond it."""
     payload = bytearray(kit.encode(int8(block=4), torch.ones(4), {}))
     payload[16:24] = struct.pack("<f4b", kernels.MOST_SCALE, -128, 127, -127, 0)
     out = kit.decoded(int8(block=4), bytes(payload), 4)
@@ -410,7 +410,7 @@ def test_no_byte_of_an_int8_payload_decodes_to_infinity() -> None:
 @pytest.mark.parametrize("codec", [identity(), fp16(), bf16()], ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("fed", [False, True])
-def test_a_dense_body_that_is_not_finite_counts_as_flagged(codec: Codec, bad: float, fed: bool) -> None:
+def test_non_finite_dense_body_counts_as_flagged(codec: Codec, bad: float, fed: bool) -> None:
     n = 40
     kind = {"identity": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[codec.name]  # type: ignore[attr-defined]
     payload = bytearray(kit.encode(codec, kit.noise(n), codec.init(Spec((n,)))))
@@ -455,7 +455,7 @@ PLAIN = [parse(text) for text in (
 
 @pytest.mark.parametrize("report", WRONG)
 @pytest.mark.parametrize("codec", FEEDBACK + PLAIN, ids=str)
-def test_input_of_another_kind(codec: Codec, report: str) -> None:
+def test_input_of_a_wrong_type_or_shape_is_refused(codec: Codec, report: str) -> None:
     state, out = codec.init(SPEC), kit.room(codec, SPEC)
     codec.start(kit.noise(3200), state, out)
     before = snapshot(state)
@@ -468,7 +468,7 @@ def test_input_of_another_kind(codec: Codec, report: str) -> None:
 
 @pytest.mark.parametrize("report", WRONG)
 @pytest.mark.parametrize("codec", FEEDBACK, ids=str)
-def test_output_of_another_kind(codec: Codec, report: str) -> None:
+def test_output_of_a_wrong_type_or_shape_is_refused(codec: Codec, report: str) -> None:
     cluster = kit.Cluster(codec, SPEC, 1)
     cluster.step([kit.noise(3200)])
     with pytest.raises(ValueError, match="out is .*of 3200 elements.*E-CODEC-INPUT") as caught:
@@ -477,7 +477,7 @@ def test_output_of_another_kind(codec: Codec, report: str) -> None:
 
 
 @pytest.mark.parametrize("codec", FEEDBACK, ids=str)
-def test_a_state_of_another_spec_or_type_is_refused(codec: Codec) -> None:
+def test_state_of_another_spec_or_type_is_refused(codec: Codec) -> None:
     state, other = codec.init(SPEC), codec.init(Spec((32, 101)))
     with pytest.raises(ValueError, match=r"codec state \S+: got float32 of shape \(.*\).* \(.*\).*E-CODEC-STATE"):
         restore(other, snapshot(state))

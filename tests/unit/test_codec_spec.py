@@ -1,4 +1,4 @@
-"""A codec's spelling: the same for all ways to write it, nestings, prices, and what is refused."""
+"""Codec specifications: spellings, nesting, prices, and what is refused."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ NOT_PRICED = ("powersgd()", "powersgd(shapes=((2, 3),))")
 
 
 @pytest.mark.parametrize("text", PRICED)
-def test_tables_price_what_is_sent(text: str) -> None:
-    """Not what the family sends with other arguments: half of the entries, whole floats, eight bits."""
+def test_tables_price_the_bytes_sent(text: str) -> None:
+    """Prices hold for the given arguments, not for the family's other ones: half of the entries, whole floats, eight bits."""
     cost, = (c for c in profile_from_tables(Cluster((node("a", "cpu", "10g"),)), (text,)).codecs)
     codec = wrap(parse(text))
     bound = codec.bound(Spec((NUMEL,)))
@@ -62,12 +62,12 @@ def test_tables_price_what_is_sent(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", NOT_PRICED)
-def test_what_depends_on_more_than_a_size_has_to_be_measured(text: str) -> None:
+def test_costs_that_depend_on_more_than_a_size_must_be_measured(text: str) -> None:
     with pytest.raises(ValueError, match=r"powersgd\(.*E-PLAN-CODEC-COST"):
         profile_from_tables(Cluster(()), (text,))
 
 
-def test_a_price_is_found_however_a_codec_is_spelled() -> None:
+def test_price_does_not_depend_on_the_spelling() -> None:
     cluster = Cluster((node("a", "cpu", "10g"),))
     prices = Prices(cluster, profile_from_tables(cluster, ("topk(ratio=0.5)", "qsgd(levels=127)")))
     for text in (" topk(0.5)", "topk( ratio = 0.5, values='int8')", "error_feedback(topk(0.5))", str(wrap(parse("topk(0.5)")))):
@@ -77,7 +77,7 @@ def test_a_price_is_found_however_a_codec_is_spelled() -> None:
 
 
 @pytest.mark.parametrize("family", FACTORIES)
-def test_rules_name_the_arguments_of_the_factories(family: str) -> None:
+def test_rules_use_the_argument_names_of_the_factories(family: str) -> None:
     parameters = inspect.signature(FACTORIES[family]).parameters
     assert list(RULES[family]) == list(parameters)
     given = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
@@ -96,8 +96,8 @@ def test_rules_name_the_arguments_of_the_factories(family: str) -> None:
     (f"topk({'-' * 4000}1)", "expected a name"),
     (f"a{'.b' * 2000}()", "is unknown"),
 ])
-def test_what_no_codec_has_is_refused_where_it_is_read(text: str, words: str) -> None:
-    """By the planner without a codec at hand, and by the codecs in the same words."""
+def test_unknown_arguments_are_refused_when_parsed(text: str, words: str) -> None:
+    """By the planner, which has no codec object, and by the codecs with the same message."""
     assert words in spec_error(text)
     with pytest.raises(InvalidInput) as caught:
         parse(text)
@@ -138,7 +138,7 @@ def spellings(depth: int) -> list[str]:
 
 
 def refusal(text: str) -> str:
-    """Why a spelling is refused; empty if it is not."""
+    """Why a specification is refused; empty if accepted."""
     try:
         parse(text)
     except ValueError as error:
@@ -164,8 +164,8 @@ def seeded(codec: Codec) -> kit.Cluster:
     return cluster
 
 
-def owed_after(codec: Codec, steps: int = 4, bad: int = 2) -> torch.Tensor:
-    """What the steps put in, less what came out and what is kept; step `bad` is not finite, undone, and puts in nothing."""
+def imbalance(codec: Codec, steps: int = 4, bad: int = 2) -> torch.Tensor:
+    """Input of the steps minus output and residual; step `bad` is not finite, undone, and has no input."""
     cluster, put, got = seeded(codec), torch.zeros(700, dtype=torch.float64), torch.zeros(700, dtype=torch.float64)
     for step in range(steps):
         xs = [kit.noise(700, 10 * step + i) * (1 + i) for i in range(WORKERS)]
@@ -184,18 +184,18 @@ def owed_after(codec: Codec, steps: int = 4, bad: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("codec", ACCEPTED.values(), ids=ACCEPTED)
-def test_what_is_accepted_sums_and_skips(codec: Codec) -> None:
+def test_accepted_codecs_sum_and_skip_steps(codec: Codec) -> None:
     assert parse(str(codec)) == codec
     assert not codec.biased
-    lost = owed_after(codec)
+    lost = imbalance(codec)
     if str(codec).startswith("error_feedback"):
         assert float(lost.abs().max()) < 2e-3
 
 
 @pytest.mark.parametrize("down", ["int8(block=64)", "topk(ratio=1.0, values='fp32')", "topk(ratio=0.3)"])
 @pytest.mark.parametrize("up", ["topk(ratio=0.2)", "momentum(int8(block=64))"])
-def test_wrapped_codecs_up_and_another_down(up: str, down: str) -> None:
-    lost = owed_after(two_way(wrap(parse(up)), wrap(parse(down))))
+def test_wrapped_codec_up_and_another_codec_down(up: str, down: str) -> None:
+    lost = imbalance(two_way(wrap(parse(up)), wrap(parse(down))))
     if "momentum" not in up and "dgc" not in up:
         assert float(lost.abs().max()) < 1e-4
 
@@ -204,7 +204,7 @@ def test_wrapped_codecs_up_and_another_down(up: str, down: str) -> None:
     ("randomk()", "int8()", "up is error_feedback.randomk"),
     ("int8()", "randomk()", "down is error_feedback.randomk"),
 ])
-def test_what_cannot_be_two_way_is_refused(up: str, down: str, says: str) -> None:
+def test_codecs_that_cannot_be_two_way_are_refused(up: str, down: str, says: str) -> None:
     with pytest.raises(ValueError, match=rf"two_way: {says}\b.*E-CODEC-ARGUMENT"):
         two_way(wrap(parse(up)), wrap(parse(down)))
 
@@ -215,7 +215,7 @@ def test_what_cannot_be_two_way_is_refused(up: str, down: str, says: str) -> Non
     (("topk(ratio=0.1)", "int8()"), "does not read"),
     (("topk(ratio=0.1)", "error_feedback(topk(ratio=0.1), lr_correction=True)"), "does not read"),
 ])
-def test_a_server_must_read_every_nodes_codec(by_node: tuple[str, ...], says: str) -> None:
+def test_server_must_decode_the_codec_of_every_node(by_node: tuple[str, ...], says: str) -> None:
     bucket = Bucket(3, (Slice(0, 0, 700),), "service", "topk(ratio=0.1)", by_node=by_node)
     for number in (None, 0, 1):
         with pytest.raises(ValueError, match=f"bucket 3: by_node has .*{says}.*E-PLAN-BY-NODE"):
@@ -228,7 +228,7 @@ SPEC_MOMENTUM = Spec((60, 50))
 N = SPEC_MOMENTUM.numel
 
 
-def test_momentum_is_that_of_sgd() -> None:
+def test_momentum_equals_sgd_momentum() -> None:
     cluster = kit.Cluster(momentum(identity(), 0.9), SPEC_MOMENTUM, 1)
     weight = torch.zeros(N, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
@@ -241,7 +241,7 @@ def test_momentum_is_that_of_sgd() -> None:
     torch.testing.assert_close(applied, weight.detach())
 
 
-def test_feedback_goes_inside_what_accumulates() -> None:
+def test_feedback_is_placed_inside_accumulating_wrappers() -> None:
     assert wrap(momentum(topk())) == momentum(error_feedback(topk()))
     assert wrap(momentum(momentum(int8()), 0.5)) == momentum(momentum(error_feedback(int8())), 0.5)
     assert wrap(momentum(qsgd())) == momentum(qsgd())
@@ -257,7 +257,7 @@ def test_units() -> None:
 
 # ---- The fallback in numpy gives the bytes, results and residuals of the native core, and refuses other codecs
 
-def test_other_codecs_are_refused_in_one_line() -> None:
+def test_unsupported_codecs_are_refused_in_one_line() -> None:
     with kernels.use(fallback):
         with pytest.raises(InvalidInput, match="randomk") as caught:
             codec_of(Bucket(0, (Slice(0, 0, 10),), "service", "randomk()"))

@@ -1,4 +1,4 @@
-"""Commands as people call them: what they print and write, and one line with exit code 2 on what can be mended."""
+"""The planning commands: what they print and write, and exit code 2 with one line for every user error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from commlayer.records import Plan
 NODES = "2xrtx3060@100/20Mb,rtx4090@1Gb"
 
 
-def test_a_plan_is_made_explained_checked_compared_and_varied(commlayer, tmp_path: Path) -> None:
+def test_plan_commands_create_explain_lint_compare_and_vary(commlayer, tmp_path: Path) -> None:
     code, out, _ = commlayer("plan", "create", "lstm", "--nodes", NODES, "--out", "plan.json")
     assert code == 0
     assert "3 ranks on 3 nodes" in out
@@ -60,7 +60,7 @@ def test_a_plan_is_made_explained_checked_compared_and_varied(commlayer, tmp_pat
 
 
 @pytest.mark.nightly
-def test_json_is_one_record_in_a_file_besides_what_is_printed(commlayer) -> None:
+def test_json_writes_one_record_to_a_file(commlayer) -> None:
     def warning(*arguments: str) -> Any:
         plain, besides = commlayer("plan", *arguments), commlayer("plan", *arguments, "--json", "told.json")
         assert plain == besides
@@ -76,8 +76,8 @@ def test_json_is_one_record_in_a_file_besides_what_is_printed(commlayer) -> None
         assert commlayer("plan", *command, "--json", "absent/x.json")[0] == 2
 
 
-def test_a_batch_is_heard_with_a_job_file_or_refused(commlayer) -> None:
-    """Times are of the batch that they were measured with."""
+def test_batch_option_with_a_job_file_is_used_or_refused(commlayer) -> None:
+    """Measured times are valid for the batch that they were measured with."""
     Path("j.json").write_text(json.dumps({**JOB, "batch": 8}))
     Path("silent.json").write_text(json.dumps(JOB))
     record = ("estimate", "j.json", "--nodes", "2xcpu@100m", "--batch")
@@ -90,7 +90,7 @@ def test_a_batch_is_heard_with_a_job_file_or_refused(commlayer) -> None:
 
 
 @pytest.mark.nightly
-def test_homes_are_behind_nat_with_one_rented_server_and_their_rounds_go_whole(commlayer) -> None:
+def test_sites_behind_nat_use_one_rented_server_and_whole_outer_steps(commlayer) -> None:
     code, out, _ = commlayer("plan", "create", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--out", "plan.json")
     assert code == 0
     assert "summation servers: server" in out
@@ -113,13 +113,13 @@ def test_homes_are_behind_nat_with_one_rented_server_and_their_rounds_go_whole(c
     ("lstm", ["80 samples of 20 tokens", "rtx3060 in FP32", "published times of a V100", "activations are unknown"]),
     ("vgg16", ["32 samples per worker"]),
 ])
-def test_what_a_verdict_rests_on_is_said(commlayer, model: str, line: list[str]) -> None:
+def test_verdict_lists_its_assumptions(commlayer, model: str, line: list[str]) -> None:
     _, out, _ = commlayer("estimate", model, "--homes", "3xrtx3060@100/20Mb")
     wanted = [*line, "optimizer: AdamW", "network: homes behind NAT", "workers: can leave", "mode: ", "GB/month"]
     assert [each for each in wanted if each not in " ".join(out.split())] == []
 
 
-def test_a_batch_that_does_not_fit_is_accumulated_over_micro_batches(commlayer) -> None:
+def test_batch_larger_than_memory_is_split_into_micro_batches(commlayer) -> None:
     machines = ("--homes", "2xrtx3060@100/20Mb,rtx4090@100/20Mb")
     _, out, _ = commlayer("estimate", "gpt2", *machines, "--batch", "512", "--sync", "step")
     parts = re.search(r"batch: 512 samples of 1,024 tokens per worker and step, as (\d+) micro-batches of (\d+)", out)
@@ -132,7 +132,7 @@ def test_a_batch_that_does_not_fit_is_accumulated_over_micro_batches(commlayer) 
     assert "NOT FIT" not in out
 
 
-def test_what_does_not_fit_has_no_gain_and_nothing_to_type(commlayer) -> None:
+def test_model_that_does_not_fit_has_no_gain_and_no_commands(commlayer) -> None:
     code, out, _ = commlayer("estimate", "llama3.2-3b", "--homes", "3xrtx3060@100/20Mb", "--json", "e.json")
     result = json.loads(Path("e.json").read_text())
     assert code == 0
@@ -146,7 +146,7 @@ def test_what_does_not_fit_has_no_gain_and_nothing_to_type(commlayer) -> None:
     assert "train adapters" not in adapters, "they are trained already"
 
 
-def test_a_plan_of_local_steps_says_so_and_stands_beside_the_best_synchronous_one(commlayer) -> None:
+def test_local_step_plan_is_labelled_and_compared_with_the_best_synchronous_plan(commlayer) -> None:
     record = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb")
     _, local, _ = commlayer(*record)
     assert re.search(r"^mode: \d+ local steps", local, re.M)
@@ -163,7 +163,7 @@ def test_a_plan_of_local_steps_says_so_and_stands_beside_the_best_synchronous_on
     ("gpt2", "3xrtx3060@100/20Mb", (), "faster"), ("lstm", "3xrtx3060@1/1Mb", (), "slower"),
     ("gpt2", "3xrtx3060@100/20Mb", ("--noise-scale", "1"), "little"), ("lstm", "rtx3060@100/20Mb", (), "one"),
 ])
-def test_the_verdict_comes_first(commlayer, model: str, line: str, more: tuple[str, ...], verdict: str) -> None:
+def test_verdict_is_printed_first(commlayer, model: str, line: str, more: tuple[str, ...], verdict: str) -> None:
     _, out, _ = commlayer("estimate", model, "--homes", line, *more, "--json", "estimate.json")
     result = json.loads(Path("estimate.json").read_text())
     assert out.startswith(result["verdict"])
@@ -205,7 +205,7 @@ def test_machines_of_different_speed_get_shares_of_the_batch(commlayer) -> None:
     assert "workers: can leave (--min-workers)" in same
 
 
-def test_an_unknown_noise_scale_gives_a_range_and_how_to_measure_it(commlayer) -> None:
+def test_unknown_noise_scale_gives_a_range_and_a_way_to_measure_it(commlayer) -> None:
     def estimate(*more: str) -> tuple[str, Any]:
         _, out, _ = commlayer("estimate", "whisper-small", "--homes", "3xrtx3060@100/20Mb", *more, "--json", "e.json")
         return out, json.loads(Path("e.json").read_text())
@@ -219,7 +219,7 @@ def test_an_unknown_noise_scale_gives_a_range_and_how_to_measure_it(commlayer) -
         assert estimate("--noise-scale", noise)[1]["gain_over_alone"] == pytest.approx(gain, rel=0.1)
 
 
-def test_where_factors_are_from_is_printed_on_request(commlayer) -> None:
+def test_sources_of_convergence_factors_are_printed_on_request(commlayer) -> None:
     made = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb")
     assert "1812.06162" not in commlayer(*made)[1]
     out = commlayer(*made, "-v")[1]
@@ -230,14 +230,14 @@ def test_where_factors_are_from_is_printed_on_request(commlayer) -> None:
     ("muon", "optimizer 0.5", "for Muon"), ("lion", "optimizer 0.5", "like AdamW, whose steps have one size"),
     ("adamw", "optimizer 1.0", "2501.18512"),
 ])
-def test_an_optimizer_has_its_own_memory_and_sources(commlayer, name: str, memory: str, source: str) -> None:
+def test_optimizers_have_their_own_memory_and_sources(commlayer, name: str, memory: str, source: str) -> None:
     out = " ".join(commlayer("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--optimizer", name, "-v")[1].split())
     assert memory in out
     assert source in out
 
 
 @pytest.mark.nightly
-def test_a_whole_training_costs_hours_of_gpus_and_of_the_server(commlayer) -> None:
+def test_cost_of_a_training_includes_gpu_and_server_hours(commlayer) -> None:
     record = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb,rtx4090@100/20Mb", "--steps", "10000")
     _, out, _ = commlayer(*record, "--server", "1Gb,0.5", "--json", "e.json")
     result = json.loads(Path("e.json").read_text())
@@ -260,21 +260,21 @@ def test_a_whole_training_costs_hours_of_gpus_and_of_the_server(commlayer) -> No
     ("--nodes", NODES, "--steps", "9", "--server", ",1"),
     *(("--homes", NODES, "--steps", "9", "--server", f"1Gb,{price}") for price in ("", "0", "-1", "nan", "inf", "cheap")),
 ])
-def test_costs_of_a_training_need_its_length_and_a_rented_server(commlayer, arguments: tuple[str, ...]) -> None:
+def test_training_cost_needs_its_length_and_a_rented_server(commlayer, arguments: tuple[str, ...]) -> None:
     code, out, errors = commlayer("estimate", "lstm", *arguments)
     assert (code, out) == (2, "")
     assert errors.endswith("[E-CLI-OPTION]\n")
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "nan"])
-def test_a_noise_scale_is_above_0(commlayer, value: str) -> None:
+def test_noise_scale_must_be_positive(commlayer, value: str) -> None:
     code, out, errors = commlayer("estimate", "lstm", "--homes", "3xrtx3060@100/20Mb", "--noise-scale", value)
     assert (code, out) == (2, "")
     assert errors.startswith("commlayer: --noise-scale")
     assert errors.endswith("[E-CLI-OPTION]\n")
 
 
-def test_one_machine_alone_counts_by_its_own_batch_where_that_is_sooner() -> None:
+def test_single_machine_baseline_uses_its_own_batch_if_faster() -> None:
     lstm, machines = builtin("lstm"), cluster_from_line("4xrtx3060@3Mb")
     job = structs.replace(lstm, timing=structs.replace(lstm.timed, model=None))  # of an unknown noise scale
     policy = Policy(exact=False, optimizer="adam")
@@ -309,14 +309,14 @@ def test_wrong_arguments_are_one_line_with_a_code(commlayer, arguments: tuple[st
 
 
 @pytest.mark.parametrize("arguments", [(), ("keys",), ("plan",)])
-def test_a_command_without_arguments_lists_what_it_can(commlayer, arguments: tuple[str, ...]) -> None:
+def test_command_without_arguments_lists_its_subcommands(commlayer, arguments: tuple[str, ...]) -> None:
     code, out, errors = commlayer(*arguments)
     assert code == 2
     assert errors == ""
     assert "Commands" in out
 
 
-def test_a_first_cluster_file_can_be_planned_with(commlayer) -> None:
+def test_generated_cluster_file_can_be_planned_with(commlayer) -> None:
     assert commlayer("plan", "init")[0] == 0
     assert commlayer("estimate", "lstm", "--cluster", "cluster.toml")[0] == 0
     assert re.fullmatch(r"commlayer: cluster\.toml .*\[E-CLI-OPTION\]\n", commlayer("plan", "init")[2])
@@ -351,7 +351,7 @@ def test_a_first_cluster_file_can_be_planned_with(commlayer) -> None:
         (("create", "lstn", "--nodes", NODES, "--out", "."), "E-CLI-OPTION", ".: is a folder"),
     ],
 )
-def test_what_can_be_mended_is_one_line(commlayer, arguments: tuple[str, ...], code: str, values: str) -> None:
+def test_user_errors_are_one_line(commlayer, arguments: tuple[str, ...], code: str, values: str) -> None:
     exit_code, out, errors = commlayer("plan", *arguments)
     assert (exit_code, out) == (2, "")
     assert values in errors
@@ -390,7 +390,7 @@ PROFILE = {"codecs": [COST], "server": {"floor_s": 0}, "source": "mine"}
         (JOB, {"codecs": [COST]}, "profile p.json: Object missing required field `server`"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_one_line(commlayer, job: dict, profile: dict, message: str) -> None:
+def test_errors_in_a_file_are_one_line(commlayer, job: dict, profile: dict, message: str) -> None:
     Path("j.json").write_text(json.dumps(job))
     Path("p.json").write_text(json.dumps(profile))
     code, out, errors = commlayer("plan", "create", "j.json", "--nodes", "2xcpu@100m", "--profile", "p.json", "--out", "record")
@@ -402,7 +402,7 @@ def test_what_is_wrong_in_a_file_is_one_line(commlayer, job: dict, profile: dict
     assert errors.count("\n") == 1
 
 
-def test_a_plan_edited_by_hand_is_told_by_bucket(commlayer) -> None:
+def test_lint_names_the_bucket_of_an_edited_plan(commlayer) -> None:
     commlayer("plan", "create", "lstm", "--nodes", NODES, "--out", "plan.json")
     file = Path("plan.json")
     record = json.loads(file.read_text())
@@ -418,7 +418,7 @@ def test_a_plan_edited_by_hand_is_told_by_bucket(commlayer) -> None:
     assert re.search(r"\bschema 1\b.*\[E-PLAN-REFUSED\]", commlayer("plan", "explain", "0")[2])
 
 
-def test_a_plan_file_has_a_line_for_each_bucket_and_says_what_keeps_it_from_being_one(commlayer) -> None:
+def test_plan_file_has_one_line_per_bucket_and_malformed_files_are_named(commlayer) -> None:
     commlayer("plan", "create", "lstm", "--nodes", NODES, "--out", "plan.json")
     text = Path("plan.json").read_text()
     record = json.loads(text)
@@ -445,7 +445,7 @@ def test_a_plan_file_has_a_line_for_each_bucket_and_says_what_keeps_it_from_bein
         assert commlayer("plan", "explain", "0", "--plan", f"{name}.json") == (2, "", line)
 
 
-def test_lint_tells_of_damaged_inputs_and_of_the_plan_beside_them(commlayer) -> None:
+def test_lint_reports_damaged_inputs_and_still_checks_the_plan(commlayer) -> None:
     commlayer("plan", "create", "lstm", "--nodes", NODES, "--out", "plan.json")
     record = json.loads(Path("plan.json").read_text())
     Path("plan.json").write_text(json.dumps({**record, "local_steps": 0, "servers": -1, "step_s": -1}))
@@ -457,7 +457,7 @@ def test_lint_tells_of_damaged_inputs_and_of_the_plan_beside_them(commlayer) -> 
         assert line in out.splitlines(), out
 
 
-def test_what_cannot_be_written_leaves_nothing_behind(commlayer, tmp_path: Path) -> None:
+def test_failed_write_leaves_no_file(commlayer, tmp_path: Path) -> None:
     (tmp_path / "plan.inputs.json").mkdir()
     code, out, errors = commlayer("plan", "create", "lstm", "--nodes", NODES, "--out", "plan.json")
     assert (code, out) == (2, "")
@@ -470,7 +470,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(commlayer, tmp_path: Path)
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_tables_keep_to_the_page_and_break_no_words(width: int) -> None:
+def test_tables_fit_the_page_without_breaking_words(width: int) -> None:
     job, machines = builtin("bert-base"), cluster_from_line("2xrtx3060@100/20Mb,rtx4090@1Gb")
     record, other = plan(job, machines), plan(job, machines, None, Policy(codecs=("topk(ratio=0.01)",)))
     big = max(record.buckets, key=lambda b: b.numel)
@@ -504,7 +504,7 @@ def make():
 '''
 
 
-def test_a_script_can_be_planned_at_once(
+def test_script_can_be_planned_in_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -529,7 +529,7 @@ def test_a_script_can_be_planned_at_once(
     ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA L40S", "l40s"),
     ("NVIDIA GeForce RTX 3060 Laptop GPU", "rtx3060laptop"), ("NVIDIA GeForce RTX 4060 Ti", "rtx4060ti"), ("Radeon", ""),
 ])
-def test_gpus_are_known_by_what_their_drivers_call_them(driver: str, name: str) -> None:
+def test_gpus_are_recognized_by_driver_names(driver: str, name: str) -> None:
     assert device_named(driver) == name
 
 
@@ -552,8 +552,8 @@ def make():
 
 
 @pytest.mark.parametrize("name", ["{folder}/script.py:make", "{folder}/script.py", "script_of_mine:make"])
-def test_a_script_finds_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """As if Python had been given it; dataclasses included."""
+def test_script_can_import_neighbouring_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As if Python ran it; dataclasses included."""
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.chdir(tmp_path if name.startswith("script") else "/")
     beside = f"beside_{len(name)}"
@@ -598,7 +598,7 @@ else:
 '''
 
 
-def test_a_file_whose_top_level_only_defines_and_sets_is_imported(tmp_path: Path) -> None:
+def test_file_with_only_definitions_at_top_level_is_imported(tmp_path: Path) -> None:
     (tmp_path / "allowed.py").write_text(ALLOWED)
     assert function_of(f"{tmp_path}/allowed.py", "make", "")() == 7
 
@@ -612,7 +612,7 @@ def test_a_file_whose_top_level_only_defines_and_sets_is_imported(tmp_path: Path
     ("if __name__ == '__main__':\n    main()\nelse:\n    open('mark', 'w')\n", "open('mark', 'w')", 0),
     ("X: int = len(open('mark', 'w').name)\n", "X: int = len(open('mark', 'w').name)", 0),
 ])
-def test_a_file_whose_top_level_would_run_is_refused_unless_it_is_named_as_a_module(
+def test_file_with_top_level_code_is_refused_unless_named_as_a_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top: str, line: str, more: int,
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -629,7 +629,7 @@ def test_a_file_whose_top_level_would_run_is_refused_unless_it_is_named_as_a_mod
     assert not Path("mark").exists(), "nothing has run"
 
 
-def test_a_module_is_imported_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_is_imported_without_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     Path("runs_when_imported.py").write_text("mark = open('mark', 'w')\nmark.close()\n\ndef make():\n    return 7\n")
@@ -637,7 +637,7 @@ def test_a_module_is_imported_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
     assert Path("mark").exists()
 
 
-def test_a_job_says_what_its_step_keeps_for_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_reports_activation_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("kept.py").write_text(KEPT)
     for job in (timed_job(made_by("kept.py"), "kept.py", 8), counted_job("kept.py", 8)):
@@ -680,7 +680,7 @@ def fine():
     ("frozen", None, "broken.py:frozen: a step: the loss is a Tensor of 1 without a gradient"),
     ("fine", 0, "--batch: got 0"),
 ])
-def test_what_fails_in_a_users_model_is_one_line(
+def test_error_in_a_user_model_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, batch: int | None, text: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -708,7 +708,7 @@ FALLING = {second: 4 - second / 10 for second in range(20)}
 FASTER = {second: 4 - second / 5 for second in range(20)}
 
 
-def test_the_target_is_the_loss_of_one_machine_at_its_end() -> None:
+def test_target_is_the_final_loss_of_one_machine() -> None:
     progress = progress_of({"alone": FALLING, "DDP fp16": {3: 4.0, 19: 3.9}, "commlayer": FASTER})
     assert progress.target() == pytest.approx(4 - 18.5 / 10), "the mean of a tenth of twenty seconds"
     rows = progress.rows({"commlayer": 5_000_000})
@@ -719,20 +719,20 @@ def test_the_target_is_the_loss_of_one_machine_at_its_end() -> None:
     assert "20%" in report.notes(progress), "the slowest home's late passes"
 
 
-def test_a_run_that_misses_the_target_is_not_compared() -> None:
+def test_run_that_misses_the_target_is_not_compared() -> None:
     progress = progress_of({"alone": FALLING, "DDP fp16": {}, "commlayer": {0: 4.0, 19: 3.0}})
     rows = progress.rows({})
     assert report.verdict(progress, rows).endswith("DDP fp16 not reached, commlayer not reached")
     assert (rows[1].loss, rows[1].steps) == (None, 0)
 
 
-def test_there_is_no_target_without_a_loss_of_one_machine() -> None:
+def test_no_target_without_a_single_machine_loss() -> None:
     progress = progress_of({"commlayer": FASTER})
     assert progress.target() is None
     assert [row.target_s for row in progress.rows({})] == [None] * 3
 
 
-def test_a_curve_falls_from_the_top_left_to_the_bottom_right() -> None:
+def test_loss_curve_falls_from_top_left_to_bottom_right() -> None:
     lines = [line.plain for line in report.canvas({"alone": progress_of({"alone": FALLING}).curve("alone")}, 20, 40, 8)]
     plot = [line.partition("│")[2] for line in lines[:8]]
     assert [len(line) for line in plot] == [40] * 8

@@ -1,4 +1,4 @@
-"""Settings: which source wins, and that every mistake is one line naming field, source, what was got and what is allowed."""
+"""Settings: which source wins, and one line for each mistake that names field, source, value and allowed values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read(argument: Any = None, environ: dict[str, str] | None = None, cwd: str |
     return read_config(argument, environ=environ or {}, cwd=cwd)
 
 
-def test_nothing_given_is_the_defaults() -> None:
+def test_defaults() -> None:
     assert read() == Config()
 
 
@@ -42,7 +42,7 @@ SOURCES = ("argument", "environment", "file")
 
 
 @pytest.mark.parametrize("sources", [s for n in (1, 2, 3) for s in itertools.combinations(SOURCES, n)])
-def test_the_first_source_that_names_a_field_wins(sources: tuple[str, ...], tmp_path: Path) -> None:
+def test_first_source_that_sets_a_field_wins(sources: tuple[str, ...], tmp_path: Path) -> None:
     values = {"argument": 11.0, "environment": 12.0, "file": 13.0}
     if "file" in sources:
         (tmp_path / "commlayer.toml").write_text("deadline_s = 13\nnode = 3\n")
@@ -52,13 +52,13 @@ def test_the_first_source_that_names_a_field_wins(sources: tuple[str, ...], tmp_
     assert config.node == (3 if "file" in sources else -1), "a field is taken from the source that has it"
 
 
-def test_a_config_given_as_argument_counts_whole_and_is_checked() -> None:
+def test_config_argument_replaces_all_sources_and_is_validated() -> None:
     assert read(Config(node=2), {"COMMLAYER_NODE": "5", "COMMLAYER_DEADLINE_S": "5"}) == Config(node=2)
     with pytest.raises(RecordError, match="node: got -2 from argument node.*E-SETTING"):
         read(Config(node=-2))
 
 
-def test_the_file_may_be_named_and_must_then_exist(tmp_path: Path) -> None:
+def test_named_config_file_must_exist(tmp_path: Path) -> None:
     (tmp_path / "other.toml").write_text('servers = "each"\n')
     assert read(None, {"COMMLAYER_CONFIG": "other.toml"}, tmp_path).servers == "each"
     with pytest.raises(RecordError, match=r"^COMMLAYER_CONFIG: .*missing\.toml .*No such file.*E-SETTING"):
@@ -88,7 +88,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("argument", "environ", "toml", "line"), MISTAKES)
-def test_a_mistake_is_one_line(argument: Any, environ: dict[str, str], toml: str, line: str, tmp_path: Path) -> None:
+def test_invalid_setting_is_one_line(argument: Any, environ: dict[str, str], toml: str, line: str, tmp_path: Path) -> None:
     if toml:
         (tmp_path / "commlayer.toml").write_text(toml)
     with pytest.raises(RecordError) as caught:
@@ -117,7 +117,7 @@ PLAIN_TEXT = [
 
 
 @pytest.mark.parametrize(("fields", "problem"), PLAIN_TEXT)
-def test_plain_text_leaves_loopback_only_when_told_to(fields: dict[str, Any], problem: str) -> None:
+def test_plain_text_beyond_loopback_needs_permission(fields: dict[str, Any], problem: str) -> None:
     if problem:
         with pytest.raises(RecordError, match=problem):
             read(fields)
@@ -140,11 +140,11 @@ CONFIGS = st.builds(
 
 
 @given(CONFIGS)
-def test_a_child_process_gets_exactly_the_settings_of_its_parent(config: Config) -> None:
+def test_child_process_inherits_all_settings(config: Config) -> None:
     assert read(None, child_environment(config)) == config
 
 
-def test_ranks_of_a_node_share_its_cores_unless_told_otherwise() -> None:
+def test_ranks_of_a_node_share_its_cores_by_default() -> None:
     alone = codec_threads(Config(), Launch())
     assert 1 <= alone <= 4
     assert codec_threads(Config(), Launch(local_world=1000, world=1000)) == 1
@@ -155,7 +155,7 @@ TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
             "MASTER_ADDR": "node0"}
 
 
-def test_launch_is_what_torchrun_says() -> None:
+def test_launch_settings_come_from_torchrun() -> None:
     assert read_launch(TORCHRUN) == Launch(5, 8, 1, 4, 1, agent=1)
     assert read_launch({}) == Launch()
     assert read_launch({"RANK": "3", "WORLD_SIZE": "4"}) == Launch(rank=3, world=4, node=3), "one process per node unless told"
@@ -168,18 +168,18 @@ def test_launch_is_what_torchrun_says() -> None:
     ({"RANK": "-1"}, "^RANK: got '-1' "),
     ({"LOCAL_RANK": "4"}, "^LOCAL_RANK: got 4 "),
 ])
-def test_a_launch_that_contradicts_itself_is_named(change: dict[str, str], line: str) -> None:
+def test_contradictory_launch_settings_are_named(change: dict[str, str], line: str) -> None:
     with pytest.raises(RecordError, match=f"{line}.*E-LAUNCH-ENVIRONMENT"):
         read_launch(TORCHRUN | change)
 
 
 @given(st.sampled_from(["10.0.0.1", "::1", "fe80::1", "gpu-box.lan", "localhost"]), st.integers(1, 65535))
-def test_addresses_come_back_as_they_went(host: str, port: int) -> None:
+def test_addresses_round_trip(host: str, port: int) -> None:
     assert host_port(join_host(host, port)) == (host, port)
 
 
 @pytest.mark.parametrize("address", ["", "host", ":7000", "host:", "host:0", "host:65536", "host:x", "::1:7000", "[]:7"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_invalid_addresses_are_refused(address: str) -> None:
     with pytest.raises(ValueError, match=f"{re.escape(repr(address))}.*E-ADDRESS"):
         host_port(address)
 
@@ -192,12 +192,12 @@ def test_only_loopback_is_loopback() -> None:
 @pytest.mark.parametrize(("fields", "window_s", "silent_s"), [
     ({}, 60.0, 15.0), ({"deadline_s": 8.0}, 8.0, 5.0), ({"deadline_s": 3.0}, 3.0, 3.0), ({"reconnect_s": 0.0}, 0.0, 600.0),
     ({"reconnect_s": 900.0}, 600.0, 150.0)])
-def test_a_broken_connection_is_waited_for_within_the_deadline(
+def test_reconnect_time_is_within_the_deadline(
         fields: dict[str, float], window_s: float, silent_s: float) -> None:
     config = read_config(fields, environ={}, cwd="/nonexistent")
     assert (reconnect_window_s(config), unheard_s(config)) == (window_s, silent_s)
 
 
-def test_a_removed_setting_says_what_to_do() -> None:
+def test_removed_setting_names_its_replacement() -> None:
     with pytest.raises(RecordError, match=r"^quarantine: .*argument quarantine.*\[E-SETTING\]$"):
         read({"quarantine": "all"})

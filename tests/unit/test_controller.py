@@ -1,5 +1,7 @@
-"""The controller on all ranks: in threads, with made-up links, times and searches. What is collective meets at a barrier, and a
-rank that calls something else than the others fails."""
+"""The controller on all ranks, run in threads with fabricated links, times and searches.
+
+A barrier stands for each collective: a rank that calls something else fails.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ BARRIER_S = 20.0
 
 
 class World:
-    """What ranks share: a barrier that checks that all call the same, and the state of the made-up cluster."""
+    """Shared state of the ranks: a barrier that checks that all call the same, and the fabricated cluster."""
 
     def __init__(self, world: int, nodes: int = 0) -> None:
         self.world, self.refuses = world, False
@@ -164,7 +166,7 @@ class Job:
         """No process."""
 
     def limits(self) -> None:
-        """It tries the script's optimizer and restores the random state of all threads."""
+        """Runs the script's optimizer and restores the random state of all threads."""
         assert self.rank == 0
         assert threading.current_thread() is self.thread
 
@@ -192,7 +194,7 @@ def together(world: World, script: Callable[[Job], None], **options: Any) -> lis
 
 
 def warm(job: Job, *, rows: int = SETTLED) -> None:
-    """All know the links and usual step times."""
+    """All have the links and usual step times."""
     job.step(times=FIRST_PLANNING)
     job.controller.settle(5.0)
     job.step(times=rows + 1)
@@ -208,7 +210,7 @@ def lines(jobs: list[Job], word: str) -> list[str]:
 # ---- measuring
 
 
-def test_the_first_steps_warm_up_and_are_measured() -> None:
+def test_first_steps_are_warmup_and_then_measured() -> None:
     world, phases = World(2), []
 
     def script(job: Job) -> None:
@@ -226,7 +228,7 @@ def test_the_first_steps_warm_up_and_are_measured() -> None:
 @pytest.mark.parametrize(("step_s", "waited", "soon"), [
     (SOON_S, 1.0, True), (SOON_S, LINKS_HOLD, True), (SOON_S, 0.99 * LINKS_HOLD, False), (0.99 * SOON_S, 1.0, False),
 ])
-def test_steps_that_links_hold_up_are_measured_soon_and_all_wait_for_the_plan(step_s: float, waited: float, soon: bool) -> None:
+def test_link_bound_steps_are_measured_early_and_all_ranks_wait_for_the_plan(step_s: float, waited: float, soon: bool) -> None:
     world = World(3)
     world.search_result = lambda _: candidate(plan_of(0.5))
 
@@ -245,7 +247,7 @@ def test_steps_that_links_hold_up_are_measured_soon_and_all_wait_for_the_plan(st
     ((0.3, 0.32, 0.3, 0.6), "rank 3 computes 2.0 times as long as the fastest"), ((0.3, 0.4, 0.35, 0.3), ""),
     ((0.0003, 0.0004, 0.0009, 0.0003), ""), ((), ""),
 ])
-def test_a_slow_rank_is_named_on_all_ranks(computing_s: tuple[float, ...], line: str) -> None:
+def test_slow_rank_is_reported_on_all_ranks(computing_s: tuple[float, ...], line: str) -> None:
     world = World(2)
     world.computing_s = computing_s
     result = lines(together(world, lambda job: job.step(times=FIRST_PLANNING)), "computes")
@@ -276,7 +278,7 @@ def test_all_ranks_switch_after_the_same_step_and_roll_back(refuses: bool) -> No
 
 
 def test_no_search_outlives_the_session() -> None:
-    """A thread inside a codec's native code at interpreter exit would crash the process."""
+    """A thread in a codec's native code would crash the process at interpreter exit."""
     world, ended = World(1), threading.Event()
 
     def search(_: SearchRequest) -> None:
@@ -298,7 +300,7 @@ def test_no_search_outlives_the_session() -> None:
 
 
 @pytest.mark.parametrize("step_s", [0.7, 2.0])
-def test_all_plan_for_slower_links_and_wait_if_they_hold_steps_up(step_s: float) -> None:
+def test_all_ranks_replan_for_slower_links_and_wait_if_steps_are_link_bound(step_s: float) -> None:
     world, slow = World(2), PAYLOAD * SLOW_BPS
 
     def script(job: Job) -> None:
@@ -314,7 +316,7 @@ def test_all_plan_for_slower_links_and_wait_if_they_hold_steps_up(step_s: float)
 
 
 @pytest.mark.parametrize(("up_bps", "faster"), [(FACTOR * 1e8, False), (FACTOR * 1e8 + 1, True), (1e6, False)])
-def test_a_probe_counts_only_if_a_link_is_faster(up_bps: float, faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_has_an_effect_only_if_a_link_is_faster(up_bps: float, faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(controller_module, "time", SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now))
     world = World(2)
@@ -344,10 +346,10 @@ STEPS = st.lists(st.tuples(
 
 @settings(deadline=None, max_examples=25)
 @given(STEPS, st.lists(st.sampled_from([0.0, 0.2, 0.4, 2.0]), min_size=1), st.integers(1, 3), st.booleans())
-def test_ranks_that_read_equal_rows_act_together(
+def test_ranks_with_equal_rows_act_together(
     steps: list[tuple[list[float], bool, float, float]], result: list[float], size: int, refuses: bool,
 ) -> None:
-    """A rank that would act alone breaks the barrier."""
+    """A rank that acts alone breaks the barrier."""
     world, results = World(size), iter(result * 100)
     world.refuses = refuses
 

@@ -1,4 +1,4 @@
-"""Workers whose codecs run on the device, against workers whose codecs run on the host: the same averages, bit for bit."""
+"""Device codecs against host codecs in workers: the averages are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def train(codec: str, *, on_device: bool, **fields: Any) -> list[list[list[torch
 
 @pytest.mark.parametrize(("codec", "fields"), [*((codec, {}) for codec in CODECS),
                                                ("topk(ratio=0.05)", {"ratio_over": "plan", "warmup": 2})])
-def test_averages_are_those_of_codecs_on_the_host(codec: str, fields: dict[str, Any]) -> None:
+def test_device_codecs_give_the_averages_of_host_codecs(codec: str, fields: dict[str, Any]) -> None:
     expected = train(codec, on_device=False, **fields)
     with running(resident=2) as launcher:
         got = train(codec, on_device=True, **fields)
@@ -78,7 +78,7 @@ def test_averages_are_those_of_codecs_on_the_host(codec: str, fields: dict[str, 
                 torch.testing.assert_close(b, a, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_plan_says_what_the_device_codes(caplog: pytest.LogCaptureFixture) -> None:
+def test_plan_selects_the_buckets_coded_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
     plan, wanted = planned("int8()", ""), planned("int8()", "gpu")
     codecs = {b.id: int8() if b.id else block_threshold() for b in plan.buckets}
     assert device_buckets(wanted, codecs, torch.device("meta")) == set()
@@ -90,7 +90,7 @@ def test_a_plan_says_what_the_device_codes(caplog: pytest.LogCaptureFixture) -> 
     assert "block_threshold" in caplog.records[0].message
 
 
-def test_without_cupy_one_line_says_so_and_the_host_codes(
+def test_missing_cupy_is_logged_once_and_the_host_encodes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing() -> None:

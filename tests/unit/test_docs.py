@@ -1,4 +1,4 @@
-"""Documentation: paths and links, commands and options, pages that come from the code."""
+"""Documentation: paths, links, commands, options and generated pages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_something(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for target, anchor in LINK.findall(page.read_text()):
         file = page.parent / target if target else page
         assert file.exists(), f"{page.name}: link to {target}"
@@ -44,18 +44,18 @@ def test_links_lead_to_something(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_paths_in_prose_are_there(page: Path) -> None:
+def test_paths_in_prose_exist(page: Path) -> None:
     for file, folder in PATH.findall(page.read_text()):
         name = file or folder
         assert any(path.endswith(f"/{name}") for path in THERE), f"{page.name}: {name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_has_no_conflict_markers(page: Path) -> None:
+def test_pages_have_no_conflict_markers(page: Path) -> None:
     assert not re.search(r"^(<<<<<<<|>>>>>>>) ", page.read_text(), re.MULTILINE)
 
 
-def test_there_is_something_to_check() -> None:
+def test_pages_contain_commands_to_check() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
     assert len(LINK.findall(text)) > 50
     assert len(PATH.findall(text)) > 20
@@ -112,7 +112,7 @@ ALL = [line for page in PAGES for line in lines_of(page.name, page.read_text("ut
 
 
 def problem_of(line: Line) -> str:
-    """Why the program would not take it; empty where it does."""
+    """Why the program would reject it; empty if accepted."""
     return _of_bench(line) if line.program != "commlayer" else _of_commlayer(line)
 
 
@@ -155,11 +155,11 @@ def _unknown(words: list[str], known: set[str]) -> str:
 
 
 @pytest.mark.parametrize("line", ALL, ids=lambda line: f"{line.page}: {' '.join(line.words)[:60]}")
-def test_a_line_of_a_page_is_one_that_the_command_takes(line: Line) -> None:
+def test_command_lines_of_pages_are_accepted(line: Line) -> None:
     assert problem_of(line) == "", line
 
 
-def test_no_kind_of_line_is_overlooked() -> None:
+def test_every_kind_of_command_line_is_extracted() -> None:
     full = {(line.page, line.program, line.words[0]) for line in ALL if line.complete}
     for page, commands in (("README.md", ("serve", "join")), ("keys.md", ("keys",)),
                            ("first-evening.md", ("estimate", "serve", "join"))):
@@ -185,7 +185,7 @@ def test_no_kind_of_line_is_overlooked() -> None:
     ("so `python -m bench chaos --fuz N` is", "no option --fuz"),
     ("so `python -m bench chaoss` is", "no measurement chaoss"),
 ])
-def test_a_line_that_is_not_taken_is_told(text: str, problem: str) -> None:
+def test_rejected_command_line_is_reported(text: str, problem: str) -> None:
     (line,) = lines_of("", text)
     assert problem in problem_of(line)
 
@@ -207,13 +207,13 @@ def options() -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_an_option_that_a_sentence_names_is_one_of_somebody(page: Path) -> None:
+def test_options_in_prose_belong_to_a_command(page: Path) -> None:
     text = FENCED.sub("", page.read_text("utf-8"))
     named = {word.partition("=")[0] for code in INLINE.findall(text) if code.startswith("--") for word in code.split()[:1]}
     assert sorted(named - options()) == []
 
 
-def test_modules_of_the_bench_that_pages_start_are_there() -> None:
+def test_bench_modules_in_pages_exist() -> None:
     for page in PAGES:
         for module in MODULE.findall(page.read_text("utf-8")):
             assert importlib.util.find_spec(module), f"{page.name}: python -m {module}"
@@ -230,11 +230,11 @@ SPEC.loader.exec_module(generate)
 
 
 @pytest.mark.parametrize("name", generate.PAGES)
-def test_a_page_is_current(name: str) -> None:
+def test_generated_pages_are_current(name: str) -> None:
     assert (FOLDER / "reference" / name).read_text() == generate.PAGES[name](), "run `make docs`"
 
 
-def test_every_setting_and_command_is_on_its_page() -> None:
+def test_every_setting_and_command_is_documented() -> None:
     settings, commands = ((FOLDER / "reference" / name).read_text() for name in ("settings.md", "cli.md"))
     assert all(f"| `{name}` |" in settings for name in generate.config.Config.__struct_fields__)
     assert {"commlayer serve", "commlayer plan create", "commlayer keys add"} <= {
@@ -242,19 +242,19 @@ def test_every_setting_and_command_is_on_its_page() -> None:
 
 
 @pytest.mark.parametrize("test", sorted({test for rows in matrix.TABLES.values() for row in rows for test in row.tests}))
-def test_a_test_that_the_page_of_what_works_names_is_there(test: str) -> None:
+def test_tests_named_in_the_support_page_exist(test: str) -> None:
     file, _, name = test.partition("::")
     assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), test
 
 
-def test_what_works_is_shown_by_tests() -> None:
+def test_supported_features_name_their_tests() -> None:
     rows = [row for rows in matrix.TABLES.values() for row in rows]
     assert {row.verdict for row in rows} == {matrix.YES, matrix.LIMITS, matrix.NO, matrix.NEVER}
     assert [row.subject for row in rows if row.verdict in (matrix.YES, matrix.LIMITS) and not row.tests] == [
         "Linux, x86-64", "Python 3.12, 3.13"]
 
 
-def test_a_setting_without_a_text_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undocumented_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     source = "class Config:\n    join: str = ''\n    bind: str = ''\n"
     monkeypatch.setattr(generate.inspect, "getsource", lambda _: source)
     with pytest.raises(ValueError, match=r"\bjoin\b"):
@@ -272,7 +272,7 @@ codec_table = importlib.util.module_from_spec(SPEC_CATALOGUE)
 SPEC_CATALOGUE.loader.exec_module(codec_table)
 
 
-def test_every_codec_has_an_entry_that_a_plan_can_spell() -> None:
+def test_every_codec_has_an_entry_with_a_valid_spelling() -> None:
     assert set(codec_table.CATALOGUE) == set(FACTORIES)
     for name, entry in codec_table.CATALOGUE.items():
         assert entry.example.startswith(f"{name}(")
@@ -280,6 +280,6 @@ def test_every_codec_has_an_entry_that_a_plan_can_spell() -> None:
         assert "|" not in "".join(entry)
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_codec_page_is_up_to_date() -> None:
     page = PAGE.read_text()
     assert codec_table.renewed(page) == page, "run `make docs`"

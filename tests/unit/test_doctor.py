@@ -1,4 +1,4 @@
-"""What `commlayer doctor` concludes from measurements of machines, networks, servers and nodes: one verdict for each."""
+"""What `commlayer doctor` concludes from measurements of machines, networks, servers and nodes."""
 
 from __future__ import annotations
 
@@ -170,11 +170,11 @@ def test_verdict_values_and_remedy(number: int) -> None:
         assert "\n" not in finding.seen + finding.remedy
 
 
-def test_the_tested_torch_is_the_one_that_is_pinned() -> None:
+def test_tested_torch_version_is_the_pinned_one() -> None:
     assert f"torch=={machine.TESTED_TORCH}." in (ROOT / "constraints.txt").read_text()
 
 
-def test_checks_that_hang_or_break_are_findings_and_delay_no_others() -> None:
+def test_failing_or_hanging_checks_are_findings_and_delay_no_others() -> None:
     def broken() -> list[Finding]:
         raise OSError(5, "Input/output error")
 
@@ -189,7 +189,7 @@ def test_checks_that_hang_or_break_are_findings_and_delay_no_others() -> None:
     assert time.monotonic() - begin < 5.0
 
 
-def test_a_driver_that_hangs_is_ended() -> None:
+def test_hanging_driver_query_is_killed() -> None:
     begin = time.monotonic()
     assert "0.5 s" in machine.own_torch(0.5, "import time; time.sleep(60)").error
     assert time.monotonic() - begin < 10.0
@@ -208,7 +208,7 @@ def test_lines_fit_a_terminal_of_80_columns() -> None:
     assert usable([warn("a", "b", "c")])
 
 
-def test_deadlines_add_up_to_what_the_docs_promise() -> None:
+def test_deadlines_add_up_to_the_documented_total() -> None:
     doctor = checks.Doctor(Config(join="hub:7000", keys="k", journal="j"), Path("plan.json"))
     doctor.server.status = STATUS
     (link,) = doctor.link_check()

@@ -1,4 +1,4 @@
-"""Results that a bucket keeps as they came, and memory that is returned while nothing reads it."""
+"""Results that a bucket keeps encoded, and memory that is released while nothing reads it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def bucket_of(codec: str, slices: tuple[Slice, ...], given: list[memoryview]) ->
 
 
 def result_of(bucket: EncodedBucket) -> memoryview:
-    """What a server might send: another payload of the same codec."""
+    """A possible server reply: another payload of the same codec."""
     other = EncodedBucket(bucket.planned, job(SHAPES), bucket.codec, torch.device("cpu"), 0)
     other.x.copy_(torch.linspace(-1, 2, other.numel))
     return memoryview(bytearray(other.coder.payload[: other.encode()]))
@@ -47,7 +47,7 @@ def result_of(bucket: EncodedBucket) -> memoryview:
 
 @pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("codec", CODECS)
-def test_it_writes_what_decode_gives(codec: str, slices: str) -> None:
+def test_written_gradient_equals_decode(codec: str, slices: str) -> None:
     given: list[memoryview] = []
     bucket = bucket_of(codec, SLICES[slices], given)
     body = result_of(bucket)
@@ -71,7 +71,7 @@ def test_it_writes_what_decode_gives(codec: str, slices: str) -> None:
     assert len(given) == 1
 
 
-def test_a_result_that_is_not_finite_is_written_as_nan() -> None:
+def test_non_finite_result_is_written_as_nan() -> None:
     bucket = bucket_of("int4()", SLICES["two"], [])
     bucket.x.fill_(float("inf"))
     bucket.decode(memoryview(bytearray(bucket.coder.payload[: bucket.encode()])))
@@ -98,7 +98,7 @@ def answer(codec: Codec, server: State, payload: memoryview) -> memoryview:
 
 
 @pytest.mark.parametrize("codec", READ, ids=str)
-def test_entries_are_what_decoding_writes(codec: Codec) -> None:
+def test_entries_equal_the_decoded_values(codec: Codec) -> None:
     reader = reader_of(codec)
     assert reader is not None
     state, server = codec.init(Spec((N,))), codec.init_server(Spec((N,)))
@@ -126,7 +126,7 @@ def made(codec: str) -> tuple[EncodedBucket, Job]:
 
 
 @pytest.mark.parametrize("text", ["topk(ratio=0.1)", "randomk(ratio=0.1)"])
-def test_a_bucket_that_keeps_entries_writes_the_same_and_has_no_dense_sum(text: str) -> None:
+def test_bucket_that_keeps_entries_writes_the_same_without_a_dense_sum(text: str) -> None:
     codec = wrap(parse(text))
     n = 6040
     result = encode(codec, noise(n), codec.init(Spec((n,))))
@@ -166,7 +166,7 @@ def coded() -> EncodedBucket:
 
 
 @pytest.mark.parametrize("unapplied", [0, 1])
-def test_a_bucket_keeps_what_can_be_taken_back(unapplied: int) -> None:
+def test_bucket_keeps_what_a_rollback_needs(unapplied: int) -> None:
     bucket, x = coded(), torch.randn(NUMEL)
     bucket.x.copy_(x)
     bucket.encode()
@@ -195,7 +195,7 @@ class Failing:
         raise CommError("gone")
 
 
-def test_weights_survive_an_exchange_that_fails() -> None:
+def test_weights_survive_a_failed_exchange() -> None:
     p = nn.Parameter(torch.randn(12))
     steps = OuterSteps([p], 2, OuterSGD(), StepWeights(1.0, None))
     steps.count()
@@ -215,14 +215,14 @@ def large_rig(codec: str) -> Rig:
 
 
 def held(worker: Worker) -> bool:
-    """Whether something of the last step lies in the worker's buckets."""
+    """Whether the worker's buckets hold data of the last step."""
     return any(bool(bucket.x[PAGE:-PAGE].any()) for bucket in worker.buckets)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is given back")
 @pytest.mark.parametrize(("codec", "recording", "stays"), [("identity()", False, False), ("identity()", True, True),
                                                            ("int4()", False, True)])
-def test_behind_a_step_buckets_hold_what_can_be_taken_back_or_is_measured(
+def test_after_a_step_buckets_hold_only_rollback_and_measurement_data(
     codec: str, recording: bool, stays: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_module, "LARGE_NBYTES", NUMEL)
@@ -247,7 +247,7 @@ def planned(codec: str) -> tuple[Job, Plan]:
 
 
 def train(codec: str) -> tuple[list[torch.Tensor], list[bytes], list[Any]]:
-    """Averages of 6 steps, two of which are taken back, then each bucket's state on the server, and its sum."""
+    """Averages of 6 steps, two of them rolled back, then each bucket's state on the server, and its sum."""
     of, plan = planned(codec)
     with Rig(2, codec, of=of, plan=plan) as rig:
         def run(rank: int) -> list[torch.Tensor]:
@@ -269,7 +269,7 @@ def train(codec: str) -> tuple[list[torch.Tensor], list[bytes], list[Any]]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is given back")
 @pytest.mark.parametrize("codec", ["int4()", "topk(ratio=0.01)", "onebit(block=64)"])
-def test_steps_are_taken_back_to_the_bit_from_payloads(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollback_from_payloads_is_bit_exact(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     averages, states, sums = train(codec)
     assert not any(bool(each[PAGE:-PAGE].any()) for each in sums)
     monkeypatch.setattr(CodecOps, "worth_giving_back", lambda *_: False)
@@ -279,7 +279,7 @@ def test_steps_are_taken_back_to_the_bit_from_payloads(codec: str, monkeypatch: 
     assert all(map(torch.equal, averages, expected))
 
 
-def test_a_sum_is_held_where_its_payloads_are_as_large() -> None:
+def test_dense_sum_is_kept_if_payloads_are_as_large() -> None:
     _, plan = planned("int4()")
     ops = CodecOps(codec_of(plan.buckets[0]), plan.buckets[0], "job")
     assert ops.worth_giving_back(2)

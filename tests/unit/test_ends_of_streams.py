@@ -1,4 +1,4 @@
-"""What an end of a TCP stream says: only a peer's machine that closed it counts as having closed it."""
+"""How the end of a TCP stream is classified: only a close by the peer's machine counts as closed by the peer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def connected() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-def test_a_stream_that_the_peer_has_closed() -> None:
+def test_stream_closed_by_the_peer() -> None:
     near, far = connected()
     with near:
         far.close()
@@ -29,7 +29,7 @@ def test_a_stream_that_the_peer_has_closed() -> None:
         assert closed_by_peer(near)
 
 
-def test_a_stream_whose_error_another_thread_has_received() -> None:
+def test_stream_whose_error_was_consumed_by_another_thread() -> None:
     near, far = connected()
     with near:
         far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -40,7 +40,7 @@ def test_a_stream_whose_error_another_thread_has_received() -> None:
         assert not closed_by_peer(near)
 
 
-def test_what_is_no_tcp_connection_counts_as_closed() -> None:
+def test_non_tcp_connection_counts_as_closed() -> None:
     near, far = socket.socketpair()
     with near:
         far.close()

@@ -1,4 +1,4 @@
-"""The way of a gradient over loopback: sums, weights, failures, results one step late, order. Ranks are threads."""
+"""A gradient's path over loopback: sums, weights, failures, stale results, order. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_identity_gives_the_weighted_mean_on_every_rank(world: int, servers: int
 
 
 def test_layouts() -> None:
-    """Channels-last, transposed and bf16 gradients come back as they went."""
+    """Channels-last, transposed and bf16 gradients keep their layout."""
     with Rig(2, "identity()", shapes=[(4, 3, 8, 8), (64, 80), (10,)]) as rig:
         def train(rank: int) -> list[torch.Tensor]:
             g = gradients(rank, rig)
@@ -68,8 +68,8 @@ def test_layouts() -> None:
     assert results[0][2].dtype == torch.bfloat16
 
 
-def test_a_buffer_that_is_not_finite_stays_and_costs_nobody_a_step() -> None:
-    """The optimizer reads no buffers, so such a step is applied: giving it back would apply its gradients twice."""
+def test_non_finite_buffer_is_kept_and_skips_no_step() -> None:
+    """The optimizer reads no buffers, so the step is applied; a rollback would apply its gradients twice."""
     with Rig(2, "topk(ratio=0.5, values='fp32', exact=True)", shapes=[(10,), (4,)], buffers=1) as rig:
         def train(rank: int) -> list[torch.Tensor]:
             worker, total = rig.workers[rank], torch.zeros(10)
@@ -88,7 +88,7 @@ def test_a_buffer_that_is_not_finite_stays_and_costs_nobody_a_step() -> None:
         torch.testing.assert_close(mask, torch.tensor([0.0, 1.0, -float("inf"), float("nan")]), equal_nan=True)
 
 
-def test_gradients_of_no_samples_count_nothing_even_as_nan() -> None:
+def test_gradients_of_zero_samples_have_no_weight_even_if_nan() -> None:
     with Rig(2, "identity()", shapes=[(5,)]) as rig:
         def train(rank: int) -> torch.Tensor | None:
             rig.workers[rank].units.weight = float(rank)
@@ -99,7 +99,7 @@ def test_gradients_of_no_samples_count_nothing_even_as_nan() -> None:
         torch.testing.assert_close(result, torch.full((5,), 2.0))
 
 
-def test_a_corrupt_result_names_its_server() -> None:
+def test_corrupt_result_names_its_server() -> None:
     with Rig(1, "fp16()", shapes=[(5,)]) as rig:
         emit = rig.sums[0].cells[0].ops.emit
         rig.sums[0].cells[0].ops.emit = lambda r, acc, out: emit(r, acc, out) - 1
@@ -107,7 +107,7 @@ def test_a_corrupt_result_names_its_server() -> None:
             step(rig.workers[0], [torch.ones(5)])
 
 
-def test_the_deadline_names_the_worker_that_is_missing() -> None:
+def test_deadline_error_names_the_missing_worker() -> None:
     with Rig(3, "identity()") as rig:
         def train(rank: int) -> object:
             return "absent" if rank == 1 else step(rig.workers[rank], list(gradients(rank, rig)), deadline_s=1.5)
@@ -120,7 +120,7 @@ def test_the_deadline_names_the_worker_that_is_missing() -> None:
         assert "server 0" in results[rank].what
 
 
-def test_an_error_latches_and_writes_nothing() -> None:
+def test_error_latches_and_writes_no_gradients() -> None:
     with Rig(2, CODECS[4]) as rig:
         worker = rig.workers[0]
         mine = gradients(0, rig)
@@ -142,8 +142,8 @@ def test_an_error_latches_and_writes_nothing() -> None:
             assert abs(bucket.ledger.state["residual"]).max() <= 1e-6
 
 
-def test_garbage_drops_its_sender_and_names_it() -> None:
-    """A member that sends nonsense is out; the others hear its name, not the server's."""
+def test_sender_of_garbage_is_evicted_and_named() -> None:
+    """The other members' error names that member, not the server."""
     with Rig(3, "identity()", stall_s=0.1) as rig:
         def train(rank: int) -> object:
             if rank != 1:
@@ -166,7 +166,7 @@ WHICH = {"none": lambda _: False, "some": lambda b: b % 3 == 1, "all": lambda _:
 
 
 def plan(codec: str, which: str, **changes: object) -> Plan:
-    """Small buckets: tensor 0 and tensor 5 are cut, so that they may be late in part."""
+    """Small buckets: tensor 0 and tensor 5 are cut, so that they may be stale in part."""
     result = default_plan(job(), codec=codec, path="service", servers=2, ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096)
     buckets = (msgspec.structs.replace(b, stale=WHICH[which](b.id), **changes) for b in result.buckets)
     return msgspec.structs.replace(result, buckets=tuple(buckets))
@@ -197,7 +197,7 @@ def train(rig: Rig) -> list[list[list[torch.Tensor | None]]]:
 
 @pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("codec", LATE_CODECS)
-def test_a_late_bucket_gives_the_bits_of_the_step_before_and_nothing_in_the_first(codec: str, which: str) -> None:
+def test_stale_bucket_returns_the_previous_step_and_zero_at_first(codec: str, which: str) -> None:
     with Rig(WORLD, codec, plan=plan(codec, "none")) as rig:
         fresh = train(rig)
     with Rig(WORLD, codec, plan=plan(codec, which)) as rig:
@@ -220,7 +220,7 @@ def test_a_late_bucket_gives_the_bits_of_the_step_before_and_nothing_in_the_firs
 
 
 @pytest.mark.parametrize("which", ["all", "some"])
-def test_a_step_ends_without_the_others_where_all_is_late(which: str) -> None:
+def test_step_with_only_stale_buckets_does_not_wait_for_peers(which: str) -> None:
     with Rig(2, "identity()", plan=plan("identity()", which)) as rig:
         ended = threading.Event()
 
@@ -240,7 +240,7 @@ def test_a_step_ends_without_the_others_where_all_is_late(which: str) -> None:
         assert isinstance(results[0], DeadlineExceeded)
 
 
-def test_the_one_who_is_missing_is_named_with_the_step_and_what_was_sent_is_given_back() -> None:
+def test_missing_peer_is_named_with_the_step_and_sent_gradients_are_restored() -> None:
     with Rig(2, "topk(ratio=0.1)", plan=plan("topk(ratio=0.1)", "all"), stall_s=0.05) as rig:
         def run(rank: int) -> None:
             step(rig.workers[rank], late_gradients(rank, rig, 0))
@@ -263,9 +263,11 @@ def test_the_one_who_is_missing_is_named_with_the_step_and_what_was_sent_is_give
 
 @pytest.mark.parametrize("codec", ["identity()", "topk(ratio=0.2)", "int8(block=64)"])
 @pytest.mark.parametrize("where", ["fresh", "late"])
-def test_a_skipped_step_loses_nothing_of_late_results(codec: str, where: str) -> None:
-    """One gradient is not finite. Late results of the steps before and after are applied once, or stay in residuals; those of
-    the skipped step are dropped."""
+def test_skipped_step_conserves_stale_results(codec: str, where: str) -> None:
+    """One gradient is not finite.
+
+    Stale results of the steps before and after are applied once or stay in residuals; those of the skipped step are dropped.
+    """
     bad = 2
     result = plan(codec, "some", down="identity()")
     late = {b.id for b in result.buckets if b.stale}
@@ -311,7 +313,7 @@ def test_a_skipped_step_loses_nothing_of_late_results(codec: str, where: str) ->
                 torch.testing.assert_close(got, put, rtol=1e-3, atol=1e-3)
 
 
-def test_what_cannot_be_late_is_refused_in_one_line() -> None:
+def test_buckets_that_cannot_be_stale_are_refused_in_one_line() -> None:
     result = plan("identity()", "some")
     buckets = tuple(msgspec.structs.replace(b, path="allreduce") for b in result.buckets)
     problems = unsuited(msgspec.structs.replace(result, buckets=buckets), 2, 1)
@@ -322,7 +324,7 @@ def test_what_cannot_be_late_is_refused_in_one_line() -> None:
 # ---- What is needed first is coded first and goes out first, also where something larger was ready before it
 
 
-def test_the_most_urgent_runs_first_and_equals_in_their_order() -> None:
+def test_highest_priority_runs_first_and_ties_are_fifo() -> None:
     gate, ran, errors = threading.Event(), list[str](), list[BaseException]()
     lane = Lane("test", errors.append)
     lane.put(lambda: gate.wait(20.0) and None)

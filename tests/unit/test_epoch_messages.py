@@ -1,4 +1,4 @@
-"""Words of members whose epoch changes, and a coordinator that is away meanwhile."""
+"""Messages of members during an epoch change, also while the coordinator is unreachable."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def told(desk: Desk, words: EpochMessages, monkeypatch: pytest.MonkeyPatch) -> l
     return words.exchange_votes(EPOCH, "step0", 7, Vote(5, 1.0), time.monotonic() + 30.0)
 
 
-def test_who_has_no_answer_says_its_word_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator may be started again, and knows then what it has answered."""
+def test_unanswered_vote_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted coordinator knows which votes it has answered."""
     desk = Desk(*AWAY, AWAY[0])
     assert told(desk, EpochMessages(EPOCH, 0.0, 20.0), monkeypatch) == [Vote(5, 1.0)] * 2
     assert all(put and put == desk.puts[0] for put in desk.puts)
 
 
 @pytest.mark.parametrize("error", [PeerLost("no heartbeat", peer="worker 0"), CommError("dead", peer="coordinator x")])
-def test_what_the_coordinator_answers_is_not_asked_again(error: CommError, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answered_vote_is_not_sent_again(error: CommError, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CommError) as caught:
         told(Desk(error), EpochMessages(EPOCH, 0.0, 20.0), monkeypatch)
     assert caught.value is error
 
 
 @pytest.mark.parametrize("result", [True, False])
-def test_only_an_answer_tells_whether_a_view_was_agreed_on_before_there_was_a_newer(
+def test_only_an_answer_decides_whether_a_superseded_epoch_was_committed(
         result: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else one member could hold an epoch to be none that all others have switched to, with a home that has joined in it."""
+    """Otherwise one member could discard an epoch that all others have entered, with a site that joined in it."""
     words = EpochMessages(EPOCH, 0.0, 20.0)
     desk = Desk(AWAY[0], act=lambda: setattr(words, "newest", Epoch(3, EPOCH.members, ())))
     if result:
@@ -69,6 +69,6 @@ def test_only_an_answer_tells_whether_a_view_was_agreed_on_before_there_was_a_ne
             told(desk, words, monkeypatch)
 
 
-def test_one_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_coordinator_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerLost, match="not reachable.*E-PEER-LOST"):
         told(Desk(AWAY[0]), EpochMessages(EPOCH, 0.0, 0.0), monkeypatch)

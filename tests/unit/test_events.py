@@ -1,4 +1,4 @@
-"""The event stream: records, logs, files, and the view of a job that follows from them."""
+"""The event stream: records, logs, files, and the job view derived from them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ANY_NUMBER = st.floats(allow_nan=True, allow_infinity=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_is_one_line_of_json_with_all_of_its_fields(kind: type[Event]) -> None:
+def test_each_kind_is_one_json_line_with_all_fields(kind: type[Event]) -> None:
     line = events.encode(kind(time=1.5, rank=2))
     assert b"\n" not in line
     assert set(json.loads(line)) == {"event", *kind.__struct_fields__}
@@ -48,7 +48,7 @@ def test_each_kind_is_one_line_of_json_with_all_of_its_fields(kind: type[Event])
 
 
 @given(text=ANY_TEXT, number=ANY_NUMBER, loss=ANY_NUMBER, names=st.lists(ANY_TEXT, max_size=40))
-def test_cleaned_events_are_small_printable_and_come_back_equal(text: str, number: float, loss: float, names: list[str]
+def test_sanitized_events_are_small_and_printable_and_round_trip(text: str, number: float, loss: float, names: list[str]
                                                                 ) -> None:
     for event in (LogEvent(text=text), StepEvent(step_s=number, loss=loss), WaitEvent(names=tuple(names), waited_s=number)):
         clean = events.clean(event)
@@ -59,12 +59,12 @@ def test_cleaned_events_are_small_printable_and_come_back_equal(text: str, numbe
                    for text in ([value] if isinstance(value, str) else value))
 
 
-def test_numbers_that_other_readers_could_not_read_become_0() -> None:
+def test_numbers_outside_the_json_range_become_0() -> None:
     assert events.clean(StepEvent(step=10**30, step_s=-math.inf, samples=math.nan)) == StepEvent()
     assert events.decode(events.encode(events.clean(CheckpointEvent(directory="/a\udc80")))) is not None
 
 
-def test_kinds_and_fields_of_later_versions_are_ignored() -> None:
+def test_unknown_kinds_and_fields_are_ignored() -> None:
     assert events.decode(b'{"event":"sunrise","time":1,"rank":0}') is None
     assert events.decode(b'{"event":"log","time":1,"rank":0,"level":"info","code":"","text":"x","colour":"red"}') == LogEvent(
         time=1.0, rank=0, text="x")
@@ -72,7 +72,7 @@ def test_kinds_and_fields_of_later_versions_are_ignored() -> None:
 
 @pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"event":"step","step":"one"}', b'{"event":"step","step":1e99}',
                                   b'{"event":"wait","what":"godot"}', b'{"time":1}', b"\xff\xfe", b'{"event":5}'])
-def test_what_is_no_event_is_refused(line: bytes) -> None:
+def test_malformed_events_are_refused(line: bytes) -> None:
     with pytest.raises((msgspec.MsgspecError, UnicodeDecodeError)):
         events.decode(line)
 
@@ -84,7 +84,7 @@ def texts(lines: tuple[bytes, ...]) -> list[str]:
 
 
 @given(appended=st.integers(0, 40), most=st.integers(1, 12), page=st.integers(1, 5))
-def test_a_reader_gets_the_newest_lines_in_order_and_learns_how_many_it_missed(appended: int, most: int, page: int) -> None:
+def test_reader_gets_the_newest_lines_in_order_and_the_number_missed(appended: int, most: int, page: int) -> None:
     log = EventLog(most=most)
     for number in range(appended):
         log.append(LogEvent(text=str(number)))
@@ -95,7 +95,7 @@ def test_a_reader_gets_the_newest_lines_in_order_and_learns_how_many_it_missed(a
     assert (cursor, missed) == (appended, max(0, appended - most))
 
 
-def test_size_is_bounded_and_a_batch_has_at_least_one_line() -> None:
+def test_log_is_bounded_and_a_batch_has_at_least_one_line() -> None:
     log = EventLog(most_nbytes=5000)
     for number in range(50):
         log.append(LogEvent(text=f"{number}" + 900 * "x"))
@@ -105,7 +105,7 @@ def test_size_is_bounded_and_a_batch_has_at_least_one_line() -> None:
     assert len(log.since(0, most_nbytes=1).lines) == 1
 
 
-def test_the_last_event_of_each_key_survives_a_full_log() -> None:
+def test_last_event_of_each_key_survives_a_full_log() -> None:
     log = EventLog(most=4, retains=True, clock=lambda: 7.0)
     log.append(PlanEvent(digest="first"))
     log.append(MemberEvent(member="worker 1", state="joined"))
@@ -121,7 +121,7 @@ def test_the_last_event_of_each_key_survives_a_full_log() -> None:
     assert log.since(cursor).lines == ()
 
 
-def test_the_number_of_kept_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_kept_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MAX_RETAINED", 5)
     log = EventLog(most=2, retains=True)
     for number in range(20):
@@ -150,13 +150,13 @@ def written(path: Path, *appended: Event) -> Path:
     return path
 
 
-def test_what_is_appended_is_in_the_file(tmp_path: Path) -> None:
+def test_appended_events_are_in_the_file(tmp_path: Path) -> None:
     appended = [JobEvent(time=1.0, rank=0, run="r"), LogEvent(time=2.0, rank=0, text="x")]
     path = written(tmp_path / "new" / "rank-0.jsonl", *appended)
     assert read_run(path) == read_run(path.parent) == appended
 
 
-def test_ranks_are_merged_in_order_of_time_but_a_coordinator_has_all(tmp_path: Path) -> None:
+def test_rank_files_are_merged_by_time_and_a_coordinator_file_has_all(tmp_path: Path) -> None:
     written(tmp_path / "rank-0.jsonl", LogEvent(time=1.0, rank=0, text="a"), LogEvent(time=3.0, rank=0, text="c"))
     written(tmp_path / "rank-1.jsonl", LogEvent(time=2.0, rank=1, text="b"))
     assert [event.time for event in read_run(tmp_path)] == [1.0, 2.0, 3.0]
@@ -173,7 +173,7 @@ def test_text_from_a_file_cannot_control_the_terminal(tmp_path: Path) -> None:
     assert (text.text, step.loss) == (r"a\x1b]0;title\x07b", None)
 
 
-def test_a_growing_file_is_followed_line_by_line(tmp_path: Path) -> None:
+def test_growing_file_is_followed_line_by_line(tmp_path: Path) -> None:
     path, line = tmp_path / "rank-0.jsonl", events.encode(LogEvent(time=1.0, rank=0, text="x"))
     path.write_bytes(line + b"\n" + line[:20])
     files = EventFiles(tmp_path)
@@ -198,7 +198,7 @@ def test_unreadable_files_are_one_error_with_a_code(tmp_path: Path, contents: by
         assert "\n" not in str(refused.value)
 
 
-def test_a_folder_that_is_not_there_or_cannot_be_written(tmp_path: Path) -> None:
+def test_missing_or_read_only_folder(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput) as refused:
         EventFiles(tmp_path / "absent")
     assert refused.value.code == "E-EVENTS"
@@ -208,7 +208,7 @@ def test_a_folder_that_is_not_there_or_cannot_be_written(tmp_path: Path) -> None
     assert refused.value.code == "E-EVENTS"
 
 
-def test_a_full_disk_ends_the_file_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_ends_only_the_event_file(caplog: pytest.LogCaptureFixture) -> None:
     log = EventLog(0)
     file = EventFile(log, Path("/dev/full"))
     log.append(LogEvent(text="lost"))
@@ -218,8 +218,8 @@ def test_a_full_disk_ends_the_file_and_nothing_else(caplog: pytest.LogCaptureFix
 
 # ---- cost
 
-def test_an_append_costs_microseconds() -> None:
-    """Usually a fifth of this."""
+def test_append_costs_microseconds() -> None:
+    """It usually costs a fifth of this limit."""
     log, event = EventLog(0), StepEvent(step=12, step_s=0.1, loss=2.5)
     begin = time.thread_time()
     for _ in range(2000):
@@ -281,7 +281,7 @@ def test_rates_come_from_the_link_or_else_from_exchanges() -> None:
     ([WaitEvent(time=110.0, rank=0, names=("worker 1",), waited_s=3, limit_s=600), step(0, 3, 111.0)], 112.0, []),
     ([WaitEvent(time=110.0, rank=0, names=("worker 1",), waited_s=3, limit_s=600)], 190.0, []),
 ])
-def test_what_a_job_waits_for_in_words(waits: list[Event], now: float, words: list[str]) -> None:
+def test_description_of_what_a_job_waits_for(waits: list[Event], now: float, words: list[str]) -> None:
     assert epoch_of(JOB, ANNA, BEN, *waits).waiting(now) == words
 
 
@@ -293,17 +293,17 @@ def test_what_a_job_waits_for_in_words(waits: list[Event], now: float, words: li
     ([MemberEvent(time=103.0, member="worker 1", state="dead", reason="killed")], "dead"),
     ([MemberEvent(time=103.0, member="worker 1", state="left")], "left"),
 ])
-def test_the_status_of_a_worker(last: list[Event], status: str) -> None:
+def test_worker_status(last: list[Event], status: str) -> None:
     view = epoch_of(JOB, ANNA, BEN, *last)
     assert view.status(view.workers[1], 104.0) == status
 
 
-def test_without_a_coordinator_silence_is_the_lack_of_events() -> None:
+def test_without_a_coordinator_silence_means_no_events() -> None:
     view = epoch_of(msgspec.structs.replace(JOB, rank=0), step(0, 5, 101.0), step(1, 5, 101.0), step(0, 9, 120.0))
     assert [view.status(worker, 121.0) for worker in view.present] == ["trains", "silent"]
 
 
-def test_a_job_is_over_when_all_have_left_and_another_run_begins_anew() -> None:
+def test_job_ends_when_all_members_left_and_the_next_run_starts_fresh() -> None:
     view = epoch_of(JOB, ANNA, BEN, step(0, 5, 101.0), MemberEvent(time=102.0, member="worker 0", state="left"))
     assert not view.over
     view.apply(MemberEvent(time=102.0, member="worker 1", state="dead", reason="killed"))
@@ -312,7 +312,7 @@ def test_a_job_is_over_when_all_have_left_and_another_run_begins_anew() -> None:
     assert (view.over, view.workers, view.job.world, view.job.name) == (False, {}, 3, "")
 
 
-def test_plans_count_as_changes_after_the_start_once_each() -> None:
+def test_each_plan_after_the_start_counts_as_one_change() -> None:
     view = epoch_of(JOB, PlanEvent(time=101.0, rank=0, digest="a"),
                    PlanEvent(time=110.0, rank=0, digest="b", reason="automatic"),
                    PlanEvent(time=110.0, rank=0, digest="b", reason="automatic"),
@@ -320,29 +320,29 @@ def test_plans_count_as_changes_after_the_start_once_each() -> None:
     assert (view.plan.digest, dict(view.plan_changes)) == ("a", {"automatic": 1, "rollback": 1})
 
 
-def test_a_change_of_codecs_keeps_the_last_comparison() -> None:
+def test_codec_change_keeps_the_last_comparison() -> None:
     view = epoch_of(JOB, QualityEvent(rank=0, cosine=0.9, residual=2.0), QualityEvent(rank=0, before=0.01, after=0.02))
     assert (view.quality.cosine, view.quality.residual, view.quality.after) == (0.9, 2.0, 0.02)
     assert len([event for event in view.recent if isinstance(event, QualityEvent)]) == 1
 
 
-def test_names_are_shown_with_numbers_only_if_a_machine_has_several_workers() -> None:
+def test_names_get_numbers_only_if_a_machine_has_several_workers() -> None:
     view = epoch_of(JOB, ANNA, BEN, MemberEvent(member="worker 2", name="ben"))
     assert [view.display(f"worker {number}") for number in range(4)] == ["anna", "ben#1", "ben#2", "worker 3"]
 
 
-def test_a_line_names_its_sender_unless_it_is_for_all() -> None:
+def test_line_names_its_sender_unless_job_wide() -> None:
     job = epoch_of(MemberEvent(member="worker 1", name="ben"))
     said = [job.words(LogEvent(rank=rank, text="text", code="E-LINK")) for rank in (events.COORDINATOR, 0, 1, 2)]
     assert said == ["text [E-LINK]", "text [E-LINK]", "ben: text [E-LINK]", "worker 2: text [E-LINK]"]
 
 
-def test_losses_are_averaged_over_ranks_that_report_one() -> None:
+def test_losses_are_averaged_over_reporting_ranks() -> None:
     assert epoch_of(JOB, step(0, 1, 101.0), step(1, 1, 101.0)).loss is None
     assert epoch_of(JOB, step(0, 1, 101.0, loss=2.0), step(1, 1, 101.0, loss=4.0), step(2, 1, 101.0)).loss == 3.0
 
 
-def test_a_home_that_joins_again_takes_the_row_of_its_former_worker() -> None:
+def test_rejoining_site_reuses_the_row_of_its_former_worker() -> None:
     again = MemberEvent(time=130.0, member="worker 2", name="ben")
     view = epoch_of(JOB, ANNA, BEN, step(1, 10, 101.0, steps=10, sent_bytes=50),
                    MemberEvent(time=120.0, member="worker 1", state="dead", reason="killed"))
@@ -355,7 +355,7 @@ def test_a_home_that_joins_again_takes_the_row_of_its_former_worker() -> None:
     assert (totals.steps, totals.sent_bytes, view.sent_bytes) == (15, 70, 70)
 
 
-def test_of_two_workers_of_a_home_only_the_lost_one_is_replaced() -> None:
+def test_only_the_lost_worker_of_a_site_is_replaced() -> None:
     twins = [MemberEvent(time=100.0, member=f"worker {number}", name="ben") for number in (1, 2)]
     view = epoch_of(JOB, ANNA, *twins, MemberEvent(time=120.0, member="worker 1", state="dead", reason="killed"))
     assert [row.number for row in view.rows] == [0, 1, 2]
@@ -364,7 +364,7 @@ def test_of_two_workers_of_a_home_only_the_lost_one_is_replaced() -> None:
 
 
 @pytest.mark.parametrize(("reason", "failures"), [("", []), ("out of memory", ["ben: out of memory"])])
-def test_a_job_that_is_over_waits_for_nobody_and_names_who_failed(reason: str, failures: list[str]) -> None:
+def test_finished_job_waits_for_no_member_and_names_the_failed_one(reason: str, failures: list[str]) -> None:
     waits = WaitEvent(time=110.0, rank=0, names=("worker 1",), waited_s=3, limit_s=600)
     ends = [MemberEvent(time=111.0, member="worker 0", state="left"),
             MemberEvent(time=111.0, member="worker 1", state="left", reason=reason)]
@@ -372,7 +372,7 @@ def test_a_job_that_is_over_waits_for_nobody_and_names_who_failed(reason: str, f
     assert (view.over, view.waiting(112.0), view.failures) == (True, [], failures)
 
 
-def test_the_time_left_follows_from_the_steps_that_the_script_announced() -> None:
+def test_remaining_time_follows_from_the_announced_number_of_steps() -> None:
     view = epoch_of(JOB, ANNA, step(0, 100, 101.0))
     assert (view.total_steps, view.left_s) == (0, 0.0)
     view.apply(step(0, 200, 111.0, total=500))

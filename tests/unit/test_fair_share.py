@@ -1,4 +1,4 @@
-"""Limits that sources share: a source alone has half, a new source always finds space, and tables are bounded."""
+"""Limits shared by sources: one source gets half, a new source always finds space, and tables are bounded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("sources", [1, 2, 9, 49])
-def test_sources_that_ask_for_more_get_equal_shares_and_one_share_stays_free(sources: int) -> None:
+def test_greedy_sources_get_equal_shares_and_one_share_stays_free(sources: int) -> None:
     share, limit = FairShare(1000), 1000
     taken = dict.fromkeys(map(str, range(sources)), 0)
     for _ in range(limit):
@@ -32,7 +32,7 @@ def test_sources_that_ask_for_more_get_equal_shares_and_one_share_stays_free(sou
     assert new == pytest.approx(limit / (sources + 1) / 2, abs=1), "a new source gets half of what is free at once"
 
 
-def test_what_is_given_back_may_be_taken_again() -> None:
+def test_released_units_can_be_acquired_again() -> None:
     share = FairShare(10)
     for _ in range(3):
         assert [share.take("one") for _ in range(6)] == [True] * 5 + [False]
@@ -41,7 +41,7 @@ def test_what_is_given_back_may_be_taken_again() -> None:
     assert share._used == {}
 
 
-def test_what_is_forgotten_limits_a_rate_for_however_long() -> None:
+def test_decay_limits_the_rate_over_any_time() -> None:
     clock = Clock()
     share, taken = FairShare(1000, forget_s=10.0, clock=clock), 0
     for tick in range(100_000):
@@ -52,7 +52,7 @@ def test_what_is_forgotten_limits_a_rate_for_however_long() -> None:
     assert taken == pytest.approx(500 + 1000 * 500 / 10.0, rel=0.05)
 
 
-def test_connections_that_prove_themselves_count_against_their_member_first() -> None:
+def test_authenticated_connections_count_against_their_member_first() -> None:
     pending, sock = PendingHandshakes(), socket.socket()
     with sock:
         opened = 0
@@ -64,7 +64,7 @@ def test_connections_that_prove_themselves_count_against_their_member_first() ->
         assert pending.admit("192.0.2.8")
 
 
-def test_sources_are_not_kept_for_ever() -> None:
+def test_idle_sources_are_dropped() -> None:
     clock = Clock()
     share = FairShare(1000, forget_s=10.0, clock=clock)
     for tick in range(50_000):
@@ -73,7 +73,7 @@ def test_sources_are_not_kept_for_ever() -> None:
     assert len(share._used) < 3000
 
 
-def test_after_any_pause_a_source_may_take_its_share() -> None:
+def test_source_can_take_its_share_after_any_pause() -> None:
     clock = Clock()
     share = FairShare(4, forget_s=10.0, clock=clock)
     for pause_s in (0.0, 5 * 3600.0, 1e9):
@@ -86,11 +86,11 @@ def test_after_any_pause_a_source_may_take_its_share() -> None:
     ("2001:db8:1:2::9", "2001:db8:1:2::/64"), ("2001:db8:1:3::9", "2001:db8:1:3::/64"), ("fe80::1%eth0", "fe80::/64"),
     ("::1", "::/64"),
 ])
-def test_a_machine_is_one_source(host: str, source: str) -> None:
+def test_addresses_of_one_machine_are_one_source(host: str, source: str) -> None:
     assert source_of(host) == source
 
 
-def test_a_full_table_ends_the_oldest_connection_of_the_source_that_has_most() -> None:
+def test_full_table_evicts_the_oldest_connection_of_the_largest_source() -> None:
     pairs = [socket.socketpair() for _ in range(6)]
     socks = [near for near, _ in pairs]
     table = ConnectionTable(4)

@@ -29,7 +29,7 @@ def settled(rate: float, round_trip_s: float) -> Credit:
     return credit
 
 
-def test_there_is_no_limit_while_the_rate_grows_or_before_anything_is_known() -> None:
+def test_no_limit_while_the_rate_grows_or_is_unknown() -> None:
     credit = Credit()
     assert credit.wait_s(1 << 30) == 0.0
     for i in range(10):
@@ -42,7 +42,7 @@ def test_there_is_no_limit_while_the_rate_grows_or_before_anything_is_known() ->
 
 @pytest.mark.parametrize("rate", [1 * MEGABIT, 10 * MEGABIT, 100 * MEGABIT, 1000 * MEGABIT])
 @pytest.mark.parametrize("round_trip_s", [0.001, 0.03, 0.2])
-def test_the_limit_is_what_the_link_holds_and_a_short_queue(rate: float, round_trip_s: float) -> None:
+def test_limit_is_the_bandwidth_delay_product_plus_a_short_queue(rate: float, round_trip_s: float) -> None:
     result = settled(rate, round_trip_s)
     holds = rate * round_trip_s
     queue = max(flow_credit.QUEUE_S * rate, holds / 3, 2 * MIN_PART_NBYTES)
@@ -53,8 +53,8 @@ def test_the_limit_is_what_the_link_holds_and_a_short_queue(rate: float, round_t
 
 @pytest.mark.parametrize("round_trip_s", [0.001, 0.03, 0.2])
 @pytest.mark.parametrize("start", [0.01, 0.9])
-def test_a_limit_that_is_too_low_rises_to_the_links_rate(round_trip_s: float, start: float) -> None:
-    """What is under way arrives once a round trip, so a limit bounds the rate that is seen and the rate makes the limit."""
+def test_low_limit_rises_to_the_link_rate(round_trip_s: float, start: float) -> None:
+    """Bytes in flight arrive once per round trip, so the limit bounds the observed rate and the rate determines the limit."""
     link = 100 * MEGABIT
     result = settled(start * link, round_trip_s)
     for i in range(60):
@@ -64,7 +64,7 @@ def test_a_limit_that_is_too_low_rises_to_the_links_rate(round_trip_s: float, st
 
 
 @pytest.mark.parametrize("round_trip_s", [0.001, 0.03, 0.2])
-def test_the_kernel_may_send_what_the_credit_lets_through_and_anything_before_it_does(round_trip_s: float) -> None:
+def test_kernel_rate_follows_the_credit_and_is_unlimited_before(round_trip_s: float) -> None:
     rate, credit = 100 * MEGABIT, Credit()
     assert credit.nbytes_s == 0.0
     for i in range(1 + SETTLE_READINGS):
@@ -76,7 +76,7 @@ def test_the_kernel_may_send_what_the_credit_lets_through_and_anything_before_it
     assert credit.nbytes_s == 0.0, "a rate that grows has no limit"
 
 
-def test_a_sender_that_comes_late_gets_a_longer_queue_and_one_in_time_the_short_one_again() -> None:
+def test_late_senders_get_a_longer_queue_until_they_are_on_time() -> None:
     rate, round_trip_s = 100 * MEGABIT, 0.03
     result = settled(rate, round_trip_s)
     short = result.nbytes
@@ -101,7 +101,7 @@ def test_a_sender_that_comes_late_gets_a_longer_queue_and_one_in_time_the_short_
 
 @pytest.mark.parametrize("burst_nbytes", [1e4, 1e5, 3e5])
 def test_bursts_shorter_than_a_round_trip_do_not_limit_the_rate(burst_nbytes: float) -> None:
-    """A burst of N bytes is measured as N bytes per round trip. As a limit, that would keep the next burst as slow."""
+    """A burst of N bytes is measured as N bytes per round trip. As a limit, this rate would slow down the next burst."""
     credit, round_trip_s = Credit(), 0.09
     for i in range(20):
         credit.update(float(i), LinkSample(burst_nbytes / round_trip_s, round_trip_s))
@@ -122,7 +122,7 @@ def test_bursts_shorter_than_a_round_trip_do_not_limit_the_rate(burst_nbytes: fl
     assert not known.settled, "a burst that was faster shows that the link is"
 
 
-def test_a_link_that_becomes_slower_is_seen_in_so_many_looks() -> None:
+def test_slower_link_is_detected_within_a_number_of_samples() -> None:
     result = settled(100 * MEGABIT, 0.03)
     before = result.nbytes
     for i in range(WINDOWS):
@@ -131,7 +131,7 @@ def test_a_link_that_becomes_slower_is_seen_in_so_many_looks() -> None:
 
 
 @pytest.mark.skipif(not flow_credit.SUPPORTED, reason="asks a Linux kernel")
-def test_what_the_kernel_says() -> None:
+def test_kernel_tcp_info() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
         theirs = listener.accept()[0]
         with theirs:
@@ -187,13 +187,13 @@ def stuff(sock: socket.socket) -> None:
             return
 
 
-def test_nothing_is_capped_before_a_rate_is_known(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+def test_no_cap_before_a_rate_is_known(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
     before, pacer = cap(pairs[0][0]), Pacer()
     pacer.begins(pairs[0][0])
     assert cap(pairs[0][0]) == before
 
 
-def test_who_sends_at_once_shares_and_who_is_alone_has_all(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+def test_concurrent_senders_share_the_rate_and_a_single_one_has_all(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
     (a, _), (b, _), (c, _) = pairs
     pacer = Pacer()
     pacer.follow(BPS)
@@ -215,7 +215,7 @@ def test_who_sends_at_once_shares_and_who_is_alone_has_all(pairs: list[tuple[soc
     assert cap(a) == UNLIMITED
 
 
-def test_the_lower_of_a_share_and_a_credit_holds_and_either_alone(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+def test_lower_of_share_and_credit_is_the_cap(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
     (a, _), (b, _), _ = pairs
     pacer = Pacer()
     pacer.bound(a, 2e6)
@@ -244,10 +244,10 @@ def control(sock: socket.socket) -> bytes:
 @pytest.mark.parametrize(("bps", "left", "leaves"), [
     (pacing.SLOW_BPS / 2, True, True), (pacing.SLOW_BPS * 2, True, False),
     (pacing.SLOW_BPS / 2, False, False)])
-def test_on_slow_links_a_control_that_forgets_the_rate_is_left(
+def test_slow_links_switch_to_a_congestion_control_that_keeps_the_rate(
     pairs: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch, bps: float, left: bool, leaves: bool,
 ) -> None:
-    """The machine's own stands for BBR, which not every kernel has; every kernel has Reno."""
+    """The machine's own control stands for BBR, which not every kernel has; every kernel has Reno."""
     (sock, _), (other, _), (late, _) = pairs
     other.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     used, pacer = control(sock), Pacer()
@@ -264,7 +264,7 @@ def test_on_slow_links_a_control_that_forgets_the_rate_is_left(
     assert cap(sock) == int(SLACK * bps / 8), "it is paced all the same"
 
 
-def test_only_a_part_of_the_link_is_sent_without_flow_control(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+def test_data_without_flow_control_get_only_a_part_of_the_link(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
     (ours, theirs), *_ = pairs
     pacer = Pacer()
     control = send_control.SendControl(ours, pacer)
@@ -287,7 +287,7 @@ def received(sock: socket.socket, nbytes: int) -> None:
         nbytes -= len(sock.recv(nbytes))
 
 
-def test_a_connection_that_is_gone_takes_no_part(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+def test_closed_connection_takes_no_share(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
     (a, _), (b, _), _ = pairs
     pacer = Pacer()
     pacer.follow(BPS)
@@ -299,7 +299,7 @@ def test_a_connection_that_is_gone_takes_no_part(pairs: list[tuple[socket.socket
 
 
 @pytest.mark.parametrize(("host", "away"), [("127.0.0.2", True), ("127.0.0.1", False)])
-def test_large_frames_to_other_machines_are_paced_and_probes_are_not(host: str, away: bool) -> None:
+def test_large_remote_frames_are_paced_and_probes_are_not(host: str, away: bool) -> None:
     ours, theirs = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", SERVER_BASE))
     try:
         deadline = time.monotonic() + 20.0
@@ -323,14 +323,14 @@ def test_large_frames_to_other_machines_are_paced_and_probes_are_not(host: str, 
 # ---- Which address and interface lead to another machine, as this machine's own tables have it
 
 
-def test_an_address_of_this_machine_leads_to_itself() -> None:
+def test_address_of_this_machine_routes_to_itself() -> None:
     own = own_address.default_address()
     if own:
         assert own_address.address_to(own) == own
         assert own_address.interface_of(own) in {name for _, name in socket.if_nameindex()}
 
 
-def test_a_name_of_several_addresses_is_taken_where_it_leads_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_address_is_preferred_for_a_name_with_several(monkeypatch: pytest.MonkeyPatch) -> None:
     own = own_address.default_address()
     if not own or ":" in own:
         pytest.skip("no default route")
@@ -339,7 +339,7 @@ def test_a_name_of_several_addresses_is_taken_where_it_leads_away(monkeypatch: p
     assert own_address.address_to("this-machine") == own
 
 
-def test_where_the_master_is_loopback_the_way_to_another_machine_counts() -> None:
+def test_loopback_master_uses_the_route_to_another_machine() -> None:
     own = own_address.default_address()
     mine = RankRow("a", "a", address="127.0.0.1")
     if own:

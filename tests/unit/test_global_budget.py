@@ -1,4 +1,4 @@
-"""Ratios of a whole plan and warm-up: how entries are divided, sent and answered."""
+"""Ratios of a whole plan and their warmup: how entries are divided, sent and answered."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Run:
 
 
 @pytest.mark.parametrize("codec", ["topk(0.02)", "topk(0.02, exact=True)", "topk(0.02, values='fp16')"])
-def test_as_many_entries_in_all_more_of_them_where_gradients_are_large(codec: str) -> None:
-    """Both ways, with sorted and with tracked thresholds; the server's answer follows what it received."""
+def test_budget_keeps_the_total_and_favours_large_gradients(codec: str) -> None:
+    """In both directions, with sorted and with tracked thresholds; the server's reply follows what it received."""
     run = Run(plan(codec, ratio_over="plan"), 10)
     request = sum(math.ceil(0.02 * math.prod(shape)) for shape in SHAPES)
     for sent in run.sent:
@@ -90,7 +90,7 @@ def test_as_many_entries_in_all_more_of_them_where_gradients_are_large(codec: st
     assert run.received[-1][2] > 3 * run.received[-1][1]
 
 
-def test_warmup_goes_by_the_step_of_the_job_and_servers_follow() -> None:
+def test_warmup_follows_the_job_step_on_workers_and_servers() -> None:
     run = Run(plan(warmup=8), 10)
     totals = [sum(step) for step in run.sent[0]]
     assert totals[0] == pytest.approx(FIRST_RATIO * NUMEL, rel=0.1)
@@ -102,8 +102,8 @@ def test_warmup_goes_by_the_step_of_the_job_and_servers_follow() -> None:
 
 
 @pytest.mark.parametrize("cut_nbytes", [1 << 20, 1 << 14])
-def test_a_change_of_plans_keeps_what_each_element_had(cut_nbytes: int) -> None:
-    """The first step under the next plan divides entries as the last one did, whether or not buckets are cut alike."""
+def test_plan_change_keeps_the_budget_of_each_element(cut_nbytes: int) -> None:
+    """The first step under the next plan divides entries as the last step did, whether or not bucket boundaries are equal."""
     before = plan(ratio_over="plan")
     after = default_plan(kit.job(SHAPES), codec="topk(0.01)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4,
                          cut_nbytes=cut_nbytes)
@@ -135,7 +135,7 @@ def budgeted(text: str, **how: Any) -> Any:
 
 @pytest.mark.parametrize("text", ["topk(0.05)", "topk(0.05, values='fp32')", "topk(0.4, 'int4')", "block_threshold(0.05)"])
 @pytest.mark.parametrize("numel", [1, 37, 5000, 40_000])
-def test_no_payload_is_above_the_bound(text: str, numel: int) -> None:
+def test_payloads_are_within_the_bound(text: str, numel: int) -> None:
     codec, spec = budgeted(text, steps=5), Spec((numel,))
     assert isinstance(codec.inner, BudgetedTopK)
     state, out = codec.init(spec), codecs.room(codec, spec)
@@ -149,7 +149,7 @@ def test_no_payload_is_above_the_bound(text: str, numel: int) -> None:
         assert codec.decode(out[:nbytes], state, torch.empty(numel))
 
 
-def test_what_there_is_nothing_to_pace_in_stays_as_it_is() -> None:
+def test_plans_without_ratios_are_unchanged() -> None:
     for text in ("int8()", "randomk(0.1)", "powersgd(2)"):
         assert budgeted(text) == wrap(parse(text))
     assert budgeted("block_threshold(0.1)") == wrap(parse("block_threshold(0.1)")), "its sums of runs compare with no magnitude"
@@ -161,7 +161,7 @@ def test_what_there_is_nothing_to_pace_in_stays_as_it_is() -> None:
 # ---- plans
 
 
-def test_a_plan_says_only_what_there_is() -> None:
+def test_plan_description_lists_only_active_settings() -> None:
     result = plan()
     assert verify(replace(result, ratio_over="all", warmup=-1), kit.job(SHAPES)) == [
         "warmup is -1, allowed: at least 0", "ratio_over is 'all', allowed: 'bucket' or 'plan'"]
@@ -185,7 +185,7 @@ def asks(draw: st.DrawFn) -> list[Demand]:
 
 
 @given(asks())
-def test_the_total_is_that_of_plain_shares_and_limits_hold(given_: list[Demand]) -> None:
+def test_total_equals_that_of_plain_shares_within_limits(given_: list[Demand]) -> None:
     result = share_budget(given_)
     assert sum(result) == sum(ask.plain for ask in given_)
     assert all(ask.fewest <= entries <= ask.most for ask, entries in zip(given_, result, strict=True))
@@ -193,8 +193,8 @@ def test_the_total_is_that_of_plain_shares_and_limits_hold(given_: list[Demand])
 
 
 @given(asks())
-def test_a_bucket_changes_by_a_factor_at_most(given_: list[Demand]) -> None:
-    """Where the asks were for the same total, as in all steps but those of a warm-up, and within the limits."""
+def test_bucket_budget_changes_by_a_bounded_factor(given_: list[Demand]) -> None:
+    """If requests were for the same total, as in all steps outside warmup, and within the limits."""
     total = sum(ask.plain for ask in given_)
     settled = [ask._replace(now=now) for ask, now in zip(given_, share_budget(given_), strict=True)]
     assert sum(ask.now for ask in settled) == total
@@ -202,7 +202,7 @@ def test_a_bucket_changes_by_a_factor_at_most(given_: list[Demand]) -> None:
         assert ask.now / MOST_CHANGE - 1 <= entries <= ask.now * MOST_CHANGE + 1
 
 
-def test_shares_settle_where_one_threshold_over_all_would_have_them() -> None:
+def test_shares_converge_to_one_global_threshold() -> None:
     generator = torch.Generator().manual_seed(1)
     scales = [0.5, 1.0, 1.0, 1.3, 2.0]
     vectors = [scale * torch.randn(20_000, generator=generator).abs().pow(1.5) for scale in scales]

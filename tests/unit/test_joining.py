@@ -1,4 +1,4 @@
-"""Lines of homes, what `commlayer up` does next, and how progress on joining reads."""
+"""Join lines of sites, the next action of `commlayer up`, and progress messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKEN = Token(bytes(range(32)), bytes(range(100, 116)))
 
 @pytest.mark.parametrize("line", [HomeLine("home-1", "203.0.113.1:7000", TOKEN), HomeLine("anna", "[::1]:7000", TOKEN),
                                   HomeLine("b.c_d-9", "hub.example.org:1")])
-def test_a_line_is_read_as_it_was_written(line: HomeLine) -> None:
+def test_join_line_round_trips(line: HomeLine) -> None:
     assert home_keys.parse(str(line)) == line
     assert home_keys.is_line(str(line))
     assert line.token is None or len(str(line.token)) == home_keys.TOKEN_CHARACTERS == 64
@@ -40,14 +40,14 @@ GOOD = f"home-1@203.0.113.1:7000#{TOKEN}"
     ("../x@1.2.3.4:7000", "E-INVITATION"), ("a b@1.2.3.4:7000", "E-INVITATION"), ("home-1@203.0.113.1", "E-ADDRESS"),
     ("home-1@203.0.113.1:0", "E-ADDRESS"), ("home-1@:7000", "E-ADDRESS"),
 ])
-def test_a_malformed_line_is_one_line_that_does_not_repeat_the_token(line: str, code: str) -> None:
+def test_malformed_join_line_is_one_error_line_without_the_token(line: str, code: str) -> None:
     with pytest.raises(ValueError, match=rf"\[{code}\]$") as caught:
         home_keys.parse(line)
     assert "\n" not in str(caught.value)
     assert str(TOKEN)[:20] not in str(caught.value)
 
 
-def test_keys_of_different_jobs_and_homes_have_different_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_keys_of_different_jobs_and_sites_have_different_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     lines = ["a@1.2.3.4:7000", "b@1.2.3.4:7000", "a@1.2.3.4:7001", "a@[::1]:7000"]
     folders = {home_keys.parse(line).folder for line in lines}
@@ -71,7 +71,7 @@ BASE = Facts((ONE,), False, "train.py", workers=3)
     (BASE._replace(homes=(), has_ca=True), "`commlayer serve --bind HOST:PORT --workers N`"),
     (BASE._replace(homes=(ONE, TWO)), f"commlayer join {ONE} train.py or commlayer join {TWO} train.py"),
 ])
-def test_the_next_step(facts: Facts, words: str) -> None:
+def test_next_step(facts: Facts, words: str) -> None:
     line = next_step(facts)
     assert words in line
     assert bool(words) == bool(line)
@@ -82,7 +82,7 @@ def test_the_next_step(facts: Facts, words: str) -> None:
     ({}, True, True), ({"insecure": True}, True, True), ({"insecure": True}, False, False), ({"bind": "10.0.0.1"}, False, True),
     ({"bind": "10.0.0.1", "insecure": True}, True, True),
 ])
-def test_invited_homes_use_keys_even_if_a_page_may_be_plain_text(given: dict[str, Any], wanted: bool, invites: bool) -> None:
+def test_invited_sites_use_keys_even_if_the_page_is_plain_text(given: dict[str, Any], wanted: bool, invites: bool) -> None:
     assert serve._read(given, ["home-1"], wanted=wanted)[1] == invites
 
 
@@ -90,7 +90,7 @@ def test_invited_homes_use_keys_even_if_a_page_may_be_plain_text(given: dict[str
     (["--workers", "3"], 3, 3), (["--workers", "4", "--min-workers", "2"], 4, 4), (["--min-workers", "2"], 0, 2),
     (["--min-workers", "2", "--invite", "a,b,c"], 0, 3), (["--invite", "a,b,c"], 3, 3),
 ])
-def test_a_server_invites_as_many_homes_as_it_waits_for(words: list[str], workers: int, names: int,
+def test_server_invites_the_number_of_sites_it_waits_for(words: list[str], workers: int, names: int,
                                                         monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     served = []
     monkeypatch.chdir(tmp_path)
@@ -111,7 +111,7 @@ HOME = "home-1@1.2.3.4:7000"
     ([HOME, "train.py", "--", "--check"], ""), ([HOME, "train.py", "--lr", "1", "--", "-x"], ""),
     ([HOME, "--nproc-per-node", "2", "train.py", "--wait", "x"], ""),
 ])
-def test_options_after_the_line_are_those_of_join_up_to_the_script_and_check_is_everywhere(
+def test_options_between_line_and_script_are_those_of_join(
         words: list[str], checked: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = []
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -123,7 +123,7 @@ def test_options_after_the_line_are_those_of_join_up_to_the_script_and_check_is_
     assert seen == ([checked] if checked else [])
 
 
-def test_arguments_of_the_script_are_passed_as_they_are() -> None:
+def test_script_arguments_are_passed_unchanged() -> None:
     valued = {"--wait"}
     for words in (["--wait", "9"], ["a", "--wait=9", "-h", "--help"], ["-x", "--", "y"]):
         assert in_order([HOME, "--insecure", "train.py", *words], valued) == ["--insecure", HOME, "train.py", *words]
@@ -146,7 +146,7 @@ def store(*lines: str) -> None:
     (["a@127.0.0.1:7000"], "", False, "", True),
     (["a@127.0.0.1:7000"], "", False, "0123456789", False),
 ])
-def test_an_address_uses_the_keys_of_the_only_home_there(stored: list[str], keys: str, insecure: bool, token: str, used: bool,
+def test_address_uses_the_keys_of_its_only_site(stored: list[str], keys: str, insecure: bool, token: str, used: bool,
                                                          monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("COMMLAYER_TOKEN", token)
@@ -167,7 +167,7 @@ def test_up_fails_if_it_does_not_start_the_script(words: list[str], code: int, m
         run()
 
 
-def test_progress_names_the_homes_that_are_missing() -> None:
+def test_progress_names_missing_sites() -> None:
     def line(state: sites.Sites, *names: str, workers: int = 1) -> str:
         for name in names:
             request = msgspec.structs.replace(asked(name, workers=workers), certificate=name)

@@ -1,4 +1,4 @@
-"""Journals of coordinators and servers: entries that are complete or absent, and jobs that continue from them."""
+"""Journals of coordinators and servers: entries are complete or absent, and jobs resume from them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def restarted(folder: Path, journal: CoordinatorJournal) -> CoordinatorJournal:
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_a_store_is_the_same_after_each_restart(number: int, tmp_path: Path) -> None:
+def test_store_survives_restarts(number: int, tmp_path: Path) -> None:
     chance, journal, store = random.Random(number), started(tmp_path), KvStore(HOMES)
     for _ in range(6):
         store.save = journal.write_row
@@ -72,22 +72,22 @@ def test_a_store_is_the_same_after_each_restart(number: int, tmp_path: Path) -> 
                 store.forget(2)
         journal = restarted(tmp_path, journal)
         assert (journal.recovered, journal.sites, journal.rows) == (RECORD, SITES, store.rows)
-        again = KvStore(HOMES, journal.rows.items())
-        assert again.nbytes == store.nbytes
-        journal.begin(SITES, again.rows)
-        store = again
+        recovered = KvStore(HOMES, journal.rows.items())
+        assert recovered.nbytes == store.nbytes
+        journal.begin(SITES, recovered.rows)
+        store = recovered
     assert {path.name.removeprefix(NAME) for path in tmp_path.iterdir()} <= {"", "-wal", "-shm"}
     assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
     journal.close()
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_a_kill_loses_nothing_that_was_written(room: bool, full: Any, tmp_path: Path) -> None:
-    """Also if the disk is full when the coordinator is started again."""
+def test_kill_loses_no_written_entry(room: bool, full: Any, tmp_path: Path) -> None:
+    """Also if the disk is full when the coordinator restarts."""
     program = f"""
 import os, signal
 from commlayer.cluster.membership.coordinator_journal import *
-from commlayer.cluster import sites
+from commlayer.cluster.membership import sites
 from commlayer.cluster.membership.kv_store import Row
 from commlayer.transport.handshake import RefusalLog
 journal = CoordinatorJournal({str(tmp_path)!r})
@@ -107,7 +107,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("damage", ["no database", "other version", "malformed record", "no job"])
-def test_a_journal_that_cannot_be_read_is_removed(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_journal_is_removed(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     started(tmp_path).close()
     if damage == "no database":
         (tmp_path / NAME).write_bytes(bytes(range(256)) * 40)
@@ -125,14 +125,14 @@ def test_a_journal_that_cannot_be_read_is_removed(damage: str, tmp_path: Path, c
 
 @pytest.fixture
 def full() -> Iterator[Any]:
-    """What a full disk is: the system refuses to make a file larger."""
+    """A full disk: the system refuses to make a file larger."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_a_full_disk_is_one_line_and_leaves_no_journal_with_a_gap(
+def test_full_disk_is_one_line_and_leaves_no_gap_in_the_journal(
         later: bool, full: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal, store = started(tmp_path, begun=False), KvStore(HOMES)
     if later:
@@ -152,7 +152,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_journal_with_a_gap(
     journal.close()
 
 
-def test_the_journal_of_a_job_that_is_over_stays_away(tmp_path: Path) -> None:
+def test_journal_of_a_finished_job_is_deleted(tmp_path: Path) -> None:
     journal = started(tmp_path)
     journal.forget()
     journal.write(RECORD)
@@ -164,8 +164,8 @@ def test_the_journal_of_a_job_that_is_over_stays_away(tmp_path: Path) -> None:
 # ---- the sites' service
 
 
-class Meeting:
-    """A coordinator's service for sites, which is killed and started again."""
+class SiteService:
+    """A coordinator's service for sites, which is killed and restarted."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.now, self.door, self.lost = folder, 100.0, sites.AdmissionState("", 2, 2), dict[int, str]()
@@ -184,8 +184,8 @@ class Meeting:
         assert self.journal is not None
         self.journal.write(RECORD)
 
-    def again(self) -> None:
-        """As Coordinator takes a job up that has begun."""
+    def restart(self) -> None:
+        """As a coordinator resumes a job that has started."""
         self.start()
         self.service.begin()
 
@@ -202,16 +202,16 @@ def home(name: str, workers: int = 1) -> messages.Join:
 
 
 @pytest.fixture
-def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
+def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SiteService]:
     monkeypatch.setattr(messages, "version", lambda: "1.0")
     monkeypatch.setattr("commlayer.cluster.membership.rendezvous_service.version", lambda: "1.0")
-    result = Meeting(tmp_path)
+    result = SiteService(tmp_path)
     yield result
     assert result.journal is not None
     result.journal.close()
 
 
-def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meeting: Meeting) -> None:
+def test_sites_keep_ranks_and_progress_and_nothing_counts_twice(meeting: SiteService) -> None:
     every = [home("a", 2), home("b")]
     for one in every:
         assert meeting.service.register(one).error == ""
@@ -223,7 +223,7 @@ def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meet
     assert (meeting.ask("a", drop=(key("gone"),)).error, meeting.ask("b", add=(key("count"), 2, "again")).sum) == ("", 7)
     for number in range(3):
         meeting.now = 1000.0 * (number + 1)
-        meeting.again()
+        meeting.restart()
         assert meeting.service.staying(()), "their silence begins again"
         assert [meeting.service.register(one) for one in every] == before
         known = msgspec.structs.replace(every[0], meeting=before[0].meeting)
@@ -235,22 +235,22 @@ def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meet
     assert not meeting.service.staying(())
 
 
-def test_words_of_an_ended_view_count_for_nothing_and_are_dropped(meeting: Meeting) -> None:
+def test_votes_of_an_ended_epoch_are_dropped(meeting: SiteService) -> None:
     meeting.service.register(home("a", 3))
     meeting.begin()
-    meeting.ask("a", put=((key("of 2"), b""),), epoch=2)
+    meeting.ask("a", put=((key("of 2"), b""),), generation=2)
     meeting.door = sites.AdmissionState("", 3, 3)
     meeting.ask("a", put=((key("of 3"), b""),))
-    meeting.again()
-    meeting.ask("a", put=((key("late"), b""),), epoch=2)
+    meeting.restart()
+    meeting.ask("a", put=((key("late"), b""),), generation=2)
     wanted = tuple(key(name) for name in ("of 2", "of 3", "late"))
     assert meeting.ask("a", want=wanted).values == (b"", b"", None)
     meeting.service.forget(3)
-    meeting.again()
+    meeting.restart()
     assert meeting.ask("a", want=wanted).values == (None, b"", None)
 
 
-def test_who_came_and_went_behind_the_beginning_is_known_and_no_number_is_given_twice(meeting: Meeting) -> None:
+def test_later_joins_and_leaves_are_journaled_and_ranks_are_unique(meeting: SiteService) -> None:
     every = [home("a"), home("b"), home("c")]
     for one in every:
         meeting.service.register(one)
@@ -258,13 +258,13 @@ def test_who_came_and_went_behind_the_beginning_is_known_and_no_number_is_given_
     meeting.service.register(msgspec.structs.replace(every[2], leave="it has had enough"))
     late = meeting.service.register(home("d"))
     assert (late.rank, late.joins) == (3, True)
-    meeting.again()
+    meeting.restart()
     assert meeting.service.register(home("d")) == msgspec.structs.replace(late, nodes=late.nodes)
     assert "has left: it has had enough" in meeting.service.register(every[2]).error
     assert "has left: it has had enough" in meeting.ask("a", want=(("never", 2),)).error
     assert meeting.ask("a", want=(("never", 2),), without=True).over
     assert meeting.service.register(home("e")).rank == 4
-    meeting.again()
+    meeting.restart()
     assert meeting.service.register(home("f")).rank == 5
     meeting.lost = {1: "died"}
     assert meeting.ask("b", put=((key("late"), b""),)).error == "worker 1: died [E-PEER-LOST]", "no more for a lost one"
@@ -290,14 +290,14 @@ def written(folder: Path, *entries: tuple[int, bytes, bytes]) -> bytes:
     return (folder / NAME_JOURNAL).read_bytes()
 
 
-def test_the_last_entry_of_each_bucket_is_read(tmp_path: Path) -> None:
+def test_last_entry_of_each_bucket_is_read(tmp_path: Path) -> None:
     written(tmp_path, (1, b"a", b"one"), (2, b"", b""), (1, b"b", b"two"), (1, b"c", b"x" * 99))
     assert read(tmp_path / NAME_JOURNAL) == (about(), {1: (b"c", b"x" * 99), 2: (b"", b"")})
     with pytest.raises(ValueError, match=r"bucket 2 .*51 bytes, allowed 50.*E-JOURNAL"):
         written(tmp_path, (2, b"x", bytes(50)))
 
 
-def test_every_torn_byte_leaves_the_entry_before_or_none(tmp_path: Path) -> None:
+def test_torn_write_leaves_the_previous_entry_or_none(tmp_path: Path) -> None:
     full = written(tmp_path, (1, b"old", b"state"), (1, b"new", b"later"), (2, b"w", b"s"))
     seen = set()
     for at in range(len(full)):
@@ -319,7 +319,7 @@ def test_every_torn_byte_leaves_the_entry_before_or_none(tmp_path: Path) -> None
         journal.close(over=False)
 
 
-def test_a_folder_has_one_server_and_one_coordinator(tmp_path: Path) -> None:
+def test_folder_is_locked_by_one_server_and_one_coordinator(tmp_path: Path) -> None:
     for make, who in ((lambda path: ServerJournal(path, required=True), "another server"),
                       (CoordinatorJournal, "another coordinator")):
         journal = make(str(tmp_path))
@@ -352,7 +352,7 @@ class Member:
 
 
 def trained(codec: str, down: str, crash: Callable[[], bool]) -> tuple[list[bytes], int]:
-    """All results, and how often the server was lost. Some steps are taken back, so servers must, too."""
+    """All results, and how often the server was lost. Some steps are rolled back, also by the servers."""
     plan = default_plan(JOB, codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=64, cut_nbytes=4096)
     import msgspec
 
@@ -399,7 +399,7 @@ def trained(codec: str, down: str, crash: Callable[[], bool]) -> tuple[list[byte
 
 
 @pytest.mark.parametrize(("codec", "down"), [*((codec, "") for codec in CODECS), ("int8()", "topk(ratio=0.2)")])
-def test_a_server_that_is_lost_anywhere_goes_on_with_the_same_bits(codec: str, down: str) -> None:
+def test_server_lost_at_any_point_resumes_bit_for_bit(codec: str, down: str) -> None:
     expected, _ = trained(codec, down, lambda: False)
     for number in range(6):
         chance = random.Random(number)
@@ -408,7 +408,7 @@ def test_a_server_that_is_lost_anywhere_goes_on_with_the_same_bits(codec: str, d
         assert result == expected, number
 
 
-def test_a_bucket_without_a_whole_entry_begins_anew_at_whatever_step_comes() -> None:
+def test_bucket_without_a_complete_entry_starts_fresh_at_any_step() -> None:
     plan = default_plan(JOB, codec="topk(ratio=0.2)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=64,
                         cut_nbytes=4096)
     bucket, members = plan.buckets[0], [Member(rank, plan) for rank in range(WORLD)]
@@ -421,7 +421,7 @@ def test_a_bucket_without_a_whole_entry_begins_anew_at_whatever_step_comes() -> 
     assert [reply.header.step for reply in replies] == [41] * WORLD
 
 
-def test_a_bucket_whose_members_are_ahead_of_its_entry_begins_anew_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_bucket_older_than_its_members_starts_fresh_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
     """After a power failure: the machine had not written the last entries."""
     plan = default_plan(JOB, codec="topk(ratio=0.2)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=64,
                         cut_nbytes=4096)
@@ -450,7 +450,7 @@ def test_a_bucket_whose_members_are_ahead_of_its_entry_begins_anew_and_says_so(c
 
 @contextlib.contextmanager
 def files_up_to(nbytes: int) -> Iterator[None]:
-    """What a full disk is: the system refuses to make a file larger."""
+    """A full disk: the system refuses to make a file larger."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
@@ -460,7 +460,7 @@ def files_up_to(nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("required", [False, True])
-def test_a_full_disk_is_one_line_and_leaves_no_half_of_a_journal(
+def test_full_disk_is_one_line_and_leaves_no_partial_journal(
         required: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal, former = ServerJournal(str(tmp_path), required=required), list[Any]()
     assert journal.replace(about(), {0: 1000}, former.append)

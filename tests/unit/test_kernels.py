@@ -1,4 +1,4 @@
-"""Kernels of codecs: vector, portable and threaded bodies, the reference, and the device's on a GPU or else on the shim."""
+"""Codec kernels: vector, portable and threaded bodies, the reference, and device kernels on a GPU or on the shim."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_int8(block: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_numbers_of_four_bits(kind: str) -> None:
+def test_int4(kind: str) -> None:
     for n in (0, 1, 8, 33, 257, 4097):
         x, old = numbers(n, n, kind=kind), numbers(n, n + 1)
         for block in (8, 64, 1024)[n > 257 :]:
@@ -119,7 +119,7 @@ def test_select(n: int, kind: str) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_tiles_wait_for_each_other_under_any_schedule(seed: int) -> None:
-    """Forty tiles, of which one to eight run at once and start in any order."""
+    """Forty tiles; one to eight run at a time and start in any order."""
     n = 40 * TILE - 5
     g = numbers(n, seed)
 
@@ -177,7 +177,7 @@ def test_positions(kind: str, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ef", "bitmap", "blocks"])
-def test_bytes_that_are_not_positions_are_refused_alike(kind: str) -> None:
+def test_malformed_positions_are_refused_by_all_bodies(kind: str) -> None:
     n, k = 3001, 200
     idx, random = positions(n, k, 2), np.random.default_rng(3)
     good = zeros(size_of(kind, idx, n))

@@ -1,4 +1,4 @@
-"""`commlayer keys`: what lies where, for whose eyes, and that nothing is ever half there."""
+"""`commlayer keys`: files, permissions, and atomic writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def said(*command: object) -> str:
     return done.output
 
 
-def test_the_lines_on_the_screen_lead_from_one_command_to_the_next(tmp_path: Path) -> None:
+def test_printed_commands_work_in_sequence(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     assert f"next: commlayer keys add NAME --dir {folder}" in said("init", "--dir", folder)
     place = folder / "nodes" / "gpu-2"
@@ -48,7 +48,7 @@ def test_the_lines_on_the_screen_lead_from_one_command_to_the_next(tmp_path: Pat
     assert states == [["revoked"], ["good,", "dials", "only"]]
 
 
-def test_only_their_owner_reads_secrets_and_nothing_else_is_left(ca: Path) -> None:
+def test_secrets_are_readable_by_their_owner_only_and_no_other_file_remains(ca: Path) -> None:
     place = authority.add(ca, "gpu-1")
     for path in (ca / "ca.key", ca / "token", place / "node.key", place / "token"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -60,7 +60,7 @@ def test_only_their_owner_reads_secrets_and_nothing_else_is_left(ca: Path) -> No
     assert os.listdir(ca.parent) == ["keys"]
 
 
-def test_a_revoked_name_is_on_every_list_and_its_next_certificate_is_not(ca: Path) -> None:
+def test_revoked_name_is_on_every_list_and_its_next_certificate_is_not(ca: Path) -> None:
     places = [authority.add(ca, name) for name in ("gpu-1", "gpu-2")]
     first = Keys(places[0])
     other = Keys(places[1])
@@ -74,7 +74,7 @@ def test_a_revoked_name_is_on_every_list_and_its_next_certificate_is_not(ca: Pat
     assert newest.revoked() == {first.own.serial, again.own.serial}
 
 
-def test_a_damaged_or_foreign_list_changes_nothing(ca: Path, tmp_path: Path) -> None:
+def test_damaged_or_foreign_revocation_list_has_no_effect(ca: Path, tmp_path: Path) -> None:
     place = authority.add(ca, "gpu-1")
     authority.add(ca, "gpu-2")
     authority.revoke(ca, "gpu-2")
@@ -90,7 +90,7 @@ def test_a_damaged_or_foreign_list_changes_nothing(ca: Path, tmp_path: Path) -> 
     assert keys.revoked() == before
 
 
-def test_commands_at_once_lose_nothing(ca: Path) -> None:
+def test_concurrent_commands_lose_nothing(ca: Path) -> None:
     names = [f"n{i}" for i in range(4)]
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda name: authority.add(ca, name), names))
@@ -99,7 +99,7 @@ def test_commands_at_once_lose_nothing(ca: Path) -> None:
     assert len(Keys(ca / "nodes" / "n0").revoked()) == len(names)
 
 
-def test_what_breaks_off_leaves_what_was_there(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_command_leaves_the_old_files(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = authority.add(ca, "gpu-1")
     before = {path: path.read_bytes() for path in place.iterdir()}
 
@@ -130,7 +130,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("command", "line"), BAD)
-def test_a_mistake_is_one_line(ca: Path, command: tuple[str, ...], line: str) -> None:
+def test_user_error_is_one_line(ca: Path, command: tuple[str, ...], line: str) -> None:
     authority.add(ca, "gpu-1")
     before = sorted(map(str, ca.rglob("*")))
     words = [word.format(ca=ca, new=ca.parent / "new") for word in command]
@@ -152,7 +152,7 @@ MISSING = [("crl.pem", "list"), ("crl.pem", "add gpu-9"), ("ca.pem", "revoke gpu
 
 
 def told(ca: Path, command: str) -> str:
-    """The line; nothing has changed."""
+    """The error line; nothing has changed."""
     before = sorted(map(str, ca.rglob("*")))
     with pytest.raises(ValueError, match=r".") as caught:
         CliRunner().invoke(app, ["keys", *command.split(), "--dir", str(ca)], catch_exceptions=False)
@@ -164,7 +164,7 @@ def told(ca: Path, command: str) -> str:
 
 
 @pytest.mark.parametrize(("file", "command", "line"), DAMAGED)
-def test_a_damaged_file_is_named_with_what_to_do(ca: Path, file: str, command: str, line: str) -> None:
+def test_damaged_file_is_named_with_a_remedy(ca: Path, file: str, command: str, line: str) -> None:
     authority.add(ca, "gpu-1")
     (damaged,) = ca.glob(f"{file}*")
     damaged.write_text("-----BEGIN CERTIFICATE-----\nrubbish\n")
@@ -172,21 +172,21 @@ def test_a_damaged_file_is_named_with_what_to_do(ca: Path, file: str, command: s
 
 
 @pytest.mark.parametrize(("file", "command"), MISSING)
-def test_a_file_that_is_missing_is_named_with_what_to_do(ca: Path, file: str, command: str) -> None:
+def test_missing_file_is_named_with_a_remedy(ca: Path, file: str, command: str) -> None:
     authority.add(ca, "gpu-1")
     (ca / file).unlink()
     assert re.match(f"{ca / file} .*No such file or directory; .*/nodes/NAME/{file}.*E-KEYS", told(ca, command))
 
 
 @pytest.mark.parametrize(("file", "named"), [("node.pem", "/node.pem "), ("ca.pem", "/ca.pem "), ("node.key", " .*node.key ")])
-def test_a_damaged_file_of_a_node_is_named_with_what_to_do(ca: Path, file: str, named: str) -> None:
+def test_damaged_node_file_is_named_with_a_remedy(ca: Path, file: str, named: str) -> None:
     place = authority.add(ca, "gpu-1")
     (place / file).write_text("-----BEGIN CERTIFICATE-----\nrubbish\n")
     with pytest.raises(RecordError, match=f"keys: {place}{named}.*`commlayer keys`.*E-KEYS"):
         Keys(place)
 
 
-def test_a_folder_that_is_none_of_a_node_says_what_is(ca: Path) -> None:
+def test_folder_without_node_keys_is_refused_with_a_hint(ca: Path) -> None:
     place = authority.add(ca, "gpu-1")
     with pytest.raises(RecordError, match=rf"{ca}/node.pem .*{ca}/nodes/\* \[E-KEYS"):
         Keys(ca)
@@ -197,7 +197,7 @@ def test_a_folder_that_is_none_of_a_node_says_what_is(ca: Path) -> None:
         Keys(place)
 
 
-def test_what_ends_has_a_date_and_says_so(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_certificates_and_lists_are_reported_with_their_date(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = authority.add(ca, "gpu-1", days=1)
     result = x509.load_pem_x509_certificate((place / "node.pem").read_bytes())
     now = datetime.datetime.now(datetime.UTC)

@@ -1,8 +1,8 @@
-"""The law: for every tensor, applied updates + residuals = input gradients, for every codec and whatever happens to a step.
+"""The law: for every tensor, applied updates + residuals = input gradients, for every codec and every event of a step.
 
-Put in is what the optimizer is meant to get: the weighted mean of the gradients of a step that is applied. In the events below
-tensors are unused, weights change, steps are skipped or broken off, averages are thrown away, and what was saved is loaded.
-Each event is one row for each codec. The error may be 1e-5 of the largest number that was put in, at any element.
+Input is what the optimizer should receive: the weighted mean of the gradients of each applied step. In the events below tensors
+are unused, weights change, steps are skipped or aborted, averages are discarded, and a checkpoint is loaded. Each event is one
+row for each codec. The error may be 1e-5 of the largest input, at any element.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def equal(step: int) -> list[float]:
 
 
 class Event(NamedTuple):
-    """What goes on in a few steps, the same for all codecs."""
+    """What happens in a few steps, the same for all codecs."""
 
     weights: Callable[[int], list[float]] = equal
     total_known: bool = False
@@ -116,7 +116,7 @@ def rig(codec: str, *, late: bool = False, **fields: Any) -> kit.Rig:
 
 
 class Account:
-    """One rank's: by tensor, what was put in and what was applied, in float64."""
+    """One rank's account: by tensor, what was put in and what was applied, in float64."""
 
     def __init__(self) -> None:
         self.put = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
@@ -150,7 +150,7 @@ def happen(r: kit.Rig, codec: str, event: Event, first: int, accounts: list[Acco
 
 
 def save(r: kit.Rig) -> tuple[list[Any], list[dict[int, bytes]]]:
-    """As checkpoints/checkpoint.py: workers and servers behind one step, without what of it was not applied."""
+    """As checkpoints/checkpoint.py: workers and servers after one step, without what was not applied of it."""
     words, *_ = [worker.roll_back() for worker in r.workers]
     servers = []
     for core in r.sums:
@@ -212,32 +212,32 @@ def go(r: kit.Rig, codec: str, event: Event, first: int, steps: range, accounts:
             raise result
 
 
-def owed(r: kit.Rig) -> list[torch.Tensor]:
-    """By workers and servers, after all has been taken back that was not applied."""
+def residual_sums(r: kit.Rig) -> list[torch.Tensor]:
+    """Residuals of workers and servers, after everything that was not applied has been rolled back."""
     words = [worker.roll_back() for worker in r.workers]
     assert all(word == words[0] for word in words), "ranks must agree on what was not applied"
-    debts = [debt for worker in r.workers for bucket in worker.buckets for debt in bucket.ledger.residuals()]
+    rest = [debt for worker in r.workers for bucket in worker.buckets for debt in bucket.ledger.residuals()]
     for core in r.sums:
         for bucket, cell in core.cells.items():
             cell.ops.undo(words[0].get(bucket, 0))
-            debts += cell.ops.residuals()
+            rest += cell.ops.residuals()
     total = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
-    for debt in debts:
+    for debt in rest:
         total[debt.tensor].view(-1)[debt.start : debt.stop] += torch.as_tensor(debt.values).double()
     return total
 
 
 @pytest.mark.commit(10)
 @pytest.mark.parametrize("codec", CODECS)
-def test_applied_and_owed_is_what_was_put_in(codec: str) -> None:
+def test_applied_plus_residual_equals_input(codec: str) -> None:
     wrapped: Codec = wrap(parse(codec))
     assert wrapped.keeps or codec == "identity()", "a lossy codec needs error feedback"
     with rig(codec) as r:
-        hold(r, codec)
+        check_law(r, codec)
 
 
 def most_put(accounts: list[Account]) -> float:
-    """The largest number, over all ranks, that was put in."""
+    """The largest input of all ranks."""
     sums = (torch.stack([account.put[t] for account in accounts]).sum(0) for t in range(len(SHAPES)))
     return max(float(each.abs().max()) for each in sums)
 
@@ -247,29 +247,29 @@ PLAN_WIDE = ["topk(0.05)", "topk(0.1, 'fp32')", "block_threshold(0.2)"]
 
 @pytest.mark.commit(1)
 @pytest.mark.parametrize("codec", PLAN_WIDE)
-def test_the_same_where_a_ratio_is_of_the_whole_plan_and_warms_up(codec: str) -> None:
+def test_law_holds_for_plan_wide_ratios_during_warmup(codec: str) -> None:
     with rig(codec, ratio_over="plan", warmup=3 * STEPS) as r:
-        hold(r, codec)
+        check_law(r, codec)
 
 
-def hold(r: kit.Rig, codec: str) -> None:
-    """All events one after the other; the account is made up after each."""
+def check_law(r: kit.Rig, codec: str) -> None:
+    """All events in sequence; the account is checked after each."""
     wrong = []
     accounts = [Account() for _ in range(WORLD)]
     for number, (name, event) in enumerate(EVENTS.items()):
         happen(r, codec, event, number * STEPS, accounts)
-        debts = owed(r)
+        rest = residual_sums(r)
         put = [torch.stack([account.put[t] for account in accounts]).sum(0) for t in range(len(SHAPES))]
         most = most_put(accounts)
         for t in range(len(SHAPES)):
-            error = float((WORLD * accounts[0].applied[t] + debts[t] - put[t]).abs().max())
+            error = float((WORLD * accounts[0].applied[t] + rest[t] - put[t]).abs().max())
             if error > 1e-5 * most:
                 wrong.append(f"{name}: tensor {t} is off by {error / most:.1e} of what was put in")
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_sum_of_weights_may_be_passed_if_all_results_are_late() -> None:
-    """No result of a step shows whether the sum was right, so none can be refused."""
+def test_given_weight_total_is_accepted_if_all_results_are_stale() -> None:
+    """No result of the step shows whether the total was right, so none can be refused."""
     with rig("topk(0.3)", late=True) as r:
         def body(rank: int) -> bool:
             for step in range(4):
@@ -280,7 +280,7 @@ def test_the_sum_of_weights_may_be_passed_if_all_results_are_late() -> None:
         assert kit.on_ranks(WORLD, body) == [True] * WORLD
 
 
-def test_a_changed_learning_rate_loses_nothing() -> None:
+def test_learning_rate_changes_conserve_the_update() -> None:
     """With lr_correction residuals are in units of the update, so the law holds for rate times average."""
     rates = [0.5] * 4 + [0.05] * 4
     with rig("error_feedback(topk(0.1), lr_correction=True)") as r:
@@ -293,7 +293,7 @@ def test_a_changed_learning_rate_loses_nothing() -> None:
             return applied
 
         applied = kit.on_ranks(WORLD, body)[0]
-        residuals = owed(r)
+        residuals = residual_sums(r)
     for t, shape in enumerate(SHAPES):
         put = torch.zeros(shape)
         for step, rate in enumerate(rates):
@@ -301,7 +301,7 @@ def test_a_changed_learning_rate_loses_nothing() -> None:
         torch.testing.assert_close((WORLD * applied[t] + residuals[t]).float(), put, rtol=1e-4, atol=1e-4)
 
 
-def test_learning_rate_is_that_of_the_first_group_unless_it_is_zero() -> None:
+def test_learning_rate_is_taken_from_the_first_nonzero_group() -> None:
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.25)
     assert learning_rate(optimizer, 1.0) == 0.25
@@ -312,7 +312,7 @@ def test_learning_rate_is_that_of_the_first_group_unless_it_is_zero() -> None:
     assert learning_rate(None, 1.0) == 1.0
 
 
-def test_there_are_enough_rows() -> None:
+def test_table_has_enough_rows() -> None:
     assert len(CODECS) * len(EVENTS) >= 550
 
 
@@ -338,8 +338,8 @@ def residual_of(ledger: Ledger) -> torch.Tensor:
 
 @pytest.mark.parametrize("text", ["topk(0.1)", "int4()", "onebit(64)", "identity()"])
 @pytest.mark.parametrize("twice", [False, True])
-def test_applied_and_residuals_are_what_was_put_in(text: str, twice: bool) -> None:
-    """`twice`: rolled back between two steps already, and more is discarded after that."""
+def test_applied_plus_residuals_equal_input_after_rollbacks(text: str, twice: bool) -> None:
+    """`twice`: one rollback happens between two steps, and more is discarded after it."""
     codec, ledger, chance = wrap(parse(text)), Ledger(SLICES), random.Random(3)
     state = codec.init(Spec((NUMEL,)))
     ledger.encoders = [((0, NUMEL), state)]
@@ -369,7 +369,7 @@ def test_applied_and_residuals_are_what_was_put_in(text: str, twice: bool) -> No
     torch.testing.assert_close(applied + residual_of(ledger), put, rtol=1e-4, atol=1e-4)
 
 
-def test_an_inherited_residual_that_reached_the_mean_in_part_is_sent_again() -> None:
+def test_partly_applied_inherited_residual_is_sent_again() -> None:
     ledger, x = Ledger(SLICES), torch.zeros(NUMEL)
     ledger.carry([ResidualSlice(0, 0, np.ones(40, np.float32)), ResidualSlice(1, 0, np.ones(25, np.float32))], 1.0)
     ledger.open(x, 2.0)
@@ -382,7 +382,7 @@ def test_an_inherited_residual_that_reached_the_mean_in_part_is_sent_again() -> 
     torch.testing.assert_close(residual_of(ledger), elements(0b001) * 0.25 + elements(0b010))
 
 
-def test_replaced_states_leave_nothing_to_roll_back() -> None:
+def test_replaced_states_have_no_pending_rollbacks() -> None:
     ledger = Ledger(SLICES)
     ledger.open(torch.zeros(NUMEL), 1.0)
     ledger.record(lambda cut: pytest.fail("codec states were replaced"))

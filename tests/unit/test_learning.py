@@ -1,4 +1,4 @@
-"""Convergence factors: the lookup, the curves that they are made of, and a table of one's own."""
+"""Convergence factors: the lookup, the curves behind them, and a user's own table."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ ROWS = st.lists(st.builds(
 ), min_size=1, max_size=25).map(tuple)
 
 
-def test_measured_factors_are_returned_as_measured() -> None:
+def test_measured_factors_are_returned_unchanged() -> None:
     for one in TABLE:
         result = excess(TABLE, one.codec, Recipe(one.optimizer, one.codes, one.every, one.overlap, one.late))
         assert result == pytest.approx((one.steps - 1, one.steps_high - 1, one.loss, one.loss_high)), one
@@ -128,7 +128,7 @@ NOISY = (row("topk(ratio=0.1)", 0.4), row("topk(ratio=0.01)", 0.3))
     # Noise: a smaller ratio never has a smaller factor, and no factor is below one.
     (NOISY, "topk(ratio=0.01)", Recipe(), 0.4), ((row("int8()", -0.05, loss=-0.01),), "int8()", Recipe(), 0.0),
 ])
-def test_factors_between_and_beyond_measurements(
+def test_factors_are_interpolated_and_extrapolated(
     rows: tuple[LearningRow, ...], codec: str, recipe: Recipe, steps: float,
 ) -> None:
     result = excess(rows, codec, recipe)
@@ -136,7 +136,7 @@ def test_factors_between_and_beyond_measurements(
     assert steps or result == NONE == Excess(0.0, 0.0, 0.0, 0.0)
 
 
-def test_one_machine_alone_has_rows_of_its_own_and_loses_more_against_more_workers() -> None:
+def test_single_machine_has_its_own_rows_and_loses_more_to_more_workers() -> None:
     table = (*TABLE, row("identity()", 0.9, workers=ALONE), row("identity()", 2.0, workers=ALONE, optimizer="sgd"))
     for codec, recipe in (("int4()", Recipe(workers=1)), ("identity()", Recipe(workers=1)), ("identity()", Recipe("sgd"))):
         assert excess(table, codec, recipe) == excess(TABLE, codec, recipe)
@@ -155,7 +155,7 @@ def test_one_machine_alone_has_rows_of_its_own_and_loses_more_against_more_worke
     (35e6, 2, 30, 1.05, 1.2), (35e6, 4, 30, 1.25, 1.6), (35e6, 8, 30, 1.7, 2.4), (180e6, 4, 30, 1.15, 1.4),
     (2.4e9, 4, 30, 1.03, 1.25), (124e6, 3, 64, 1.1, 1.45), (350e3, 4, 128, 1.5, 2.4), (7e9, 4, 1, 1.0, 1.1),
 ])
-def test_local_steps_of_large_models_cost_what_is_published(
+def test_local_steps_of_large_models_have_the_published_cost(
     numel: float, workers: int, every: int, low: float, high: float,
 ) -> None:
     result = excess(shipped_rows(), "int4()", Recipe("adam", "updates", every, workers=workers, numel=int(numel)))
@@ -163,7 +163,7 @@ def test_local_steps_of_large_models_cost_what_is_published(
     assert 0 <= result.loss <= result.loss_high < 0.1
 
 
-def test_larger_models_pay_less_and_measured_sizes_what_was_measured() -> None:
+def test_larger_models_lose_less_and_measured_sizes_match() -> None:
     recipe = Recipe("adam", "updates", 16, "round", workers=4, fragments=4)
     by_size = [excess(shipped_rows(), "int8()", recipe._replace(numel=numel))
                for numel in (LONG_NUMEL, 8_000_000, 10_000_000, 35_000_000, 124_000_000, 10**9, 10**10)]
@@ -178,7 +178,7 @@ def test_larger_models_pay_less_and_measured_sizes_what_was_measured() -> None:
 
 
 @given(ROWS, st.sampled_from(CODECS), RATIOS, RATIOS, RECIPES, st.integers(1, 64))
-def test_it_is_monotone_in_the_ratio_and_in_local_steps(
+def test_factor_is_monotone_in_ratio_and_local_steps(
     rows: tuple[LearningRow, ...], codec: str, a: float, b: float, recipe: Recipe, every: int,
 ) -> None:
     easy = excess(rows, codec.format(max(a, b)), recipe._replace(every=min(every, recipe.every)))
@@ -196,7 +196,7 @@ def test_it_is_monotone_in_the_ratio_and_in_local_steps(
     ("topk(ratio=0.009)", "adam", False), ("randomk(ratio=0.01)", "adam", False),
     ("topk(ratio=0.01)", "sgd", False), ("topk(ratio=0.01)", "muon", False), ("topk(ratio=0.01)", "", False),
 ])
-def test_late_averages_of_few_entries_are_allowed_only_where_they_were_measured(
+def test_stale_sparse_averages_are_allowed_only_if_measured(
     codec: str, optimizer: str, allowed: bool,
 ) -> None:
     rows = (*TABLE, row("topk(ratio=0.01)", 1.8, late=True))
@@ -210,7 +210,7 @@ SPARSE_RATIOS, STEPS_APART = (1.0, 0.1, 0.03, 0.01, 1e-4), (1, 2, 4, 16)
 
 @pytest.mark.parametrize("numel", MODEL_SIZES)
 @pytest.mark.parametrize("codec", ["topk(ratio={})", "randomk(ratio={})", "int4()", "onebit()"])
-def test_the_shipped_table_is_monotone(codec: str, numel: int) -> None:
+def test_shipped_table_is_monotone(codec: str, numel: int) -> None:
     for optimizer in ("sgd", "adam", ""):
         for where in ({}, {"overlap": "round"}, {"late": True}):
             assert_monotone(shipped_rows(), codec, Recipe(optimizer, "updates", numel=numel, **where))
@@ -228,7 +228,7 @@ def assert_monotone(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe) -
 
 
 @given(ROWS)
-def test_nothing_is_cheaper_than_it_was_measured(rows: tuple[LearningRow, ...]) -> None:
+def test_no_factor_is_below_its_measurement(rows: tuple[LearningRow, ...]) -> None:
     for one in rows:
         recipe = Recipe(one.optimizer, one.codes, one.every, one.overlap, one.late, one.workers)
         result = excess(rows, one.codec, recipe)
@@ -239,7 +239,7 @@ def test_nothing_is_cheaper_than_it_was_measured(rows: tuple[LearningRow, ...]) 
 
 
 @given(ROWS, RECIPES.map(lambda r: r._replace(codes="gradients", every=1, overlap="", late=False)))
-def test_identity_is_zero_in_every_table(rows: tuple[LearningRow, ...], recipe: Recipe) -> None:
+def test_identity_has_zero_loss_in_every_table(rows: tuple[LearningRow, ...], recipe: Recipe) -> None:
     assert excess(rows, "identity()", recipe) == NONE == excess(rows, "fp16()", recipe)
 
 
@@ -260,18 +260,18 @@ DENSE = curve(falling)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.25, 2.0, 5.0])
-def test_who_learns_so_many_times_as_slowly_has_that_factor(factor: float) -> None:
+def test_slowdown_of_a_curve_is_its_factor(factor: float) -> None:
     slow = cost(curve(lambda step: falling(step / factor)), DENSE)
     assert slow.steps == pytest.approx(factor, rel=0.03)
     assert 1 + slow.loss == pytest.approx(falling(STEPS / factor) / falling(STEPS), rel=0.02)
 
 
 @pytest.mark.parametrize("lost", [curve(lambda step: 9.0), (*DENSE[:-1], math.nan), curve(lambda step: math.inf)])
-def test_who_learns_nothing_has_the_most(lost: tuple[float, ...]) -> None:
+def test_curve_without_progress_has_the_largest_factor(lost: tuple[float, ...]) -> None:
     assert cost(lost, DENSE).steps == MOST
 
 
-def test_a_dense_training_that_fails_is_said() -> None:
+def test_failed_dense_training_is_reported() -> None:
     way = Variant("a", "adam", "int4()")
     with pytest.raises(InvalidInput, match=r"task a: .*adam .*\bnan\b.*E-USER-CODE"):
         costs({way: DENSE, way.dense: (*DENSE[:-1], math.nan)})
@@ -282,13 +282,13 @@ def measured(codec: str, factor: float, *, tasks: tuple[str, ...] = TASKS, **fie
             for i, task in enumerate(tasks)}
 
 
-def test_a_row_is_the_median_task_and_a_cautious_one() -> None:
+def test_row_holds_the_median_task_and_a_cautious_one() -> None:
     row, = shared_rows(measured("int4()", 1.0))
     assert (row.codec, row.codes, row.workers, row.tasks, row.runs) == ("int4()", "gradients", 0, 4, 4)
     assert (row.steps, row.steps_high, row.loss, row.loss_high) == pytest.approx((1.15, 1.24, 0.015, 0.024))
 
 
-def test_tasks_of_one_order_foretell_each_other() -> None:
+def test_tasks_with_equal_ranking_predict_each_other() -> None:
     results: dict[Variant, Cost] = {}
     for i, ratio in enumerate((0.1, 0.01, 0.001)):
         results |= measured(f"topk(ratio={ratio})", 1.0 + i)
@@ -309,7 +309,7 @@ def test_tasks_of_one_order_foretell_each_other() -> None:
     ((b'int4()', b'int4('), r"int4\(.*E-CODEC-NAME"),
     ((b']}', b''), "E-LEARNING-TABLE"),
 ])
-def test_a_table_that_cannot_be_used_is_said_in_one_line(change: tuple[bytes, bytes], text: str, tmp_path: Path) -> None:
+def test_unusable_table_is_reported_in_one_line(change: tuple[bytes, bytes], text: str, tmp_path: Path) -> None:
     source = tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash")
     result = tables.LearningTable(source, shared_rows(measured("int4()", 1.0)))
     data = tables.written(result)
@@ -321,7 +321,7 @@ def test_a_table_that_cannot_be_used_is_said_in_one_line(change: tuple[bytes, by
     assert "\n" not in str(caught.value)
 
 
-def test_the_shipped_table() -> None:
+def test_shipped_table() -> None:
     table = tables.shipped()
     assert {row.optimizer for row in table.rows if row.workers == ALONE} == {"adam", "sgd"}
     assert tables.rows() is tables.rows() is table.rows
@@ -391,7 +391,7 @@ def told(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     return int(str(code or 0)), output.out, output.err
 
 
-def test_rows_are_measured_on_ones_own_task_and_plans_are_made_by_them(
+def test_rows_measured_on_the_users_task_are_used_for_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     out, plan = tmp_path / "rows.json", tmp_path / "plan.json"
@@ -425,7 +425,7 @@ def table(path: Path, **costs: float) -> Path:
     return path
 
 
-def test_a_job_begins_by_its_own_table(tmp_path: Path) -> None:
+def test_job_starts_with_its_own_table(tmp_path: Path) -> None:
     bad, good = table(tmp_path / "bad.json", int4=0.5, int8=0.001), table(tmp_path / "good.json", int4=0.001, int8=0.001)
     first = [settle("auto", builtin("lstm"), Config(learning=str(path), max_loss=0.05), 4, 1, optimizer="adam").buckets[0].codec
              for path in (bad, good)]
@@ -453,7 +453,7 @@ def test_a_job_begins_by_its_own_table(tmp_path: Path) -> None:
     ({"optimizer": "Rprop"}, [], "its optimizer is of no family"),
     ({}, ["--codec", "int5()"], "int5"),
 ])
-def test_what_cannot_be_measured_is_one_line(
+def test_unmeasurable_task_is_one_line(
     task: dict[str, str], more: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "rows.json"
@@ -468,7 +468,7 @@ def test_what_cannot_be_measured_is_one_line(
 @pytest.mark.parametrize(("text", "line"), [
     ('{"rows": []}', "`version`"), ('{"version": 1, "rows": [], "more": 2}', "`more`"), ("no JSON", "JSON"),
 ])
-def test_a_table_of_another_form_is_one_line_with_a_remedy(text: str, line: str, tmp_path: Path) -> None:
+def test_malformed_table_is_one_line_with_a_remedy(text: str, line: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(text, "utf-8")
     with pytest.raises(ValueError, match=f"learning table {path}: .*{line}.*{path}.*E-LEARNING-TABLE") as told:
@@ -476,7 +476,7 @@ def test_a_table_of_another_form_is_one_line_with_a_remedy(text: str, line: str,
     assert "\n" not in str(told.value)
 
 
-def test_a_table_that_is_not_there_is_one_line(
+def test_missing_table_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     absent = tmp_path / "none.json"
@@ -492,7 +492,7 @@ def test_a_table_that_is_not_there_is_one_line(
 @pytest.mark.parametrize("workers", [2, 4, 16])
 @pytest.mark.parametrize("every", [8, 128])
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_local_steps_cost_less_where_the_batch_is_nearer_to_the_noise_scale(workers: int, every: int, optimizer: str) -> None:
+def test_local_steps_cost_less_near_the_noise_scale(workers: int, every: int, optimizer: str) -> None:
     recipe = Recipe(optimizer, "updates", every, workers=workers, numel=2_000_000)
     unknown = local_step_excess(recipe)
     each = [local_step_excess(recipe._replace(noise=noise)) for noise in (0.01, 1.0, 10.0, 100.0, 1e6)]
@@ -505,7 +505,7 @@ def test_local_steps_cost_less_where_the_batch_is_nearer_to_the_noise_scale(work
 
 @given(st.floats(4.5, 10.5), st.integers(2, 32), st.integers(2, 10**6), st.sampled_from([0.0, 0.5, 4.0, 90.0]),
        st.sampled_from(["adam", "muon", "sgd"]))
-def test_local_steps_never_lose_more_than_the_data_of_all_workers_gains(
+def test_local_steps_never_lose_more_than_the_extra_data_gains(
     log10: float, workers: int, every: int, noise: float, optimizer: str,
 ) -> None:
     numel = round(10**log10)
@@ -526,7 +526,7 @@ def test_one_worker_or_one_step_loses_nothing(recipe: Recipe) -> None:
     assert local_step_excess(recipe) == NONE
 
 
-def test_small_models_gain_less_from_more_data_than_the_noise_scale_promises() -> None:
+def test_small_models_gain_less_from_data_than_the_noise_scale_predicts() -> None:
     by_size = [steps_alone(16.0, 4, numel) for numel in (10_000, 400_000, 2_000_000, 10**8)]
     assert by_size == sorted(by_size)
     assert 1 < by_size[0] < by_size[-1] == steps_alone(16.0, 4)

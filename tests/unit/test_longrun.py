@@ -17,8 +17,8 @@ LOCAL = DENSE._replace(way=structs.replace(DENSE.way, codec="int4()", codes="upd
 
 
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.5, 2.5, 5.0])
-def test_a_factor_is_the_length_over_that_of_the_synchronous_training_with_this_loss(tmp_path: Path, slower: float) -> None:
-    """Losses that fall with the logarithm of the length."""
+def test_factor_is_the_length_relative_to_synchronous_training_at_equal_loss(tmp_path: Path, slower: float) -> None:
+    """The losses fall with the logarithm of the length."""
     store = Store(tmp_path / "runs.jsonl")
     assert factor_of(LOCAL, store) is None
     for case in DENSE.synchronous():
@@ -29,7 +29,7 @@ def test_a_factor_is_the_length_over_that_of_the_synchronous_training_with_this_
     assert factor_of(LOCAL, Store(tmp_path / "runs.jsonl")) == pytest.approx(slower, rel=0.01)
 
 
-def test_a_loss_far_above_that_of_the_shortest_synchronous_training_has_no_factor(tmp_path: Path) -> None:
+def test_loss_above_the_shortest_synchronous_training_has_no_factor(tmp_path: Path) -> None:
     store = Store(tmp_path / "runs.jsonl")
     for case in DENSE.synchronous():
         store.add(case, [3 - 0.1 * math.log(case.steps)], 1.0)
@@ -37,7 +37,7 @@ def test_a_loss_far_above_that_of_the_shortest_synchronous_training_has_no_facto
     assert factor_of(LOCAL, store) is None
 
 
-def test_the_rate_warms_up_and_then_falls_to_its_last_part_or_stays() -> None:
+def test_learning_rate_warms_up_and_then_decays_or_stays() -> None:
     rates = [rate_at(step, STEPS, "cosine") for step in range(1, STEPS + 1)]
     assert rates[0] < 0.05
     assert max(rates) > 0.98
@@ -59,7 +59,7 @@ def test_every_case_trains(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(each.running > 0 for each in noise) or case.way.workers == 1
 
 
-def test_noise_scales_are_compared_where_both_are_known(tmp_path: Path) -> None:
+def test_noise_scales_are_compared_if_both_are_known(tmp_path: Path) -> None:
     case = Case(Variant("gru", "adam"))
     Store(tmp_path / "runs.jsonl").add(case, [1.0], 1.0, [Noise(0.0, 9.0), Noise(12.0, 12.0), Noise(8.0, 4.0), Noise(4.0, 4.0)])
     errors = longrun.noise_errors(case, Store(tmp_path / "runs.jsonl"))

@@ -1,4 +1,4 @@
-"""What planning measures: steps, codecs, links, contention, and trial batches."""
+"""Measurements for planning: steps, codecs, links, contention, and trial batches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def step(shift: float) -> RecordedStep:
     return RecordedStep({2: 1.0 + shift, 1: 1.2 + shift, 0: 1.5 + shift}, marks, [])
 
 
-def test_times_are_medians_since_backward_began_to_give() -> None:
+def test_times_are_medians_from_the_first_gradient() -> None:
     timing = timing_of([step(0.0), step(0.1), step(9.0)], 4, {0: 0, 1: 1, 2: 2})
     assert timing.ready_s == pytest.approx((0.5, 0.2, 0.0, 0.6)), "one without a gradient is ready at the end"
     assert timing.needed_s == pytest.approx((0.0, 1.1 / 3, 2.2 / 3, 1.1))
@@ -47,7 +47,7 @@ def test_times_are_medians_since_backward_began_to_give() -> None:
 
 
 @given(st.floats(0, 1e-3), st.floats(1e-12, 1e-6))
-def test_a_line_is_found_again(floor: float, slope: float) -> None:
+def test_line_fit_recovers_its_parameters(floor: float, slope: float) -> None:
     sizes = [1 << 12, 1 << 16, 1 << 20]
     line = calibration.fit(sizes, [floor + slope * n for n in sizes])
     assert line.error < 1e-6
@@ -55,7 +55,7 @@ def test_a_line_is_found_again(floor: float, slope: float) -> None:
 
 
 @pytest.mark.parametrize("values", [[5.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1e-5, 1e-3, 1.0]])
-def test_no_line_falls_below_nothing_and_its_error_is_told(values: list[float]) -> None:
+def test_line_fit_is_non_negative_and_reports_its_error(values: list[float]) -> None:
     sizes = [10, 100, 1000]
     line = calibration.fit(sizes, values)
     assert line.floor_s >= 0
@@ -63,7 +63,7 @@ def test_no_line_falls_below_nothing_and_its_error_is_told(values: list[float]) 
     assert line.error == pytest.approx(max(abs(line(n) / v - 1) for n, v in zip(sizes, values, strict=True)))
 
 
-def test_codecs_are_measured_as_a_plan_runs_them() -> None:
+def test_codecs_are_measured_in_the_form_that_a_plan_runs() -> None:
     dense, sparse = calibration.measure_codecs(("identity()", "topk(ratio=0.01)"), sizes=(1000, 50_000), repeats=2)
     assert dense.nbytes(50_000) == pytest.approx(16 + 4 * 50_000, rel=0.01)
     assert sparse.nbytes(50_000) < 0.1 * dense.nbytes(50_000)
@@ -109,7 +109,7 @@ class Wires:
     [(1e6, 2e7, 0.03, (1e9,)), (1e8, 1e8, 0.03, (1e8, 1e8, 1e8)), (1e9, 1e9, 1e-3, (1e9, 1e9)), (2e7, 1e8, 0.02, (2e7,) * 6),
      (5e8, 5e8, 0.005, (2e9,))],
 )
-def test_a_probe_finds_the_rates(up_bps: float, down_bps: float, alpha_s: float, servers: tuple[float, ...]) -> None:
+def test_probe_measures_the_link_rates(up_bps: float, down_bps: float, alpha_s: float, servers: tuple[float, ...]) -> None:
     wires = Wires(up_bps, down_bps, alpha_s, dict(enumerate(servers)))
     budget_s = max(0.5, 32 * alpha_s)
     results = list(wires.servers)
@@ -123,13 +123,13 @@ def test_a_probe_finds_the_rates(up_bps: float, down_bps: float, alpha_s: float,
     assert not wires.arrivals
 
 
-def test_a_probe_without_an_answer_names_the_server() -> None:
+def test_unanswered_probe_names_the_server() -> None:
     with pytest.raises(DeadlineExceeded, match="E-DEADLINE") as error:
         link_rates.round_trip(link_rates.RequestNetwork(lambda *_: None), 3, 0.01)
     assert error.value.peer == "server 3"
 
 
-def test_a_server_answers_probes_of_any_allowed_size() -> None:
+def test_server_answers_probes_of_any_allowed_size() -> None:
     with Rig(1, "identity()") as rig:
         transport = rig.transports[0]
         for number, nbytes in enumerate((0, 1, 100_000)):
@@ -189,7 +189,7 @@ def drawn() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_trial_leaves_no_trace(ends: bool) -> None:
+def test_trial_leaves_model_and_optimizer_unchanged(ends: bool) -> None:
     one, twin = model(), model()
     for each in (one, twin):
         random.seed(2), np.random.seed(2), torch.manual_seed(2)
@@ -226,7 +226,7 @@ def test_a_trial_leaves_no_trace(ends: bool) -> None:
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False), (ValueError("no"), False),
 ])
-def test_what_says_that_memory_has_ended(error: Exception, memory: bool) -> None:
+def test_out_of_memory_errors_are_recognized(error: Exception, memory: bool) -> None:
     assert out_of_memory(error) == memory
 
     def loss_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -248,7 +248,7 @@ class Counted(IterableDataset[int]):
         return iter(range(9))
 
 
-def test_batches_come_from_the_loader_or_a_function() -> None:
+def test_trial_batches_come_from_a_loader_or_function() -> None:
     loader = DataLoader(TensorDataset(torch.arange(9), torch.arange(9) * 2), batch_size=3)
     x, y = batches_of(loader)(4)
     assert (x.tolist(), y.tolist()) == ([0, 1, 2, 3], [0, 2, 4, 6])
@@ -262,19 +262,19 @@ def test_batches_come_from_the_loader_or_a_function() -> None:
 @pytest.mark.parametrize(("loss_of", "text"), [
     (lambda module, x: module(x), r"loss\b.*\(4, 1\).*E-USER-CODE"), (lambda module, x: 0.5, "loss is float.*E-USER-CODE"),
 ])
-def test_a_loss_of_another_kind_is_named(loss_of: Any, text: str) -> None:
+def test_loss_of_a_wrong_type_is_named(loss_of: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         BatchTrial(model(), loss_of, lambda samples: torch.randn(samples, 6))(4)
 
 
-def test_what_waits_for_others_is_refused() -> None:
+def test_trial_of_a_model_that_waits_for_peers_is_refused() -> None:
     with pytest.raises(ValueError, match="SyncBatchNorm.*E-USER-CODE"):
         BatchTrial(nn.Sequential(nn.SyncBatchNorm(3)), mean_of, lambda samples: None)
 
 
 @pytest.mark.parametrize(("given", "found_cap"), [(0, 8), (6, 6), (15, 8)])
-def test_alone_it_finds_the_cap(given: int, found_cap: int) -> None:
-    """A job of one worker: its share is the batch, in pieces that fit; no more is tried than is allowed."""
+def test_single_worker_trial_finds_the_cap(given: int, found_cap: int) -> None:
+    """A job of one worker: its share is the batch, in pieces that fit; the trial stays within the allowed sizes."""
     one = nn.Linear(6, 1)
     sampler = Sampler(40, 20, rank=0, world=1, cap=given)
     with commlayer.attach(one) as session:
@@ -315,10 +315,10 @@ def takes(nbytes: int) -> Any:
     return loss_of
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says how much memory was taken")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux reports the memory used")
 @pytest.mark.parametrize(("room", "sharing", "least", "most"), [
     (100 << 20, 1, 8, 30), (100 << 20, 4, 3, 8), (1 << 40, 1, 64, 64)])
-def test_on_a_cpu_it_stops_before_the_machine_has_no_memory(
+def test_cpu_trial_stops_before_memory_is_exhausted(
     room: int, sharing: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(batch_trial, "room_nbytes", lambda: float(room))

@@ -1,4 +1,4 @@
-"""The membership decisions over made-up times: no clock, thread or socket takes part."""
+"""Membership decisions as functions of simulated time, without clock, threads or sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from commlayer.cluster.membership.membership import State
 from commlayer.transport.protocol import SERVER_BASE
 
 
-def test_the_view_is_made_when_all_are_in_and_not_before() -> None:
+def test_first_epoch_starts_when_all_members_are_registered() -> None:
     state, reply = after(State(0, 1), worker(1), server(0, node=1))
     assert (reply.error, reply.epoch, reply.plan) == ("", None, b"")
     state, reply = after(state, worker(0))
@@ -35,7 +35,7 @@ def test_the_view_is_made_when_all_are_in_and_not_before() -> None:
     ([("host0", 1), ("elsewhere", 0)], [1, 0]),
     ([("elsewhere", ANY), ("there", 5)], [6, 5]),
 ])
-def test_servers_are_where_they_say_else_with_their_machines_workers_else_on_nodes_of_their_own(
+def test_node_of_a_server_is_declared_or_shared_with_workers_or_its_own(
     servers: list[tuple[str, int]], nodes: list[int],
 ) -> None:
     results = [server(number, rank=number, name=name, node=node) for number, (name, node) in enumerate(servers)]
@@ -45,14 +45,14 @@ def test_servers_are_where_they_say_else_with_their_machines_workers_else_on_nod
 
 
 @given(st.permutations(range(6)))
-def test_the_view_does_not_depend_on_who_came_first(order: list[int]) -> None:
+def test_epoch_does_not_depend_on_registration_order(order: list[int]) -> None:
     requests = [server(0), server(1, rank=1), *(worker(i, world=4) for i in range(4))]
     requests[0] = server(0, rank=0)
     _, reply = after(State(0, 2), *(requests[i] for i in order))
     assert reply.epoch == running(4, 2).epoch
 
 
-def test_a_worker_without_a_rank_gets_the_lowest_free_one() -> None:
+def test_worker_without_a_rank_gets_the_lowest_free_rank() -> None:
     state, reply = after(State(3, 0), worker(1, world=0), worker(0, token="x", rank=ANY, world=0))
     assert (reply.rank, reply.error) == (0, "")
     state, reply = after(state, worker(0, token="y", rank=ANY, world=0))
@@ -85,7 +85,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("state", "first", "request_", "code", "line"), REFUSALS)
-def test_a_refusal_says_why_and_changes_no_seat(
+def test_refusal_gives_its_reason_and_changes_no_registration(
     state: State, first: list[Join], request_: Join, code: str, line: str,
 ) -> None:
     state, _ = after(state, *first)
@@ -98,7 +98,7 @@ def test_a_refusal_says_why_and_changes_no_seat(
     assert refused.epoch == state.epoch
 
 
-def test_who_waits_learns_who_is_missing_and_why() -> None:
+def test_waiting_member_receives_missing_members_and_reasons() -> None:
     state, reply = after(State(0, 2), worker(0, world=4), worker(1, world=4))
     assert reply.missing == "2 of 4 workers joined; missing: ranks 2, 3; 0 of 2 servers joined; missing: servers 0, 1"
     state, _ = after(state, server(0), server(1), worker(2, world=4, job="jobB"))
@@ -110,7 +110,7 @@ def test_who_waits_learns_who_is_missing_and_why() -> None:
     assert membership.missing(State(0, 0)) == "0 of ? workers joined"
 
 
-def test_silence_before_the_view_frees_the_seat() -> None:
+def test_silence_before_the_first_epoch_frees_the_registration() -> None:
     state, _ = after(State(3, 0), worker(0, world=3))
     state = membership.tick(state, 9.9, DEAD_AFTER_S)
     assert "w0" in state.registrations
@@ -120,19 +120,19 @@ def test_silence_before_the_view_frees_the_seat() -> None:
     assert (reply.error, reply.rank) == ("", 0)
 
 
-def test_a_process_that_was_stopped_has_not_heard_anybody_meanwhile() -> None:
+def test_suspended_coordinator_does_not_count_its_own_pause_as_silence() -> None:
     state, _ = after(State(3, 0), worker(0, world=3))
     assert membership.own_pause_s(state, 100.0) == 0.0
     state = membership.tick(state, 1.0, DEAD_AFTER_S)
     assert [membership.own_pause_s(state, now) for now in (1.3, 41.0)] == [0.0, 40.0]
 
 
-def test_giving_up_before_the_view_frees_the_seat() -> None:
+def test_leaving_before_the_first_epoch_frees_the_registration() -> None:
     state, _ = after(State(0, 0), worker(0))
     assert not membership.leave(state, "w0", "waited in vain").registrations
 
 
-def test_silence_after_the_view_is_death_and_the_others_are_told_once_and_for_all() -> None:
+def test_silence_in_an_epoch_is_a_failure_and_final() -> None:
     state = ticked(running(3), 0.0, 5.0)
     state = beat(state, "w0", "w1", "s0", now=5.0)
     state = ticked(state, 6.0, 9.0)
@@ -147,8 +147,8 @@ def test_silence_after_the_view_is_death_and_the_others_are_told_once_and_for_al
     assert "no longer in this job" in after(state, worker(2, world=3))[1].error
 
 
-def test_data_that_arrives_is_a_sign_of_life() -> None:
-    """The heartbeats of worker 2 do not get through a link that its gradients fill."""
+def test_received_data_count_as_a_heartbeat() -> None:
+    """The heartbeats of worker 2 do not pass a link that its gradients fill."""
     state = running(3)
     for now in range(1, 101):
         state = beat(state, "w0", "w1", now=float(now))
@@ -163,7 +163,7 @@ def test_data_that_arrives_is_a_sign_of_life() -> None:
     assert membership.tick(state, 10.0, DEAD_AFTER_S).registrations["w2"].dead, "only a server sees data"
 
 
-def test_a_member_whose_machine_closes_its_broken_connection_after_an_interruption_has_time_to_send_a_heartbeat() -> None:
+def test_member_has_time_for_a_heartbeat_after_its_connection_was_reset() -> None:
     state = patient(running(3), 23.0)
     state, _ = membership.heartbeat(state, "s0", 23.5, Heartbeat("s0", missed=("worker 2",)))
     state = membership.tick(state, 24.0, DEAD_AFTER_S, 60.0)
@@ -183,8 +183,8 @@ def patient(state: State, stop: float) -> State:
     return state
 
 
-def test_who_is_only_silent_may_come_back_for_a_while() -> None:
-    """A router that changes its address, a network that drops for a minute: nothing shows that the process has ended."""
+def test_silent_member_may_return_within_a_limit() -> None:
+    """A router changes its address, or a network drops for a minute: no evidence that the process has ended."""
     state = patient(running(3), 59.0)
     assert not any(place.dead for place in state.registrations.values())
     back = beat(state, "w2", now=59.5)
@@ -194,15 +194,15 @@ def test_who_is_only_silent_may_come_back_for_a_while() -> None:
 
 @pytest.mark.parametrize(("token", "lines", "at"), [
     ("w2", {"parent": "ended"}, 0.0), ("s0", {"missed": ("worker 2",)}, 10.0), ("w2", {"parent": "stopped"}, 60.0)])
-def test_what_its_machine_says_of_a_process_tells_when_it_is_dead(token: str, lines: dict[str, Any], at: float) -> None:
-    """A stopped process may be a laptop that sleeps, so it has as long as one that is cut off."""
+def test_process_state_reported_by_its_machine_decides_the_time_of_death(token: str, lines: dict[str, Any], at: float) -> None:
+    """A stopped process may be a laptop that sleeps, so it has the same limit as a disconnected one."""
     state, _ = membership.heartbeat(running(3), token, 0.0, Heartbeat(token, **lines))
     for now in range(61):
         state = membership.tick(beat(state, "w0", "w1", "s0", now=float(now)), float(now), DEAD_AFTER_S, 60.0)
         assert bool(state.registrations["w2"].dead) == (now >= at), now
 
 
-def test_an_orderly_leave_is_not_a_loss() -> None:
+def test_orderly_leave_is_not_a_failure() -> None:
     state = membership.leave(running(3), "w2", "training finished")
     state, pulse = membership.heartbeat(state, "w0", 1.0)
     assert pulse.failed == ()
@@ -220,8 +220,8 @@ def heard(state: State, token: str, now: float) -> list[str]:
 WITHOUT_SERVER = "PeerLost: server 1: connection lost, and it could not be reached again"
 
 
-def test_who_leaves_because_of_another_is_told_of_once_it_is_known_whether_that_one_lives() -> None:
-    """The first to miss a server would else be named by all who have not missed it yet."""
+def test_leave_caused_by_a_peer_is_held_until_the_fate_of_that_peer_is_known() -> None:
+    """Otherwise all members that still reach a server would blame the first that lost it."""
     began = ticked(running(3, servers=2), 0.0, 1.0)
     state = membership.leave(beat(began, "w0", "w1", "s0", now=9.5), "w2", WITHOUT_SERVER)
     assert heard(state, "w0", 9.6) == []
@@ -238,7 +238,7 @@ def test_who_leaves_because_of_another_is_told_of_once_it_is_known_whether_that_
 
 
 @pytest.mark.parametrize("name", ["", " (ben)"])
-def test_who_leaves_because_of_one_that_left_waits_for_the_same_news(name: str) -> None:
+def test_leave_caused_by_a_departed_peer_waits_for_the_same_verdict(name: str) -> None:
     state = membership.leave(running(3), "w2", "PeerLost: server 0: connection lost")
     state = membership.leave(state, "w1", f"it had an error: worker 2{name}: left the job: PeerLost: server 0: connection lost")
     assert heard(state, "w0", 1.0) == []
@@ -247,11 +247,11 @@ def test_who_leaves_because_of_one_that_left_waits_for_the_same_news(name: str) 
 
 @pytest.mark.parametrize("reason", ["finished", "KeyboardInterrupt", "ValueError: no room", "PeerLost: server 7: no such one",
                                     "PeerLost: worker 2: itself", "PeerLost: coordinator 10.0.0.1:1: no answer"])
-def test_who_leaves_because_of_nobody_is_told_of_at_once(reason: str) -> None:
+def test_leave_without_a_cause_is_announced_immediately(reason: str) -> None:
     assert heard(membership.leave(running(3), "w2", reason), "w0", 0.1) == ["worker 2"]
 
 
-def test_a_coordinator_that_was_stopped_blames_nobody_for_it() -> None:
+def test_suspended_coordinator_evicts_no_member() -> None:
     state = ticked(running(3), 0.0, 3.0)
     state = membership.tick(state, 600.0, DEAD_AFTER_S)
     assert not any(place.dead for place in state.registrations.values())
@@ -260,7 +260,7 @@ def test_a_coordinator_that_was_stopped_blames_nobody_for_it() -> None:
     assert [p.peer for p in state.registrations.values() if p.dead] == ["worker 2"], "the 3 s before the stop still count"
 
 
-def test_the_job_is_over_when_the_last_worker_is_gone() -> None:
+def test_job_ends_with_its_last_worker() -> None:
     state = running(2)
     assert not membership.over(State(0, 0))
     assert not membership.over(state)
@@ -273,8 +273,8 @@ def test_the_job_is_over_when_the_last_worker_is_gone() -> None:
     assert membership.empty(membership.leave(state, "s0", "finished"))
 
 
-def test_a_job_whose_workers_have_all_ended_unheard_is_over_once_servers_say_so() -> None:
-    """As of a coordinator that was killed and comes back behind them. One that may still work is waited for."""
+def test_servers_report_the_end_of_a_job_whose_workers_are_gone() -> None:
+    """The coordinator was killed and restarted after all workers had ended. It waits for a worker that may still run."""
     def silent(ended: tuple[str, ...], teller: str = "s0", last_s: float = 0.0) -> State:
         state = running()
         state, _ = membership.heartbeat(state, "w2", last_s)
@@ -291,7 +291,7 @@ def test_a_job_whose_workers_have_all_ended_unheard_is_over_once_servers_say_so(
         assert all(p.present for p in other.registrations.values())
 
 
-def test_a_huge_world_is_refused_and_the_largest_is_counted() -> None:
+def test_world_size_limit() -> None:
     for world in (-1, SERVER_BASE + 1, 1 << 60):
         refusal = after(State(0, 0), worker(0, world=world))[1].error
         assert f"{world} workers, allowed: 1 to {SERVER_BASE}" in refusal
@@ -302,7 +302,7 @@ def test_a_huge_world_is_refused_and_the_largest_is_counted() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["join", "beat", "leave", "tick"]), st.integers(0, 3), st.floats(0.0, 4.0))))
-def test_no_history_seats_two_in_one_place_or_changes_a_view(events: list[tuple[str, int, float]]) -> None:
+def test_no_history_gives_a_rank_twice_or_changes_an_epoch(events: list[tuple[str, int, float]]) -> None:
     state, now, epoch = State(3, 1), 0.0, None
     for what, who, later_s in events:
         now += later_s

@@ -1,4 +1,4 @@
-"""What is recognized in a model of one's own, and that it is priced as a built-in one."""
+"""What is recognized in a user's model, and that it is priced like a built-in one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gain(job: Job) -> Gains:
                    for each in (low, high)))
 
 
-def test_gpt2_from_a_file_is_priced_as_the_built_in_one() -> None:
+def test_gpt2_from_a_file_is_priced_like_the_built_in_one() -> None:
     with torch.device("meta"):
         model = GPT()
     info, own = shown(model, 8, 1024, integer=True), builtin("gpt2")
@@ -73,7 +73,7 @@ def test_gpt2_from_a_file_is_priced_as_the_built_in_one() -> None:
 
 
 @pytest.mark.parametrize(("side", "classes", "scale"), [(224, 1000, 8192), (32, 10, 900)])
-def test_an_image_classifier_is_known_by_its_images(side: int, classes: int, scale: float) -> None:
+def test_image_classifier_is_recognized_by_its_input(side: int, classes: int, scale: float) -> None:
     info = shown(Classifier(classes), 4, 3, side, side)
     assert info == ModelInfo(4, image_side=side, classes=classes)
     law = law_of(info, 10**6)
@@ -83,7 +83,7 @@ def test_an_image_classifier_is_known_by_its_images(side: int, classes: int, sca
         assert noise_of(builtin("resnet50")) == scale / 32, "as the built-in ones"
 
 
-def test_a_small_model_of_characters_has_the_noise_that_such_models_had() -> None:
+def test_small_character_model_gets_the_noise_scale_measured_for_such_models() -> None:
     model = GPT(96, 64, 96, 2)
     info, numel = shown(model, 8, 64, integer=True), sum(p.numel() for p in model.parameters())
     law = law_of(info, numel)
@@ -96,7 +96,7 @@ def test_a_small_model_of_characters_has_the_noise_that_such_models_had() -> Non
     lambda: (nn.Linear(8, 2), (2, 8), False),
     lambda: (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 3, 3)), (2, 3, 32, 32), False),  # images to images
 ])
-def test_other_models_give_a_range(make: Callable[[], tuple[nn.Module, tuple[int, ...], bool]]) -> None:
+def test_unknown_models_get_a_range(make: Callable[[], tuple[nn.Module, tuple[int, ...], bool]]) -> None:
     model, shape, integer = make()
     info = shown(model, *shape, integer=integer)
     assert info.samples == 2
@@ -111,7 +111,7 @@ def test_activation_checkpointing_does_not_hide_the_head() -> None:
     assert shown(GPT(50, 16, 24, 2, saves=True), 2, 16, integer=True).vocabulary == 50
 
 
-def test_adapters_are_known_by_their_frozen_weights() -> None:
+def test_adapters_are_recognized_by_frozen_weights() -> None:
     model = GPT(50, 16, 24, 1)
     for p in model.parameters():
         p.requires_grad = False
@@ -125,7 +125,7 @@ def test_adapters_are_known_by_their_frozen_weights() -> None:
     assert memory_of(job, "rtx3060", "adam").kept["frozen weights"] == pytest.approx(4e-9 * frozen)
 
 
-def test_micro_batches_fit_on_the_smallest_gpu_and_leave_the_step_its_length() -> None:
+def test_micro_batches_fit_the_smallest_gpu_and_keep_the_step_time() -> None:
     whole, devices = builtin("gpt2", 512), ["rtx4090", "rtx3060"]
     job = accumulated(whole, devices, "adam")
     size = -(-512 // job.timed.micro_batches)

@@ -1,4 +1,4 @@
-"""The native core: what it accepts, and kernels without a device twin against the reference."""
+"""The native core: accepted arguments, and kernels without a device twin compared with the reference."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_names_the_argument(mistake: str) -> None:
+def test_invalid_call_names_the_argument(mistake: str) -> None:
     call, error, name = MISTAKES[mistake]
     with pytest.raises(error, match=name):
         call()
@@ -103,8 +103,8 @@ def test_buffers_are_released_after_errors() -> None:
     memory.extend(b"x")
 
 
-def test_a_long_call_lets_other_threads_run() -> None:
-    """With no forced switches another thread can only run while a call has given the GIL away."""
+def test_long_calls_release_the_gil() -> None:
+    """With no forced switches another thread can only run while a call has released the GIL."""
     big, ready, go, seen = torch.zeros(4_000_000), threading.Event(), threading.Event(), []
 
     def other() -> None:
@@ -295,7 +295,7 @@ def test_gather_and_scatter_of_runs(n: int, seed: int, run: int, density: float)
     assert same(go)[-1] == acc.tobytes()
 
 
-def test_philox_gives_the_published_words() -> None:
+def test_philox_known_answers() -> None:
     """Known answers of the authors' Random123: counter and key of zeros, of ones, and of the digits of pi."""
     assert [hex(w) for w in philox4x32(0, np.zeros(1, np.uint64), 0)[0]] == [
         "0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
@@ -347,7 +347,7 @@ def encoded(name: str, idx: np.ndarray, n: int) -> bytearray:
 @quick
 @given(st.sampled_from(SIZES[1:]), seeds, st.floats(0, 1), st.data())
 @pytest.mark.parametrize("name", FORMATS)
-def test_damaged_bytes_are_refused_or_are_other_positions(
+def test_damaged_bytes_are_refused_or_decode_to_other_positions(
     name: str, n: int, seed: int, density: float, data: st.DataObject
 ) -> None:
     idx = positions(n, int(n * density), seed)

@@ -1,4 +1,4 @@
-"""Objects between homes: what is encoded comes back, and bytes of any kind make nothing else."""
+"""Objects exchanged between sites: encoding round-trips, and arbitrary bytes decode to plain values or are refused."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ ENDLESS.append(ENDLESS)
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_plain_values_come_back(value: Any) -> None:
+def test_plain_values_round_trip(value: Any) -> None:
     back = decode(encode([value, {"in": value}]))
     assert back == [value, {"in": value}]
     assert type(back[0]) is type(value)
 
 
 @pytest.mark.parametrize("value", [*TENSORS, *ARRAYS], ids=lambda value: f"{type(value).__name__} {value.dtype}")
-def test_tensors_and_arrays_come_back(value: Any) -> None:
+def test_tensors_and_arrays_round_trip(value: Any) -> None:
     (back,) = decode(encode((value,)))
     assert (back.dtype, tuple(back.shape)) == (value.dtype, tuple(value.shape))
     assert back.tolist() == value.tolist()
@@ -53,12 +53,12 @@ def test_tensors_and_arrays_come_back(value: Any) -> None:
     Other(), Other, len, ENDLESS, {(1,) * (MAX_TUPLE + 1): 2}, {2**65: 1}, {((1,),)},
     [{(n,) for n in range(MAX_TUPLES)}, {(1,): 1}], torch.zeros(2).to_sparse(), np.array([object()]),
     [0] * (MAX_VALUES + 1)], ids=range(11))
-def test_other_objects_are_refused_where_they_are_sent(value: Any) -> None:
+def test_other_objects_are_refused_by_the_sender(value: Any) -> None:
     with pytest.raises(ValueError, match="contains"):
         encode(value)
 
 
-def test_damaged_bytes_are_refused_or_make_a_value_of_the_same_types() -> None:
+def test_damaged_bytes_are_refused_or_decode_to_the_same_types() -> None:
     chance, whole = random.Random(7), encode([*VALUES, *TENSORS[:2], *ARRAYS])
     for _ in range(3000):
         data = bytearray(whole)
@@ -94,7 +94,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("data", ATTACKS.values(), ids=ATTACKS)
-def test_bytes_of_an_attacker_are_refused_before_anything_is_made_of_them(data: bytes) -> None:
+def test_malicious_bytes_are_refused_before_any_object_is_created(data: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match="malformed"):

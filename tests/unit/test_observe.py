@@ -1,4 +1,4 @@
-"""Traces, predictions, stale plans and what links carried."""
+"""Traces, predictions, stale plans and measured link rates."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def compared() -> Comparison:
     return Comparison("abc", 4, 1, 2, 1, rows_of([Seen(0, [MEASURED]), Seen(0, [MEASURED[:1]])], {0: PREDICTED}))
 
 
-def test_a_trace_has_a_track_for_each_side_and_a_thread_for_all_that_nests_nowhere(tmp_path: Path) -> None:
+def test_trace_has_a_track_per_process_and_threads_for_overlapping_spans(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     write_trace(file, {"predicted": by_lane(PREDICTED), "measured": by_lane(MEASURED)}, compared())
     entries = json.loads(file.read_text())["traceEvents"]
@@ -92,7 +92,7 @@ def test_a_trace_has_a_track_for_each_side_and_a_thread_for_all_that_nests_nowhe
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), max_size=12))
-def test_nothing_in_a_thread_lies_over_another(spans: list[tuple[int, int]]) -> None:
+def test_spans_of_a_thread_do_not_overlap(spans: list[tuple[int, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "t.json")
         write_trace(file, {"x": by_lane(Event(EXCHANGE, i, a, a + n) for i, (a, n) in enumerate(spans))})
@@ -118,7 +118,7 @@ def test_ops_are_compared_over_buckets_ranks_and_nodes() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"otherData": {}}', '{"otherData": {"commlayer": {"plan": 3}}}'])
-def test_a_file_that_is_no_trace_is_told_in_a_line(tmp_path: Path, text: str) -> None:
+def test_invalid_trace_file_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(ValueError, match=r"^trace .*t\.json: [^\n]*\[E-TRACE\]$"):
         read_comparison(tmp_path / "t.json")
@@ -142,11 +142,11 @@ def stale_at(times: list[float]) -> list[int]:
     ([0.5] * 8, [7]),
     ([1.5, float("nan")] + [1.5] * 7, [8]),
 ])
-def test_a_plan_is_stale_when_its_error_stays(times: list[float], steps: list[int]) -> None:
+def test_plan_is_stale_after_a_persistent_error(times: list[float], steps: list[int]) -> None:
     assert stale_at(times) == steps
 
 
-def test_a_prediction_of_nothing_is_refused() -> None:
+def test_empty_prediction_is_refused() -> None:
     with pytest.raises(ValueError, match=r"predicted_s .*\b0\.0, .*E-ARGUMENT"):
         PredictionCheck(0.0)
 
@@ -175,7 +175,7 @@ def readings(*pieces: tuple[float, float], period_s: float = BIN_S) -> list[Read
     ([(5.0, 2e4)], 0.0, 0.0),  # control traffic
     ([], 0.0, 0.0),
 ])
-def test_what_a_link_sustained(pieces: list[tuple[float, float]], bps: float, share: float) -> None:
+def test_sustained_rate_of_a_link(pieces: list[tuple[float, float]], bps: float, share: float) -> None:
     down = throughput(readings(*pieces)).down
     assert down.bps == pytest.approx(bps, rel=0.01)
     assert down.share == pytest.approx(share, rel=0.15)
@@ -186,7 +186,7 @@ def test_what_a_link_sustained(pieces: list[tuple[float, float]], bps: float, sh
     ([(0.05, 2e7), (0.2, 1e6)] * 8, 4.8e6),  # a queue that is filled in bursts
     ([(0.1, 1e8), (1.0, 0.0)], 4e7),  # too short to tell the rate: less than it was, never more
 ])
-def test_what_went_out_is_told_over_longer_stretches(pieces: list[tuple[float, float]], bps: float) -> None:
+def test_upload_rate_is_measured_over_longer_intervals(pieces: list[tuple[float, float]], bps: float) -> None:
     assert throughput(readings(*pieces)).up.bps == pytest.approx(bps, rel=0.01)
 
 
@@ -195,7 +195,7 @@ def test_what_went_out_is_told_over_longer_stretches(pieces: list[tuple[float, f
     rate=st.floats(2e6, 1e10), bursts=st.lists(st.tuples(st.floats(0.1, 3.0), st.floats(0.0, 3.0)), min_size=1, max_size=6),
     period_s=st.floats(0.01, 0.05),
 )
-def test_idle_stretches_change_nothing(rate: float, bursts: list[tuple[float, float]], period_s: float) -> None:
+def test_idle_intervals_have_no_effect(rate: float, bursts: list[tuple[float, float]], period_s: float) -> None:
     pieces = [piece for busy_s, idle_s in bursts for piece in ((busy_s, rate), (idle_s, 0.0))]
     result = throughput(readings(*pieces, period_s=period_s))
     assert result.down.bps == pytest.approx(rate, rel=0.01)
@@ -206,14 +206,14 @@ def test_idle_stretches_change_nothing(rate: float, bursts: list[tuple[float, fl
 @settings(deadline=None)
 @example([(0.0, 0, 0), (8.473240597564335e-306, 0, 16384)])
 @given(st.lists(st.tuples(st.floats(-1.0, 1e3), st.integers(0, 1 << 40), st.integers(0, 1 << 40)), max_size=12))
-def test_no_readings_break_it(rows: list[tuple[float, int, int]]) -> None:
+def test_link_meter_accepts_any_counter_values(rows: list[tuple[float, int, int]]) -> None:
     for way in throughput([Reading(*row) for row in rows]):
         assert math.isfinite(way.bps)
         assert way.bps >= 0
         assert 0.0 <= way.share <= 1.0
 
 
-def test_counters_that_are_set_back_say_nothing() -> None:
+def test_reset_counters_are_ignored() -> None:
     before = readings((1.0, 8e6))
     after = [Reading(one.at_s + 2.0, one.up_nbytes, one.down_nbytes) for one in before]
     assert throughput([*before, *after]).down.bps == pytest.approx(8e6, rel=0.01)
@@ -226,7 +226,7 @@ def due(again: ReprobeSchedule, now: float, *, hinted: bool = False, lost: bool 
     return again.due(now, hinted=hinted, lost=lost, to_win=to_win)
 
 
-def test_gaps_between_probes_grow_until_one_finds_something() -> None:
+def test_probe_interval_grows_until_a_probe_succeeds() -> None:
     assert not due(ReprobeSchedule(), 1e9, hinted=True, lost=True)  # nothing is known yet
     again = ReprobeSchedule(cost_s=0.1).changed(0.0)
     now, gaps = 0.0, []
@@ -242,7 +242,7 @@ def test_gaps_between_probes_grow_until_one_finds_something() -> None:
 
 
 @pytest.mark.parametrize(("to_win", "from_s"), [(1.0, 2.0), (0.5, 4.0), (0.1, 20.0), (0.0, math.inf)])
-def test_no_probe_comes_before_faster_links_could_have_won_what_it_takes(to_win: float, from_s: float) -> None:
+def test_probe_waits_until_faster_links_could_repay_its_cost(to_win: float, from_s: float) -> None:
     again = ReprobeSchedule(cost_s=2.0).changed(0.0)
     assert due(again, min(from_s, 1e9), hinted=True, to_win=to_win) is (from_s < math.inf)
     assert not due(again, 0.99 * min(from_s, 1e9), hinted=True, to_win=to_win)
@@ -253,7 +253,7 @@ def test_no_probe_comes_before_faster_links_could_have_won_what_it_takes(to_win:
     (0.25, 0.0, 0.25 * link_monitor.EXPECTED_TRIPS / link_monitor.COST_MOST),
     (0.25, 2.0, 2.0 / link_monitor.COST_MOST),
 ])
-def test_the_first_probe_is_assumed_to_take_many_round_trips(round_trip_s: float, cost_s: float, from_s: float) -> None:
+def test_first_probe_is_assumed_to_take_many_round_trips(round_trip_s: float, cost_s: float, from_s: float) -> None:
     again = ReprobeSchedule(cost_s=cost_s).changed(0.0)
     seen = [again.due(now, hinted=False, lost=False, to_win=1.0, round_trip_s=round_trip_s)
             for now in (0.99 * from_s, 1.01 * from_s)]
@@ -263,7 +263,7 @@ def test_the_first_probe_is_assumed_to_take_many_round_trips(round_trip_s: float
 # ---- counters
 
 
-def test_a_meter_tells_what_came_between_two_looks() -> None:
+def test_meter_returns_bytes_since_the_last_reading() -> None:
     nbytes = [0, 0]
     meter = InterfaceCounters(lambda: (nbytes[0], nbytes[1]), period_s=60.0)
     try:
@@ -275,7 +275,7 @@ def test_a_meter_tells_what_came_between_two_looks() -> None:
         meter.close()
 
 
-def test_the_fastest_download_counts_however_long_it_was_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_download_counts_after_any_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, nbytes = [0.0], [0, 0]
     monkeypatch.setattr(link_monitor.time, "monotonic", lambda: clock[0])
     meter = InterfaceCounters(lambda: (nbytes[0], nbytes[1]), period_s=60.0)
@@ -322,7 +322,7 @@ def settled(planned: tuple[Rates, ...] = PLANNED) -> LinkWatch:
     (0.9, 0.9, True), (0.9, 1.1, True), (0.2, 0.9, True), (0.9, 0.2, False), (0.7, 0.7, False), (0.0, 0.0, False),
     (1.4, 0.9, False)])  # an upload is sent at up to 1.5 times the planned rate
 def test_traffic_at_the_planned_rates_confirms_them(up: float, down: float, confirmed: bool) -> None:
-    """`up`, `down`: of the planned rates, at the node that carries least."""
+    """`up`, `down`: fractions of the planned rates at the node that carries least."""
     node = Throughput(*(Direction(part * rate / PAYLOAD, 0.3) for part, rate in zip((up, down), PLANNED[0], strict=True)))
     full = Throughput(*(Direction(rate / PAYLOAD, 0.3) for rate in PLANNED[0]))
     step = seen(0.4, [full, node, full])
@@ -347,7 +347,7 @@ def test_all_links_become_slower(step_s: float, steps: int) -> None:
     assert reported(settled(), seen(step_s, [FULL] * 3)) == (steps, (NARROW,) * 3)
 
 
-def test_ranks_await_reports_only_of_steps_that_can_show_slower_links() -> None:
+def test_ranks_wait_for_reports_only_in_steps_that_can_reveal_slower_links() -> None:
     links = settled()
     for slow in range(IN_A_ROW):
         assert links.decisive_s == (links.slow_s if slow == IN_A_ROW - 1 else math.inf)
@@ -355,15 +355,15 @@ def test_ranks_await_reports_only_of_steps_that_can_show_slower_links() -> None:
 
 
 @pytest.mark.parametrize(("sent_bps", "slower"), [(19e6, True), (7.6e6, True), (7.4e6, False), (5e6, False)])
-def test_a_download_counts_as_slower_only_if_data_are_sent_clearly_faster(sent_bps: float, slower: bool) -> None:
-    """Busy machines send slowly, so all receive slowly over links that are as they were."""
+def test_slow_download_counts_only_if_senders_are_clearly_faster(sent_bps: float, slower: bool) -> None:
+    """Busy machines send slowly, so all receive slowly over unchanged links."""
     links = settled((Rates(19e6, 95e6),) * 3)
     slow = Throughput(Direction(sent_bps, 0.1), Direction(5e6, 0.9))
     result = reported(links, seen(2.0, [slow] * 3))[1]
     assert result == ((Rates(19e6, PAYLOAD * 5e6),) * 3 if slower else None)
 
 
-def test_one_link_becomes_slower_and_no_other_is_blamed() -> None:
+def test_only_the_slower_link_is_blamed() -> None:
     waiting = Throughput(Direction(6e7, 0.02), Direction(7e7, 0.02))
     assert reported(settled(), seen(2.0, [waiting, FULL, waiting]))[1] == (PLANNED[0], NARROW, PLANNED[2])
 
@@ -390,8 +390,8 @@ SCRIPT = {
 
 @pytest.mark.parametrize("step", SCRIPT.values(), ids=SCRIPT)
 @pytest.mark.parametrize("every", [1, 2, 10])
-def test_what_is_no_change_of_links(step: SeenStep, every: int) -> None:
-    """However often it happens."""
+def test_unchanged_links_raise_no_alarm(step: SeenStep, every: int) -> None:
+    """However often the event occurs."""
     links = settled()
     for number in range(10 * USUAL):
         links = after(links, seen(0.4, [QUICK] * 3) if number % every else step)
@@ -410,7 +410,7 @@ def carrying(down: float, sent: float = 1.0) -> list[Throughput]:
     (0.99 * MORE, 1.0, False), (1.01 * MORE, 1.0, True),
     (10.0, 0.5, False), (10.0, 2.0, False),  # a disk in the same house, or what was lost
 ])
-def test_what_comes_in_can_be_carried(down: float, sent: float, counts: bool) -> None:
+def test_received_rate_is_a_lower_bound_of_the_link(down: float, sent: float, counts: bool) -> None:
     count, result = reported(LinkWatch(PLANNED), seen(0.4, carrying(down, sent)))
     assert result == ((PLANNED[0]._replace(down_bps=pytest.approx(down * 95e6)),) * 3 if counts else None)
     assert count == SETTLED or not counts
@@ -440,7 +440,7 @@ def steps(draw: random.Random, wire_s: float, times: float = 1.0) -> Iterator[Se
 
 @pytest.mark.parametrize("wire_s", [0.05, 0.3, 0.9])
 @pytest.mark.parametrize("seed", range(3))
-def test_noise_on_links_that_stay_as_they_are_never_raises_an_alarm(wire_s: float, seed: int) -> None:
+def test_noise_on_unchanged_links_raises_no_alarm(wire_s: float, seed: int) -> None:
     links, result = LinkWatch(PLANNED), steps(random.Random(seed), wire_s)
     for _ in range(10_000):
         links, results = links.observe(next(result))
@@ -455,7 +455,7 @@ WITHIN = 40
 
 
 @pytest.mark.parametrize("wire_s", [0.3, 0.6, 0.9])
-def test_links_that_carry_half_are_found_in_the_same_noise(wire_s: float) -> None:
+def test_halved_links_are_detected_in_the_same_noise(wire_s: float) -> None:
     for seed in range(20):
         draw = random.Random(seed)
         links, before, behind = LinkWatch(PLANNED), steps(draw, wire_s), steps(draw, wire_s, 2.0)
@@ -471,7 +471,7 @@ def test_links_that_carry_half_are_found_in_the_same_noise(wire_s: float) -> Non
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(1e-3, 10.0), st.floats(0, 1e9), st.floats(0, 1), st.floats(0, 10.0)), max_size=40))
-def test_never_by_less_than_the_factor_where_links_are_slower(looks: list[tuple[float, float, float, float]]) -> None:
+def test_slower_links_are_reported_by_at_least_the_factor(looks: list[tuple[float, float, float, float]]) -> None:
     links = LinkWatch(PLANNED[:1])
     for step_s, bps, share, waited_s in looks:
         links, result = links.observe(seen(step_s, [Throughput(Direction(bps, share), Direction(bps, share))], waited_s))
@@ -507,7 +507,7 @@ SERVED = "node.reduce_scatter encode@cpu net.push net.pull decode@cpu node.allga
 AS_RUN = ["node.reduce", "encode@cpu", EXCHANGE, "decode@cpu", "node.broadcast"]
 
 
-def test_what_lies_between_push_and_result_is_one_exchange_in_the_runtimes_words() -> None:
+def test_spans_between_push_and_result_form_one_exchange() -> None:
     nodes = events(SERVED, Cluster((LAB, *HOMES), reachable=False), (0,))
     assert sorted(nodes) == [0, 1, 2]
     assert nodes[1] == nodes[2], "equal nodes"
@@ -523,7 +523,7 @@ def test_what_lies_between_push_and_result_is_one_exchange_in_the_runtimes_words
 
 @pytest.mark.parametrize("truth", [0.01, 1.0, 30.0])
 @pytest.mark.parametrize("workers", [2, 4])
-def test_the_noise_scale_is_estimated_from_squared_norms(truth: float, workers: int) -> None:
+def test_noise_scale_is_estimated_from_squared_norms(truth: float, workers: int) -> None:
     draw, known = np.random.default_rng(1), NoiseScale()
     for step in range(60):
         assert (known.known == 0.0) == (step < ENOUGH)
@@ -533,7 +533,7 @@ def test_the_noise_scale_is_estimated_from_squared_norms(truth: float, workers: 
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (1, 2, 5), (3, 0, 1), (0, 0, 1), (1e-3, 10, 1)])
-def test_the_agreement_is_the_mean_cosine_of_pairs_weighted_as_the_mean_is(weights: tuple[float, ...]) -> None:
+def test_agreement_is_the_weighted_mean_cosine_of_pairs(weights: tuple[float, ...]) -> None:
     draw, known = np.random.default_rng(1), Agreement()
     each = [[1], [2], [0.5]] * (1 + draw.standard_normal((3, 500)))
     mean = np.average(each, axis=0, weights=weights)
@@ -550,11 +550,11 @@ def test_the_agreement_is_the_mean_cosine_of_pairs_weighted_as_the_mean_is(weigh
     ([(1, float("inf")), (1, 4.0)], 4.0, 0.0), ([(1, 0.0), (1, 0.0)], 0.0, 0.0), ([], 0.0, 0.0), ([(1, 4.0)], 4.0, 0.0),
     ([(0, float("nan")), (1, 4.0), (1, 4.0)], 4.0, 1.0),
 ])
-def test_agreements_of_few_and_odd_vectors(rows: list[tuple[float, float]], mean: float, agreement: float) -> None:
+def test_agreement_of_few_and_degenerate_vectors(rows: list[tuple[float, float]], mean: float, agreement: float) -> None:
     assert Agreement().plus(rows, mean).cosine == pytest.approx(agreement)
 
 
-def test_equal_gradients_have_no_noise_and_hidden_signals_a_finite_scale() -> None:
+def test_equal_gradients_have_no_noise_and_buried_signals_a_finite_scale() -> None:
     known, hidden = NoiseScale(), NoiseScale()
     for _ in range(ENOUGH):
         known, hidden = known.plus([2.0, 2.0], 2.0), hidden.plus([2.0, 2.0], 1.0)

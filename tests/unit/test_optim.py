@@ -1,4 +1,4 @@
-"""Lazy optimizers equal torch's on the same gradients; the family that an optimizer belongs to."""
+"""Lazy optimizers equal torch's for the same gradients; optimizers are mapped to families."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fits(race: Race, case: str) -> bool:
 
 
 @pytest.mark.parametrize(("name", "lag"), [*((name, lag) for name in CASES for lag in (7, 250)), ("sgd momentum", 1)])
-def test_flushed_weights_are_those_of_the_dense_optimizer_under_any_schedule(name: str, lag: int) -> None:
+def test_flushed_weights_equal_the_dense_optimizer_for_any_schedule(name: str, lag: int) -> None:
     race = Race(CASES[name], lag=lag)
     for rate in rates(60, CASES[name].settings["lr"]):
         race.step(draw(race.shape, 12), rate)
@@ -74,7 +74,7 @@ def test_dense_sparse_and_missing_gradients_mix(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_dense_gradients_are_torchs_own_step_bit_for_bit(name: str) -> None:
+def test_dense_gradients_equal_the_torch_step_bit_for_bit(name: str) -> None:
     case, start = CASES[name], torch.randn(5, 7)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     optimizers = case.lazy([ours], **case.settings), case.dense([theirs], **case.settings)
@@ -89,7 +89,7 @@ def test_dense_gradients_are_torchs_own_step_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd momentum and decay", "adamw decay"])
-def test_no_weight_is_further_behind_than_the_lag(name: str) -> None:
+def test_weights_are_stale_by_at_most_the_lag(name: str) -> None:
     race = Race(CASES[name], lag=6)
     race.step(race.lazy.detach().clone().to_sparse())
     for t in range(70):
@@ -107,7 +107,7 @@ def test_no_weight_is_further_behind_than_the_lag(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sgd nesterov and decay", "adamw decay"])
 @pytest.mark.parametrize("flush", [False, True])
-def test_a_checkpoint_goes_on_bit_for_bit_whoever_is_saved_first(name: str, flush: bool) -> None:
+def test_checkpoint_resumes_bit_for_bit_in_any_save_order(name: str, flush: bool) -> None:
     race = Race(CASES[name], lag=9)
     gradients = [draw(race.shape, 12) for _ in range(40)]
     for gradient in gradients[:20]:
@@ -134,7 +134,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_whoever_is_saved_first(name: str, flus
 
 
 @pytest.mark.parametrize("name", ["sgd momentum", "adamw decay", "adam"])
-def test_states_go_from_torchs_optimizer_to_ours_and_back(name: str) -> None:
+def test_states_convert_to_and_from_torch_optimizers(name: str) -> None:
     race, case = Race(CASES[name]), CASES[name]
     for _ in range(10):
         race.step(draw(race.shape, 12))
@@ -174,7 +174,7 @@ def test_native_and_reference_give_the_same_bits(name: str, monkeypatch: pytest.
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_a_gradient_that_was_changed_in_place_is_read_anew() -> None:
+def test_gradient_changed_in_place_is_read_again() -> None:
     changes = {
         "added to": lambda grad: grad.add_(draw((4, 9), 8)), "cleared": lambda grad: grad.zero_(),
         "scaled": lambda grad: grad.mul_(3), "its values scaled": lambda grad: grad._values().mul_(3),
@@ -205,7 +205,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_gradient_that_does_not_fit_is_one_line_and_changes_nothing(mistake: str) -> None:
+def test_gradient_of_a_wrong_shape_is_one_line_and_has_no_effect(mistake: str) -> None:
     gradient, message = MISTAKES[mistake]
     good, bad = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(P))
     optimizer = SparseSGD([good, bad], lr=0.1, momentum=0.9)
@@ -229,7 +229,7 @@ def test_a_gradient_that_does_not_fit_is_one_line_and_changes_nothing(mistake: s
     (lambda p: SparseAdam(p, eps=-1e-8), "SparseAdam: eps: got -1e-08.*E-OPTIM-ARGUMENT"),
     (lambda p: SparseSGD([p[0].detach().half().requires_grad_()]), r"SparseSGD: .*\(3,\) .*torch\.float16.*E-OPTIM-PARAMETER"),
 ])
-def test_a_setting_that_does_not_fit_is_one_line(make: Any, message: str) -> None:
+def test_invalid_setting_is_one_line(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make([nn.Parameter(torch.ones(3))])
 
@@ -251,7 +251,7 @@ def test_sparse_gradients_without_the_native_core_or_on_a_gpu_are_refused(monkey
     (SparseAdamW, torch.optim.AdamW([nn.Parameter(torch.ones(3))], amsgrad=True)),
     (SparseAdam, torch.optim.Adam([nn.Parameter(torch.ones(3))], weight_decay=0.1)),
 ])
-def test_a_state_with_an_option_that_is_missing_here_is_refused(kind: Any, theirs: torch.optim.Optimizer) -> None:
+def test_state_with_an_unsupported_option_is_refused(kind: Any, theirs: torch.optim.Optimizer) -> None:
     with pytest.raises(ValueError, match=f"{kind.__name__}: .*E-OPTIM-STATE"):
         kind([nn.Parameter(torch.ones(3))]).load_state_dict(theirs.state_dict())
 
@@ -287,7 +287,7 @@ def optimizer_called(name: str) -> torch.optim.Optimizer:
     return known(weights, lr=0.1) if known else type(name, (torch.optim.Optimizer,), {})(weights, {})
 
 
-def test_optimizers_have_the_family_of_their_class_or_name_and_wrappers_that_of_the_wrapped() -> None:
+def test_family_follows_the_class_or_name_and_wrappers_inherit_it() -> None:
     torchs = {name for name, each in vars(torch.optim).items() if isinstance(each, type)} - {"Optimizer"}
     assert torchs <= {name for names in FAMILIES.values() for name in names}
     for family, names in FAMILIES.items():

@@ -1,4 +1,4 @@
-"""Local steps: norm-matched averaging, and the order of an overlapped round's buckets."""
+"""Local steps: norm-matched averaging, and the bucket order of overlapped outer steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.loopback import Hub
-from support.workers import Rig, ToldRows, on_ranks
+from support.workers import Rig, SharedRows, on_ranks
 from torch import nn
 
 from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
@@ -31,7 +31,7 @@ def noise(*numbers: int, size: tuple[int, ...] = (1000,)) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def test_squares_are_the_same_bits_in_any_order() -> None:
+def test_squared_norms_are_bit_equal_in_any_order() -> None:
     x = noise(1, size=(3_000_000,)) * 1e-3
     x[7] = 0.2  # far beyond the others, to which everything is rounded
     result = square_of([x])
@@ -46,7 +46,7 @@ def test_squares_are_the_same_bits_in_any_order() -> None:
 @pytest.mark.parametrize(("values", "wanted"), [
     ([], 0.0), ([0.0, 0.0], 0.0), ([3.0, 4.0], 25.0), ([1.0, INF], NAN), ([NAN, 1.0], NAN), ([1e-40, 0.0], 1e-80),
 ])
-def test_squares_of_little(values: list[float], wanted: float) -> None:
+def test_squared_norms_of_tiny_values(values: list[float], wanted: float) -> None:
     assert square_of([torch.tensor(values)]) == pytest.approx(wanted, rel=1e-4, abs=0.0, nan_ok=True)
     assert square_of([torch.tensor(values), torch.zeros(3)]) == pytest.approx(wanted, rel=1e-4, abs=0.0, nan_ok=True)
 
@@ -69,7 +69,7 @@ def test_squares_of_little(values: list[float], wanted: float) -> None:
     ([(1, 4.0)], 1.0, 1.0),
     ([], 1.0, 1.0),
 ])
-def test_the_factor(rows: list[tuple[float, float]], square: float, wanted: float) -> None:
+def test_norm_matching_factor(rows: list[tuple[float, float]], square: float, wanted: float) -> None:
     assert scale_of(rows, square) == pytest.approx(wanted, rel=1e-12)
 
 
@@ -83,7 +83,7 @@ def trained(
                         cut_nbytes=cut_nbytes)
     plan = type(plan)(plan.job, plan.buckets, plan.servers, 1, local_steps=EVERY, fragments=fragments,
                       overlap="round" if overlap else "")
-    rows = ToldRows(world)
+    rows = SharedRows(world)
     with Rig(world, "", plan=plan, of=job) as rig:
         def body(rank: int) -> Any:
             parameters = [nn.Parameter(torch.zeros(shape[::-1]).t() if strided else torch.zeros(shape)) for shape in SHAPES]
@@ -147,7 +147,7 @@ def by_hand(weights: list[float], parts: list[list[int]], *, overlap: bool, matc
 @pytest.mark.parametrize("overlap", [False, True], ids=["waited for", "overlapped"])
 @pytest.mark.parametrize("fragments", [1, 2, 4])
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [3.0, 1.0], [1.0] * 5], ids=str)
-def test_means_are_as_long_as_changes(weights: list[float], fragments: int, overlap: bool) -> None:
+def test_matched_means_have_the_norm_of_the_deltas(weights: list[float], fragments: int, overlap: bool) -> None:
     world = len(weights)
     results = trained(world, OuterSGD(matched=True), weights, fragments, overlap=overlap)
     parts = PARTS[fragments]
@@ -180,7 +180,7 @@ WORLD, BUCKETS = 3, 8
 
 
 class TurnedHub(Hub):
-    """Pushes and results wait for `turn()`: then each worker's link carries one out, and one in from each server."""
+    """Pushes and results wait for `turn()`: then each worker's link carries one frame out, and one in from each server."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class Turned:
         return getattr(self._end, name)
 
 
-def test_results_come_down_while_a_rounds_other_buckets_still_go_up() -> None:
+def test_results_arrive_while_other_buckets_are_still_uploaded() -> None:
     hub = TurnedHub()
     with Rig(WORLD, "int4()", shapes=[(1000,)] * BUCKETS, hub=hub) as rig:
         assert len(rig.plan.buckets) == BUCKETS

@@ -110,7 +110,7 @@ class Updates:
 @pytest.mark.parametrize(("path", "header"), [
     ("/", ""), ("/?token=", ""), ("/?token=wrong", ""), (f"/?token={TOKEN[:-1]}", ""), ("/?token=%ff%00", ""), ("/", "wrong"),
     ("/updates", ""), ("/updates?token=wrong", ""), ("/absent", ""), (f"/?other={TOKEN}", ""), (f"/?token={TOKEN}x", "")])
-def test_without_the_token_there_is_one_line_and_no_data(shared: Served, path: str, header: str) -> None:
+def test_missing_token_gets_one_line_and_no_data(shared: Served, path: str, header: str) -> None:
     status, text = fetched(shared.address, path, header)
     assert status == 401
     assert text.count("\n") == 1
@@ -119,7 +119,7 @@ def test_without_the_token_there_is_one_line_and_no_data(shared: Served, path: s
     assert TOKEN not in text
 
 
-def test_the_token_is_taken_from_the_address_or_a_header(shared: Served) -> None:
+def test_token_is_read_from_the_address_or_a_header(shared: Served) -> None:
     assert fetched(shared.address, f"/?token={TOKEN}")[0] == 200
     assert fetched(shared.address, "/", TOKEN)[0] == 200
     assert fetched(shared.address, f"/absent?token={TOKEN}")[0] == 404
@@ -129,14 +129,14 @@ def test_the_token_is_taken_from_the_address_or_a_header(shared: Served) -> None
 @pytest.mark.parametrize(("host", "status"), [
     ("127.0.0.1:80", 200), ("localhost", 200), ("[::1]:80", 200), ("evil.example", 401), ("", 401), ("[", 401),
     ("127.0.0.1.evil.example:80", 401)])
-def test_metrics_without_a_token_are_for_this_machine_by_its_own_name(shared: Served, host: str, status: int) -> None:
+def test_metrics_without_a_token_are_served_only_to_this_machine(shared: Served, host: str, status: int) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=10)
     connection.request("GET", "/metrics", headers={"Host": host})
     assert connection.getresponse().status == status
     connection.close()
 
 
-def test_other_addresses_than_loopback_always_need_the_token() -> None:
+def test_non_loopback_clients_need_the_token() -> None:
     assert "secret" not in TOKEN
     pages = {"/x": lambda: Page("text/plain", b"data")}
     with closing(WebServer("0.0.0.0", 0, lambda: TOKEN, pages, public=("/x",))) as server:
@@ -145,7 +145,7 @@ def test_other_addresses_than_loopback_always_need_the_token() -> None:
         assert fetched(address, "/absent")[0] == 401
 
 
-def test_a_server_without_a_token_lets_nobody_in() -> None:
+def test_server_without_a_token_refuses_all_clients() -> None:
     with closing(WebServer("127.0.0.1", 0, str, {"/x": lambda: Page("text/plain", b"data")})) as server:
         assert fetched(server.address, "/x?token=")[0] == 401
 
@@ -158,7 +158,7 @@ def test_other_methods_are_refused(shared: Served) -> None:
         connection.close()
 
 
-def test_a_port_that_is_taken_is_one_error(shared: Served) -> None:
+def test_used_port_is_one_error(shared: Served) -> None:
     with pytest.raises(InvalidInput) as refused:
         WebServer("127.0.0.1", shared.port, str, {})
     assert refused.value.code == "E-ADDRESS"
@@ -168,7 +168,7 @@ def test_a_port_that_is_taken_is_one_error(shared: Served) -> None:
     (["--page", "nonsense"], "E-ADDRESS"), (["--page", "99999"], "E-ADDRESS"), (["--page", "0.0.0.0:0"], "E-ADDRESS"),
     (["--join", "127.0.0.1:9", "--page", "1"], "E-CLI-OPTION"), (["--join", "127.0.0.1:9", "--events", "x"], "E-CLI-OPTION"),
 ])
-def test_mistakes_of_serve_about_events_are_one_line(commlayer: Any, options: list[str], code: str,
+def test_event_options_of_serve_fail_in_one_line(commlayer: Any, options: list[str], code: str,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMLAYER_TOKEN", "a-secret-that-is-long-enough")
     status, _, error = commlayer("serve", *options)
@@ -179,7 +179,7 @@ def test_mistakes_of_serve_about_events_are_one_line(commlayer: Any, options: li
 
 @pytest.mark.parametrize(("options", "code"), [
     (["--page", "0.0.0.0:1"], "E-PLAIN-TEXT"), (["--events", "/proc/none"], "E-EVENTS")])
-def test_serve_ends_if_it_cannot_show_events(options: list[str], code: str) -> None:
+def test_serve_exits_if_it_cannot_show_events(options: list[str], code: str) -> None:
     done = subprocess.run([sys.executable, "-m", "commlayer", "serve", *options], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert f"[{code}]" in done.stderr
@@ -211,7 +211,7 @@ def test_serve_prints_the_address_of_the_page(tmp_path: Path) -> None:
 
 # ---- updates
 
-def test_metrics_follow_the_log() -> None:
+def test_metrics_reflect_the_event_log() -> None:
     with closing(Served(EventLog(retains=True))) as served:
         assert fetched(served.address, "/metrics")[0] == 200
         for event in stream():
@@ -221,7 +221,7 @@ def test_metrics_follow_the_log() -> None:
         assert "commlayer_step_total" in text
 
 
-def test_the_complete_state_comes_first_and_then_what_is_new(served: Served) -> None:
+def test_full_state_is_sent_first_and_then_updates(served: Served) -> None:
     with closing(Updates(served.port)) as client:
         assert (client.status, client.kind) == (200, "text/event-stream")
         first = client.next()
@@ -241,7 +241,7 @@ def test_the_complete_state_comes_first_and_then_what_is_new(served: Served) -> 
               and update["states"][0]["step"] == 200 and len(update["points"]) == 1, "the update has what is new, once")
 
 
-def test_a_job_that_ends_sends_its_last_state(served: Served) -> None:
+def test_final_state_is_sent_when_a_job_ends(served: Served) -> None:
     with closing(Updates(served.port)) as client:
         assert client.next() is not None
         served.log.append(MemberEvent(time=START + 40, member="worker 0", state="left"))
@@ -253,7 +253,7 @@ def test_a_job_that_ends_sends_its_last_state(served: Served) -> None:
         assert updates[-1]["states"][0]["over"]
 
 
-def test_a_new_run_begins_with_new_curves(served: Served) -> None:
+def test_new_run_starts_new_curves(served: Served) -> None:
     with closing(Updates(served.port)) as client:
         assert client.next() is not None
         served.log.append(JobEvent(time=START + 60, run="another", world=1))
@@ -262,7 +262,7 @@ def test_a_new_run_begins_with_new_curves(served: Served) -> None:
               and len(update["states"][0]["workers"]) == 1, "the page drops the curves of the former run")
 
 
-def test_the_number_of_clients_is_bounded_and_a_place_becomes_free(served: Served) -> None:
+def test_number_of_clients_is_bounded_and_slots_are_released(served: Served) -> None:
     clients = [Updates(served.port) for _ in range(MAX_STREAMS)]
     status, text = fetched(served.address, f"/updates?token={TOKEN}")
     assert (status, text.count("\n")) == (503, 1)
@@ -278,7 +278,7 @@ def test_the_number_of_clients_is_bounded_and_a_place_becomes_free(served: Serve
         client.close()
 
 
-def test_requests_that_come_a_byte_at_a_time_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_requests_do_not_block_other_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web, "REQUEST_S", 0.5)
     with closing(Served(log_of(stream()))) as page, ExitStack() as stack:
         slow = [stack.enter_context(socket.create_connection(("127.0.0.1", page.port), 10)) for _ in range(web.MAX_CONNECTIONS)]
@@ -294,7 +294,7 @@ def test_requests_that_come_a_byte_at_a_time_do_not_keep_others_out(monkeypatch:
         assert time.monotonic() < until
 
 
-def test_a_client_that_does_not_read_is_dropped_and_hinders_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_does_not_read_is_dropped_without_blocking_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web._Handler, "timeout", 0.5)
     monkeypatch.setattr(job_feed, "UPDATE_S", 0.005)
     with closing(Served(log_of(stream(64)))) as served, socket.socket() as slow:
@@ -312,7 +312,7 @@ def test_a_client_that_does_not_read_is_dropped_and_hinders_nobody(monkeypatch: 
 
 # ---- the document
 
-def test_the_policy_permits_what_is_in_the_file_and_nothing_else() -> None:
+def test_content_policy_permits_only_the_content_of_the_file() -> None:
     page, policy = document()
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == "'none'"
@@ -348,7 +348,7 @@ def test_curves_are_bounded_and_keep_their_extremes() -> None:
     assert max(point[2] or 0.0 for point in points) == 9.0
 
 
-def test_no_point_without_steps() -> None:
+def test_curves_have_no_point_without_steps() -> None:
     curves, record = RunCurves(), RunRecord()
     curves.add(record.view)
     record.apply(JobEvent(time=START, run="x", world=1))
@@ -365,7 +365,7 @@ def data_of(page: bytes) -> Any:
     return json.loads(found[1])
 
 
-def test_a_report_has_the_final_table_the_curves_and_what_happened() -> None:
+def test_report_has_the_final_table_the_curves_and_the_events() -> None:
     data = data_of(report(list(stream())))
     final = data["states"][-1]
     assert [(worker["name"], worker["state"], worker["step"]) for worker in final["workers"]] == [
@@ -377,7 +377,7 @@ def test_a_report_has_the_final_table_the_curves_and_what_happened() -> None:
     assert [worker["state"] for worker in middle["workers"]] == ["trains", "trains", "silent"]
 
 
-def test_a_run_that_is_over_keeps_its_last_numbers() -> None:
+def test_finished_run_keeps_its_last_numbers() -> None:
     ended = [MemberEvent(time=START + 50, member=f"worker {number}", state="left") for number in (0, 2)]
     data = data_of(report([*stream(), *ended]))
     final = data["states"][-1]
@@ -391,7 +391,7 @@ def test_a_run_that_is_over_keeps_its_last_numbers() -> None:
     assert points[-1][7] == points[-2][7]  # of all workers, although they leave one after the other
 
 
-def test_of_several_runs_the_last_one_is_shown() -> None:
+def test_report_shows_the_last_of_several_runs() -> None:
     later = [JobEvent(time=START + 100, run="another", world=1), StepEvent(time=START + 101, rank=0, step=1, step_s=1.0)]
     data = data_of(report([*stream(), *later]))
     assert [(state["run"], len(state["workers"])) for state in data["states"]] == [("another", 1)]
@@ -402,11 +402,11 @@ def test_of_several_runs_the_last_one_is_shown() -> None:
     [LogEvent(time=1e300, text="x")], [StepEvent(time=-1e300, rank=0, step_s=1e-320, sent_bytes=1 << 60)],
     [MemberEvent(member="worker x", name="\ud7ff"), JobEvent(time=5.0, run="a")],
     [StepEvent(time=1.0, rank=0, steps=-3, step_s=1e308, step=-(1 << 61), loss=-1e308, compute_s=-5.0)]])
-def test_any_events_make_a_report(found: Sequence[Event]) -> None:
+def test_report_accepts_any_events(found: Sequence[Event]) -> None:
     assert data_of(report(found))["states"]
 
 
-def test_text_from_members_stays_text() -> None:
+def test_text_of_members_is_escaped() -> None:
     name = "</script><script>alert(1)</script><!--"
     page = report([MemberEvent(time=START, member="worker 0", name=name), LogEvent(time=START, rank=0, text=name)])
     assert page.count(b"</script>") == 3
@@ -421,7 +421,7 @@ def run_folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_command_writes_one_file(commlayer: Any, run_folder: Path) -> None:
+def test_report_command_writes_one_file(commlayer: Any, run_folder: Path) -> None:
     code, output, _ = commlayer("report", str(run_folder), "--out", "a.html")
     assert code == 0
     assert output.startswith("a.html: ")
@@ -433,7 +433,7 @@ def test_the_command_writes_one_file(commlayer: Any, run_folder: Path) -> None:
     (["RUN", "--out", "/nonexistent/x.html"], "E-CLI-OPTION"), (["RUN", "--out", "/proc/x.html"], "E-CLI-OPTION"),
     (["RUN", "--out", "EMPTY"], "E-CLI-OPTION"),
 ])
-def test_mistakes_of_report_are_one_line_with_a_code(commlayer: Any, run_folder: Path, tmp_path: Path, arguments: list[str],
+def test_report_errors_are_one_line_with_a_code(commlayer: Any, run_folder: Path, tmp_path: Path, arguments: list[str],
                                                      code: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "damaged.jsonl").write_bytes(b'{"event":"step","step":"x"}\n')
@@ -456,7 +456,7 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
         yield opened
 
 
-def test_a_browser_shows_the_job_and_follows_it(browser: Browser) -> None:
+def test_browser_shows_the_job_and_follows_it(browser: Browser) -> None:
     with closing(Served(log_of(stream(start=time.time() - 31)))) as served:
         browser.look(390, 844, dark=True)
         browser.open(served.url)
@@ -477,7 +477,7 @@ def test_a_browser_shows_the_job_and_follows_it(browser: Browser) -> None:
     assert browser.problems == []
 
 
-def test_of_many_members_those_that_need_attention_come_first(browser: Browser) -> None:
+def test_members_that_need_attention_are_listed_first(browser: Browser) -> None:
     with closing(Served(log_of(stream(64)))) as served:
         browser.look()
         browser.open(served.url)
@@ -487,7 +487,7 @@ def test_of_many_members_those_that_need_attention_come_first(browser: Browser) 
         assert browser.problems == []
 
 
-def test_a_browser_shows_a_report_from_disk(browser: Browser, tmp_path: Path) -> None:
+def test_browser_shows_a_report_from_disk(browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_bytes(report(list(stream())))
     browser.look()

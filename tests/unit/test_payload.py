@@ -1,4 +1,4 @@
-"""Payload bytes: golden files fix the format; broken bytes are refused and nothing is written."""
+"""Payload bytes: golden files fix the format; malformed bytes are refused without writing output."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def header(codec: int, version: int, flags: int, aux: int, numel: int, count: in
         (header(1, 1, 1, 0, 4, 0, 0) + bytes(1), "got 1 bytes of body"),
     ],
 )
-def test_a_header_that_is_off_is_named(payload: bytes, words: str) -> None:
+def test_invalid_header_field_is_named(payload: bytes, words: str) -> None:
     out = torch.full((4,), 7.0)
     with pytest.raises(CorruptFrame, match=re.escape(words) + ".*E-PAYLOAD"):
         identity().decode(payload, {}, out)
@@ -150,7 +150,7 @@ def test_every_truncation_is_refused(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", kit.PLAIN, ids=str)
-def test_a_payload_may_lie_anywhere(codec: Codec) -> None:
+def test_payload_memory_may_be_unaligned_or_read_only(codec: Codec) -> None:
     """Read-only bytes at an odd address, and memory of another element type, decode as the original does."""
     n = 5000
     good = bytes(kit.encode(codec, kit.noise(n), codec.init(Spec((n,)))))
@@ -186,30 +186,30 @@ def refuses_or_decodes(codec: Codec, payload: bytes, n: int) -> bool:
 # ---- Damaged payloads at every reader of every codec: those that are kept, and fresh ones
 
 
-def test_every_codec_is_attacked_in_every_round() -> None:
+def test_fuzzer_covers_every_codec_and_round() -> None:
     result = {(target.codec.id, target.r) for target in fuzzing.targets()}
     assert {number for number, _ in result} == set(CODEC_IDS.values())
     assert all(any(t.text == kit.NAMED[name] and t.r == r for t in fuzzing.targets())
                for name in FACTORIES for r in range(len(kit.EVERY[name].rounds)))
 
 
-def test_what_is_kept_is_still_refused() -> None:
-    """Each line by at least one reader, as it was when it was found."""
+def test_corpus_is_still_refused() -> None:
+    """Each line by at least one reader, as when it was recorded."""
     for target, bad in fuzzing.read_corpus():
-        text = fuzzing.Stands(target).attack(bad)
+        text = fuzzing.FuzzStates(target).attack(bad)
         assert any(text), fuzzing.line_of(target, bad)
 
 
 @pytest.mark.nightly
-def test_fresh_damage_is_refused_or_read_alike() -> None:
+def test_new_damage_is_refused_or_decoded_equally_by_all_readers() -> None:
     assert fuzzing.run(20261121, attacks=10) > 1800
 
 
 @pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
-def test_the_attack_sees_what_it_is_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that writes before it has judged is a finding."""
+def test_fuzzer_detects_a_faulty_reader(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that writes before it validates is a finding."""
     target = fuzzing.Target(kit.NAMED[name], (300,), 0)
-    stands = fuzzing.Stands(target)
+    stands = fuzzing.FuzzStates(target)
     good = fuzzing.stand(target).payloads[0]
     inner = target.codec.inner if "error_feedback" in str(target.codec) else target.codec
 
@@ -278,7 +278,7 @@ def test_spellings() -> None:
         ("\0", "expected a name"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, words: str) -> None:
+def test_errors_name_the_fault(text: str, words: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         parse(text)
     assert words in caught.value.what

@@ -1,4 +1,4 @@
-"""What attach() makes of a codec, a plan and their settings."""
+"""The plan that attach() derives from a codec, a plan and their settings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def asked_for(plan: Any, job: Job, **config: Any) -> Plan:
 
 
 @pytest.mark.parametrize("optimizer", ["", "sgd", "adam", "other"])
-def test_auto_begins_with_four_bits_both_ways(optimizer: str) -> None:
+def test_auto_starts_with_four_bits_in_both_directions(optimizer: str) -> None:
     result = plan_choice.settle("auto", job_of((300, 20), (20,)), Config(), 2, 1, optimizer=optimizer)
     assert {(b.path, str(parse_spec(b.codec).core), b.down) for b in result.buckets} == {("service", "int4()", "")}
     assert plan_choice.settle("auto", job_of((300, 20)), Config(), 2, 2).servers == 0, "one machine has no link to save"
@@ -62,7 +62,7 @@ def row(optimizer: str, codec: str, loss: float) -> LearningRow:
     (LocalSteps(8, fragments=2), 2, 2), (LocalSteps(8, fragments=1), 1, 1), (None, 1, 1), ("forward", 1, 1),
 ], ids=str)
 @pytest.mark.parametrize("codec", ["auto", "int4"])
-def test_local_steps_take_fragments_unless_workers_can_leave(codec: str, sync: Any, wanted: int, elastic: int) -> None:
+def test_local_steps_use_fragments_unless_workers_can_leave(codec: str, sync: Any, wanted: int, elastic: int) -> None:
     job, requested = job_of(*[(1000, 100)] * 10), requested_modes(sync)
     for may_leave, count in ((False, wanted), (True, elastic)):
         made = plan_choice.settle(codec, job, Config(), 2, 1, requested=requested, elastic=may_leave)
@@ -79,7 +79,7 @@ ROWS = (row("sgd", "int4()", 0.0), row("sgd", "int8()", 0.0), row("adam", "int4(
     ("adam", 0.0, "int4()"), ("adam", 0.02, "int4()"), ("adam", 0.01, "int8()"), ("adam", 0.001, "fp16()"),
     ("sgd", 0.001, "int4()"), ("other", 0.001, "fp16()"), ("", 0.01, "int8()"),
 ])
-def test_auto_begins_within_its_budget_without_a_loss_model(
+def test_auto_starts_within_its_budget_without_a_loss_model(
     optimizer: str, max_loss: float, codec: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machines, "learning_rows", lambda own="": ROWS)
@@ -91,14 +91,14 @@ def test_auto_begins_within_its_budget_without_a_loss_model(
 
 
 @pytest.mark.parametrize("text", ["fp16()", "fp16", "topk(0.05)", " int8( block = 64 ) ", "error_feedback(topk(ratio=0.01))"])
-def test_a_plan_may_be_a_codecs_spelling(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_may_be_a_codec_specification(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     job = job_of((300, 20), (20,))
     assert asked_for(text, job) == asked_for(parse(text), job)
     assert basis_of(text) is None
 
 
-def test_a_plan_may_name_a_codec_for_each_way() -> None:
+def test_plan_may_name_a_codec_for_each_direction() -> None:
     job = job_of((300, 20), (20,))
     result = asked_for("two_way(topk(0.05), down=int8())", job)
     assert result == asked_for(two_way(topk(0.05), int8()), job)
@@ -107,7 +107,7 @@ def test_a_plan_may_name_a_codec_for_each_way() -> None:
 
 
 @pytest.mark.parametrize("kind", ["codec", "auto", "plan", "file"])
-def test_settings_on_ratios_hold_for_every_plan_and_else_its_own(kind: str, tmp_path: Path) -> None:
+def test_ratio_settings_override_those_of_a_plan(kind: str, tmp_path: Path) -> None:
     job, settings = job_of((300, 20), (20,)), {"ratio_over": "plan", "warmup": 40}
     plain = asked_for("topk(0.05)", job)
     (tmp_path / "plan.json").write_text(written(plain))
@@ -119,7 +119,7 @@ def test_settings_on_ratios_hold_for_every_plan_and_else_its_own(kind: str, tmp_
     assert asked_for(result, job, warmup=7) == structs.replace(result, warmup=7)
 
 
-def test_a_path_is_a_plan_file(tmp_path: Path) -> None:
+def test_path_is_read_as_a_plan_file(tmp_path: Path) -> None:
     job = job_of((300, 20))
     result = asked_for(identity(), job)
     (tmp_path / "fp16()").write_text(written(result))
@@ -135,7 +135,7 @@ def test_a_path_is_a_plan_file(tmp_path: Path) -> None:
     (None, "x" * 5000, "E-PLAN-FILE", "xxx"), (None, "a\0b", "E-PLAN-FILE", "a\\x00b"),
     ("int4", "p.json", "E-PLAN-NAME", "'p.json'"),
 ])
-def test_what_is_neither_is_one_line(compression: Any, plan: Any, code: str, text: str) -> None:
+def test_other_arguments_are_one_error_line(compression: Any, plan: Any, code: str, text: str) -> None:
     with pytest.raises(ValueError) as caught:
         plan_choice.settle(plan_choice.requested_plan(compression, plan), job_of((3,)), Config(), 2, 1)
     assert code_of(str(caught.value)) == code
@@ -167,7 +167,7 @@ def test_matrices_keep_their_shape_at_the_default_limits(model: str, codec: str)
     assert max(b.numel for b in result.buckets) * 4 <= MAX_BUCKET_NBYTES
 
 
-def test_planned_buckets_are_matrices_where_they_can_be() -> None:
+def test_planned_buckets_are_matrices_if_possible() -> None:
     job = toy_job(4, 1_000_000)
     job = structs.replace(job, tensors=tuple(structs.replace(t, shape=(1000, 1000)) for t in job.tensors))
     machines = cluster_from_line("3xcpu@20Mb")
@@ -187,7 +187,7 @@ def test_planned_buckets_are_matrices_where_they_can_be() -> None:
     ("powersgd()", (300, 20), ""), ("powersgd(rank=200)", (300, 20), "by powersgd(rank=200)"), ("identity()", (), ""),
     ("topk(0.9, values='fp32')", (), "uncompressed by topk(ratio=0.9, values='fp32'): "),
 ])
-def test_a_plan_that_sends_most_as_it_is_says_so(codec: str, shape: tuple[int, ...], text: str) -> None:
+def test_plan_that_sends_most_uncompressed_is_reported(codec: str, shape: tuple[int, ...], text: str) -> None:
     job = job_of((300, 20))
     plan = Plan(job.digest(), (Bucket(0, (Slice(0, 0, 6000),), "service", codec, shape=shape),), 1)
     messages: list[str] = []
@@ -203,13 +203,13 @@ KEEPERS = ("topk(0.1)", "momentum(int8())", "powersgd()", "qsgd()")
 
 
 @pytest.mark.parametrize("codec", KEEPERS)
-def test_what_a_server_keeps_is_known_before(codec: str) -> None:
+def test_server_memory_is_known_in_advance(codec: str) -> None:
     for numel in (1, 1000, 20_000):
         bucket = Bucket(0, (Slice(0, 0, numel),), "service", codec)
         assert len(CodecOps(codec_of(bucket), bucket, "job").snapshot()) <= parse_spec(codec).max_state_nbytes(numel)
 
 
-def test_payloads_that_no_frame_carries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payloads_larger_than_a_frame_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = Bucket(0, (Slice(0, 0, 1 << 16),), "service", "identity()")
     plan = Plan("", (bucket,), 1)
     assert unsuited(plan, 2, 1) == []

@@ -57,7 +57,7 @@ JUDGED = TRIED + 1
     # However short steps are, a convergence factor of 3 or more loses.
     (0.01, MOST_STEPS - 0.01, 1.0, True), (0.01, MOST_STEPS, 1.0, False), (0.01, MOST_STEPS, MOST_STEPS + 1, True),
 ])
-def test_a_plan_must_reach_a_loss_sooner(found_s: float, steps: float, current_steps: float, proposed: bool) -> None:
+def test_plan_must_reach_the_loss_sooner(found_s: float, steps: float, current_steps: float, proposed: bool) -> None:
     rank, result = searching(1.2), candidate(plan_of(found_s), steps=steps, current_steps=current_steps)
     lines = texts(rank.found(result))
     assert rank.request() == (TuningRequest.SWITCH if proposed else TuningRequest.NOTHING)
@@ -69,13 +69,13 @@ def test_a_plan_must_reach_a_loss_sooner(found_s: float, steps: float, current_s
 
 @pytest.mark.parametrize("found_s", [0.5, 2.0])
 @pytest.mark.parametrize("hint", ["", "allow it"])
-def test_the_benefit_of_local_steps_is_suggested(found_s: float, hint: str) -> None:
+def test_benefit_of_local_steps_is_suggested(found_s: float, hint: str) -> None:
     lines = searching().found(candidate(plan_of(found_s), hint=hint))
     assert [line for line in lines if isinstance(line, Suggestion)] == ([Suggestion(hint)] if hint else [])
 
 
 @pytest.mark.parametrize("current_s", [0.099, 10.1])
-def test_prices_that_are_ten_times_off_are_discarded_and_steps_measured_again_once(current_s: float) -> None:
+def test_prices_off_by_ten_are_discarded_and_steps_measured_again_once(current_s: float) -> None:
     rank, bad = searching(), candidate(plan_of(0.1 * current_s), current_s=current_s)
     rank.found(bad)
     assert rank.lead.verdicts == ()
@@ -91,7 +91,7 @@ def test_prices_that_are_ten_times_off_are_discarded_and_steps_measured_again_on
     assert rank.lead.verdicts[1:], "after a change of links the price may differ from the measured time"
 
 
-def test_a_failed_search_and_a_search_for_another_plan_change_nothing() -> None:
+def test_failed_or_outdated_search_has_no_effect() -> None:
     rank = searching()
     assert texts(rank.found(None, "KeyError: 3")) == "no plan: KeyError: 3"
     assert rank.request() == TuningRequest.NOTHING
@@ -109,7 +109,7 @@ def test_a_failed_search_and_a_search_for_another_plan_change_nothing() -> None:
     # Faster steps that do not make up for a higher convergence factor; slower ones with a lower factor.
     (0.8, 1.25, 1.0, False), (0.8, 1.28, 1.0, True), (1.2, 1.0, 1.2, False), (1.2, 1.0, 1.17, True),
 ])
-def test_a_plan_under_which_a_loss_comes_later_is_rolled_back(
+def test_plan_that_reaches_the_loss_later_is_rolled_back(
     takes_s: float, steps: float, before_steps: float, back: bool,
 ) -> None:
     rank = trying(candidate(plan_of(0.2), steps=steps, current_steps=before_steps))
@@ -123,7 +123,7 @@ def test_a_plan_under_which_a_loss_comes_later_is_rolled_back(
         assert rank.lead.idle, "the plan before is not on trial"
 
 
-def test_a_controller_that_keeps_the_plan_proposes_none() -> None:
+def test_controller_with_a_fixed_plan_proposes_none() -> None:
     rank = searching()
     rank.found(candidate(plan_of(0.1), plain=plan_of(0.5, "identity()")), keep=True)
     rank.step(1.0, times=JUDGED)
@@ -131,7 +131,7 @@ def test_a_controller_that_keeps_the_plan_proposes_none() -> None:
     assert len(rank.lead.verdicts) == 1
 
 
-def test_a_search_gets_the_planners_form_of_the_active_plan() -> None:
+def test_search_receives_the_active_plan_in_planner_form() -> None:
     planned, run = plan_of(0.5), plan_of(0.5, "int8()")
     rank = trying(candidate(planned)._replace(runnable=run))
     rank.search()
@@ -141,7 +141,7 @@ def test_a_search_gets_the_planners_form_of_the_active_plan() -> None:
     assert rank.lead.order[:2] == (START, None)
 
 
-def test_the_result_of_a_replaced_search_is_ignored() -> None:
+def test_result_of_a_replaced_search_is_ignored() -> None:
     rank = searching()
     old = rank.lead.order
     rank.search(2.0)
@@ -149,7 +149,7 @@ def test_the_result_of_a_replaced_search_is_ignored() -> None:
     assert plan_policy.end_search(before, old, candidate(plan_of(0.1)), "", START) == (before, [])
 
 
-def test_a_refused_plan_is_dropped() -> None:
+def test_refused_plan_is_dropped() -> None:
     rank = proposing(candidate(plan_of(0.5)))
     rank.lead = plan_policy.refused(rank.lead)
     assert rank.request() == TuningRequest.NOTHING
@@ -157,7 +157,7 @@ def test_a_refused_plan_is_dropped() -> None:
     assert rank.lead.check.predicted_s == 1.0
 
 
-def test_a_plan_of_the_guard_ends_searches_and_trials() -> None:
+def test_quality_guard_plan_ends_searches_and_trials() -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.lead = plan_policy.replaced(rank.lead)
     assert (rank.lead.idle, rank.lead.basis) == (True, None)
@@ -168,7 +168,7 @@ def test_a_plan_of_the_guard_ends_searches_and_trials() -> None:
 
 
 @pytest.mark.parametrize(("predicted_s", "worth"), [(0.8, False), (0.4, True)])
-def test_a_plan_slower_than_predicted_raises_the_next_prediction(predicted_s: float, worth: bool) -> None:
+def test_plan_slower_than_predicted_raises_the_next_prediction(predicted_s: float, worth: bool) -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.step(0.9, times=JUDGED)
     rank.search(0.9)
@@ -177,8 +177,8 @@ def test_a_plan_slower_than_predicted_raises_the_next_prediction(predicted_s: fl
 
 
 @pytest.mark.parametrize("back", [True, False])
-def test_a_plan_that_runs_in_another_mode_is_priced_as_it_runs(back: bool) -> None:
-    """After local steps a plan of gradients continues with updates, which have other convergence factors."""
+def test_plan_is_priced_in_the_mode_it_runs_in(back: bool) -> None:
+    """After local steps a plan of gradients continues with deltas, which have other convergence factors."""
     cluster = cluster_from_line("2xrtx3060@100/20Mb")
     costly = tuple(LearningRow("adam", codes, "int4()", 1, "", False, 0, steps, steps, 0.0, 0.0, 5, 5)
                    for codes, steps in (("gradients", 1.0), ("updates", 1.5)))
@@ -222,7 +222,7 @@ def test_alternatives_with_a_similar_price_are_tried(kept: bool, other: object, 
 
 
 @pytest.mark.parametrize(("takes_s", "stays"), [(0.7, True), (0.701 + 0.7 * SLOWER, False)])
-def test_the_plan_without_compression_must_be_no_slower(takes_s: float, stays: bool) -> None:
+def test_uncompressed_plan_must_be_no_slower(takes_s: float, stays: bool) -> None:
     first = plan_of(0.5)
     rank = trying(candidate(first, plain=plan_of(0.8, "identity()")))
     rank.step(0.7, times=JUDGED)
@@ -237,7 +237,7 @@ def test_the_plan_without_compression_must_be_no_slower(takes_s: float, stays: b
         assert rank.request() == TuningRequest.NOTHING, "it is tried once"
 
 
-def test_after_local_steps_no_plan_of_averaged_gradients_is_tried() -> None:
+def test_no_gradient_averaging_plan_is_tried_after_local_steps() -> None:
     rank = trying(candidate(plan_of(0.5), local=local(0.55), plain=plan_of(0.5, "identity()")))
     rank.step(0.8, times=JUDGED)
     rank.switch()
@@ -259,7 +259,7 @@ def test_steps_slower_than_predicted_make_a_plan_stale(seconds: float, stale: bo
 
 
 @pytest.mark.parametrize(("waited_s", "request_"), [(0.5 * TO_WIN, TuningRequest.NOTHING), (2 * TO_WIN, TuningRequest.MEASURE)])
-def test_slow_steps_are_measured_again_if_a_plan_could_gain_something(waited_s: float, request_: TuningRequest) -> None:
+def test_slow_steps_are_measured_again_if_a_plan_could_help(waited_s: float, request_: TuningRequest) -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.step(0.5, times=JUDGED)
     rank.observe(seen(1.0, waited_s), SETTLED)
@@ -291,7 +291,7 @@ PROBE_S = EXPECTED_TRIPS * 4 * max(link.alpha_s for link in LINKS)
     (PROBE_S / COST_MOST - 1e-9, False, 0.2, TuningRequest.NOTHING),
     (1e6, True, 0.4 * TO_WIN, TuningRequest.NOTHING),  # no probe could lead to enough gain
 ])
-def test_links_are_probed_now_and_then_and_sooner_if_they_were_faster_once(
+def test_links_are_probed_regularly_and_more_often_if_once_faster(
     after_s: float, slower: bool, waited_s: float, request_: TuningRequest,
 ) -> None:
     rank = trying(candidate(plan_of(0.5)))
@@ -308,7 +308,7 @@ def test_links_are_probed_now_and_then_and_sooner_if_they_were_faster_once(
     (0.9, 10.0, 0.5, TuningRequest.PROBE),  # the links were faster once
     (0.9, 1.0, 0.3, TuningRequest.PROBE),  # steps have become faster
 ])
-def test_links_that_carry_their_planned_rates_are_not_probed(
+def test_links_at_their_planned_rates_are_not_probed(
     carried: float, was: float, step_s: float, request_: TuningRequest,
 ) -> None:
     rank = trying(candidate(plan_of(0.5)))
@@ -321,7 +321,7 @@ def test_links_that_carry_their_planned_rates_are_not_probed(
     assert rank.request() == request_
 
 
-def test_a_probe_follows_a_hint_as_soon_as_faster_links_could_have_saved_its_cost() -> None:
+def test_probe_follows_a_hint_once_faster_links_would_repay_its_cost() -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.observe(seen(1.0, 0.8), SETTLED)
     rank.observe(seen(0.5, 0.3), SETTLED)
@@ -342,7 +342,7 @@ def test_links_can_save_the_wait_and_the_cost_of_compression(waited_s: float, st
 
 
 @pytest.mark.parametrize(("down_bps", "searches"), [(1.4e8, False), (1.6e8, True)])
-def test_faster_links_that_steps_have_shown_are_planned_for_while_idle(down_bps: float, searches: bool) -> None:
+def test_observed_faster_links_are_planned_for_while_idle(down_bps: float, searches: bool) -> None:
     rank = searching()
     rank.observe(seen(0.5, 0.3), SETTLED)
     rank.links = rank.links.measured(tuple(Link(1e8, down_bps) for _ in LINKS), 0.0)
@@ -353,7 +353,7 @@ def test_faster_links_that_steps_have_shown_are_planned_for_while_idle(down_bps:
 
 
 @pytest.mark.parametrize(("slow_steps", "pace_s"), [(0, 0.0), (1, 2.0), (TRIED, 2.0)])
-def test_after_a_link_has_slowed_down_the_pace_is_that_of_the_steps_since(slow_steps: int, pace_s: float) -> None:
+def test_step_time_after_a_slowdown_uses_only_later_steps(slow_steps: int, pace_s: float) -> None:
     rank = Rank0()
     rank.step(0.4, times=4)
     if slow_steps:
@@ -362,7 +362,7 @@ def test_after_a_link_has_slowed_down_the_pace_is_that_of_the_steps_since(slow_s
 
 
 @pytest.mark.parametrize(("auto_times", "words"), [(2.5, "sync='auto' would be 2.5x as fast"), (0.0, "train alone")])
-def test_it_is_known_how_fast_one_machine_alone_would_be_once_a_plan_is_judged(auto_times: float, words: str) -> None:
+def test_single_machine_speed_is_known_once_a_plan_is_judged(auto_times: float, words: str) -> None:
     rank = proposing(candidate(plan_of(0.5), steps=1.25, alone_s=0.4)._replace(auto_times=auto_times))
     rank.switch()
     rank.step(0.8, times=JUDGED - 1)
@@ -375,5 +375,5 @@ def test_it_is_known_how_fast_one_machine_alone_would_be_once_a_plan_is_judged(a
     assert plan_policy.over_alone(rank.lead, rank.active) == (0.0, 0.0, 0.0), "another plan may follow"
 
 
-def test_a_basis_is_of_the_plan() -> None:
+def test_basis_belongs_to_its_plan() -> None:
     assert candidate(plan_of(0.5)).back.basis == basis_of(plan_of(0.5))._replace(plan=START)

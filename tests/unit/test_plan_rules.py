@@ -1,4 +1,4 @@
-"""Default plans, and that verify and lint find all damage to a plan."""
+"""Default plans obey every rule; verify and lint find all damage to a plan."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CUT = st.sampled_from([40_000, 80_000_000])
 
 @settings(max_examples=60, deadline=None)
 @given(JOBS, st.sampled_from(["service", "allreduce"]), st.integers(1, 5), st.integers(1, 4), st.integers(0, 8000), CUT)
-def test_every_default_plan_keeps_every_rule(job: Job, path: str, servers: int, ranks: int, fuse: int, limit: int) -> None:
+def test_default_plans_obey_every_rule(job: Job, path: str, servers: int, ranks: int, fuse: int, limit: int) -> None:
     plan = plan_of(job, path=path, servers=servers, ranks_per_node=ranks, fuse_nbytes=fuse, cut_nbytes=limit)
     assert verify(plan, job) == []
     if path == "allreduce":
@@ -87,7 +87,7 @@ def test_buffers_come_last_and_are_never_compressed_nor_fused_with_gradients() -
     assert line.startswith("bucket 1: gradients come after buffers")
 
 
-def test_collectives_are_large_but_for_the_first() -> None:
+def test_collectives_are_large_except_the_first() -> None:
     quarter_mib = (1 << 18) // ELEMENT_NBYTES
     plan = plan_of(job_of(*[quarter_mib] * 60), path="allreduce")
     assert [b.numel * ELEMENT_NBYTES for b in plan.buckets] == [FIRST_COLLECTIVE_NBYTES, 14 << 20]
@@ -112,8 +112,8 @@ def gpt(width: int = 192, layers: int = 4) -> Job:
 
 
 @pytest.mark.parametrize(("bps", "part"), [(1e8, 0.65), (5e7, 0.7)])
-def test_where_layers_wait_for_results_little_goes_with_the_first_ones(bps: float, part: float) -> None:
-    """By predicted timelines, over four homes: of what the next forward pass cannot hide so much is left."""
+def test_forward_overlap_uses_small_first_buckets(bps: float, part: float) -> None:
+    """By predicted timelines over four sites: the fraction of the exchange that the next forward pass cannot hide."""
     job, link = gpt(), Link(bps, bps, 0.0075)
     homes = Cluster(tuple(Node(f"home-{i}", 1, "cpu", link) for i in range(4)), reachable=False)
     exposed, together = [], []
@@ -130,7 +130,7 @@ def test_where_layers_wait_for_results_little_goes_with_the_first_ones(bps: floa
     assert one == other, "of a large model what is fused is a small part anyway"
 
 
-def test_where_layers_wait_for_results_servers_share_the_first_layers_equally() -> None:
+def test_forward_overlap_divides_the_first_layers_evenly_among_servers() -> None:
     plan = default_plan(gpt(), codec="int4()", path="service", servers=4, ranks_per_node=1, fuse_nbytes=1 << 20,
                         cut_nbytes=4 << 20, forward=True)
     numel, loads, largest = sum(b.numel for b in plan.buckets), [0] * 4, 0
@@ -143,7 +143,7 @@ def test_where_layers_wait_for_results_servers_share_the_first_layers_equally() 
 
 @pytest.mark.parametrize("fragments", [1, 2, 4, 8])
 @pytest.mark.parametrize("servers", [2, 4])
-def test_in_each_turn_of_a_round_all_servers_get_about_as_much(servers: int, fragments: int) -> None:
+def test_each_fragment_is_divided_evenly_among_servers(servers: int, fragments: int) -> None:
     plan = default_plan(gpt(), codec="int4()", path="service", servers=servers, ranks_per_node=1, fuse_nbytes=1 << 20,
                         cut_nbytes=4 << 20, fragments=fragments)
     totals = [0] * servers
@@ -158,7 +158,7 @@ def test_in_each_turn_of_a_round_all_servers_get_about_as_much(servers: int, fra
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 4, 8])
-def test_a_collective_of_a_turn_holds_no_more_than_its_part_of_the_model(fragments: int) -> None:
+def test_collective_of_a_fragment_holds_at_most_its_part_of_the_model(fragments: int) -> None:
     job = Job((TensorInfo("small", (1000,)), TensorInfo("large", (1000, 1000))))
     plan = default_plan(job, codec="fp16()", path="allreduce", servers=0, ranks_per_node=1, fuse_nbytes=1, cut_nbytes=4,
                         fragments=fragments)
@@ -167,7 +167,7 @@ def test_a_collective_of_a_turn_holds_no_more_than_its_part_of_the_model(fragmen
     assert len(plan.buckets) <= fragments + 1, "no smaller than that either: each collective pays per call"
 
 
-def test_float64_is_all_reduced_uncompressed_and_any_other_path_is_refused() -> None:
+def test_float64_is_all_reduced_uncompressed_and_other_paths_are_refused() -> None:
     job = toy_job(3)
     job = msgspec.structs.replace(job, tensors=tuple(
         msgspec.structs.replace(info, dtype="float64" if i == 1 else "float32") for i, info in enumerate(job.tensors)))
@@ -233,7 +233,7 @@ def test_each_kind_of_damage_is_found(plan: Plan, line: str) -> None:
     assert any(problem.startswith(line) for problem in verify(plan, JOB)), verify(plan, JOB)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     bad = msgspec.structs.replace(changed(1, codec=""), buckets=(*changed(1, codec="").buckets[:-1],))
     assert verify(bad, JOB) == ["bucket 1: no codec", "t0: elements 0..60 are in no bucket"]
 
@@ -241,7 +241,7 @@ def test_all_problems_are_told_at_once() -> None:
 HUGE = MAX_BUCKET_NBYTES // ELEMENT_NBYTES + 1
 
 
-def test_a_bucket_that_fits_no_frame_is_named() -> None:
+def test_bucket_larger_than_a_frame_is_named() -> None:
     job = job_of(HUGE)
     assert verify(plan_of(job, cut_nbytes=1 << 40), job) == [], "it is cut to what a frame carries"
     copy = msgspec.structs.replace(plan_of(job), buckets=(Bucket(0, (Slice(0, 0, HUGE),), "service", "fp16()"),))
@@ -251,7 +251,7 @@ def test_a_bucket_that_fits_no_frame_is_named() -> None:
 
 
 @pytest.mark.parametrize("codec", ["identity()", "fp16()", "int8(block=64)", "topk(ratio=1.0, values='fp32')"])
-def test_the_largest_bucket_fits_a_frame_however_it_is_coded(codec: str) -> None:
+def test_largest_bucket_fits_a_frame_with_every_codec(codec: str) -> None:
     assert wrap(parse(codec)).bound(Spec((MAX_BUCKET_NBYTES // ELEMENT_NBYTES,))) <= DEFAULT_MAX_NBYTES
 
 
@@ -265,7 +265,7 @@ def test_the_largest_bucket_fits_a_frame_however_it_is_coded(codec: str) -> None
     (changed(0, slices=(Slice(0, 0, 1 << 60),)), 3, f"bucket 0: {1 << 60} elements, allowed on path service"),
     (changed(0, slices=(Slice(0, 9, 3),)), 3, "bucket 0: elements 9..3 of tensor 0, which is not a valid range"),
 ])
-def test_damage_that_shows_without_the_model(plan: Plan, world: int, line: str) -> None:
+def test_damage_detected_without_the_model(plan: Plan, world: int, line: str) -> None:
     problems = verify_alone(plan, world)
     assert problems[0].startswith(line) if line else problems == []
 
@@ -283,14 +283,14 @@ SIZES = {"tensors": 1 + max(s.tensor for b in GOOD.buckets for s in b.slices), "
     (changed(0, shape=(1,) * 65), "bucket 0: path of 7 characters, 65 dimensions"),
     (changed(0, by_node=("int8()",) * 4), "bucket 0: path of 7 characters, 0 dimensions, codecs for 4 nodes"),
 ])
-def test_what_is_larger_than_the_job_is_found_before_anything_else(plan: Plan, line: str) -> None:
+def test_references_beyond_the_job_are_found_first(plan: Plan, line: str) -> None:
     problems = verify_alone(plan, 3, **SIZES)
     assert problems[0].startswith(line) if line else problems == []
 
 
 @pytest.mark.parametrize("cut_nbytes", [4096, 1 << 20, MAX_BUCKET_NBYTES])
 @pytest.mark.parametrize("numels", [(1,) * 300, (1025, 1, 2047), (10_000_000, 7), (1,)])
-def test_no_plan_that_the_settings_allow_is_too_large(numels: tuple[int, ...], cut_nbytes: int) -> None:
+def test_plans_within_the_settings_fit_the_limits(numels: tuple[int, ...], cut_nbytes: int) -> None:
     job = Job(tuple(TensorInfo(f"t{i}", (numel,)) for i, numel in enumerate(numels)))
     plan = default_plan(job, codec="int8()", path="service", servers=3, ranks_per_node=1, fuse_nbytes=0, cut_nbytes=cut_nbytes)
     assert verify_alone(plan, 2, len(job.tensors), job.numel) == []
@@ -332,18 +332,18 @@ def spelled(codec: str) -> str:
         ({"server": 17}, "server 17, but the plan has"),
     ],
 )
-def test_a_broken_bucket_is_named_with_the_rule(fields: dict[str, object], message: str) -> None:
+def test_invalid_bucket_is_named_with_the_rule(fields: dict[str, object], message: str) -> None:
     problems = lint(edited(1, **fields), toy_job(), HOMES, tables.profile_from_tables(HOMES), spelled)
     assert any(line.startswith("bucket 1: ") and message in line for line in problems), problems
     assert all(line.startswith("bucket 1: ") for line in problems), "and nothing else is blamed"
 
 
-def test_a_sound_plan_has_no_problems() -> None:
+def test_valid_plan_has_no_problems() -> None:
     assert lint(PLAN, toy_job(), HOMES, tables.profile_from_tables(HOMES), spelled) == []
     assert lint(PLAN) == []
 
 
-def test_buffers_go_as_they_are() -> None:
+def test_buffers_are_sent_uncompressed() -> None:
     job = toy_job(2)
     job = structs.replace(job, tensors=(job.tensors[0], TensorInfo("running", (500_000,), buffer=True)))
     result = plan(job, HOMES)
@@ -361,7 +361,7 @@ def test_buffers_go_as_they_are() -> None:
     ("int4()", "randomk(ratio=0.01)", True, True), ("topk(ratio=0.01)", "", True, False),
     ("topk(ratio=0.1)", "", True, False), ("int4()", "int4()", True, False),
 ])
-def test_late_results_of_few_entries_are_a_problem_unless_measured(codec: str, down: str, stale: bool, wrong: bool) -> None:
+def test_stale_sparse_results_are_a_problem_unless_measured(codec: str, down: str, stale: bool, wrong: bool) -> None:
     first = structs.replace(PLAN.buckets[0], codec=codec, down=down, stale=stale, path="service", server=0, by_node=())
     assert ["E-PLAN-LATE"] * wrong == [code_of(line) for line in lint(structs.replace(
         PLAN, buckets=(first, *PLAN.buckets[1:]))) if "E-PLAN-LATE" in line]
@@ -377,6 +377,6 @@ def test_late_results_of_few_entries_are_a_problem_unless_measured(codec: str, d
         ({"ranks_per_node": 2}, "ranks_per_node is 2, the cluster's nodes have 1"),
     ],
 )
-def test_what_is_wrong_with_the_whole_plan(fields: dict[str, object], message: str) -> None:
+def test_plan_wide_problems(fields: dict[str, object], message: str) -> None:
     problems = lint(structs.replace(PLAN, **fields), toy_job(), HOMES)
     assert any(message in line for line in problems), problems

@@ -1,4 +1,4 @@
-"""Prices of paths against figures worked out by hand, and what must hold for any cluster."""
+"""Prices of paths against hand calculations, and properties that hold for any cluster."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_allreduce_between_nodes_of_one_rank() -> None:
     assert task.nbytes == 6 * N
 
 
-def test_a_collective_runs_at_the_slowest_members_speed() -> None:
+def test_collective_runs_at_the_speed_of_its_slowest_member() -> None:
     nodes = flat(3).nodes
     mixed = Cluster((*nodes, Node("slow", 1, "v100", home())))
     (task,) = tasks("allreduce", N, DENSE, mixed, PROFILE, hosts=())
@@ -49,8 +49,8 @@ def test_a_collective_runs_at_the_slowest_members_speed() -> None:
     assert dict(task.lanes) == pytest.approx(dict.fromkeys(["up:n0", "down:n0", "up:slow", "down:slow"], expected))
 
 
-def test_service_of_three_homes_around_a_hosting_node() -> None:
-    """The server's node sends nothing; the two equal others fill its down-link together."""
+def test_server_on_one_of_three_sites() -> None:
+    """The server's node sends nothing; the two equal other nodes fill its downlink together."""
     cluster = Cluster((Node("a", 1, "cpu", home()), Node("b", 1, "cpu", home()), Node("c", 1, "cpu", home())))
     result = tasks("service", N, SPARSE, cluster, PROFILE, hosts=(0,))
     (push,) = by_op(result, "net.push")
@@ -66,7 +66,7 @@ def test_service_of_three_homes_around_a_hosting_node() -> None:
     assert seconds(result, "cpu:b") == pytest.approx(3e-6 + 3e-9 * N)
 
 
-def test_another_codec_on_the_way_down() -> None:
+def test_different_downlink_codec() -> None:
     result = tasks("service", N, SPARSE, flat(3), PROFILE, down=DENSE)
     assert [t.nbytes for t in by_op(result, "net.push")] == [SPARSE_NBYTES]
     assert [t.nbytes for t in by_op(result, "net.pull")] == [DENSE_NBYTES]
@@ -90,7 +90,7 @@ def test_codecs_by_node() -> None:
     (SHARED, 3, SHARED_NBYTES),
     (SPARSE, 300, 4 * N),
 ])
-def test_a_forwarded_sum_is_the_payloads_side_by_side_unless_they_add_up_or_floats_are_less(
+def test_forwarded_sum_is_the_smallest_of_payloads_their_sum_and_floats(
     name: str, members: int, nbytes: int
 ) -> None:
     result = tasks("encode@cpu net.push net.forward decode@cpu", N, name, flat(members), PROFILE)
@@ -98,8 +98,9 @@ def test_a_forwarded_sum_is_the_payloads_side_by_side_unless_they_add_up_or_floa
     assert by_op(result, "net.forward")[0].nbytes == pytest.approx(nbytes, rel=1e-3)
 
 
-def test_spread_over_all_nodes_keeps_one_group() -> None:
-    """Each of n nodes sends (n-1)/n of its payload and receives as much for its own server, as a ring's halves do."""
+def test_servers_on_all_nodes_form_one_group() -> None:
+    """Each of n nodes sends (n-1)/n of its payload and receives the same amount for its own server, as the halves of a ring do.
+    """
     result = tasks("service", N, DENSE, flat(4), PROFILE, hosts=range(4), spread=(0.25,) * 4)
     (push,), (pull,) = by_op(result, "net.push"), by_op(result, "net.pull")
     assert dict(push.lanes) == pytest.approx(dict.fromkeys(["up:n0", "down:n0"], 0.75 * DENSE_NBYTES * 8 / 1e9))
@@ -109,7 +110,7 @@ def test_spread_over_all_nodes_keeps_one_group() -> None:
 
 
 def test_hierarchical_divisible_path_by_hand() -> None:
-    """2 nodes x 4 ranks: a quarter each, coded; the quarter's halves exchanged, added, coded again, collected."""
+    """2 nodes x 4 ranks: each rank has a quarter, encoded; its halves are exchanged, added, encoded again and collected."""
     path = "node.reduce_scatter encode@gpu net.alltoall decode@gpu encode@gpu net.allgather decode@gpu node.allgather"
     result = tasks(path, N, SPARSE, tall(2, 4), PROFILE, hosts=())
     assert [t.op for t in result] == path.split()
@@ -140,7 +141,7 @@ def test_copies_between_gpu_and_host_and_the_buckets_own_cost() -> None:
     assert seconds(no_gpu[:1], "cpu:n0") == pytest.approx(1e-4 + 1e-6 + 2e-9 * N)
 
 
-def test_codecs_of_several_rounds_pay_the_latency_again() -> None:
+def test_codecs_of_several_rounds_pay_the_latency_per_round() -> None:
     profile = Profile((*PROFILE.codecs, codec("powersgd(rank=4)", "cpu", 1, 1, 0.01, rounds=2, sums=True)), PROFILE.server)
     once, twice = (tasks("service", N, name, flat(2), profile) for name in (SPARSE, "powersgd(rank=4)"))
     assert by_op(twice, "net.push")[0].latency_s == 2 * by_op(once, "net.push")[0].latency_s
@@ -153,7 +154,7 @@ def test_codecs_of_several_rounds_pay_the_latency_again() -> None:
     (flat(2), "service", "int4()", r"int4\(\) on cpu.*E-PLAN-CODEC-COST"),
     (flat(2, device="cpu"), "encode@gpu net.push net.pull decode@cpu", SPARSE, "node n0 .*E-PLAN-PATH"),
 ])
-def test_what_no_price_can_be_made_of(cluster: Cluster, path: str, name: str, message: str) -> None:
+def test_paths_without_a_price_are_refused(cluster: Cluster, path: str, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tasks(path, N, name, cluster, PROFILE)
 
@@ -165,8 +166,10 @@ def test_ranks_of_one_node_use_no_link() -> None:
 
 
 @pytest.mark.parametrize("cluster", [flat(5), tall(3, 4), Cluster((*tall(1, 4).nodes, *tall(2, 2).nodes))])
-def test_every_path_ends_with_the_whole_bucket_as_floats(cluster: Cluster) -> None:
-    """What each rank holds is followed through all ops: in the end everyone has everything, and no pair is half done."""
+def test_every_path_delivers_the_whole_bucket_to_all_ranks(cluster: Cluster) -> None:
+    """Follows what each rank holds through all operations: at the end every rank has everything, and every pair of operations
+    is complete.
+    """
     prices = Prices(cluster, PROFILE)
     paths = options(cluster, mixed=True, sums=True)
     for path in paths[:: 1 + len(paths) // 400]:
@@ -178,7 +181,7 @@ def test_every_path_ends_with_the_whole_bucket_as_floats(cluster: Cluster) -> No
 
 
 @pytest.mark.parametrize("path", ["allreduce", "service", "encode@gpu all.allgather decode@gpu"])
-def test_more_bandwidth_is_never_dearer_and_bytes_do_not_depend_on_it(path: str) -> None:
+def test_more_bandwidth_never_raises_the_price_and_bytes_stay_equal(path: str) -> None:
     slow, fast = (tasks(path, N, SPARSE if "encode" in path else DENSE, flat(4, home(up, 1e8)), PROFILE) for up in (1e7, 3e7))
     assert [t.nbytes for t in slow] == [t.nbytes for t in fast]
     assert all(a >= b for s, f in zip(slow, fast, strict=True) for (_, a), (_, b) in zip(s.lanes, f.lanes, strict=True))

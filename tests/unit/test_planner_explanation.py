@@ -16,7 +16,7 @@ JOB = toy_job()
 PLAN = plan(JOB, HOMES)
 
 
-def test_a_timeline_accounts_for_the_step() -> None:
+def test_timeline_accounts_for_the_whole_step() -> None:
     timeline = simulate(PLAN, JOB, HOMES)
     assert timeline.step_s == PLAN.step_s
     assert timeline.exposed_s == pytest.approx(timeline.step_s - timeline.compute_s)
@@ -42,7 +42,7 @@ def test_equal_plans_have_no_difference() -> None:
     assert diff(PLAN, bare, JOB).equal, "predictions are no decisions"
 
 
-def test_a_difference_names_the_tensor() -> None:
+def test_difference_names_the_tensor() -> None:
     other = structs.replace(PLAN.buckets[0], codec="fp16()")
     difference = diff(PLAN, structs.replace(PLAN, buckets=(other, *PLAN.buckets[1:]), local_steps=2), JOB)
     assert difference.fields == (("local_steps", "1", "2"),)
@@ -51,7 +51,7 @@ def test_a_difference_names_the_tensor() -> None:
     assert all("fp16()" in change.after for change in difference.changes)
 
 
-def test_a_break_even_says_of_what_it_is() -> None:
+def test_break_even_names_its_quantity() -> None:
     coded = Point("a", 1e8, 0.1, 0.3, 1.0, codec="int4()")
     local = structs.replace(coded, mode="H=4", codec="identity()")
     dense = Point("b", 1e9, 0.1, 0.1, 1.0, codec="identity()")

@@ -89,7 +89,7 @@ def test_buckets_follow_the_shares(sizes: list[int], weights: list[float]) -> No
     (cluster([BPS], [], hosting=False), "placement: .* server.*E-PLAN-INPUT"),
     (cluster([], [BPS]), "placement: .* ranks.*E-PLAN-INPUT"),
 ])
-def test_what_cannot_be_placed(nodes: Cluster, message: str) -> None:
+def test_impossible_placements_are_refused(nodes: Cluster, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shares(nodes)
 
@@ -105,13 +105,13 @@ def machines(*links: str, servers: str = "", device: str = "rtx3060") -> Cluster
     return Cluster((*trained, *(tables.node(f"s{i}", "cpu", link, ranks=0) for i, link in enumerate(servers.split()))), False)
 
 
-def test_servers_beside_training_nodes_sum_as_the_closed_form_has_it() -> None:
+def test_servers_beside_training_nodes_match_the_closed_form() -> None:
     other, own, _ = closed_form(4, 2)
     _, fitted, _ = host_sets(machines(*["10g"] * 4, servers="10g 10g"))
     assert fitted.parts == pytest.approx([own] * 4 + [other] * 2)
 
 
-def test_what_is_written_keeps_the_parts() -> None:
+def test_written_placement_keeps_the_parts() -> None:
     job, cluster = toy_job(), machines(*["fiber-100"] * 3, "fiber-150")
     profile, policy, _ = checked_inputs(job, cluster, None, DENSE_ONLY)
     fitted = next(hosts for hosts in host_sets(cluster) if len(set(hosts.parts)) > 1)
@@ -124,8 +124,9 @@ def test_what_is_written_keeps_the_parts() -> None:
         assert sum(each.numel for each in placed if each.server == server) == pytest.approx(part * job.numel, rel=0.02)
 
 
-def test_two_fast_links_share_what_one_could_not_carry() -> None:
-    """14 nodes of 100 Mb/s: one server of 1 Gb/s sends 15 times what is sent to it, two are as fast as the others' links."""
+def test_two_fast_links_share_the_load_of_one() -> None:
+    """14 nodes of 100 Mb/s: one server of 1 Gb/s sends 15 times what it receives; two servers are as fast as the nodes' links.
+    """
     cluster = machines(*["fiber-100"] * 14, *["fiber-1000"] * 2)
     result = plan(toy_job(), cluster, None, DENSE_ONLY)
     assert result.hosts == (14, 15)
@@ -140,7 +141,7 @@ def test_two_fast_links_share_what_one_could_not_carry() -> None:
     machines(*["fiber-1000"] * 50),
     Cluster(tuple(tables.node(f"n{i}", "v100", "100g", ranks=8, intra="nvlink") for i in range(64))),
 ], ids=["50 homes", "64 x 8 v100"])
-def test_many_equal_hosts_can_be_planned_for(cluster: Cluster) -> None:
+def test_placement_scales_to_many_equal_hosts(cluster: Cluster) -> None:
     result = plan(toy_job(4), cluster)
     assert result.step_s > 0
     assert {bucket.server for bucket in result.buckets} <= {*range(max(result.servers, 1))}

@@ -1,4 +1,5 @@
-"""Plans: legal, reproducible, within their limits, as good as trying everything; local steps in fragments; sparse gradients."""
+"""Plan search: plans are legal, reproducible, within limits and as good as exhaustive search; fragments and sparse gradients.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ DENSE_ONLY = Policy(codecs=(DENSE,))
 
 @pytest.mark.parametrize("budget", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_search_finds_what_trying_everything_finds(seed: int, budget: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_matches_exhaustive_search(seed: int, budget: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     space, _, counts = random_space(seed, budget=budget)
     every = itertools.product(*map(range, counts))
     within = (c for c in every if sum(space.loss[b][o] for b, o in enumerate(c)) <= space.max_loss + 1e-9)
@@ -68,7 +69,7 @@ def test_the_search_finds_what_trying_everything_finds(seed: int, budget: bool, 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_search_is_the_same_without_a_compiler(seed: int) -> None:
+def test_search_gives_the_same_plan_without_the_native_core(seed: int) -> None:
     space, problem, _ = random_space(seed, budget=True)
     portable = space._replace(steps=PortableSchedule(problem))
     assert search(portable, uniform(portable)) == search(space, uniform(space))
@@ -87,7 +88,7 @@ CLUSTERS = {
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_plans_are_legal_and_lie_between_the_bound_and_the_dense_plan(name: str) -> None:
+def test_plans_are_legal_and_between_the_bound_and_the_dense_plan(name: str) -> None:
     job, machines = toy_job(), CLUSTERS[name]
     profile, policy, _ = checked_inputs(job, machines, None, None)
     result = plan(job, machines)
@@ -108,7 +109,7 @@ def test_fast_links_get_no_compression() -> None:
     assert {b.codec for b in plan(toy_job(), cluster(4, "100g")).buckets} == {DENSE}
 
 
-def test_slow_links_get_compression_and_only_servers_over_the_internet() -> None:
+def test_slow_links_get_compression_and_internet_sites_only_servers() -> None:
     result = plan(toy_job(), CLUSTERS["homes"])
     assert {b.path == "service" or "net.push" in b.path for b in result.buckets} == {True}
     sent = sum(b.numel for b in result.buckets if b.codec != DENSE)
@@ -119,7 +120,7 @@ def test_slow_links_get_compression_and_only_servers_over_the_internet() -> None
 @given(bps=st.floats(1e6, 1e10), factor=st.floats(1.0, 10.0))
 @pytest.mark.nightly
 def test_more_bandwidth_is_never_slower(bps: float, factor: float) -> None:
-    """To a hair: list schedules may lose a little by a task that ends sooner (Graham's anomalies)."""
+    """Within a small tolerance: list schedules may lose a little if a task ends sooner (Graham's anomalies)."""
     def step_s(rate: float) -> float:
         nodes = tuple(structs.replace(n, link=Link(rate, rate, 1e-3)) for n in cluster(3, "1g").nodes)
         return plan(toy_job(6), Cluster(nodes), None, Policy(objective="step")).step_s
@@ -128,7 +129,7 @@ def test_more_bandwidth_is_never_slower(bps: float, factor: float) -> None:
 
 
 @pytest.mark.parametrize("max_loss", [0.0, 0.1, 0.3])
-def test_the_loss_budget_holds(max_loss: float) -> None:
+def test_loss_budget_holds(max_loss: float) -> None:
     job, machines = toy_job(), CLUSTERS["homes"]
     for objective in ("loss", "step"):
         profile, policy, _ = checked_inputs(job, machines, learnt(machines), Policy(max_loss=max_loss, objective=objective))
@@ -139,10 +140,10 @@ def test_the_loss_budget_holds(max_loss: float) -> None:
 
 
 @pytest.mark.parametrize(("link", "narrow"), [("home-100/20", "down"), ("home-20/100", "up")])
-def test_the_narrow_way_sends_less_for_the_same_loss(link: str, narrow: str) -> None:
-    """A hundredth both ways would lose more than the budget has, a tenth both ways would send too much the narrow way.
+def test_narrow_direction_is_compressed_more_for_the_same_loss(link: str, narrow: str) -> None:
+    """A ratio of 0.01 in both directions would exceed the loss budget, and 0.1 in both would send too much in the narrow one.
 
-    It is the link of the home with the server that counts: its up-link carries what goes down to the three others.
+    The link of the site with the server decides: its uplink carries the downloads of the three others.
     """
     job, machines = toy_job(4, 4_000_000), cluster(4, link, reachable=False, servers=1)
     some, few = "topk(ratio=0.1)", "topk(ratio=0.01)"
@@ -155,7 +156,7 @@ def test_the_narrow_way_sends_less_for_the_same_loss(link: str, narrow: str) -> 
     assert result.step_s < 0.8 * plan(job, machines, learnt(machines), structs.replace(budget, codecs=(some,))).step_s
 
 
-def test_local_steps_come_only_where_they_are_allowed_and_pay() -> None:
+def test_local_steps_are_used_only_if_allowed_and_beneficial() -> None:
     homes = CLUSTERS["homes"]
     slow = Policy(max_local_steps=8, codecs=("fp16()",))
     assert plan(toy_job(), homes, None, slow).local_steps == 8
@@ -164,7 +165,7 @@ def test_local_steps_come_only_where_they_are_allowed_and_pay() -> None:
     assert plan(toy_job(), cluster(4, "100g"), None, Policy(max_local_steps=8)).local_steps == 1
 
 
-def test_late_results_are_used_only_where_that_is_allowed_and_pays() -> None:
+def test_stale_results_are_used_only_if_allowed_and_beneficial() -> None:
     late, timely = (Policy(staleness=staleness, objective="step", codecs=("int4()", "topk(ratio=0.1)"))
                     for staleness in (True, False))
     result = plan(toy_job(), CLUSTERS["homes"], None, late)
@@ -179,13 +180,13 @@ def test_late_results_are_used_only_where_that_is_allowed_and_pays() -> None:
     assert not any(b.stale for b in plan(toy_job(), CLUSTERS["homes"], None, sparse).buckets), "not measured"
 
 
-def test_a_slow_node_may_send_less_than_the_others() -> None:
+def test_slow_node_may_use_a_smaller_ratio() -> None:
     policy = Policy(codecs=("topk(ratio=0.1)", "topk(ratio=0.01)"), max_loss=0.1, objective="step")
     result = plan(toy_job(4, 4_000_000), CLUSTERS["uneven"], learnt(CLUSTERS["uneven"]), policy)
     assert any(b.by_node and len(set(b.by_node)) > 1 for b in result.buckets)
 
 
-def test_a_codec_without_a_price_is_named() -> None:
+def test_codec_without_a_price_is_named() -> None:
     machines, wanted_codecs = cluster(2, "1g"), Policy(codecs=("powersgd()",))
     with pytest.raises(ValueError, match=r"powersgd\(\).* identity.*E-PLAN-CODEC-COST"):
         plan(toy_job(), machines, None, wanted_codecs)
@@ -194,8 +195,8 @@ def test_a_codec_without_a_price_is_named() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
-def test_numbers_that_are_none_are_named_wherever_they_stand(value: float) -> None:
-    """What files cannot hold, Python can."""
+def test_non_finite_numbers_are_named_in_every_field(value: float) -> None:
+    """Python objects can hold values that files cannot."""
     job, machines = toy_job(), cluster(2, "1g")
     profile, policy, timing = checked_inputs(job, machines, None, None)
     node = machines.nodes[0]
@@ -224,14 +225,14 @@ def test_numbers_that_are_none_are_named_wherever_they_stand(value: float) -> No
             plan(*arguments)
 
 
-def test_a_budget_that_no_choice_keeps_is_refused() -> None:
+def test_budget_that_no_choice_meets_is_refused() -> None:
     space, _, _ = random_space(3, budget=True)
     losses = [[loss + 2.0 for loss in each] for each in space.loss]
     with pytest.raises(ValueError, match=r"max_loss is 1\b.* 4\b.*E-PLAN-INPUT"):
         uniform(space._replace(loss=losses))
 
 
-def test_an_empty_job_has_an_empty_plan() -> None:
+def test_empty_job_has_an_empty_plan() -> None:
     timing = structs.replace(toy_job().timing, ready_s=(), needed_s=())
     assert plan(Job((), timing=timing), cluster(2, "1g")).buckets == ()
 
@@ -288,7 +289,7 @@ def problems(result: Plan, job: Job, cluster: Cluster, profile: Profile) -> list
 
 @pytest.mark.parametrize("seed", range(30))
 def test_every_option_runs(seed: int) -> None:
-    """A plan with a bucket of each."""
+    """One plan has a bucket of each option."""
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
     profile, policy = drawn_profile(rng, cluster), drawn_policy(rng)
@@ -309,7 +310,7 @@ def test_every_plan_runs(seed: int) -> None:
     assert problems(plan(job, cluster, profile, drawn_policy(rng)), job, cluster, profile) == []
 
 
-def test_what_is_measured_says_what_a_codec_promises() -> None:
+def test_measured_costs_replace_the_declared_ones() -> None:
     for cost in measured().codecs:
         assert Promise(cost.sums, cost.alone, cost.answers) == promise_of(wrap(parse(cost.codec)))
 
@@ -331,7 +332,8 @@ ADDS, LONELY, NEEDS_SERVER = Promise(True, False, False), Promise(False, True, T
     (PUSHED, LONELY, ADDS, False, False, "`down` is encoded from a dense sum"),
     (FORWARDED, LONELY, None, False, False, ""), (FORWARDED, ADDS, None, False, False, "a server changes the encoding"),
 ])
-def test_the_rule(path: str, up: Promise, down: Promise | None, by_node: bool, gpus: bool, text: str) -> None:
+def test_unsuitable_codecs_of_a_path_are_named(
+        path: str, up: Promise, down: Promise | None, by_node: bool, gpus: bool, text: str) -> None:
     lines = list(misfits(path_of(path), [up], down=down, by_node=by_node, gpus=gpus))
     assert len(lines) == bool(text)
     assert text in "".join(lines)
@@ -362,7 +364,7 @@ def step_s(job: Job) -> float:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", ""])
 @pytest.mark.parametrize("every", [2, 8, 32])
-def test_a_shorter_lag_lies_on_the_line_between_waiting_and_a_whole_round(optimizer: str, every: int) -> None:
+def test_shorter_lag_interpolates_between_none_and_a_whole_round(optimizer: str, every: int) -> None:
     rows = shipped_rows()
     recipe = Recipe(optimizer, "updates", every, "round")
     for codec in ("int4()", "topk(ratio=0.05)", "identity()"):
@@ -380,7 +382,7 @@ def test_a_shorter_lag_lies_on_the_line_between_waiting_and_a_whole_round(optimi
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from([2, 4, 8, 12, 64]), st.integers(0, 4), st.sampled_from(["", "round"]), st.floats(5.5, 10.5),
        st.sampled_from([0.0, 1e-3, 4e-2]))
-def test_a_round_takes_no_less_than_its_steps_its_bytes_and_the_latencies_of_each_fragment(
+def test_outer_step_is_bounded_by_compute_bytes_and_fragment_latencies(
     every: int, doublings: int, overlap: str, magnitude: float, alpha_s: float,
 ) -> None:
     bps = 10**magnitude
@@ -417,7 +419,7 @@ def test_a_round_takes_no_less_than_its_steps_its_bytes_and_the_latencies_of_eac
 
 @pytest.mark.parametrize("bps", [3e6, 1e7, 1e8, 1e10])
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_a_round_is_the_sum_of_its_fragments_and_each_the_longer_of_its_exchange_and_its_steps(bps: float, count: int) -> None:
+def test_outer_step_is_the_sum_of_fragments_each_bounded_by_exchange_or_compute(bps: float, count: int) -> None:
     machines = at(bps)
     profile = learnt(machines)
     chosen = rounds(SMALL, 8, count)
@@ -434,7 +436,7 @@ def test_a_round_is_the_sum_of_its_fragments_and_each_the_longer_of_its_exchange
     assert result >= full * (1 - 1e-9), "fragments hide no more than a round"
 
 
-def test_a_slow_link_gets_rounds_in_fragments_and_a_fast_one_none() -> None:
+def test_slow_links_get_fragments_and_fast_links_none() -> None:
     free = Policy(exact=False, optimizer="sgd")
     near = structs.replace(at(1e10), nodes=tuple(
         structs.replace(node, link=structs.replace(node.link, alpha_s=1e-5)) for node in at(1e10).nodes))
@@ -452,7 +454,7 @@ def test_a_slow_link_gets_rounds_in_fragments_and_a_fast_one_none() -> None:
     assert timeline.step_s / slow.local_steps == pytest.approx(slow.step_s), "the plan's time is the simulated one"
 
 
-def test_a_tensor_that_is_most_of_a_model_is_cut_into_fragments_of_one_size() -> None:
+def test_dominant_tensor_is_cut_into_fragments_of_equal_size() -> None:
     one = toy_job(tensors=1, numel=1_500_000, step_s=0.03)
     free = Policy(exact=False, optimizer="sgd")
     chosen = plan(one, at(1e7), fragments_measured(at(1e7)), free)
@@ -472,7 +474,7 @@ def test_a_tensor_that_is_most_of_a_model_is_cut_into_fragments_of_one_size() ->
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_sweep_over_fragments_finds_what_running_each_choice_does(seed: int) -> None:
+def test_fragment_sweep_matches_running_each_choice(seed: int) -> None:
     (_, first, counts), (_, second, more) = random_space(seed, budget=False), random_space(seed + 50, budget=False)
     edge, counts = len(counts), [*counts, *more]
     parts = [Fragment([*range(edge)], first), Fragment([*range(edge, len(counts))], second)]
@@ -485,7 +487,7 @@ def test_a_sweep_over_fragments_finds_what_running_each_choice_does(seed: int) -
         assert full * factor > limit or seconds == pytest.approx(full), "all below the limit are reported"
 
 
-def test_a_small_model_has_one_fragment_and_auto_reports_how_many_a_large_one_has() -> None:
+def test_small_models_have_one_fragment_and_auto_reports_the_number_of_large_ones() -> None:
     free = Policy(exact=False, optimizer="sgd")
     small = toy_job(tensors=1, numel=20_000, step_s=0.03)
     assert plan(small, at(1e5), fragments_measured(at(1e5)), free).fragments == 1
@@ -517,7 +519,7 @@ def bucket(codec: str = "fp16()", path: str = "service", down: str = "", tensor:
     return Bucket(0, (Slice(tensor, 0, numel),), path, codec, down=down)
 
 
-def test_a_thin_tensor_has_buckets_of_its_own_and_goes_over_servers_as_zeros_stay_zeros() -> None:
+def test_sparse_gradient_tensor_has_its_own_buckets_on_the_server_path() -> None:
     machines = at(100e6)
     result = plan(THIN, machines, learnt(machines), EXACT)
     of_words = [b for b in result.buckets if any(s.tensor == 0 for s in b.slices)]
@@ -527,13 +529,13 @@ def test_a_thin_tensor_has_buckets_of_its_own_and_goes_over_servers_as_zeros_sta
     assert sum(b.why.nbytes for b in of_words if b.why) < 4 * 4 * ROWS * WIDTH * SOME
 
 
-def test_what_is_known_of_zeros_shortens_the_step_and_the_way_to_a_loss() -> None:
+def test_known_sparsity_shortens_the_step_and_the_time_to_a_loss() -> None:
     machines = at(100e6)
     blind, seeing = (plan(each, machines, learnt(machines), EXACT) for each in (job(), THIN))
     assert seeing.step_s * seeing.steps_high < 0.8 * blind.step_s * blind.steps_high
 
 
-def test_changes_of_weights_are_no_zeros_so_local_steps_are_priced_in_full() -> None:
+def test_local_steps_are_priced_without_sparsity() -> None:
     machines = at(2e6)
     result = plan(THIN, machines, learnt(machines), FREE)
     assert result.local_steps > 1
@@ -552,7 +554,7 @@ def test_changes_of_weights_are_no_zeros_so_local_steps_are_priced_in_full() -> 
     ("fp16()", "service", "", "updates", 1, False),
     ("fp16()", "service", "", "updates", 4, False),
 ])
-def test_elements_that_a_bucket_sends(codec: str, path: str, down: str, codes: str, every: int, thin: bool) -> None:
+def test_number_of_elements_that_a_bucket_sends(codec: str, path: str, down: str, codes: str, every: int, thin: bool) -> None:
     one = bucket(codec, path, down)
     result = Plan(THIN.digest(), (one,), 1, 1, every, codes)  # type: ignore[arg-type]
     assert sent_numel(result, one, THIN) == (round(SOME * ROWS * WIDTH) if thin else ROWS * WIDTH)
@@ -562,7 +564,7 @@ def test_elements_that_a_bucket_sends(codec: str, path: str, down: str, codes: s
 
 
 @pytest.mark.parametrize("filled", [(1.0,), (1.5, 1.0, 1.0), (-0.1, 1.0, 1.0), (float("nan"), 1.0, 1.0)])
-def test_parts_that_cannot_be_are_one_line(filled: tuple[float, ...]) -> None:
+def test_impossible_fractions_are_one_line(filled: tuple[float, ...]) -> None:
     machines = at(1e9)
     with pytest.raises(ValueError, match=rf"timing\.filled has {len(filled)} .*E-PLAN-INPUT"):
         plan(job(filled), machines, learnt(machines), EXACT)
@@ -589,15 +591,15 @@ def rows(*named: int) -> tuple[torch.Tensor, torch.Tensor]:
     return gradients
 
 
-def test_what_no_row_named_is_seen_in_gradients() -> None:
+def test_unused_rows_are_counted_in_gradients() -> None:
     """Two of 256 rows for this rank, at most eight for all four."""
     assert filled_of(after_a_step("error_feedback(int4())", rows(3, 77)), 4) == pytest.approx(((2 / 256 + 8 / 256) / 2, 1.0))
     assert filled_of(after_a_step("error_feedback(int4())", rows(*range(256))), 4) == ()
 
 
 @pytest.mark.parametrize("codec", ["identity()", "fp16()"])
-def test_where_an_answer_lies_in_the_place_of_the_gradient_it_is_of_all(codec: str) -> None:
-    """Eight rows of all four are two of each: as much as was seen when what a rank gave was still there."""
+def test_averaged_gradient_counts_for_all_ranks(codec: str) -> None:
+    """Eight rows of all four ranks are two of each: the count equals that of the local gradient."""
     answered = after_a_step(codec, rows(1, 3, 50, 77, 100, 130, 200, 255))
     assert all(bucket.x.data_ptr() == bucket.y.data_ptr() for bucket in answered.buckets)
     assert filled_of(answered, 4) == pytest.approx(((2 / 256 + 8 / 256) / 2, 1.0))

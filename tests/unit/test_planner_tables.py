@@ -1,4 +1,4 @@
-"""Built-in jobs, named machines and links, and clusters as people write them."""
+"""Built-in jobs, named machines and links, and cluster descriptions in the users' notation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_shapes_add_up_to_the_published_model(name: str) -> None:
 
 @pytest.mark.parametrize("result", [builtin, published])
 @pytest.mark.parametrize("name", [name for name, model in built_in().items() if model.published])
-def test_times_hang_together(name: str, result: Callable[[str], Job]) -> None:
+def test_times_of_presets_are_consistent(name: str, result: Callable[[str], Job]) -> None:
     job = result(name)
     assert job.timing is not None
     ready, needed = job.timing.ready_s, job.timing.needed_s
@@ -80,7 +80,7 @@ def test_presets_are_near_published_rates_in_mixed_precision(name: str, device: 
 
 
 @pytest.mark.parametrize("name", [name for name, model in built_in().items() if model.preset])
-def test_presets_are_computed_in_bf16_from_operations_and_keep_activations_by_the_batch(name: str) -> None:
+def test_presets_derive_bf16_times_from_operations_and_activations_from_batches(name: str) -> None:
     one, two, preset = builtin(name, 1).timing, builtin(name, 2).timing, preset_of(name)
     assert preset is not None
     assert one is not None
@@ -95,7 +95,7 @@ def test_presets_are_computed_in_bf16_from_operations_and_keep_activations_by_th
         assert 6 * tokens * builtin(name).numel * 0.8 < flops < 6 * tokens * builtin(name).numel * 1.4
 
 
-def test_speeds_of_a_preset_are_those_of_its_precision() -> None:
+def test_preset_speed_matches_its_precision() -> None:
     nodes = nodes_of("rtx3060@1Gb,h100@1Gb,gtx1070@1Gb")
     own = structs.replace(nodes[0], speed=0.5)
     slow, fast, plain, kept = at_job_speed([*nodes, own], structs.replace(builtin("gpt2").timed, work=None))
@@ -106,7 +106,7 @@ def test_speeds_of_a_preset_are_those_of_its_precision() -> None:
     assert at_job_speed(nodes, builtin("lstm").timing) == nodes
 
 
-def test_a_step_is_as_fast_as_what_limits_it_on_a_device() -> None:
+def test_step_time_is_set_by_the_limiting_resource() -> None:
     def speeds(*work: float) -> list[float]:
         nodes = nodes_of("rtx3060@1Gb,l40s@1Gb")
         return [node.speed for node in at_job_speed(nodes, structs.replace(builtin("gpt2").timed, work=Work(*work)))]
@@ -141,7 +141,7 @@ def test_links(name: str, expected: Link) -> None:
     (lambda: profile_from_tables(Cluster(()), ("gzip()",)), "'gzip'.* bf16,.*E-CODEC-NAME"),
     (lambda: profile_from_tables(Cluster(()), ("topk(ratio=0)",)), r"topk: ratio is 0\b.*E-CODEC-ARGUMENT"),
 ])
-def test_unknown_names(call: Callable[[], object], message: str) -> None:
+def test_unknown_names_are_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -151,12 +151,12 @@ def test_unknown_names(call: Callable[[], object], message: str) -> None:
 NODE = '[[node]]\nname = "x"\ndevice = "rtx3060"\n'
 
 
-def test_a_written_cluster_is_read_again() -> None:
+def test_cluster_file_round_trips() -> None:
     result = cluster(3, "home-100/20", reachable=False)
     assert cluster_of(records.encode(result).decode(), "cluster", toml=False) == result
 
 
-def test_a_written_profile_is_read_again() -> None:
+def test_profile_file_round_trips() -> None:
     profile = machines.profile_from_tables(cluster(2, "1g"))
     assert profile_of(records.encode(profile).decode(), "profile", toml=False) == profile
 
@@ -179,7 +179,7 @@ def test_a_written_profile_is_read_again() -> None:
         ("reachable = true", "^c: .*`node`.*E-PLAN-INPUT"),
     ],
 )
-def test_a_wrong_cluster_is_one_line(text: str, message: str) -> None:
+def test_invalid_cluster_is_one_line(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         cluster_of(text, "c", toml=True)
     assert "\n" not in str(caught.value)
@@ -187,12 +187,12 @@ def test_a_wrong_cluster_is_one_line(text: str, message: str) -> None:
 
 @pytest.mark.parametrize(("text", "up", "down"), [("100/20Mb", 20e6, 100e6), ("1Gb", 1e9, 1e9), ("2.5Gb", 2.5e9, 2.5e9),
                                                    ("10g", 10e9, 10e9), ("home-50/5", 5e6, 50e6)])
-def test_links_in_a_word(text: str, up: float, down: float) -> None:
+def test_link_shorthand(text: str, up: float, down: float) -> None:
     (node,) = nodes_of(f"cpu@{text}")
     assert (node.link.up_bps, node.link.down_bps) == (up, down)
 
 
-def test_nodes_in_a_line() -> None:
+def test_nodes_on_one_line() -> None:
     result = nodes_of("2x8*v100@25g, cpu@100Mb")
     assert [(n.name, n.ranks, n.device) for n in result] == [("v100-0", 8, "v100"), ("v100-1", 8, "v100"), ("cpu-2", 1, "cpu")]
     assert cluster_from_line("2xv100@25g").reachable
@@ -210,7 +210,7 @@ HOME, LINE = Link(20e6, 100e6, 10e-3), Link(20e6, 20e6, 4e-3)
     ("NVIDIA GeForce RTX 3060 Ti@20000 kb/s", 1, 1, "rtx3060ti", LINE), ("cpu@0.02Gb", 1, 1, "cpu", LINE),
     ("l40s@1Gb/50Mb", 1, 1, "l40s", Link(50e6, 1e9, 10e-3)), ("4090@10g", 1, 1, "rtx4090", Link(1e10, 1e10, 25e-6)),
 ])
-def test_a_line_of_machines_is_read_as_people_write_it(text: str, count: int, ranks: int, device: str, net: Link) -> None:
+def test_machine_lines_are_parsed_in_every_spelling(text: str, count: int, ranks: int, device: str, net: Link) -> None:
     nodes = nodes_of(text)
     assert [node.name for node in nodes] == [f"{device}-{i}" for i in range(count)]
     assert {(node.ranks, node.device, node.link) for node in nodes} == {(ranks, device, net)}
@@ -225,7 +225,7 @@ def test_a_line_of_machines_is_read_as_people_write_it(text: str, count: int, ra
     ("rtx3060@1Gb/20", "E-LINK-NAME", ["unit"]), ("rtx3060@1G", "E-LINK-NAME", ["'1G'", '"10g"']),
     ("rtx3060@0/20Mb", "E-LINK-NAME", ["above 0"]),
 ])
-def test_a_line_that_is_none_is_answered_with_the_right_form(text: str, code: str, values: list[str]) -> None:
+def test_malformed_machine_line_names_the_right_form(text: str, code: str, values: list[str]) -> None:
     with pytest.raises(InvalidInput) as caught:
         nodes_of(text, what="homes")
     assert caught.value.code == code
@@ -236,7 +236,7 @@ PIECES = st.sampled_from([*"0123456789x*@/,. -MmGgkKbB\u212a\u0663\u00b2", "rtx3
 
 
 @given(st.one_of(st.text(max_size=40), st.lists(PIECES, max_size=12).map("".join)))
-def test_any_line_is_read_or_answered_in_one_line(text: str) -> None:
+def test_any_line_is_parsed_or_refused_in_one_line(text: str) -> None:
     answers = []
     for read in (cluster_from_line, rate_of, lambda line: link_of(line, "server")):
         try:
@@ -247,7 +247,7 @@ def test_any_line_is_read_or_answered_in_one_line(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "20", "100/20Mb", "-1Mb"])
-def test_rates_that_are_none(text: str) -> None:
+def test_invalid_rates_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"rate: got '{text}'.*E-PLAN-INPUT"):
         rate_of(text)
 

@@ -1,4 +1,4 @@
-"""The tree of paths, and its paths in the runtime's terms."""
+"""The tree of paths, and its paths in the runtime's notation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, over_server
 UNEVEN = Cluster((*tall(1, 4).nodes, *tall(1, 2).nodes))
 
 
-def test_espressos_counts() -> None:
+def test_path_counts_equal_those_of_espresso() -> None:
     flat, two_level = kind("flat"), kind("two-level")
     assert (len(flat), len(two_level)) == (63, 4278)
     assert Counter(map(encodes, flat))[0] == 3
@@ -31,13 +31,13 @@ def test_espressos_counts() -> None:
     assert sum(path[0].name != "encode" for path in flat) == 11
 
 
-def test_espressos_counts_on_gpus_alone() -> None:
+def test_gpu_path_counts_equal_those_of_espresso() -> None:
     paths = kind("flat", ("gpu",)) + kind("two-level", ("gpu",))
     assert Counter(encodes(path) == 0 for path in paths) == {True: 9, False: 165}
     assert len(kind("flat", ("gpu",))) == 12
 
 
-def test_what_is_added() -> None:
+def test_paths_beyond_espresso() -> None:
     service, sums = kind("service"), kind("sum")
     assert len(service) == 8 + 2 * 2 * 2 * 2
     assert len(sums) == 4 + 2 * 2 * 2
@@ -53,7 +53,7 @@ def test_spelling_is_one_to_one() -> None:
     assert all(parse(spell(path)) == path for path in every)
 
 
-def test_what_goes_over_a_server_shows_in_the_spelling() -> None:
+def test_spelling_marks_server_paths() -> None:
     every = kind("flat") + kind("two-level") + kind("service") + kind("sum")
     assert {over_server(spell(path)) for path in every} == {True, False}
     assert all(over_server(spell(path)) == served(path) for path in every)
@@ -64,7 +64,7 @@ def texts(paths: tuple[Path, ...]) -> set[str]:
     return {spell(path) for path in paths}
 
 
-def test_homes_have_only_servers() -> None:
+def test_internet_sites_have_only_server_paths() -> None:
     homes = Cluster(flat(3, home()).nodes, reachable=False)
     assert texts(options(homes)) == {
         f"encode@{d} net.push net.{back} decode@{d}" for d in ("gpu", "cpu") for back in ("pull", "forward")}
@@ -99,7 +99,7 @@ def test_uneven_nodes_sum_onto_one_rank_before_collectives_between_them() -> Non
 
 
 @pytest.mark.parametrize("name", ["flat", "two-level", "service", "sum"])
-def test_the_tree_breaks_no_rule(name: Kind) -> None:
+def test_tree_obeys_every_rule(name: Kind) -> None:
     assert [spell(path) for path in kind(name) if check(path)] == []
 
 
@@ -111,12 +111,12 @@ def test_the_tree_breaks_no_rule(name: Kind) -> None:
     ("all.allreduce all.allreduce", "after 'all.allreduce': got all.allreduce, allowed: the end"),
     ("net.allreduce", "at the beginning: got net.allreduce, allowed: all.allreduce, all.reduce, all.reduce_scatter, "),
 ])
-def test_a_broken_path_names_the_rule(text: str, rule: str) -> None:
+def test_invalid_path_names_the_rule(text: str, rule: str) -> None:
     assert any(line.startswith(rule) for line in check(parse(text))), check(parse(text))
 
 
-def test_whatever_the_tree_lacks_is_refused() -> None:
-    """Paths with one op left out, doubled or replaced: in the tree or refused, nothing between."""
+def test_paths_outside_the_tree_are_refused() -> None:
+    """Paths with one operation removed, doubled or replaced are in the tree or refused."""
     every = {path for name in KINDS for path in kind(name)}
     ops = sorted({op for path in every for op in path})
     sample = random.Random(7).sample(sorted(every), 150)
@@ -136,7 +136,7 @@ def test_whatever_the_tree_lacks_is_refused() -> None:
     ("encode@gpu net.push net.pull decode@gpu", flat(2, device="cpu"), "on a GPU, but node n0 has none"),
     ("service", Cluster((Node("n0", 1, "cpu", home(), server=False),)), "a server is needed, but no node can host one"),
 ])
-def test_a_path_that_a_cluster_cannot_run(text: str, cluster: Cluster, rule: str) -> None:
+def test_path_that_a_cluster_cannot_run_is_refused(text: str, cluster: Cluster, rule: str) -> None:
     assert [line for line in check(parse(text), cluster) if rule in line]
     assert parse(text) not in options(cluster)
 
@@ -177,7 +177,7 @@ def test_servers_of_several_ranks(path: str) -> None:
         assert len(lowered.buckets) == len(before.buckets)
 
 
-def test_one_place_to_code() -> None:
+def test_bucket_is_encoded_at_one_place() -> None:
     with pytest.raises(ValueError, match="bucket 0: path 'encode@gpu .*E-PLAN-PATH"):
         lower(Plan("", (Bucket(0, (), "encode@gpu net.push net.pull decode@cpu"),)))
 
@@ -202,15 +202,15 @@ def buckets(*shards: Shard) -> list[Bucket]:
     ([(0, 0, 0, 5), (1, 0, 5, 12)], [(0,), (1,)]),
     ([(0, 0, 0, 5)], [(0,)]),
 ], ids=["two halves", "twice", "owners one after the other, from 0", "two tensors", "a gap", "unlike sizes", "one alone"])
-def test_shards_stand_side_by_side_and_continue_one_another(shards: list[Shard], runs: list[tuple[int, ...]]) -> None:
+def test_shards_are_contiguous(shards: list[Shard], runs: list[tuple[int, ...]]) -> None:
     assert [tuple(run) for run in together(buckets(*shards), 2)] == runs
 
 
-def test_where_a_node_has_one_rank_every_bucket_is_alone() -> None:
+def test_buckets_of_single_rank_nodes_are_not_fused() -> None:
     assert [*map(len, together(buckets((0, 0, 0, 5), (0, 0, 5, 10)), 1))] == [1, 1]
 
 
-def test_a_fused_bucket_is_cut_into_runs_of_one_size() -> None:
+def test_fused_bucket_is_cut_into_runs_of_equal_size() -> None:
     parts = cut((Slice(3, 0, 4), Slice(2, 10, 17)), 3)
     assert parts == [(Slice(3, 0, 3),), (Slice(3, 3, 4), Slice(2, 10, 13)), (Slice(2, 13, 17),)]
     results = [Bucket(i, part, "service", owner=i) for i, part in enumerate(parts)]

@@ -1,4 +1,4 @@
-"""The quality policy: when ranks compare, what is too lossy, and which codecs follow; and the fidelity of real codecs."""
+"""The quality policy: when ranks compare, which error is too large, and which codecs follow; the fidelity of real codecs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def levels(state: QualityState, *seen: Dots) -> list[float]:
     (SPARSE, SETTLE), (PlanLevels(0.5, 0.01, True, finer=True), SETTLE), (PlanLevels(0.2, 0.01, True, finer=True), 5),
     (PlanLevels(0.02, 0.01, True, finer=True), DRAINING), (PlanLevels(1.0, 0.01, False, finer=True), SETTLE),
 ])
-def test_a_plan_is_compared_once_it_has_settled(plan: PlanLevels, first: int) -> None:
+def test_plan_is_compared_after_it_has_settled(plan: PlanLevels, first: int) -> None:
     for since in (0, 7):
         state = begun(plan, since=since)
         assert [quality.due(state, now) for now in (since + first - 1, since + first)] == [False, True]
@@ -97,7 +97,7 @@ def test_a_plan_is_compared_once_it_has_settled(plan: PlanLevels, first: int) ->
     ([row(cost_s=0.08, elapsed_s=15.7)], 0.1, SETTLE), ([row(cost_s=0.08, elapsed_s=15.5)], 0.1, 5),
     ([row(cost_s=0.08)], 0.2, 75),
 ])
-def test_the_next_comparison_waits_until_it_is_paid_for(rows: list[GradientError], step_s: float, steps: int) -> None:
+def test_next_comparison_waits_until_its_cost_is_within_the_limit(rows: list[GradientError], step_s: float, steps: int) -> None:
     state = quality.compared(begun(), 11)
     assert state.compare_at == 11 + SETTLE, "before the rows are known"
     state, _ = decided(state, *rows, step_s=step_s)
@@ -135,7 +135,7 @@ def test_comparisons_never_cost_more_than_allowed(prices: list[tuple[float, floa
     (dots_of(0.6, residual=4.0), LossRise(), ""), (dots_of(0.6, residual=4.0001), LossRise(), "residual"),
     (GOOD, LossRise(0.06, 0.01), ""), (GOOD, LossRise(0.0601, 0.01), "loss"), (GOOD, LossRise(0.051), "loss"),
 ])
-def test_a_bound_itself_is_allowed(seen: Dots, loss: LossRise, complaint: str) -> None:
+def test_error_equal_to_the_bound_is_allowed(seen: Dots, loss: LossRise, complaint: str) -> None:
     result = quality.complaint_of(begun(), seen.fidelity(), loss)[1]
     assert (result.kind if result else "") == complaint
     _, change = decided(begun(), row(seen, GOOD, loss), row(GOOD, seen, loss))
@@ -143,12 +143,12 @@ def test_a_bound_itself_is_allowed(seen: Dots, loss: LossRise, complaint: str) -
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_a_step_that_is_not_finite_only_costs(number: float) -> None:
+def test_non_finite_step_only_costs_time(number: float) -> None:
     state, change = decided(begun(), row(BAD, cost_s=0.08), row(Dots(1.0, number, 1.0, 0.0), cost_s=0.08))
     assert (change, state.spent_s, state.compared) == (None, 0.08, 0)
 
 
-def test_a_residual_counts_by_its_mean_and_gets_time_to_drain() -> None:
+def test_residual_is_judged_by_its_mean_after_time_to_drain() -> None:
     swinging = [dots_of(0.6, residual=residual) for residual in (3.0, 3.0, 6.0, 2.0)]
     assert set(levels(begun(), *swinging)) == {0.01}
     assert levels(begun(), *swinging, *[dots_of(0.6, residual=6.0)] * 5)[-1] > 0.01
@@ -157,7 +157,7 @@ def test_a_residual_counts_by_its_mean_and_gets_time_to_drain() -> None:
     assert levels(begun(), *[dots_of(0.6, residual=60.0)] * 6)[-1] > 0.1
 
 
-def test_earlier_comparisons_fade() -> None:
+def test_older_comparisons_have_less_weight() -> None:
     state = quality.decide(begun(), [row(GOOD)], 0.1, acts=True)[0]
     state = quality.decide(state, [row(Dots(1.0, 1.0, 1.0, 0.0))], 0.1, acts=True)[0]
     assert state.summed == Dots(1.5, 1.3, 1.5, 0.5)
@@ -166,14 +166,14 @@ def test_earlier_comparisons_fade() -> None:
 @pytest.mark.parametrize(("seen", "complains"), [
     (dots_of(0.11), False), (dots_of(0.09), True), (dots_of(0.6, residual=20.0), False), (dots_of(0.6, residual=21.0), True),
 ])
-def test_without_a_budget_usual_values_are_allowed_and_many_pieces_must_agree(seen: Dots, complains: bool) -> None:
+def test_default_bounds_need_agreement_of_many_buckets(seen: Dots, complains: bool) -> None:
     state = begun(PlanLevels(0.01, 0.01, compared=True, cosine=0.1, residual=20.0))
     for number in range(FEWEST_SEEN):
         state, change, _ = quality.decide(state, [row(seen, seen)], 0.1, acts=True)
         assert (change is not None) is (complains and number == FEWEST_SEEN - 1)
 
 
-def test_plans_of_the_user_are_only_judged_and_each_complaint_is_reported_once() -> None:
+def test_user_plans_are_only_reported_once_per_complaint() -> None:
     state = begun()
     for rows, kind in ((row(BAD), "cosine"), (row(BAD), ""), (row(loss=LossRise(0.2), summed=Dots(9.0, 9.0, 9.0)), "loss")):
         state, change, complaint = quality.decide(structs.replace(state, summed=Dots()), [rows], 0.1, acts=False)
@@ -185,14 +185,14 @@ def test_plans_of_the_user_are_only_judged_and_each_complaint_is_reported_once()
 # ---- levels
 
 
-def test_complaints_in_a_row_go_further_each_time_and_end_at_dense() -> None:
+def test_consecutive_complaints_escalate_to_dense() -> None:
     bad = dots_of(0.01)
     sparse = begun(PlanLevels(0.001, 0.001, compared=True))
     assert levels(sparse, *[bad] * 5) == pytest.approx([0.002, 0.008, 0.064, 1.0, 1.0])
     assert levels(sparse, bad, GOOD, bad)[-1] == pytest.approx(0.004), "calm between complaints starts again at twofold"
 
 
-def test_codecs_become_coarser_after_calm_and_later_after_a_failure() -> None:
+def test_codecs_become_coarser_after_a_quiet_period_longer_after_a_failure() -> None:
     state, _ = decided(begun(), row(BAD))
     assert (state.level, state.planner_floor) == (0.02, 0.02)
     for number in range(CALM):
@@ -211,7 +211,7 @@ def test_codecs_become_coarser_after_calm_and_later_after_a_failure() -> None:
     (0.01, True, True), (0.02 * EQUAL - 1e-6, True, True), (0.02 * EQUAL, True, False), (0.5, True, False),
     (0.01, False, False),
 ])
-def test_another_plan_is_made_finer_if_accuracy_has_not_borne_its_level(level: float, acts: bool, lifted: bool) -> None:
+def test_new_plan_is_refined_if_its_level_failed_before(level: float, acts: bool, lifted: bool) -> None:
     state, _ = decided(begun(), row(BAD))
     state, change = quality.entered(state, PlanLevels(level, level, compared=True), 9, acts=acts)
     assert (change is not None and change.after == 0.02) is lifted
@@ -220,7 +220,7 @@ def test_another_plan_is_made_finer_if_accuracy_has_not_borne_its_level(level: f
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.floats(-1, 1), st.floats(0, 50), st.floats(0, 100)), max_size=40), st.floats(0.001, 1))
-def test_the_level_stays_in_its_range_and_never_falls_on_a_complaint(seen: list[tuple[float, ...]], level: float) -> None:
+def test_level_stays_in_range_and_never_falls_after_a_complaint(seen: list[tuple[float, ...]], level: float) -> None:
     state = begun(PlanLevels(level, level, compared=True))
     for cosine, norm, residual in seen:
         before = state.level
@@ -235,7 +235,7 @@ def test_the_level_stays_in_its_range_and_never_falls_on_a_complaint(seen: list[
 # ---- losses
 
 
-def test_a_loss_that_rises_over_the_budget_is_seen_and_noise_is_not() -> None:
+def test_rising_loss_is_detected_and_noise_is_not() -> None:
     rng = random.Random(0)
     trend = LossTrend()
 
@@ -266,7 +266,7 @@ def sent_and_exact(text: str, steps: int = 100) -> Fidelity:
     return measure(codec, x, out[:nbytes], state)
 
 
-def test_fidelity_orders_codecs_by_what_they_keep() -> None:
+def test_fidelity_orders_codecs_by_precision() -> None:
     exact, fine = sent_and_exact("identity()"), sent_and_exact("int8()")
     assert exact == pytest.approx((1.0, 1.0, 0.0))
     assert fine.cosine > 0.99
@@ -282,7 +282,7 @@ def test_fidelity_orders_codecs_by_what_they_keep() -> None:
     assert [complains(seen[0]), complains(seen[3]), complains(seen[0], 0.005)] == [False, True, True]
 
 
-def test_the_residual_is_what_was_not_sent() -> None:
+def test_residual_is_the_unsent_part() -> None:
     codec, spec = wrap(parse("topk(ratio=0.05)")), Spec((5000,))
     state, out = codec.init(spec), memoryview(bytearray(codec.bound(spec)))
     x = torch.randn(5000, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""What one rank puts into the event stream about its steps."""
+"""Step events that a rank publishes to the event stream."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Rank:
         return [event for event in found if isinstance(event, kind)]
 
 
-def test_short_steps_share_an_event_and_nothing_is_lost() -> None:
+def test_short_steps_share_an_event_without_losses() -> None:
     rank = Rank()
     for _ in range(101):
         rank.step(0.1, exposed_s=0.03, exchange_s=0.05, sent_nbytes=10)
@@ -57,7 +57,7 @@ def test_short_steps_share_an_event_and_nothing_is_lost() -> None:
         assert (event.step_s, event.compute_s, event.exposed_s, event.hidden_s) == pytest.approx((0.1, 0.07, 0.03, 0.02))
 
 
-def test_a_long_step_has_an_event_of_its_own() -> None:
+def test_long_step_has_its_own_event() -> None:
     rank = Rank()
     for _ in range(3):
         rank.step(5.0, exposed_s=1.0)
@@ -73,7 +73,7 @@ def test_waits_are_never_longer_than_the_step() -> None:
 
 
 @pytest.mark.parametrize("loss", [2.5, torch.tensor(2.5), torch.tensor(2.5, requires_grad=True)])
-def test_the_last_loss_is_in_the_event(loss: Any) -> None:
+def test_event_contains_the_last_loss(loss: Any) -> None:
     rank = Rank()
     rank.step(2.0)
     rank.stream.loss(9.0)
@@ -82,7 +82,7 @@ def test_the_last_loss_is_in_the_event(loss: Any) -> None:
     assert [event.loss for event in rank.events()] == [None, 2.5]
 
 
-def test_a_loss_that_is_not_finite_is_reported_once() -> None:
+def test_non_finite_loss_is_reported_once() -> None:
     rank = Rank()
     for loss in (1.0, math.nan, math.inf, 1.0, math.nan):
         rank.stream.loss(loss)
@@ -101,7 +101,7 @@ def test_samples_and_shares_follow_the_weight() -> None:
     assert [(event.samples, event.share) for event in rank.events()] == [(0.0, 0.5), (64.0, 0.75), (64.0, 0.75)]
 
 
-def test_links_are_reported_seldom_in_bytes() -> None:
+def test_link_bytes_are_reported_at_intervals() -> None:
     rank = Rank()
     rank.stream.rates(Rates(8e6, 80e6), Rates(10e6, 100e6))
     rank.stream.rtt_s = lambda: 0.03
@@ -112,7 +112,7 @@ def test_links_are_reported_seldom_in_bytes() -> None:
     assert (found[0].up_bytes_per_s, found[0].planned_down_bytes_per_s, found[0].rtt_s) == (1e6, 12.5e6, 0.03)
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_the_job(tmp_path: Any) -> None:
+def test_read_only_folder_is_refused_before_the_job(tmp_path: Any) -> None:
     check_folder(Config())
     check_folder(Config(events=str(tmp_path / "new" / "deep")))
     assert not (tmp_path / "new").exists()
@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_job(tmp_path: Any
         assert refused.value.code == "E-EVENTS"
 
 
-def test_a_file_that_cannot_be_opened_later_stops_no_training(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_event_file_that_fails_later_does_not_stop_training(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "rank-3.jsonl").mkdir()
     stream = RunEvents()
     stream.open(Config(events=str(tmp_path)), rank=3, world=4, run="r", host="h")
@@ -138,7 +138,7 @@ class Unreadable(torch.Tensor):
         raise RuntimeError("CUDA error: device-side assert triggered\nmore")
 
 
-def test_a_loss_that_cannot_be_read_stops_neither_training_nor_the_end_of_the_session() -> None:
+def test_unreadable_loss_stops_neither_training_nor_close() -> None:
     rank = Rank()
     rank.stream.loss(torch.tensor(1.0).as_subclass(Unreadable))
     rank.step(2.0)
@@ -150,7 +150,7 @@ def test_a_loss_that_cannot_be_read_stops_neither_training_nor_the_end_of_the_se
 
 
 @pytest.mark.parametrize("loss", [torch.ones(3), torch.ones(0), torch.ones((), dtype=torch.complex64), "1.0", None, [1.0]])
-def test_what_is_no_loss_is_refused_when_it_is_logged(loss: Any) -> None:
+def test_invalid_loss_is_refused_when_logged(loss: Any) -> None:
     model = torch.nn.Linear(2, 1)
     with commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)) as session:
         for good in (torch.tensor([1.0]), 1, np.float32(2.0)):

@@ -1,4 +1,4 @@
-"""The sampler: each sample once an epoch, on whichever worker, whatever is announced, drawn ahead, lost or resumed."""
+"""The sampler: each sample once per epoch of data, for any shares, prefetching, losses of workers and resumed jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.balance import Left, Noted
+from support.balance import FakeSession, LeftMembers
 from torch.utils.data import DataLoader, Dataset
 
 from commlayer.autotune.shares.driver import LoadBalancer
@@ -44,7 +44,7 @@ class Fleet:
         self.fields, self.batch, self.length = fields, sum(shares.values()), length
         self.samplers = {rank: self.make(rank, shares) for rank in shares}
         self.depths = depths
-        self.sessions = {rank: Noted() for rank in shares}
+        self.sessions = {rank: FakeSession() for rank in shares}
         self.loops: dict[int, Iterator[list[int]]] = {}
         self.shares = shares
 
@@ -77,7 +77,7 @@ class Fleet:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_each_sample_once_whatever_happens(data: st.DataObject) -> None:
+def test_each_sample_once_for_any_schedule(data: st.DataObject) -> None:
     workers = data.draw(st.integers(1, 4))
     batch = data.draw(st.integers(workers, 24))
     length = data.draw(st.integers(batch, 150))
@@ -116,7 +116,7 @@ def test_each_sample_once_whatever_happens(data: st.DataObject) -> None:
                 old = fleet.shares
                 fleet.loops.clear()
                 fleet.samplers = {rank: fleet.make(rank, {0: batch}) for rank in ranks}
-                fleet.sessions = {rank: Noted() for rank in ranks}
+                fleet.sessions = {rank: FakeSession() for rank in ranks}
                 for sampler in fleet.samplers.values():
                     sampler.load_state_dict(states[0])
                 ended = [sampler._trained.is_finished() for sampler in fleet.samplers.values()]
@@ -144,7 +144,7 @@ def test_shares_take_effect_at_their_step() -> None:
     assert fleet.step() is None
 
 
-def test_the_last_step_is_short_in_proportion_or_left_out() -> None:
+def test_last_step_is_proportionally_short_or_dropped() -> None:
     for drop, sizes in ((False, [[6, 2], [6, 2], [3, 1]]), (True, [[6, 2], [6, 2]])):
         fleet = Fleet(20, {0: 6, 1: 2}, {}, drop_last=drop)
         assert len(fleet.samplers[0]) == len(sizes)
@@ -156,9 +156,9 @@ def test_the_last_step_is_short_in_proportion_or_left_out() -> None:
             assert seen == sizes
 
 
-def test_small_batches_repeat_their_samples_evenly_and_weigh_what_they_are() -> None:
+def test_small_batches_repeat_samples_evenly_with_their_true_weight() -> None:
     sampler = Sampler(9, 8, shares=[5, 3], rank=0, least=2, shuffle=False)
-    session = Noted()
+    session = FakeSession()
     batches = [(list(own), session.n) for own in sampler.follow(sampler, session)]
     assert batches == [([0, 1, 2, 3, 4], 5.0), ([8, 8], 1.0)]
     idle = Sampler(9, 8, shares=[5, 3], rank=1, least=2, shuffle=False)
@@ -173,7 +173,7 @@ class Numbers(Dataset[int]):
         return index
 
 
-def test_micro_batches_weigh_one_together() -> None:
+def test_weights_of_micro_batches_sum_to_one() -> None:
     sampler = Sampler(23, 10, shares=[7, 3], rank=0, cap=3, shuffle=False)
     seen = [(own, round(sampler.fraction, 3), sampler.last) for own in sampler.follow(sampler)]
     assert seen[:3] == [([0, 1, 2], 0.429, False), ([3, 4], 0.286, False), ([5, 6], 0.286, True)]
@@ -183,7 +183,7 @@ def test_micro_batches_weigh_one_together() -> None:
 
 
 def test_token_weights_come_from_the_batch() -> None:
-    class Accumulating(Noted):
+    class Accumulating(FakeSession):
         def no_sync(self) -> Any:
             import contextlib
 
@@ -217,10 +217,10 @@ def test_with_dataloader_workers() -> None:
     assert sorted({len(own) for own in again}) == [1, 5]
 
 
-def test_a_step_counts_when_it_was_averaged() -> None:
-    """A script that breaks off, or saves, between a batch and its backward pass has not trained that batch."""
+def test_step_counts_once_it_is_averaged() -> None:
+    """A script that stops or saves between a batch and its backward pass has not trained that batch."""
 
-    class Counting(Noted):
+    class Counting(FakeSession):
         steps = 0
 
         def metrics(self) -> dict[str, float]:
@@ -244,10 +244,10 @@ def test_a_step_counts_when_it_was_averaged() -> None:
     (3, {}, 2, [7, 1], [7, 1]),
     (3, {2: 1}, 2, None, [4, 4]),
 ])
-def test_resumed_with_another_number_of_workers_no_sample_is_lost(
+def test_no_sample_is_lost_after_resuming_with_another_number_of_workers(
     before: int, lost: dict[int, int], now: int, made_with: list[int] | None, sizes: list[int],
 ) -> None:
-    """Also what a worker that was lost shortly before had been given, which was announced and not handed out again yet."""
+    """This includes batches announced by a worker lost shortly before and not reassigned yet."""
     old = [Sampler(56, 8, rank=rank, world=before, seed=1) for rank in range(before)]
     loops = [sampler.follow(Ahead(sampler, 2)) for sampler in old]
     trained: list[int] = []
@@ -299,7 +299,7 @@ def test_shares_for_a_drawn_step_are_refused() -> None:
     ((0, 1), r"\b64 batches\b.*\b63\b.*E-SAMPLER-FOLLOW"),
     ((0,), r"\b2 workers\b.*job has 1\b.*E-SAMPLER-FOLLOW"),
 ])
-def test_what_cannot_be_handed_out_again_is_refused_before_training(
+def test_loaders_that_cannot_reassign_samples_are_refused_before_training(
     members: tuple[int, ...], text: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -308,7 +308,7 @@ def test_what_cannot_be_handed_out_again_is_refused_before_training(
     workers = 16 if len(members) == 2 else 0
     loader = DataLoader(Numbers(), batch_sampler=sampler, num_workers=workers, prefetch_factor=4 if workers else None)
     with pytest.raises(ValueError, match=text):
-        next(iter(sampler.follow(loader, Left(members))))
+        next(iter(sampler.follow(loader, LeftMembers(members))))
     assert (sampler.drawn, sampler.step) == (0, 0)
 
 
@@ -332,9 +332,11 @@ class EarlyLoader:
         yield from held
 
 
-class Home(Noted):
-    """A worker and its session, which stands where its job does as soon as it comes to know. `batch` is what it is at; it has
-    none once its epochs are over."""
+class Home(FakeSession):
+    """A worker and its session, which enters the job's epoch as soon as it learns of it.
+
+    `batch`: its current batch; none once its epochs are over.
+    """
 
     total: float | None = None
 
@@ -362,7 +364,7 @@ class Home(Noted):
         self.n, self.total = n, total
 
     def look(self) -> None:
-        """It has made the exchanges that were due."""
+        """It has made the due exchanges."""
         self.members, self.carried = self.job.members, self.job.carried
         self.gone |= self.job.parted
 
@@ -387,7 +389,7 @@ class Home(Noted):
 
 
 class Job:
-    """Steps of all who are there. `learnt` is what is in weights that all have."""
+    """Steps of all present workers. `learnt`: samples in the weights of all."""
 
     def __init__(self, lead: int, shares: Sequence[int] | None = None, every: int = 1, *, overlap: bool = False) -> None:
         self.lead, self.shares, self.ids, self.every, self.overlap = lead, shares, 3, every, overlap
@@ -398,7 +400,7 @@ class Job:
         self._under_way, self._come = False, False
 
     def step(self, event: str, which: int) -> None:
-        """`event`: what happens in it."""
+        """What each worker trains in the next step; None at the end of the epoch, which is the same for all."""
         if "dies" in event and len(self.homes) > 1:
             del self.homes[which % len(self.homes)]
         self._come |= "comes" in event
@@ -448,7 +450,7 @@ class Job:
             home.sent, home.since = home.since, []
 
     def _merge(self) -> None:
-        """Of those who are left."""
+        """Among the remaining workers."""
         present = tuple(home.own for home in self.homes)
         self.parted |= {member: self.carried for member in self.members if member not in present}
         self.members, self.carried, self._under_way = present, self._begun, False
@@ -473,7 +475,7 @@ class Job:
 
 
 def trained(job: Job, events: dict[int, tuple[str, int]]) -> None:
-    """To the end, with each sample once in what all have learnt."""
+    """Runs to the end; each sample is learnt once."""
     step = 0
     while not job.over:
         job.step(*events.get(step, ("", 0)))
@@ -489,7 +491,7 @@ EVENTS = ["dies", "comes", "dies, comes", "comes, first dies", "plan", "plan of 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 350), st.sampled_from(EVENTS), st.integers(0, 2)), max_size=8),
        st.integers(0, CHANGE_DELAY_STEPS), st.sampled_from([None, UNEVEN]), st.sampled_from([1, 2, 5, 70]), st.booleans())
-def test_each_sample_is_trained_once_in_an_epoch_whoever_goes_and_comes_under_whatever_plan(
+def test_each_sample_is_trained_once_for_any_joins_losses_and_plans(
     events: list[tuple[int, str, int]], lead: int, shares: Sequence[int] | None, every: int, overlap: bool,
 ) -> None:
     trained(Job(lead, shares, every, overlap=overlap and every > 1), {step: (what, which) for step, what, which in events})
@@ -497,8 +499,8 @@ def test_each_sample_is_trained_once_in_an_epoch_whoever_goes_and_comes_under_wh
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("every", [4, 40])
-def test_whoever_dies_at_whatever_point_of_a_round_what_it_had_not_shared_goes_out_again(every: int, overlap: bool) -> None:
-    """Also in the last rounds of an epoch, and those that are under way as it ends."""
+def test_unshared_samples_of_a_lost_worker_are_reassigned(every: int, overlap: bool) -> None:
+    """The worker is lost at any point of an outer step, also in the last ones of an epoch and those in progress at its end."""
     steps = -(-LENGTH // BATCH)
     points = range(2 * every + 1) if every < 10 else range(0, 2 * every + 1, 9)
     for point in (*points, *(steps - 1 - point for point in points)):
@@ -506,7 +508,7 @@ def test_whoever_dies_at_whatever_point_of_a_round_what_it_had_not_shared_goes_o
 
 
 @pytest.mark.parametrize(("every", "overlap"), [(40, False), (40, True), (118, False), (70, True), (300, True)])
-def test_whoever_comes_is_let_in_by_the_end_of_an_epoch_however_long_rounds_are(every: int, overlap: bool) -> None:
+def test_joining_worker_is_admitted_before_the_end_of_an_epoch(every: int, overlap: bool) -> None:
     steps, job = -(-LENGTH // BATCH), Job(3, every=every, overlap=overlap)
     for step in range(steps):
         job.step("comes" if step == 5 else "", 0)
@@ -522,15 +524,15 @@ def test_whoever_comes_is_let_in_by_the_end_of_an_epoch_however_long_rounds_are(
     ({}, [3, 4], 1, {3: 6, 4: 6}),
     ({0: 6, 1: 0}, [], 1, {0: 12, 1: 0}),
 ])
-def test_who_comes_gets_an_even_part(shares: dict[int, int], come: list[int], least: int, then: dict[int, int]) -> None:
+def test_joining_worker_gets_an_equal_part(shares: dict[int, int], come: list[int], least: int, then: dict[int, int]) -> None:
     assert with_joined(shares, come, 12, least) == then
 
 
 # ---- Samplers under local steps: what was dealt stays open until the exchange that carries it, across saves and losses
 
 
-def test_local_steps_are_followed_and_refused_where_shares_are_moved_by_what_steps_take() -> None:
-    sampler, session = Sampler(40, 8, rank=0, shares=[4, 0, 4]), Noted()
+def test_local_steps_are_supported_but_not_with_balanced_shares() -> None:
+    sampler, session = Sampler(40, 8, rank=0, shares=[4, 0, 4]), FakeSession()
     loop = sampler.follow(sampler, session)
     next(loop)
     session.plan = Plan("", (), local_steps=4)
@@ -545,16 +547,16 @@ def test_local_steps_are_followed_and_refused_where_shares_are_moved_by_what_ste
             LoadBalancer(session, sampler)  # type: ignore[arg-type]
 
 
-def test_a_job_that_goes_on_from_a_save_between_two_exchanges_still_hands_out_again_what_the_lost_had_not_shared() -> None:
-    """Of three steps two are local ones that no exchange has seen."""
+def test_resume_between_exchanges_still_reassigns_samples_of_lost_workers() -> None:
+    """Two of three steps are local and no exchange has included them."""
     before = [Sampler(400, 4, rank=rank, world=2, shuffle=False) for rank in range(2)]
     for sampler in before:
-        session = Left((0, 1))
+        session = LeftMembers((0, 1))
         for step, _ in enumerate(loop := sampler.follow(sampler, session), start=1):
             session.step, session.carried = step, 1
             if step == 3:
                 loop.close()
-    sampler, session = Sampler(400, 4, rank=0, world=2, shuffle=False), Left((0, 1))
+    sampler, session = Sampler(400, 4, rank=0, world=2, shuffle=False), LeftMembers((0, 1))
     sampler.load_state_dict(before[0].state_dict())
     session.carried, seen = -2, list[int]()
     session.steps_at_exit = lambda member: -2  # type: ignore[method-assign]
@@ -579,8 +581,8 @@ def positions(ranges: list[tuple[int, int]]) -> list[int]:
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_each_position_is_done_once(data: st.DataObject) -> None:
-    """An independent count of what was applied against what the log says is left."""
+def test_each_position_is_consumed_once(data: st.DataObject) -> None:
+    """An independent count of the applied samples is compared with what the log reports as left."""
     log = ConsumedLog(data.draw(st.integers(0, LENGTH_LOG)))
     workers = {0, 1, 2}
     step, newest = 0, 2
@@ -622,7 +624,7 @@ def test_each_position_is_done_once(data: st.DataObject) -> None:
     assert log.done == merged([(0, log.length)])
 
 
-def test_a_ledger_stays_small() -> None:
+def test_consumed_log_stays_small() -> None:
     log = ConsumedLog(10**12)
     for step in range(200):
         log.assign(step, {w: 1000 + w for w in range(8)})
@@ -639,7 +641,7 @@ def test_a_ledger_stays_small() -> None:
     (lambda log: ConsumedLog.of(ConsumedLogState(4, [(0, 2)], {0: {1: [(1, 3)]}})),
      r"position 1\b.*E-SAMPLER-STATE"),
 ])
-def test_misuse_is_named(act: Any, text: str) -> None:
+def test_log_misuse_is_named(act: Any, text: str) -> None:
     log = ConsumedLog(10)
     log.assign(0, {0: 2})
     with pytest.raises(ValueError, match=text) as caught:

@@ -48,7 +48,7 @@ def settled(line: LinearTime, batch: int, noise: float = 0.01) -> tuple[OnlineLi
 
 @settings(max_examples=60, deadline=None)
 @given(st.floats(1e-4, 1e-2), st.floats(0, 0.1), st.integers(2, 300))
-def test_a_line_that_holds_is_kept(slope_s: float, intercept_s: float, batch: int) -> None:
+def test_accurate_line_is_kept(slope_s: float, intercept_s: float, batch: int) -> None:
     line = LinearTime(slope_s, intercept_s)
     online = OnlineLine(line)
     assert [online.observe(batch, line.time_s(batch)) for _ in range(5)] == ["follows"] * 5
@@ -58,7 +58,7 @@ def test_a_line_that_holds_is_kept(slope_s: float, intercept_s: float, batch: in
 @settings(max_examples=60, deadline=None)
 @example([(1, 1e-05), (1, 1.0), (1, 26.0), (1, 1.0)])
 @given(st.lists(st.tuples(st.integers(1, 400), st.floats(1e-6, 1e3)), min_size=1, max_size=40))
-def test_whatever_is_measured_the_line_stays_one(points: list[tuple[int, float]]) -> None:
+def test_line_stays_valid_for_any_measurements(points: list[tuple[int, float]]) -> None:
     online = OnlineLine()
     for batch, time_s in points:
         online.observe(batch, time_s)
@@ -66,7 +66,7 @@ def test_whatever_is_measured_the_line_stays_one(points: list[tuple[int, float]]
     assert online.line.slope_s > 0
 
 
-def test_one_outlier_is_no_trend() -> None:
+def test_one_outlier_does_not_change_the_trend() -> None:
     online, _ = settled(FAST, 166)
     before = online.line
     assert online.observe(166, 3 * FAST.time_s(166)) == "suspect"
@@ -78,7 +78,7 @@ def test_one_outlier_is_no_trend() -> None:
 
 @pytest.mark.parametrize(("line", "batch", "moved"), [(FAST, 166, 110), (SLOW, 20, 8)])
 @pytest.mark.parametrize("truth", ["added", "factor"])
-def test_offset_and_slope_are_told_apart_once_the_share_moved(line: LinearTime, batch: int, moved: int, truth: str) -> None:
+def test_offset_and_slope_are_separated_once_the_share_changes(line: LinearTime, batch: int, moved: int, truth: str) -> None:
     online, draw = settled(line, batch)
     factor, added_s = (1.0, 0.05) if truth == "added" else (1.5, 0.0)
     now = LinearTime(line.slope_s * factor, line.intercept_s * factor + added_s)
@@ -98,7 +98,7 @@ def test_offset_and_slope_are_told_apart_once_the_share_moved(line: LinearTime, 
     assert online.line.slope_s == pytest.approx(now.slope_s, rel=0.25)
 
 
-def test_a_thermal_ramp_is_followed_without_a_jump() -> None:
+def test_thermal_ramp_is_tracked_smoothly() -> None:
     online, draw = settled(FAST, 166)
     late = []
     for step in range(60):
@@ -128,7 +128,7 @@ def test_fits(fit: Callable[[Any], Any]) -> None:
     Piecewise((1.0, 60.0, 100.0), (2.0, 20.0, 200.0)),  # it swaps above 60
     LinearTime(1.0, 20.0),
 ])
-def test_time_in_micro_batches_rises(curve: Any) -> None:
+def test_time_grows_with_micro_batches(curve: Any) -> None:
     for cap in (1, 3, 40, 100):
         times = [in_pieces_s(curve, batch, cap) for batch in range(1, 260)]
         assert times == sorted(times)
@@ -163,8 +163,8 @@ def curves(draw: st.DrawFn) -> Piecewise:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(lines, curves()), min_size=1, max_size=4), st.integers(4, 14), st.integers(1, 2), st.data())
-def test_no_split_is_faster(models: list[TimeModel], total: int, minimum: int, data: st.DataObject) -> None:
-    """Also in micro-batches, of which each pays its launch."""
+def test_solver_finds_the_fastest_split(models: list[TimeModel], total: int, minimum: int, data: st.DataObject) -> None:
+    """Also with micro-batches, each of which pays its launch."""
     minimum = min(minimum, total // len(models))
     caps = data.draw(st.lists(st.integers(minimum, 14), min_size=len(models), max_size=len(models)))
     solution = solve(models, total, caps, minimum=minimum)
@@ -178,7 +178,7 @@ def test_no_split_is_faster(models: list[TimeModel], total: int, minimum: int, d
     assert solution.makespan_s == pytest.approx(best_s, rel=1e-9)
 
 
-def test_the_papers_four_gpus_have_their_integer_optimum() -> None:
+def test_integer_optimum_of_the_paper_example() -> None:
     solution = solve(PAPER, 512)
     assert solution.shares == (166, 167, 159, 20)
     assert solution.makespan_s == pytest.approx(0.104408)
@@ -190,7 +190,7 @@ def test_the_papers_four_gpus_have_their_integer_optimum() -> None:
     lambda: shares([], 4), lambda: shares(PAPER, 0), lambda: shares(PAPER, 3), lambda: shares(PAPER, 8, [1, 2]),
     lambda: shares(PAPER, 8, [1, 1, 1, 1], minimum=2), lambda: shares(PAPER, 8, [4, -1, 4, 4]),
 ])
-def test_mistakes_are_one_line(call: Callable[[], object]) -> None:
+def test_invalid_profile_arguments_are_one_line(call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r"\[E-SHARES-ARGUMENT\]$") as caught:
         call()
     assert "\n" not in str(caught.value)
@@ -212,7 +212,7 @@ def runs_to(memory: int, line: LinearTime = PAPER[0]) -> tuple[Callable[[int], f
 
 
 @pytest.mark.parametrize("memory", [0, 1, 2, 3, 5, 40, 63, 64, 100, 127, 130, 511])
-def test_the_cap_lies_below_memorys_end_but_near(memory: int) -> None:
+def test_cap_is_just_below_the_memory_limit(memory: int) -> None:
     run, batches = runs_to(memory)
     result = profile(run, 512)
     assert result.ended
@@ -223,14 +223,14 @@ def test_the_cap_lies_below_memorys_end_but_near(memory: int) -> None:
 
 
 @pytest.mark.parametrize("total", [512, 500])
-def test_without_an_end_the_cap_is_the_total(total: int) -> None:
+def test_cap_is_the_total_without_a_memory_limit(total: int) -> None:
     run, batches = runs_to(10_000)
     result = profile(run, total)
     assert (result.cap, result.ended) == (total, False)
     assert result.points[-1][0] == max(batches) == total
 
 
-def test_slow_first_runs_and_outliers_do_not_count() -> None:
+def test_slow_first_runs_and_outliers_are_ignored() -> None:
     seen: dict[int, int] = {}
 
     def run(batch: int) -> float:
@@ -253,7 +253,7 @@ def profiles(memory: int = TOTAL, worker: int = 0) -> list[WorkerProfile]:
     return [profile(lambda batch, place=place: run(place, batch), TOTAL) for place in range(4)]  # type: ignore[misc]
 
 
-def test_the_papers_four_gpus_begin_at_the_optimum() -> None:
+def test_paper_example_starts_at_the_optimum() -> None:
     result = initial_shares(profiles(), TOTAL, EVEN, step=7)
     assert result.decision.shares == (166, 167, 159, 20)
     assert (result.decision.step, result.decision.from_step) == (7, 7)
@@ -265,7 +265,7 @@ def test_the_papers_four_gpus_begin_at_the_optimum() -> None:
 
 
 @pytest.mark.parametrize("odd", [math.nan, -1.0, math.inf, 0.0])
-def test_times_that_are_none_are_said_and_left_out(odd: float) -> None:
+def test_invalid_times_are_reported_and_ignored(odd: float) -> None:
     measured = profiles()
     points = tuple((batch, odd if batch == 64 else time_s) for batch, time_s in measured[2].points)
     measured[2] = WorkerProfile(points, TOTAL, False)
@@ -277,12 +277,12 @@ def test_times_that_are_none_are_said_and_left_out(odd: float) -> None:
 
 
 @pytest.mark.parametrize(("caps", "worker"), [((0, 0, 0, 0), 0), ((64, 64, 2, 64), 2)])
-def test_a_worker_without_room_is_named(caps: tuple[int, ...], worker: int) -> None:
+def test_worker_without_memory_is_named(caps: tuple[int, ...], worker: int) -> None:
     with pytest.raises(ValueError, match=rf"^worker {worker}\b.*\b{caps[worker]}\b.*\b3\b.*E-SHARES-ARGUMENT"):
         initial_shares([WorkerProfile(((2, 0.1),), cap, True) for cap in caps], TOTAL, EVEN, step=0, minimum=2)
 
 
-def test_time_ends_a_profile_and_says_nothing_of_memory() -> None:
+def test_time_limit_ends_a_profile_without_a_memory_limit() -> None:
     spent = [0.0]
 
     def run(batch: int) -> float:
@@ -314,7 +314,7 @@ def played(
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("worker", range(4))
-def test_added_50_ms_costs_at_most_three_slow_iterations(worker: int, seed: int) -> None:
+def test_added_delay_costs_at_most_three_slow_iterations(worker: int, seed: int) -> None:
     _, steps = played(cluster(Disturbance(worker, 25, 65, added_s=0.05), seed=seed), 105)
     assert slow_after(steps, 0, 25) == 0
     assert 1 <= slow_after(steps, 25, 65) <= 3 + (worker == 3), "the small worker may take one more correction"
@@ -327,29 +327,29 @@ def test_added_50_ms_costs_at_most_three_slow_iterations(worker: int, seed: int)
     *[((Disturbance(worker, 20, 120, factor=factor),), 4) for worker in (0, 3) for factor in (1.5, 3.0, 10.0)],
     ((Disturbance(0, 20, 150, factor=2.0, ramp=60), Disturbance(1, 40, 150, factor=1.5, ramp=20)), 3),
 ])
-def test_factors_and_heat_are_followed(disturbances: tuple[Disturbance, ...], most: int) -> None:
+def test_speed_factors_and_heat_are_tracked(disturbances: tuple[Disturbance, ...], most: int) -> None:
     assert slow_after(played(cluster(*disturbances), 120)[1], 20, 120) <= most
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
-def test_shares_are_stable_while_speeds_are(noise: float) -> None:
+def test_shares_are_stable_at_constant_speeds(noise: float) -> None:
     assert moves(played(cluster(noise=noise), 200)[1]) <= 1
 
 
-def test_single_spikes_move_nothing() -> None:
+def test_single_spikes_change_no_share() -> None:
     spikes = (Disturbance(step % 4, step, step + 1, factor=3.0) for step in range(10, 200, 10))
     mode, steps = played(cluster(*spikes), 210)
     assert moves(steps) == 0
     assert len([event for event in mode.balancer.events if isinstance(event, Note)]) == 19
 
 
-def test_a_change_must_gain_enough() -> None:
+def test_change_of_shares_must_gain_enough() -> None:
     slower = cluster(Disturbance(1, 25, 200, added_s=0.02))
     assert moves(played(slower, 60)[1]) >= 1
     assert moves(played(slower, 60, SharePolicy(gain_least=0.5))[1]) == 0
 
 
-def test_without_a_profile_it_finds_the_balance() -> None:
+def test_balance_is_found_without_a_profile() -> None:
     _, steps = played(cluster(), 40, profiled=False)
     assert steps[0].shares == (128, 128, 128, 128)
     assert slow_after(steps, 0, 40) <= 3
@@ -357,7 +357,7 @@ def test_without_a_profile_it_finds_the_balance() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_the_sum_is_kept_under_any_times(data: st.DataObject) -> None:
+def test_sum_of_shares_is_constant_for_any_times(data: st.DataObject) -> None:
     total, minimum = data.draw(st.integers(8, 60)), data.draw(st.integers(1, 2))
     balancer = Balancer([Joined(worker, line=LinearTime(1e-3, 1e-3)) for worker in range(3)], total, SharePolicy(minimum))
     times = st.one_of(st.floats(1e-9, 1e9), st.sampled_from([math.nan, -1.0, math.inf, 1e-320]))
@@ -386,11 +386,11 @@ MEASURED_S = (0.08181, 0.08149, 0.08539, 0.39292)
 """Table 2: the four workers at batch 128."""
 
 
-def test_the_static_optimum_of_the_paper() -> None:
+def test_static_optimum_of_the_paper() -> None:
     assert spread_shares(CURVES, 512, [None] * 4) == pytest.approx([165.8, 167.1, 159.2, 19.9], abs=0.1)
 
 
-def test_one_rapid_tuning_gives_the_papers_third_table() -> None:
+def test_rapid_tuning_reproduces_the_third_table_of_the_paper() -> None:
     lbb = Lbb([Cubic(0.0, 0.0, 6e-4, a0) for a0 in PROFILE_A0_S], 512)
     lbb.take([128] * 4)
     lbb.observe(0, MEASURED_S)
@@ -398,7 +398,7 @@ def test_one_rapid_tuning_gives_the_papers_third_table() -> None:
     assert lbb.shares(1) == pytest.approx([165, 166, 158, 22], abs=1)
 
 
-def test_the_straggler_effect_is_spread_over_mean() -> None:
+def test_straggler_effect_is_spread_over_mean() -> None:
     assert straggler_effect([1.0, 2.0, 3.0]) == 1.0
     assert straggler_effect(MEASURED_S) == pytest.approx(1.94, abs=0.01)
 
@@ -406,7 +406,7 @@ def test_the_straggler_effect_is_spread_over_mean() -> None:
 @pytest.mark.parametrize(
     ("times", "does"), [((1.0, 1.0, 1.0, 1.04), "nothing"), ((1.0, 1.02, 1.03, 1.2), "fine"), ((1.0, 1.0, 1.0, 1.5), "rapid")]
 )
-def test_the_thresholds(times: tuple[float, ...], does: str) -> None:
+def test_lbb_thresholds(times: tuple[float, ...], does: str) -> None:
     lbb = Lbb(CURVES, 512)
     before = list(lbb.shares(0))
     lbb.observe(0, times)
@@ -426,8 +426,9 @@ def test_within_the_window_a_spike_is_only_fine_tuned() -> None:
 
 
 def test_max_minus_min_is_not_the_makespan() -> None:
-    """A worker without a share counts with its launch of 100 s and one with little memory with 5 s, so the objective does not
-    depend on how the other two share the rest."""
+    """A worker without a share still takes its launch time of 100 s and one with little memory 5 s, so the objective does not
+    depend on how the other two divide the rest.
+    """
     curves = [Cubic(0.0, 0.0, slope, launch) for slope, launch in ((1.0, 0.0), (2.0, 0.0), (1.0, 0.0), (1.0, 100.0))]
     poor, good = [10, 45, 5, 0], [37, 18, 5, 0]
     assert spread_s(curves, poor) == spread_s(curves, good) == 95
@@ -443,7 +444,7 @@ def test_shares_are_adjusted_to_the_total(wanted: list[int], minimum: int, order
     assert adjusted_to_total(wanted, total, minimum, order) == given
 
 
-def test_in_a_job_it_keeps_the_sum_and_waits_for_all_times() -> None:
+def test_job_policy_keeps_the_sum_and_waits_for_all_times() -> None:
     first = Balancer([Joined(worker) for worker in range(4)], 512).latest
     balancer = LbbBalancer(CURVES, 512, [None] * 4, first, SharePolicy(lead=2))
     times = [Measurement(worker, 128, time_s) for worker, time_s in enumerate(MEASURED_S)]
@@ -489,7 +490,7 @@ def decided(
     return state, [] if decision is None else [decision], events
 
 
-def test_decisions_load_no_torch() -> None:
+def test_decisions_do_not_import_torch() -> None:
     look = "import sys, commlayer.autotune.shares.policy; print(sorted({'torch', 'grpc', 'scipy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
@@ -498,7 +499,7 @@ def test_decisions_load_no_torch() -> None:
 
 
 @pytest.mark.parametrize(("lookahead", "other", "from_step"), [(0, 0, 6), (1, 0, 7), (4, 0, 10), (0, 3, 9)])
-def test_new_shares_are_for_a_step_that_no_loader_has_drawn(lookahead: int, other: int, from_step: int) -> None:
+def test_new_shares_apply_to_a_step_that_no_loader_has_drawn(lookahead: int, other: int, from_step: int) -> None:
     """The times of step 5 are read when step 6 is the next to train."""
     rows = rows_of(begun(), 5, lookahead=lookahead)
     rows[1] = rows[1]._replace(lookahead=max(lookahead, other))
@@ -517,7 +518,7 @@ def test_no_second_decision_before_the_first_takes_effect() -> None:
 
 
 @pytest.mark.parametrize("time_s", [math.nan, math.inf, -1.0, 0.0])
-def test_an_impossible_time_is_noted_and_left_out(time_s: float) -> None:
+def test_impossible_time_is_logged_and_ignored(time_s: float) -> None:
     rows = rows_of(begun(), 0)
     rows[1] = rows[1]._replace(compute_s=time_s)
     _, _, events = decided(begun(), rows, 1)
@@ -546,13 +547,13 @@ def test_ranks_with_different_shares_are_named() -> None:
     (2, {"step": 4}, r"rank 2 .*step 4 .*rank 0.*step 0\b.*E-SAMPLER-RANKS"),
     (0, {"last_worker": 3}, r"rank 0 .*worker 3\b.*0 to 2\b.*E-SAMPLER-RANKS"),
 ])
-def test_samplers_that_do_not_belong_together_are_named(rank: int, fields: dict[str, float], text: str) -> None:
+def test_mismatched_samplers_are_named(rank: int, fields: dict[str, float], text: str) -> None:
     rows = [start(one, **fields if one == rank else {}) for one in range(WORLD)]
     with pytest.raises(ValueError, match=text):
         begun(rows)
 
 
-def test_shares_of_a_profile_hold_until_their_step_and_keep_their_promise() -> None:
+def test_profile_shares_apply_until_their_step_at_the_promised_time() -> None:
     profiles = [WorkerProfile(tuple((n, line.time_s(n)) for n in (1, 2, 4, 8, 16, 24)), 24, False) for line in LINES_POLICY]
     first = initial_shares(profiles, BATCH_POLICY, EVEN_POLICY, step=3)
     starts = [start(rank) for rank in range(WORLD)]
@@ -563,8 +564,8 @@ def test_shares_of_a_profile_hold_until_their_step_and_keep_their_promise() -> N
 
 
 @pytest.mark.parametrize("lbb", [False, True])
-def test_a_decision_leaves_the_state_before_it_as_it_was(lbb: bool) -> None:
-    """So that the same rows mean the same, however often they are read."""
+def test_decisions_do_not_modify_the_previous_state(lbb: bool) -> None:
+    """So equal rows give equal decisions however often they are read."""
     state = begun(lbb=lbb)
     for step in range(5):
         once, *first = read(state, step)

@@ -1,4 +1,4 @@
-"""A step of a user's model is counted without values, and priced as a built-in one."""
+"""Operation counts of a user's model, made without values and priced like those of a built-in model."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def resnet50() -> Made:
 
 
 @pytest.mark.parametrize(("made", "batch"), [(gpt2, 8), (resnet50, 64)])
-def test_a_model_costs_on_every_gpu_what_the_built_in_one_costs(made: Callable[[], Made], batch: int) -> None:
+def test_model_costs_the_same_as_the_built_in_one_on_every_gpu(made: Callable[[], Made], batch: int) -> None:
     mine, own = counted(made).timed, builtin(made.__name__, batch).timed
     assert mine.half
     assert mine.activation_nbytes == pytest.approx(own.activation_nbytes, rel=0.15)
@@ -97,7 +97,7 @@ def test_a_model_costs_on_every_gpu_what_the_built_in_one_costs(made: Callable[[
         assert seconds[0] == pytest.approx(seconds[1], rel=0.1), device
 
 
-def test_two_counts_are_equal_and_gradients_follow_the_layers() -> None:
+def test_counts_are_deterministic_and_gradients_follow_the_layers() -> None:
     one, two = counted(gpt2), counted(gpt2)
     assert one == two
     timing, number = one.timed, {tensor.name: i for i, tensor in enumerate(one.tensors)}
@@ -108,7 +108,7 @@ def test_two_counts_are_equal_and_gradients_follow_the_layers() -> None:
     assert timing.ready_s[number["ln_f.weight"]] < 0.4 * timing.backward_s, "the head comes first"
 
 
-def test_a_model_of_billions_is_counted_without_its_memory() -> None:
+def test_billion_parameter_model_is_counted_without_its_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     job = counted(lambda: drawn(nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(27))), 4, 16384))
     assert job.numel > 7e9
@@ -254,7 +254,7 @@ def test_common_scripts_are_counted_without_values(made: Callable[[], Made]) -> 
     assert job_limit("rtx3060", timing) == "launch_s", "a small step is as long as its kernels take to start"
 
 
-def test_an_embedding_is_limited_by_memory() -> None:
+def test_embedding_is_limited_by_memory_bandwidth() -> None:
     def made() -> Made:
         model = nn.Sequential(nn.Embedding(3_000_000, 64), nn.Linear(64, 1))
         return model, lambda: model(torch.randint(3_000_000, (64, 10))).square().mean()
@@ -282,7 +282,7 @@ def make():
 """
 
 
-def test_a_step_that_reads_values_is_counted_while_it_is_computed(
+def test_step_that_reads_values_is_counted_during_execution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "reads.py").write_text(SCRIPT.format(width=16))
@@ -298,7 +298,7 @@ def test_a_step_that_reads_values_is_counted_while_it_is_computed(
         counted_job(f"{tmp_path}/reads.py", None)
 
 
-def test_a_count_leaves_torch_as_it_was() -> None:
+def test_counting_leaves_torch_unchanged() -> None:
     before = torch.cuda.is_available(), torch.compile, torch.autocast.__init__, torch.backends.mkldnn.enabled
     state = random.getstate()
     counted(logged)
@@ -310,6 +310,6 @@ def test_a_count_leaves_torch_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("example", [path.name for path in (ROOT / "examples").glob("*.py") if "def make(" in path.read_text()])
-def test_examples_are_counted(example: str) -> None:
+def test_examples_can_be_counted(example: str) -> None:
     timing = counted_job(f"{ROOT}/examples/{example}", None).timed
     assert 0 < max(timing.ready_s) <= timing.backward_s < 1.0

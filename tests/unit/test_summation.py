@@ -1,4 +1,4 @@
-"""The summation service as a state machine, and behind a transport."""
+"""The summation service as a state machine, and as a server over a transport."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from commlayer.transport.protocol import SERVER_BASE, Flag, Kind, Message, key
 
 
 @pytest.mark.parametrize("arrival", list(itertools.permutations(range(3))))
-def test_adds_in_member_order_whatever_the_arrival(arrival: tuple[int, ...]) -> None:
+def test_sum_is_in_member_order_for_any_arrival_order(arrival: tuple[int, ...]) -> None:
     core, ops = service()
     replies = [core.push(push(m, VALUES[m]), 0.0) for m in arrival]
     assert [len(r) for r in replies] == [0, 0, 3]
@@ -39,7 +39,7 @@ def test_adds_in_member_order_whatever_the_arrival(arrival: tuple[int, ...]) -> 
     (True, "lacks flag MEAN, .* mean .*E-FRAME"),
 ])
 @pytest.mark.parametrize("liar", range(3))
-def test_what_counts_in_a_mean_is_known_here_and_whoever_says_otherwise_is_named(means: bool, words: str, liar: int) -> None:
+def test_weights_are_known_to_the_server_and_a_wrong_claim_is_named(means: bool, words: str, liar: int) -> None:
     class Buffers(Doubles):
         def weigh(self, payload: memoryview, weight: float, first: bool) -> None:
             self.add(0, payload, [0.0], first)
@@ -64,7 +64,7 @@ def test_each_contribution_counts_once(senders: list[int]) -> None:
     assert ops.added == VALUES[:prefix]
 
 
-def test_a_late_repeat_gets_the_kept_result_and_steps_leave_the_window() -> None:
+def test_late_duplicate_gets_the_kept_result_and_old_steps_leave_the_window() -> None:
     core, _ = service()
     for step in range(4):
         for m in range(3):
@@ -86,7 +86,7 @@ def test_a_late_repeat_gets_the_kept_result_and_steps_leave_the_window() -> None
     ({"weight": -1.0}, "weight -1.*E-FRAME"),
     ({"step": 1}, r"round 0 of step 1\b.*worker 0 .*round 0 of step 0\b.*E-STEPS-DIFFER"),
 ])
-def test_breaches_are_named_and_change_nothing(fields: dict[str, object], words: str) -> None:
+def test_protocol_violations_are_named_and_have_no_effect(fields: dict[str, object], words: str) -> None:
     core, ops = service()
     core.push(push(0, VALUES[0]), 0.0)
     with pytest.raises(CorruptFrame, match=f"worker 1: .*{words}"):
@@ -97,7 +97,7 @@ def test_breaches_are_named_and_change_nothing(fields: dict[str, object], words:
     assert len(replies) == 3
 
 
-def test_a_corrupt_payload_names_its_sender_even_when_another_push_uncovers_it() -> None:
+def test_corrupt_payload_names_its_sender_even_if_found_by_a_later_push() -> None:
     core, ops = service()
     core.push(Message(1, push(1, 0.0).header, memoryview(b"short")), 0.0)
     with pytest.raises(CorruptFrame, match=r"worker 1: 5 bytes\b.*\b8\b.*E-FRAME"):
@@ -107,8 +107,8 @@ def test_a_corrupt_payload_names_its_sender_even_when_another_push_uncovers_it()
     assert len(core.push(push(2, VALUES[2]), 0.0)) == 3
 
 
-def test_frames_of_an_ended_generation_are_counted_whatever_they_name() -> None:
-    """In the new plan the bucket may differ or be absent: a member that does not know the plan yet breaks no rule."""
+def test_frames_of_an_ended_generation_are_only_counted() -> None:
+    """In the new plan the bucket may differ or be absent: a member that has not received the plan yet violates no rule."""
     core, ops = service()
     for number, message in enumerate((push(0, 1.0, generation=0), push(1, 1.0, generation=0, bucket=77, codec=9)), 1):
         assert core.push(message, 0.0) == []
@@ -120,7 +120,7 @@ def test_frames_of_an_ended_generation_are_counted_whatever_they_name() -> None:
         core.push(push(0, 1.0, generation=0)._replace(peer=1), 0.0)
 
 
-def test_who_has_not_heard_that_a_step_is_coded_again_hears_it_again() -> None:
+def test_reencode_request_is_repeated_for_a_member_that_missed_it() -> None:
     class Means(Doubles):
         in_means = True
 
@@ -137,7 +137,7 @@ def test_who_has_not_heard_that_a_step_is_coded_again_hears_it_again() -> None:
     assert ops.added == [1.0, 2.0, 5.0, 6.0]
 
 
-def test_undo_gives_back_the_last_result_once_and_all_must_say_it() -> None:
+def test_undo_needs_all_members_and_happens_once() -> None:
     core, ops = service(2)
     for m in range(2):
         core.push(push(m, 0.1), 0.0)
@@ -150,7 +150,7 @@ def test_undo_gives_back_the_last_result_once_and_all_must_say_it() -> None:
         core.push(push(1, 1.0, 2), 0.0)
 
 
-def test_stalled_says_who_is_missing_and_who_waits() -> None:
+def test_stalled_names_missing_and_waiting_members() -> None:
     core, _ = service()
     core.push(push(2, 1.0), now=10.0)
     core.push(push(0, 1.0), now=11.0)
@@ -181,7 +181,7 @@ def test_snapshot_and_restore_continue_at_the_saved_step() -> None:
     ({"sender": 2}, r"worker 2\b.*E-FRAME"),
     ({"generation": 2}, r"generation 2\b.*E-FRAME"),
 ])
-def test_state_is_asked_and_restored_by_the_same_rules(kind: Kind, fields: dict[str, object], words: str) -> None:
+def test_state_requests_and_restores_obey_the_same_rules(kind: Kind, fields: dict[str, object], words: str) -> None:
     core, ops = service()
     do = core.restore if kind == Kind.STATE else core.snapshot
     ops.residual = 3.0
@@ -201,7 +201,7 @@ class Strict(Doubles):
         raise ValueError("of another plan")
 
 
-def test_a_state_that_does_not_fit_is_its_senders_fault_and_changes_nothing() -> None:
+def test_mismatched_state_is_blamed_on_its_sender_without_effect() -> None:
     core, _ = service(1, ops=Strict())
     first = core.push(push(0, 0.1, 3), 0.0)
     with pytest.raises(CorruptFrame, match="worker 0: .*state.*: of another plan.*E-FRAME"):
@@ -210,14 +210,14 @@ def test_a_state_that_does_not_fit_is_its_senders_fault_and_changes_nothing() ->
     assert len(core.push(push(0, 5.0, 4), 0.0)) == 1
 
 
-def test_a_body_longer_than_any_payload_is_not_kept() -> None:
+def test_body_longer_than_any_payload_is_not_stored() -> None:
     core, _ = service()
     with pytest.raises(CorruptFrame, match=r"worker 2: sent 9 bytes\b.*\b8\b.*E-FRAME"):
         core.push(Message(2, push(2, 0.0).header, memoryview(bytes(9))), 0.0)
     assert core.stalled(99.0) == []
 
 
-def test_the_body_of_each_contribution_is_released_once_and_none_of_a_repeat() -> None:
+def test_each_contribution_body_is_released_once_and_duplicates_never() -> None:
     core, _ = service()
     released: list[Message] = []
     sent = [push(1, 1.0), push(1, 1.0), push(0, 1.0), push(2, 1.0), push(2, 1.0)]
@@ -233,7 +233,7 @@ class Broken(Doubles):
         raise MemoryError("no room")
 
 
-def test_a_failure_of_the_server_itself_is_told_to_all_and_blamed_on_none(
+def test_server_failure_is_sent_to_all_members_and_blames_none(
     hub: tuple[Hub, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("commlayer.cluster.servers.summation_server.FAILURE_NOTICE_S", 0.0)
@@ -256,7 +256,7 @@ class Picky(Doubles):
         raise ValueError("not these bytes")
 
 
-def test_a_payload_that_the_codec_refuses_is_blamed_on_its_sender(hub: tuple[Hub, list[Any]]) -> None:
+def test_payload_refused_by_the_codec_is_blamed_on_its_sender(hub: tuple[Hub, list[Any]]) -> None:
     members = served(hub, Picky(), stall_s=0.0)
     members[1].send(SERVER_BASE, push(1, 1.0).header, push(1, 1.0).body)
     assert next_stalled(members[1]).missing == (0, 2)
@@ -281,8 +281,8 @@ class Noted(Doubles):
         self.done.append("restore")
 
 
-def test_a_rollback_that_changes_nothing_is_not_written_to_the_journal() -> None:
-    """Else each of its 68 bytes writes a bucket's state to the disk."""
+def test_rollback_without_effect_is_not_journaled() -> None:
+    """Otherwise each 68-byte request would write a bucket's state to disk."""
     bucket = Bucket(5, (Slice(0, 0, 8), Slice(1, 0, 8)), "service", "error_feedback(int8())")
     ops = CodecOps(codec_of(bucket), bucket, "job")
     core, kept = Summation(0, 1, {5: ops}, {5: (0,)}), list[int]()
@@ -299,7 +299,7 @@ def test_a_rollback_that_changes_nothing_is_not_written_to_the_journal() -> None
         assert kept == [5] * times
 
 
-def test_a_numbered_request_that_comes_twice_is_done_once_and_answered_twice(hub: tuple[Hub, list[Any]]) -> None:
+def test_duplicate_request_is_executed_once_and_answered_twice(hub: tuple[Hub, list[Any]]) -> None:
     ops = Noted()
     member = served(hub, ops, members=1)[0]
     requests = [ask(Kind.UNDO, 0, 0, b"", used=1, undone=3), ask(Kind.STATE, 0, 4, b"state", used=2),

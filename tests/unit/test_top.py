@@ -1,4 +1,4 @@
-"""`commlayer top`, metrics, their server, and trackers: what people see of a job's events."""
+"""`commlayer top`, metrics, their server, and trackers: how a job's events are shown."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shown(view: JobView, seconds: float, width: int = 80, height: int = 24) -> l
 # ---- the screen
 
 @pytest.mark.parametrize("width", [80, 100, 160])
-def test_a_screen_fits_and_says_what_matters(width: int) -> None:
+def test_screen_fits_and_shows_the_essentials(width: int) -> None:
     lines = shown(view_at(19), 19, width)
     text = "\n".join(lines)
     assert max(map(len, lines)) <= width
@@ -58,7 +58,7 @@ def test_a_screen_fits_and_says_what_matters(width: int) -> None:
 @pytest.mark.parametrize(("over_alone", "forecast", "auto_times", "line"), [
     (0.58, 0.6, 2.4, "slower than one machine alone: 0.58x; sync='auto' would be 2.4x as fast"),
     (0.7, 0.0, 0.0, "slower than one machine alone: 0.70x"), (1.2, 0.9, 0.0, ""), (0.97, 1.2, 0.0, ""), (0.0, 0.0, 0.0, "")])
-def test_a_job_that_is_slower_than_one_machine_alone_is_shown_as_such(
+def test_job_slower_than_a_single_machine_is_marked(
     over_alone: float, forecast: float, auto_times: float, line: str,
 ) -> None:
     view = view_at(10)
@@ -70,15 +70,18 @@ def test_a_job_that_is_slower_than_one_machine_alone_is_shown_as_such(
 
 
 @pytest.mark.parametrize("height", [12, 24, 50])
-def test_a_job_of_64_members_fits_and_shows_who_needs_attention(height: int) -> None:
+def test_screen_of_64_members_fits_and_shows_those_that_need_attention(height: int) -> None:
     lines = shown(view_at(19, 64), 19, height=height)
     assert len(lines) <= max(height, 18)
     assert any("home-63" in line and "silent" in line for line in lines)
     assert any("more" in line for line in lines)
 
 
-def test_a_refresh_of_64_members_is_fast() -> None:
-    """With a second's events of all members, and all of them on the screen. The best of three: other load only adds time."""
+def test_refresh_of_64_members_is_fast() -> None:
+    """With one second of events of all members, all shown on the screen.
+
+    The best of three counts: other load only adds time.
+    """
     latest = [event for event in stream(64) if START + 19 < event.time <= START + 20]
     assert len(latest) >= 64
     times = []
@@ -91,12 +94,12 @@ def test_a_refresh_of_64_members_is_fast() -> None:
     assert min(times) < 0.2
 
 
-def test_before_and_after_the_job() -> None:
+def test_screen_before_and_after_the_job() -> None:
     assert "a job, run -" in "\n".join(shown(JobView(), 0))
     assert "is dead: no heartbeat for 60.0 s" in "\n".join(shown(view_at(99), 40, width=120))
 
 
-def test_lines_for_pipes() -> None:
+def test_plain_lines_when_output_is_a_pipe() -> None:
     view, lines = JobView(), list[str]()
     for event in stream():
         view.apply(event)
@@ -118,7 +121,7 @@ def run_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_replay_shows_the_chosen_moment(commlayer: Any, run_folder: Path) -> None:
+def test_replay_shows_the_chosen_time(commlayer: Any, run_folder: Path) -> None:
     code, output, _ = commlayer("top", "--replay", str(run_folder), "--at", "19", "--once")
     assert code == 0
     assert "waiting for home-2, which sends no heartbeats, 10 of 60 s" in output
@@ -126,7 +129,7 @@ def test_a_replay_shows_the_chosen_moment(commlayer: Any, run_folder: Path) -> N
     assert "home-1 is dead" in commlayer("top", "--replay", str(run_folder / "events.jsonl"))[1]
 
 
-def test_a_folder_is_shown_once(commlayer: Any, run_folder: Path) -> None:
+def test_folder_is_shown_once_without_following(commlayer: Any, run_folder: Path) -> None:
     code, output, _ = commlayer("top", str(run_folder), "--once")
     assert code == 0
     assert "2 of 3 workers" in output.splitlines()[0], "the state, without the events before it"
@@ -144,7 +147,7 @@ def test_a_folder_is_shown_once(commlayer: Any, run_folder: Path) -> None:
     (["127.0.0.1:9"], "E-SECRET"),
     (["10.0.0.1:7000"], "E-PLAIN-TEXT"),
 ])
-def test_mistakes_are_one_line_with_a_code(commlayer: Any, run_folder: Path, tmp_path: Path, arguments: list[str], code: str,
+def test_top_errors_are_one_line_with_a_code(commlayer: Any, run_folder: Path, tmp_path: Path, arguments: list[str], code: str,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir(exist_ok=True)
     for name in ("COMMLAYER_TOKEN", "COMMLAYER_KEYS", "COMMLAYER_INSECURE"):
@@ -161,7 +164,7 @@ def test_mistakes_are_one_line_with_a_code(commlayer: Any, run_folder: Path, tmp
 SAMPLE = re.compile(r'^commlayer_[a-z_]+(\{([a-z]+="(\\.|[^"\\])*",?)*\})? -?\d[\d.e+-]*$')
 
 
-def test_metrics_are_in_the_format_of_prometheus() -> None:
+def test_metrics_use_the_prometheus_format() -> None:
     text = exposition(view_at(99), START + 31)
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     for line in text.splitlines():
@@ -179,7 +182,7 @@ def test_metrics_are_in_the_format_of_prometheus() -> None:
     assert exposition(JobView(), START)  # of a job that has not begun
 
 
-def test_the_dashboard_asks_only_for_metrics_that_there_are() -> None:
+def test_dashboard_queries_only_existing_metrics() -> None:
     dashboard = json.loads((Path(__file__).parents[2] / "docs" / "how-to" / "grafana.json").read_text())
     there = set(re.findall(r"^# TYPE (\S+)", exposition(view_at(19), START + 19) + exposition(view_at(99), START + 31), re.M))
     there |= {f"{name}{suffix}" for name in there for suffix in ("_sum", "_count")}
@@ -215,7 +218,7 @@ def test_values_reach_each_kind_of_tracker() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"writer": 5}, {"writer": None, "every": 0}])
-def test_what_cannot_log_is_refused(arguments: dict[str, Any]) -> None:
+def test_unsupported_trackers_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput) as refused:
         log_to(FakeSession(), **arguments)
     assert refused.value.code == "E-ARGUMENT"

@@ -1,4 +1,4 @@
-"""The frame reader: every way of cutting, breaking and reordering bytes; golden files; the CRC twin."""
+"""The frame reader: bytes cut, corrupted and reordered at every place; golden files; the CRC twin."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_golden_bytes(name: str) -> None:
     same(frame, header, body)
 
 
-def test_the_documented_offsets() -> None:
+def test_documented_offsets() -> None:
     data = wire(FULL, b"abc")
     assert HEADER_NBYTES == 68
     assert data[:8] == b"CML2" + bytes([framing.VERSION, Kind.PUSH, Flag.AGAIN, 1])
@@ -66,7 +66,7 @@ def test_the_documented_offsets() -> None:
     st.lists(st.integers(1, 2 * STAGING_NBYTES), min_size=1),
 )
 @settings(max_examples=40, deadline=None)
-def test_any_sizes_cut_anywhere(sizes: list[int], cuts: list[int]) -> None:
+def test_frames_of_any_size_cut_at_any_byte(sizes: list[int], cuts: list[int]) -> None:
     sent = [(Header(Kind.DATA, bucket=i), bytes([i + 1]) * n) for i, n in enumerate(sizes)]
     data = b"".join(wire(*frame) for frame in sent)
     reader, got, at, turn = Reader(), [], 0, 0
@@ -80,7 +80,7 @@ def test_any_sizes_cut_anywhere(sizes: list[int], cuts: list[int]) -> None:
     assert reader.between
 
 
-def test_a_truncated_stream_yields_nothing_and_is_known_as_such() -> None:
+def test_truncated_stream_yields_no_frame_and_is_reported() -> None:
     data = wire(FULL, b"x" * 100)
     for cut in (1, HEADER_NBYTES - 1, HEADER_NBYTES, HEADER_NBYTES + 99):
         reader = Reader()
@@ -89,7 +89,7 @@ def test_a_truncated_stream_yields_nothing_and_is_known_as_such() -> None:
     assert Reader().between
 
 
-def test_a_large_body_lands_in_memory_of_the_allocator() -> None:
+def test_large_body_is_written_to_allocated_memory() -> None:
     body, given = os.urandom(5 * STAGING_NBYTES), []
 
     def allocate(nbytes: int) -> memoryview:
@@ -106,7 +106,7 @@ def reheaded(data: bytes) -> bytes:
     return data[:64] + struct.pack("<I", crc.crc32c(data[:64])) + data[68:]
 
 
-def test_an_oversized_body_is_refused_before_anything_is_allocated() -> None:
+def test_oversized_body_is_refused_before_allocation() -> None:
     def allocate(_: int) -> memoryview:
         raise AssertionError("allocated")
 
@@ -123,7 +123,7 @@ def test_an_oversized_body_is_refused_before_anything_is_allocated() -> None:
     (22, 2, r"part 2 of 2\b.*E-FRAME"),
     (29, 1, r"reserved 010000\b.*E-FRAME"),
 ])
-def test_a_well_checksummed_header_that_breaks_the_format(offset: int, value: int, message: str) -> None:
+def test_malformed_header_with_a_valid_checksum_is_refused(offset: int, value: int, message: str) -> None:
     data = bytearray(wire(FULL, b"abc"))
     data[offset] = value
     with pytest.raises(CorruptFrame, match=message) as caught:
@@ -132,7 +132,7 @@ def test_a_well_checksummed_header_that_breaks_the_format(offset: int, value: in
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_only_payloads_may_lack_their_zeros(kind: Kind) -> None:
+def test_only_payloads_may_omit_zeros(kind: Kind) -> None:
     data = wire(Header(kind, flags=Flag.WITHOUT_ZEROS), b"abc")
     if kind in (Kind.PUSH, Kind.RESULT):
         assert len(Reader().feed(data)) == 1
@@ -147,12 +147,12 @@ def test_only_payloads_may_lack_their_zeros(kind: Kind) -> None:
     (b"SSH-2.0-OpenSSH_9", "SSH server.*E-ADDRESS"), (b"CML9", "CML9.*E-VERSION"),
     (b"\x80\x04\x95\x00", r"x80\\x04.*E-ADDRESS"),
 ])
-def test_wrong_magic_says_who_is_probably_there(start: bytes, guess: str) -> None:
+def test_wrong_magic_names_the_likely_protocol(start: bytes, guess: str) -> None:
     with pytest.raises(CorruptFrame, match=guess):
         Reader().feed(start.ljust(HEADER_NBYTES, b"\0"))
 
 
-def test_every_single_bit_flip_is_found_and_the_error_stays() -> None:
+def test_every_bit_flip_is_detected_and_the_error_latches() -> None:
     data = wire(FULL, b"0123456789abcdef")
     for bit in range(len(data) * 8):
         broken = bytearray(data)
@@ -188,8 +188,8 @@ def test_garbage_never_yields_a_frame(data: bytes) -> None:
 
 @given(st.binary(min_size=64, max_size=64), st.binary(max_size=64))
 @settings(max_examples=200, deadline=None)
-def test_a_checksummed_random_header_is_refused_or_read_back(head: bytes, tail: bytes) -> None:
-    """The CRC hides most of the header checks from the fuzz above; here it is always right."""
+def test_random_header_with_a_valid_checksum_is_refused_or_round_trips(head: bytes, tail: bytes) -> None:
+    """The CRC hides most header checks from the fuzz above; here it is always right."""
     data = b"CML2\x02" + head[5:]
     try:
         header, nbytes, check = framing.decode(memoryview(data + struct.pack("<I", crc.crc32c(data))), 1 << 32)
@@ -204,7 +204,7 @@ def test_a_checksummed_random_header_is_refused_or_read_back(head: bytes, tail: 
 
 @pytest.mark.parametrize("field", ["generation", "step", "bucket", "part", "round", "codec", "sender", "order", "used",
                                    "undone"])
-def test_what_does_not_fit_its_field_is_our_bug(field: str) -> None:
+def test_field_overflow_is_a_value_error(field: str) -> None:
     for value in (-1, 1 << 64):
         with pytest.raises(ValueError, match=rf"{field}={value}\b.*E-TRANSPORT-USE"):
             framing.encode(FULL._replace(**{field: value}), 0, 0)
@@ -221,5 +221,5 @@ def test_crc_known_answers() -> None:
 @pytest.mark.skipif(native.core is None, reason="no native core")
 @given(st.binary(max_size=2000))
 @settings(max_examples=60, deadline=None)
-def test_the_native_crc_equals_the_portable_one(data: bytes) -> None:
+def test_native_crc_equals_the_portable_one(data: bytes) -> None:
     assert crc.crc32c(data) == crc.portable(data)
