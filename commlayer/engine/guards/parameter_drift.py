@@ -309,7 +309,7 @@ class ParameterDrift(Component):
 
     def _react_with(self, what: str, take: Callable[[Groups], None], unlike: dict[str, list[str]]) -> None:
         if self._reaction == "warn":
-            self._context.say(f'{what}; training continues, since drift="warn"')
+            self._context.say(f'{what}. Training continues because drift="warn".')
             return
         at = f"step {self._step}: "
         if self._reaction == "end":

@@ -121,8 +121,8 @@ class JobContext:
     members leave."""
 
     def __init__(self, terms: PlanTerms | None = None, *, logs: bool = True) -> None:
-        """`terms`: constraints that the job's plans must respect. `logs`: True if this rank logs, for its node or home, the
-        events that all ranks know."""
+        """`terms`: constraints that the job's plans must respect. `logs`: whether this rank is the one that logs job-wide
+        events for its node or home."""
         self.terms, self.logs = terms or PlanTerms(), logs
         self.followers: dict[str, Callable[[], str]] = {}
         """Maps names to functions that return the state of script objects, such as a sampler, as a string for joining ranks."""
