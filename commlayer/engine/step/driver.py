@@ -65,10 +65,10 @@ class SoloDriver(Driver):
         trained = [p for _, p in parameters_of(model)]
         self._counting: Any = None
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of optimizers have no hooks
-            self._counting = optimizer.register_step_post_hook(lambda *_: context.passed())
+            self._counting = optimizer.register_step_post_hook(lambda *_: context.count_step())
         elif trained:
             self._counting = register_multi_grad_hook(
-                trained, lambda _: context.passed() if self._syncing else None, mode="any")
+                trained, lambda _: context.count_step() if self._syncing else None, mode="any")
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
