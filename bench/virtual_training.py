@@ -26,7 +26,7 @@ from commlayer.engine.buckets.entries_sent import allot_entries
 from commlayer.engine.buckets.units import Units
 from commlayer.engine.model.model_tensors import job_of
 from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
-from commlayer.engine.sync.norm_matching import Lengths
+from commlayer.engine.sync.norm_matching import Norms
 from commlayer.errors import InvalidInput
 from commlayer.observe.noise_scale import NoiseScale
 from commlayer.optim import OuterSGD, usual
@@ -254,7 +254,7 @@ class _Local:
         self._sums = _Sums(VirtualWorkers(job_of(task.model), plan, way.workers), plan, way.fragments)
         # Without overlap, an exchange is completed directly after its start.
         self._locals = [OuterSteps(list(model.parameters()), way.every, outer_of(way), StepWeights(1.0, None),
-                                   fragments=way.fragments, overlap=True, lengths=self._sums.lengths(rank))
+                                   fragments=way.fragments, overlap=True, norms=self._sums.lengths(rank))
                         for rank, model in enumerate(self._models)]
 
     def step(self, batches: Sequence[Sequence[Any]], part: float) -> None:
@@ -298,7 +298,7 @@ class _Sums:
     def worker(self, rank: int) -> Any:
         return _Rank(self, rank, self._virtual.world)
 
-    def lengths(self, rank: int) -> Lengths:
+    def lengths(self, rank: int) -> Norms:
         return _Told(self, rank)
 
     def tell(self, rank: int, weight: float, square: float) -> None:

@@ -88,7 +88,7 @@ class HookState:
                     session.weight(*self._weight)
                 session.synchronize()
             elif self._own["optimizer"] is None:
-                job.passed()  # without an optimizer, backward passes count as training steps
+                job.count_step()  # without an optimizer, backward passes count as training steps
         except BaseException as error:
             self._error = error
             raise

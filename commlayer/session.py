@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 from torch import nn
@@ -26,12 +26,13 @@ from commlayer.engine.job.job import DistributedJob, end_dropped
 from commlayer.engine.model.model_tensors import job_of, loss_scale, parameters_of
 from commlayer.engine.model.optimizer_settings import check_optimizer, scaler_settings, settings_of
 from commlayer.engine.model.optimizer_state import OptimizerMemory
-from commlayer.engine.observers.inspection import Inspected, Inspection
+from commlayer.engine.observers.inspection import Inspection
 from commlayer.engine.observers.trace import trace_once
 from commlayer.engine.start.connect import connect
 from commlayer.engine.start.plan_choice import requested_plan
 from commlayer.engine.start.rendezvous import Start, group_of
-from commlayer.engine.step.module_driver import ModuleDriver, SoloDriver
+from commlayer.engine.step.driver import Driver, SoloDriver
+from commlayer.engine.step.module_driver import ModuleDriver
 from commlayer.engine.step.quiet_ddp import QuietDDP, check_silenceable
 from commlayer.engine.sync.sync_modes import LocalSteps, check_forward, check_local, forbids_of, requested_modes
 from commlayer.engine.worker.clipping import Clipping, checked, clipping
@@ -42,32 +43,13 @@ from commlayer.records import Plan
 log = logging.getLogger("commlayer")
 
 
-class Driver(Inspected, Protocol):
-    """Interface by which a session reaches the model's gradients. A job with other workers and a script alone each implement
-    it."""
-
-    @property
-    def in_join(self) -> bool: ...
-
-    def no_sync(self) -> AbstractContextManager[None]: ...
-
-    def join(self) -> AbstractContextManager[None]: ...
-
-    def weight(self, n: float, total: float | None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def flush(self) -> bool: ...
-
-    def detach(self) -> None: ...
-
-
 class Session:
     """One attached model, returned by `attach()`."""
 
     def __init__(self, driver: Driver, replica: Replica, clips: Clipping | None = None) -> None:
         self._driver, self._replica, self._clips = driver, replica, clips
-        self._inspection = Inspection(driver)
+        self._context = driver.context
+        self._inspection = Inspection(self._context)
         self._resumed = 0
         """Training step of the checkpoint that resume() loaded; 0 if none was loaded."""
 
@@ -130,8 +112,8 @@ class Session:
             got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise InvalidInput("E-ARGUMENT", f"loss: got {got}, allowed: a number, or a tensor with one element such as "
                                              "loss.mean()")
-        self._driver.context.stream.loss(loss)
-        for controller in self._driver.context.components.of(TuningController):
+        self._context.stream.loss(loss)
+        for controller in self._context.components.of(TuningController):
             controller.report(loss)
 
     def synchronize(self) -> None:
@@ -160,7 +142,7 @@ class Session:
         back at the end. Otherwise weights are the same anyway, and nothing changes. It sends nothing, so ranks need not call it
         together. Do not train inside it.
         """
-        with self._replica.averaged(self._driver.context):
+        with self._replica.averaged(self._context):
             yield
 
     def checkpoint(self, directory: str | Path, *, extra: Mapping[str, Any] = MappingProxyType({}), model: bool = True) -> None:
@@ -174,7 +156,7 @@ class Session:
         """
         self._outside_join("checkpoint()")
         if not self._fresh("checkpoint()"):
-            checkpoint.save(self._driver.context, self._replica, Path(directory), extra, model=model)
+            checkpoint.save(self._context, self._replica, Path(directory), extra, model=model)
 
     def resume(self, directory: str | Path, *, extra: Mapping[str, Any] = MappingProxyType({})) -> bool:
         """Loads the newest complete checkpoint in `directory`. All ranks call it between two steps, usually right after
@@ -186,7 +168,7 @@ class Session:
         self._outside_join("resume()")
         if self._fresh("resume()"):
             return True
-        directory, context = Path(directory), self._driver.context
+        directory, context = Path(directory), self._context
         try:
             if isinstance(context, DistributedJob):
                 context.complete()
@@ -211,7 +193,7 @@ class Session:
         fit the job.
         """
         self._outside_join("switch()")
-        context = self._driver.context
+        context = self._context
         if not isinstance(context, DistributedJob):
             raise InvalidInput("E-PLAN-SWITCH", "switching to another plan needs other workers, but this job has only one")
         context.components.complete(Pending.STEP)
@@ -221,7 +203,7 @@ class Session:
         context.worker.recorder.switch(on=False)
 
     def _outside_join(self, what: str) -> None:
-        self._driver.context.check_process()
+        self._context.check_process()
         if self._driver.in_join:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                f"{what} must not be called inside session.join(): all ranks make this call together, and "
@@ -230,10 +212,10 @@ class Session:
     def _fresh(self, what: str) -> bool:
         """Returns True if this rank has just joined a running job, so that it must skip the call named `what`: the other ranks
         made that call before this rank joined."""
-        if self._driver.context.fresh:
+        if self._context.fresh:
             log.warning("%s: skipped, since this home has just joined a running job and received the state of its "
                         "workers", what)
-        return self._driver.context.fresh
+        return self._context.fresh
 
     @property
     def step(self) -> int:
@@ -243,23 +225,23 @@ class Session:
         optimizer steps count instead (if attach() was given the optimizer). The value is 0 at the start, except in a home that
         joined a running job: `for step in range(session.step, steps)`.
         """
-        return max(self._driver.context.passes, self._resumed)
+        return max(self._context.passes, self._resumed)
 
     @property
     def joined(self) -> bool:
         """True: this rank joined a job that was already running, and received weights and optimizer state from other ranks."""
-        return self._driver.context.joined is not None
+        return self._context.joined is not None
 
     @property
     def rank(self) -> int:
         """This worker's index among all workers of the job; 0 in a script started alone."""
-        return self._driver.context.rank
+        return self._context.rank
 
     @property
     def world_size(self) -> int:
         """The number of workers; 1 in a script started alone. When homes leave or join, `world_size` and `rank` change between
         two steps."""
-        return self._driver.context.world
+        return self._context.world
 
     def metrics(self) -> dict[str, float]:
         """Counters since attach(). The keys are the same with one worker, with DDP, with servers and with collectives.
@@ -281,7 +263,7 @@ class Session:
         - `reconnects`, `resent_nbytes`, `kept_nbytes`: number of reconnections, bytes sent again after them, bytes kept in
           memory for that.
         """
-        return self._driver.context.metrics()
+        return self._context.metrics()
 
     def close(self, reason: str = "") -> None:
         """Leaves the job. If the script does not call it, the end of the process does, or the end of both model and session. A
@@ -289,7 +271,7 @@ class Session:
         self._driver.detach()
         if self._clips is not None:
             self._clips.remove()
-        self._driver.context.close(reason)
+        self._context.close(reason)
 
     def __enter__(self) -> Session:
         return self

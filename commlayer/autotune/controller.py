@@ -603,8 +603,8 @@ class TuningController(Component):
         return True
 
     def _entered(self, *, own: bool = False, by_guard: bool = False) -> None:
-        """Adapts to another active plan, whose steps and traffic differ. `own`: True: rank 0 proposed that plan. `by_guard`:
-        True: the quality guard made its codecs finer or coarser."""
+        """Resets the statistics that depend on the plan. `own`: whether rank 0 proposed the new plan. `by_guard`: whether the
+        quality guard made its codecs finer or coarser."""
         self._plan, self._agreed = self._context.plan, None
         if self._phase is not Phase.WATCHING and self._plans:  # the recorded steps ran under another plan
             self._phase, self._until = Phase.WARMING, self._planned_steps + WARM_STEPS

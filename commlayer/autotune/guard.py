@@ -59,7 +59,7 @@ class QualityGuard:
         self._losses: deque[float | torch.Tensor] = deque(maxlen=LOSSES_KEPT)
         self._trend, self._sent = LossTrend(), Dots()
         self._compares = False
-        """True: all ranks compare compressed with exact gradients in the present step, under `_plan`."""
+        """Whether this step, under `_plan`, measures the compression error on all ranks."""
         self._piece: SampledPiece | None = None
         self._prepared_s = 0.0
         self._error: GradientError | None = None

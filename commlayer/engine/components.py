@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from enum import IntEnum
+from functools import partial
+from operator import methodcaller
 from time import perf_counter
 from typing import Protocol, TypeVar
 
@@ -150,17 +152,17 @@ class Components:
         return any(self._guarded(each, each.reads_sums, otherwise=False) for each in self)
 
     def before_commit(self) -> None:
-        self._observe(lambda each: each.before_commit())
+        self._observe(methodcaller("before_commit"))
 
     def end_step(self, skip: Callable[[float], None]) -> None:
         """`skip` receives the seconds of each component, which are no computing."""
-        self._observe(lambda each: each.end_step(), skip)
+        self._observe(methodcaller("end_step"), skip)
 
     def end_local_step(self) -> None:
-        self._observe(lambda each: each.end_local_step())
+        self._observe(methodcaller("end_local_step"))
 
     def end_exchange(self, skip: Callable[[float], None], *, early: bool) -> None:
-        self._observe(lambda each: each.end_exchange(early=early), skip)
+        self._observe(methodcaller("end_exchange", early=early), skip)
 
     def _observe(self, call: Callable[[Component], None], skip: Callable[[float], None] | None = None) -> None:
         """Calls all components, or until members leave: the others start again with the remaining members, in the next step."""
@@ -168,7 +170,7 @@ class Components:
         for each in self:
             begin, generation = perf_counter(), self._job.generation
             try:
-                self._guarded(each, lambda each=each: call(each), otherwise=None)  # type: ignore[misc]
+                self._guarded(each, partial(call, each), otherwise=None)
             except CommError as error:
                 if self._job.call_dropped(error, generation):
                     return

@@ -36,7 +36,7 @@ from commlayer.engine.epochs.agreement import Vote, key_of
 from commlayer.engine.epochs.epoch_messages import EpochMessages
 from commlayer.engine.epochs.replica import HEAD, TENSOR, GivenState, Replica, most_state_nbytes, share_optimizer
 from commlayer.engine.epochs.state_relay import StateRelay
-from commlayer.engine.guards.parameter_drift import ParameterDrift
+from commlayer.engine.guards.parameter_drift import DriftRow, ParameterDrift
 from commlayer.engine.job.plan_agreement import from_rank_0
 from commlayer.engine.observers.trace import gather_steps
 from commlayer.observe.step_trace import Event, RecordedStep
@@ -63,7 +63,8 @@ def plan(groups: Groups, _: Path) -> None:
 
 
 def settings(groups: Groups, _: Path) -> None:
-    ParameterDrift._gather_settings(SimpleNamespace(_settings=lambda: {"lr": "0.1"}), groups)  # type: ignore[arg-type]
+    drift = SimpleNamespace(_settings=lambda: {"lr": "0.1"}, _context=SimpleNamespace(groups=groups))
+    ParameterDrift._differing_settings(drift, [DriftRow(0, 1), DriftRow(0, 2)])  # type: ignore[arg-type]
 
 
 def list_of_checkpoints(groups: Groups, folder: Path) -> None:

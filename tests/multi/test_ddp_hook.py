@@ -126,7 +126,7 @@ def both(rank: int, case: str, hook: str, codec: str, address: str) -> tuple[lis
     try:
         return CASES[case](rank, theirs), CASES[case](rank, mine)
     finally:
-        mine.state.connection.close()
+        mine.state.context.close()
 
 
 @pytest.mark.commit(10)
@@ -181,7 +181,7 @@ def factored(rank: int, of_rank: int, steps: int, change: bool, address: str) ->
             wrapped(*gradient(rank, number if change else 0, of_rank)).backward()
             rows.append((model.matrix.grad.clone(), model.vector.grad.clone()))
         results.append(rows)
-    hooks[1].state.connection.close()
+    hooks[1].state.context.close()
     return results
 
 
@@ -267,12 +267,12 @@ def resumed(rank: int, how: str) -> tuple[list[torch.Tensor], list[torch.Tensor]
     pickled, copied = pickle.dumps(state), copy.deepcopy(state)
     trained(ddp, 2)
     expected = residuals(state)
-    state.connection.close()
+    state.context.close()
     new = {"pickle": lambda: pickle.loads(pickled), "a copy": lambda: copied}.get(
         how, lambda: commlayer.HookState(plan=plan, config=quick(ranks_per_node=WORLD)))()
     trained(wrapped(new), 2)
     got = residuals(new)
-    new.connection.close()
+    new.context.close()
     return expected, got
 
 
@@ -325,7 +325,7 @@ def shared(rank: int, later: bool) -> str:
         assert line == ""
         models[1].register_comm_hook(state, commlayer.comm_hook)
         line = outcome(lambda: models[1](data(0, 0)[0]).sum().backward())
-    state.connection.close()
+    state.context.close()
     return line
 
 

@@ -268,7 +268,7 @@ def some_ranks(rank: int, how: str, path: str, addresses: list[str]) -> dict[str
                 state = commlayer.HookState(**plan_or_codec(plan_of(model, path=path)), config=config)
                 wrapped.register_comm_hook(state, commlayer.comm_hook)
                 got.append(gradient(model, wrapped, rank, 0))
-                place, close = state.connection, state.connection.close
+                place, close = state.context, state.context.close
         who = place.rank, place.world
         close()
     alone = mlp(seed=1)

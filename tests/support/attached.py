@@ -79,7 +79,7 @@ class Run:
 
     def close(self) -> None:
         for session in self.sessions:
-            session.connection.close() if hasattr(session, "connection") else session.close()
+            session.context.close() if hasattr(session, "context") else session.close()
 
 
 def play(rank: int, world: int, script: Any, setting: Setting | None, *args: Any) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def trained(
         def body(rank: int) -> Any:
             parameters = [nn.Parameter(torch.zeros(shape[::-1]).t() if strided else torch.zeros(shape)) for shape in SHAPES]
             local = OuterSteps(parameters, EVERY, outer, StepWeights(weights[rank], None), fragments=fragments, overlap=overlap,
-                               lengths=rows.of(rank))
+                               norms=rows.of(rank))
             results = []
             for step in range(STEPS):
                 local.count()

@@ -1,12 +1,12 @@
 """Continues a job with the remaining workers, and with new ones, when members leave, die or join in the middle of a step.
 
-The coordinator defines a new epoch with the remaining members (epoch_change.py). Each rank
-receives it while it waits for others. Members then exchange messages to find the step that all of them repeat.
+The coordinator defines a new epoch with the remaining members (epoch_change.py). Each rank receives it while it waits for
+others. Members then exchange votes to find the step that all of them repeat.
 
 If one member has completed a step, all of them will: servers push results, and keep them for members that lack them. A member
-might receive such a result while it waits for messages. It must then continue, because the others might wait for it after that
-step, in a collective of the script. So when all messages name one step, each member sends a binding confirmation: it stays in
-the step, or has completed it.
+might receive such a result while it waits for votes. It must then continue, because the others might wait for it after that
+step, in a collective of the script. So when all votes name one step, each member sends a second, binding vote: it stays in the
+step, or has completed it.
 
 In the end all members are in one step that none has completed. That step is abandoned: codecs roll back what they encoded,
 servers what they summed. A new Worker is created for the new epoch, as for another plan (switch.py). It inherits the residuals,

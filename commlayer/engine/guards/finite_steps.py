@@ -73,7 +73,7 @@ class FiniteSteps(Component):
         if self._found:
             self._count(0, f"gradients of {self._found}", "they are dropped on all ranks")
 
-    def begun(self) -> None:
+    def reset(self) -> None:
         """Resets the check, because new averages for `.grad` are being exchanged."""
         self._found = None
 

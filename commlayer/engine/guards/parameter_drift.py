@@ -20,7 +20,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -46,9 +46,6 @@ SETTINGS_NBYTES = 64 << 10
 """Largest size of a rank's optimizer settings, in addition to four times those of this rank."""
 NAMED = 3
 """Largest number of tensors or settings that one log line or error names."""
-HEAD = 6
-"""Number of values before the digests in a row that ranks exchange: kind of digest, seconds that digests cost, seconds of a
-step, two values about the optimizer's steps, and a digest of the optimizer's settings."""
 SHARDED = "consolidate_state_dict"
 """Name of a method of optimizers whose state is divided among the ranks; other optimizers do not have it."""
 
@@ -72,10 +69,47 @@ def spacing(cost_s: float, step_s: float) -> int:
     return min(MOST, max(LEAST, steps_between(cost_s, step_s, COST_MOST))) if step_s > 0 else LEAST
 
 
-def _differing(rows: Sequence[Sequence[float]]) -> dict[int, list[int]]:
-    """Maps the index of each column in which rows differ to the ranks whose value differs from that of rank 0."""
-    differing = {at: [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]] for at in range(len(rows[0]))}
-    return {at: ranks for at, ranks in differing.items() if ranks}
+class DriftRow(NamedTuple):
+    """What one rank tells the others. Numbers only, because ranks exchange them as tensors."""
+
+    by_sums: float
+    """Kind of the digests: 1 if they were computed on a GPU. Digests of different kinds cannot be compared."""
+    settings: float
+    """Digest of the optimizer's settings."""
+    cost_s: float = 0.0
+    """Seconds that the digests of a round cost."""
+    step_s: float = 0.0
+    optimizer_steps: float = 0.0
+    """Number of optimizer steps in this round."""
+    positions: float = 0.0
+    """Checksum of the exchanges after which the optimizer has stepped."""
+    digests: tuple[float, ...] = ()
+    """Of each tensor; before the first optimizer step followed by those of the optimizer's state."""
+
+    def numbers(self) -> tuple[float, ...]:
+        return (*self[:-1], *self.digests)
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> DriftRow:
+        head = len(cls._fields) - 1
+        fields: Any = (*numbers[:head], tuple(numbers[head:]))
+        return cls(*fields)
+
+
+def differing(rows: Sequence[DriftRow], first: int, count: int) -> dict[int, list[int]]:
+    """Maps the number of each tensor that differs to the ranks whose digest differs from that of rank 0. `first`: index of the
+    first tensor's digest. Digests from CPUs and from GPUs cannot be compared, and then count as equal."""
+    if len({row.by_sums for row in rows}) > 1:
+        return {}
+    columns = enumerate(zip(*(row.digests[first : first + count] for row in rows), strict=True))
+    ranks_of = {number: [rank for rank, value in enumerate(column) if value != column[0]] for number, column in columns}
+    return {number: ranks for number, ranks in ranks_of.items() if ranks}
+
+
+def stepped_apart(rows: Sequence[DriftRow]) -> list[int]:
+    """Returns the ranks whose optimizers have stepped after other exchanges than that of rank 0."""
+    steps = [(row.optimizer_steps, row.positions) for row in rows]
+    return [rank for rank, mine in enumerate(steps) if mine != steps[0]]
 
 
 @dataclasses.dataclass
@@ -190,25 +224,24 @@ class ParameterDrift(Component):
         self._costs_s.append(ended.cost_s)
         cost_s, step_s = min(self._costs_s), (now - ended.began) / self._span  # other load on the machine only adds time
         self._round = _Round(now)
-        row = self._own_row(HEAD + len(self._tensors), lambda: (
-            float(self._digests.by_sums), cost_s, step_s, float(ended.optimizer_steps), float(ended.positions_digest),
-            float(digest(self._settings())), *map(float, self._digests.take())))
-        self._rows.start(*row)
+        self._start(len(self._tensors), lambda: DriftRow(
+            self._digests.by_sums, digest(self._settings()), cost_s, step_s, ended.optimizer_steps, ended.positions_digest,
+            tuple(self._digests.take())))
 
-    def _own_row(self, numbers: int, of: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
-        """Returns this rank's row. If computing it has failed, the row has only NaN, so that all ranks end the check."""
-        if not self._failed:
-            try:
-                return of()
-            except Exception as error:
-                self._failed = True
-                self._context.report_failure("the comparison of weights", error)
-        return (math.nan,) * numbers
+    def _start(self, digests: int, row: Callable[[], DriftRow]) -> None:
+        """Sends this rank's row. If computing it has failed, the row has only NaN, so that all ranks end the check."""
+        numbers: tuple[float, ...] = (math.nan,) * (len(DriftRow._fields) - 1 + digests)
+        try:
+            numbers = numbers if self._failed else row().numbers()
+        except Exception as error:
+            self._failed = True
+            self._context.report_failure("the comparison of weights", error)
+        self._rows.start(*map(float, numbers))
 
-    def _read(self) -> list[list[float]]:
+    def _read(self) -> list[DriftRow]:
         """Returns the rows of all ranks; an empty list if the check has failed on one of them and therefore ends."""
-        rows = self._rows.read()
-        if failed := [self._context.called(rank) for rank, row in enumerate(rows) if math.isnan(row[0])]:
+        rows = [DriftRow.of(numbers) for numbers in self._rows.read()]
+        if failed := [self._context.called(rank) for rank, row in enumerate(rows) if math.isnan(row.by_sums)]:
             self._ended = True
             self._context.say(f"the check for replica divergence ends, because it has failed on {', '.join(failed)}")
         return [] if failed else rows
@@ -217,25 +250,25 @@ class ParameterDrift(Component):
         if not (rows := self._read()):
             return
         if not self._fixed:
-            self._span = spacing(max(row[1] for row in rows), min(row[2] for row in rows))
+            self._span = spacing(max(row.cost_s for row in rows), min(row.step_s for row in rows))
         self._compare_steps(rows)
         if self._context.local is None:  # under local steps, a skipped step can delay a schedule
-            self._compare_settings({row[HEAD - 1] for row in rows})
-        if len({row[0] for row in rows}) > 1:
-            return  # digests from CPUs and from GPUs cannot be compared
-        self._react(_differing([row[HEAD:] for row in rows]))
+            self._compare_settings(rows)
+        if len({row.by_sums for row in rows}) == 1:
+            self._react(differing(rows, 0, len(self._tensors)))
 
-    def _compare_steps(self, rows: Sequence[Sequence[float]]) -> None:
+    def _compare_steps(self, rows: Sequence[DriftRow]) -> None:
         """Reports ranks whose optimizers have stepped after different exchanges. If that continues, each sum mixes gradients of
         several steps, which comparing parameters would not show."""
         context, before = self._context, self._steps_differ
-        others = [rank for rank, row in enumerate(rows) if row[3:5] != rows[0][3:5]]
+        others = stepped_apart(rows)
         self._steps_differ = bool(others)
         if not others:
             return
         ranks = ", ".join(map(context.called, others))
         what = (f"{ranks} and {context.called(0)} have stepped their optimizers after different exchanges "
-                f"({rows[others[0]][3]:.0f} and {rows[0][3]:.0f} steps since the last check): {UNEQUAL}")
+                f"({rows[others[0]].optimizer_steps:.0f} and {rows[0].optimizer_steps:.0f} steps since the last check): "
+                f"{UNEQUAL}")
         if self._reaction == "end" or (self._reaction == "resync" and before):
             raise CommError(f"step {self._step}: {what}", code="E-REPLICAS")
         if not self._fixed:
@@ -249,23 +282,21 @@ class ParameterDrift(Component):
         context = self._context
         local = context.local is not None
         parameters = [tensor for _, tensor in self._named]
+        count = len(parameters)
 
-        def own() -> tuple[float, ...]:
+        def own() -> DriftRow:
             digests = Digests(parameters)
             for piece in () if local else pieces(parameters):
                 digests.add(piece)
-            mine = [0] * len(parameters) if hasattr(self._optimizer, SHARDED) else \
+            mine = [0] * count if hasattr(self._optimizer, SHARDED) else \
                 state_digests(parameters, self._optimizer, moments=not local)
-            return float(digests.by_sums), float(digest(self._settings())), *map(float, digests.take()), *map(float, mine)
+            return DriftRow(digests.by_sums, digest(self._settings()), digests=(*digests.take(), *mine))
 
-        self._rows.start(*self._own_row(2 + 2 * len(parameters), own))
+        self._start(2 * count, own)
         if not (rows := self._read()):
             return
-        kinds, digested, count = {row[0] for row in rows}, {row[1] for row in rows}, len(parameters)
-        # Digests from CPUs and from GPUs cannot be compared.
-        weights, states = ({}, {}) if len(kinds) > 1 else (_differing([row[at : at + count] for row in rows])
-                                                            for at in (2, 2 + count))
-        unlike = self._gather_settings(context.groups) if len(digested) > 1 else {}
+        weights, states = (differing(rows, first, count) for first in (0, count))
+        unlike = self._differing_settings(rows)
         if not (weights or states or unlike):
             return
         parts = [*self._spelled(unlike)]
@@ -284,9 +315,8 @@ class ParameterDrift(Component):
     def _settings(self) -> dict[str, str]:
         return settings_of(self._optimizer, self._named)
 
-    def _compare_settings(self, digested: set[float]) -> None:
-        before = self._settings_differ
-        unlike = self._gather_settings(self._context.groups) if len(digested) > 1 else {}
+    def _compare_settings(self, rows: Sequence[DriftRow]) -> None:
+        before, unlike = self._settings_differ, self._differing_settings(rows)
         self._settings_differ = bool(unlike)
         if not unlike or (before and self._reaction == "warn"):
             return
@@ -296,8 +326,11 @@ class ParameterDrift(Component):
                             'to the same value on all ranks, or use drift="warn"', code="E-REPLICAS")
         self._react_with(what, lambda groups: share_optimizer(self._optimizer, groups, self._deadline_s), unlike)
 
-    def _gather_settings(self, groups: Groups) -> dict[str, list[str]]:
-        settings = self._settings()
+    def _differing_settings(self, rows: Sequence[DriftRow]) -> dict[str, list[str]]:
+        """Returns each setting of the optimizers that differs between ranks, with its value on each rank."""
+        if len({row.settings for row in rows}) == 1:
+            return {}
+        groups, settings = self._context.groups, self._settings()
         most_nbytes = SETTINGS_NBYTES + 4 * sum(len(name) + len(value) for name, value in settings.items())
         return differences(gather_values(groups, settings, dict[str, str], most_nbytes, "settings of the optimizer"))
 
@@ -309,7 +342,7 @@ class ParameterDrift(Component):
 
     def _react_with(self, what: str, take: Callable[[Groups], None], unlike: dict[str, list[str]]) -> None:
         if self._reaction == "warn":
-            self._context.say(f'{what}; training continues, since drift="warn"')
+            self._context.say(f'{what}. Training continues because drift="warn".')
             return
         at = f"step {self._step}: "
         if self._reaction == "end":

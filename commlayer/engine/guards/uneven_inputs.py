@@ -117,7 +117,7 @@ class UnevenInputs:
         """Sends to the other ranks, before a step's first gradient, that this rank has a batch."""
         self._send(active=True)
 
-    def passed(self) -> None:
+    def end_step(self) -> None:
         """Records that the step has ended or was aborted."""
         self._sent = False
 

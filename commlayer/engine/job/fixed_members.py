@@ -18,8 +18,7 @@ class FixedMembers(Component):
 
     def __init__(self) -> None:
         self.steps_at_exit: dict[int, int] = {}
-        """Maps the rank of each former member to the job's value of `carried`, a number of training steps, when the member
-        left."""
+        """Training step at which each former member left, by rank: the job's value of `carried` then."""
 
     def invites(self) -> bool:
         """Returns True if new members wait to join, so that this rank must lead all ranks to a step in which they can join."""

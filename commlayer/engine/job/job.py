@@ -68,7 +68,7 @@ class JoinedState:
         self.fresh = True
         """True: this rank has not finished its first step."""
 
-    def begun(self) -> None:
+    def end_first_step(self) -> None:
         """Called after this rank's first step: the script can then make all calls that other ranks make. Restores the received
         optimizer state again, because before that step the script might have changed the optimizer, for example with schedulers
         that catch up. The received state already contains such changes."""
@@ -121,8 +121,8 @@ class JobContext:
     members leave."""
 
     def __init__(self, terms: PlanTerms | None = None, *, logs: bool = True) -> None:
-        """`terms`: constraints that the job's plans must respect. `logs`: True if this rank logs, for its node or home, the
-        events that all ranks know."""
+        """`terms`: constraints that the job's plans must respect. `logs`: whether this rank is the one that logs job-wide
+        events for its node or home."""
         self.terms, self.logs = terms or PlanTerms(), logs
         self.followers: dict[str, Callable[[], str]] = {}
         """Maps names to functions that return the state of script objects, such as a sampler, as a string for joining ranks."""
@@ -200,7 +200,7 @@ class JobContext:
         local steps in complete exchanges. It is the same on all ranks after the same step."""
         return self.passes
 
-    def passed(self) -> None:
+    def count_step(self) -> None:
         self.passes, self.passed_s = self.passes + 1, time.perf_counter()
         self.stream.step(self.passes, self.passed_s, *self._counted)
 
@@ -453,7 +453,7 @@ class DistributedJob(JobContext):
                 log.warning("the last exchange failed when the session closed, so the weights do not include it: "
                             "%s", failed)
             worker = self.worker
-            worker.rest()
+            worker.finish_exchanges()
         error = worker.error or self._root_cause.error
         worker.close()
         reason = reason or ("" if error is None else f"it had an error: {error}".splitlines()[0])

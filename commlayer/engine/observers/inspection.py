@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from commlayer.engine.components import Components, Pending
 from commlayer.engine.job.job import DistributedJob, JobContext
@@ -14,19 +13,11 @@ from commlayer.observe.prediction_check import StalePlan
 from commlayer.records import Plan
 
 
-class Inspected(Protocol):
-    """Interface through which an Inspection reads its session's state."""
-
-    @property
-    def context(self) -> JobContext: ...
-
-
-
 class Inspection:
     """Diagnostics of one session."""
 
-    def __init__(self, inspected: Inspected) -> None:
-        self._inspected = inspected
+    def __init__(self, context: JobContext) -> None:
+        self.context = context
 
     @property
     def plan(self) -> Plan | None:
@@ -37,10 +28,6 @@ class Inspection:
     def steps_locally(self) -> bool:
         """True: the current plan has local steps, so weights and optimizer states differ between ranks."""
         return self.plan is not None and self.plan.steps_locally
-
-    @property
-    def context(self) -> JobContext:
-        return self._inspected.context
 
     @property
     def members(self) -> tuple[int, ...]:

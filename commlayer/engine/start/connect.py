@@ -116,7 +116,7 @@ def _begin(
         terms.forbids = forbidding(terms.forbids)
     notes = [met.note] if met.note and first else []
     if met.differs:
-        notes.append(f'{met.differs}; training continues, since drift="warn"')
+        notes.append(f'{met.differs}. Training continues because drift="warn".')
     if config.min_workers and not elastic and first:
         notes.append(f"min_workers={config.min_workers} is ignored, and all ranks must stay: the setting applies to homes "
                      "(commlayer join) whose workers all train together; other process groups cannot lose a rank")

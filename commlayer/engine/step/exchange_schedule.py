@@ -51,7 +51,7 @@ class ExchangeSchedule(Component):
         self._noted = 0, 0
         """Number of gradients after the last backward pass, and the sum of the versions of these tensors."""
         guard.local_step = self._local_step
-        self._lengths = UpdateNorms(context, deadline_s)
+        self._norms = UpdateNorms(context, deadline_s)
         context.on_close.append(watch(after=self._after_step))
         context.components.add(self)
         self.new_plan()
@@ -80,7 +80,7 @@ class ExchangeSchedule(Component):
     def _count(self, local: OuterSteps) -> None:
         self._counted = True
         local.count()
-        self._context.passed()
+        self._context.count_step()
         self._guard.exchanged()
 
     def _local_step(self, counts: bool) -> bool:
@@ -137,7 +137,7 @@ class ExchangeSchedule(Component):
         if self.local is not None:
             self.local.join(given)
             if self.local.exchanges_norms:
-                self._lengths.agree(self.local.starts)
+                self._norms.agree(self.local.starts)
 
     def drain(self, deadline_s: float = 0.0) -> None:
         """Exchanges the weight changes of all local steps since the last exchange. All ranks call it after the same step.
@@ -184,7 +184,7 @@ class ExchangeSchedule(Component):
                 units.weigh(*context.local.weights.now)
                 carry_pending(context.worker, context.local.pending_residuals.slices)
                 context.local = None
-                self._lengths.rest()
+                self._norms.end_plan()
                 self.detach()
             return
         before = 0 if context.local is None else context.local.every
@@ -200,7 +200,8 @@ class ExchangeSchedule(Component):
             parts = f" in {plan.fragments} fragments" if plan.fragments > 1 else ""
             steps = "every step" if plan.local_steps == 1 else f"every {plan.local_steps} steps"
             context.log(f"exchanging weight changes {steps}{parts}; outer optimizer: {self._outer}")
-        context.local.go(plan.local_steps, **schedule, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
+        norms = self._norms if self._norms.begin_plan(plan.local_steps) else None
+        context.local.set_schedule(plan.local_steps, **schedule, norms=norms)
 
     def _catch_up(self) -> None:
         if self.local is not None and self.local.due:
@@ -210,7 +211,7 @@ class ExchangeSchedule(Component):
         # The deadline covers all steps between exchanges, because ranks may differ in speed.
         local.exchange(self._worker, self._buffers(), self._deadline_s * local.every)
         if (joined := self._context.joined) is not None and joined.fresh:
-            joined.begun()
+            joined.end_first_step()
         self._ended(early=False)
         if local is self.local and not local.under_way and local.every > 1:
             self._worker.release_memory()
@@ -220,7 +221,7 @@ class ExchangeSchedule(Component):
         if self._context.run(exchange) is Exchanged.DONE:
             return None
         if self.local is not None and self.local.exchanges_norms:
-            self._lengths.agree(self.local.starts)
+            self._norms.agree(self.local.starts)
         return self._worker
 
     def new_members(self) -> None:
@@ -232,7 +233,7 @@ class ExchangeSchedule(Component):
         """Makes the weights from which the next outer step starts equal on all ranks, after members have left between two
         exchanges."""
         if self.local is not None and self.local.exchanges_norms:
-            self.local.align(self._lengths.agree)
+            self.local.align(self._norms.agree)
 
     @property
     def _worker(self) -> Worker:

@@ -108,7 +108,7 @@ class ForwardOverlap:
             return self._not("a GradScaler needs all gradients to decide whether to skip a step")
         if self._stepping:
             return self._not("the optimizer's closure needs its gradients at once")
-        return not self._loop.looked_at
+        return not self._loop.must_wait
 
     def _not(self, why: str) -> bool:
         if why not in self._said:
@@ -274,7 +274,7 @@ class ForwardOverlap:
         worker = self._loop.worker
         with torch.inference_mode(mode=False):
             out.end()
-        self._loop.judged(worker, dropped=out.passed_over)
+        self._loop.report_finite(worker, dropped=out.passed_over)
         worker.mark_applied(out.stepped - out.gone)
         for number in out.gone:
             worker.mark_discarded(number)

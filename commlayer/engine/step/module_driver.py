@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 
 from commlayer.config import Config
 from commlayer.engine.buckets.shared_buffers import agree
-from commlayer.engine.components import Component, Order, Pending
+from commlayer.engine.components import Order, Pending
 from commlayer.engine.guards.attached_model import AttachedModel
 from commlayer.engine.guards.finite_steps import FiniteSteps
 from commlayer.engine.guards.model_checks import refuse_ddp_around
 from commlayer.engine.guards.step_guard import StepGuard
-from commlayer.engine.guards.uneven_inputs import TWICE, UnevenInputs
+from commlayer.engine.guards.uneven_inputs import UnevenInputs
 from commlayer.engine.hooks.aliases import shares_memory
 from commlayer.engine.hooks.forward_order import ForwardOrder
-from commlayer.engine.job.job import DistributedJob, JobContext
+from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.model_tensors import buffers_of, parameters_of
 from commlayer.engine.model.optimizers import HeldParameters
+from commlayer.engine.step.driver import Driver
 from commlayer.engine.step.exchange_schedule import ExchangeSchedule
 from commlayer.engine.step.forward_overlap import ForwardOverlap
 from commlayer.engine.step.quiet_ddp import QuietDDP
@@ -41,7 +41,7 @@ from commlayer.engine.worker.sparse_averages import (
     sparse_averages,
     stepped_lazily,
 )
-from commlayer.errors import InvalidInput, InvalidState, cause_of
+from commlayer.errors import InvalidState, cause_of
 from commlayer.optim import OuterSGD
 
 CHANGED = (
@@ -50,61 +50,7 @@ CHANGED = (
 )
 
 
-class SoloDriver:
-    """The driver of a session without other workers, which only counts steps."""
-
-    def __init__(self, model: nn.Module, context: JobContext, optimizer: Any) -> None:
-        """Counts the optimizer's steps; backward passes if there is no optimizer, or it has no step hooks."""
-        self.context, self.in_join = context, False
-        self._syncing = True
-        trained = [p for _, p in parameters_of(model)]
-        self._counting: Any = None
-        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of optimizers have no hooks
-            self._counting = optimizer.register_step_post_hook(lambda *_: context.passed())
-        elif trained:
-            self._counting = register_multi_grad_hook(
-                trained, lambda _: context.passed() if self._syncing else None, mode="any")
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self._syncing = self._syncing, False
-        try:
-            yield
-        finally:
-            self._syncing = before
-
-    @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
-        if self.in_join:
-            raise InvalidInput("E-UNEVEN-INPUTS", TWICE)
-        self.in_join = True
-        try:
-            yield
-        except BaseException as error:
-            self.context.close(cause_of(error))
-            raise
-        finally:
-            self.in_join = False
-
-    def weight(self, n: float, total: float | None) -> None:
-        """Sets the number of samples in events. An average over one worker has no weights."""
-        self.context.stream.weigh(n)
-
-    def synchronize(self) -> None:
-        """Does nothing: one worker's gradients are their own average."""
-
-    def complete(self) -> None:
-        """Does nothing: no result is pending."""
-
-    def flush(self) -> bool:
-        return False
-
-    def detach(self) -> None:
-        if self._counting is not None:
-            self._counting.remove()
-
-
-class ModuleDriver(Component):
+class ModuleDriver(Driver):
     order = Order.DRIVER
 
     def __init__(
@@ -113,7 +59,9 @@ class ModuleDriver(Component):
     ) -> None:
         """Registers the hooks. `ddp`: object that stops a DistributedDataParallel module around this module from averaging.
         `clips`: True if the optimizer's step begins with clipping by the norm of all gradients."""
-        self.context, self._ddp, self._model = context, ddp, model
+        super().__init__(context)
+        self.context: DistributedJob = context
+        self._ddp, self._model = ddp, model
         named = parameters_of(model)
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._buffers = [name for name, _ in buffers_of(model)]
@@ -121,7 +69,6 @@ class ModuleDriver(Component):
         self._rows = SparseRows(model, self._parameters, self._lazy)
         self._sparse: dict[int, torch.Tensor] = {}
         """Maps a parameter's number to its average in the current step, if this average arrived as sparse entries."""
-        self._syncing = True
         self._passed_on: list[tuple[int, torch.Tensor, int]] = []
         """Gradients that this backward pass has passed on to be averaged: number, tensor and version."""
         self._written: list[tuple[int, int, int] | None] = []
@@ -191,14 +138,6 @@ class ModuleDriver(Component):
         some = len(self._parameters) + (len(self._buffers) if self._overlap is not None else 0)
         if self._order is None:
             self._loop.worker.reorder({number: place for number, place in self._places.items() if number < some})
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self._syncing = self._syncing, False
-        try:
-            yield
-        finally:
-            self._syncing = before
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:

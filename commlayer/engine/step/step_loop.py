@@ -132,20 +132,20 @@ class StepLoop(Component):
         finally:
             self._passed()
             if (joined := self.context.joined) is not None and joined.fresh:
-                joined.begun()
+                joined.end_first_step()
         if self._all_active():
             self.context.components.before_commit()
         into = targets()
         worker = self.worker
         worker.commit(into)
         self._guard.exchanged()
-        self.judged(worker)
+        self.report_finite(worker)
         return into
 
     def _passed(self) -> None:
-        self.context.passed()
+        self.context.count_step()
         if self._uneven is not None:
-            self._uneven.passed()
+            self._uneven.end_step()
 
     def _all_active(self) -> bool:
         return self._uneven is None or self._uneven.all_active()
@@ -163,7 +163,7 @@ class StepLoop(Component):
             self.average(tensors, lambda: tensors)
             self.observe()
 
-    def judged(self, worker: Worker, *, dropped: bool = False) -> None:
+    def report_finite(self, worker: Worker, *, dropped: bool = False) -> None:
         """Reports the end of a step to the check for finite values. `dropped`: True if averages that were not finite have not
         been applied."""
         (self._finite.dropped if dropped else self._finite.averaged)(worker.not_finite, finite=not worker.tentative)
@@ -189,13 +189,13 @@ class StepLoop(Component):
         self.begin()
         self._use.end()
         self.worker.complete(leftovers)
-        self._finite.begun()
+        self._finite.reset()
         self._guard.exchanged()
-        self.context.passed()
+        self.context.count_step()
         self.worker.stopwatch.start()
 
     @property
-    def looked_at(self) -> bool:
+    def must_wait(self) -> bool:
         """Returns True if a component reads this step's sums or times; then the training thread waits for the complete step."""
         return self.worker.recorder.on or self.context.components.reads_sums()
 

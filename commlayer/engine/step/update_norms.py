@@ -31,7 +31,7 @@ class UpdateNorms:
         self._agreement, self._logged = Agreement(), 0.0
         """Of the changes under the current plan, and the last logged agreement."""
 
-    def go(self, every: int) -> bool:
+    def begin_plan(self, every: int) -> bool:
         """Prepares for a plan of `every` local steps per exchange. All ranks call it together. Returns True if norms are
         exchanged."""
         self._agreement = Agreement()
@@ -42,7 +42,7 @@ class UpdateNorms:
             self._context.call_dropped(error)
             return False  # norms are not exchanged under this plan
 
-    def rest(self) -> None:
+    def end_plan(self) -> None:
         """Called for a plan that exchanges no norms: resets the time limit for receiving rows of numbers to its usual value."""
         self._context.rows.allow(0.0)
 

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from commlayer.compressors.feedback import ResidualSlice, residual_on
-from commlayer.engine.sync.norm_matching import Lengths, largest_of, scale_of, square_of
+from commlayer.engine.sync.norm_matching import Norms, largest_of, scale_of, square_of
 from commlayer.engine.worker.worker import Worker
 from commlayer.observe.step_trace import Recorder
 from commlayer.optim import OuterSGD
@@ -171,18 +171,18 @@ class OuterSteps:
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], every: int, outer: OuterSGD, weights: StepWeights, *, fragments: int = 1,
-        overlap: bool = False, run: Callable[[Callable[[], None]], Worker | None] = _once, lengths: Lengths | None = None,
+        overlap: bool = False, run: Callable[[Callable[[], None]], Worker | None] = _once, norms: Norms | None = None,
         hold: Callable[[], bool] = lambda: False, merged: Callable[..., None] = _spoilt,
     ) -> None:
         """`merged(own, finite=...)` is called after each exchange, on all ranks; `own` is the value of Worker.not_finite.
 
-        `run` runs an exchange, and returns the worker with which to repeat it if the members have changed. `lengths` exchanges
+        `run` runs an exchange, and returns the worker with which to repeat it if the members have changed. `norms` exchanges
         norms; None: norms are not exchanged. `hold` returns True if new members wait to join and this rank must withhold its
         part of an exchange.
         """
         self._parameters, self.weights, self._run, self._hold = parameters, weights, run, hold
         self._merged, self._outer = merged, outer
-        self.go(every, fragments=fragments, overlap=overlap, lengths=lengths)
+        self.set_schedule(every, fragments=fragments, overlap=overlap, norms=norms)
         self.taken = 0
         """Number of this rank's steps since the last exchange began."""
         self._steps = 0, 0
@@ -205,9 +205,9 @@ class OuterSteps:
         self._finite: list[bool] = []
         """One flag for each fragment of the current outer step so far. True: the mean was finite."""
 
-    def go(self, every: int, *, fragments: int, overlap: bool, lengths: Lengths | None = None) -> None:
+    def set_schedule(self, every: int, *, fragments: int, overlap: bool, norms: Norms | None = None) -> None:
         """Sets the schedule: number of steps per outer step, fragments, overlap. No exchange may be running."""
-        self._schedule, self._lengths = _Schedule(every, fragments, overlap), lengths if self._outer.matched else None
+        self._schedule, self._norms = _Schedule(every, fragments, overlap), norms if self._outer.matched else None
 
     @property
     def every(self) -> int:
@@ -216,7 +216,7 @@ class OuterSteps:
     @property
     def exchanges_norms(self) -> bool:
         """True: ranks exchange the norms of their changes. The value is the same on all ranks."""
-        return self._lengths is not None
+        return self._norms is not None
 
     def count(self) -> None:
         """Counts a step, before its optimizer step. Records residuals that were added to the previous step's gradients as
@@ -389,8 +389,8 @@ class OuterSteps:
 
     def _send_norm(self, worker: Worker, sent: _Sent) -> None:
         """Starts the exchange of the norm of this rank's change, while the change itself is being sent."""
-        if self._lengths is not None:
-            self._lengths.start(worker.units.weight, square_of(sent.weights(len(self.starts))))
+        if self._norms is not None:
+            self._norms.start(worker.units.weight, square_of(sent.weights(len(self.starts))))
 
     def _merge(self, worker: Worker, buffers: Sequence[torch.Tensor], sent: _Sent, deadline_s: float) -> Worker:
         """Waits for the means of an exchange and applies the outer optimizer. Returns the worker to use from now on: a new one
@@ -398,7 +398,7 @@ class OuterSteps:
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
         with self._whole(sent):
             worker = self._wait(worker, sent, len(tensors), deadline_s)
-            lengths = [] if self._lengths is None else self._lengths.read()
+            norms = [] if self._norms is None else self._norms.read()
         try:
             worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.fragment)
         except BaseException:
@@ -408,12 +408,12 @@ class OuterSteps:
         means = sent.weights(len(self.starts))
         finite = math.isfinite(largest_of(means))
         if finite:
-            if lengths and self._lengths is not None:
+            if norms and self._norms is not None:
                 square = square_of(means)
-                scale = scale_of(lengths, square)
+                scale = scale_of(norms, square)
                 for mean in means if scale != 1 else ():
                     mean.mul_(scale)
-                self._lengths.observe(lengths, square)
+                self._norms.observe(norms, square)
             self._advance(sent)
         for n, parts in sent.ranges.items():
             values = tensors[n].contiguous()

@@ -18,7 +18,7 @@ SMALLEST_UNIT = 2.0**-100
 """Smallest rounding unit whose reciprocal is representable in float32."""
 
 
-class Lengths(Protocol):
+class Norms(Protocol):
     """Interface that exchanges two numbers per rank in each fragment, without waiting, for norm-matched averaging."""
 
     def start(self, weight: float, square: float) -> None:

@@ -463,7 +463,7 @@ class Worker:
         for path in self._paths.all:
             path.quiet(time.monotonic() + self.now.deadline_s)
 
-    def rest(self) -> None:
+    def finish_exchanges(self) -> None:
         """Waits, before the worker closes, for running exchanges in which other ranks of this node or the servers still need
         this rank."""
         several_rounds = any(bucket.late and len(bucket.codec.rounds) > 1 for bucket in self.buckets)

@@ -1,0 +1,98 @@
+"""Defines drivers, by which a session reaches its model's gradients, and the one of a script without other workers."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from commlayer.engine.components import Component, Order
+from commlayer.engine.guards.uneven_inputs import TWICE
+from commlayer.engine.job.job import JobContext
+from commlayer.engine.model.model_tensors import parameters_of
+from commlayer.errors import InvalidInput, cause_of
+
+
+class Driver(Component):
+    """Base class of drivers; Session describes the methods."""
+
+    order = Order.DRIVER
+
+    def __init__(self, context: JobContext) -> None:
+        self.context, self._syncing = context, True
+
+    @property
+    @abstractmethod
+    def in_join(self) -> bool: ...
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    @abstractmethod
+    def join(self) -> AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def weight(self, n: float, total: float | None) -> None: ...
+
+    @abstractmethod
+    def synchronize(self) -> None: ...
+
+    @abstractmethod
+    def flush(self) -> bool: ...
+
+    @abstractmethod
+    def detach(self) -> None: ...
+
+
+class SoloDriver(Driver):
+    """The driver of a session without other workers, which only counts steps."""
+
+    in_join = False
+
+    def __init__(self, model: nn.Module, context: JobContext, optimizer: Any) -> None:
+        """Counts the optimizer's steps; backward passes if there is no optimizer, or it has no step hooks."""
+        super().__init__(context)
+        trained = [p for _, p in parameters_of(model)]
+        self._counting: Any = None
+        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of optimizers have no hooks
+            self._counting = optimizer.register_step_post_hook(lambda *_: context.count_step())
+        elif trained:
+            self._counting = register_multi_grad_hook(
+                trained, lambda _: context.count_step() if self._syncing else None, mode="any")
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        if self.in_join:
+            raise InvalidInput("E-UNEVEN-INPUTS", TWICE)
+        self.in_join = True
+        try:
+            yield
+        except BaseException as error:
+            self.context.close(cause_of(error))
+            raise
+        finally:
+            self.in_join = False
+
+    def weight(self, n: float, total: float | None) -> None:
+        """Sets the number of samples in events. An average over one worker has no weights."""
+        self.context.stream.weigh(n)
+
+    def synchronize(self) -> None:
+        """Does nothing: one worker's gradients are their own average."""
+
+    def flush(self) -> bool:
+        return False
+
+    def detach(self) -> None:
+        if self._counting is not None:
+            self._counting.remove()
