@@ -477,8 +477,8 @@ def test_a_connection_made_anew_is_looked_at_as_the_first_one_is(folders: Folder
     coordinator.close()
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.revoked), port=port), workers=1)
     received: list[str] = []
-    heartbeat = coordinator._judge.opened
-    coordinator._judge.opened = lambda *args: (received.append(args[1]), heartbeat(*args))[1]  # type: ignore[method-assign]
+    heartbeat = coordinator._verifier.opened
+    coordinator._verifier.opened = lambda *args: (received.append(args[1]), heartbeat(*args))[1]  # type: ignore[method-assign]
     for _ in range(3):  # and every thread's call, not only the first one's that finds out
         assert_refused(outcome(lambda: until_answered(link)), "E-CERTIFICATE-REVOKED")
     assert received == [], "and hears nothing"
