@@ -27,7 +27,7 @@ from commlayer.config import Launch, read_config, take_environment
 from commlayer.errors import CommError
 
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "commlayer.session", "commlayer.balance",
-           "bench.chaos.training", "commlayer.cluster.servers.server_process", "commlayer.cluster.servers.data_server",
+           "bench.chaos.training", "commlayer.cluster.servers.server_process", "commlayer.cluster.servers.summation_server",
            "commlayer.cli.main"]
 START_S = 60.0
 """Timeout until torch is loaded, which happens once."""
