@@ -6,8 +6,7 @@ same bytes, and keeping it costs no extra memory.
 
 from __future__ import annotations
 
-from commlayer.transport import mailbox
-from commlayer.transport.protocol import ANSWERED_BY, NUMBERED, Flag, Handle, Header, Key, Kind, answer_key, key
+from commlayer.transport.protocol import ANSWERED_BY, KIND_NAMES, NUMBERED, Flag, Handle, Header, Key, Kind, answer_key, key
 
 REPLAYED = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE))
 """Kinds of messages that are sent again after a reconnect."""
@@ -15,11 +14,15 @@ _NUMBERED_ANSWERS = frozenset(ANSWERED_BY[kind] for kind in NUMBERED if kind in 
 _ANSWERS = frozenset(ANSWERED_BY.values())
 
 
-class Request:
-    """A request in flight, with the operation that the caller waits for, and with the most recent send."""
+class Request(Handle):
+    """A request in flight: the handle that its sender gets, with its bytes and the most recent send. A request that expects an
+    answer is done when the answer arrives, since the request may be sent again until then."""
 
-    def __init__(self, header: Header, body: memoryview | bytes, operation: Handle) -> None:
-        self.header, self.body, self.operation = header, body, operation
+    __slots__ = ("body", "header", "sending")
+
+    def __init__(self, peer: int, header: Header, body: memoryview | bytes) -> None:
+        super().__init__(f"send of {KIND_NAMES[header.kind]}", peer, header.step, header.bucket)
+        self.header, self.body = header, body
         self.sending: Handle | None = None
 
 
@@ -48,7 +51,7 @@ class InFlightRequests:
         if header.kind in NUMBERED:
             self._number += 1
             header = header._replace(used=self._number)
-        request = Request(header, body, mailbox.sending(self._peer, header))
+        request = Request(self._peer, header, body)
         slot: Key | int
         if header.kind in ANSWERED_BY:
             slot = answer_key(header)

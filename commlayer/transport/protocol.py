@@ -255,7 +255,6 @@ def send_request(transport: Transport, peer: int, header: Header, body: memoryvi
     return answer
 
 
-
 class ByteChannel(Protocol):
     """A byte stream to one peer: a socket, or an object with these methods of a stream socket (TlsSocket, GrpcStream). One
     thread at a time may read and one may write; any thread may shut it down.

@@ -15,8 +15,9 @@ from typing import NamedTuple, Protocol
 from commlayer.errors import CommError, Damaged, NotYet, PeerLost, Refused, without_code
 from commlayer.transport import mailbox
 from commlayer.transport.backoff import Backoff
-from commlayer.transport.inflight import REPLAYED, InFlightRequests, Request, is_answer
+from commlayer.transport.inflight import REPLAYED, InFlightRequests, is_answer
 from commlayer.transport.protocol import (
+    ANSWERED_BY,
     Handle,
     Header,
     Key,
@@ -140,24 +141,20 @@ class ReconnectingTransport:
         if link is None or header.kind not in REPLAYED:
             return self._carrier.send(peer, header, body)
         with link.order:
-            if (error := link.error) is None:
-                request = link.inflight.add(header, body)
-                try:
-                    request.sending = self._carrier.send(peer, request.header, body) if link.up else None
-                except ValueError:  # an invalid message is the caller's mistake, so the request is dropped
-                    link.inflight.forget(request)
-                    raise
+            request = link.inflight.add(header, body)
+            try:
+                if link.up and link.error is None:
+                    request.sending = self._carrier.send(peer, request.header, body)
+            except ValueError:  # an invalid message is the caller's mistake, so the request is dropped
+                link.inflight.forget(request)
+                raise
+            if (error := link.error) is not None:
+                link.inflight.forget(request)
         if error is not None:
-            operation = mailbox.sending(peer, header)
-            operation.fail(error)
-            return operation
-        if request.sending is not None:
-            request.sending.on_done(lambda handle: self._sent(request, handle))
-        return request.operation
-
-    def _sent(self, request: Request, handle: Handle) -> None:
-        if handle.error() is None:  # otherwise it is sent again, or fails with the peer
-            mailbox.sent(request.operation, request.header)
+            request.fail(error)
+        elif header.kind not in ANSWERED_BY:
+            mailbox.sent(request, request.header)
+        return request
 
     def _on_message(self, message: Message) -> None:
         """Handles a message that has arrived. Runs on the connection's receive thread."""
@@ -179,7 +176,7 @@ class ReconnectingTransport:
         if request is None:
             self._carrier.deliver(message)  # it counts against the limit on unrequested messages
             return
-        mailbox.sent(request.operation, request.header)
+        mailbox.sent(request, request.header)
         if (sending := request.sending) is not None and not sending.done():
             # The caller may write to the body after the answer, but the replayed send still reads it.
             sending.on_done(lambda _: self._carrier.deliver(message))
@@ -194,7 +191,7 @@ class ReconnectingTransport:
             link.error = error
             requests = link.inflight.clear()
         for request in requests:
-            request.operation.fail(error)
+            request.fail(error)
 
     def end(self, generation: int) -> None:
         """Drops requests whose generation number (of epoch and plan) is below `generation`: the requests fail, and are not sent
@@ -204,7 +201,7 @@ class ReconnectingTransport:
             with link.order:
                 requests = link.inflight.end(generation)
             for request in requests:
-                request.operation.fail(reason)
+                request.fail(reason)
         self._carrier.end_generations(reason, generation)
 
     def _broken(self, peer: int, error: CommError) -> None:
@@ -267,9 +264,6 @@ class ReconnectingTransport:
                 request.sending = self._carrier.send(peer, request.header, request.body)
             with link.state:
                 link.up = not link.broke_again
-        for request in requests:
-            if (sending := request.sending) is not None:
-                sending.on_done(lambda handle, request=request: self._sent(request, handle))  # type: ignore[misc]
         nbytes = sum(len(request.body) for request in requests)
         with self._count:
             self.breaks += 1
@@ -291,7 +285,6 @@ class ReconnectingTransport:
     def _warn(self, line: str, *values: object) -> None:
         if not self._closing.is_set():
             mailbox.log.warning(line, *values)
-
 
     def recv(self, peer: int, match: Key | None = None) -> Handle:
         return self._carrier.recv(peer, match)

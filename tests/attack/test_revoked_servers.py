@@ -38,7 +38,7 @@ Serve = Callable[[Keys], contextlib.AbstractContextManager[Reach]]
 @contextlib.contextmanager
 def calls(keys: Keys) -> Iterator[Reach]:
     coordinator = Coordinator(quick(token=SECRET, keys=str(keys.folder)), workers=1)
-    coordinator._judge._keys = keys
+    coordinator._verifier._keys = keys
 
     def reach(mine: Keys) -> None:
         with contextlib.closing(coordinator_channel.CoordinatorChannel(coordinator.address, SECRET, mine, own=True)) as link:

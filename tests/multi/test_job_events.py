@@ -28,7 +28,7 @@ from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.membership.job_events import BURST, JobEvents, changes, waits_of
 from commlayer.cluster.membership.membership import State
 from commlayer.cluster.membership.sites import PendingWait
-from commlayer.cluster.servers.summation_server import DataServer
+from commlayer.cluster.servers.data_server import DataServer
 from commlayer.errors import CorruptFrame, Refused
 from commlayer.observe import events
 from commlayer.observe.event_files import read_run

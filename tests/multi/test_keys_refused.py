@@ -479,8 +479,8 @@ def test_certificate_is_checked_again_after_a_reconnect(folders: Folders) -> Non
     coordinator.close()
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.revoked), port=port), workers=1)
     received: list[str] = []
-    heartbeat = coordinator._judge.opened
-    coordinator._judge.opened = lambda *args: (received.append(args[1]), heartbeat(*args))[1]  # type: ignore[method-assign]
+    heartbeat = coordinator._verifier.opened
+    coordinator._verifier.opened = lambda *args: (received.append(args[1]), heartbeat(*args))[1]  # type: ignore[method-assign]
     for _ in range(3):  # and every thread's call, not only the first one's that finds out
         assert_refused(outcome(lambda: until_answered(link)), "E-CERTIFICATE-REVOKED")
     assert received == [], "and hears nothing"

@@ -25,7 +25,7 @@ from commlayer.cluster.calls.call_proofs import Known
 from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 from commlayer.cluster.membership import coordinator as coordinator_module
 from commlayer.cluster.membership.coordinator import Coordinator
-from commlayer.cluster.servers.summation_server import DataServer
+from commlayer.cluster.servers.data_server import DataServer
 from commlayer.config import host_port
 from commlayer.doctor import server
 from commlayer.errors import CommError, Refused, SentNothing

@@ -42,9 +42,10 @@ from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.membership.epoch_change import EpochChange, change_problem, wire_generation
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.servers import worker_client
+from commlayer.cluster.servers.data_server import DataServer
 from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.cluster.servers.server_journal import ServerIdentity, ServerJournal
-from commlayer.cluster.servers.summation_server import DataServer, Stalled
+from commlayer.cluster.servers.summation_server import Stalled
 from commlayer.compressors import fallback, kernels
 from commlayer.compressors.plan_codecs import codec_of
 from commlayer.config import host_port, join_host

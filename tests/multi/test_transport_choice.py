@@ -24,7 +24,7 @@ from commlayer.cluster.calls import messages
 from commlayer.cluster.membership import client
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.servers import dialing, worker_client
-from commlayer.cluster.servers.summation_server import DataServer
+from commlayer.cluster.servers.data_server import DataServer
 from commlayer.config import host_port
 from commlayer.errors import PeerLost, Refused
 from commlayer.planner import default_plan

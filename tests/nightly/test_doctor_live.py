@@ -32,7 +32,7 @@ from commlayer.cluster.calls import messages
 from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 from commlayer.cluster.membership import client, coordinator
 from commlayer.cluster.membership.coordinator import Coordinator
-from commlayer.cluster.servers.summation_server import DataServer
+from commlayer.cluster.servers.data_server import DataServer
 from commlayer.doctor import machine, network, server
 from commlayer.doctor.findings import Finding
 from commlayer.errors import code_of

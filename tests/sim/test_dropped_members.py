@@ -21,7 +21,8 @@ from commlayer.cluster.calls.messages import FINISHED, Heartbeat, PeerExit
 from commlayer.cluster.membership import client, epoch_change, membership
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.membership.epoch_change import EpochChange, wire_generation
-from commlayer.cluster.servers.summation_server import DataServer, Stalled
+from commlayer.cluster.servers.data_server import DataServer
+from commlayer.cluster.servers.summation_server import Stalled
 from commlayer.config import host_port
 from commlayer.errors import PeerLost, Refused
 from commlayer.transport.endpoint import Settings, StreamTransport

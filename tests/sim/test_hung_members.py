@@ -19,8 +19,9 @@ from commlayer.cluster.calls.messages import Heartbeat, Overdue
 from commlayer.cluster.membership import client, epoch_change, membership
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.membership.membership import State
+from commlayer.cluster.servers.data_server import DataServer
 from commlayer.cluster.servers.summation import Summation
-from commlayer.cluster.servers.summation_server import DataServer, SumServer
+from commlayer.cluster.servers.summation_server import SumServer
 from commlayer.errors import CorruptFrame
 from commlayer.transport.protocol import SERVER_BASE
 

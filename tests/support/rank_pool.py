@@ -162,7 +162,7 @@ class Servers:
 
     def __init__(self, workers: int, servers: int = 1, **fields: Any) -> None:
         from commlayer.cluster.membership.coordinator import Coordinator
-        from commlayer.cluster.servers.summation_server import DataServer
+        from commlayer.cluster.servers.data_server import DataServer
         from commlayer.config import read_config
 
         processes.start_fork_server()

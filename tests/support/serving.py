@@ -15,7 +15,7 @@ from commlayer.cluster.calls import messages
 from commlayer.cluster.membership import client
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.servers import worker_client
-from commlayer.cluster.servers.summation_server import DataServer
+from commlayer.cluster.servers.data_server import DataServer
 from commlayer.errors import CommError
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Epoch, Job, Member, Plan, ServerInfo, TensorInfo

@@ -423,7 +423,7 @@ def unpack(data: bytes | memoryview, kind: type[V], peer: str, what: str = "") -
                            f"versions differ, install the same version everywhere (here {version()})", peer=peer) from None
 
 
-class _Said(msgspec.Struct):
+class _AnyVersion(msgspec.Struct):
     """The only field that can be read from a request of any version."""
 
     version: str
@@ -431,7 +431,7 @@ class _Said(msgspec.Struct):
 
 def _other_version(data: bytes | memoryview) -> str:
     try:
-        theirs = msgspec.msgpack.decode(data, type=_Said).version
+        theirs = msgspec.msgpack.decode(data, type=_AnyVersion).version
     except MALFORMED:
         return ""
     remedy = "install the same version everywhere"

@@ -78,8 +78,8 @@ class SiteLease:
     """Keeps a site registered by repeated calls. `ended` is set when the coordinator ends the registration; `why` is then the
     reason. `begun`: whether the job had begun at the coordinator's last answer."""
 
-    def __init__(self, address: str, config: Config, request: messages.Join, tell: Callable[[str], None]) -> None:
-        self.address, self.request, self._config, self._tell = address, request, config, tell
+    def __init__(self, address: str, config: Config, request: messages.Join, log_wait: Callable[[str], None]) -> None:
+        self.address, self.request, self._config, self._log_wait = address, request, config, log_wait
         self.ended, self.why, self.begun = threading.Event(), "", False
         self._link = _channel(address, config, own=False)
         self._closing = threading.Event()
@@ -88,13 +88,13 @@ class SiteLease:
     def meet(self, wait_s: float) -> messages.JoinReply:
         """Registers the site and waits for its ranks, at most `wait_s`: see CoordinatorChannel.register."""
         reply = self._link.register(lambda waited_s: msgspec.structs.replace(self.request, waited_s=waited_s), wait_s,
-                                    self._config.join_deadline_s, log_wait=self._tell)
+                                    self._config.join_deadline_s, log_wait=self._log_wait)
         self.request = msgspec.structs.replace(self.request, meeting=reply.meeting)
-        self._thread = threading.Thread(target=self._stay, name="commlayer-home", daemon=True)
+        self._thread = threading.Thread(target=self._renew, name="commlayer-home", daemon=True)
         self._thread.start()
         return reply
 
-    def _stay(self) -> None:
+    def _renew(self) -> None:
         while not self._closing.wait(self._config.heartbeat_s):
             try:
                 answer = self._link.call("Join", self.request, messages.JoinReply, CALL_S)

@@ -115,7 +115,7 @@ class Coordinator:
         self._keys, self._refusals = Keys(config.keys) if config.keys else None, RefusalLog()
         self._plans = defaultdict[str, Plans](Plans)
         """Uploaded plans by the name of the certificate, so that no member replaces another's."""
-        self._judge = CallVerifier(config.token, self._keys)
+        self._verifier = CallVerifier(config.token, self._keys)
         self._suspects: dict[str, tuple[str, str]] = {}
         """Maps a connection to its address and the name of a call that did not prove the job's secret. An entry is removed
         after PROVE_S seconds, or when a call proves the secret."""
@@ -229,7 +229,7 @@ class Coordinator:
 
     def _challenge(self, nonce: bytes, peer: str) -> Encode:
         caller = self._port.caller(peer)  # raises if TLS is required
-        greeting = self._judge.greeting(peer, nonce, caller.fingerprint if caller else b"")
+        greeting = self._verifier.greeting(peer, nonce, caller.fingerprint if caller else b"")
         return lambda: greeting
 
     def _part(self, request: messages.PlanPart) -> Record:
@@ -395,7 +395,7 @@ class Coordinator:
         async def answer(data: bytes, peer: str) -> Encode:
             reply = act(self._opened(name, kind, data, peer))
             record = reply if isinstance(reply, Record) else await reply
-            return lambda: self._judge.sealed(data, messages.pack(record))
+            return lambda: self._verifier.sealed(data, messages.pack(record))
 
         return answer
 
@@ -403,7 +403,7 @@ class Coordinator:
         """Verifies a call, and returns its decoded and sanitized request. Adds the caller's certificate to a Join request."""
         caller = self._port.caller(peer)
         try:
-            body = self._judge.opened(peer, name, data, caller.fingerprint if caller else b"")
+            body = self._verifier.opened(peer, name, data, caller.fingerprint if caller else b"")
         except AuthenticationFailed:
             if peer not in self._suspects:
                 self._suspects[peer] = self._port.where(peer), name

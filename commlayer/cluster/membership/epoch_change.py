@@ -154,19 +154,19 @@ def _wait(state: State, seated: Sequence[Registration], silent: Sequence[Registr
 
 def _closed(state: State, epoch: Epoch, present: int) -> AdmissionState:
     """Returns why the job admits no site; the reason is empty if it does."""
-    shut, full = "", False
+    reason, full = "", False
     if over(state):
-        shut = "the job is over"
+        reason = "the job is over"
     elif not state.min_workers:
-        shut = f"the job has begun with {len(epoch.members)} workers; a running job admits no new members{UNLESS}"
+        reason = f"the job has begun with {len(epoch.members)} workers; a running job admits no new members{UNLESS}"
     elif inelastic_workers(state):
-        shut = "the job has begun and admits no new members: " \
+        reason = "the job has begun and admits no new members: " \
                f"{', '.join(inelastic_workers(state))} cannot continue after others leave"
     elif present < len(epoch.members):
-        shut = f"the job is ending: {present} workers are left, and at least {state.min_workers} are needed (min_workers)"
+        reason = f"the job is ending: {present} workers are left, and at least {state.min_workers} are needed (min_workers)"
     elif present >= state.limit:
-        shut, full = f"the job is running with all its {state.limit} workers; it admits another when one has left", True
-    return AdmissionState(shut, full=full)
+        reason, full = f"the job is running with all its {state.limit} workers; it admits another when one has left", True
+    return AdmissionState(reason, full=full)
 
 
 def admit(state: State, request: Join, now: float) -> tuple[State, JoinReply]:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -49,13 +50,9 @@ class EmbeddedServer:
         if join:
             # The configured port may be in use on this machine, by the coordinator or by another server.
             config = msgspec.structs.replace(config, port=0)
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", RUN, str(ROOT), json.dumps(part)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            # Ctrl-C must reach only the trainer, which ends the child when it no longer needs it.
-            start_new_session=True, env=child_environment(config),
-        )
-        send_line(process, config.token.encode())
-        embedded = cls(process)
+        embedded = cls(spawn(RUN, json.dumps(part), config.token.encode(), stdout=subprocess.PIPE,
+                             env=child_environment(config)))
+        process = embedded._process
         try:
             started = json.loads(_first_line(process, config.join_deadline_s) or b"{}")
             if "control" not in started:
@@ -84,10 +81,7 @@ class EmbeddedServer:
         if process_state(self.pid) in ("T", "t"):
             process.kill()  # a stopped process handles no other signal
         if not _ended(process, GRACE_S):
-            process.terminate()
-            if not _ended(process, GRACE_S):
-                process.kill()
-                process.wait()
+            terminate(process, GRACE_S)
         assert process.stdout is not None
         process.stdout.close()
 
@@ -106,6 +100,23 @@ def _first_line(process: subprocess.Popen[bytes], deadline_s: float) -> bytes | 
             return None
         data += more
     return data
+
+
+def spawn(code: str, argument: str, line: bytes, **more: Any) -> subprocess.Popen[bytes]:
+    """Starts a Python process that runs this code, with this package on its path, and sends it the line. Ctrl-C reaches only
+    this process, which ends the child when it no longer needs the child."""
+    process = subprocess.Popen([sys.executable, "-P", "-c", code, str(ROOT), argument], stdin=subprocess.PIPE,
+                               start_new_session=True, **more)
+    send_line(process, line)
+    return process
+
+
+def terminate(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Sends SIGTERM, and SIGKILL after `grace_s` seconds."""
+    process.terminate()
+    if not _ended(process, grace_s):
+        process.kill()
+        process.wait()
 
 
 def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:

@@ -7,13 +7,12 @@ import logging
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from commlayer.cluster.processes.child_processes import ROOT, process_state, send_line
+from commlayer.cluster.processes.child_processes import process_state, spawn, terminate
 
 log = logging.getLogger("commlayer")
 RUN_SIDECAR = "import sys; sys.path.append(sys.argv.pop(1)); " \
@@ -36,12 +35,7 @@ class HeartbeatSidecar:
         if os.getpid() != self._owner or self._process.stdin is None or self._process.stdin.closed:
             return
         self._process.stdin.close()
-        self._process.terminate()
-        try:
-            self._process.wait(PARENT_EXIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        terminate(self._process, PARENT_EXIT_S)
 
     def check_running(self) -> None:
         """Logs a warning, once, if the sidecar has ended."""
@@ -59,14 +53,11 @@ def start_sidecar(setup: Mapping[str, str | float]) -> HeartbeatSidecar | None:
     if not Path("/proc/self/stat").exists():
         return None
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", RUN_SIDECAR, str(ROOT), str(os.getpid())],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )
+        process = spawn(RUN_SIDECAR, str(os.getpid()), json.dumps(setup).encode(), stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL)
     except OSError as error:
         log.warning("cannot start the process that sends heartbeats while a call holds Python's GIL: %s", error)
         return None
-    send_line(process, json.dumps(setup).encode())
     return HeartbeatSidecar(process)
 
 

@@ -18,11 +18,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from commlayer.cluster.calls.messages import ANY
 from commlayer.cluster.processes import object_collectives
+from commlayer.cluster.processes.relayed_group import NAME, Reducer, RelayedGroup, layout
+from commlayer.cluster.processes.world_store import WorldStore
 
 if TYPE_CHECKING:
     from commlayer.cluster.calls.site_client import KvClient
-from commlayer.cluster.processes.relayed_group import NAME, Reducer, RelayedGroup, layout
-from commlayer.cluster.processes.world_store import WorldStore
 
 
 class _World(NamedTuple):

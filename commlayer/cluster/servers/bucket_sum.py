@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from commlayer.cluster.servers.server_codecs import CodecOps
 
 
-
 def as_float32(weight: float) -> float:
     """Rounds the weight as a frame header does, so both ends compare the same number."""
     return struct.unpack("<f", struct.pack("<f", weight))[0]  # type: ignore[no-any-return]

@@ -36,7 +36,7 @@ from commlayer.observe.log_lines import LogLines
 from commlayer.transport.keys.key_folder import Keys
 
 if TYPE_CHECKING:
-    from commlayer.cluster.servers.summation_server import DataServer
+    from commlayer.cluster.servers.data_server import DataServer
 
 log = logging.getLogger("commlayer")
 
@@ -190,7 +190,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
             child_processes.follow_parent(part.parent, end, orphaned)
         if part.sums:
             # Imported late: it loads numpy, which a coordinator does not need.
-            from commlayer.cluster.servers.summation_server import DataServer
+            from commlayer.cluster.servers.data_server import DataServer
 
             serving = DataServer(config.bind, data_port, config, coordinator)
             stack.callback(lambda: serving.close(over=not is_resumable(), flush_s=None if part.parent or stopped.is_set() or

@@ -13,15 +13,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from commlayer.errors import CorruptFrame
-from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
-
-if TYPE_CHECKING:
-    pass
 from commlayer.cluster.servers.bucket_sum import (
     KEPT_STEPS,
     MOST_REASON_NBYTES,
@@ -33,6 +28,8 @@ from commlayer.cluster.servers.bucket_sum import (
     as_float32,
     breach_of,
 )
+from commlayer.errors import CorruptFrame
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
 
 log = logging.getLogger("commlayer")
 

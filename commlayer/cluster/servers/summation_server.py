@@ -6,50 +6,32 @@ therefore added in parallel. Sends on these threads only queue.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import msgspec
 
-from commlayer import planner, records
 from commlayer.cluster.calls import messages
-from commlayer.cluster.calls.grpc_port import GrpcPort, open_stream_port
-from commlayer.cluster.membership.coordinator import Coordinator
-from commlayer.cluster.membership.epoch_change import EpochChange, change_problem, read_change, wire_generation
-from commlayer.cluster.servers.bucket_sum import ENTRY_HEADER_NBYTES, KEPT_STEPS, MOST_REASON_NBYTES, Reply, Stall
-from commlayer.cluster.servers.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
-from commlayer.cluster.servers.server_journal import ServerIdentity, ServerJournal
+from commlayer.cluster.membership.epoch_change import EpochChange, read_change
+from commlayer.cluster.servers.bucket_sum import Reply, Stall
 from commlayer.cluster.servers.summation import Summation
-from commlayer.compressors import kernels
-from commlayer.config import Config, Launch, codec_threads, host_port, join_host, reconnect_window_s, unheard_s
 from commlayer.errors import (
     MAX_PEER_TEXT_CHARS,
     CommError,
     CorruptFrame,
     Damaged,
-    InvalidInput,
     PeerEnded,
     PeerLost,
-    RecordError,
     coded,
-    line_of,
     short_line,
-    without_code,
 )
-from commlayer.records import MALFORMED, Epoch, Plan, Record
-from commlayer.transport.connection import Limits
-from commlayer.transport.endpoint import Refusal, Settings, StreamTransport
-from commlayer.transport.handshake import Hello, RefusalLog, RetryLater, same_job
-from commlayer.transport.keys.key_folder import Keys
+from commlayer.records import Record
 from commlayer.transport.protocol import (
     NUMBERED,
-    SERVER_BASE,
     Flag,
     Handle,
     Header,
@@ -110,8 +92,6 @@ def read_stalled(message: Message) -> Stalled:
     return messages.unpack(message.body, Stalled, peer_name(message.peer), "a STALLED frame")
 
 
-AwaitEpoch = Callable[[int, float], Epoch]
-"""Membership.await_epoch."""
 CheckChange = Callable[[EpochChange, int, int], Callable[[], Summation]]
 """Checks a change of members, given with its generation and sender; may block. Returns a function that creates the new members'
 Summation, to be called after the previous one has ended. Raises CorruptFrame if the sender broke the protocol, ValueError if
@@ -392,294 +372,3 @@ def _reason(error: Exception) -> str:
         return str(error)
     log.error("a plan was refused after an unexpected error", exc_info=error)
     return f"failed: {type(error).__name__}: {error}"
-
-
-MESSAGES_SLACK = 64
-"""Number of messages from or to one worker, in addition to those of two steps, that may be on their way at once."""
-READY_S = 9.0
-"""Seconds for which a handshake waits until this server has its plan; less than the handshake's own deadline."""
-NOTICE_HEARTBEATS = 3
-"""Number of heartbeats to wait for the coordinator's newest epoch when a worker reports it first."""
-MAX_REPORTED = 64
-"""Maximum number of dropped workers named in one heartbeat, which must stay small. The others are named after the first ones
-have been evicted."""
-MAX_OVERDUE = 4096
-"""Maximum number of missing workers that a heartbeat names. If more are missing, it names none, and all workers stop at their
-deadline."""
-STALL_S = 4.0
-"""Seconds for which a sum waits before the waiting members are sent the names of the missing ones."""
-
-
-class DataServer:
-    """The summation server of a process. It listens from construction on, so its address is known before it joins the job. It
-    accepts workers after start()."""
-
-    def __init__(self, bind: str, port: int, config: Config, coordinator: Coordinator | None = None) -> None:
-        """`coordinator`: the coordinator in the same process, if any. gRPC streams then use the coordinator's port, otherwise a
-        separate port."""
-        kernels.choose(config.backend)
-        kernels.threads(codec_threads(config, Launch()))
-        self._config = config
-        self._ready = threading.Event()
-        self._refusal = ""
-        """Why all workers are refused: the plan cannot be served, or the server is stopping; "" if they are not."""
-        self._hello = Hello("", SERVER_BASE, version=messages.version())
-        refusals = RefusalLog()
-        keys = Keys(config.keys) if config.keys else None
-        self._transport = StreamTransport(self._hello, self._admit, Settings(
-            secret=config.token, user_timeout_s=unheard_s(config), keys=keys,
-            refused=refusals.refused, resume=reconnect_window_s(config) > 0))
-        self._transport.named = self._certificate_of
-        self._server: SumServer | None = None
-        self.journal = ServerJournal(config.journal, required=config.journal_required) if config.journal else None
-        """Journal with the state that a crashed server left, and that this server records; None without a journal folder."""
-        self._token, self._reported_s = "", 0.0
-        self._ops: dict[int, CodecOps] = {}
-        self._epoch: Epoch | None = None
-        self._plan: Plan | None = None
-        streams_port = port and port + (config.carrier != "grpc")
-        if (former := None if self.journal is None else self.journal.recovered) is not None:  # where workers reconnect
-            port = port or host_port(former.address)[1]
-            streams_port = streams_port or (host_port(former.streams)[1] if former.streams else 0)
-        self.streams = ""
-        """Address for gRPC streams; "" if the server accepts none."""
-        self._streams: GrpcPort | None = None
-        self.address = "" if config.carrier == "grpc" else join_host(*self._transport.listen(bind, port))
-        if config.carrier != "tcp":
-            self._take_streams(bind, streams_port, keys, coordinator, refusals.refused)
-
-    def _take_streams(self, bind: str, port: int, keys: Keys | None, coordinator: Coordinator | None, refused: Refusal) -> None:
-        if coordinator is not None:
-            coordinator.serve_streams(self._transport.take)
-            self.streams = coordinator.address
-        else:
-            try:
-                self._streams = open_stream_port(keys, bind, port, self._transport.take, refused)
-            except (InvalidInput, OSError) as error:
-                if not self.address:
-                    raise
-                log.warning("cannot accept gRPC streams, only TCP connections: %s", line_of(error))
-            else:
-                self.streams = join_host(bind, self._streams.number)
-        self.address = self.address or self.streams
-
-    def _admit(self, theirs: Hello) -> str:
-        if not self._ready.wait(READY_S):
-            return RetryLater("has no plan yet: the coordinator is waiting for other processes")
-        if self._refusal:
-            return self._refusal
-        if theirs.rank not in self._members:
-            return coded("E-RANK", f"is not a member of the job, which has {len(self._members)} workers")
-        return same_job(self._hello)(theirs)
-
-    def _certificate_of(self, rank: int) -> str:
-        return "" if self._epoch is None else next((m.certificate for m in self._epoch.members if m.rank == rank), "")
-
-    @property
-    def _members(self) -> tuple[int, ...]:
-        return () if self._epoch is None else tuple(m.rank for m in self._epoch.members)
-
-    def start(
-        self, epoch: Epoch, plan: bytes, server: int, token: str = "", await_epoch: AwaitEpoch | None = None,
-    ) -> None:
-        """Starts summing the plan's buckets of server number `server`, for the members of `epoch`. If the journal is of the
-        same job and server, resumes from it. `token`: token of this server's registration. `await_epoch`: see
-        Membership.await_epoch; None if members never change.
-
-        Raises ValueError if the plan cannot be served. Every worker that connects is then refused with the same reason.
-        """
-        former = self._former(epoch, server)
-        self._epoch = epoch = former.epoch if former else epoch
-        self._token = token
-        try:
-            self._plan = decoded = _checked_plan(former.plan if former else plan, epoch, "")
-            self._ops = ops_of(decoded, server, gradients=epoch.gradients)
-            core = self._core(decoded, server, former.generation if former else epoch.generation)
-            if former is not None and self.journal is not None:
-                self._recall(core, self.journal)
-            self._write_down(core, former.plan if former else plan, server, epoch)
-            self._set_limits(decoded, server)
-        except ValueError as error:
-            self._refusal = str(error)
-            self._ready.set()
-            raise
-        self._hello = msgspec.structs.replace(self._hello, job=decoded.job, rank=SERVER_BASE + server, plan=epoch.plan)
-        self._transport.hello = self._hello
-        self._server = SumServer(core, self._transport, self._members, stall_s=min(STALL_S, self._config.deadline_s / 4),
-                                 recycle=self._transport.pool.give, replan=self._switch_plan, pace=self._transport.pace,
-                                 regroup=functools.partial(self._regroup, await_epoch) if await_epoch is not None else None)
-        self._ready.set()
-
-    def _former(self, epoch: Epoch, server: int) -> ServerIdentity | None:
-        """Returns what the journal records about an earlier process of this server in this job; None if there was none."""
-        if self.journal is None or (former := self.journal.recovered) is None:
-            return None
-        if _is_same_job(former.epoch, epoch) and former.number == server:
-            return former
-        self.journal.ignore("it belongs to another job or to another server")
-        return None
-
-    def _recall(self, core: Summation, journal: ServerJournal) -> None:
-        lost_buckets = []
-        for bucket in core.cells:
-            entry = journal.entries.get(bucket)
-            try:
-                if entry is None:
-                    raise CorruptFrame("no intact entry")
-                core.recall(bucket, *entry)
-            except (CorruptFrame, ValueError, *MALFORMED) as error:
-                lost_buckets.append(f"{bucket} ({without_code(error)})")
-                core.forget(bucket)
-        log.warning("journal: resumed in generation %d; %d of %d buckets are intact",
-                    core.generation, len(core.cells) - len(lost_buckets), len(core.cells))
-        if lost_buckets:
-            log.warning("journal: the residuals of %d buckets are lost and restart at zero: %s", len(lost_buckets),
-                        ", ".join(lost_buckets[:8]))
-
-    def _write_down(self, core: Summation, plan: bytes, server: int, epoch: Epoch) -> None:
-        """Starts journaling, if the server has a journal."""
-        if self.journal is None:
-            return
-        about = ServerIdentity(self._token, server, self.address, epoch, plan, core.generation, self.streams)
-        sizes = {b: ops.memory_nbytes + ops.bound + ENTRY_HEADER_NBYTES for b, ops in self._ops.items()}
-        if not self.journal.replace(about, sizes, core.remember):
-            core.remember(None)
-
-    def _core(self, plan: Plan, server: int, generation: int) -> Summation:
-        senders = {bucket: tuple(self._members[place] for place in places)
-                   for bucket, places in senders_of(plan, len(self._members)).items()}
-        return Summation(server, generation, dict(self._ops), senders)
-
-    def _set_limits(self, plan: Plan, server: int) -> None:
-        """Sets the limits on what workers send, by the plan."""
-        self._transport.limit_kept(expected_nbytes(plan, server))
-        self._transport.limits = self._limits()
-
-    def _limits(self) -> Limits:
-        """Returns what one worker may cause at this server, by the job's plan. Results are sent from the server's own memory,
-        so only their number is limited."""
-        former, ops = self._transport.limits.body_nbytes or {}, self._ops.values()
-        # Messages of an earlier plan may still arrive.
-        payload = max([former.get(Kind.PUSH, MOST_REASON_NBYTES), *(one.bound for one in ops)])
-        state = max([former.get(Kind.STATE, 0), *(one.max_state_nbytes for one in ops)])
-        body_nbytes: dict[int, int] = {
-            Kind.PUSH: payload, Kind.STATE: state, Kind.PROBE: MAX_PROBE_NBYTES, Kind.PLAN: messages.MAX_PLAN_NBYTES}
-        return Limits(body_nbytes, KEPT_STEPS * sum(one.rounds for one in ops) + MESSAGES_SLACK)
-
-    def report(self) -> dict[str, Any]:
-        """Returns the fields of a heartbeat that a summation server fills in."""
-        since_s, self._reported_s = self._reported_s, time.monotonic()
-        fields: dict[str, Any] = {"missed": self._transport.missed(), "heard": self._transport.heard(since_s)}
-        if self._server is not None:
-            dropped = list(self._server.dropped().items())[:MAX_REPORTED]
-            fields |= {"dropped": tuple(messages.PeerExit(peer_name(member), why) for member, why in dropped),
-                       "ended": self._server.ended(), "overdue": self._overdue(self._server)}
-        return fields
-
-    def _overdue(self, server: SumServer) -> messages.Overdue | None:
-        if self._plan is None:
-            return None
-        # With local steps, slow workers may contribute later.
-        limit_s = self._config.deadline_s * self._plan.local_steps
-        overdue = server.overdue(limit_s)
-        if overdue is None:
-            return None
-        step, missing = overdue
-        return messages.Overdue(step, missing if len(missing) <= MAX_OVERDUE else (), limit_s)
-
-    def _regroup(self, await_epoch: AwaitEpoch, change: EpochChange, generation: int, sender: int
-                 ) -> Callable[[], Summation]:
-        """Checks a change of members against the coordinator's newest epoch. Changes nothing, but returns a function that
-        creates the new sums."""
-        assert self._epoch is not None
-        if generation == wire_generation(change.epoch) and change.epoch.generation <= self._epoch.generation:
-            raise InvalidInput("E-EPOCH-ENDED",
-                               f"epoch {change.epoch.generation} has ended: epoch {self._epoch.generation} is active")
-        if why := change_problem(change, generation, sender, self._epoch):
-            raise CorruptFrame(f"PLAN frame with a change of members is invalid: {why}", peer=peer_name(sender))
-        # Checked now, because an error after the end of the previous sums could not be undone.
-        expected_nbytes(_checked_plan(change.plan, change.epoch, self._hello.job), self._hello.rank - SERVER_BASE)
-        known = await_epoch(change.epoch.generation, NOTICE_HEARTBEATS * self._config.heartbeat_s)
-        if known.generation != change.epoch.generation:
-            raise InvalidInput("E-EPOCH-ENDED", f"epoch {change.epoch.generation} is not the coordinator's newest, which is "
-                                                f"{known.generation}")
-        if known != change.epoch:
-            raise CorruptFrame(f"PLAN frame with a change of members is invalid: its epoch {known.generation} differs from the "
-                               "coordinator's", peer=peer_name(sender))
-        return functools.partial(self._switch_members, change, generation)
-
-    def _switch_members(self, change: EpochChange, generation: int) -> Summation:
-        """Creates the new members' sums. Residuals are scaled, because the number of members in the mean has changed."""
-        # The epoch is set first: from now on a worker with a new rank is checked against its certificate in that epoch.
-        former, self._epoch = self._members, change.epoch
-        return self._switch_plan(change.plan, generation, scale=len(self._members) / len(former))
-
-    def _switch_plan(self, plan: bytes, generation: int, scale: float = 1.0) -> Summation:
-        """Creates the sums of the plan that the workers switch to. Raises ValueError, and changes nothing, if the plan cannot
-        be served."""
-        assert self._epoch is not None
-        epoch = self._epoch
-        decoded = _checked_plan(plan, epoch, self._hello.job)
-        server = self._hello.rank - SERVER_BASE
-        before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), scale, gradients=epoch.gradients)
-        try:
-            core = self._core(decoded, server, generation)
-            self._write_down(core, plan, server, epoch)
-            self._set_limits(decoded, server)
-        except Exception:
-            self._ops = before
-            raise
-        self._plan = decoded
-        return core
-
-    @property
-    def finished(self) -> bool:
-        """Whether all workers have closed their connections in order."""
-        return self._server is not None and len(self._server.ended()) == len(self._members)
-
-    @property
-    def alone(self) -> bool:
-        """Whether no worker is connected."""
-        return not self._transport.peers
-
-    def close(self, reason: CommError | None = None, *, over: bool = True, flush_s: float | None = None) -> None:
-        """Stops serving. `reason`: error that workers receive; None for an orderly end. `over`: True: the coordinator has ended
-        the job. False: if there is a journal, workers keep reconnecting until a restarted server resumes. `flush_s`: seconds
-        allowed for sending queued messages."""
-        if self.journal is not None and not over:
-            self._refusal = RetryLater("is restarting")
-            reason = CommError("was stopped before the end of the job; its journal is kept")
-        if self._server is not None:
-            self._server.close(reason, flush_s)
-        else:
-            self._transport.close()
-        if self._streams is not None:
-            self._streams.close()
-        if self.journal is not None:
-            self.journal.close(over=over)
-
-
-def _is_same_job(one: Epoch, other: Epoch) -> bool:
-    """Returns whether both epochs are of one job, even if some of its workers have left."""
-    return (one.servers, one.plan) == (other.servers, other.plan) and \
-        bool({*one.members} & {*other.members})
-
-
-def _checked_plan(plan: bytes, epoch: Epoch, job: str) -> Plan:
-    """Decodes the plan and checks it for this job, before anything is made from it. `job`: digest of the job; "": the plan is
-    the first one, and names it."""
-    what = "plan of worker 0"
-    try:
-        decoded = records.decode(plan, Plan, what)
-    except RecordError as error:
-        raise RecordError("E-PLAN-REFUSED", error.what) from None
-    problems = planner.verify_alone(decoded, len(epoch.members), epoch.tensors, epoch.elements)
-    if job and decoded.job != job:
-        problems.insert(0, f"it was made for another model: job {decoded.job}, but this is {job}")
-    if decoded.servers > len(epoch.servers):
-        problems.append(f"it is for {decoded.servers} servers, but the job has {len(epoch.servers)}: start more servers, or "
-                        "create the plan again")
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise RecordError("E-PLAN-REFUSED", f"{what}: {problems[0]}{more}")
-    return decoded
