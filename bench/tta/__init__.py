@@ -32,7 +32,7 @@ from bench.tta.systems import SYSTEMS, System
 
 USUAL = ("chars", "digits", "passages")
 TASKS = {name: tasks.TASKS[name] for name in (*USUAL, "text")}
-SECONDS, QUICK_SECONDS = 75.0, 20.0
+SECONDS, QUICK_SECONDS = 75.0, 15.0
 STORED_SECONDS = 60.0
 """Length of the shortest trainings that --stored shows."""
 AROUND_S = 25.0
