@@ -89,7 +89,6 @@ MODES: Mapping[str, Callable[[PlayedCluster], Mode]] = {
 }
 
 
-
 def run(quick: bool) -> Result:
     parts = emulated(quick), real(50 if quick else 100)
     rows = [row for part in parts for row in part["rows"]]

@@ -39,7 +39,7 @@ class Started(NamedTuple):
     """This rank's batches, one per step. None: the batches of its rank number, of the same size on all ranks."""
 
 
-def spoken(place: Place, name: str, text: str | None = None, wait_s: float = 60.0) -> str:
+def shared_text(place: Place, name: str, text: str | None = None, wait_s: float = 60.0) -> str:
     """Writes `text` for all ranks, or waits until another rank writes `name`. Only for addresses that a user would type."""
     path = place.folder / name
     if text is not None:

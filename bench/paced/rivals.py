@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.paced.place import Place, Started, spoken
+from bench.paced.place import Place, Started, shared_text
 from bench.tasks import Task
 
 TIMEOUT = timedelta(seconds=120)
@@ -31,7 +31,7 @@ def torchft_diloco(place: Place, model: nn.Module, task: Task, every: int, lr: f
     if place.rank == 0:
         lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=place.ranks, join_timeout_ms=10_000)
         port = lighthouse.address().rpartition(":")[2]
-        spoken(place, "lighthouse", f"http://{place.address}:{port}")
+        shared_text(place, "lighthouse", f"http://{place.address}:{port}")
     inner = task.optimizer(model.parameters())
     outer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, nesterov=True)
 
@@ -47,7 +47,7 @@ def torchft_diloco(place: Place, model: nn.Module, task: Task, every: int, lr: f
     manager = Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT), load_state_dict=load, state_dict=save, min_replica_size=place.ranks,
         use_async_quorum=False, timeout=TIMEOUT, quorum_timeout=TIMEOUT, rank=0, world_size=1, store_addr=place.address,
-        store_port=store.port, lighthouse_addr=spoken(place, "lighthouse"), replica_id=f"tta_{place.rank}",
+        store_port=store.port, lighthouse_addr=shared_text(place, "lighthouse"), replica_id=f"tta_{place.rank}",
         hostname=place.address, init_sync=False,
     )
     around = DiLoCo(manager, [model], inner, outer, sync_every=every, backup_device=torch.device("cpu"))
@@ -57,9 +57,9 @@ def torchft_diloco(place: Place, model: nn.Module, task: Task, every: int, lr: f
         report = {"exchanges": manager.current_step()}
         around.__exit__(None, None, None)
         # A rank that serves others must not end before they do.
-        spoken(place, f"through.{place.rank}", "")
+        shared_text(place, f"through.{place.rank}", "")
         for rank in range(place.ranks):
-            spoken(place, f"through.{rank}", wait_s=20.0)
+            shared_text(place, f"through.{rank}", wait_s=20.0)
         manager.shutdown(wait=False)
         return report
 
@@ -95,17 +95,17 @@ def _peer(place: Place, model: nn.Module, task: Task, steps: int, **options: Any
 
     if place.rank == 0:
         dht = peers([])
-        spoken(place, "peers", "\n".join(str(address) for address in dht.get_visible_maddrs()))
+        shared_text(place, "peers", "\n".join(str(address) for address in dht.get_visible_maddrs()))
     else:
-        dht = peers(spoken(place, "peers").split())
+        dht = peers(shared_text(place, "peers").split())
     optimizer = hivemind.Optimizer(
         dht=dht, run_id="tta", batch_size_per_step=place.samples, target_batch_size=place.samples * place.ranks * steps,
         matchmaking_time=3.0, averaging_timeout=60.0, **options,
     )
     # Start only when all peers are there: averaging would otherwise begin with fewer.
-    spoken(place, f"here.{place.rank}", "")
+    shared_text(place, f"here.{place.rank}", "")
     for rank in range(place.ranks):
-        spoken(place, f"here.{rank}", wait_s=90.0)
+        shared_text(place, f"here.{rank}", wait_s=90.0)
     time.sleep(1.0)
 
     def end() -> dict[str, Any]:

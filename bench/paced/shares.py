@@ -39,7 +39,7 @@ class Samples(Dataset[Batch]):
         return x[which], y[which]
 
 
-def dealt(place: Place, task: Task, session: Session) -> Iterator[Batch]:
+def shared_batches(place: Place, task: Task, session: Session) -> Iterator[Batch]:
     """This rank's batches: equal shares at first, later shares by measured step times."""
     import commlayer
     from commlayer.balance import Sampler

@@ -93,7 +93,7 @@ def ours(
     """commlayer.attach() with these arguments. `local`: the arguments of LocalSteps. With `shares`, a LoadBalancer also assigns
     the samples."""
     import commlayer
-    from bench.paced.shares import dealt
+    from bench.paced.shares import shared_batches
     from bench.worker import host_config
 
     joined()
@@ -109,7 +109,7 @@ def ours(
         session.close()
         return report
 
-    return Started(model, optimizer, end, dealt(place, task, session) if shares else None)
+    return Started(model, optimizer, end, shared_batches(place, task, session) if shares else None)
 
 
 def in_words(plan: Plan | None) -> str:

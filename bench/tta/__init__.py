@@ -32,7 +32,9 @@ from bench.tta.systems import SYSTEMS, System
 
 USUAL = ("chars", "digits", "passages")
 TASKS = {name: tasks.TASKS[name] for name in (*USUAL, "text")}
-SECONDS, QUICK_SECONDS = 75.0, 60.0
+SECONDS, QUICK_SECONDS = 75.0, 15.0
+STORED_SECONDS = 60.0
+"""Length of the shortest trainings that --stored shows."""
 AROUND_S = 25.0
 """Additional time per row for start, end and evaluation on an idle machine."""
 
@@ -91,10 +93,10 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
 
 
 def stored(args: argparse.Namespace) -> Result:
-    """Rows from the store with the tasks' current data, trained for at least `--seconds` or QUICK_SECONDS."""
+    """Rows from the store with the tasks' current data, trained for at least `--seconds` or STORED_SECONDS."""
     if not (args.store and args.store.exists()):
         raise Unmeasurable("--stored shows what a store has: name one that exists with --store FILE")
-    seconds = args.seconds or QUICK_SECONDS
+    seconds = args.seconds or STORED_SECONDS
     data = {name: TASKS[name]().digest() for name in TASKS}
     order = {name: at for at, name in enumerate((*TASKS, NO_LINK, *NETWORKS, *SYSTEMS))}
     rows = sorted(
@@ -119,12 +121,12 @@ def cells(
     result = []
     for link in (NO_LINK, *(networks or (links.QUICK if quick else NETWORKS))):
         for task in things or (["chars"] if quick else USUAL):
-            if link not in (NO_LINK, *links.QUICK) and task != "chars" and not (things and networks):
+            if link not in (NO_LINK, *links.HEADLINE) and task != "chars" and not (things and networks):
                 continue
-            for name in sorted(chosen, key=lambda name: name not in systems.QUICK):
+            for name in sorted(chosen, key=lambda name: name not in systems.HEADLINE):
                 system = SYSTEMS[name]
                 if (system.group == "bound") == (link == NO_LINK) and system.only in ("", link):
-                    headline = name in systems.QUICK and link in (NO_LINK, *links.QUICK)
+                    headline = name in systems.HEADLINE and link in (NO_LINK, *links.HEADLINE)
                     result += [Cell(task, link, system, seed) for seed in range(seeds or (3 if headline and not quick else 1))]
     return sorted(result, key=lambda cell: (cell.link != NO_LINK, cell.seed > 0)) if not quick else result
 

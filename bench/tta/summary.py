@@ -27,7 +27,7 @@ class Times:
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows: dict[tuple[str, str, str], list[Row]] = {}
         for row in rows:
-            if stands(row):
+            if is_valid(row):
                 self._rows.setdefault((row["task"], row["link"], row["system"]), []).append(row)
         self.groups = {row["system"]: row["group"] for row in rows}
         self.measured = list(self._rows)
@@ -75,7 +75,7 @@ def middle(times: Times) -> list[Row]:
     return result
 
 
-def stands(row: Row) -> bool:
+def is_valid(row: Row) -> bool:
     return not (row.get("error") or row.get("void"))
 
 

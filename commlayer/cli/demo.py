@@ -60,7 +60,7 @@ def _run(settings: DemoSettings, png: Path, json: Path | None, links: str) -> No
     from rich.console import Console
     from rich.live import Live
 
-    from commlayer.demo import report
+    from commlayer.demo import report, screen
     from commlayer.demo.fleet import Fleet
 
     console = Console(highlight=False)
@@ -85,14 +85,14 @@ def _run(settings: DemoSettings, png: Path, json: Path | None, links: str) -> No
                 rows = progress.rows(sent_nbytes)
                 if console.is_terminal:
                     note = f"{elapsed:.0f} of {settings.seconds} s; losses are smoothed; Ctrl-C stops"
-                    live.update(report.screen(progress, rows, note, width=console.width, height=console.height - BELOW),
+                    live.update(screen.screen(progress, rows, note, width=console.width, height=console.height - BELOW),
                                 refresh=True)
                 elif time.monotonic() >= last + LINE_S:
                     last = time.monotonic()
-                    console.print(report.line(rows, elapsed))
+                    console.print(screen.line(rows, elapsed))
     rows = progress.rows(sent_nbytes)
-    console.print(report.screen(progress, rows, "", width=console.width, height=min(16, console.height - BELOW))
-                  if console.is_terminal else report.table(progress, rows))
+    console.print(screen.screen(progress, rows, "", width=console.width, height=min(16, console.height - BELOW))
+                  if console.is_terminal else screen.table(progress, rows))
     console.print(report.notes(progress), markup=False)
     picture = report.draw(png, progress)
     write_json(json, report.results(progress, rows))

@@ -64,9 +64,6 @@ def frame(header: Header, body: bytes = b"") -> bytes:
     return framing.encode(header, len(body), crc32c(body)) + body
 
 
-# ---- frames and greetings
-
-
 def frames() -> Target:
     """Streams of several frames, read in pieces of random size and assembled as a connection does."""
     stalled = msgspec.msgpack.encode(summation_server.Stalled(3, 7, (1, 2), dropped={1: "it broke the format"}))
@@ -190,9 +187,6 @@ def dialler() -> Target:
                         time.monotonic() + 60.0)
 
     return Target("dialler's greeting", examples, read, GREETED, frames=True)
-
-
-# ---- control
 
 
 JOB = Job((TensorInfo("weight", (40, 30)), TensorInfo("bias", (30,))))
@@ -323,9 +317,6 @@ def plans() -> Target:
             server_codecs.ops_of(plan, 0)
 
     return Target("plans", [records.encode(PLAN)], read, (RecordError, ValueError))
-
-
-# ---- sums, payloads, states
 
 
 def sums() -> Target:

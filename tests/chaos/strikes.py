@@ -22,9 +22,6 @@ TOLD_S = 10.0
 """Maximum time until the coordinator has noticed a strike; otherwise it counts as not struck."""
 
 
-# ---- processes
-
-
 def kill_worker(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
     return cluster.workers[trial.number].signal(signal.SIGKILL)
 
@@ -130,9 +127,6 @@ def _paused(cluster: Cluster, struck: Started, chance: random.Random) -> int:
     cluster.pause(chance, 0.2, 0.6)
     struck.signal(signal.SIGCONT)
     return count
-
-
-# ---- links
 
 
 def cut(cluster: Cluster, trial: Trial, chance: random.Random) -> int:

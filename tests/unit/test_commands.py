@@ -20,7 +20,7 @@ from commlayer import plan_file, records
 from commlayer.cli import output, plan_report
 from commlayer.cli.arguments import counted_job, function_of, job_named, made_by, timed_job
 from commlayer.cli.main import run
-from commlayer.demo import report
+from commlayer.demo import report, screen
 from commlayer.demo.report import Progress
 from commlayer.demo.settings import DemoSettings, Event
 from commlayer.engine.epochs.membership_change import unfit
@@ -733,7 +733,7 @@ def test_no_target_without_a_single_machine_loss() -> None:
 
 
 def test_loss_curve_falls_from_top_left_to_bottom_right() -> None:
-    lines = [line.plain for line in report.canvas({"alone": progress_of({"alone": FALLING}).curve("alone")}, 20, 40, 8)]
+    lines = [line.plain for line in screen.canvas({"alone": progress_of({"alone": FALLING}).curve("alone")}, 20, 40, 8)]
     plot = [line.partition("│")[2] for line in lines[:8]]
     assert [len(line) for line in plot] == [40] * 8
     places = [[x for x, dots in enumerate(line) if dots != " "] for line in plot]
