@@ -180,8 +180,6 @@ def clock(at: float) -> str:
         return "--:--:--"
 
 
-# ---- lines
-
 def summary(view: JobView, now: float) -> str:
     """The job in one line."""
     exposed = [worker.step.exposed_s / worker.step.step_s for worker in view.present if worker.step.step_s]

@@ -137,8 +137,6 @@ class JobView:
         self.plan_changes: Counter[str] = Counter()
         """Number of plan changes after the start, by reason."""
 
-    # ---- events
-
     def apply(self, event: Event) -> None:
         self.time = max(self.time, event.time)
         self.coordinated = self.coordinated or event.rank == COORDINATOR
@@ -221,8 +219,6 @@ class JobView:
         if number not in self.workers:
             self.workers[number] = WorkerView(number)
         return self.workers[number]
-
-    # ---- questions
 
     @property
     def present(self) -> list[WorkerView]:
@@ -346,8 +342,6 @@ class JobView:
             return "starts"
         quiet_s = max(QUIET_S, 3 * worker.step.step_s)
         return "silent" if not self.coordinated and now - worker.seen > quiet_s else "trains"
-
-    # ---- words
 
     def display(self, peer: str) -> str:
         """The name of a member for people: that of its machine, with its number unless the machine has only one worker.

@@ -8,32 +8,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any
 
 import msgspec
 from msgspec import structs
 
-from commlayer.observe.events import Event, JobEvent, LogEvent, MemberEvent, StepEvent, clean
+from commlayer.observe.events import Event, JobEvent, clean
 from commlayer.observe.job_view import JobView, WorkerView
+from commlayer.observe.pages.run_record import Notable, Number, Point, RunRecord, rounded
 
 FOLDER = Path(__file__).parent
-MOST_POINTS = 1000
-"""Number of points of a curve from which neighbours are merged."""
-MOST_ROWS = 5000
-"""Number of notable events that a page shows."""
 MOST_FRAMES = 120
 """Number of moments of a finished run that a report can show."""
-
-Number = float | None
-Point = list[Number]
-"""Time, step time of all workers (median, slowest, planned), exposed fraction of a step (median, largest), loss, and payload
-of all workers in bytes per second (sent, received). None: unknown."""
-Notable = tuple[float, str, str]
-"""Time, kind and words of an event that a person would want to read."""
 
 
 class WorkerState(msgspec.Struct):
@@ -119,9 +106,9 @@ def state_of(view: JobView, now: float) -> PageState:
     plan, saved = view.plan, view.checkpoint
     return PageState(
         now, view.begun, view.job.run, view.job.name, view.job.version, view.job.world, len(view.present), view.over, view.step,
-        _short(view.step_s), _short(plan.step_s), f"{plan.digest[:8]} ({plan.reason}): {plan.summary}" if plan.digest else "",
-        _short(view.loss), _short(view.samples_per_s), view.total_steps, _short(view.left_s), view.sent_bytes,
-        view.received_bytes, _short(view.alone.over_alone), saved.step, saved.time, _short(view.noise_scale.batches),
+        rounded(view.step_s), rounded(plan.step_s), f"{plan.digest[:8]} ({plan.reason}): {plan.summary}" if plan.digest else "",
+        rounded(view.loss), rounded(view.samples_per_s), view.total_steps, rounded(view.left_s), view.sent_bytes,
+        view.received_bytes, rounded(view.alone.over_alone), saved.step, saved.time, rounded(view.noise_scale.batches),
         view.failures, view.notices(now), [view.words(other) for other in view.others.values()],
         [_worker(view, worker, now) for worker in view.rows])
 
@@ -133,91 +120,9 @@ def _worker(view: JobView, worker: WorkerView, now: float) -> WorkerState:
     note = worker.reason or (f"for {', '.join(map(view.display, names))}" if state == "waits" and names else "")
     return WorkerState(
         worker.number, view.display(f"worker {worker.number}"), state, note, worker.returns, step.step, totals.steps,
-        _short(totals.compute_s), _short(totals.exposed_s), totals.sent_bytes, totals.received_bytes, *map(_short, (
+        rounded(totals.compute_s), rounded(totals.exposed_s), totals.sent_bytes, totals.received_bytes, *map(rounded, (
             step.step_s, step.compute_s, step.exposed_s, step.hidden_s, worker.up_bytes_per_s, link.planned_up_bytes_per_s,
             worker.down_bytes_per_s, link.planned_down_bytes_per_s, step.share, step.loss)))
-
-
-def _short(number: Any) -> Any:
-    """Four digits are enough for a person.
-
-    >>> _short(0.123456), _short(None)
-    (0.1235, None)
-    """
-    return None if number is None else float(f"{number:.4g}")
-
-
-# ---- curves
-
-class RunCurves:
-    """Points of a job's curves over time, at most one a second. When there are MOST_POINTS, neighbours are merged, so that the
-    curves of a long run keep their extremes."""
-
-    def __init__(self) -> None:
-        self.points: list[Point] = []
-        self._every_s, self._next, self._present = 1.0, 0.0, 0
-
-    def add(self, view: JobView, *, last: bool = False) -> None:
-        """Adds a point, unless the previous one is less than a second old. `last`: a worker is about to leave. If it is the
-        first one since the previous point, this is the last moment with all workers."""
-        if len(view.present) != self._present if last else view.time < self._next:
-            return
-        stepping = [worker.step for worker in view.present if worker.step.steps * worker.step.step_s > 0]
-        if not stepping:
-            return
-        self._next, self._present = view.time + self._every_s, len(view.present)
-        exposed = [step.exposed_s / step.step_s for step in stepping]
-        times_s = [step.step_s for step in stepping]
-        sent = sum(step.sent_bytes / (step.steps * step.step_s) for step in stepping)
-        received = sum(step.received_bytes / (step.steps * step.step_s) for step in stepping)
-        self.points.append([round(view.time, 2), *map(_short, (
-            median(times_s), max(times_s), view.plan.step_s or None, median(exposed), max(exposed), view.loss, sent,
-            received))])
-        if len(self.points) >= MOST_POINTS:
-            self.points = [_merged(pair) for pair in zip(self.points[::2], self.points[1::2], strict=False)]
-            self._every_s *= 2
-
-
-def _merged(pair: Sequence[Point]) -> Point:
-    """
-    >>> _merged([[1.0, 2.0, 3.0, None, 0.5, 0.5, 4.0, 8.0, 8.0], [2.0, 4.0, 9.0, 1.0, 0.5, 0.7, None, 8.0, 8.0]])
-    [2.0, 3.0, 9.0, 1.0, 0.5, 0.7, 4.0, 8.0, 8.0]
-    """
-    joins: list[Callable[[list[float]], float]] = [max, fmean, max, max, fmean, max, fmean, fmean, fmean]
-    known = [[number for number in numbers if number is not None] for numbers in zip(*pair, strict=True)]
-    return [join(numbers) if numbers else None for join, numbers in zip(joins, known, strict=True)]
-
-
-class RunRecord:
-    """A job's view with what happened before: curves, and notable events in words."""
-
-    def __init__(self) -> None:
-        self.view, self.curves = JobView(), RunCurves()
-        self.events: deque[Notable] = deque(maxlen=MOST_ROWS)
-        self.notable = 0
-        """Number of notable events so far, with those that were dropped."""
-
-    def apply(self, event: Event) -> None:
-        run = self.view.job.run
-        if isinstance(event, MemberEvent) and event.state in ("left", "dead"):
-            self.curves.add(self.view, last=True)
-        self.view.apply(event)
-        if self.view.job.run != run:
-            self.curves = RunCurves()
-        if isinstance(event, StepEvent):
-            self.curves.add(self.view)
-        if self.view.recent and self.view.recent[-1] is event:
-            self.events.append((round(event.time, 2), _kind(event), self.view.words(event)))
-            self.notable += 1
-
-
-def _kind(event: Event) -> str:
-    match event:
-        case LogEvent():
-            return event.level
-        case MemberEvent(state=state):
-            return state
-    return str(event.__struct_config__.tag)
 
 
 def report(events: Sequence[Event]) -> bytes:
@@ -254,7 +159,6 @@ def _last_run(events: Sequence[Event]) -> Sequence[Event]:
     return events[begin:]
 
 
-# ---- the file
 
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
