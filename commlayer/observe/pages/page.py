@@ -10,47 +10,18 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec import structs
 
 from commlayer.observe.events import Event, JobEvent, clean
-from commlayer.observe.job_view import JobView, WorkerView
+from commlayer.observe.job_view import JobView, WorkerRow
 from commlayer.observe.pages.run_record import Notable, Number, Point, RunRecord, rounded
 
 FOLDER = Path(__file__).parent
 MOST_FRAMES = 120
 """Number of moments of a finished run that a report can show."""
-
-
-class WorkerState(msgspec.Struct):
-    """One worker, as the page shows it. Unknown numbers are 0."""
-
-    number: int
-    name: str
-    state: str
-    note: str
-    """Why the worker left, or which members it waits for."""
-    returns: int
-    """How often its machine has joined again."""
-    step: int
-    steps: int
-    computed_s: float
-    waited_s: float
-    sent: int
-    received: int
-    """Sums since the job began, with those of workers that had left before this one joined in their place."""
-    step_s: float
-    compute_s: float
-    exposed_s: float
-    hidden_s: float
-    up: float
-    up_planned: float
-    down: float
-    down_planned: float
-    """Bytes per second."""
-    share: float
-    loss: Number
 
 
 class PageState(msgspec.Struct):
@@ -88,7 +59,7 @@ class PageState(msgspec.Struct):
     waits: list[str]
     others: list[str]
     """Servers, and homes before the job begins, with their states."""
-    workers: list[WorkerState]
+    workers: list[WorkerRow]
 
 
 class Update(msgspec.Struct):
@@ -104,25 +75,22 @@ class Update(msgspec.Struct):
 def state_of(view: JobView, now: float) -> PageState:
     """The job at the time `now`, in the clock of the events."""
     plan, saved = view.plan, view.checkpoint
-    return PageState(
+    state = PageState(
         now, view.begun, view.job.run, view.job.name, view.job.version, view.job.world, len(view.present), view.over, view.step,
-        rounded(view.step_s), rounded(plan.step_s), f"{plan.digest[:8]} ({plan.reason}): {plan.summary}" if plan.digest else "",
-        rounded(view.loss), rounded(view.samples_per_s), view.total_steps, rounded(view.left_s), view.sent_bytes,
-        view.received_bytes, rounded(view.alone.over_alone), saved.step, saved.time, rounded(view.noise_scale.batches),
-        view.failures, view.notices(now), [view.words(other) for other in view.others.values()],
-        [_worker(view, worker, now) for worker in view.rows])
+        view.step_s, plan.step_s, f"{plan.digest[:8]} ({plan.reason}): {plan.summary}" if plan.digest else "", view.loss,
+        view.samples_per_s, view.total_steps, view.left_s, view.sent_bytes, view.received_bytes, view.alone.over_alone,
+        saved.step, saved.time, view.noise_scale.batches, view.failures, view.notices(now),
+        [view.words(other) for other in view.others.values()], [_rounded(view.row(worker, now)) for worker in view.rows])
+    return _rounded(state, but=("time", "begun", "checkpoint_time"))
 
 
-def _worker(view: JobView, worker: WorkerView, now: float) -> WorkerState:
-    step, link, state = worker.step, worker.link, view.status(worker, now)
-    totals = view.totals(worker)
-    names = [name for (rank, _), wait in view.waits.items() if rank == worker.number for name in wait.names]
-    note = worker.reason or (f"for {', '.join(map(view.display, names))}" if state == "waits" and names else "")
-    return WorkerState(
-        worker.number, view.display(f"worker {worker.number}"), state, note, worker.returns, step.step, totals.steps,
-        rounded(totals.compute_s), rounded(totals.exposed_s), totals.sent_bytes, totals.received_bytes, *map(rounded, (
-            step.step_s, step.compute_s, step.exposed_s, step.hidden_s, worker.up_bytes_per_s, link.planned_up_bytes_per_s,
-            worker.down_bytes_per_s, link.planned_down_bytes_per_s, step.share, step.loss)))
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def _rounded(record: S, but: Sequence[str] = ()) -> S:
+    """The record with its numbers rounded, except for the fields `but`."""
+    numbers = {name: getattr(record, name) for name in record.__struct_fields__ if name not in but}
+    return structs.replace(record, **{name: rounded(value) for name, value in numbers.items() if isinstance(value, float)})
 
 
 def report(events: Sequence[Event]) -> bytes:
