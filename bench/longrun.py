@@ -310,7 +310,7 @@ def modelled(case: Case, noise: float = 0.0) -> float:
     """The convergence factor by the planner's model. `noise`: the noise scale that was measured in the synchronous training, in
     batches of one worker; 0: unknown."""
     way = case.way
-    return 1 + convergence.excess(tables.rows(), way.codec, recipe_of(way)._replace(noise=noise)).steps
+    return 1 + convergence.excess(tables.learning_rows(), way.codec, recipe_of(way)._replace(noise=noise)).steps
 
 
 def recipe_of(way: Variant) -> convergence.Recipe:

@@ -24,7 +24,7 @@ from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.engine.observers.inspection import Inspection
 from commlayer.errors import CODES
 from commlayer.integrations import tracking
-from commlayer.observe import events
+from commlayer.observe import event_files, events
 
 FOLDER = Path(__file__).parent / "reference"
 WIDTH = 124
@@ -99,7 +99,7 @@ def event_kinds() -> str:
         "ranks know are in rank 0's |",
         "| `events.jsonl` | `commlayer serve --events DIR` | the events of all members and the coordinator's |", "",
         *_wrap(f"A text has at most {events.MAX_TEXT_CHARS} characters. Writing stops when a file has "
-               f"{events.MAX_FILE_NBYTES >> 30} GiB."), "",
+               f"{event_files.MAX_FILE_NBYTES >> 30} GiB."), "",
         "| field of every event | type | meaning |", "| --- | --- | --- |",
         _row("`event`", "text", "The kind."), *_event_fields(events.Event),
     ]

@@ -85,8 +85,8 @@ def examine(
         report(of_error("settings", error))
         config = Config(port=port, journal=journal, insecure=True)  # so one wrong setting does not hide other problems
     examination = Doctor(config, plan, script, enrolled=enrolled)
-    for checks in (examination.checks, examination.link_check, examination.node_check):
-        for finding in run_checks(checks()):
+    for checks in examination.phases():
+        for finding in run_checks(checks, examination):
             report(finding)
     if examination.links:
         show(_rates([node.host for node in examination.nodes], examination.links))

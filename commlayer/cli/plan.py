@@ -225,7 +225,7 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
     from commlayer.cli import arguments, plan_report
     from commlayer.planner.memory import accumulated
     from commlayer.planner.search import PlanSearch
-    from commlayer.planner.tables import at_job_speed, gpus, rows_in
+    from commlayer.planner.tables import at_job_speed, gpus, learning_rows
 
     job = arguments.with_noise(arguments.job_named(model, batch), noise_scale)
     if job.timing is not None:
@@ -241,7 +241,7 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
     homes = not machines.reachable and any(node.ranks and not node.server for node in machines.nodes)
     policy = structs.replace(policy, fragments=policy.fragments or not homes or bool(by_speed))
     inputs = plan_file.PlanFileInputs(job, machines, profile, policy, loss_model.read(Path(loss)) if loss else None,
-                                      rows_in(Path(learning)) if learning else ())
+                                      learning_rows(learning) if learning else ())
     search = PlanSearch(job, shared, *inputs.costs())
     result = search.explained(search.best(exact=policy.exact))
     synchronous = None if plan_report.is_synchronous(result) else search.explained(search.best(exact=True))

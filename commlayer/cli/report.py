@@ -17,7 +17,7 @@ def report(
 ) -> None:
     """Write one HTML file about a finished run: members, curves, plan changes and failures. A browser opens it from disk."""
     from commlayer.observe.event_files import read_run
-    from commlayer.observe.page import report as page_of
+    from commlayer.observe.pages.page import report as page_of
 
     check_out(out, "--out ")
     events = read_run(run)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commlayer.observe.events import Event
-from commlayer.observe.job_view import JobView, WorkerView
+from commlayer.observe.job_view import JobView, WorkerRow
 from commlayer.observe.link_monitor import megabits
 
 BAR = 8
@@ -107,31 +107,29 @@ def _workers(view: JobView, now: float, width: int, most: int) -> Table:
     grid.add_column("hidden", justify="right", no_wrap=True)
     for name in ("up Mb/s", "down", "share", *(["loss"] if wide else [])):
         grid.add_column(name, justify="right", no_wrap=True)
-    rows = view.rows
+    rows = [view.row(worker, now) for worker in view.rows]
     if len(rows) > most:
-        urgent = sorted(rows, key=lambda worker: (CALM.get(view.status(worker, now), 0), -worker.step.step_s))
-        rows = sorted(urgent[:most - 1], key=lambda worker: worker.number)
-    for worker in rows:
-        grid.add_row(*_row(view, worker, now, wide=wide))
+        urgent = sorted(rows, key=lambda row: (CALM.get(row.state, 0), -row.step_s))
+        rows = sorted(urgent[:most - 1], key=lambda row: row.number)
+    for row in rows:
+        grid.add_row(*_cells(row, wide=wide))
     if hidden := len(view.rows) - len(rows):
         grid.add_row(f"{hidden} more", style="dim")
     return grid
 
 
-def _row(view: JobView, worker: WorkerView, now: float, *, wide: bool) -> Iterator[RenderableType]:
-    status, step = view.status(worker, now), worker.step
-    yield view.display(f"worker {worker.number}")
-    yield Text(status, style=STYLES.get(status, ""))
-    yield f"{step.step:,}" if step.steps else "-"
-    yield duration(step.step_s) if step.step_s else "-"
-    yield bar(step.exposed_s / step.step_s) if step.step_s else Text("-")
-    yield f"{step.hidden_s / step.step_s:.0%}" if step.step_s else "-"
-    for measured, planned in ((worker.up_bytes_per_s, worker.link.planned_up_bytes_per_s),
-                              (worker.down_bytes_per_s, worker.link.planned_down_bytes_per_s)):
+def _cells(row: WorkerRow, *, wide: bool) -> Iterator[RenderableType]:
+    yield row.name
+    yield Text(row.state, style=STYLES.get(row.state, ""))
+    yield f"{row.step:,}" if row.step else "-"
+    yield duration(row.step_s) if row.step_s else "-"
+    yield bar(row.exposed_s / row.step_s) if row.step_s else Text("-")
+    yield f"{row.hidden_s / row.step_s:.0%}" if row.step_s else "-"
+    for measured, planned in ((row.up, row.up_planned), (row.down, row.down_planned)):
         yield megabits_of(measured) + (f"/{megabits_of(planned)}" if planned else "")
-    yield f"{step.share:.0%}" if step.share else "-"
+    yield f"{row.share:.0%}" if row.share else "-"
     if wide:
-        yield "-" if step.loss is None else f"{step.loss:.4g}"
+        yield "-" if row.loss is None else f"{row.loss:.4g}"
 
 
 def bar(exposed: float) -> Text:
@@ -180,8 +178,6 @@ def clock(at: float) -> str:
         return "--:--:--"
 
 
-# ---- lines
-
 def summary(view: JobView, now: float) -> str:
     """The job in one line."""
     exposed = [worker.step.exposed_s / worker.step.step_s for worker in view.present if worker.step.step_s]
@@ -193,18 +189,15 @@ def summary(view: JobView, now: float) -> str:
 
 def worker_lines(view: JobView, now: float) -> Iterator[str]:
     """Each worker in one line."""
-    for worker in view.rows:
-        step, link = worker.step, worker.link
-        parts = [f"{view.display(f'worker {worker.number}')}: {view.status(worker, now)}", f"step {step.step:,}"]
-        parts += [worker.reason] if worker.reason else []
-        if step.step_s:
-            parts.append(f"{duration(step.step_s)} a step ({step.exposed_s / step.step_s:.0%} exposed, "
-                         f"{step.hidden_s / step.step_s:.0%} hidden)")
-        for way, measured, planned in (("up", worker.up_bytes_per_s, link.planned_up_bytes_per_s),
-                                       ("down", worker.down_bytes_per_s, link.planned_down_bytes_per_s)):
+    for row in (view.row(worker, now) for worker in view.rows):
+        parts = [f"{row.name}: {row.state}", f"step {row.step:,}", *([row.note] if row.note else [])]
+        if row.step_s:
+            parts.append(f"{duration(row.step_s)} a step ({row.exposed_s / row.step_s:.0%} exposed, "
+                         f"{row.hidden_s / row.step_s:.0%} hidden)")
+        for way, measured, planned in (("up", row.up, row.up_planned), ("down", row.down, row.down_planned)):
             if measured:
                 parts.append(f"{way} {megabits_of(measured)}{f' of {megabits_of(planned)} planned' if planned else ''} Mb/s")
-        parts += [f"{step.share:.0%} of the batch"] if step.share else []
+        parts += [f"{row.share:.0%} of the batch"] if row.share else []
         yield ", ".join(parts)
 
 

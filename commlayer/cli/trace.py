@@ -12,7 +12,7 @@ from commlayer.cli.options import Json
 from commlayer.cli.output import Part, Report, Table, publish
 
 if TYPE_CHECKING:
-    from commlayer.observe.step_trace import Comparison
+    from commlayer.observe.trace_files import Comparison
 
 
 def trace(
@@ -20,7 +20,7 @@ def trace(
     json: Json = None,
 ) -> None:
     """Compare predicted and measured times of a recorded step. Open FILE in ui.perfetto.dev to see the timeline."""
-    from commlayer.observe.step_trace import read_comparison
+    from commlayer.observe.trace_files import read_comparison
 
     comparison = read_comparison(file)
     publish(Report(comparison, "", _parts(comparison)), json)

@@ -1,13 +1,17 @@
-"""Lists the checks for given settings, with the deadline of each check."""
+"""The list of checks, each with its deadline, and the settings that they check."""
 
 from __future__ import annotations
 
 import math
+import os
+import platform
+import resource
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from commlayer import native
+from commlayer.cluster.servers.server_journal import NAME
 from commlayer.config import Config, host_port, is_loopback, launcher_says, master, read_launch
 from commlayer.doctor import machine, network, nodes, server
 from commlayer.doctor.findings import Check, Finding, of_error
@@ -23,11 +27,11 @@ SLOW_DISK = "the disk does not answer: check network file systems"
 SLOW_SERVER = "the server is overloaded, or large packets are lost: try an MTU of 1280"
 SLOW_LINK = "the link is too slow, or other traffic fills it"
 SLOW_NODES = "a node or the rendezvous store does not answer: see the other nodes' output"
-Run = Callable[[], Iterable[Finding]]
 
 
 class Doctor:
-    """Runs the checks for the given settings. `nodes` and `links`: results of the comparison of nodes."""
+    """The settings that checks read. `nodes` and `links`: results of the comparison of nodes. A check of settings that are not
+    used returns no findings."""
 
     def __init__(self, config: Config, plan: Path | None = None, script: Path | None = None, *, enrolled: bool = True) -> None:
         """`script`: the training script. `enrolled`: False: this home has no keys yet, so the server cannot be asked."""
@@ -36,48 +40,83 @@ class Doctor:
         self.server = server.ServerCheck(config)
         self.nodes: list[nodes.NodeFacts] = []
         self.links: list[list[nodes.Link]] = []
+        joined = config.join
+        self._hosts = {"server": host_port(joined)[0] if joined else "", "master": "" if joined else master(),
+                       network.ADVERTISED: config.advertise}
 
-    def checks(self) -> list[Check]:
-        """The checks of this machine in the order of display, the slowest last."""
-        config, plan, joined, script = self.config, self.plan, self.config.join, self._script
-        hosts = {"server": host_port(joined)[0] if joined else "", "master": "" if joined else master(),
-                 network.ADVERTISED: config.advertise}
-        peer = hosts["server"] or hosts["master"]
-        rows: list[tuple[Any, str, Run, float, str]] = [
-            (True, "machine", machine.own_machine, QUICK_S, BUSY),
-            (True, "system", lambda: machine.own_system(serves=not joined and not is_loopback(config.bind)), QUICK_S, BUSY),
-            (True, "disk", lambda: [machine.check_folder("checkpoints in", Path(), machine.free_space(Path()))], QUICK_S,
-             SLOW_DISK),
-            (config.journal, "journal", lambda: machine.own_journal(Path(config.journal), required=config.journal_required),
-             QUICK_S, SLOW_DISK),
-            (True, "address", lambda: self._addresses(peer), NAMES_S, SLOW_NAMES),
-            (True, "dns", lambda: (finding for role, name in hosts.items() if name
-                                   for finding in network.check_name(role, name, network.resolve(name))), NAMES_S, SLOW_NAMES),
-            (joined, "port", lambda: [network.check_reachable("server", joined, server.dial_coordinator(config))], NAMES_S,
-             SLOW_NAMES),
-            (not joined, "port", lambda: [network.check_port(*port, network.listen_error(*port[1:])) for port in self._ports()],
-             QUICK_S, BUSY),
-            (config.keys, "keys", lambda: machine.check_keys(Path(config.keys), time.time(), serves=not joined), QUICK_S, BUSY),
-            (self._enrolled, "secure", lambda: machine.check_settings(config), QUICK_S, BUSY),
-            (script, "script", lambda: [machine.check_script(script or Path())], QUICK_S, SLOW_DISK),
-            (plan, "plan", lambda: [machine.check_plan(plan or Path(), machine.own_plan(plan))], QUICK_S, BUSY),
-            (joined and self._enrolled, "server", lambda: self.server.run(machine.own_digest(plan)), SERVER_S, SLOW_SERVER),
-            (True, "torch", lambda: machine.check_torch(machine.own_torch()), machine.CHILD_S + 2, BUSY),
-        ]
-        return [Check(*row[1:]) for row in rows if row[0]]
-
-    def link_check(self) -> list[Check]:
-        """The check of the link to the server, which runs after the other checks, since they would disturb each other. Empty
-        without a usable server."""
-        check = Check("link", lambda: self.server.link(LINK_S), ALONE_S - SERVER_S, SLOW_LINK)
-        return [] if self.server.status is None else [check]
-
-    def node_check(self) -> list[Check]:
-        """Compares the nodes of a launcher that runs this command on all of them, and measures links between them."""
+    def phases(self) -> Iterator[Sequence[Check[Doctor]]]:
+        """Checks that run at the same time. The link to the server is measured after them, since they would disturb each other,
+        and then the links between the nodes of a launcher that runs this command on all of them."""
+        yield CHECKS
+        yield [LINK] if self.server.status is not None else []
         limit_s = nodes.limit_s(self.launch.world, self.config.join_deadline_s)
-        return [Check("nodes", self._compare, limit_s, SLOW_NODES)] if self.launch.world > 1 else []
+        yield [Check("nodes", Doctor.compare, limit_s, SLOW_NODES)] if self.launch.world > 1 else []
 
-    def _compare(self) -> Iterator[Finding]:
+    def machine(self) -> Iterator[Finding]:
+        yield from machine.check_versions(platform.python_version(), native.core.isa() if native.core is not None else "")
+        yield machine.check_processor(len(os.sched_getaffinity(0)), machine.core_limit())
+        yield machine.check_file_limits(*resource.getrlimit(resource.RLIMIT_NOFILE))
+        yield machine.check_shared_memory()
+
+    def system(self) -> Iterable[Finding]:
+        container = any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))
+        serves = not self.config.join and not is_loopback(self.config.bind)
+        return machine.check_system(platform.release(), container=container, serves=serves)
+
+    def disk(self) -> Iterable[Finding]:
+        return [machine.check_folder("checkpoints in", Path(), machine.free_space(Path()))]
+
+    def journal(self) -> Iterable[Finding]:
+        path, required = Path(self.config.journal), self.config.journal_required
+        return machine.check_journal(path, machine.free_space(path), present=(path / NAME).exists(),
+                                     required=required) if self.config.journal else ()
+
+    def address(self) -> Iterable[Finding]:
+        # A worker that joins a server has no process group across machines.
+        peer, config = self._hosts["server"] or self._hosts["master"], self.config
+        one_machine = self.launch.world <= self.launch.local_world and (not peer or is_loopback(peer))
+        named = network.resolve(config.advertise) if config.advertise else ()
+        return network.check_addresses(network.own_addresses(peer), config.bind, launcher_says("GLOO_SOCKET_IFNAME"),
+                                       alone=bool(config.join) or one_machine,
+                                       advertise=() if isinstance(named, str) else named)
+
+    def names(self) -> Iterator[Finding]:
+        for role, name in self._hosts.items():
+            if name:
+                yield from network.check_name(role, name, network.resolve(name))
+
+    def port(self) -> Iterator[Finding]:
+        host, number, joined = self.config.bind, self.config.port, self.config.join
+        if joined:
+            yield network.check_reachable("server", joined, server.dial_coordinator(self.config))
+            return
+        ports = [("coordinator" if number else "a port of", number), *([("server", number + 1)] if 0 < number < 65535 else [])]
+        for what, each in ports:
+            yield network.check_port(what, host, each, network.listen_error(host, each))
+
+    def keys(self) -> Iterable[Finding]:
+        keys = self.config.keys
+        return machine.check_keys(Path(keys), time.time(), serves=not self.config.join) if keys else ()
+
+    def security(self) -> Iterable[Finding]:
+        return machine.check_settings(self.config) if self._enrolled else ()
+
+    def script(self) -> Iterable[Finding]:
+        return [machine.check_script(self._script)] if self._script else ()
+
+    def plan_file(self) -> Iterable[Finding]:
+        return [machine.check_plan(self.plan, machine.own_plan(self.plan))] if self.plan else ()
+
+    def coordinator(self) -> Iterable[Finding]:
+        return self.server.run(machine.own_digest(self.plan)) if self.config.join and self._enrolled else ()
+
+    def link(self) -> Iterable[Finding]:
+        return self.server.link(LINK_S)
+
+    def torch(self) -> Iterable[Finding]:
+        return machine.check_torch(machine.own_torch())
+
+    def compare(self) -> Iterator[Finding]:
         try:
             self.nodes, self.links = nodes.compare_nodes(self.launch, nodes.own_facts(machine.own_digest(self.plan)),
                                                          network.address_towards(master()), self.config.join_deadline_s)
@@ -90,15 +129,21 @@ class Doctor:
         rates = [link for a, row in enumerate(self.links) for b, link in enumerate(row) if a != b and not isinstance(link, str)]
         yield from network.check_idle(min(rates, default=math.inf), network.idle_setting())
 
-    def _addresses(self, peer: str) -> Iterator[Finding]:
-        # A worker that joins a server has no process group across machines.
-        one_machine = self.launch.world <= self.launch.local_world and (not peer or is_loopback(peer))
-        named = network.resolve(self.config.advertise) if self.config.advertise else ()
-        return network.check_addresses(network.own_addresses(peer), self.config.bind, launcher_says("GLOO_SOCKET_IFNAME"),
-                                       alone=bool(self.config.join) or one_machine,
-                                       advertise=() if isinstance(named, str) else named)
 
-    def _ports(self) -> list[tuple[str, str, int]]:
-        host, number = self.config.bind, self.config.port
-        data = [("server", host, number + 1)] if 0 < number < 65535 else []
-        return [("coordinator" if number else "a port of", host, number), *data]
+CHECKS: tuple[Check[Doctor], ...] = (
+    Check("machine", Doctor.machine, QUICK_S, BUSY),
+    Check("system", Doctor.system, QUICK_S, BUSY),
+    Check("disk", Doctor.disk, QUICK_S, SLOW_DISK),
+    Check("journal", Doctor.journal, QUICK_S, SLOW_DISK),
+    Check("address", Doctor.address, NAMES_S, SLOW_NAMES),
+    Check("dns", Doctor.names, NAMES_S, SLOW_NAMES),
+    Check("port", Doctor.port, NAMES_S, SLOW_NAMES),
+    Check("keys", Doctor.keys, QUICK_S, BUSY),
+    Check("secure", Doctor.security, QUICK_S, BUSY),
+    Check("script", Doctor.script, QUICK_S, SLOW_DISK),
+    Check("plan", Doctor.plan_file, QUICK_S, BUSY),
+    Check("server", Doctor.coordinator, SERVER_S, SLOW_SERVER),
+    Check("torch", Doctor.torch, machine.CHILD_S + 2, BUSY),
+)
+"""The checks of this machine in the order of display, the slowest last."""
+LINK = Check("link", Doctor.link, ALONE_S - SERVER_S, SLOW_LINK)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -62,23 +62,26 @@ def usable(findings: Iterable[Finding]) -> bool:
     return all(finding.verdict != "fail" for finding in findings)
 
 
-class Check(NamedTuple):
-    """A check and its limits. `run` returns the findings. `remedy`: remedy if the check exceeds its deadline."""
+T = TypeVar("T")
+
+
+class Check(NamedTuple, Generic[T]):
+    """A check of settings `T` and its limits. `remedy`: remedy if the check exceeds its deadline."""
 
     name: str
-    run: Callable[[], Iterable[Finding]]
+    run: Callable[[T], Iterable[Finding]]
     deadline_s: float
     remedy: str
 
 
-def run_checks(checks: Sequence[Check]) -> Iterator[Finding]:
+def run_checks(checks: Sequence[Check[T]], settings: T) -> Iterator[Finding]:
     """Runs all checks concurrently; yields findings in the order of the checks. A check past its deadline yields a failure."""
     begin = time.monotonic()
     results: list[queue.SimpleQueue[list[Finding]]] = [queue.SimpleQueue() for _ in checks]
 
-    def run(check: Check, result: queue.SimpleQueue[list[Finding]]) -> None:
+    def run(check: Check[T], result: queue.SimpleQueue[list[Finding]]) -> None:
         try:
-            result.put([*check.run()])
+            result.put([*check.run(settings)])
         except Exception as error:  # after any failure, the other checks are still useful
             result.put([of_error(check.name, line_of(error) or type(error).__name__)])
 

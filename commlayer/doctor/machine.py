@@ -18,9 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from commlayer import native, planner, records
+from commlayer import planner, records
 from commlayer.cluster.calls import messages
-from commlayer.cluster.servers.server_journal import NAME
 from commlayer.config import Config, host_port, is_loopback
 from commlayer.doctor.findings import Finding, fail, judge, of_error, ok, warn
 from commlayer.errors import RecordError
@@ -135,10 +134,6 @@ def check_journal(path: Path, free: int | str, *, present: bool, required: bool)
                 "free space: without it a server refuses to serve a larger model, unless journal_required is false" if required
                 else "free space: with too little, a job runs without a journal", failed=required and free < NO_DISK,
                 doubtful=free < SMALL_DISK)
-
-
-def own_journal(path: Path, *, required: bool) -> Iterator[Finding]:
-    return check_journal(path, free_space(path), present=(path / NAME).exists(), required=required)
 
 
 def check_keys(folder: Path, now_s: float, *, serves: bool) -> Iterator[Finding]:
@@ -303,13 +298,6 @@ def own_torch(limit_s: float = CHILD_S, program: str = TORCH_FACTS) -> Torch:
         return Torch(driver=driver, error=f"a process that loads torch ended with exit code {process.returncode}: {last}")
 
 
-def own_machine() -> Iterator[Finding]:
-    yield from check_versions(platform.python_version(), native.core.isa() if native.core is not None else "")
-    yield check_processor(len(os.sched_getaffinity(0)), core_limit())
-    yield check_file_limits(*resource.getrlimit(resource.RLIMIT_NOFILE))
-    yield check_shared_memory()
-
-
 def check_system(release: str, *, container: bool, serves: bool) -> Iterator[Finding]:
     """Checks what hides this machine's addresses. `release`: the kernel's release. `serves`: True if other machines connect to
     this one."""
@@ -325,11 +313,6 @@ def check_system(release: str, *, container: bool, serves: bool) -> Iterator[Fin
         yield warn("container", "this is a container, whose address other machines usually cannot reach",
                    "docker run --network host; or publish both ports (-p 7000-7001:7000-7001) and set advertise to the host's "
                    "address")
-
-
-def own_system(*, serves: bool) -> Iterator[Finding]:
-    return check_system(platform.release(), container=any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv"))),
-                        serves=serves)
 
 
 def size(nbytes: float) -> str:

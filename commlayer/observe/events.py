@@ -1,26 +1,19 @@
 """The event stream of a job: what happens while the job runs, as records that are one JSON object a line.
 
 Every process appends its events to an EventLog. A file (EventFile), heartbeats to the coordinator, and readers such as
-`commlayer top` take them from there. docs/reference/events.md is generated from the records below.
+`commlayer top` take them from there. docs/reference/events.md is generated from the records below: the string below a field
+is its description.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
-import secrets
-import threading
-import time
-from collections import deque
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import structs
 
-from commlayer.errors import InvalidInput, short_line
+from commlayer.errors import short_line
 
 log = logging.getLogger("commlayer")
 
@@ -34,8 +27,6 @@ MAX_LINE_NBYTES = 24 << 10
 """Maximum size of an event as a line. All texts together are shorter."""
 MAX_INTEGER, MAX_NUMBER = 1 << 62, 1e100
 """Maximum size of integers and of other numbers, so that sums over ranks and steps never overflow."""
-MAX_RETAINED = 4096
-"""Maximum number of keys whose last events a log keeps. A job of 256 workers has half as many."""
 
 WaitKind = Literal["join", "step", "call", "heartbeat"]
 LogLevel = Literal["info", "warning", "error"]
@@ -43,7 +34,6 @@ MemberState = Literal["joined", "left", "dead", "waiting"]
 PlanReason = Literal["start", "automatic", "rollback", "quality", "requested", "members"]
 
 
-# ---- The records. The string below a field is its description in docs/reference/events.md.
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """Base class of all events, with the fields that all events have."""
@@ -302,131 +292,3 @@ def key_of(event: Event) -> Key | None:
         case WaitEvent():
             return ("wait", event.rank, event.what)
     return (event.__struct_config__.tag, event.rank)
-
-
-# ---- The log of one process.
-
-class Batch(NamedTuple):
-    """Lines of an EventLog. `cursor`: number of the next line, with which to ask again. `missed`: number of lines before these
-    that the log had dropped."""
-
-    lines: tuple[bytes, ...]
-    cursor: int
-    missed: int = 0
-
-
-class EventLog:
-    """The newest events of one process, as lines of JSON. Thread-safe. Appending takes microseconds and waits for no reader.
-
-    Lines are numbered from 0. The oldest ones are dropped when the log is full.
-    """
-
-    def __init__(self, rank: int = COORDINATOR, *, most: int = 1024, most_nbytes: int = 1 << 20, retains: bool = False,
-                 clock: Callable[[], float] = time.time) -> None:
-        """`rank`: put into events that have no time yet. `retains`: keeps the last event of each key (key_of) when it would be
-        dropped, so a new reader still gets the complete state of the job."""
-        self.rank, self.id = rank, secrets.token_hex(8)
-        self._most, self._most_nbytes, self._retains, self._clock = most, most_nbytes, retains, clock
-        self._lock = threading.Lock()
-        self._lines: deque[tuple[Key | None, bytes]] = deque()
-        self._nbytes = self._first = 0
-        """`_nbytes`: size of the kept lines. `_first`: number of the oldest one."""
-        self._newest: dict[Key, int] = {}
-        self._retained: dict[Key, tuple[int, bytes]] = {}
-
-    def append(self, event: Event) -> None:
-        if not event.time:
-            event = structs.replace(event, time=self._clock(), rank=self.rank)
-        line, key = encode(clean(event)), key_of(event) if self._retains else None
-        with self._lock:
-            if key is not None:
-                self._retained.pop(key, None)
-                self._newest[key] = self._first + len(self._lines)
-            self._lines.append((key, line))
-            self._nbytes += len(line)
-            while self._nbytes > self._most_nbytes or len(self._lines) > self._most:
-                self._drop()
-
-    def _drop(self) -> None:
-        key, line = self._lines.popleft()
-        self._nbytes -= len(line)
-        if key is not None and self._newest[key] == self._first:
-            del self._newest[key]
-            self._retained[key] = self._first, line
-            if len(self._retained) > MAX_RETAINED:
-                del self._retained[next(iter(self._retained))]
-        self._first += 1
-
-    def since(self, cursor: int, *, most: int = 1024, most_nbytes: int = 1 << 20) -> Batch:
-        """Returns the lines from number `cursor` on, at most `most` lines and `most_nbytes` bytes, but at least one if there is
-        one."""
-        with self._lock:
-            retained = sorted(each for each in self._retained.values() if each[0] >= cursor)
-            begin = max(0, cursor - self._first)
-            kept = list(itertools.islice(self._lines, begin, begin + most)) if len(retained) < most else []
-            first = self._first + begin
-        numbered = [*retained, *((first + place, line) for place, (_, line) in enumerate(kept))][:most]
-        lines, nbytes, after = list[bytes](), 0, max(cursor, first)
-        for number, line in numbered:
-            if lines and nbytes + len(line) > most_nbytes:
-                break
-            lines.append(line)
-            nbytes, after = nbytes + len(line), number + 1
-        return Batch(tuple(lines), after, max(0, first - begin - max(0, cursor) - len(retained)))
-
-
-# ---- The file of one process.
-
-WRITE_S = 0.5
-"""Seconds between two writes of new events."""
-CLOSE_S = 5.0
-"""Seconds that close() waits for the last write, for example to a network disk that does not answer."""
-MAX_FILE_NBYTES = 1 << 30
-
-
-class EventFile:
-    """Appends the events of an EventLog to a file, on a thread of its own, until close(). A full disk stops the file, not the
-    training."""
-
-    def __init__(self, events: EventLog, path: Path) -> None:
-        """Creates the folder and opens the file."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab")
-        except OSError as error:
-            raise InvalidInput("E-EVENTS", f"events: {path} cannot be written: {error.strerror}; set events to a folder that "
-                                           "can be written, or leave it out") from None
-        self._events, self._path, self._cursor = events, path, 0
-        self._left_nbytes = MAX_FILE_NBYTES - self._file.tell()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="commlayer-events", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            while not self._closing.wait(WRITE_S):
-                self._write()
-            self._write()
-        except OSError as error:
-            log.warning("%s: no more events are written: %s", self._path, error.strerror)
-
-    def _write(self) -> None:
-        while (batch := self._events.since(self._cursor)).lines:
-            self._cursor = batch.cursor
-            data = b"\n".join((*batch.lines, b""))
-            self._left_nbytes -= len(data)
-            if self._left_nbytes < 0:
-                raise OSError(0, f"the file has reached {MAX_FILE_NBYTES >> 20} MiB")
-            self._file.write(data)
-            self._file.flush()
-            if batch.missed:
-                log.warning("%s: %d events were dropped, because they came faster than they were written", self._path,
-                            batch.missed)
-
-    def close(self) -> None:
-        """Writes the last events and closes the file. Idempotent."""
-        self._closing.set()
-        self._thread.join(CLOSE_S)
-        if not self._thread.is_alive():
-            with contextlib.suppress(OSError):  # of a full disk, which was logged
-                self._file.close()

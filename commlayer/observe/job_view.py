@@ -110,6 +110,36 @@ class WorkerView(msgspec.Struct):
         return self.step.samples / seconds if seconds > 0 else 0.0
 
 
+class WorkerRow(msgspec.Struct):
+    """One worker at one moment, as `commlayer top`, the page and metrics show it. Unknown numbers are 0."""
+
+    number: int
+    name: str
+    state: str
+    note: str
+    """Why the worker left, or which members it waits for."""
+    returns: int
+    """How often its machine has joined again."""
+    step: int
+    steps: int
+    computed_s: float
+    waited_s: float
+    sent: int
+    received: int
+    """Sums since the job began, with those of workers that had left before this one joined in their place."""
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    hidden_s: float
+    up: float
+    up_planned: float
+    down: float
+    down_planned: float
+    """Bytes per second."""
+    share: float
+    loss: float | None
+
+
 class JobView:
     """One job, from the events that were applied so far. Events of one sender must be applied in order."""
 
@@ -136,8 +166,6 @@ class JobView:
         """The speed compared with the fastest machine alone; zeros before it is known."""
         self.plan_changes: Counter[str] = Counter()
         """Number of plan changes after the start, by reason."""
-
-    # ---- events
 
     def apply(self, event: Event) -> None:
         self.time = max(self.time, event.time)
@@ -222,8 +250,6 @@ class JobView:
             self.workers[number] = WorkerView(number)
         return self.workers[number]
 
-    # ---- questions
-
     @property
     def present(self) -> list[WorkerView]:
         """Workers that have not left, by number."""
@@ -233,6 +259,17 @@ class JobView:
     def rows(self) -> list[WorkerView]:
         """The workers to show, by number: without those whose machine has joined again."""
         return [worker for _, worker in sorted(self.workers.items()) if worker.successor is None]
+
+    def row(self, worker: WorkerView, now: float) -> WorkerRow:
+        """What there is to show about a worker at the time `now`."""
+        step, link, totals, state = worker.step, worker.link, self.totals(worker), self.status(worker, now)
+        names = [name for (rank, _), wait in self.waits.items() if rank == worker.number for name in wait.names]
+        note = worker.reason or (f"for {', '.join(map(self.display, names))}" if state == "waits" and names else "")
+        return WorkerRow(
+            worker.number, self.display(f"worker {worker.number}"), state, note, worker.returns, step.step, totals.steps,
+            totals.compute_s, totals.exposed_s, totals.sent_bytes, totals.received_bytes, step.step_s, step.compute_s,
+            step.exposed_s, step.hidden_s, worker.up_bytes_per_s, link.planned_up_bytes_per_s, worker.down_bytes_per_s,
+            link.planned_down_bytes_per_s, step.share, step.loss)
 
     def totals(self, worker: WorkerView) -> Totals:
         """The sums of a row: of this worker, and of those that had left before it joined in their place."""
@@ -346,8 +383,6 @@ class JobView:
             return "starts"
         quiet_s = max(QUIET_S, 3 * worker.step.step_s)
         return "silent" if not self.coordinated and now - worker.seen > quiet_s else "trains"
-
-    # ---- words
 
     def display(self, peer: str) -> str:
         """The name of a member for people: that of its machine, with its number unless the machine has only one worker.

@@ -220,10 +220,6 @@ def megabits(bps: float) -> str:
     return f"{bps / 1e6:.0f}" if bps >= 1e9 else f"{bps / 1e6:.3g}"
 
 
-# ---- Throughput: the rate that a link sustained while busy, from byte counters. Interface counters include all concurrent
-# transfers (pushes, results, collectives). The rate is a lower bound of the link's capacity; callers judge from `share` whether
-# the link limited the transfer.
-
 LEAST_NBYTES = 16 << 10
 """Minimum number of bytes between first and last reading. Fewer are only control traffic."""
 DOWN_PART = 0.25
@@ -262,7 +258,12 @@ class Throughput(NamedTuple):
 
 
 def throughput(readings: Sequence[Reading]) -> Throughput:
-    """Computes the throughput from the first reading to the last. Readings must be in order of time."""
+    """Computes the throughput from the first reading to the last: the rate that a link sustained while busy. Readings must be
+    in order of time.
+
+    Interface counters include all concurrent transfers (pushes, results, collectives). The rate is a lower bound of the link's
+    capacity; callers judge from `share` whether the link limited the transfer.
+    """
     spans = [(b.at_s - a.at_s, b.up_nbytes - a.up_nbytes, b.down_nbytes - a.down_nbytes) for a, b in pairwise(readings)]
     # A counter that decreases was reset, because the interface went down.
     valid = [span for span in spans if span[0] >= SOONEST_S and span[1] >= 0 and span[2] >= 0]
@@ -290,12 +291,6 @@ def _way(spans: list[tuple[float, int]], part: float) -> Direction:
     return Direction(bps, min(1.0, 8 * total / sum(seconds for seconds, _ in spans) / bps))
 
 
-# ---- When to probe again a link that may have become faster. A plan for a slow link sends little, so a recovered link is
-# visible only in faster steps. A probe follows soon after such a hint. Without a hint, links are probed at growing intervals:
-# first links that were faster before, later also others, since their measurement may have been disturbed, unless traffic
-# confirms their rates. A probe stops training on all ranks, so it waits until a faster link could have saved as much time as
-# the probe takes.
-
 FIRST_S, LAST_S = 15.0, 600.0
 """Seconds between probes without a hint: first and largest interval. The interval doubles after each probe that finds no faster
 link."""
@@ -308,7 +303,13 @@ EXPECTED_S, EXPECTED_TRIPS = 1.5, 28
 
 
 class ReprobeSchedule(Record, frozen=True):
-    """Schedule of link probes, as an immutable value: each event returns the next schedule."""
+    """Schedule of link probes, as an immutable value: each event returns the next schedule.
+
+    A plan for a slow link sends little, so a recovered link is visible only in faster steps. A probe follows soon after such a
+    hint. Without a hint, links are probed at growing intervals: first links that were faster before, later also others, since
+    their measurement may have been disturbed, unless traffic confirms their rates. A probe stops training on all ranks, so it
+    waits until a faster link could have saved as much time as the probe takes.
+    """
 
     since_s: float = math.inf
     """Time of the last measurement or probe; infinite before the first."""
@@ -335,8 +336,6 @@ class ReprobeSchedule(Record, frozen=True):
         return for_s * to_win >= cost_s and for_s >= (min(gap_s, self.hinted_s) if hinted else gap_s)
 
 
-# ---- Byte counters of this machine's network interface, from Linux's /proc.
-
 PERIOD_S = 0.05
 """Seconds between two readings: about the length of a step's burst on a fast link. A reading takes about 30 us, or 0.1 % of a
 core."""
@@ -355,7 +354,7 @@ Counters = Callable[[], tuple[int, int]]
 
 
 class InterfaceCounters:
-    """A thread that reads the byte counters of a network interface until close()."""
+    """A thread that reads the byte counters of a network interface, from Linux's /proc, until close()."""
 
     def __init__(self, counters: Counters, period_s: float = PERIOD_S) -> None:
         self._counters, self._period_s = counters, period_s

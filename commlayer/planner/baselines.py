@@ -341,17 +341,14 @@ def what_if(
     """Plans for several clusters that differ in one of: link rates (of every training node, both directions, in bit/s), nodes
     added one by one, the number of nodes (copies of the last node), the GPU of all nodes. A profile must cover all clusters."""
     checked_inputs(job, cluster, profile, policy)
-    sweeps: dict[str, tuple[bool, Callable[[], Iterator[tuple[str, float, Cluster]]]]] = {
-        "bandwidth": (bool(bandwidths), lambda: ((rate(bps), bps, at_rate(cluster, bps)) for bps in bandwidths)),
-        "add_node": (bool(add_nodes), lambda: _grown(cluster, add_nodes)),
-        "nodes": (bool(counts), lambda: _counted(cluster, counts)),
-        "gpu": (bool(gpus), lambda: _with_gpus(cluster, gpus, job.timing)),
-    }
-    swept = [name for name, (given, _) in sweeps.items() if given]
+    given = {"bandwidth": bandwidths, "add_node": add_nodes, "nodes": counts, "gpu": gpus}
+    clusters = {"bandwidth": _at_rates(cluster, bandwidths), "add_node": _grown(cluster, add_nodes),
+                "nodes": _counted(cluster, counts), "gpu": _with_gpus(cluster, gpus, job.timing)}
+    swept = [name for name, values in given.items() if values]
     if len(swept) != 1:
         raise InvalidInput("E-PLAN-QUESTION",
                            f"what_if sweeps one thing at a time: bandwidths, add_nodes, counts or gpus; got {len(swept)}")
-    points = tuple(point(label, x, job, machines, profile, policy) for label, x, machines in sweeps[swept[0]][1]())
+    points = tuple(point(label, x, job, machines, profile, policy) for label, x, machines in clusters[swept[0]])
     pays = None
     if swept[0] == "bandwidth":
         pays = _break_even(points, lambda bps: point("", bps, job, at_rate(cluster, bps), profile, policy))
@@ -379,6 +376,11 @@ def at_rate(cluster: Cluster, bps: float) -> Cluster:
     nodes = tuple(structs.replace(node, link=Link(bps, bps, node.link.alpha_s)) if node.ranks else node
                   for node in cluster.nodes)
     return structs.replace(cluster, nodes=nodes)
+
+
+def _at_rates(cluster: Cluster, bandwidths: Sequence[float]) -> Iterator[tuple[str, float, Cluster]]:
+    for bps in bandwidths:
+        yield rate(bps), bps, at_rate(cluster, bps)
 
 
 def _grown(cluster: Cluster, added: Sequence[Node]) -> Iterator[tuple[str, float, Cluster]]:

@@ -151,8 +151,6 @@ class Walk:
         self.tasks.append(Task(tuple(lanes), after, latency, op, nbytes))
         return (len(self.tasks) - 1,)
 
-    # ---- coding
-
     def _code(self, op: Op, g: int, seconds: Line, cost: CodecCost) -> None:
         """Adds an encode or decode task. Copies to and from the host count for the lane that encodes, as in the runtime."""
         group, held = self.groups[g], self.held[g]
@@ -178,8 +176,6 @@ class Walk:
         cost = (self.costs[g].down if self.returned else self.costs[g].up)[op.where]
         self._code(op, g, Line(cost.decode.floor_s * held.pieces, cost.decode.slope_s * held.pieces * held.each), cost)
         held.pieces = 0
-
-    # ---- collectives
 
     def _inside(self, op: Op, g: int) -> None:
         """Adds a collective among the ranks of a node; nothing is added for a node of one rank."""
@@ -255,8 +251,6 @@ class Walk:
             held.part *= n
         if second:
             del held.split[op.where]
-
-    # ---- a summation server
 
     def _push(self, op: Op) -> None:
         """Adds uploads from every node to the hosts, which sum in the members' order. A host's own payloads do not cross a

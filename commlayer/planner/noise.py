@@ -2,67 +2,38 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
 from commlayer.planner.data import Positive, load
 from commlayer.records import Job, ModelInfo, Record
 
 
-class ImageScale(Record, frozen=True):
-    scale: Positive
-    source: str
-
-
-class Images(Record, frozen=True):
-    small_side: int
-    small: ImageScale
-    large: ImageScale
-
-
-class Language(Record, frozen=True):
-    """A law of data/noise.toml."""
-
-    scale: Positive
-    exponent: Positive
-    typical_loss: Positive
-    typical_numel: int
-    loss_exponent: Positive
-    source: str
-
-    def expected_loss(self, numel: float) -> float:
-        """A model's loss in the middle of its training."""
-        return float(self.typical_loss * (self.typical_numel / numel) ** self.loss_exponent)
-
-    def noise_scale(self, loss: float) -> float:
-        """In tokens."""
-        return self.scale * math.exp(-math.log(loss) / self.exponent)
-
-
-class Characters(Record, frozen=True):
-    most_vocabulary: int
-    scale: Positive
-    exponent: Positive
-    source: str
-
-    def noise_scale(self, numel: float) -> float:
-        """In characters."""
-        return float(self.scale * (numel / 1e6) ** self.exponent)
-
-
-class Table(Record, frozen=True):
-    images: Images
-    language: Language
-    characters: Characters
-
-
-class NoiseLaw(NamedTuple):
+class NoiseLaw(Record, frozen=True):
     """A gradient noise scale, and what it is known from."""
 
-    scale: float
+    scale: Positive
     unit: str
     """What `scale` counts: tokens or images."""
     source: str
+
+
+class SizeLaw(Record, frozen=True):
+    """`scale` tokens with `numel` parameters, and in proportion to their number^`exponent`."""
+
+    scale: Positive
+    numel: Positive
+    exponent: Positive
+    source: str
+
+    def __call__(self, numel: float) -> float:
+        return float(self.scale * (numel / self.numel) ** self.exponent)
+
+
+class Table(Record, frozen=True):
+    small_side: int
+    small_images: NoiseLaw
+    large_images: NoiseLaw
+    most_characters: int
+    characters: SizeLaw
+    words: SizeLaw
 
 
 def law_of(model: ModelInfo | None, numel: int) -> NoiseLaw | None:
@@ -75,15 +46,12 @@ def law_of(model: ModelInfo | None, numel: int) -> NoiseLaw | None:
     if model is None or model.frozen > numel:
         return None
     table = load("noise", Table)
-    if model.vocabulary > table.characters.most_vocabulary:
-        law = table.language
-        return NoiseLaw(round(law.noise_scale(law.expected_loss(numel))), "tokens", law.source)
+    if model.vocabulary > table.most_characters:
+        return NoiseLaw(round(table.words(numel)), "tokens", table.words.source)
     if model.vocabulary:
-        return NoiseLaw(table.characters.noise_scale(numel), "tokens", table.characters.source)
+        return NoiseLaw(table.characters(numel), "tokens", table.characters.source)
     if model.image_side and model.classes:
-        images = table.images
-        kind = images.small if model.image_side <= images.small_side else images.large
-        return NoiseLaw(kind.scale, "images", kind.source)
+        return table.small_images if model.image_side <= table.small_side else table.large_images
     return None
 
 

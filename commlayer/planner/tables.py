@@ -232,11 +232,9 @@ def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS
 
 
 def learning_rows(own: str = "") -> tuple[LearningRow, ...]:
-    """Measured convergence costs: from the user's table in file `own`, else the shipped table. Empty if no table is shipped;
-    convergence is then ignored."""
-    if own:
-        return rows_in(Path(own))
-    return rows() if SHIPPED.is_file() else ()
+    """Measured convergence costs: from the user's table in file `own`, else the shipped table. Repeated calls return the same
+    object."""
+    return (table_in(Path(own)) if own else shipped()).rows
 
 
 def _cost(name: str, device: str, bytes_s: float, floor_s: float) -> CodecCost:
@@ -306,11 +304,6 @@ def written(table: LearningTable) -> bytes:
     return f'{{"version": {table.version}, "provenance": {head}, "rows": [\n{lines}\n]}}\n'.encode()
 
 
-def rows_in(path: Path) -> tuple[LearningRow, ...]:
-    """Rows of a table that `python -m bench.own_learning` wrote. Repeated calls return the same object."""
-    return table_in(path).rows
-
-
 @functools.cache
 def table_in(path: Path) -> LearningTable:
     """Reads a table with its provenance; repeated calls return the same object."""
@@ -328,8 +321,3 @@ def table_in(path: Path) -> LearningTable:
 @functools.cache
 def shipped() -> LearningTable:
     return read(SHIPPED)
-
-
-def rows() -> tuple[LearningRow, ...]:
-    """Rows of the shipped table. Repeated calls return the same object."""
-    return shipped().rows

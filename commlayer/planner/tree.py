@@ -202,9 +202,6 @@ def _rows(*columns: Iterable[Path]) -> Iterator[Path]:
     yield from rows
 
 
-# ---- what a cluster allows
-
-
 def options(
     cluster: Cluster, *, devices: Sequence[str] = GPU_AND_CPU, max_encodes: int = 4, sums: bool = False, mixed: bool = False,
     kinds: Sequence[Kind] = KINDS, dense: bool = True, servers: bool = True,

@@ -20,7 +20,7 @@ from support.sites import QUICK
 from commlayer.cluster.calls import messages
 from commlayer.cluster.keys import authority
 from commlayer.errors import MAX_PEER_TEXT_CHARS
-from commlayer.observe.web import read_token
+from commlayer.observe.pages.web import read_token
 from commlayer.transport.protocol import Header, Kind
 
 LONG = "Q" * 5000 + "\n\x1b[31mforged line"

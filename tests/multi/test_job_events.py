@@ -32,16 +32,8 @@ from commlayer.cluster.servers.data_server import DataServer
 from commlayer.errors import CorruptFrame, Refused
 from commlayer.observe import events
 from commlayer.observe.event_files import read_run
-from commlayer.observe.events import (
-    Event,
-    EventLog,
-    JobEvent,
-    LogEvent,
-    MemberEvent,
-    PlanEvent,
-    StepEvent,
-    WaitEvent,
-)
+from commlayer.observe.event_log import EventLog
+from commlayer.observe.events import Event, JobEvent, LogEvent, MemberEvent, PlanEvent, StepEvent, WaitEvent
 from commlayer.observe.job_view import JobView
 
 _ranks = ranks_first(2)

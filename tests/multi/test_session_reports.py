@@ -44,7 +44,7 @@ from commlayer.engine.model.model_tensors import job_of
 from commlayer.engine.observers import trace
 from commlayer.errors import code_of
 from commlayer.observe.events import LogEvent, decode
-from commlayer.observe.step_trace import read_comparison
+from commlayer.observe.trace_files import read_comparison
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Basis, PlanInputs
 from commlayer.records import Job, Timing

@@ -24,7 +24,7 @@ from commlayer.planner.model import Cluster, Policy
 from commlayer.planner.plan_rules import verify
 from commlayer.planner.search import MOST_LOCAL_STEPS, PAYS, plan, searched_local_steps
 from commlayer.planner.simulation import native_schedule, simulate
-from commlayer.planner.tables import rows as shipped_rows
+from commlayer.planner.tables import learning_rows as shipped_rows
 from commlayer.records import Plan, Slice
 
 FREE = Policy(exact=False)

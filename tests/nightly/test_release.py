@@ -67,7 +67,7 @@ def test_wheel_is_complete_and_runs_on_older_systems(built: Path) -> None:
         names = set(opened.namelist())
     assert {"commlayer/py.typed", "commlayer/demo/digits.npz", "commlayer/planner/data/learning.json"} <= names
     assert {f"commlayer/planner/data/{table}.toml" for table in ("codecs", "links", "machines", "models", "noise")} <= names
-    assert {f"commlayer/observe/{name}" for name in (
+    assert {f"commlayer/observe/pages/{name}" for name in (
         "page.html", "vendor/LICENSE", "vendor/uPlot.iife.min.js", "vendor/uPlot.min.css")} <= names
     assert any(name.startswith("commlayer/_core.") for name in names)
     assert any(name.startswith("commlayer/_cuda/") for name in names)

@@ -175,14 +175,14 @@ def test_tested_torch_version_is_the_pinned_one() -> None:
 
 
 def test_failing_or_hanging_checks_are_findings_and_delay_no_others() -> None:
-    def broken() -> list[Finding]:
+    def broken(_: None) -> list[Finding]:
         raise OSError(5, "Input/output error")
 
     begin = time.monotonic()
     findings = [*run_checks([
-        Check("hangs", lambda: time.sleep(60) or [], 0.2, "pull the plug"), Check("breaks", broken, 5.0, ""),
-        Check("works", lambda: [ok("works", "fine")], 5.0, ""),
-    ])]
+        Check("hangs", lambda _: time.sleep(60) or [], 0.2, "pull the plug"), Check("breaks", broken, 5.0, ""),
+        Check("works", lambda _: [ok("works", "fine")], 5.0, ""),
+    ], None)]
     assert [(one.check, one.verdict) for one in findings] == [("hangs", "fail"), ("breaks", "fail"), ("works", "ok")]
     assert findings[0].remedy == "pull the plug"
     assert "Input/output error" in findings[1].seen
@@ -209,10 +209,7 @@ def test_lines_fit_a_terminal_of_80_columns() -> None:
 
 
 def test_deadlines_add_up_to_the_documented_total() -> None:
-    doctor = checks.Doctor(Config(join="hub:7000", keys="k", journal="j"), Path("plan.json"))
-    doctor.server.status = STATUS
-    (link,) = doctor.link_check()
-    assert max(check.deadline_s for check in doctor.checks()) + link.deadline_s <= checks.ALONE_S
+    assert max(check.deadline_s for check in checks.CHECKS) + checks.LINK.deadline_s <= checks.ALONE_S
     page = (ROOT / "docs" / "how-to" / "diagnose.md").read_text("utf-8")
     assert f"over in {checks.ALONE_S:g} s" in " ".join(page.split())
     assert nodes.limit_s(4, 60.0) <= 150.0 - checks.ALONE_S, "two and a half minutes in all"

@@ -14,14 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlayer.errors import InvalidInput
-from commlayer.observe import events
-from commlayer.observe.event_files import EventFiles, read_run
+from commlayer.observe import event_log, events
+from commlayer.observe.event_files import EventFile, EventFiles, read_run
+from commlayer.observe.event_log import EventLog
 from commlayer.observe.events import (
     KINDS,
     CheckpointEvent,
     Event,
-    EventFile,
-    EventLog,
     JobEvent,
     LinkEvent,
     LogEvent,
@@ -122,7 +121,7 @@ def test_last_event_of_each_key_survives_a_full_log() -> None:
 
 
 def test_number_of_kept_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_RETAINED", 5)
+    monkeypatch.setattr(event_log, "MAX_RETAINED", 5)
     log = EventLog(most=2, retains=True)
     for number in range(20):
         log.append(MemberEvent(member=f"home {number}"))

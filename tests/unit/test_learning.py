@@ -46,8 +46,8 @@ from commlayer.planner.convergence import (
     local_step_excess,
     steps_alone,
 )
-from commlayer.planner.tables import LearningTable, Provenance, read, rows_in, written
-from commlayer.planner.tables import rows as shipped_rows
+from commlayer.planner.tables import LearningTable, Provenance, read, written
+from commlayer.planner.tables import learning_rows as shipped_rows
 
 
 def row(codec: str, steps: float = 0.0, *, high: float | None = None, loss: float = 0.0, **fields: Any) -> LearningRow:
@@ -324,7 +324,7 @@ def test_unusable_table_is_reported_in_one_line(change: tuple[bytes, bytes], tex
 def test_shipped_table() -> None:
     table = tables.shipped()
     assert {row.optimizer for row in table.rows if row.workers == ALONE} == {"adam", "sgd"}
-    assert tables.rows() is tables.rows() is table.rows
+    assert tables.learning_rows() is tables.learning_rows() is table.rows
     assert table.provenance.runs >= sum(row.runs for row in table.rows if row.workers == 0)
     places = [(r.optimizer, r.codes, r.codec, r.every, r.overlap, r.late, r.workers) for r in table.rows]
     assert len(set(places)) == len(places)
@@ -430,8 +430,7 @@ def test_job_starts_with_its_own_table(tmp_path: Path) -> None:
     first = [settle("auto", builtin("lstm"), Config(learning=str(path), max_loss=0.05), 4, 1, optimizer="adam").buckets[0].codec
              for path in (bad, good)]
     assert ["int8" in first[0], "int4" in first[1]] == [True, True]
-    assert tables.learning_rows(str(bad)) is rows_in(bad), "one object, since looks are kept by it"
-    assert tables.learning_rows() is tables.rows()
+    assert tables.learning_rows(str(bad)) is tables.learning_rows(str(bad)), "one object, since looks are kept by it"
     model = torch.nn.Linear(2, 2)
     session = commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), config={"learning": str(bad)})
     assert session.inspect.context.terms.learning == str(bad), "where planning of a running job looks it up"

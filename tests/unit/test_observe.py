@@ -40,18 +40,8 @@ from commlayer.observe.link_monitor import (
 )
 from commlayer.observe.noise_scale import ENOUGH, HIDDEN, Agreement, NoiseScale
 from commlayer.observe.prediction_check import PredictionCheck
-from commlayer.observe.step_trace import (
-    EXCHANGE,
-    NO_BUCKET,
-    STEP,
-    Comparison,
-    Event,
-    Seen,
-    by_lane,
-    read_comparison,
-    rows_of,
-    write_trace,
-)
+from commlayer.observe.step_trace import EXCHANGE, NO_BUCKET, Event
+from commlayer.observe.trace_files import STEP, Comparison, Seen, by_lane, read_comparison, rows_of, write_trace
 from commlayer.planner.inputs import nodes_of
 from commlayer.planner.model import Basis, Cluster, Link, Node, PlanInputs
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, Timing

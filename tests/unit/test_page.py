@@ -28,11 +28,14 @@ from support.coordinators import until
 from support.event_stream import START, stream
 
 from commlayer.errors import InvalidInput
-from commlayer.observe import events, job_feed, web
-from commlayer.observe.events import Event, EventLog, JobEvent, LogEvent, MemberEvent, StepEvent
-from commlayer.observe.job_feed import MAX_STREAMS, JobFeed
-from commlayer.observe.page import MOST_POINTS, RunCurves, RunRecord, document, report
-from commlayer.observe.web import Page, WebServer, read_token
+from commlayer.observe import events
+from commlayer.observe.event_log import EventLog
+from commlayer.observe.events import Event, JobEvent, LogEvent, MemberEvent, StepEvent
+from commlayer.observe.pages import job_feed, web
+from commlayer.observe.pages.job_feed import MAX_STREAMS, JobFeed
+from commlayer.observe.pages.page import document, report
+from commlayer.observe.pages.run_record import MOST_POINTS, RunCurves, RunRecord
+from commlayer.observe.pages.web import Page, WebServer, read_token
 
 TOKEN = read_token(b"the job's secret")
 

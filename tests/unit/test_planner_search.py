@@ -44,8 +44,8 @@ from commlayer.planner.plan_lint import lint
 from commlayer.planner.plan_rules import lower, sync_mode
 from commlayer.planner.search import plan
 from commlayer.planner.simulation import Fragment, Simulation, exact_s, simulate
+from commlayer.planner.tables import learning_rows as shipped_rows
 from commlayer.planner.tables import profile_from_tables
-from commlayer.planner.tables import rows as shipped_rows
 from commlayer.planner.tensors import keeps_zeros, sent_numel
 from commlayer.planner.tree import Promise, misfits, summing
 from commlayer.planner.tree import parse as path_of

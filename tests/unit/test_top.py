@@ -20,8 +20,8 @@ from commlayer.errors import InvalidInput
 from commlayer.integrations.tracking import log_to, scalars
 from commlayer.observe import events
 from commlayer.observe.job_view import JobView
-from commlayer.observe.metrics import exposition
-from commlayer.observe.page import state_of
+from commlayer.observe.pages.metrics import exposition
+from commlayer.observe.pages.page import state_of
 
 
 def view_at(seconds: float, world: int = 3) -> JobView:

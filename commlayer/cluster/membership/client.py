@@ -28,7 +28,7 @@ from commlayer.cluster.calls.messages import (
 from commlayer.cluster.processes import child_processes, heartbeat_sidecar
 from commlayer.config import Config
 from commlayer.errors import CommError, PeerLost, Refused, without_code
-from commlayer.observe.events import Batch, EventLog
+from commlayer.observe.event_log import Batch, EventLog
 from commlayer.records import Epoch
 from commlayer.transport.keys.key_folder import Keys
 

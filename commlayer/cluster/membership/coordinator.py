@@ -46,7 +46,7 @@ from commlayer.cluster.membership.rendezvous_service import RendezvousService
 from commlayer.cluster.membership.sites import AdmissionState, PendingWait
 from commlayer.config import Config
 from commlayer.errors import MAX_PEER_TEXT_CHARS, CorruptFrame, InvalidInput, coded, short_line, without_code
-from commlayer.observe.events import EventLog
+from commlayer.observe.event_log import EventLog
 from commlayer.records import Epoch, Record, ServerInfo
 from commlayer.transport import framing
 from commlayer.transport.grpc.event_loop import event_loop

@@ -16,7 +16,8 @@ from commlayer.cluster.membership.membership import Registration, State, missing
 from commlayer.cluster.membership.sites import PendingWait
 from commlayer.errors import CorruptFrame, short_line
 from commlayer.observe import events
-from commlayer.observe.events import AnyEvent, Event, EventLog, JobEvent, MemberEvent, MemberState, WaitEvent, WaitKind
+from commlayer.observe.event_log import EventLog
+from commlayer.observe.events import AnyEvent, Event, JobEvent, MemberEvent, MemberState, WaitEvent, WaitKind
 from commlayer.records import MALFORMED, Epoch
 from commlayer.transport.protocol import peer_name
 

@@ -31,7 +31,8 @@ from commlayer.cluster.membership.job_events import log_of_job
 from commlayer.cluster.processes import child_processes
 from commlayer.config import Config, host_port, is_loopback, join_host, read_config, reconnect_window_s
 from commlayer.errors import MAX_PEER_TEXT_CHARS, Coded, CommError, InvalidInput, line_of, short_line, without_code
-from commlayer.observe.events import EventFile, EventLog
+from commlayer.observe.event_files import EventFile
+from commlayer.observe.event_log import EventLog
 from commlayer.observe.log_lines import LogLines
 from commlayer.transport.keys.key_folder import Keys
 
@@ -126,8 +127,8 @@ def run(config: Config, part: ServeOptions) -> None:
 
 def _serve_page(host: str, port: int, config: Config, events: EventLog, stack: contextlib.ExitStack) -> None:
     # Imported late, because most servers need no HTTP.
-    from commlayer.observe.job_feed import JobFeed
-    from commlayer.observe.web import WebServer, read_token
+    from commlayer.observe.pages.job_feed import JobFeed
+    from commlayer.observe.pages.web import WebServer, read_token
 
     if not is_loopback(host) and not config.insecure:
         raise InvalidInput("E-PLAIN-TEXT", f"--page {host}: HTTP is not encrypted, and this is not a loopback address: use "

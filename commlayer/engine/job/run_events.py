@@ -20,10 +20,10 @@ from commlayer.config import Config
 from commlayer.engine.buckets.current_step import Counters
 from commlayer.engine.buckets.units import Units
 from commlayer.errors import InvalidInput, code_of, short_line, without_code
+from commlayer.observe.event_files import EventFile
+from commlayer.observe.event_log import EventLog
 from commlayer.observe.events import (
     AloneEvent,
-    EventFile,
-    EventLog,
     JobEvent,
     LinkEvent,
     LogEvent,

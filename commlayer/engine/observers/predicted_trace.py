@@ -7,12 +7,8 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from commlayer.observe.step_trace import (
-    EXCHANGE,
-    NO_BUCKET,
-    STEP,
-    Event,
-)
+from commlayer.observe.step_trace import EXCHANGE, NO_BUCKET, Event
+from commlayer.observe.trace_files import STEP
 from commlayer.planner import lower
 from commlayer.planner.model import Basis, Group, fold
 from commlayer.planner.simulation import Span, Timeline, hosts_of, simulate

@@ -23,17 +23,8 @@ from commlayer.engine.job.job import DistributedJob, JobContext
 from commlayer.engine.observers.predicted_trace import Prediction, origins, predict
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CorruptFrame, InvalidInput
-from commlayer.observe.step_trace import (
-    NO_BUCKET,
-    STEP,
-    Comparison,
-    Event,
-    RecordedStep,
-    Seen,
-    by_lane,
-    rows_of,
-    write_trace,
-)
+from commlayer.observe.step_trace import NO_BUCKET, Event, RecordedStep
+from commlayer.observe.trace_files import STEP, Comparison, Seen, by_lane, rows_of, write_trace
 from commlayer.records import Plan, digest
 
 log = logging.getLogger("commlayer")

@@ -10,7 +10,8 @@ from typing import Protocol
 
 from msgspec import structs
 
-from commlayer.observe.events import EventLog, WaitEvent, WaitKind
+from commlayer.observe.event_log import EventLog
+from commlayer.observe.events import WaitEvent, WaitKind
 
 FIRST_S = 5.0
 GROWTH = 2.0

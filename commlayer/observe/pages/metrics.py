@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from commlayer.observe.job_view import JobView
+from commlayer.observe.job_view import JobView, Totals, WorkerRow
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Labels = dict[str, str]
+DIRECTIONS = ("up", "down")
+
+
+class WorkerMetric(NamedTuple):
+    """A metric with samples of each worker. `fields`: of a worker's `Totals` or `WorkerRow`, by direction or by the sample's
+    suffix. `skips_zeros`: a zero is an unknown value, which is left out."""
+
+    name: str
+    kind: str
+    text: str
+    fields: Mapping[str, str]
+    skips_zeros: bool = False
+
+
+SUMS = (
+    WorkerMetric("step_total", "counter", "Training steps of a rank.", {"": "steps"}),
+    WorkerMetric("step_seconds", "summary", "Seconds of training steps.", {"_sum": "step_s", "_count": "timed_steps"}),
+    WorkerMetric("compute_seconds_total", "counter", "Seconds in which training did not wait for communication.",
+                 {"": "compute_s"}),
+    WorkerMetric("exposed_seconds_total", "counter", "Seconds in which training waited for communication.", {"": "exposed_s"}),
+    WorkerMetric("hidden_seconds_total", "counter", "Seconds of communication while training computed.", {"": "hidden_s"}),
+    WorkerMetric("sent_bytes_total", "counter", "Payload bytes, up: sent, down: received.",
+                 {"up": "sent_bytes", "down": "received_bytes"}),
+    WorkerMetric("dense_bytes_total", "counter", "Bytes that uncompressed synchronous training would have sent.",
+                 {"": "dense_bytes"}),
+    WorkerMetric("samples_total", "counter", "Samples, as the script reports them.", {"": "samples"}, skips_zeros=True),
+)
+RECENT = (
+    WorkerMetric("loss", "gauge", "Last training loss that the script reported.", {"": "loss"}),
+    WorkerMetric("batch_share_ratio", "gauge", "Fraction of the batch of all ranks.", {"": "share"}),
+    WorkerMetric("link_bytes_per_second", "gauge", "Rate of the link in recent steps.",
+                 {"up": "up", "down": "down"}, skips_zeros=True),
+    WorkerMetric("link_planned_bytes_per_second", "gauge", "Rate for which the plan was made.",
+                 {"up": "up_planned", "down": "down_planned"}, skips_zeros=True),
+)
 
 
 def exposition(view: JobView, now: float) -> str:
@@ -17,38 +53,16 @@ def exposition(view: JobView, now: float) -> str:
 
 def _lines(view: JobView, now: float) -> Iterator[str]:
     run, workers = {"run": view.job.run}, sorted(view.workers.items())
-    of = {number: {**run, "rank": str(number), "host": worker.name} for number, worker in workers}
-    present = [(of[number], worker) for number, worker in workers if worker.present]
-    stepping = [(labels, worker) for labels, worker in present if worker.step.steps]
-    totals = [(of[number], worker.totals) for number, worker in workers]
-
-    yield from _metric("step_total", "counter", "Training steps of a rank.", [(at, t.steps) for at, t in totals])
-    yield from _metric("step_seconds", "summary", "Seconds of training steps.", [
-        sample for at, t in totals for sample in ((at, t.step_s, "_sum"), (at, t.timed_steps, "_count"))])
-    yield from _metric("compute_seconds_total", "counter", "Seconds in which training did not wait for communication.",
-                       [(at, t.compute_s) for at, t in totals])
-    yield from _metric("exposed_seconds_total", "counter", "Seconds in which training waited for communication.",
-                       [(at, t.exposed_s) for at, t in totals])
-    yield from _metric("hidden_seconds_total", "counter", "Seconds of communication while training computed.",
-                       [(at, t.hidden_s) for at, t in totals])
-    yield from _metric("sent_bytes_total", "counter", "Payload bytes, up: sent, down: received.", [
-        sample for at, t in totals for sample in ((at | {"direction": "up"}, t.sent_bytes),
-                                                  (at | {"direction": "down"}, t.received_bytes))])
-    yield from _metric("dense_bytes_total", "counter", "Bytes that uncompressed synchronous training would have sent.",
-                       [(at, t.dense_bytes) for at, t in totals])
-    yield from _metric("samples_total", "counter", "Samples, as the script reports them.",
-                       [(at, t.samples) for at, t in totals if t.samples])
-    yield from _metric("loss", "gauge", "Last training loss that the script reported.",
-                       [(at, worker.step.loss) for at, worker in stepping if worker.step.loss is not None])
-    yield from _metric("batch_share_ratio", "gauge", "Fraction of the batch of all ranks.",
-                       [(at, worker.step.share) for at, worker in stepping])
-    yield from _metric("link_bytes_per_second", "gauge", "Rate of the link in recent steps.", [
-        sample for at, worker in stepping for sample in ((at | {"direction": "up"}, worker.up_bytes_per_s),
-                                                         (at | {"direction": "down"}, worker.down_bytes_per_s)) if sample[1]])
-    yield from _metric("link_planned_bytes_per_second", "gauge", "Rate for which the plan was made.", [
-        sample for at, worker in stepping
-        for sample in ((at | {"direction": "up"}, worker.link.planned_up_bytes_per_s),
-                       (at | {"direction": "down"}, worker.link.planned_down_bytes_per_s)) if sample[1]])
+    labels = {number: {**run, "rank": str(number), "host": worker.name} for number, worker in workers}
+    present = [(labels[worker.number], worker) for worker in view.present]
+    totals = [(labels[number], worker.totals) for number, worker in workers]
+    rows = [(at, view.row(worker, now)) for at, worker in present if worker.step.steps]
+    of_workers: list[tuple[Sequence[WorkerMetric], Sequence[tuple[Labels, Totals | WorkerRow]]]]
+    of_workers = [(SUMS, totals), (RECENT, rows)]
+    for metrics, records in of_workers:
+        for metric in metrics:
+            samples = [sample for at, record in records for sample in _samples(metric, at, record)]
+            yield from _metric(metric.name, metric.kind, metric.text, samples)
     yield from _metric("link_rtt_seconds", "gauge", "Shortest recent round-trip time to the coordinator.",
                        [(at, worker.link.rtt_s) for at, worker in present if worker.link.rtt_s])
     yield from _metric("peer_last_seen_timestamp_seconds", "gauge", "Time of the last event of a rank, since 1970.",
@@ -79,6 +93,13 @@ def _lines(view: JobView, now: float) -> Iterator[str]:
 
 
 Sample = tuple[Labels, float] | tuple[Labels, float, str]
+
+
+def _samples(metric: WorkerMetric, labels: Labels, record: Totals | WorkerRow) -> Iterator[Sample]:
+    for key, field in metric.fields.items():
+        value = getattr(record, field)
+        if value is not None and (value or not metric.skips_zeros):
+            yield (labels | {"direction": key}, value) if key in DIRECTIONS else (labels, value, key)
 
 
 def _metric(name: str, kind: str, text: str, samples: list[Sample]) -> Iterator[str]:

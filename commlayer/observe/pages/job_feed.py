@@ -11,10 +11,12 @@ from itertools import islice
 
 import msgspec
 
-from commlayer.observe.events import EventLog, decode
-from commlayer.observe.metrics import CONTENT_TYPE, exposition
-from commlayer.observe.page import RunRecord, Update, document, state_of
-from commlayer.observe.web import Page, Pages
+from commlayer.observe.event_log import EventLog
+from commlayer.observe.events import decode
+from commlayer.observe.pages.metrics import CONTENT_TYPE, exposition
+from commlayer.observe.pages.page import Update, document, state_of
+from commlayer.observe.pages.run_record import RunRecord
+from commlayer.observe.pages.web import Page, Pages
 
 log = logging.getLogger("commlayer")
 
