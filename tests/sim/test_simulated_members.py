@@ -76,7 +76,7 @@ def boundless(state: State, *now: float) -> AdmissionState:
 
 
 @pytest.mark.parametrize(("where", "name", "wrong", "line"), [
-    (epoch_change, "admission", boundless, "are the most"),
+    (epoch_change, "admission", boundless, "of at most"),
     (epoch_change, "next_epoch", same_number, "has not heard of epoch"),
     (coordinator_journal, "without_times", forgetful, "has not heard of epoch"),
     (epoch_change, "next_epoch", too_few, "are the least"),
