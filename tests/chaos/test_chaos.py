@@ -48,7 +48,7 @@ SETTING = Setting("identity()")
 def evidence(**changes: Any) -> Evidence:
     """Of a run that went on: two workers with 1 and 4 of the samples of each step."""
     def samples(rank: int, step: int) -> tuple[int, ...]:
-        first = 5 * (step % verdict.STEPS_PER_EPOCH)
+        first = 5 * (step % verdict.STEPS_PER_EPOCH)  # type: ignore[attr-defined]
         return (first,) if rank == 0 else tuple(range(first + 1, first + 5))
 
     stepped = [[Stepped(n + 1, f"digest {n}", samples(rank, n), float(n)) for n in range(STEPS)] for rank in range(2)]
@@ -417,12 +417,12 @@ def left(**changes: Any) -> Evidence:
     """Three sites; the last is killed in step 4. Each step has 21 samples."""
     every, steps, began = iter(range(1000)), list[list[Stepped]]([[], [], []]), list[list[Began]]([[], [], []])
     for n in range(STEPS):
-        if n % verdict.STEPS_PER_EPOCH == 0:
+        if n % verdict.STEPS_PER_EPOCH == 0:  # type: ignore[attr-defined]
             every = iter(range(1000))
         members = (0, 1, 2) if n < 3 else (0, 1)
         for rank in members if n != 3 else (0, 1, 2):
             samples = tuple(next(every) for _ in range(21 // len(members))) if rank in members else (7,)
-            began[rank].append(Began(n + 1, n // verdict.STEPS_PER_EPOCH, samples))
+            began[rank].append(Began(n + 1, n // verdict.STEPS_PER_EPOCH, samples))  # type: ignore[attr-defined]
             if rank in members:
                 steps[rank].append(Stepped(n + 1, f"digest {n}", samples, float(n), members))
     for n in range(3, STEPS):  # 21 cannot be halved

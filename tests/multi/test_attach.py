@@ -33,6 +33,7 @@ from support.attached import (
     train_step,
     weights,
 )
+from support.jobs import distributed_job
 from support.rank_pool import Servers, pool, quick
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -229,7 +230,7 @@ class Layouts(nn.Module):
 
 def odd_layouts(run: Run) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Layouts().to(memory_format=torch.channels_last)
+    model = Layouts().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     assert not model.turned.is_contiguous()
     wrapped = run.wrap(model)
 
@@ -736,7 +737,7 @@ def interrupted(rank: int, how: str, address: str) -> list[str]:
     config = quick(join=address, deadline_s=FAR_S, ranks_per_node=WORLD if how == "allreduce" else 1)
     plan = plan_of(model, path=how, ranks_per_node=config["ranks_per_node"])
     session = commlayer.attach(model, optimizer, plan=plan, config=config)
-    worker = session.inspect.connection.worker
+    worker = distributed_job(session).worker
     train_step(model, optimizer, rank, 0)
 
     def until(reached: Callable[[], object]) -> None:

@@ -30,6 +30,7 @@ from support.coordinators import (
     all_opened,  # noqa: F401  (a fixture)
     quick,
 )
+from support.internals import leave_silently, process_of, state_of
 from support.keys import (
     Folders,
     made_folders,  # noqa: F401  (a fixture)
@@ -105,8 +106,7 @@ def test_plan_is_sent_once_even_after_its_registration_was_freed(opened: list[An
         waiting = pool.submit(client.join, coordinator.address, messages.worker_request("job", 0, 2, plan=plan), quick(),
                               Failures())
         sent = [polls.get(timeout=WAIT_S) for _ in range(3)]
-        with coordinator._lock:  # as after a silence
-            coordinator._state = membership.leave(coordinator._state, sent[0].token, "silent")
+        leave_silently(coordinator, sent[0].token)
         sent += [polls.get(timeout=WAIT_S) for _ in range(3)]
         opened.append(client.join(coordinator.address, messages.worker_request("job", 1, 2), quick(), Failures()))
         opened.append(waiting.result(WAIT_S))
@@ -129,7 +129,7 @@ def test_join_deadline_names_missing_members_and_frees_registrations(opened: lis
     with ThreadPoolExecutor(2) as pool:
         lines = list(pool.map(late, (0, 1)))
     assert any(line.startswith("2 of 4 workers joined before the deadline of 1 s; missing: ranks 2, 3:") for line in lines)
-    assert "0 of 4 workers joined" in membership.missing(coordinator._state)
+    assert "0 of 4 workers joined" in membership.missing(state_of(coordinator))
 
 
 def test_unreachable_address_is_reported_by_the_deadline() -> None:
@@ -157,7 +157,7 @@ def test_different_model_is_refused_immediately_by_name(opened: list[Any]) -> No
         ended = threading.Event()
         request = messages.worker_request("jobA", 0, 2)
         waiting = pool.submit(client.join, coordinator.address, request, quick(), Failures(), ended=ended)
-        while "rank 1" not in membership.missing(coordinator._state):
+        while "rank 1" not in membership.missing(state_of(coordinator)):
             assert not waiting.done()
         why = r"worker 1 on .* a different model than worker 0 on \S+ \(pid \d+\).*E-RANKS-DIFFER"
         with pytest.raises(Refused, match=why):
@@ -196,7 +196,7 @@ def test_call_of_a_newer_version_is_refused_for_its_version(opened: list[Any]) -
                        ({}, "Join .*`more`.*E-FRAME")):
         with pytest.raises(Refused, match=line):
             channel.call("Join", NewerJoin(**mine | lines), messages.JoinReply, WAIT_S)
-    assert not coordinator._state.registrations
+    assert not state_of(coordinator).registrations
 
 
 def test_malformed_records_are_refused_without_effect(opened: list[Any]) -> None:
@@ -207,7 +207,7 @@ def test_malformed_records_are_refused_without_effect(opened: list[Any]) -> None
     for bad in (messages.HeartbeatReply(), messages.Leave("token")):
         line = outcome(lambda bad=bad: channel.call("Join", bad, messages.JoinReply, WAIT_S))
         assert_refused(line, "E-FRAME", "Join failed: ", " Join message ")
-    assert membership.missing(coordinator._state) == "0 of ? workers joined"
+    assert membership.missing(state_of(coordinator)) == "0 of ? workers joined"
 
 
 def test_silent_worker_is_reported_once_to_each_peer(opened: list[Any]) -> None:
@@ -539,7 +539,7 @@ def test_embedded_coordinator_ends_after_the_job() -> None:
     member = client.join(server.control, messages.worker_request("job", 0, 1), config, Failures())
     member.leave()
     assert server.over(WAIT_S)
-    assert server._process.returncode == 0
+    assert process_of(server).returncode == 0
     server.close()
 
 
@@ -548,7 +548,7 @@ def test_hung_embedded_server_is_killed(monkeypatch: pytest.MonkeyPatch) -> None
     server = EmbeddedServer.start(quick(), workers=1, servers=0, number=None)
     os.kill(server.pid, signal.SIGSTOP)
     server.close()
-    assert server._process.returncode == -signal.SIGKILL
+    assert process_of(server).returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("pipe_held", [False, True])
@@ -581,7 +581,7 @@ def test_forked_copy_of_the_trainer_does_not_end_the_server() -> None:
             server.close()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert server._process.poll() is None
+        assert process_of(server).poll() is None
         client.join(server.control, messages.worker_request("job", 0, 1), quick(), Failures()).leave()
     finally:
         server.close()

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from support.coordinators import WAIT_S, Failures, quick, until
+from support.internals import port_of, rendezvous_of
 from support.keys import DAY, another_day
 
 pytest.importorskip("cryptography", reason="cryptography is not installed")
@@ -173,7 +174,7 @@ def test_check_obtains_the_certificate_without_registering(
     with pytest.raises(SystemExit, match="^0$"):
         main.run()
     assert server.certificates == [("home-1", False)]
-    assert server.coordinator._rendezvous.homes() == {}
+    assert rendezvous_of(server.coordinator).homes() == {}
     server.joined(line.folder)
     out = capsys.readouterr().out
     looked_at = ["keys", *["script"] * (command == "join"), "server"]
@@ -211,7 +212,7 @@ def test_restarted_server_keeps_invitations_and_its_address(server: Server) -> N
     invitations.set_address(server.ca, server.address)
     assert invitations.invite(server.ca, ["home-1", "home-2"], keep=True).keys() == {"home-2"}
     again = EnrolmentServer(server.ca, Keys(server.keys), SECRET)
-    server.coordinator._port.enrolment = again
+    port_of(server.coordinator).enrolment = again
     enrolment_client.enrol(home, WAIT_S)
     assert invitations.read_book(server.ca).address == server.address
     assert invitations.pending(server.ca).keys() == {"home-2"}
@@ -639,7 +640,7 @@ def test_failed_attempts_of_an_address_are_limited_and_members_are_not(server: S
         assert refusal(lambda: enrolment_client.enrol(bad, WAIT_S)) == "E-INVITATION"
     assert refusal(lambda: enrolment_client.enrol(home, WAIT_S), NotYet) == "E-INVITATION"
     server.joined(folder)
-    failures = server.coordinator._port.enrolment._failed  # type: ignore[union-attr]
+    failures = port_of(server.coordinator).enrolment._failed  # type: ignore[union-attr]
     assert not failures.exceeded("127.0.0.1", time.monotonic() + 60.0)
     assert not failures.exceeded("127.0.0.2", time.monotonic())
 

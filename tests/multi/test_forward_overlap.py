@@ -17,6 +17,7 @@ import torch
 from support import rank_pool
 from support.attached import Raises, assert_refused, data, mlp, outcome, parameters, plan_of, same
 from support.forward import OPTIMIZERS, Held, Net, Training, batch, loss_of
+from support.jobs import distributed_job
 from support.rank_pool import pool
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -630,7 +631,7 @@ def averaged(rank: int, address: str, overlap: str) -> list[torch.Tensor]:
                                config=rank_pool.quick(join=address))
     for step in range(STEPS):
         if overlap and step == 1:
-            Held(session.inspect.connection.worker, until_awaited=True)
+            Held(distributed_job(session).worker, until_awaited=True)
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()
         optimizer.step()

@@ -20,6 +20,7 @@ import msgspec
 import pytest
 from support.attached import assert_refused, outcome
 from support.coordinators import WAIT_S, Failures, quick, until
+from support.internals import asker_of, channel_of, judge_of, known_connections, port_of, send_unchecked
 from support.keys import (
     Folders,
     RawKeys,
@@ -277,14 +278,14 @@ def test_call_with_the_proof_of_another_is_refused(folders: Folders) -> None:
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     mine, other = (CoordinatorChannel(coordinator.address, SECRET, Keys(f)) for f in (folders.worker, folders.second))
     sent: list[bytes] = []
-    send = mine._asker._call
-    mine._asker._call = lambda method, data, timeout_s: (sent.append(data), send(method, data, timeout_s))[1]
+    send = asker_of(mine)._call
+    asker_of(mine)._call = lambda method, data, timeout_s: (sent.append(data), send(method, data, timeout_s))[1]
     request = messages.Heartbeat("unknown")
     assert mine.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).unknown_token
     with pytest.raises(Exception, match="does not prove"):
-        other._send("Heartbeat", sent[-1], WAIT_S)
+        send_unchecked(other, "Heartbeat", sent[-1], WAIT_S)
     relay = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.second))
-    relay._asker._channel = Keys(folders.worker).own.fingerprint
+    asker_of(relay)._channel = Keys(folders.worker).own.fingerprint
     assert_refused(outcome(lambda: relay.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S)), "E-SECRET")
     for each in (mine, other, relay, coordinator):
         each.close()
@@ -342,8 +343,11 @@ def test_revoked_node_is_disconnected(folders: Folders, tmp_path: Path) -> None:
     assert (error.peer, error.code) == ("worker 1", "E-PEER-LOST")
     assert "certificate (gpu-9)" in error.what
     assert_refused(outcome(lambda: worker.dial(SERVER_BASE, server.listen(), soon())), "E-CERTIFICATE-REVOKED")
-    for each in (*members, worker, server, coordinator):
-        each.close()
+    for member in members:
+        member.close()
+    worker.close()
+    server.close()
+    coordinator.close()
 
 
 # ---- revocation lists
@@ -468,7 +472,7 @@ def test_certificate_is_checked_again_after_a_reconnect(folders: Folders) -> Non
     member = client.join(address, messages.worker_request("job", 0, 1, plan=b"a plan"),
                          quick(token=SECRET, keys=str(folders.worker)),
                          Failures())
-    link = member._channel
+    link = channel_of(member)
     request = messages.Heartbeat("unknown")
     assert link.call("Heartbeat", request, messages.HeartbeatReply, 5.0).unknown_token
     # A restarted one, with a key as good as before, is taken.
@@ -478,8 +482,8 @@ def test_certificate_is_checked_again_after_a_reconnect(folders: Folders) -> Non
     coordinator.close()
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.revoked), port=port), workers=1)
     received: list[str] = []
-    heartbeat = coordinator._judge.opened
-    coordinator._judge.opened = lambda *args: (received.append(args[1]), heartbeat(*args))[1]  # type: ignore[method-assign]
+    heartbeat = judge_of(coordinator).opened
+    judge_of(coordinator).opened = lambda *args: (received.append(args[1]), heartbeat(*args))[1]  # type: ignore[method-assign]
     for _ in range(3):  # and every thread's call, not only the first one's that finds out
         assert_refused(outcome(lambda: until_answered(link)), "E-CERTIFICATE-REVOKED")
     assert received == [], "and hears nothing"
@@ -552,12 +556,12 @@ def test_reconnect_needs_one_connection(folders: Folders, monkeypatch: pytest.Mo
     link = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
     monkeypatch.setattr(diagnosis, "diagnose", None)
     accepted: list[str] = []
-    serve = coordinator._port._forward
-    monkeypatch.setattr(coordinator._port, "_forward", lambda known: (accepted.append(known.where), serve(known)))
+    serve = port_of(coordinator)._forward
+    monkeypatch.setattr(port_of(coordinator), "_forward", lambda known: (accepted.append(known.where), serve(known)))
     assert until_answered(link).unknown_token
-    for connection in list(coordinator._port._known.values()):
+    for connection in list(known_connections(coordinator).values()):
         shut_down(connection.sock)
-    until(lambda: not coordinator._port._known, "the end of the connection")
+    until(lambda: not known_connections(coordinator), "the end of the connection")
     assert until_answered(link).unknown_token
     assert len(accepted) == 2
     link.close()
@@ -569,9 +573,9 @@ def test_revoked_coordinator_is_refused_while_connected(ca: Path) -> None:
     member = client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=b"a plan"),
                          quick(token=SECRET, keys=str(ca / "gpu-1")), Failures())
     request = messages.Heartbeat("unknown")
-    assert member._channel.call("Heartbeat", request, messages.HeartbeatReply, 5.0).unknown_token
+    assert channel_of(member).call("Heartbeat", request, messages.HeartbeatReply, 5.0).unknown_token
     authority.revoke(ca.parent, "server-1")
-    line = outcome(lambda: member._channel.call("Heartbeat", request, messages.HeartbeatReply, 5.0))
+    line = outcome(lambda: channel_of(member).call("Heartbeat", request, messages.HeartbeatReply, 5.0))
     assert_refused(line, "E-CERTIFICATE-REVOKED", "(server-1)")
     member.close()
     coordinator.close()
@@ -592,7 +596,7 @@ def test_node_revoked_after_the_handshake_receives_the_reason(ca: Path, monkeypa
     """Its connection is about to be closed; until then it must not search for an error in its secret."""
     gone = authority.add(ca.parent, "gpu-9")
     coordinator = Coordinator(quick(token=SECRET, keys=str(ca / "server-1")), workers=1)
-    monkeypatch.setattr(coordinator._port, "drop", lambda _: None)
+    monkeypatch.setattr(port_of(coordinator), "drop", lambda _: None)
     link = CoordinatorChannel(coordinator.address, SECRET, Keys(gone))
     try:
         assert not link.call("Join", messages.worker_request("job", 7, 1), messages.JoinReply, WAIT_S).error.count("revoked")
@@ -609,8 +613,7 @@ def test_node_revoked_after_the_handshake_receives_the_reason(ca: Path, monkeypa
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("when", ["while it was away", "after the restart"])
-def test_restarted_coordinator_disconnects_revoked_nodes(when: str, folders: Folders,
-                                                                                tmp_path: Path) -> None:
+def test_restarted_coordinator_disconnects_revoked_nodes(when: str, folders: Folders, tmp_path: Path) -> None:
     """No worker registers again: the journal has the registrations."""
     gone = authority.add(folders.ca, f"gpu-{'away' if when.startswith('while') else 'behind'}")
     (tmp_path / "two").mkdir()
@@ -638,8 +641,9 @@ def test_restarted_coordinator_disconnects_revoked_nodes(when: str, folders: Fol
         assert lines[0].came.wait(WAIT_S), "it sent nothing"
         assert f"worker 1: its certificate ({gone.name}) was revoked" in str(lines[0].errors[0])
     finally:
-        for each in (*both, second):
-            each.close()
+        for member in both:
+            member.close()
+        second.close()
 
 
 def test_refused_peers_leave_no_state(folders: Folders) -> None:

@@ -17,6 +17,8 @@ import pytest
 import torch
 from support import rank_pool
 from support.attached import assert_refused, data, mlp, outcome, plan_of, sync_of
+from support.internals import core_of
+from support.jobs import distributed_job
 from support.keys import (
     Folders,
     made_folders,  # noqa: F401  (a fixture)
@@ -216,7 +218,7 @@ class Outcome:
         """`weighed`: ranks weigh something else in every step, and do not announce it."""
         self.added: Counter[tuple[int, int]] = Counter()
         with Rig(WORLD, codec, hub=hub, **rig) as job:
-            cells = [cell for server in job.servers for cell in server._core.cells.values()]
+            cells = [cell for server in job.servers for cell in core_of(server).cells.values()]
             for cell in cells:
                 cell.ops = Counted(cell.ops, self.added, cell.bucket)
             shapes = [info.shape for info in job.job.tensors]
@@ -443,7 +445,7 @@ def trained(rank: int, address: str, how: str, folder: str) -> tuple[list[torch.
         nn.functional.mse_loss(called(x), y).backward()
         if how == "states" and number == 2:
             optimizer.zero_grad()
-            switch(session.inspect.connection, plan_of(model, "int8()") if rank == 0 else None)
+            switch(distributed_job(session), plan_of(model, "int8()") if rank == 0 else None)
             continue
         optimizer.step()
         if how == "states" and number in (4, 6):

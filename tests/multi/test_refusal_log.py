@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.coordinators import WAIT_S, quick, until
+from support.internals import asker_of, known_connections, port_of, send_unchecked
 from support.keys import (
     Folders,
     made_folders,  # noqa: F401  (a fixture)
@@ -48,13 +49,14 @@ def test_reconnecting_member_is_not_logged_as_a_stranger(
     channels = [CoordinatorChannel(coordinator.address, "the-jobs-secret" if knows else "another-secret") for _ in range(3)]
     with caplog.at_level(logging.INFO, "commlayer"):
         for channel in channels:
-            channel._asker._known = Known(bytes(16), None)  # of a connection that is gone
+            asker_of(channel)._known = Known(bytes(16), None)  # of a connection that is gone
             with contextlib.suppress(Refused):
                 channel.call("Heartbeat", messages.Heartbeat("unknown"), messages.HeartbeatReply, 10.0)
         time.sleep(0.6)
     assert [r.levelno for r in caplog.records if "does not prove" in r.getMessage()] == [logging.WARNING] * (not knows)
-    for each in (*channels, coordinator):
-        each.close()
+    for channel in channels:
+        channel.close()
+    coordinator.close()
 
 
 def test_refusal_floods_are_counted_and_probes_hide_no_refusal(
@@ -104,7 +106,7 @@ def test_protocol_violator_is_named_by_its_certificate_and_disconnected(
 ) -> None:
     bad, good = channel(keyed, folders.worker), channel(keyed, folders.second)
     assert good.call("Heartbeat", messages.Heartbeat("unknown"), messages.HeartbeatReply, WAIT_S).unknown_token
-    front = keyed._port
+    front = port_of(keyed)
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(Refused, match=f"gpu-1 at .*: {line}.*E-FRAME"):
         bad.call(method, request_, messages.HeartbeatReply, WAIT_S)
     (lines,) = [r.getMessage() for r in caplog.records]
@@ -114,7 +116,7 @@ def test_protocol_violator_is_named_by_its_certificate_and_disconnected(
     assert where in {one.where for one in front._known.values()}
     assert f"ipv4:{address}" not in front._known, "its own end's address, not the front's"
     with pytest.raises(Exception, match="does not prove"):  # nothing that comes by that connection is read any more
-        bad._send("Heartbeat", b"", WAIT_S)
+        send_unchecked(bad, "Heartbeat", b"", WAIT_S)
     until = time.monotonic() + WAIT_S
     while where in {one.where for one in front._known.copy().values()}:
         assert time.monotonic() < until, "its connection is still there"
@@ -185,7 +187,7 @@ def test_reconnected_member_is_not_logged_as_refused(
     link = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
     request = messages.Heartbeat("unknown")
     assert link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).unknown_token
-    for connection in list(coordinator._port._known.values()):
+    for connection in list(known_connections(coordinator).values()):
         shut_down(connection.sock)
     until = time.monotonic() + WAIT_S
     while True:
@@ -199,7 +201,7 @@ def test_reconnected_member_is_not_logged_as_refused(
     forged = bytes(40)
     for _ in range(2):
         with pytest.raises(Exception, match="does not prove"):
-            link._send("Heartbeat", forged, WAIT_S)
+            send_unchecked(link, "Heartbeat", forged, WAIT_S)
     link.close()
     coordinator.close()
     assert [r.getMessage().split()[2] for r in caplog.records if "refused" in r.getMessage()] == ["gpu-1"]

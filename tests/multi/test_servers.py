@@ -31,6 +31,7 @@ from support.coordinators import (
     all_opened,  # noqa: F401  (a fixture)
     quick,
 )
+from support.internals import core_of, state_of
 from support.meshes import FAR, soon
 from support.serving import JOB, PLAN, Pair, changed, epoch_of, plan_of
 from support.workers import Rig, job, on_ranks, step
@@ -81,7 +82,7 @@ class Asked:
 
     @property
     def changed(self) -> bool:
-        core = self.serving._server._core  # type: ignore[union-attr]
+        core = core_of(self.serving._server)  # type: ignore[union-attr]
         return core.generation != 1 or any(cell.ended for cell in core.cells.values())
 
 
@@ -89,7 +90,7 @@ def test_server_enters_the_epoch_of_the_coordinator(opened: list[Any]) -> None:
     requested = Asked(opened)
     for _ in range(2):
         assert requested.answer(requested.next) == "", "said twice is done once"
-    core = requested.serving._server._core  # type: ignore[union-attr]
+    core = core_of(requested.serving._server)  # type: ignore[union-attr]
     assert (core.generation, core.cells[0].members) == (wire_generation(requested.next), (0, 1))
 
 
@@ -128,8 +129,8 @@ WRONG = [
     ({"members": (1, 2)}, 0, "its sender is not one of its members"),
     ({"members": (0, 2)}, 0, "its epoch 2 differs from the coordinator's"),
     ({"servers": ()}, 0, "its servers or its plan differ from the job's"),
-    ({}, (1 << 32) - 1, "it announces epoch 2 with wire generation 4294967295, while epoch 1 is active"),
-    ({"generation": 1}, 2, "it announces epoch 1 with wire generation 2, while epoch 1 is active"),
+    ({}, (1 << 32) - 1, "it announces epoch 2 with wire generation 4294967295, but epoch 1 is active"),
+    ({"generation": 1}, 2, "it announces epoch 1 with wire generation 2, but epoch 1 is active"),
 ]
 
 
@@ -261,7 +262,7 @@ UNFIT = [
 
 @pytest.mark.parametrize(("plan", "code", "line"), UNFIT)
 def test_unsupported_plan_is_one_line_for_the_server_and_its_workers(plan: bytes, code: str,
-                                                                                line: str, opened: list[Any]) -> None:
+                                                                     line: str, opened: list[Any]) -> None:
     serving = DataServer("127.0.0.1", 0, quick())
     opened.append(serving)
     with pytest.raises(InvalidInput) as caught:
@@ -315,7 +316,7 @@ def test_workers_do_not_dial_servers_where_plain_text_is_forbidden(address: str,
     assert caught.value.what.startswith("address of server 0: ")
     assert address.partition(":")[0] in caught.value.what
     assert caught.value.code == code
-    assert coordinator._state.registrations[request.token].left == f"could not reach a server: {caught.value}"
+    assert state_of(coordinator).registrations[request.token].left == f"could not reach a server: {caught.value}"
 
 
 @pytest.mark.parametrize("exchanges", [0, 1])

@@ -30,7 +30,7 @@ from support.attached import (
     sync_of,
     train_step,
 )
-from support.jobs import FakeJob
+from support.jobs import FakeJob, distributed_job
 from support.rank_pool import Servers, pool, quick, ranks_first
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -107,7 +107,7 @@ def test_single_process_steps_are_counted(how: str, monkeypatch: pytest.MonkeyPa
 
 def noisy(rank: int, address: str, noise: float) -> list[float]:
     """Trains on gradients of ones with noise of this standard deviation, so that the noise scale is its square in batches."""
-    quality.TIME_PART = 1e9
+    quality.TIME_PART = 1e9  # type: ignore[attr-defined]
     model = nn.Linear(16384, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     generator, found = torch.Generator().manual_seed(rank), []
@@ -230,7 +230,7 @@ def recorded(rank: int, sync: str) -> list[tuple[float, float]]:
         time.sleep(SLEPT_S)
 
     with commlayer.attach(model, optimizer, sync=sync, config=quick(servers="each")) as session:
-        recorder = session.inspect.connection.worker.recorder
+        recorder = distributed_job(session).worker.recorder
         recorder.switch(on=True)
         session.inspect.observers.add(Observer(ObserverOrder.OTHER, sleep, after_step=sleep))
         for _ in range(4):

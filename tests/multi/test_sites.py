@@ -26,6 +26,7 @@ from support.coordinators import (
     quick,
     until,
 )
+from support.internals import hang_suspects, rendezvous_of, state_of, store_of
 from support.keys import (
     Folders,
     made_folders,  # noqa: F401  (a fixture)
@@ -553,7 +554,7 @@ def test_values_of_an_epoch_are_kept_until_all_members_entered_the_next(opened: 
     soon = time.monotonic() + WAIT_S
     for rank, desk in enumerate(desks):
         desk.request(soon, put=[((f"of {rank}", messages.ANY), PART)], add=(("count", messages.ANY), 1))
-    desks[2].request(soon, put=[(("part of 2", messages.ANY), PART)], epoch=1)
+    desks[2].request(soon, put=[(("part of 2", messages.ANY), PART)], generation=1)
     members[2].leave("it breaks off")
     stay, keys = members[:2], [(name, messages.ANY) for name in ("of 0", "of 2", "count", "part of 2")]
     until(lambda: all(member.newest.generation == 2 for member in stay), "the next epoch")
@@ -561,13 +562,13 @@ def test_values_of_an_epoch_are_kept_until_all_members_entered_the_next(opened: 
 
     def beaten() -> None:
         """Each has sent its state again."""
-        for place in [place for place in coordinator._state.registrations.values() if place.present]:
+        for place in [place for place in state_of(coordinator).registrations.values() if place.present]:
             for _ in range(2):
-                before = coordinator._state.registrations[place.join.token].seen_s
+                before = state_of(coordinator).registrations[place.join.token].seen_s
                 until(functools.partial(heard, place.join.token, before), "its state")
 
     def heard(token: str, since_s: float) -> bool:
-        return coordinator._state.registrations[token].seen_s > since_s
+        return state_of(coordinator).registrations[token].seen_s > since_s
 
     stay[0].epoch = stay[0].newest
     beaten()
@@ -575,7 +576,7 @@ def test_values_of_an_epoch_are_kept_until_all_members_entered_the_next(opened: 
     stay[1].epoch = stay[1].newest
     until(lambda: there(desks[0], *keys) == [False] * 4, "it is dropped")
     assert there(desks[1], ("epoch2/group/0", 0)) == [True]
-    assert coordinator._rendezvous._store.nbytes.total() < 2 * PART_NBYTES
+    assert store_of(coordinator).nbytes.total() < 2 * PART_NBYTES
 
 
 def test_query_for_a_free_place_in_a_running_job(opened: list[Any]) -> None:
@@ -758,7 +759,7 @@ def test_waiting_members_are_notified_that_the_hung_member_is_dropped(opened: li
 def test_fixed_membership_ignores_waits(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 2)
     assert desks[0].request(time.monotonic() + WAIT_S, want=[("a", 1)], wait=False, rank=0, limit_s=0.1).values == (None,)
-    assert coordinator._rendezvous.pending_waits() == []
+    assert rendezvous_of(coordinator).pending_waits() == []
 
 
 def test_wait_lasts_while_reported_and_until_the_key_exists() -> None:
@@ -786,9 +787,9 @@ def test_site_cannot_report_waits_of_another(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 3, min_workers=1, deadline_s=0.2, reconnect_s=0.1)
     joined(opened, coordinator, 3)
     waiting([(desks[0], 0), (desks[0], 1)], "group/0", 2)
-    until(lambda: bool(coordinator._rendezvous.pending_waits()), "a rank waits")
+    until(lambda: bool(rendezvous_of(coordinator).pending_waits()), "a rank waits")
     desks[1].request(time.monotonic() + WAIT_S, want=[("group/0", 2)], wait=False, rank=0, limit_s=0.1)  # nor ends its waits
-    assert {rank for one in coordinator._rendezvous.pending_waits() for rank in one.waited_s} == {0}
+    assert {rank for one in rendezvous_of(coordinator).pending_waits() for rank in one.waited_s} == {0}
 
 
 def test_arrival_during_the_second_check_is_in_time(opened: list[Any]) -> None:
@@ -796,9 +797,9 @@ def test_arrival_during_the_second_check_is_in_time(opened: list[Any]) -> None:
     joined(opened, coordinator, 3)
     coordinator._config = msgspec.structs.replace(coordinator._config, heartbeat_s=WAIT_S)
     threads, errors = waiting([(desks[0], 0), (desks[1], 1)], "group/0", 2)
-    until(lambda: bool(coordinator._hangs.suspects), "a rank seems to hang")
-    assert list(coordinator._hangs.suspects) == [2]
+    until(lambda: bool(hang_suspects(coordinator)), "a rank seems to hang")
+    assert list(hang_suspects(coordinator)) == [2]
     desks[2].request(time.monotonic() + WAIT_S, put=[(("group/0", 2), b"part")])
     for thread in threads:
         thread.join(WAIT_S)
-    assert (errors, coordinator._rendezvous.pending_waits()) == ([], [])
+    assert (errors, rendezvous_of(coordinator).pending_waits()) == ([], [])

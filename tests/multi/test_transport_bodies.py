@@ -14,6 +14,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.attached import assert_refused, outcome
+from support.internals import connections_of, socket_of
 from support.meshes import FAR, PATIENCE_S, data, far_pair, frame, raw_peer, soon
 from support.workers import Rig, job, on_ranks, step
 
@@ -155,7 +156,7 @@ def test_urgent_body_overtakes_the_one_in_transmission(pair: tuple[StreamTranspo
     with not_reading(a, b):
         arrived = [b.recv(0) for _ in range(3)]
         a.send(1, data(0, bucket=1, order=9), bulk)
-        sock, until = a._connections[1]._sock, soon()
+        sock, until = socket_of(connections_of(a)[1]), soon()
         while not flow_control.waiting_nbytes(sock):
             assert time.monotonic() < until, "the large body does not begin"
             time.sleep(0.001)

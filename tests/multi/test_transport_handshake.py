@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 from support.attached import assert_refused, outcome
+from support.internals import connections_of, open_sockets, socket_of
 from support.meshes import PATIENCE_S, WIRES, Wire, connect_all, data, exchange_pair, frame, raw_peer, soon
 
 from commlayer.errors import CommError, CorruptFrame, PeerLost, Refused
-from commlayer.transport import connection, endpoint
+from commlayer.transport import endpoint
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import HEADER_NBYTES, VERSION
 from commlayer.transport.handshake import Hello
@@ -241,13 +242,13 @@ def test_web_server_at_the_address() -> None:
 def test_forked_child_keeps_no_connection_open(pair: tuple[StreamTransport, StreamTransport]) -> None:
     """The child lives on; the connection must end with the parent's end of it."""
     a, b = pair
-    assert connection._sockets
+    assert open_sockets()
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(write)
         os.read(read, 1)  # until the parent has seen the loss
-        os._exit(0 if not connection._sockets else 3)
+        os._exit(0 if not open_sockets() else 3)
     os.close(read)
     try:
         assert exchange_pair(a, b)  # the child's closing did not end ours
@@ -261,7 +262,7 @@ def test_forked_child_keeps_no_connection_open(pair: tuple[StreamTransport, Stre
 
 def test_stalled_peer_delays_close_by_at_most_the_flush_time() -> None:
     end = StreamTransport(Hello("test", SERVER_BASE), settings=Settings(flush_s=0.2, buffer_nbytes=64 << 10))
-    with raw_peer(end.listen(), 7) as sock:
+    with contextlib.closing(raw_peer(end.listen(), 7)) as sock:
         sock.sendall(frame(data(7)))
         end.wait(end.recv(7), soon())
         handles = [end.send(7, data(SERVER_BASE), bytes(1 << 20)) for _ in range(8)]
@@ -273,7 +274,7 @@ def test_stalled_peer_delays_close_by_at_most_the_flush_time() -> None:
 
 
 def test_no_thread_and_no_socket_outlives_close() -> None:
-    before, held = set(threading.enumerate()), set(connection._sockets)
+    before, held = set(threading.enumerate()), open_sockets()
     ends = [StreamTransport(Hello("test", rank)) for rank in range(3)]
     connect_all(ends)
     for end in ends:
@@ -281,14 +282,14 @@ def test_no_thread_and_no_socket_outlives_close() -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(PATIENCE_S)
         assert not thread.is_alive(), thread.name
-    assert set(connection._sockets) <= held
+    assert open_sockets() <= held
 
 
 def test_kernel_limits_the_time_of_unacknowledged_data() -> None:
     """Otherwise the kernel would retry a path that drops all data for a quarter of an hour."""
     ends = [StreamTransport(Hello("test", rank), settings=Settings(user_timeout_s=7.5)) for rank in range(2)]
     connect_all(ends)
-    results = [one for end in ends for one in end._connections.values()]
-    assert [one._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for one in results] == [7500, 7500]
+    results = [one for end in ends for one in connections_of(end).values()]
+    assert [socket_of(one).getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for one in results] == [7500, 7500]
     for end in ends:
         end.close()

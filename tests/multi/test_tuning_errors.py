@@ -114,7 +114,7 @@ FAILING: dict[str, tuple[int, Any, str]] = {
     "comparison": (1, QualityGuard, "prepare"),
     "links": (1, LinkWatch, "observe"),
     "steps": (1, job_actions, "timing_of"),
-    "probe": (1, measuring.link_rates, "rate"),
+    "probe": (1, measuring.link_rates, "rate"),  # type: ignore[attr-defined]
     "drift": (1, ParameterDrift, "_settings"),
 }
 """Which rank fails where. "shares": rank 1, when it receives the times of all ranks."""

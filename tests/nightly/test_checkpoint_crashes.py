@@ -117,7 +117,7 @@ def recorded_save(job: Job, directory: str, copies: str) -> list[Crash]:
             os.truncate(file, file.stat().st_size // 2)
             results.append(Crash(phase[0], torn))
 
-    together = checkpoint.all_or_none
+    together = checkpoint.all_or_none  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def counted(*args: Any) -> Iterator[None]:

@@ -221,7 +221,8 @@ def test_used_and_foreign_ports_are_reported() -> None:
                 sock = queued.enter_context(socket.socket())
                 sock.setblocking(False)
                 sock.connect_ex(full.getsockname())
-            assert "firewall" in network.dial(*full.getsockname(), 0.5)
+            host, port = full.getsockname()
+            assert "firewall" in network.dial(host, port, 0.5)
     assert "does not resolve" in network.dial("no-such-host.invalid", 1, 1.0)
 
 

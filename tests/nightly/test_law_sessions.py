@@ -12,6 +12,7 @@ import torch
 from support import rank_pool
 from support.attached import sync_of
 from support.forward import Held
+from support.jobs import distributed_job
 from support.rank_pool import pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -103,7 +104,7 @@ class Script:
                                         plan=plan_of(job_of(self.model), kind, per_node), grad_scaler=self.scaler,
                                         sync=sync_of(**WAYS.get(self.way, {})))
         if "late" in how:
-            self.held = Held(self.session.inspect.connection.worker, until_awaited=True)
+            self.held = Held(distributed_job(self.session).worker, until_awaited=True)
         self.put = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
         self.step = 0
 

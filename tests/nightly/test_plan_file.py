@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from support.attached import data, mlp, weights
+from support.jobs import distributed_job
 from support.rank_pool import Servers, pool, quick
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -98,8 +99,8 @@ def train(rank: int, parts: list[int], plan: str, config: dict[str, Any] | None,
             optimizer.step()
         report: dict[str, Any] = {"weights": weights(model)}
         if session is not None:
-            assert session.inspect.connection.uplink is not None
-            report |= {"servers": [s.node for s in session.inspect.connection.uplink.epoch.servers],
+            assert distributed_job(session).uplink is not None
+            report |= {"servers": [s.node for s in distributed_job(session).uplink.epoch.servers],
                      "decisions": session.inspect.decisions(), "children": len(session.inspect.connection.embedded)}
         return report
     finally:

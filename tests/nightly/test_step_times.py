@@ -12,6 +12,7 @@ import torch
 from support import rank_pool
 from support.attached import Run, Setting, data, mlp, play, sync_of
 from support.autotuning import FIRST_PLANNING
+from support.jobs import distributed_job
 from support.rank_pool import pool
 from torch import nn
 
@@ -65,7 +66,7 @@ def priced(run: Run, overlap: str | None) -> tuple[list[ReplanVerdict], float]:
     session = commlayer.attach(model, optimizer, compression="fp16()", sync=sync_of(EVERY, overlap=overlap),
                                config=rank_pool.quick(servers="each"))
     run.sessions.append(session)
-    connection = session.inspect.connection
+    connection = distributed_job(session)
     auto = TuningController(connection, JobActions(connection, 0.2), None, keep=True)
     session.inspect.observers.add(Observer(ObserverOrder.CONTROLLER, auto, after_exchange=auto.after_exchange))
     times = []

@@ -13,6 +13,7 @@ import commlayer
 from commlayer.records import Plan
 from support import rank_pool
 from support.attached import plan_or_codec
+from support.jobs import distributed_job
 
 
 class Net(nn.Module):
@@ -82,7 +83,7 @@ class Training:
 
     @property
     def worker(self) -> Any:
-        return self.session.inspect.connection.worker
+        return distributed_job(self.session).worker
 
     def backward(self, step: int) -> None:
         loss_of(self.model, self.rank, step).backward()

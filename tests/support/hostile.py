@@ -48,6 +48,7 @@ from commlayer.transport.protocol import SERVER_BASE, Header, Kind, binding_of, 
 from commlayer.transport.secret import bound, make_proof, new_nonce
 from commlayer.transport.tls import DATA, TlsSocket
 from support.coordinators import WAIT_S, Failures, quick
+from support.internals import asker_of
 from support.serving import PLAN
 from support.strangers import Stranger
 
@@ -276,7 +277,7 @@ class HostileMember(Member):
 
     def call(self, method: str, request: Record | bytes, timeout_s: float = WAIT_S) -> bytes:
         """Makes one call with these bytes and a valid proof. Raises grpc.RpcError or AuthenticationFailed."""
-        return self.link._asker.ask(method, _bytes_of(request), timeout_s)
+        return asker_of(self.link).ask(method, _bytes_of(request), timeout_s)
 
     def flood(self, method: str, request: Record | bytes | Callable[[int], Record | bytes], count: int,
               timeout_s: float = WAIT_S) -> list[Any]:
@@ -310,7 +311,7 @@ class HostileMember(Member):
 def flood(link: coordinator_channel.CoordinatorChannel, method: str, request: Record | bytes | Callable[[int], Record | bytes],
           count: int, timeout_s: float = WAIT_S) -> list[Any]:
     """Starts `count` calls with valid proofs on that channel and waits for none."""
-    known = link._asker._known = link._asker._known or link._asker._greet(timeout_s)
+    known = asker_of(link)._known = asker_of(link)._known or asker_of(link)._greet(timeout_s)
     caller = link._channel.unary_unary(f"/{messages.SERVICE}/{method}")
     futures = []
     for number in range(count):

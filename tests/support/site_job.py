@@ -42,6 +42,7 @@ from commlayer.errors import CommError, StepAbandoned
 from commlayer.planner import default_plan
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 from support.attached import Raises, sync_of
+from support.jobs import distributed_job
 from support.sites import KILLED, WAIT_S, Ended, Process, Sites, all_ended
 
 STEPS, SIZES = 12, [(40, 30), (700,), (3, 5, 7)]
@@ -403,7 +404,7 @@ def main(site: int, script: Script) -> None:
         connection: Any = None
 
         def after_step() -> None:
-            connection = session.inspect.connection
+            connection = distributed_job(session)
             worlds.append(connection.world)
             codecs.append(codec_of(connection.plan))
             buckets.append(len(connection.plan.buckets))

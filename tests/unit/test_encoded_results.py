@@ -18,6 +18,7 @@ from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.feedback import wrap
 from commlayer.compressors.plan_codecs import reader_of
 from commlayer.engine.buckets.bucket import BucketExchange, EncodedBucket
+from commlayer.engine.buckets.results import SparseResult
 from commlayer.engine.buckets.units import Units
 from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
 from commlayer.engine.worker import worker as worker_module
@@ -130,7 +131,7 @@ def test_bucket_that_keeps_entries_writes_the_same_without_a_dense_sum(text: str
     codec = wrap(parse(text))
     n = 6040
     result = encode(codec, noise(n), codec.init(Spec((n,))))
-    results = []
+    outputs = []
     for keep in (False, True):
         bucket, _ = made(text)
         if keep:
@@ -138,18 +139,18 @@ def test_bucket_that_keeps_entries_writes_the_same_without_a_dense_sum(text: str
         bucket.decode(result)
         assert bucket.exchange.finite
         if keep:
-            assert isinstance(bucket.compact, results.SparseResult)
+            assert isinstance(bucket.compact, SparseResult)
             assert bucket.coder.host_y.numel() == bucket.memory.all_y.numel() == bucket.memory.tail_y.numel() == 0
         targets = [torch.full((40, 100), 9.0), None, torch.full((6000,), 9.0)]
         bucket.commit(0.25, targets)
-        results.append([targets[0], targets[2], bucket.y / (1.0 if keep else float(bucket.exchange.scaled))])
-    for plain, kept in zip(results[0], results[1], strict=True):
+        outputs.append([targets[0], targets[2], bucket.y / (1.0 if keep else float(bucket.exchange.scaled))])
+    for plain, kept in zip(outputs[0], outputs[1], strict=True):
         assert torch.equal(plain, kept)
     parts = [bucket.compact.entries(i) for i in (0, 1, 2)]
     full = torch.zeros(6000)
     full[parts[2][0].long()] = parts[2][1] * 0.25
-    assert torch.equal(full[1000:3000], results[1][1][1000:3000]), "positions are those in the tensor"
-    assert sum(len(idx) for idx, _ in parts) == len(torch.nonzero(results[1][2]))
+    assert torch.equal(full[1000:3000], outputs[1][1][1000:3000]), "positions are those in the tensor"
+    assert sum(len(idx) for idx, _ in parts) == len(torch.nonzero(outputs[1][2]))
 
 
 # ---- Memory is returned to the system while nothing reads it, and weights survive an exchange that fails

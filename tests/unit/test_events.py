@@ -49,7 +49,7 @@ def test_each_kind_is_one_json_line_with_all_fields(kind: type[Event]) -> None:
 
 @given(text=ANY_TEXT, number=ANY_NUMBER, loss=ANY_NUMBER, names=st.lists(ANY_TEXT, max_size=40))
 def test_sanitized_events_are_small_and_printable_and_round_trip(text: str, number: float, loss: float, names: list[str]
-                                                                ) -> None:
+                                                                 ) -> None:
     for event in (LogEvent(text=text), StepEvent(step_s=number, loss=loss), WaitEvent(names=tuple(names), waited_s=number)):
         clean = events.clean(event)
         line = events.encode(clean)

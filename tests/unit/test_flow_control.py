@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from support.internals import connections_of, socket_of
 
 from commlayer.engine.start.rendezvous import RankRow, _own_address
 from commlayer.transport import flow_control, own_address
@@ -311,7 +312,7 @@ def test_large_remote_frames_are_paced_and_probes_are_not(host: str, away: bool)
     try:
         deadline = time.monotonic() + 20.0
         ours.dial(SERVER_BASE, theirs.listen(host), deadline)
-        sock = ours._connections[SERVER_BASE]._sock
+        sock = socket_of(connections_of(ours)[SERVER_BASE])
         unpaced = cap(sock)
         ours.pace(BPS)
         for kind, nbytes, expected in (

@@ -25,6 +25,7 @@ from commlayer.compressors.global_budget import (
     share_budget,
     with_budget,
 )
+from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.job.plan_checks import unsuited
 from commlayer.engine.worker.plan_handover import hand_over
 from commlayer.planner import default_plan, verify
@@ -64,7 +65,7 @@ class Run:
                 worker = rig.workers[rank]
                 for step in range(first, first + steps):
                     kit.step(worker, list(gradients(rank, step)))
-                    self.sent[rank].append([entries(b.coder.payload) for b in worker.buckets])
+                    self.sent[rank].append([entries(b.coder.payload) for b in worker.buckets if isinstance(b, EncodedBucket)])
                     if rank == 0:
                         cells = rig.sums[0].cells
                         self.received.append([entries(cells[b.id].results[(step, 0)][1]) for b in worker.buckets])

@@ -311,7 +311,7 @@ def test_tasks_with_equal_ranking_predict_each_other() -> None:
 ])
 def test_unusable_table_is_reported_in_one_line(change: tuple[bytes, bytes], text: str, tmp_path: Path) -> None:
     result = tables.LearningTable(tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash"), rows(measured("int4()", 1.0)))
-    data = learning_table.written(result)
+    data = learning_table.written(result)  # type: ignore[attr-defined]
     assert change[0] in data
     (tmp_path / "t.json").write_bytes(data.replace(*change))
     with pytest.raises(RecordError, match=text) as caught:

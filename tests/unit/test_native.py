@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_every_kind_of_float32_memory_is_read_in_place(make: object) -> None:
 
 
 F = torch.zeros(8)
-MISTAKES = {
+MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "dtype": (lambda: core.add_f32(F.double(), F), ValueError, "acc"),
     "wrong width": (lambda: core.add_f16(F, F), ValueError, "x"),
     "strided": (lambda: core.add_f32(torch.zeros(4, 4).t(), F), BufferError, "acc"),

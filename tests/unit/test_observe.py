@@ -277,7 +277,7 @@ def test_meter_returns_bytes_since_the_last_reading() -> None:
 
 def test_fastest_download_counts_after_any_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, nbytes = [0.0], [0, 0]
-    monkeypatch.setattr(link_monitor.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(link_monitor.time, "monotonic", lambda: clock[0])  # type: ignore[attr-defined]
     meter = InterfaceCounters(lambda: (nbytes[0], nbytes[1]), period_s=60.0)
     try:
         for bps in (0.0, 1e6, 9.6e7, 9.6e7, 9.6e7, 0.0, 4e8, 0.0, 0.0):  # 400 Mb/s for 50 ms: packets that were held back

@@ -169,7 +169,7 @@ def test_used_port_is_one_error(shared: Served) -> None:
     (["--join", "127.0.0.1:9", "--page", "1"], "E-CLI-OPTION"), (["--join", "127.0.0.1:9", "--events", "x"], "E-CLI-OPTION"),
 ])
 def test_event_options_of_serve_fail_in_one_line(commlayer: Any, options: list[str], code: str,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMLAYER_TOKEN", "a-secret-that-is-long-enough")
     status, _, error = commlayer("serve", *options)
     assert status == 2
@@ -434,7 +434,7 @@ def test_report_command_writes_one_file(commlayer: Any, run_folder: Path) -> Non
     (["RUN", "--out", "EMPTY"], "E-CLI-OPTION"),
 ])
 def test_report_errors_are_one_line_with_a_code(commlayer: Any, run_folder: Path, tmp_path: Path, arguments: list[str],
-                                                     code: str) -> None:
+                                                code: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "damaged.jsonl").write_bytes(b'{"event":"step","step":"x"}\n')
     (tmp_path / "later.jsonl").write_bytes(events.encode(JobEvent(format=99, version="9.0")) + b"\n")

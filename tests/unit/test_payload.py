@@ -210,8 +210,8 @@ def test_fuzzer_detects_a_faulty_reader(name: str, monkeypatch: pytest.MonkeyPat
     """A reader that writes before it validates is a finding."""
     target = fuzzing.Target(kit.NAMED[name], (300,), 0)
     stands = fuzzing.FuzzStates(target)
-    good = fuzzing.stand(target).payloads[0]
-    inner = target.codec.inner if "error_feedback" in str(target.codec) else target.codec
+    good = fuzzing.fuzz_state(target).payloads[0]
+    inner = getattr(target.codec, "inner", target.codec) if "error_feedback" in str(target.codec) else target.codec
 
     add = type(inner).add
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec import structs
 from support.autotuning import (
@@ -207,7 +209,7 @@ def test_plan_is_priced_in_the_mode_it_runs_in(back: bool) -> None:
     # Averaged gradients are given up for local steps if they turn out slower than predicted.
     (local(0.8 * LEAVES), 0.8 - 1e-9, False), (local(0.8 * LEAVES), 0.8 + 1e-9, True),
 ])
-def test_alternatives_with_a_similar_price_are_tried(kept: bool, other: object, takes_s: float, tried: bool) -> None:
+def test_alternatives_with_a_similar_price_are_tried(kept: bool, other: Any, takes_s: float, tried: bool) -> None:
     name = "local" if other.local_steps > 1 else "plain"
     rank = proposing(candidate(plan_of(2.0 if kept else 0.5), **{name: other}))
     if not kept:

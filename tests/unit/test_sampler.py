@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from commlayer.autotune.shares.driver import LoadBalancer
 from commlayer.balance import Sampler
 from commlayer.balance.consumed_log import TABLE, ConsumedLog, ConsumedLogState, Permutation, merged, size
-from commlayer.balance.sampler import CHANGE_DELAY_STEPS
-from commlayer.balance.schedule import with_joined
+from commlayer.balance.schedule import CHANGE_DELAY_STEPS, with_joined
 from commlayer.records import Plan
 
 

@@ -148,7 +148,7 @@ def test_folder_is_shown_once_without_following(commlayer: Any, run_folder: Path
     (["10.0.0.1:7000"], "E-PLAIN-TEXT"),
 ])
 def test_top_errors_are_one_line_with_a_code(commlayer: Any, run_folder: Path, tmp_path: Path, arguments: list[str], code: str,
-                                           monkeypatch: pytest.MonkeyPatch) -> None:
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir(exist_ok=True)
     for name in ("COMMLAYER_TOKEN", "COMMLAYER_KEYS", "COMMLAYER_INSECURE"):
         monkeypatch.delenv(name, raising=False)
