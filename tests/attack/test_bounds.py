@@ -115,9 +115,6 @@ def test_every_message_and_frame_has_a_bound() -> None:
     assert {*STRANGERS} == {*(one.__name__ for one in of_strangers), "Challenge"}
 
 
-# ---- measuring
-
-
 class Job:
     """A server and its job: an honest and a hostile member. A case may end the job; `renew` then begins another one."""
 
@@ -213,8 +210,6 @@ def made_job() -> Iterator[Job]:
     yield job
     job.close()
 
-
-# ---- calls of a member
 
 MESSAGES = ["Challenge", "Join", "PlanPart", "Heartbeat", "Leave", "KvRequest", "StatusRequest", "EventsRequest"]
 
@@ -313,8 +308,6 @@ def greedy(name: str, job: Job) -> list[tuple[str, bytes]]:
     return []
 
 
-# ---- frames of a member
-
 FRAMES = [kind.name for kind in Kind]
 NUMBERS: dict[str, tuple[Any, ...]] = {
     "generation": (2, 0xFFFFFFFF), "step": (7, 0xFFFFFFFF), "bucket": (9, 0xFFFFFFFF), "part": (1, 0xFFFF),
@@ -394,8 +387,6 @@ def test_frames_of_a_member(name: str, job: Job) -> None:
         job.check(bound, one.label, job.send, one)
     assert job.failed == [], "\n".join(job.failed)
 
-
-# ---- strangers
 
 STRANGERS = "Hello", "Proof", "EnrolmentRequest", "Challenge"
 

@@ -140,9 +140,6 @@ def test_log_of_a_flood_is_short(job: Job) -> None:
     assert "127.0.0.2:" in dropped[0]
 
 
-# ---- members
-
-
 async def hang(address: str, keys: Keys | None, channels: int, calls: int, timeout_s: float | None) -> Counter[grpc.StatusCode]:
     """Begins calls that send no body, over several connections, and ends them after a while. Returns how others ended."""
     codes = Counter[grpc.StatusCode]()
@@ -251,9 +248,6 @@ def test_excess_connections_of_a_member_close_its_oldest(job: Job) -> None:
     assert usage.descriptors - job.before.descriptors < 3 * MAX_CONNECTIONS + 60
     assert job.honest.failed == []
     assert job.honest.longest_call_s < BOUND_S
-
-
-# ---- other users of the server's machine
 
 
 def test_no_port_bypasses_tls_and_the_inner_socket_is_private(job: Job) -> None:

@@ -45,9 +45,6 @@ class Code:
         return exec, (f"open({self._path!r}, 'w').close()",)
 
 
-# ---- the homes
-
-
 def attack(call: str, size: int | None, marker: str) -> None:
     """Takes part in an object collective with a pickle, or names another size."""
     data = torch.frombuffer(bytearray(pickle.dumps([Code(marker)])), dtype=torch.uint8)

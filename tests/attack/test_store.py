@@ -110,8 +110,6 @@ def test_departed_site_or_its_replacement_has_no_effect(opened: list[Any]) -> No
     assert read(zero, *OWN) == tuple(OWN.values())
 
 
-# ---- shares
-
 SHARE = 1 << 20
 
 

@@ -84,8 +84,6 @@ def sgd(model: nn.Module, lr: float = 0.1, **how: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, **how)
 
 
-# ---- scripts that DDP runs, too
-
 def initial_parameters_that_differ(run: Run) -> dict[str, Any]:
     model = mlp(seed=run.rank)
     return trained(run, model, fits(run.wrap(model)), sgd(model, momentum=0.9))
@@ -403,8 +401,6 @@ CASES: dict[str, Script] = {f.__name__: f for f in (
 )} | {"accumulation in no_sync()": partial(accumulation, no_sync=True), "accumulation": partial(accumulation, no_sync=False)}
 
 
-# ---- scripts that DDP does not run, or not as alone
-
 def two_losses_in_turn(run: Run) -> dict[str, Any]:
     """Two forward passes, then two backward passes."""
     model = mlp()
@@ -556,8 +552,6 @@ def test_training_equals_a_single_process_without_ddp_by_hook_and_inside_a_node(
     same_as_alone(name, how, path)
 
 
-# ---- codecs
-
 def scheduled(run: Run) -> dict[str, Any]:
     """What workers take as the learning rate, step by step, while a schedule changes it."""
     model, rates = mlp(), list[float]()
@@ -647,8 +641,6 @@ def test_hooks_work_without_features_missing_in_torch_2_6(monkeypatch: pytest.Mo
     assert uncompiled(partial(hook, 1))(2) == 3
     assert uncompiled(hook)(1, 2) == 3
 
-
-# ---- where a session begins, and what ends it
 
 def inside_inference_mode(rank: int, inside: bool, address: str) -> dict[str, torch.Tensor]:
     model = mlp()

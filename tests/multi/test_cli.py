@@ -87,8 +87,6 @@ def test_only_tune_needs_scikit_optimize_and_reports_it(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# ---- mistakes
-
 MODEL = '''
 import torch
 from torch import nn
@@ -199,8 +197,6 @@ def test_unknown_option_or_command_exits_with_2(commlayer: Any) -> None:
         assert "Traceback" not in errors
 
 
-# ---- profiles
-
 def test_measured_profile_can_be_planned_with(commlayer: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     code, out, errors = commlayer("profile", "mine.py", "--codec", "identity()", "--codec", "topk(ratio=0.01)", "--batch", "16")
@@ -230,8 +226,6 @@ def test_profiled_times_follow_the_layers() -> None:
     assert [*weights] == sorted(weights, key=lambda t: -timing.ready_s[t]), "and its gradient is made last"
     assert max(timing.ready_s) <= timing.backward_s
 
-
-# ---- a coordinator
 
 @pytest.fixture
 def served() -> Iterator[Any]:

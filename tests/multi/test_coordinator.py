@@ -147,7 +147,9 @@ def test_worker_may_start_before_its_coordinator(opened: list[Any]) -> None:
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(client.join, f"127.0.0.1:{port}", messages.worker_request("job", 0, 1), quick(), Failures())
         opened.append(Coordinator(quick(port=port)))
-        opened.append(joining.result(WAIT_S))
+        member = joining.result(WAIT_S)
+    opened.append(member)
+    assert [each.rank for each in member.epoch.members] == [0]
 
 
 def test_different_model_is_refused_immediately_by_name(opened: list[Any]) -> None:
@@ -405,8 +407,6 @@ def test_journal_of_a_finished_job_is_deleted(tmp_path: Path) -> None:
         closing.result(WAIT_S)
     assert not list(tmp_path.iterdir())
 
-
-# ---- between processes
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:

@@ -143,9 +143,6 @@ def refusal(call: Callable[[], Any], kind: type[CommError] = Refused) -> str:
     return caught.value.code
 
 
-# ---- what is wanted
-
-
 def test_site_enrols_joins_over_mutual_tls_and_needs_no_token_later(server: Server, user: Path) -> None:
     home = server.line()
     folder = enrolment_client.enrol(home, WAIT_S)
@@ -284,9 +281,6 @@ def test_sites_cannot_replace_the_server_certificate(server: Server) -> None:
         server.line(invitations.SERVER, again=True)
 
 
-# ---- invitations that are not valid
-
-
 def expired(server: Server) -> HomeLine:
     return server.line(hours=1e-9)
 
@@ -384,9 +378,6 @@ def test_concurrent_uses_of_a_token_yield_one_certificate(server: Server) -> Non
     assert all(not reply.secret for reply in replies if reply.error)
 
 
-# ---- certificate requests that ask for something else
-
-
 def test_request_must_have_the_invited_name(server: Server) -> None:
     home = server.line()
     reply = attempt(home, request_of("home-2", new_key()))
@@ -420,9 +411,6 @@ def test_requested_extensions_are_ignored(server: Server) -> None:
     assert list(found[x509.ExtendedKeyUsage]) == [ExtendedKeyUsageOID.CLIENT_AUTH]
     assert "server" not in found[x509.SubjectAlternativeName].get_values_for_type(x509.DNSName)
     assert certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC) < 366 * DAY
-
-
-# ---- replay, and somebody in the middle
 
 
 def test_request_signed_for_another_connection_is_refused(server: Server) -> None:
@@ -546,9 +534,6 @@ def test_another_server_of_the_job_cannot_issue_false_keys(server: Server) -> No
     assert refusal(lambda: enrolment_client.enrol(home, WAIT_S)) == "E-CERTIFICATE-CA"
     middle.close()
     assert home.stored() is None
-
-
-# ---- the port is as strict as without invitations
 
 
 def raw(server: Server, source: str = "") -> socket.socket:

@@ -46,8 +46,6 @@ def with_and_without(function: Callable[..., Any], *args: Any) -> tuple[list[Any
     return results[0], results[1]
 
 
-# ---- the order
-
 def order(rank: int, address: str) -> list[str]:
     """The events of the second forward pass, if the results for the hidden layer arrive once the convolution has run."""
     training = Training(rank, address, "forward", codec="int8()")
@@ -74,8 +72,6 @@ def test_first_layers_run_before_the_last_result_arrives() -> None:
         results = pool(WORLD).call(order, servers.address)
     assert results == [["stepped", "embedding", "convolution", "applied", "hidden"]] * WORLD
 
-
-# ---- weights, read between the step and the forward pass
 
 def by_copy(t: Training) -> torch.Tensor:
     twin = copy.deepcopy(t.model)
@@ -141,8 +137,6 @@ def test_reads_return_weights_of_the_last_step() -> None:
         assert [name for name, a, b in rows if not torch.equal(a, b)] == []
 
 
-# ---- gradients that are not final, where the script asked for overlap
-
 def clip_alone(t: Training) -> None:
     nn.utils.clip_grad_norm_(t.model.parameters(), 1.0, foreach=False)
 
@@ -187,8 +181,6 @@ def test_pending_gradients_and_unsupported_models_are_refused() -> None:
             assert_refused(converted, "E-MODEL-CHANGED", "scale ", "torch.float64", "torch.float32")
 
 
-# ---- scripts
-
 def nothing(_: int) -> None:
     pass
 
@@ -216,8 +208,6 @@ def weights(t: Training) -> list[nn.Parameter]:
 def gradients(t: Training) -> list[torch.Tensor]:
     return [p.grad for p in weights(t) if p.grad is not None]
 
-
-# ---- scripts that do not read gradients before the step
 
 def clears_after_the_forward_pass(t: Training) -> Seen:
     def backward(step: int) -> None:
@@ -347,8 +337,6 @@ SILENT: list[Script] = [
     synchronizes, weighs, evaluates, uses_autocast, recomputes, leaves_weights_unused, has_a_closure, switches,
 ]
 
-
-# ---- scripts that read and change gradients, momenta and weights
 
 def clips_by_hand(t: Training) -> Seen:
     def between(_: int) -> float:
@@ -644,8 +632,6 @@ def test_hook_set_before_attach_reads_new_weights() -> None:
     assert all(same(row, waited[0]) for row in (*waited, *overlapped))
 
 
-# ---- steps that need all gradients, and other paths
-
 def configured(rank: int, address: str, overlap: str, how: str) -> dict[str, torch.Tensor]:
     """Rank 1 has an infinite loss in one step, if there is a scaler."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4, enabled=how == "scaler")
@@ -676,8 +662,6 @@ def test_clipping_scalers_and_paths_inside_a_node_train_the_same_bits(how: str) 
             runs.append(pool(WORLD).call(configured, servers.address, "", "clip by hand"))
     assert [same(row, own) for run in runs for row, own in zip(run, runs[0], strict=True)] == [True] * WORLD * len(runs)
 
-
-# ---- a rank that dies, and a script that ends
 
 def caught(rank: int, address: str, overlap: str) -> tuple[list[str], list[torch.Tensor]]:
     """Rank 0's third pass raises; both scripts catch the error."""

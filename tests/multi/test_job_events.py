@@ -51,8 +51,6 @@ def read(log: EventLog) -> list[Event]:
     return [event for line in log.since(0, most=10_000).lines if (event := events.decode(line)) is not None]
 
 
-# ---- the coordinator's own events, as functions of its state
-
 def test_start_event_names_the_members() -> None:
     before = State(0, 0)
     state = running(2)
@@ -113,8 +111,6 @@ def test_wait_event_is_repeated_at_intervals_and_ended_once() -> None:
     assert found[-1].names == ("worker 1",)
 
 
-# ---- events of members
-
 def beat(token: str, *sent: Event, first: int = 0, ahead_s: float = 0.0) -> messages.Heartbeat:
     return messages.Heartbeat(token, events=tuple(map(events.encode, sent)), first_event=first, time_s=time.time() + ahead_s)
 
@@ -173,8 +169,6 @@ def test_sizes_are_checked_when_a_heartbeat_is_decoded(sent: tuple[bytes, ...]) 
     with pytest.raises(CorruptFrame):
         messages.unpack(data, messages.Heartbeat, "w1")
 
-
-# ---- over sockets
 
 def joined(opened: list[Any], count: int = 2, **fields: Any) -> tuple[Coordinator, list[client.Membership]]:
     config = quick(**fields)
@@ -267,8 +261,6 @@ def test_top_needs_valid_keys(
         assert (status, error) == (0, "")
         assert "waiting for worker 0, worker 1 to join" in output or "0 of" in output
 
-
-# ---- a training job
 
 def train(rank: int, folder: str, address: str, every: int) -> tuple[str, float]:
     model = mlp()

@@ -55,9 +55,6 @@ def join_both(address: str) -> list[client.Membership]:
         return [one.result(WAIT_S) for one in joining]
 
 
-# ---- the coordinator
-
-
 @pytest.mark.parametrize(("token", "line"), WRONG)
 def test_join_without_the_secret_registers_nothing_and_reveals_nothing(coordinator: Coordinator, token: str, line: str) -> None:
     with pytest.raises(Refused, match=line) as caught:
@@ -161,9 +158,6 @@ def test_incomplete_calls_block_no_member(coordinator: Coordinator) -> None:
         channel.close()
 
 
-# ---- data connections
-
-
 def server(**settings: Any) -> StreamTransport:
     return StreamTransport(Hello("jobA", SERVER_BASE), settings=Settings(secret=SECRET, **settings))
 
@@ -223,9 +217,6 @@ def test_listener_without_the_secret_is_refused() -> None:
     end = StreamTransport(Hello("jobA", SERVER_BASE), settings=Settings(secret="another secret"))
     assert_refused(outcome(lambda: dialled(end.listen())), "E-SECRET")
     end.close()
-
-
-# ---- where it comes from
 
 
 def test_secret_is_not_on_the_command_line_or_environment_of_a_child() -> None:

@@ -158,9 +158,6 @@ def logged(caplog: pytest.LogCaptureFixture, reason: str) -> None:
     assert all("127.0.0.1:" in line for line in results), "and says where from"
 
 
-# ---- the error of a refused peer
-
-
 TOLD = [
     ("foreign", "E-CERTIFICATE-CA"),
     ("expired", "E-CERTIFICATE-DATE"),
@@ -203,9 +200,6 @@ def test_keys_on_one_end_only(local: str, present: str, line: str, folders: Fold
         client.join(coordinator.address, messages.worker_request("job", 0, 1), quick(token=SECRET, keys=mine), Failures())
     for each in (worker, server, coordinator):
         each.close()
-
-
-# ---- the secret, bound to the connection
 
 
 def test_secret_of_another_job_is_refused_despite_a_valid_certificate(
@@ -291,9 +285,6 @@ def test_call_with_the_proof_of_another_is_refused(folders: Folders) -> None:
         each.close()
 
 
-# ---- floods
-
-
 def test_flood_of_handshakes_blocks_no_member(end: End, folders: Folders) -> None:
     """Silent ones, incomplete handshakes, and garbage; threads and sockets stay bounded. See tests/attack for more of them."""
     before = threading.active_count()
@@ -349,8 +340,6 @@ def test_revoked_node_is_disconnected(folders: Folders, tmp_path: Path) -> None:
     server.close()
     coordinator.close()
 
-
-# ---- revocation lists
 
 @pytest.fixture
 def ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -608,8 +597,6 @@ def test_node_revoked_after_the_handshake_receives_the_reason(ca: Path, monkeypa
         link.close()
         coordinator.close()
 
-
-# ---- after a coordinator's restart
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("when", ["while it was away", "after the restart"])

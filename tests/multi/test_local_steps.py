@@ -323,8 +323,6 @@ def test_fragments_are_consecutive_buckets_of_the_plan() -> None:
     assert_refused(outcome(lambda: fragments_of(buckets[:2], 3)), "E-SYNC-FRAGMENTS", "fragments=3: ", " 2 ")
 
 
-# ---- against AdamW with running statistics, averaged by hand
-
 class Net(nn.Module):
     """With running statistics, two learning rates, and a layer that no step uses."""
 

@@ -64,8 +64,6 @@ def account(worker: Worker, shapes: Shapes, rank: int, steps: int, broken: bool 
             "residuals": residuals_of(shapes, (part for bucket in worker.buckets for part in bucket.ledger.residuals()))}
 
 
-# ---- over collectives
-
 COLLECTIVES = [path for kind in ("flat", "two-level", "sum") for path in tree.kind(kind, ("cpu",))]  # type: ignore[arg-type]
 SUMS = tree.kind("sum", ("cpu",))
 """Codecs whose payloads add up are all-reduced without being decoded."""
@@ -144,8 +142,6 @@ def test_different_random_draws_are_reported_on_all_ranks() -> None:
         reduced.facts.copy_(largest)
         assert_refused(outcome(reduced.merge), "E-PAYLOAD", "seeds")
 
-
-# ---- over servers
 
 SERVERS = 2
 NODES = Cluster(tuple(machines.node(f"n{i}", "cpu", "10g", ranks=PER_NODE) for i in range(WORLD // PER_NODE)))
@@ -239,8 +235,6 @@ def test_script_may_choose_a_codec_per_direction() -> None:
     line = outcome(lambda: two_way(topk(0.5), two_way(topk(0.5), int8())))
     assert_refused(line, "E-CODEC-ARGUMENT", "two_way: down is two_way")
 
-
-# ---- inside nodes, where collectives run on GPUs
 
 def waits_for_owner(rank: int, key: str) -> bool:
     """Whether this rank starts only after the owner has the result."""

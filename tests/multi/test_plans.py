@@ -145,8 +145,6 @@ def test_plan_runs_like_the_equivalent_arguments(way: str) -> None:
     assert all(torch.equal(r["weights"], lines[0]["weights"]) for r in (*lines, *by_plan))
 
 
-# ---- plans that no rank here could run
-
 ONE_TENSOR = Job((TensorInfo("a", (64,)),))
 GATHERED, REDUCED = "encode@cpu all.allgather decode@cpu", "encode@cpu all.allreduce decode@cpu"
 SERVED = "node.reduce encode@cpu net.push net.pull decode@cpu node.broadcast"
@@ -207,8 +205,6 @@ def test_verify_accepts_only_paths_of_the_tree(fields: dict[str, Any], lines: st
         assert len(problems) == 1
         assert lines in problems[0]
 
-
-# ---- predictions
 
 LONGEST_S, SHORTEST_S = 1e6, 1e-9
 """Predictions that no step comes near."""

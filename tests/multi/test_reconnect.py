@@ -43,8 +43,6 @@ from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
 
-# ---- connections that are cut: a proxy that ends them at given bytes, and ranks and servers that talk through it
-
 UP, DOWN = 0, 1
 
 
@@ -199,8 +197,6 @@ class Counted:
         self._inner.add(r, payload, acc, first)
 
 
-# ---- the tests
-
 WORLD, STEPS = 3, 4
 CODECS = ["identity()", "int8()", "topk(ratio=0.1)", "powersgd(rank=2)", "randomk(ratio=0.1)",
           "momentum(topk(ratio=0.1))"]
@@ -308,9 +304,6 @@ def test_cut_inside_a_handshake_is_recovered(folders: Folders, way: int, how: st
     assert cutter.shots >= len(ends) - 2
     for end in (worker, server, cutter):
         end.close()
-
-
-# ---- what ends it all the same
 
 
 def pair(window_s: float, keys: tuple[Keys | None, Keys | None] = (None, None), begun: Callable[[StreamTransport], object] = id,
@@ -421,8 +414,6 @@ def test_second_process_of_a_rank_is_refused_while_the_first_is_connected() -> N
     for end in (other, worker, server, cutter):
         end.close()
 
-
-# ---- in training
 
 PAIR, EXCHANGES = 2, 9
 _ranks = rank_pool.ranks_first(PAIR)

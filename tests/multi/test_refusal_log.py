@@ -76,8 +76,6 @@ def test_refusal_floods_are_counted_and_probes_hide_no_refusal(
         (logging.WARNING, "50 more were refused within a minute"), (logging.WARNING, "refused: rank 5")]
 
 
-# ---- members that break the protocol, flood and forge
-
 SECRET = "correct-horse-battery"
 Connect = Callable[[Path], CoordinatorChannel]
 
@@ -91,9 +89,6 @@ def keyed(folders: Folders) -> Iterator[Coordinator]:
 
 def channel(to: Coordinator, folder: Path | None = None) -> CoordinatorChannel:
     return CoordinatorChannel(to.address, SECRET, Keys(folder) if folder else None, own=True)
-
-
-# ---- what breaks the protocol
 
 
 @pytest.mark.parametrize(("method", "request_", "line"), [
@@ -126,9 +121,6 @@ def test_protocol_violator_is_named_by_its_certificate_and_disconnected(
         each.close()
 
 
-# ---- what cannot be met, again and again
-
-
 @pytest.mark.parametrize("request_", [messages.worker_request("job", 5, 1), messages.site_request(2)], ids=["worker", "site"])
 def test_refused_requests_do_not_fill_the_log(
     request_: messages.Join, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
@@ -143,9 +135,6 @@ def test_refused_requests_do_not_fill_the_log(
     assert lines in range(5, 12), "of 20; 10, and a line more, if a minute ends meanwhile"
     mine.close()
     coordinator.close()
-
-
-# ---- what they write of themselves
 
 
 def test_peers_cannot_forge_log_lines_or_reasons(caplog: pytest.LogCaptureFixture) -> None:
@@ -178,9 +167,6 @@ def test_peers_cannot_forge_log_lines_or_reasons(caplog: pytest.LogCaptureFixtur
     coordinator.close()
 
 
-# ---- what is no offence
-
-
 def test_reconnected_member_is_not_logged_as_refused(
         folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
@@ -206,8 +192,6 @@ def test_reconnected_member_is_not_logged_as_refused(
     coordinator.close()
     assert [r.getMessage().split()[2] for r in caplog.records if "refused" in r.getMessage()] == ["gpu-1"]
 
-
-# ---- connections that close without a word
 
 NOTHING = "the connection was closed before any message was sent"
 

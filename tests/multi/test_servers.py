@@ -157,8 +157,6 @@ def test_plan_of_another_membership_is_refused_in_a_fixed_job(opened: list[Any],
     assert not requested.changed
 
 
-# ---- a server's codec operations on one bucket
-
 needs_native = pytest.mark.skipif("native" not in kernels.BACKENDS, reason="built without the native core")
 
 SLICES = (Slice(0, 0, 4000), Slice(1, 16, 4016), Slice(2, 0, 16128))
@@ -245,8 +243,6 @@ def test_embedded_server_loads_no_torch_for_any_codec(backend: str) -> None:
         assert link.transport.wait(handle, time.monotonic() + WAIT_S).body == out[:nbytes]
         assert not loaded(child.pid, "libtorch_cpu")
 
-
-# ---- a summation server between its coordinator and its workers
 
 UNFIT = [
     (b"\x00", "E-PLAN-REFUSED", "plan of worker 0: JSON is malformed"),
@@ -382,8 +378,6 @@ def test_server_started_for_a_separate_coordinator_uses_any_port(monkeypatch: py
             EmbeddedServer.start(quick(port=7000), join=join)
     assert [env["COMMLAYER_PORT"] for env in environments] == ["7000", "0"]
 
-
-# ---- a summation server that is killed in the middle of a step and started again
 
 WORLD, STEPS, TOKEN = 2, 30, "a-job's-secret"
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")} | {

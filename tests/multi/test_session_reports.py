@@ -182,8 +182,6 @@ def test_plan_with_stale_sparse_results_is_reported_once(ratio: float, codes: li
     assert (first, second) == (codes, [])
 
 
-# ---- observers
-
 PLACES = (ObserverOrder.CONTROLLER, ObserverOrder.TRACE, ObserverOrder.OTHER)
 
 
@@ -307,8 +305,6 @@ def test_session_attributes_are_few_and_the_rest_is_under_inspect() -> None:
     session.close()
 
 
-# ---- waits
-
 LIMIT_S = 60.0
 
 
@@ -361,8 +357,6 @@ def test_wait_between_two_steps_is_logged(where: str, tmp_path: Path) -> None:
     assert waits[0].startswith("waiting for other ranks: ")
     assert waits[-1].startswith("continues after ")
 
-
-# ---- traces
 
 def basis_of(session: Any, nodes: str = "2xcpu@10g") -> Basis:
     job = job_of(mlp())

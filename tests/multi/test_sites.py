@@ -57,9 +57,6 @@ def come(state: sites.Sites, *all_: messages.Join, now: float = 0.0) -> tuple[si
     return state, replies
 
 
-# ---- who gets which ranks
-
-
 def test_ranks_follow_registration_order_and_requests() -> None:
     a, b, c = asked("a"), asked("b", workers=2), asked("c", place=0)
     state, replies = come(sites.Sites(4), a, b)
@@ -172,8 +169,6 @@ def test_restarted_site_is_recognized_by_its_certificate(
     assert token == ("" if found is None else every[found].token)
 
 
-# ---- a job that begins with as many as are there
-
 TWO_OF_FOUR = sites.Sites(4, min_workers=2, last_call_s=5.0)
 
 
@@ -235,8 +230,6 @@ def test_store_capacity_grows_with_the_members() -> None:
         asyncio.run(service.handle(messages.KvRequest(home.token)))
         assert service._store._share_nbytes == shares
 
-
-# ---- what the store takes
 
 NAME = "n" * kv_store.MAX_NAME_NBYTES
 
@@ -317,9 +310,6 @@ def test_large_reply_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyP
     store.put("a", [(("a", 0), bytes(6)), (("b", 0), bytes(6))])
     assert store.values([("a", 0)]) == (bytes(6),)
     assert_refused(outcome(lambda: store.values([("a", 0), ("b", 0)])), "E-FRAME", "CorruptFrame: ", "12 bytes", "10 ")
-
-
-# ---- over sockets
 
 
 def test_every_collective_equals_that_of_gloo(opened: list[Any]) -> None:
@@ -503,8 +493,6 @@ def test_leave_reply_contains_whether_the_job_had_started(opened: list[Any], beg
     assert lease.begun is begins
 
 
-# ---- what sites leave at a coordinator: each has its part of the room, and what was left in an epoch goes when that is over
-
 PART = bytes(PART_NBYTES)
 
 
@@ -520,9 +508,6 @@ def status_of(coordinator: Coordinator) -> messages.StatusReply:
 def there(desk: KvClient, *keys: messages.StoreKey) -> list[bool]:
     results = desk.request(time.monotonic() + WAIT_S, want=keys, wait=False).values
     return [value is not None for value in results]
-
-
-# ---- epochs
 
 
 def test_wait_error_names_the_departed_site_and_not_the_coordinator(opened: list[Any]) -> None:
@@ -604,9 +589,6 @@ def test_running_job_without_sites_has_no_free_place(opened: list[Any]) -> None:
     assert "no new members" in status_of(coordinator).closed_reason
 
 
-# ---- how much
-
-
 def test_store_quota_of_a_site_leaves_others_theirs(
         opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 4 * (PART_NBYTES + 1024))
@@ -635,12 +617,7 @@ def test_server_pause_does_not_count_as_silence_of_sites() -> None:
     assert service.supersede(again, {})[1]
 
 
-# ---- who does not come to where sites meet
-
 LIMIT_S = 300.0
-
-
-# ---- whom the coordinator blames
 
 
 def blamed(state: State, *rows: tuple[int, dict[int, float]], limit_s: float = LIMIT_S, ago_s: dict[int, float] | None = None
@@ -721,9 +698,6 @@ def test_dead_members_neither_wait_nor_hang() -> None:
     state = membership.evict(several(), ["w0"], "killed")
     assert blamed(state, (2, {0: 400.0, 1: 390.0})) == []
     assert blamed(state, (2, {1: 400.0, 3: 390.0}), (0, {1: 400.0, 3: 390.0})) == [2]
-
-
-# ---- at a coordinator
 
 
 def waiting(desks: Iterable[tuple[Any, int]], name: str, rank: int) -> tuple[list[threading.Thread], list[CommError]]:

@@ -122,9 +122,6 @@ def test_allocation_is_bounded_by_bodies_and_retained_memory() -> None:
     assert end.taken == [1000, 1000]
 
 
-# ---- on sockets
-
-
 @pytest.fixture
 def pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
     with far_pair() as ends:
@@ -199,8 +196,6 @@ def test_incomplete_body_is_not_delivered(broken: bool) -> None:
         end.close()
 
 
-# ---- bodies without their zeros
-
 CAP_NBYTES = 1 << 20
 
 
@@ -216,9 +211,6 @@ def round_trip(body: bytes) -> bytes | None:
         assert 4 * len(short) <= 3 * len(body)
         assert restore_zeros(memoryview(short), len(body), used_before) == body
     return short
-
-
-# ---- there and back
 
 
 SIZES = [MIN_NBYTES + n for n in (0, 1, 31, 32, 33, 255, 256, 257, 8 * 32 - 1, 5 * 256 + 8)] + [100_003]
@@ -269,9 +261,6 @@ def test_misleading_samples_lose_no_data() -> None:
     for chunk in range(0, chunks, stride):
         body[chunk * CHUNK_NBYTES] = 1
     assert round_trip(bytes(body)) is None
-
-
-# ---- what is refused
 
 
 SHORT = struct.pack("<I", 5000) + b"\x01" + bytes(18) + b"\x10" + bytes(range(1, 41))
@@ -332,9 +321,6 @@ def test_connection_refuses_damage_with_its_step_and_the_body_cap() -> None:
     assert len(complete.body) == 5000
 
 
-# ---- on sockets
-
-
 def mostly_zero(nbytes: int, every: int = 4) -> bytes:
     """Of `every` rows of 256 bytes one is there."""
     row = random.Random(3).randbytes(256)
@@ -386,9 +372,6 @@ def test_only_payloads_are_shortened_on_the_socket(kind: Kind) -> None:
     shorter = kind in (Kind.PUSH, Kind.RESULT)
     assert [bool(one.header.flags & Flag.WITHOUT_ZEROS) for one in frames] == [shorter] * len(frames)
     assert counted < 0.26 * len(body) if shorter else counted > len(body)
-
-
-# ---- in training
 
 
 class Sockets:

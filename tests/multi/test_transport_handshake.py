@@ -63,7 +63,10 @@ def test_refusal_reaches_the_client_in_one_line(
 
 
 def test_plan_on_one_side_only_is_no_refusal(wire: Wire, server: StreamTransport) -> None:
-    dialler(wire, Hello("test", 3), server)
+    transport = wire.end(Hello("test", 3))
+    transport.dial(server.rank, server.listen(), soon())
+    assert exchange_pair(transport, server)
+    transport.close()
 
 
 def test_admission_can_be_customized(wire: Wire) -> None:
@@ -91,9 +94,6 @@ def test_client_may_reconnect_after_either_side_closed(wire: Wire, server: Strea
     worker.dial(SERVER_BASE, address, soon())
     assert exchange_pair(worker, server)
     worker.close()
-
-
-# ---- broken bytes
 
 
 BAD_BODY = bytearray(frame(data(7), b"payload"))
@@ -154,9 +154,6 @@ def test_client_without_a_greeting_is_dropped_and_takes_no_rank(wire: Wire, serv
     dialler(wire, Hello("test", 0), server)
 
 
-# ---- ends and slow readers
-
-
 def test_close_without_goodbye_is_a_failure(wire: Wire, server: StreamTransport) -> None:
     """Data sent before it count."""
     with contextlib.closing(raw_peer(server.listen(), 7, wire=wire)) as channel:
@@ -182,8 +179,6 @@ def test_stalled_reader_blocks_the_writer(wire: Wire, server: StreamTransport) -
             assert_refused(outcome(lambda handle=handle: server.wait(handle, soon())), "E-COMM", "worker 7: enough")
 
 
-# ---- sockets: addresses, forks, and what outlives an end
-
 @pytest.fixture
 def pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
     ends = StreamTransport(Hello("test", 0)), StreamTransport(Hello("test", 1))
@@ -191,9 +186,6 @@ def pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
     yield ends
     for end in ends:
         end.close()
-
-
-# ---- addresses
 
 
 def test_port_in_use(pair: tuple[StreamTransport, StreamTransport]) -> None:
@@ -234,9 +226,6 @@ def test_web_server_at_the_address() -> None:
         with pytest.raises(CommError, match="server 0: .*(HTTP server.*E-ADDRESS|E-PEER-LOST)"):
             StreamTransport(Hello("test", 0)).dial(SERVER_BASE, sock.getsockname(), soon())
         thread.join(PATIENCE_S)
-
-
-# ---- ends
 
 
 def test_forked_child_keeps_no_connection_open(pair: tuple[StreamTransport, StreamTransport]) -> None:

@@ -67,9 +67,6 @@ def failures(session: Any) -> list[LogEvent]:
     return [event for event in events if isinstance(event, LogEvent) and event.code == "E-OBSERVER"]
 
 
-# ---- every schedule
-
-
 def all_schedules(run: Run) -> dict[str, Any]:
     with quick_measuring():
         model, optimizer, session, controller = tuned(run)
@@ -103,8 +100,6 @@ def test_every_schedule_of_local_steps_is_measured_and_watched() -> None:
     assert first["plan"].fragments == SCHEDULES[-1][1]
     assert same(first["weights"], second["weights"])
 
-
-# ---- an error on one rank
 
 FAILING: dict[str, tuple[int, Any, str]] = {
     "plan": (0, plan_policy, "step_over"),

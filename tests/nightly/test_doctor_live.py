@@ -51,9 +51,6 @@ def verdicts(findings: list[Finding]) -> dict[str, str]:
     return {one.check: one.verdict for one in findings}
 
 
-# ---- the server
-
-
 @pytest.fixture
 def keyed(folders: Folders) -> Iterator[Coordinator]:
     with contextlib.closing(Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=2)) as coordinator:
@@ -199,9 +196,6 @@ def test_route_that_loses_full_size_packets_is_detected(monkeypatch: pytest.Monk
     result.close()
 
 
-# ---- this machine
-
-
 def test_used_and_foreign_ports_are_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
@@ -261,9 +255,6 @@ def test_keys_readable_by_others_are_reported(folders: Folders, tmp_path: Path) 
     assert "node.key" in findings[1].remedy
 
 
-# ---- the command
-
-
 def command(*words: str, **environ: str) -> subprocess.Popen[str]:
     env = clean_environment() | {"COMMLAYER_CONFIG": "", "COLUMNS": "200"} | environ
     return subprocess.Popen([sys.executable, "-m", "commlayer", "doctor", *words], stdout=subprocess.PIPE,
@@ -317,10 +308,6 @@ def test_site_checks_its_server_over_a_slow_link(folders: Folders, tmp_path: Pat
     assert values["address"]["chosen"] == lab.addresses[1]
     # What greets and goes without a word is noted on the data port alone.
     assert len(refused) <= 1, refused
-
-
-# ---- under a launcher: two commands that compare each other, one of which runs on an odd node
-
 
 
 @pytest.mark.commit(1)

@@ -76,8 +76,6 @@ def equal(a: Weights, b: Weights) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# ---- examples
-
 @pytest.mark.parametrize(("recipe", "package", "arguments"), RECIPES, ids=[row[0] for row in RECIPES])
 def test_resumed_run_equals_the_uninterrupted_run(
     recipe: str, package: str, arguments: list[str], ranks: Pool, tmp_path: Path,
@@ -137,8 +135,6 @@ def test_slow_gpu_gets_a_smaller_share(tmp_path: Path) -> None:
     assert first + second == 96
     assert first > 1.5 * second
 
-
-# ---- trainings of each framework, with commlayer and without
 
 def model_of(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
@@ -281,8 +277,6 @@ def test_local_steps_resume(framework: str, package: str, ranks: Pool, tmp_path:
     for rank in range(WORLD):
         assert equal(resumed[rank][0], result[rank][0])
 
-
-# ---- between homes
 
 @pytest.mark.parametrize(("framework", "package"), FRAMEWORKS)
 def test_frameworks_train_between_sites(framework: str, package: str, tmp_path: Path) -> None:

@@ -140,9 +140,6 @@ def trained_alike(run: Any, how: str = "module", batch: int = BATCH) -> list[dic
     return results
 
 
-# ---- shares follow measured times
-
-
 @pytest.mark.parametrize(("fields", "how"), [
     ({}, "module"), ({}, "ddp"), ({"workers": 1}, "module"), ({"workers": 1}, "ddp"),
     ({"cap": (5, 3, 1), "workers": 1}, "module"), ({"leave": True, "workers": 1}, "module"), ({"bad_times": True}, "module"),
@@ -250,8 +247,6 @@ def test_decisions_after_a_resume_continue_from_the_announced_shares() -> None:
     assert longest_s(results[0]["shares"]) == longest_s(BEST)
 
 
-# ---- profiles
-
 ROOM = (99, 99, 99)
 
 
@@ -302,9 +297,6 @@ def test_decisions_include_the_communication_time() -> None:
     runs = [play_all(partial(script, memory=ROOM, slow_from=3, price=price))[2]["events"] for price in (None, (0.05, 0.5))]
     free, priced = (next(e for e in events[1:] if isinstance(e, Decision)) for events in runs)
     assert priced.before_s == pytest.approx(free.before_s + 0.05 - 0.5 * free.before_s)
-
-
-# ---- errors
 
 
 def failed(run: Run, attempt: Callable[[Run], Any], folder: str = "") -> dict[str, Any]:

@@ -31,9 +31,6 @@ def launch(sites: Sites, how: str, *arguments: str, rank: int | None = None, opt
     return sites.launch(SCRIPT, how, *arguments, rank=rank, options=options)
 
 
-# ---- the same training as under torchrun
-
-
 @pytest.mark.commit(1)
 def test_sites_of_two_workers_and_one_train_as_under_torchrun_bit_for_bit(sites: Sites) -> None:
     """Through DDP, with the process group that the script creates."""
@@ -59,9 +56,6 @@ def test_collectives_work_after_training_and_the_server_ends_with_the_last_site(
     ends = all_ended([launch(sites, "evaluation") for _ in range(2)])
     assert [end.rows[0]["sum"] for end in ends] == [10.0, 10.0]
     all_ended([server])
-
-
-# ---- what each site logs
 
 
 @pytest.mark.parametrize("who", ["a site", "a launcher", "the server"])
@@ -172,8 +166,6 @@ def test_log_lines_appear_once_unless_the_script_configures_logging(script: str,
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert done.stderr.splitlines() == lines
 
-
-# ---- sites that are switched off, and a coordinator that restarts
 
 SWITCHED_OFF_STEPS, PAUSE_S, MOST = 5, 0.05, 6000
 """Steps that sites make together before one is switched off, least seconds of each, and the last step if no site returns."""

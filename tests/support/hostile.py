@@ -168,9 +168,6 @@ class Victim:
         self.close()
 
 
-# ---- members
-
-
 class Member:
     """A home of one worker with valid credentials, registered as a site and as worker `rank`, with heartbeats. Its data
     connections are its subclass's."""

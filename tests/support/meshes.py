@@ -42,9 +42,6 @@ def data(sender: int, bucket: int = 0, step: int = 0, order: int = 0) -> Header:
     return Header(Kind.DATA, step=step, bucket=bucket, sender=sender, order=order)
 
 
-# ---- meshes
-
-
 @contextlib.contextmanager
 def closing(transports: list[Transport]) -> Iterator[list[Transport]]:
     try:

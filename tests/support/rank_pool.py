@@ -258,9 +258,6 @@ def _rank(pipe: multiprocessing.connection.Connection) -> None:
     os._exit(0)
 
 
-# ---- trees of real processes
-
-
 class Tree:
     """A training script, each rank a process of its own, all in one process group, as under a terminal."""
 

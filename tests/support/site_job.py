@@ -100,9 +100,6 @@ class Script(msgspec.Struct, frozen=True):
     """At a joining site, local rank 1 attaches before local rank 0."""
 
 
-# ---- model, gradients, and weights by hand
-
-
 class Linear(nn.Module):
     """Its gradients are its inputs. If it `aborts`, its backward pass ends after the first of them."""
 
@@ -187,9 +184,6 @@ def one_save(folder: Path) -> tuple[int, int]:
     return save.mark.world, save.mark.step
 
 
-# ---- what tests call
-
-
 def start(sites: Sites, count: int, script: Script, least: int = 2) -> tuple[Process, list[Process]]:
     """The server and `count` sites that run the script."""
     server = sites.serve(count, *(["--min-workers", str(least)] if least else []))
@@ -213,9 +207,6 @@ def outcome(processes: list[Process], script: Script) -> tuple[list[Ended], list
 def joiner_waits(folder: str | Path) -> Path:
     """A file that exists while a site delays its death until another one registers."""
     return Path(folder) / "waits"
-
-
-# ---- the script
 
 
 class Faults:

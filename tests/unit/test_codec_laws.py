@@ -204,9 +204,6 @@ def test_codecs_without_feedback_are_unbiased(text: str) -> None:
     assert abs(float(samples.mean())) < 6 * float(samples.std()) / steps**0.5 + 1e-4
 
 
-# ---- without a server, and codecs by themselves
-
-
 @each_plain
 @settings(max_examples=25, deadline=None)
 @given(values=ordinary)
@@ -241,8 +238,6 @@ def test_extreme_input_is_encoded_or_flagged(codec: Codec, values: list[float]) 
         if "residual" in state:
             assert bool(torch.isfinite(kit.residual(state)).all())
 
-
-# ---- Error feedback: fused equals general, an abandoned step leaves no trace, a restored state goes on bit for bit
 
 WRAPPED = [error_feedback(codec) for codec in kit.PLAIN]
 
@@ -315,8 +310,6 @@ def test_wrap_adds_feedback_to_codecs_that_need_it() -> None:
     with pytest.raises(ValueError, match="error_feedback: inner is topk, .*E-CODEC-ARGUMENT"):
         error_feedback("topk")  # type: ignore[arg-type]
 
-
-# ---- Numbers at the edges of their formats: denormals flushed to zero, casts that overflow, scales near the largest float
 
 MOST = torch.finfo(torch.float32).max
 NARROW = [error_feedback(fp16()), error_feedback(topk(ratio=0.5, values="fp16"))]
@@ -431,8 +424,6 @@ def test_non_finite_dense_body_counts_as_flagged(codec: Codec, bad: float, fed: 
     outer.add(0, good, acc, first=True)
     assert outer.decode(result[: outer.emit(0, acc, server, result)], state, out)
 
-
-# ---- Tensors and states that are not what a codec's state was made for: ValueError naming both sides, and nothing c
 
 SPEC = Spec((64, 50))
 WRONG: dict[str, torch.Tensor] = {

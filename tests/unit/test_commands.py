@@ -490,8 +490,6 @@ def test_tables_fit_the_page_without_breaking_words(width: int) -> None:
         assert [word for word in whole if word not in warning.get()] == []
 
 
-# ---- estimate FILE.py: a user's model is timed here, and its times are compared with the tables' reference
-
 MODEL = '''
 import torch
 from torch import nn
@@ -691,8 +689,6 @@ def test_error_in_a_user_model_is_one_line(
     assert str(caught.value).endswith("[E-CLI-OPTION]" if batch == 0 else "[E-USER-CODE]")
     assert "\n" not in str(caught.value)
 
-
-# ---- the demo's figures
 
 def progress_of(losses: Mapping[str, Mapping[int, float]], seconds: int = 20) -> Progress:
     """A demo whose runs have these losses after so many seconds."""

@@ -156,8 +156,6 @@ def test_kernel_tcp_info() -> None:
     assert flow_control.waiting_nbytes(ours) == 0
 
 
-# ---- What the pacer tells the kernel, and that frames and caps go together on real connections
-
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets are paced on Linux only")
 BPS = 80e6
 MUCH = bytes(1 << 20)
@@ -326,9 +324,6 @@ def test_large_remote_frames_are_paced_and_probes_are_not(host: str, away: bool)
     finally:
         ours.close()
         theirs.close()
-
-
-# ---- Which address and interface lead to another machine, as this machine's own tables have it
 
 
 def test_address_of_this_machine_routes_to_itself() -> None:

@@ -316,8 +316,6 @@ def test_table_has_enough_rows() -> None:
     assert len(CODECS) * len(EVENTS) >= 550
 
 
-# ---- A bucket's ledger: applied averages plus residuals are the gradients that were put in, element by element
-
 SLICES = (Slice(0, 0, 40), Slice(1, 0, 25), Slice(2, 5, 35))
 NUMEL = 95
 EDGES = (0, 40, 65, 95)

@@ -243,8 +243,6 @@ def test_identity_has_zero_loss_in_every_table(rows: tuple[LearningRow, ...], re
     assert excess(rows, "identity()", recipe) == NONE == excess(rows, "fp16()", recipe)
 
 
-# ---- What is made of curves of trainings: factors where they are known, rows, what is foretold, the shipped table
-
 TASKS = ("a", "b", "c", "d")
 
 
@@ -335,8 +333,6 @@ def test_shipped_table() -> None:
         recipe = Recipe(row.optimizer, row.codes, row.every, row.overlap, row.late, row.workers)
         assert row.workers == ALONE or excess(table.rows, row.codec, recipe).high >= row.steps_high - 1 - 1e-9
 
-
-# ---- `python -m bench.own_learning TASK FILE`: what ways cost in steps on a task of one's own, and that plans are made by it
 
 TASK = """
 import torch

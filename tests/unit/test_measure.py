@@ -171,8 +171,6 @@ def test_pending_probes_of_a_member_are_limited(sizes: list[int], sent: bool, dr
             member.close()
 
 
-# ---- Trial runs leave a model as it was, and find the memory limit from any kind of error
-
 def model() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))

@@ -187,8 +187,6 @@ def test_tensors_in_pinned_memory() -> None:
     assert x.tolist() == list(range(1, 9))
 
 
-# ---- Every kernel: reference == vector body == portable body == several threads, over sizes, special numbers, unaligned memory
-
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 quick = settings(max_examples=50, deadline=None)
 sizes = st.sampled_from((*SIZES, 159, 160, 161, 320, 1283))
@@ -244,8 +242,6 @@ def test_outer(m: int, n: int, rank: int, seed: int) -> None:
     wanted = p.reshape(rank, m).T.astype(np.float64) @ q.reshape(rank, n)
     assert np.allclose(np.frombuffer(same(run), np.float32).reshape(m, n), wanted, rtol=1e-4, atol=1e-4)
 
-
-# ---- Order among magnitudes, runs, draws and 4-bit values: reference == vector body == portable body, and what each promises
 
 filled = st.sampled_from(SIZES[1:])
 kinds = st.sampled_from(KINDS)
@@ -327,8 +323,6 @@ def test_draws(n: int, seed: int, density: float) -> None:
     same(run)
 
 
-# ---- Elias-Fano, bitmap and CRC-32C: round trips, exact sizes, golden bytes, and damaged bytes
-
 FORMATS = ("ef", "bitmap", "blocks")
 
 
@@ -396,8 +390,6 @@ def test_positions_up_to_the_last_of_32_bits() -> None:
             getattr(module, f"{name}_decode")(back, n, out)
             assert (back == idx).all()
 
-
-# ---- The quantisers' kernels: reference == vector body == portable body; the random words are Philox's; bounds on what is lost
 
 keys = st.integers(0, 2**63 - 1)
 

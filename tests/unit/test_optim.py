@@ -256,9 +256,6 @@ def test_state_with_an_unsupported_option_is_refused(kind: Any, theirs: torch.op
         kind([nn.Parameter(torch.ones(3))]).load_state_dict(theirs.state_dict())
 
 
-# ---- which family an optimizer belongs to
-
-
 class Wrapped(torch.optim.Optimizer):
     """As Accelerate's: an Optimizer that has another."""
 

@@ -174,8 +174,6 @@ def _parts(fragments: int) -> list[list[int]]:
 PARTS = {fragments: _parts(fragments) for fragments in (1, 2, 4)}
 
 
-# ---- In which order the buckets of an overlapped round go out and come back, over links that carry a frame in a turn. No clock
-
 WORLD, BUCKETS = 3, 8
 
 

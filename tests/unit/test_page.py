@@ -105,8 +105,6 @@ class Updates:
         self._connection.close()
 
 
-# ---- tokens
-
 @pytest.mark.parametrize(("path", "header"), [
     ("/", ""), ("/?token=", ""), ("/?token=wrong", ""), (f"/?token={TOKEN[:-1]}", ""), ("/?token=%ff%00", ""), ("/", "wrong"),
     ("/updates", ""), ("/updates?token=wrong", ""), ("/absent", ""), (f"/?other={TOKEN}", ""), (f"/?token={TOKEN}x", "")])
@@ -209,8 +207,6 @@ def test_serve_prints_the_address_of_the_page(tmp_path: Path) -> None:
         process.wait(60)
 
 
-# ---- updates
-
 def test_metrics_reflect_the_event_log() -> None:
     with closing(Served(EventLog(retains=True))) as served:
         assert fetched(served.address, "/metrics")[0] == 200
@@ -310,8 +306,6 @@ def test_client_that_does_not_read_is_dropped_without_blocking_others(monkeypatc
             until(dropped, "the client that does not read is dropped")
 
 
-# ---- the document
-
 def test_content_policy_permits_only_the_content_of_the_file() -> None:
     page, policy = document()
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
@@ -356,8 +350,6 @@ def test_curves_have_no_point_without_steps() -> None:
     curves.add(record.view)
     assert curves.points == record.curves.points == []
 
-
-# ---- reports
 
 def data_of(page: bytes) -> Any:
     found = re.search(rb'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
@@ -445,8 +437,6 @@ def test_report_errors_are_one_line_with_a_code(commlayer: Any, run_folder: Path
     assert f"[{code}]" in error
     assert error.count("\n") == 1
 
-
-# ---- in a browser
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Browser]:

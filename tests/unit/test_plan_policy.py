@@ -50,9 +50,6 @@ JUDGED = TRIED + 1
 """Steps from a switch to its judgement."""
 
 
-# ---- what was found
-
-
 @pytest.mark.parametrize(("found_s", "steps", "current_steps", "proposed"), [
     (0.9, 1.0, 1.0, True), (0.9, 1.09, 1.0, False), (0.3, 2.9, 1.0, True), (0.3, 3.5, 1.0, False), (1.1, 1.0, 1.2, True),
     (1.0 - WORTH, 1.0, 1.0, True), (1.0 - WORTH + 1e-9, 1.0, 1.0, False), (2.0, 1.0, 1.0, False),
@@ -101,9 +98,6 @@ def test_failed_or_outdated_search_has_no_effect() -> None:
     rank.active = plan_of(0.0, "int8()")
     rank.found(candidate(plan_of(0.1)))
     assert rank.request() == TuningRequest.MEASURE, "measurements were made under another plan"
-
-
-# ---- trials
 
 
 @pytest.mark.parametrize(("takes_s", "steps", "before_steps", "back"), [
@@ -199,9 +193,6 @@ def test_plan_is_priced_in_the_mode_it_runs_in(back: bool) -> None:
     assert lead.check is None, "the plan that runs has no prediction"
 
 
-# ---- alternatives: the plan without compression, and local steps
-
-
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize(("other", "takes_s", "tried"), [
     (plan_of(0.7, "identity()"), 0.7, True), (plan_of(0.7 * (1 + PLAIN), "identity()"), 0.7, True),
@@ -247,9 +238,6 @@ def test_no_gradient_averaging_plan_is_tried_after_local_steps() -> None:
     assert rank.request() == TuningRequest.NOTHING
 
 
-# ---- whether the prediction holds
-
-
 @pytest.mark.parametrize(("seconds", "stale"), [(0.5 * (1 + STALE), False), (0.5 * (1 + STALE) + 1e-9, True), (0.37, False)])
 def test_steps_slower_than_predicted_make_a_plan_stale(seconds: float, stale: bool) -> None:
     rank = trying(candidate(plan_of(0.5)))
@@ -267,9 +255,6 @@ def test_slow_steps_are_measured_again_if_a_plan_could_help(waited_s: float, req
     rank.observe(seen(1.0, waited_s), SETTLED)
     rank.step(1.0, times=PATIENCE + 1)
     assert [rank.request() for _ in range(2)] == [request_, TuningRequest.NOTHING]
-
-
-# ---- requests
 
 
 def test_one_request_at_a_time() -> None:

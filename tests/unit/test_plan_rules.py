@@ -296,8 +296,6 @@ def test_plans_within_the_settings_fit_the_limits(numels: tuple[int, ...], cut_n
     assert verify_alone(plan, 2, len(job.tensors), job.numel) == []
 
 
-# ---- lint reports all errors of a plan that was edited by hand at once, by bucket and rule
-
 HOMES = cluster(3, "home-100/20", reachable=False)
 PLAN = plan(toy_job(), HOMES)
 

@@ -94,8 +94,6 @@ def test_impossible_placements_are_refused(nodes: Cluster, message: str) -> None
         shares(nodes)
 
 
-# ---- Who hosts servers and how much each sums: parts as links ask for, kept by what is written, and taken where they pay
-
 DENSE_ONLY = Policy(codecs=(DENSE,))
 
 

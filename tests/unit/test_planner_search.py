@@ -237,8 +237,6 @@ def test_empty_job_has_an_empty_plan() -> None:
     assert plan(Job((), timing=timing), cluster(2, "1g")).buckets == ()
 
 
-# ---- Whatever the planner offers runs: options and plans of random clusters, costs and policies pass what workers ask of them
-
 FAMILIES = ("topk(ratio=0.1)", "topk(ratio=0.003)", "randomk(ratio=0.1)", "powersgd(rank=2)")
 """Beside one of each codec: ratios, so that there is something to choose by node and both ways."""
 
@@ -339,8 +337,6 @@ def test_unsuitable_codecs_of_a_path_are_named(
     assert text in "".join(lines)
     assert summing(path_of(path)) == (path == SUMMED)
 
-
-# ---- Rounds of local steps in fragments: their cost in steps, their simulated time, and where the planner chooses them
 
 SMALL = toy_job(numel=125_000, step_s=0.03)
 """1.5 M elements."""
@@ -497,8 +493,6 @@ def test_small_models_have_one_fragment_and_auto_reports_the_number_of_large_one
     assert sync_mode(best.plan) in best.leaves
     assert f"{best.plan.fragments} parts" in best.leaves
 
-
-# ---- Tensors whose gradients are mostly zeros: priced by what nonzero_numel, in buckets of their own, where zeros stay zeros
 
 EXACT, FREE = Policy(optimizer="adam", exact=True), Policy(optimizer="adam", exact=False)
 ROWS, WIDTH, DENSE_THIN = 1 << 16, 64, 1 << 20

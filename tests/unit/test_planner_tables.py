@@ -115,9 +115,6 @@ def test_step_time_is_set_by_the_limiting_resource() -> None:
     assert speeds(1.0, 0.5, 0.0) == pytest.approx([products[0], 2 * memory[1]]), "each device has its own limit"
 
 
-# ---- Named machines and links: what the tables say, what profiles are made of them, what is refused
-
-
 @pytest.mark.parametrize(("name", "expected"), [
     ("home-100/20", Link(20e6, 100e6, 10e-3)),
     ("fiber-1000", Link(1e9, 1e9, 4e-3)),
@@ -142,8 +139,6 @@ def test_unknown_names_are_refused(call: Callable[[], object], message: str) -> 
     with pytest.raises(ValueError, match=message):
         call()
 
-
-# ---- Clusters and profiles as people write them: what is read, and the one line on what cannot be
 
 NODE = '[[node]]\nname = "x"\ndevice = "rtx3060"\n'
 

@@ -311,8 +311,6 @@ def test_loaders_that_cannot_reassign_samples_are_refused_before_training(
     assert (sampler.drawn, sampler.step) == (0, 0)
 
 
-# ---- Workers of a job with a sampler leave and join at any step: each sample of an epoch is trained once, by any worker
-
 LENGTH, BATCH, EPOCHS, UNEVEN = 700, 6, 3, (3, 1, 2)
 
 
@@ -527,9 +525,6 @@ def test_joining_worker_gets_an_equal_part(shares: dict[int, int], come: list[in
     assert with_joined(shares, come, 12, least) == then
 
 
-# ---- Samplers under local steps: what was dealt stays open until the exchange that carries it, across saves and losses
-
-
 def test_local_steps_are_supported_but_not_with_balanced_shares() -> None:
     sampler, session = Sampler(40, 8, rank=0, shares=[4, 0, 4]), FakeSession()
     loop = sampler.follow(sampler, session)
@@ -567,8 +562,6 @@ def test_resume_between_exchanges_still_reassigns_samples_of_lost_workers() -> N
     assert sorted({*range(400)} - {*seen}) == [0, 1, 2, 3, 4, 5, 8, 9], "what all had, and its own"
     assert len(seen) == len(set(seen))
 
-
-# ---- The log of consumed samples: each position of an epoch once, also when shares change and workers die, join or resume
 
 LENGTH_LOG = 300
 GOLDEN = {1000: (125, 697, 303, 443, 285, 560), 4 * TABLE: (1112160, 746553, 2574298, 2094468, 12460, 1031196)}
@@ -646,9 +639,6 @@ def test_log_misuse_is_named(act: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text) as caught:
         act(log)
     assert "\n" not in str(caught.value)
-
-
-# ---- the stream's order
 
 
 @settings(max_examples=60, deadline=None)

@@ -147,8 +147,6 @@ def test_invalid_models(call: Callable[[], object]) -> None:
         call()
 
 
-# ---- Shares against exhaustive search, the paper's fixture, and invalid arguments
-
 numbers = st.floats(0.01, 10, allow_nan=False)
 lines = st.builds(LinearTime, numbers, st.floats(0, 40))
 
@@ -197,9 +195,6 @@ def test_invalid_profile_arguments_are_one_line(call: Callable[[], object]) -> N
     with pytest.raises(ValueError, match=r"\[E-SHARES-ARGUMENT\]$") as caught:
         call()
     assert "\n" not in str(caught.value)
-
-
-# ---- Profiles end at the end of memory or time, keep headroom, and give first shares whatever one worker's times are
 
 
 def runs_to(memory: int, line: LinearTime = PAPER[0]) -> tuple[Callable[[int], float], list[int]]:
@@ -299,9 +294,6 @@ def test_time_limit_ends_a_profile_without_a_memory_limit() -> None:
     assert spent[0] < 2.0 + 2 * result.points[-1][1], "one more batch at most"
 
 
-# ---- The balancer in emulated clusters: how fast it recovers, that it is stable otherwise, and invalid measurements
-
-
 def cluster(*disturbances: Disturbance, noise: float = 0.01, seed: int = 0) -> PlayedCluster:
     return PlayedCluster(tuple(PAPER), 512, disturbances=disturbances, noise=noise, seed=seed)
 
@@ -380,8 +372,6 @@ def test_invalid_arguments(call: Callable[[], object]) -> None:
         call()
 
 
-# ---- LBB as published: the paper's numbers, its thresholds and window, and the defects that are kept on purpose
-
 CURVES = [Cubic(0.0, 0.0, line.slope_s, line.intercept_s) for line in PAPER]
 PROFILE_A0_S = (0.01215, 0.01320, 0.01567, 0.04084)
 """Intercepts of the authors' cubic fits, with which their table 3 was made."""
@@ -458,9 +448,6 @@ def test_job_policy_keeps_the_sum_and_waits_for_all_times() -> None:
     assert decision.shares[3] < 30
 
 
-# ---- Uneven times and the search that is measured on them: exact sums, what it finds, and when the lines are given up
-
-
 def slowest_s(split: Split) -> float:
     return max(line.time_s(share) for line, share in zip(LINES, split, strict=True))
 
@@ -512,8 +499,6 @@ def test_mispredicted_times_start_the_search_and_accurate_ones_do_not() -> None:
     assert not turned("lines, with heat"), "here without its heat"
 
 
-# ---- The policy of shares: which shares follow from the rows of all ranks, and from which step
-
 WORLD, BATCH_POLICY = 3, 24
 LINES_POLICY = [LinearTime(0.001, 0.002), LinearTime(0.002, 0.002), LinearTime(0.006, 0.002)]
 EVEN_POLICY = {0: 8, 1: 8, 2: 8}
@@ -550,9 +535,6 @@ def decided(
 def test_decisions_do_not_import_torch() -> None:
     look = "import sys, commlayer.autotune.shares.policy; print(sorted({'torch', 'grpc', 'scipy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-
-
-# ---- which shares, and from when
 
 
 @pytest.mark.parametrize(("lookahead", "other", "from_step"), [(0, 0, 6), (1, 0, 7), (4, 0, 10), (0, 3, 9)])
@@ -595,9 +577,6 @@ def test_ranks_with_different_shares_are_named() -> None:
     assert len(sums) == 3, "shares and steps count"
 
 
-# ---- the start
-
-
 @pytest.mark.parametrize(("rank", "fields", "text"), [
     (1, {"rank": 0}, r"rank 1 .*rank 0\b.*E-SAMPLER-RANKS"),
     (2, {"batch": 12}, r"rank 2 .*step 0 .*batch 12\b.*rank 0.*batch 24\b.*E-SAMPLER-RANKS"),
@@ -631,9 +610,6 @@ def test_decisions_do_not_modify_the_previous_state(lbb: bool) -> None:
         assert policy.checksum(once) == policy.checksum(again)
         state = once
     assert state.balancer.latest.by_worker != EVEN_POLICY
-
-
-# ---- ranks decide alike
 
 
 times = st.sampled_from([0.0, math.nan, 0.004, 0.01, 0.03, 0.1])

@@ -226,8 +226,6 @@ def test_each_contribution_body_is_released_once_and_duplicates_never() -> None:
     assert sorted(map(id, released)) == sorted(map(id, (sent[0], *sent[2:4])))
 
 
-# ---- The summation service behind a transport: failures, refusals, awaited members, and duplicate requests
-
 class Broken(Doubles):
     def emit(self, r: int, acc: list[float], out: memoryview) -> int:
         raise MemoryError("no room")

@@ -39,8 +39,6 @@ def shown(view: JobView, seconds: float, width: int = 80, height: int = 24) -> l
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
-# ---- the screen
-
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_screen_fits_and_shows_the_essentials(width: int) -> None:
     lines = shown(view_at(19), 19, width)
@@ -113,8 +111,6 @@ def test_plain_lines_when_output_is_a_pipe() -> None:
     assert len(list(worker_lines(view, START + 31))) == 3
 
 
-# ---- the command
-
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     (tmp_path / "events.jsonl").write_bytes(b"".join(events.encode(event) + b"\n" for event in stream()))
@@ -159,8 +155,6 @@ def test_top_errors_are_one_line_with_a_code(commlayer: Any, run_folder: Path, t
     assert error.count("\n") == 1
 
 
-# ---- metrics
-
 SAMPLE = re.compile(r'^commlayer_[a-z_]+(\{([a-z]+="(\\.|[^"\\])*",?)*\})? -?\d[\d.e+-]*$')
 
 
@@ -192,8 +186,6 @@ def test_dashboard_queries_only_existing_metrics() -> None:
     assert len(asked) >= 10
     assert asked <= there
 
-
-# ---- trackers
 
 class FakeSession:
     step = 0
