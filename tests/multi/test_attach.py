@@ -267,7 +267,7 @@ def bf16_autocast(run: Run) -> dict[str, Any]:
 
 
 class Adapted(nn.Module):
-    """LoRA: a frozen layer and a trained product of two thin matrices beside it."""
+    """LoRA: a frozen layer and the trained product of two low-rank matrices."""
 
     def __init__(self) -> None:
         super().__init__()

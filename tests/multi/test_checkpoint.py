@@ -40,7 +40,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 class Counter:
-    """An object of the script with a state of its own on each rank."""
+    """An object of the script with a separate state on each rank."""
 
     def __init__(self, value: int) -> None:
         self.value = value

@@ -229,7 +229,7 @@ def test_profiled_times_follow_the_layers() -> None:
 
 @pytest.fixture
 def served() -> Iterator[Any]:
-    """Starts `commlayer serve` with these arguments; its process and what it said first."""
+    """Starts `commlayer serve` with these arguments; its process and its first output line."""
     processes: list[subprocess.Popen[str]] = []
 
     def serve(*arguments: str, **environ: str) -> tuple[subprocess.Popen[str], dict[str, str]]:

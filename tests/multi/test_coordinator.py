@@ -398,7 +398,7 @@ def test_journal_of_a_finished_job_is_deleted(tmp_path: Path) -> None:
         working = pool.submit(client.join, coordinator.address, messages.worker_request("job", 0, 1, plan=PLAN), quick(),
                               Failures())
         server, worker = serving.result(WAIT_S), working.result(WAIT_S)
-        assert list(tmp_path.iterdir()), "who takes part is written down"
+        assert list(tmp_path.iterdir()), "the members are in the journal"
         worker.leave()
         closing = pool.submit(coordinator.close)
         while list(tmp_path.iterdir()):
@@ -435,7 +435,7 @@ def test_killed_or_stopped_worker_is_named_to_every_survivor(opened: list[Any], 
     seats = [worker.report() for worker in workers]
     assert [seat["rank"] for seat in seats] == [0, 1, 2]
     victim = workers[1].process
-    assert all(seat["pids"][1] == victim.pid for seat in seats), "everyone knows who that is"
+    assert all(seat["pids"][1] == victim.pid for seat in seats), "all members know the lost one"
     victim.send_signal(sent)
     for survivor in (workers[0], workers[2]):
         line = survivor.report()["failure"]
@@ -468,7 +468,7 @@ def test_silence_of_a_stopped_coordinator_is_logged_once(
         for outage in (1, 2):
             os.kill(child.pid, signal.SIGSTOP)
             assert report.get(timeout=WAIT_S) >= config.dead_after_s
-            assert [report.get(timeout=WAIT_S) for _ in range(2)], "it goes on asking"
+            assert [report.get(timeout=WAIT_S) for _ in range(2)], "it keeps asking"
             os.kill(child.pid, signal.SIGCONT)
             until = time.monotonic() + WAIT_S
             while len(lines := [line for line in caplog.messages if child.control in line]) < 2 * outage:

@@ -403,7 +403,7 @@ def reads_kept_gradients_at_the_end(t: Training) -> Seen:
 
 
 def clears_kept_gradients(t: Training) -> Seen:
-    """After the step, by names of its own."""
+    """After the step, through the script's own references."""
     kept: list[list[torch.Tensor]] = []
     train(t, between=lambda _: kept.append(gradients(t)), after=lambda _: torch._foreach_zero_(kept[-1]), clear="")
     return gradients(t)
@@ -687,7 +687,7 @@ def test_step_aborted_by_a_peer_does_not_end_later_iterations() -> None:
     for (lines, expected), (overlapped, given) in zip(without, with_, strict=True):
         assert same(given, expected)
         assert [code_of(line) for line in lines if line] in ([""], ["E-STEP-ABANDONED"])
-        # The peer hears of it in the same iteration, as without overlap, or only the log does.
+        # The peer gets the error in the same iteration, as without overlap, or it is only logged.
         assert all(line in {"", own} if "ArithmeticError" not in own else line == own
                    for line, own in zip(overlapped, lines, strict=True))
 

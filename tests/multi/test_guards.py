@@ -488,7 +488,7 @@ def makes_a_new_optimizer(t: Attached) -> None:
 
 
 def steps_two_optimizers_with_each_gradient(t: Attached) -> None:
-    """A preconditioner, or weight decay of its own, before the optimizer."""
+    """A preconditioner, or separate weight decay, before the optimizer."""
     other = torch.optim.SGD(t.model.parameters(), lr=0.01)
     t.each_step(lambda number: (t.loss(number).backward(), other.step()))
 

@@ -90,7 +90,7 @@ def waits(state: State, now: float, pending: list[PendingWait] | None = None) ->
 def test_coordinator_reports_what_it_waits_for() -> None:
     joining, _ = membership.join(State(3, 1), worker(1, world=3), 0.0)
     assert waits(joining, 7.0) == [("join", ("worker 0", "worker 2", "server 0"), 7.0, 0.0)]
-    assert waits(State(0, 1), 7.0) == []  # nobody knows yet for how many
+    assert waits(State(0, 1), 7.0) == []  # the number of workers is not known yet
     state = several(2, servers=1)
     assert waits(state, 2.0) == []
     for token in ("w0", "s0"):

@@ -124,7 +124,7 @@ def test_calls_of_strangers_cost_the_coordinator_little() -> None:
         join, body = channel.unary_unary(f"/{messages.SERVICE}/Join"), bytes(24 << 20)
         codes = [one.exception(timeout=WAIT_S).code() for one in [join.future(body, timeout=WAIT_S) for _ in range(8)]]
         assert set(codes) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-        # What a connection has in flight, not what was sent: that is eight times 24 MiB.
+        # The bytes in flight of one connection; the bytes sent are eight times 24 MiB.
         assert peak_nbytes(child.pid) - before < 72 << 20
         for member in join_both(child.control):
             member.leave()

@@ -49,7 +49,7 @@ SECRET = "correct-horse-battery"
 
 
 class End(NamedTuple):
-    """Something that listens, and a way to talk to it as a stranger and as a friend."""
+    """A listener, and functions to talk to it as a stranger and as a member."""
 
     address: tuple[str, int]
     protocol: str
@@ -515,7 +515,7 @@ def test_only_unrevoked_nodes_of_the_job_are_accepted_as_coordinator(
     with pytest.raises(Refused) as caught:
         asker.ask("Join", b"body", WAIT_S)
     assert caught.value.code == code
-    assert impostor.received == ["Join"] * (nodes == "server server revoked worker"), "a call before a proof says too much"
+    assert impostor.received == ["Join"] * (nodes == "server server revoked worker"), "a call before the proof reveals too much"
 
 
 def test_coordinator_of_the_job_is_accepted(folders: Folders) -> None:

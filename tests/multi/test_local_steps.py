@@ -234,7 +234,7 @@ def ahead(rank: int, address: str) -> int:
         if step == far:
             dist.barrier()  # rank 0 is one step before the end of a round whose exchange rank 1 has not begun
         training.step(step)
-    training.session.close()  # merges the exchange under way, and exchanges the steps taken meanwhile
+    training.session.close()  # merges the running exchange, and exchanges the steps taken since
     return distributed_job(training.session).exchanges
 
 

@@ -161,7 +161,7 @@ CODINGS: dict[str, dict[str, Any]] = {
     "low rank": {"codec": "powersgd(rank=1)"},
 }
 SERVER_ALONE = ("random", "low rank")
-"""Their sums come back as the codec's own: a server can send them on in no other way."""
+"""Their sums are encoded by the same codec, because a server can send them in no other form."""
 BOUNDS = {"dense": 1e-5, "cast": 4e-3}
 """How far a step's sum may be from the plain one."""
 CASES = [(path, name) for path in SERVED for name in CODINGS
@@ -205,7 +205,7 @@ def test_servers_apply_equal_bits_and_conserve_gradients(served: list[dict[str, 
             assert all(torch.equal(WORLD * r["applied"][number][tensor], got[number]) for r in served[:WORLD]), CASES[tensor]
             if name in BOUNDS:
                 assert (got[number] - put[number]).abs().max() <= BOUNDS[name] * (1 + put[number].abs().max()), CASES[tensor]
-        if name != "cast":  # what it keeps back is no sum of what was not sent
+        if name != "cast":  # its residual is no sum of unsent values
             residuals = torch.stack([r["residuals"][tensor] for r in served]).sum(0)
             torch.testing.assert_close(sum(got) + residuals, sum(put), rtol=1e-4, atol=1e-4)
 

@@ -218,7 +218,7 @@ def planned(predicted_s: float) -> Plan:
 def after(
     steps: list[tuple[Plan | None, float]], state: stale_plan.StaleState = BEGIN, *, first: int = 1,
 ) -> tuple[stale_plan.StaleState, list[StalePlan]]:
-    """The state behind these steps, and its decisions."""
+    """The state after these steps, and its decisions."""
     lines = []
     for number, (requested, seconds) in enumerate(steps, first):
         state, stale = stale_plan.decide(state, requested, number, seconds)
@@ -234,7 +234,7 @@ def test_missed_prediction_is_logged_once(seconds: float) -> None:
     state, lines = after([(requested, seconds)], state, first=PATIENCE + 1)
     assert lines == [StalePlan(PATIENCE + 1, 1.0, seconds, PATIENCE)]
     state, lines = after([(requested, seconds)] * 200, state)
-    assert lines == [], "from then on that is what is expected"
+    assert lines == [], "from then on the new time is expected"
     _, lines = after([(requested, 2 * seconds)] * (PATIENCE + 2), state)
     assert [event.usual for event in lines] == [True]
 

@@ -56,7 +56,7 @@ class Cut(NamedTuple):
 
 
 class Cutter:
-    """A proxy before one address. `shots` counts the cuts that were made, `passed` the bytes each way."""
+    """A proxy before one address. `shots` counts the cuts, `passed` the bytes in each direction."""
 
     def __init__(self, target: Address, cuts: list[Cut], host: str = "127.0.0.1") -> None:
         self._target = target
@@ -225,7 +225,7 @@ class Outcome:
                     if weighed:
                         worker.units.weight = 1.0 + (3 * rank + 2 * n) % 5
                     report += [t for t in step(worker, gradients(rank, n, shapes)) if t is not None]
-                worker.drain()  # of what is a step late, the last was not waited for
+                worker.drain()  # the last stale results were not awaited
                 return report
 
             self.results = on_ranks(WORLD, train, 60.0)

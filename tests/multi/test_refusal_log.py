@@ -183,7 +183,7 @@ def test_reconnected_member_is_not_logged_as_refused(
         except CommError:
             assert time.monotonic() < until
     assert "refused" not in caplog.text
-    # A connection that goes on without proof is noted once.
+    # A connection that continues without a proof is logged once.
     forged = bytes(40)
     for _ in range(2):
         with pytest.raises(Exception, match="does not prove"):
@@ -197,7 +197,7 @@ NOTHING = "the connection was closed before any message was sent"
 
 
 class Job:
-    """A coordinator and a server, the settings of who looks at them, and their log."""
+    """A coordinator and a server, the settings of a client, and their log."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture, folders: Folders | None) -> None:
         keys = {"keys": str(folders.server)} if folders else {}
@@ -231,7 +231,7 @@ def test_doctor_connections_are_not_refusals(job: Job, caplog: pytest.LogCapture
         assert server.dial_tls(job.mine.join, keys, tls.CONTROL) == ""
         assert server.dial_tls(job.serving.address, keys, tls.DATA) == ""
         assert server.dial_streams(job.serving.streams, keys) == ""
-        until(lambda: len(job.lines()) >= 2, "both ways to the server are noted")
+        until(lambda: len(job.lines()) >= 2, "both ports of the server are logged")
     where = "gpu-1 at 127.0.0.1:" if job.mine.keys else ("127.0.0.1:", "ipv4:127.0.0.1:")
     noted = job.lines()
     assert {(line["event"], line["why"]) for line in noted} == {("probed", NOTHING)}

@@ -89,7 +89,7 @@ class Asked:
 def test_server_enters_the_epoch_of_the_coordinator(opened: list[Any]) -> None:
     requested = Asked(opened)
     for _ in range(2):
-        assert requested.answer(requested.next) == "", "said twice is done once"
+        assert requested.answer(requested.next) == "", "a repeated request has no further effect"
     core = core_of(requested.serving._server)  # type: ignore[union-attr]
     assert (core.generation, core.cells[0].members) == (wire_generation(requested.next), (0, 1))
 
@@ -161,7 +161,7 @@ needs_native = pytest.mark.skipif("native" not in kernels.BACKENDS, reason="buil
 
 SLICES = (Slice(0, 0, 4000), Slice(1, 16, 4016), Slice(2, 0, 16128))
 VECTOR = Bucket(0, SLICES, "service")
-"""Larger than what is sorted whole (selection.FEW_ENTRIES)."""
+"""Larger than tensors that are sorted completely (selection.FEW_ENTRIES)."""
 CASES = [*({"codec": text} for text in kit.NAMED.values() if "powersgd" not in text),
          *({"codec": "topk(ratio=0.05)", "down": down} for down in ("int8()", "error_feedback(topk(ratio=0.05))"))]
 
@@ -228,7 +228,7 @@ def test_embedded_server_loads_no_torch_for_any_codec(backend: str) -> None:
     with contextlib.ExitStack() as stack:
         child = EmbeddedServer.start(config, workers=1)
         stack.callback(child.close)
-        assert not loaded(child.pid, "libtorch_cpu"), "by the time that it tells its address"
+        assert not loaded(child.pid, "libtorch_cpu"), "once it reports its address"
         link = uplink.connect(child.control, messages.worker_request(job.digest(), 0, 1, plan=plan), config)
         stack.callback(link.close)
         for bucket in buckets:
@@ -450,7 +450,7 @@ class Served:
     def close(self) -> None:
         until = time.monotonic() + WAIT_S
         while not all(up.coordinated for up in self.ups) and time.monotonic() < until:
-            time.sleep(0.01)  # one whose leaving is not heard is missed only by its silence
+            time.sleep(0.01)  # a member whose leave is lost is detected only by its silence
         for worker in self.workers:
             worker.close()
         for up in self.ups:

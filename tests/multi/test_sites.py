@@ -347,7 +347,7 @@ def test_large_tensors_are_chunked_and_freed_after_delivery(opened: list[Any]) -
     def act(group: RelayedGroup, rank: int) -> bool:
         state = torch.arange(numel) if rank == 0 else torch.zeros(numel, dtype=torch.int64)
         group.broadcast([state], options(rootRank=0)).wait()
-        for _ in range(2 * PARTS_IN_FLIGHT):  # what comes behind lets go of it
+        for _ in range(2 * PARTS_IN_FLIGHT):  # the next collective releases it
             group.barrier().wait()
         return torch.equal(state, torch.arange(numel))
 
@@ -630,14 +630,14 @@ ALL = {0: 400.0, 1: 390.0, 3: 380.0}
 SAID = [
     ("no rank waits", [], []),
     ("all others", [(2, ALL)], [2]),
-    ("half of all who are here", [(2, {0: 400.0, 1: 390.0})], [2]),
+    ("half of all present ranks", [(2, {0: 400.0, 1: 390.0})], [2]),
     ("in several places", [(2, {0: 400.0, 3: 390.0}), (2, ALL)], [2]),
     ("two at once", [(1, {0: 400.0, 3: 390.0}), (2, {0: 400.0, 3: 390.0})], [1, 2]),
     ("one alone", [(2, {0: 900.0})], []),
     ("not half for so long", [(2, {0: 900.0, 1: 290.0, 3: 280.0})], []),
-    ("who waits itself", [(2, ALL), (0, {2: 10.0})], []),
-    ("who waits where nobody says for whom", [(0, {2: 400.0, 3: 390.0}), (1, {2: 400.0, 3: 390.0}), (-1, {0: 400.0})], [1]),
-    ("who waits for another that hangs", [(2, {0: 400.0, 1: 390.0}), (3, {0: 400.0, 1: 390.0}), (2, {3: 10.0})], [2]),
+    ("a rank that waits itself", [(2, ALL), (0, {2: 10.0})], []),
+    ("a rank that waits for an unknown writer", [(0, {2: 400.0, 3: 390.0}), (1, {2: 400.0, 3: 390.0}), (-1, {0: 400.0})], [1]),
+    ("a rank that waits for a hung one", [(2, {0: 400.0, 1: 390.0}), (3, {0: 400.0, 1: 390.0}), (2, {3: 10.0})], [2]),
     ("too few would be left", [(rank, {0: 400.0, 9: 400.0, 8: 400.0}) for rank in (1, 2, 3)], []),
     ("strangers' waiting", [(2, {0: 400.0, 8: 400.0, 9: 400.0})], []),
     ("a stranger", [(9, ALL)], []),

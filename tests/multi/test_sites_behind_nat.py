@@ -111,7 +111,7 @@ class Nat:
 
 
 def _tun(name: str) -> int:
-    """A TUN device in that namespace. A thread of its own goes there, and is gone when it has the device."""
+    """A TUN device in that namespace. A separate thread enters it, and ends once it has the device."""
     results: list[int] = []
 
     def enter() -> None:

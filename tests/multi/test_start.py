@@ -27,7 +27,7 @@ from commlayer.engine.start.rendezvous import RankRow, problem_of, ranks_per_nod
 
 WORLD = 3
 AT_ONCE_S = 45.0
-"""Far below any deadline that a rank could wait for, far above what a loaded machine takes."""
+"""Far below any deadline of a rank, far above the time on a loaded machine."""
 
 
 def timed(act: Callable[[], Any]) -> tuple[str, float]:

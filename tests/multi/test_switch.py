@@ -398,7 +398,7 @@ def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor
 
             put += RATE * torch.cat([s.reshape(-1) for s in given])
             if "cleared" in how and way in LOCAL:
-                loss()  # a probe, whose gradients are thrown away
+                loss()  # a probe, whose gradients are discarded
             if "closure" in how:
                 training.optimizer.step(loss)
             else:
@@ -575,7 +575,7 @@ def test_plans_change_only_after_an_outer_step_and_not_inside_other_operations(t
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(interrupted, servers.address, str(tmp_path))
     assert first["plans"] == ["round", "round", "round", "every", "whole round", "updates", "every"]
-    assert first["told"] == [1, 4, 8, 9], "behind the second step of a turn, from a drain or a change of plans on"
+    assert first["told"] == [1, 4, 8, 9], "after the second step of a fragment, counted from a drain or plan change"
     assert first["left"] == "updates"
     assert first["told"] == second["told"]
     assert all(torch.equal(a, b) for a, b in zip(first["rows"], second["rows"], strict=True))

@@ -205,7 +205,7 @@ def used_before(nbytes: int) -> memoryview:
 
 
 def round_trip(body: bytes) -> bytes | None:
-    """The shorter form, if there is one."""
+    """The shorter form, if it exists."""
     short = drop_zeros(memoryview(body))
     if short is not None:
         assert 4 * len(short) <= 3 * len(body)
@@ -391,7 +391,7 @@ class Sockets:
 
 
 def gradients_of_embedding(rank: int, number: int) -> list[torch.Tensor | None]:
-    """Whole numbers, which halves hold, so that sums by hand are exact; and those of a dense layer beside it."""
+    """Whole numbers, exact in half precision, so that sums by hand are exact; and the gradient of a dense layer."""
     table, dense = torch.nn.Embedding(2000, 24), torch.nn.Linear(24, 5)
     rng = torch.Generator().manual_seed(100 * number + rank)
     words = torch.randint(2000, (40,), generator=rng)

@@ -65,7 +65,7 @@ def train(rank: int, how: str, kind: str, plan: str, weighed: bool, address: str
                     optimizer.step()
             passes.append(session.step)
             states.append(state_of(model, optimizer))
-        for step in range(4):  # as many on all: nothing is left of what was before
+        for step in range(4):  # equal numbers on all ranks: the earlier passes have no effect
             optimizer.zero_grad()
             loss_of(model, rank, step).backward()
             optimizer.step()

@@ -151,7 +151,7 @@ def used_here_alone(s: Script) -> None:
 
 
 def probe(s: Script, *, set_to_none: bool = True) -> None:
-    """A backward pass before each step, whose gradients are thrown away."""
+    """A backward pass before each step, whose gradients are discarded."""
     for _ in range(STEPS):
         s.backward(put=0.0, salt=1)
         s.optimizer.zero_grad(set_to_none=set_to_none)
@@ -176,7 +176,7 @@ def stepped_with_zeros(s: Script) -> None:
 
 
 def step_without_clearing(s: Script) -> None:
-    """As a discriminator: stepped, then a pass for another model adds to what is left, then all is cleared."""
+    """A discriminator: stepped, then a pass for another model adds to the remaining gradients, then all are cleared."""
     for _ in range(STEPS):
         s.backward()
         s.scaler.step(s.optimizer)
@@ -305,7 +305,7 @@ def fails(_gradient: torch.Tensor) -> None:
 
 
 def saved_and_loaded(s: Script) -> None:
-    """Some steps later all goes back to what was saved, behind averages that were thrown away."""
+    """Some steps later the checkpoint is loaded, after averages were discarded."""
     plain(s)
     s.backward(put=0.0, salt=1)
     s.optimizer.zero_grad()
@@ -333,7 +333,7 @@ EVENTS: dict[str, Callable[[Script], None]] = {f.__name__: f for f in (
 WEIGHTS = {"weights", "discarded_at_other_weights", "residuals_of_another_rank"}
 SKIPS = {"skips", "skipped_after_a_switch"}
 LEFT_OUT = {name: SKIPS | {"aborted_passes"} | WEIGHTS for name in LOCAL} | {"forward": SKIPS}
-"""Where a rank skips alone, or breaks off, the others' steps count; and a round has one weight for all of its steps."""
+"""If one rank skips or aborts, the others' steps count; an outer step has one weight for all of its steps."""
 LEFT_OUT["delayed"] = SKIPS | {"probe", "probe_with_zeros", "stepped_with_zeros", "step_without_clearing", "there_and_back",
                        "discarded_at_other_weights", "aborted_passes", "saved_and_loaded"}
 """What a pass is put in for comes a step later: each pass is for some step."""

@@ -27,7 +27,7 @@ SLOW = cluster_from_line(NODES)
 
 
 def lossiest(model: LossModel, max_loss: float) -> float:
-    """The mean measured penalty of the plan that keeps to `max_loss`, by elements; each way has half of its codec's."""
+    """The mean measured penalty of the plan that keeps to `max_loss`, by elements; each direction has half of its codec's."""
     job = builtin("lstm", None)
     request = Policy(max_loss=max_loss, objective="step")
     profile, policy = loss_budget.priced(loss_budget.tables(SLOW, model, max_loss), request, model)

@@ -84,7 +84,7 @@ def save(plan: Plan, name: str = "plan.json") -> str:
 
 
 def train(rank: int, parts: list[int], plan: str, config: dict[str, Any] | None, *, traced: str = "") -> dict[str, Any]:
-    """The mean over those parts of the batch; attached unless there is no plan."""
+    """The mean over those parts of the batch; attached if a plan is given."""
     logging.getLogger("commlayer").setLevel(logging.INFO)
     model: Any = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -210,7 +210,7 @@ def test_ddp_runs_the_plan_of_the_wrapped_module(call: Callable[..., Any]) -> No
 
 
 def refused(rank: int, cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    """What attach says to each."""
+    """The error of attach() for each."""
     lines = []
     for plan, config in cases:
         try:

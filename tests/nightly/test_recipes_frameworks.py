@@ -44,7 +44,7 @@ def need(*packages: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Pool]:
-    """Processes of their own: frameworks change what a process does in many places."""
+    """Separate processes: frameworks change the behaviour of a process in many places."""
     pool = Pool(WORLD)
     yield pool
     pool.close()
@@ -52,7 +52,7 @@ def ranks() -> Iterator[Pool]:
 
 def called(rank: int, module: str, function: str, arguments: list[Any], address: str) -> Any:
     sys.path[:0] = [str(EXAMPLES)] if str(EXAMPLES) not in sys.path else []
-    # By TORCHELASTIC_RUN_ID Lightning knows torchrun, and starts no ranks of its own.
+    # By TORCHELASTIC_RUN_ID Lightning recognizes torchrun, and starts no ranks.
     settings = {f"COMMLAYER_{k.upper()}": str(v) for k, v in rank_pool.quick(join=address).items()}
     settings |= {"TORCHELASTIC_RUN_ID": "1", "HF_HUB_OFFLINE": "1"}
     with pytest.MonkeyPatch.context() as patch:

@@ -125,7 +125,7 @@ def longest_s(given: dict[int, int]) -> float:
 
 
 def trained_alike(run: Any, how: str = "module", batch: int = BATCH) -> list[dict[str, Any]]:
-    """Plays it: weights are those of one process on the union of the batches, all ranks decide alike, and each sample is used
+    """Weights equal those of one process on the union of the batches, all ranks decide equally, and each sample is used
     once in each epoch."""
     results = play_all(run, how)
     for name, tensor in play(0, WORLD, run, None).items():

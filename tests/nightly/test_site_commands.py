@@ -39,7 +39,7 @@ def test_sites_of_two_workers_and_one_train_as_under_torchrun_bit_for_bit(sites:
     reports = sorted((row for end in ends for row in end.rows), key=lambda row: row["rank"])
     assert [(one["rank"], one["world"], one["local"], one["sum"]) for one in reports] == [
         (0, 3, "0", 3.0), (1, 3, "0", 3.0), (2, 3, "1", 3.0)]
-    assert [one["nodes"] for one in reports] == [[3]] * 3, "the server is a node of its own, though it has the sites' host name"
+    assert [one["nodes"] for one in reports] == [[3]] * 3, "the server is a separate node, although it has the sites' host name"
     assert {one["sha"] for one in reports} == set(torchrun_digests("ddp", 3))
     assert re.search(r"COMMLAYER_TOKEN_FILE=\S+ commlayer join 127.0.0.1:\d+ SCRIPT", all_ended([server])[0].errors)
 

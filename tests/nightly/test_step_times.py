@@ -51,7 +51,7 @@ def passes(run: Run, overlap: str | None) -> dict[str, Any]:
 @pytest.mark.parametrize("overlap", [None, "forward"])
 def test_step_ends_with_its_backward_pass_in_every_measurement(overlap: str | None) -> None:
     for result in pool(WORLD).call(play, WORLD, passes, Setting("module", servers=2), overlap):
-        assert len(result["told"]) >= len(result["times"]) - 1, "the last may still be on its way"
+        assert len(result["told"]) >= len(result["times"]) - 1, "the last may still be in flight"
         for (begin, end), report in zip(result["times"], result["told"], strict=False):
             assert begin <= report <= end
 
@@ -60,7 +60,7 @@ SLEEP_S, EVERY = 0.02, 4
 
 
 def priced(run: Run, overlap: str | None) -> tuple[list[ReplanVerdict], float]:
-    """What rank 0's planning finds under local steps that each compute for SLEEP_S; and what a round of them takes."""
+    """Step time that rank 0 plans with under local steps of SLEEP_S each; and the time of an outer step."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = commlayer.attach(model, optimizer, compression="fp16()", sync=sync_of(EVERY, overlap=overlap),
@@ -73,7 +73,7 @@ def priced(run: Run, overlap: str | None) -> tuple[list[ReplanVerdict], float]:
     for step in range((FIRST_PLANNING + 2) * EVERY):
         if step % EVERY == 0:
             times.append(time.perf_counter())
-        if step == EVERY:  # behind the first exchange, as behind one in which members have changed
+        if step == EVERY:  # after the first exchange, as after one in which members have changed
             auto.start()
         x, y = data(run.rank, step)
         optimizer.zero_grad()

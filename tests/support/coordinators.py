@@ -1,4 +1,4 @@
-"""Shared by the control plane's tests: short settings, requests, and a worker in a process of its own (run as a script)."""
+"""Shared by the control plane's tests: short settings, requests, and a worker in a separate process (run as a script)."""
 
 from __future__ import annotations
 

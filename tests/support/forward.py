@@ -110,7 +110,7 @@ class Held:
     """Keeps results from arriving at this rank until `release`, or until they are waited for."""
 
     def __init__(self, worker: Any, names: Collection[str] = (), *, until_awaited: bool = False) -> None:
-        """Of the tensors of these names, or of all. The result that says whether the step is one comes all the same."""
+        """Holds results of tensors with these names, or of all. The one that decides whether the step is finite arrives."""
         numbers = [n for n, info in enumerate(worker.job.tensors) if not names or info.name in names]
         self.buckets = {b.id for n in numbers for b in worker.holding(n)} - {worker._assembler.last.id}
         assert self.buckets

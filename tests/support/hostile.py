@@ -278,7 +278,7 @@ class HostileMember(Member):
 
     def flood(self, method: str, request: Record | bytes | Callable[[int], Record | bytes], count: int,
               timeout_s: float = WAIT_S) -> list[Any]:
-        """Starts `count` calls at once and waits for none. A function gets the number of the call. Returns gRPC's futures."""
+        """Starts `count` calls and waits for none. A function gets the number of the call. Returns gRPC's futures."""
         return flood(self.link, method, request, count, timeout_s)
 
     @contextlib.contextmanager
@@ -338,7 +338,7 @@ class DataConnection:
         handshake.dial_handshake(self.sock, self._reader, hello, config.token, SERVER_BASE, deadline, binding_of(self.sock))
 
     def send(self, header: Header, body: bytes = b"", nbytes: int | None = None, crc: int | None = None) -> None:
-        """Sends a frame. `nbytes`, `crc`: what its header says of the body, if not the truth. Raises OSError when the server
+        """Sends a frame. `nbytes`, `crc`: the values in its header, if not the true ones. Raises OSError when the server
         has ended the connection, or takes nothing more."""
         data = framing.encode(header, len(body) if nbytes is None else nbytes, crc32c(body) if crc is None else crc)
         self.raw(data + body)

@@ -254,12 +254,12 @@ def _rank(pipe: multiprocessing.connection.Connection) -> None:
         except BaseException as error:
             result = Failed(rank, type(error).__name__, str(error), traceback.format_exc())
         _put(pipe, result)
-        logging.getLogger("commlayer").setLevel(logging.NOTSET)  # what one test has silenced, the next may want to hear
+        logging.getLogger("commlayer").setLevel(logging.NOTSET)  # a test may have disabled logging that the next one needs
     os._exit(0)
 
 
 class Tree:
-    """A training script, each rank a process of its own, all in one process group, as under a terminal."""
+    """A training script, each rank a separate process, all in one process group, as under a terminal."""
 
     def __init__(self, script: str, world: int, *, args: tuple[str, ...] = (), settings: dict[str, Any] | None = None) -> None:
         import torch.distributed as dist

@@ -370,7 +370,7 @@ def test_links_are_at_least_as_fast_as_the_measured_step_requires() -> None:
     result = sped_up(slow, seconds, true_s)
     assert seconds(result) == pytest.approx(true_s, rel=0.1)
     assert [node.link.down_bps for node in result.nodes] == [node.link.down_bps for node in slow.nodes]
-    assert sped_up(CLUSTER, seconds, 2 * true_s) == CLUSTER, "what is slower than the links is not explained by them"
+    assert sped_up(CLUSTER, seconds, 2 * true_s) == CLUSTER, "time beyond the links' is not attributed to them"
     assert sped_up(slow, seconds, 1e-6) == slow, "no rate does"
 
 

@@ -88,7 +88,7 @@ def test_sums_of_any_shape_are_within_the_bound_and_equal_on_all_workers(codec: 
 
 @each
 def test_applied_plus_residual_equals_input(codec: Codec) -> None:
-    """Two of eight steps are aborted, one of them not finite. Momentum sends more than its input and has a law of its own."""
+    """Two of eight steps are aborted, one of them not finite. Momentum sends more than its input and has a separate law."""
     cluster, n = seeded(codec), MATRIX.numel
     put, got = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for step in range(8):
@@ -271,7 +271,7 @@ def test_overflowing_sum_leaves_the_server_state_unchanged() -> None:
     cluster.undo()
     assert torch.equal(kit.residual(cluster.server), before)
     assert bool(kit.residual(cluster.states[0]).isfinite().all())
-    assert not bool((kit.residual(cluster.states[0]) > 1.0).any()), "nothing enormous stays behind"
+    assert not bool((kit.residual(cluster.states[0]) > 1.0).any()), "no huge residual remains"
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,7 @@ def test_single_machine_baseline_uses_its_own_batch_if_faster() -> None:
     assert own.step_s < together.step_s
     point, = what_if(job, machines, shipped, policy, bandwidths=[3e6]).points
     assert point.alone_s == own.to_loss_s
-    assert point.lead == pytest.approx(own.to_loss_s / point.to_loss_s), "a gain is over the best of what there is"
+    assert point.lead == pytest.approx(own.to_loss_s / point.to_loss_s), "a gain is relative to the best existing option"
     console = Console(width=120, file=io.StringIO(), highlight=False)
     for part in plan_output.curve(Curve("bandwidth", (point,)), 120):
         console.print(part)

@@ -177,7 +177,7 @@ class Job:
         return result._replace(current=order.known or order.current)
 
     def stop_search(self) -> None:
-        """Searches end at once."""
+        """Searches end immediately."""
 
     close = stop_search
 

@@ -55,7 +55,7 @@ def train(codec: str, *, on_device: bool, **fields: Any) -> list[list[list[torch
                 generator = torch.Generator().manual_seed(10 * s + rank)
                 gradients = [torch.randn(shape, generator=generator) for shape in SHAPES]
                 if s == 2 and rank == 1:
-                    gradients[2][7] = float("nan")  # the step is abandoned, and residuals take back what they sent
+                    gradients[2][7] = float("nan")  # the step is aborted, and residuals restore what they sent
                 home = DEVICE if on_device else torch.device("cpu")
                 averages.append([t.cpu() for t in step(rig.workers[rank], [g.to(home) for g in gradients], device=home)])
             return averages

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KEPT = ("commlayer", "native", "cuda", "bench", "tests", "examples", "docs")
 THERE = [f"/{path.relative_to(ROOT)}{'/' * path.is_dir()}" for top in KEPT for path in [ROOT / top, *(ROOT / top).rglob("*")]]
-"""Prose says `paths/late.py` where the room is clear: any path may end so."""
+"""Prose may shorten paths, such as `paths/late.py`: any path may end like this."""
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(#[^)\s]*)?\)")
 PATH = re.compile(r"`([\w./-]+/[\w.-]+\.(?:py|md|cc|h|cu|cuh|toml))`|`([\w./-]+/)`")
 
@@ -75,9 +75,9 @@ INLINE = re.compile(r"`([^`]+)`")
 COMMAND = re.compile(r"(?:^|(?<=[\s'\"=]))(commlayer|python -m bench)(?=\s|$)((?:\.\w+)?)(.*)", re.DOTALL)
 MODULE = re.compile(r"python -m (bench\.\w+)")
 ENDS = re.compile(r"\s#.*|\s*(?:[|;&>]|,\s).*|'(?=\s|$).*", re.DOTALL)
-"""Of a command in a line of a shell, or of what another one says."""
+"""A command in a shell line, or in another command's output."""
 FOREIGN = {"--fmad"}
-"""Options of other programs that pages name by themselves, beside torchrun's."""
+"""Options of other programs that pages name alone, besides torchrun's."""
 
 
 class Line(NamedTuple):

@@ -333,4 +333,4 @@ def test_highest_priority_runs_first_and_ties_are_fifo() -> None:
     assert [type(error) for error in errors] == [ZeroDivisionError]
     lane.put(lambda: ran.append("behind"), (9,))
     lane.close(20.0)
-    assert ran[-1] == "behind", "what was put before it ends is run"
+    assert ran[-1] == "behind", "tasks added before the end are run"

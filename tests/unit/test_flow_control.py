@@ -95,7 +95,7 @@ def test_late_senders_get_a_longer_queue_until_they_are_on_time() -> None:
     assert result.nbytes == short
     for _ in range(20):
         assert result.wait_s(int(2 * result.nbytes)) > 0.0
-        result.wait_s(0)  # and nothing is under way any more
+        result.wait_s(0)  # and nothing is in flight any more
     longest = result.nbytes
     assert longest > 2 * short
     assert longest == pytest.approx(rate * (round_trip_s + flow_control.MAX_QUEUE_S), rel=0.01)
@@ -124,7 +124,7 @@ def test_bursts_shorter_than_a_round_trip_do_not_limit_the_rate(burst_nbytes: fl
     assert known.nbytes == limit
     known.idle()
     known.update(50.0, LinkSample(110 * MEGABIT, round_trip_s))
-    assert known.nbytes == pytest.approx(1.1 * limit), "what a burst reached the link can carry"
+    assert known.nbytes == pytest.approx(1.1 * limit), "the link can carry the rate of a burst"
     known.idle()
     known.update(60.0, LinkSample(200 * MEGABIT, round_trip_s))
     assert not known.settled, "a burst that was faster shows that the link is"

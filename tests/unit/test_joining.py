@@ -118,7 +118,7 @@ def test_options_between_line_and_script_are_those_of_join(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("commlayer.cli.join.examine", lambda address, **given: seen.append(str(given["script"])))
     monkeypatch.setattr("sys.argv", ["commlayer", "join", *words])
-    with pytest.raises(SystemExit, match="0" if checked else "2"):  # 2: there is no train.py here
+    with pytest.raises(SystemExit, match="0" if checked else "2"):  # 2: train.py does not exist
         run()
     assert seen == ([checked] if checked else [])
 

@@ -217,7 +217,7 @@ def test_shipped_table_is_monotone(codec: str, numel: int) -> None:
 
 
 def assert_monotone(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe) -> None:
-    """From each point to the next harder one in either way."""
+    """From each point to the next more compressed one in either direction."""
     results = {(r, every): excess(rows, codec.format(r), recipe._replace(every=every))
              for r in SPARSE_RATIOS for every in STEPS_APART}
     for (r, every), hard in results.items():

@@ -150,7 +150,7 @@ class ExchangeTable(ctypes.Structure):
 
 
 class OnDevice:
-    """A tensor that says that it lies on another kind of device, as pinned memory does."""
+    """A tensor that claims another kind of device, as pinned memory does."""
 
     def __init__(self, values: np.ndarray, device_type: int) -> None:
         self.values, self.device_type, self.shape = values, device_type, (ctypes.c_int64 * 1)(len(values))
@@ -397,7 +397,7 @@ keys = st.integers(0, 2**63 - 1)
 def run_coder(
     name: str, n: int, seed: int, kind: str, fed: bool, shift: int, block: int, scale_nbytes: int, *how: object
 ) -> None:
-    """All bodies agree, in bytes, residual and guard bytes; and the residual is what was not sent."""
+    """All bodies agree, in bytes, residual and guard bytes; and the residual is the unsent part."""
     x, old, acc = numbers(n, seed, kind=kind), numbers(n, seed + 1, kind=kind) if fed else None, numbers(n, seed + 2)
     if fed and kind == "wild":
         assert old is not None
@@ -428,7 +428,7 @@ def run_coder(
 
     with np.errstate(all="ignore"):
         v = x if old is None else x + old
-    # Where a number is not finite, what was sent is added back to the residual with rounding: threads stop elsewhere.
+    # If a number is not finite, sent values are added back to the residual with rounding, and threads stop at other places.
     finite, _, _, kept, _, assigned = same(run, threads=bool(np.isfinite(v).all()))
     assert finite == bool(np.isfinite(v).all())
     sent = np.frombuffer(assigned, np.float32)

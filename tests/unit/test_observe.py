@@ -155,7 +155,7 @@ BIN_S = 0.05
 
 
 def readings(*pieces: tuple[float, float], period_s: float = BIN_S) -> list[Reading]:
-    """Both ways alike: pieces of (seconds, bit/s)."""
+    """Equal in both directions: pieces of (seconds, bit/s)."""
     results, at_s, nbytes = [Reading(0.0, 0, 0)], 0.0, 0.0
     for seconds, bps in pieces:
         for _ in range(round(seconds / period_s)):
@@ -169,7 +169,7 @@ def readings(*pieces: tuple[float, float], period_s: float = BIN_S) -> list[Read
     ([(0.5, 0.0), (2.0, 5e6), (0.5, 0.0)], 5e6, 2 / 3),  # computing before and after
     ([(3.0, 0.0), (0.1, 1e8), (3.0, 0.0)], 1e8, 0.1 / 6.1),  # a short burst on a fast link
     ([(0.05, 5e7), (2.0, 5e6)], 5e6, 1.0),  # the first bytes fill a queue
-    ([(0.2, 9e7), (4.0, 2e6)], 9e7, 0.07),  # waiting for a peer behind a slow link
+    ([(0.2, 9e7), (4.0, 2e6)], 9e7, 0.07),  # waiting for a peer on a slow link
     ([(5.0, 2e4)], 0.0, 0.0),  # control traffic
     ([], 0.0, 0.0),
 ])
@@ -393,7 +393,7 @@ def carrying(down: float, sent: float = 1.0) -> list[Throughput]:
 
 @pytest.mark.parametrize(("down", "sent", "counts"), [
     (0.99 * MORE, 1.0, False), (1.01 * MORE, 1.0, True),
-    (10.0, 0.5, False), (10.0, 2.0, False),  # a disk in the same house, or what was lost
+    (10.0, 0.5, False), (10.0, 2.0, False),  # a disk in the same house, or lost data
 ])
 def test_received_rate_is_a_lower_bound_of_the_link(down: float, sent: float, counts: bool) -> None:
     count, result = reported(LinkWatch(PLANNED), seen(0.4, carrying(down, sent)))

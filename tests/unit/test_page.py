@@ -201,7 +201,7 @@ def test_serve_prints_the_address_of_the_page(tmp_path: Path) -> None:
         assert fetched(address, "/")[0] == 401
         assert fetched(address, "/", token)[1].startswith("<!doctype html>")
         with closing(Updates(int(address.rpartition(":")[2]), token)) as client:
-            until(lambda: "to join" in str(client.next()), "the page says what the job waits for")
+            until(lambda: "to join" in str(client.next()), "the page shows what the job waits for")
     finally:
         process.terminate()
         process.wait(60)
@@ -234,7 +234,7 @@ def test_full_state_is_sent_first_and_then_updates(served: Served) -> None:
         served.log.append(LogEvent(time=now, rank=0, level="error", text="something new"))
         until(lambda: (update := client.next()) is not None and not update["whole"]
               and [text for *_, text in update["events"]] == ["something new"]
-              and update["states"][0]["step"] == 200 and len(update["points"]) == 1, "the update has what is new, once")
+              and update["states"][0]["step"] == 200 and len(update["points"]) == 1, "the update has the news once")
 
 
 def test_final_state_is_sent_when_a_job_ends(served: Served) -> None:

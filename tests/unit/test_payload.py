@@ -281,7 +281,7 @@ def test_errors_name_the_fault(text: str, words: str) -> None:
 
 
 WRAPPERS = {"error_feedback", "momentum"}
-"""Factories whose codecs have the number of what is inside."""
+"""Factories whose codecs have the number of the inner codec."""
 
 
 def test_tables_agree() -> None:

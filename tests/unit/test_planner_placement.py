@@ -98,7 +98,7 @@ DENSE_ONLY = Policy(codecs=(DENSE,))
 
 
 def machines(*links: str, servers: str = "", device: str = "rtx3060") -> Cluster:
-    """Nodes that train, and `servers` of this link beside them."""
+    """Nodes that train, and `servers` of this link in addition."""
     trained = [tables.node(f"n{i}", device, link) for i, link in enumerate(links)]
     return Cluster((*trained, *(tables.node(f"s{i}", "cpu", link, ranks=0) for i, link in enumerate(servers.split()))), False)
 

@@ -99,7 +99,7 @@ def test_preset_speed_matches_its_precision() -> None:
     assert slow.speed == pytest.approx(25.4 / 125)
     assert fast.speed / slow.speed == pytest.approx(989 / 25.4)
     assert plain.speed == pytest.approx(6.5 / 125), "without units for halves it computes in FP32"
-    assert kept.speed == 0.5, "what a cluster file says stands"
+    assert kept.speed == 0.5, "values in a cluster file are kept"
     assert at_job_speed(nodes, builtin("lstm").timing) == nodes
 
 

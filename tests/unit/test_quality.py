@@ -68,7 +68,7 @@ def decided(
 
 
 def levels(state: QualityState, *seen: Dots) -> list[float]:
-    """The levels after each of these comparisons, of all ranks alike."""
+    """The levels after each of these comparisons, equal on all ranks."""
     results = []
     for one in seen:
         state, _ = decided(state, row(one, one))

@@ -211,7 +211,7 @@ def test_with_dataloader_workers() -> None:
             state = sampler.state_dict()
     resumed = Sampler(Numbers(), 8, shares=[5, 3], rank=0, seed=1)
     resumed.load_state_dict(state)
-    resumed.set_epoch(1)  # as scripts do; what is under way goes on
+    resumed.set_epoch(1)  # as scripts do; running steps continue
     assert [batch.tolist() for batch in resumed.follow(DataLoader(Numbers(), batch_sampler=resumed))] == again[3:]
     assert sorted({len(own) for own in again}) == [1, 5]
 
@@ -258,7 +258,7 @@ def test_no_sample_is_lost_after_resuming_with_another_number_of_workers(
     new = [Sampler(56, 8, rank=rank, world=now, shares=made_with, seed=1) for rank in range(now)]
     for sampler in new:
         sampler.load_state_dict(state)
-        sampler.announce(2, sampler.announced[1])  # others than these may be announced at once
+        sampler.announce(2, sampler.announced[1])  # different ones may be announced immediately
     assert len({str(sampler.state_dict()) for sampler in new}) == 1
     steps = list(zip(*(sampler.follow(sampler) for sampler in new), strict=True))
     assert [len(own) for own in steps[0]] == sizes
@@ -343,7 +343,7 @@ class Home(FakeSession):
         self.carried = self.entered = job.carried
         self.gone: dict[int, int] = {}
         self.sent: list[tuple[int, int]] = []
-        """By epoch and sample: what of it is in a round that is under way, and what it has taken since."""
+        """By epoch and sample: samples in the running outer step, and those drawn since."""
         self.since: list[tuple[int, int]] = []
         self.sampler = Sampler(LENGTH, BATCH, rank=members.index(own), world=len(members), shares=job.shares)
         self._batches = self._script(job.lead)
@@ -644,7 +644,7 @@ def test_log_misuse_is_named(act: Any, text: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3000), st.integers(-5, 2**70), st.integers(0, 10**6), st.booleans())
 def test_orders_are_permutations(length: int, seed: int, epoch: int, walk: bool) -> None:
-    # The way of long streams, too, at a length that can be counted.
+    # Also the algorithm of long streams, at a length that can be counted.
     order = Permutation(length, seed, epoch, longest_table=0 if walk else length)
     cut = length // 3
     assert sorted(order.at([(0, cut), (cut, length)])) == list(range(length))

@@ -95,7 +95,7 @@ def test_offset_and_slope_are_separated_once_the_share_changes(line: LinearTime,
     added_s = now.time_s(batch) - line.time_s(batch)
     assert online.line.intercept_s > line.intercept_s + 0.8 * added_s, "read as an offset first"
     for _ in range(2):
-        assert online.observe(moved, measured(moved)) == "follows", "what was left open is no outlier"
+        assert online.observe(moved, measured(moved)) == "follows", "an open measurement is no outlier"
     middle = (batch + moved) // 2
     assert online.line.time_s(middle) == pytest.approx(now.time_s(middle), rel=0.03)
     assert online.line.slope_s == pytest.approx(now.slope_s, rel=0.25)
@@ -184,7 +184,7 @@ def test_integer_optimum_of_the_paper_example() -> None:
     assert solution.shares == (166, 167, 159, 20)
     assert solution.makespan_s == pytest.approx(0.104408)
     little = solve(PAPER, 512, [512, 96, 96, 16])
-    assert little.makespan_s == pytest.approx(0.1102856), "micro-batches are faster than what the memories hold at once"
+    assert little.makespan_s == pytest.approx(0.1102856), "micro-batches are faster than the largest batch in memory"
 
 
 @pytest.mark.parametrize("call", [
