@@ -19,7 +19,6 @@ from support.coordinators import WAIT_S
 from support.hostile import HonestMember, Stranger, Usage, Victim, joined
 from support.keys import (
     Folders,
-    made_folders,  # noqa: F401  (a fixture)
 )
 
 pytest.importorskip("cryptography", reason="cryptography is not installed")

@@ -15,7 +15,6 @@ from support.coordinators import WAIT_S, Failures, quick, until
 from support.internals import judge_of, state_of
 from support.keys import (
     Folders,
-    made_folders,  # noqa: F401  (a fixture)
 )
 from support.meshes import GrpcEnd, exchange_pair, soon
 

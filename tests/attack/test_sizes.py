@@ -20,7 +20,6 @@ from safetensors.torch import save
 from support.attached import assert_refused, outcome
 from support.coordinators import (
     WAIT_S,
-    all_opened,  # noqa: F401  (a fixture)
 )
 from support.rank_pool import pool, ranks_first
 from support.serving import PLAN

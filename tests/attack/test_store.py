@@ -14,7 +14,6 @@ import pytest
 from support.attached import assert_refused, outcome
 from support.coordinators import (
     WAIT_S,
-    all_opened,  # noqa: F401  (a fixture)
     until,
 )
 from support.internals import rendezvous_of, store_of

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import commlayer_called  # noqa: F401  (a fixture)
 from support.coordinators import ROOT, WAIT_S, Failures, quick
 from torch import nn
 

@@ -27,13 +27,11 @@ from support.coordinators import (
     WAIT_S,
     Failures,
     Process,
-    all_opened,  # noqa: F401  (a fixture)
     quick,
 )
 from support.internals import leave_silently, process_of, state_of
 from support.keys import (
     Folders,
-    made_folders,  # noqa: F401  (a fixture)
 )
 
 from commlayer.cluster.calls import coordinator_channel, messages

@@ -13,9 +13,8 @@ import torch
 from msgspec import structs
 from support import rank_pool
 from support.attached import data, mlp
-from support.commands import commlayer_called  # noqa: F401  (a fixture)
-from support.coordinators import WAIT_S, Failures, all_opened, quick, until  # noqa: F401  (a fixture)
-from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
+from support.coordinators import WAIT_S, Failures, quick, until
+from support.keys import Folders
 from support.membership import running, several, worker
 from support.rank_pool import Servers, pool, ranks_first
 from torch import nn

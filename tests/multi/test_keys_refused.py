@@ -24,7 +24,6 @@ from support.internals import asker_of, channel_of, judge_of, known_connections,
 from support.keys import (
     Folders,
     RawKeys,
-    made_folders,  # noqa: F401  (a fixture)
 )
 from support.meshes import GrpcEnd, exchange_pair, soon
 

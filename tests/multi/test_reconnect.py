@@ -21,7 +21,6 @@ from support.internals import core_of
 from support.jobs import distributed_job
 from support.keys import (
     Folders,
-    made_folders,  # noqa: F401  (a fixture)
 )
 from support.meshes import FAR, soon
 from support.rank_pool import Servers, pool

@@ -18,7 +18,6 @@ from support.coordinators import WAIT_S, quick, until
 from support.internals import asker_of, known_connections, port_of, send_unchecked
 from support.keys import (
     Folders,
-    made_folders,  # noqa: F401  (a fixture)
 )
 
 from commlayer.cluster.calls import messages

@@ -28,7 +28,6 @@ from support.coordinators import (
     ROOT,
     WAIT_S,
     Failures,
-    all_opened,  # noqa: F401  (a fixture)
     quick,
 )
 from support.internals import core_of, state_of

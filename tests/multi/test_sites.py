@@ -22,14 +22,12 @@ import torch.distributed as dist
 from support.attached import assert_refused, outcome
 from support.coordinators import (
     WAIT_S,
-    all_opened,  # noqa: F401  (a fixture)
     quick,
     until,
 )
 from support.internals import hang_suspects, rendezvous_of, state_of, store_of
 from support.keys import (
     Folders,
-    made_folders,  # noqa: F401  (a fixture)
 )
 from support.membership import PATIENCE_S, several
 from support.site_groups import HOMES, asked, joined, leave, met, options, together

@@ -20,7 +20,6 @@ import pytest
 from support.coordinators import Failures, quick
 from support.keys import (
     Folders,
-    made_folders,  # noqa: F401  (a fixture)
 )
 from support.lab import needs_lab
 from support.processes import clean_environment

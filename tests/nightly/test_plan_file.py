@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer import records
-from commlayer.cli.main import run as command
 from commlayer.engine.model.model_tensors import job_of
 from commlayer.planner import default_plan, lower
 from commlayer.records import Bucket, Job, Plan, Slice, Timing
@@ -37,22 +36,9 @@ DENSE = {PATHS[1], PATHS[2]}
 """They code nothing."""
 
 
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
-    """Calls the command in an empty folder: (exit code, output, errors)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["commlayer", *arguments])
-        code = 0
-        try:
-            command()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        output = capsys.readouterr()
-        return code, output.out, output.err
-
-    return call
+@pytest.fixture(name="call")
+def command_called(commlayer: Callable[..., Any]) -> Callable[..., Any]:
+    return commlayer
 
 
 def make(call: Callable[..., Any], nodes: str = "2x2*cpu@10g") -> Plan:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from support import site_training
-from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
+from support.keys import Folders
 from support.site_training import torchrun_digests
 from support.sites import WAIT_S, Process, Sites, all_ended, ended, next_row, switch_off
 

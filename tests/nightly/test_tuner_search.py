@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.commands import commlayer_called  # noqa: F401  (a fixture)
 
 from commlayer.balance import loss_model, tuner
 from commlayer.balance.loss_model import LossModel, LossPoint

@@ -23,7 +23,6 @@ from typing import Any
 
 import pytest
 from support.chromium import BROWSER, REASON, Browser
-from support.commands import commlayer_called  # noqa: F401  (a fixture)
 from support.coordinators import until
 from support.event_stream import START, stream
 

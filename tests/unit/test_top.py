@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.commands import commlayer_called  # noqa: F401  (a fixture)
 from support.event_stream import START, stream
 
 from commlayer.cli.top_screen import line_of, screen, summary, worker_lines
