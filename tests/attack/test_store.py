@@ -16,7 +16,7 @@ from support.coordinators import (
     WAIT_S,
     until,
 )
-from support.internals import rendezvous_of, store_of
+from support.internals import config_of, rendezvous_of, store_of
 from support.site_groups import joined, leave, met
 from torch.distributed import distributed_c10d
 
@@ -103,7 +103,7 @@ def test_departed_site_or_its_replacement_has_no_effect(opened: list[Any]) -> No
     leave(opened, hostile, "it comes again")
     line = outcome(lambda: hostile.request(soon(), put=[(("new", ANY), b"")]))
     assert re.search("it comes again", line)
-    impostor = KvClient(coordinator.address, coordinator._config, "another home")
+    impostor = KvClient(coordinator.address, config_of(coordinator), "another home")
     opened.append(impostor)
     assert_refused(outcome(lambda: impostor.request(soon(), put=[(CHUNK, b"forged")])), "E-RENDEZVOUS-ENDED")
     assert read(zero, *OWN) == tuple(OWN.values())

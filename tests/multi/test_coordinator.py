@@ -29,7 +29,7 @@ from support.coordinators import (
     Process,
     quick,
 )
-from support.internals import leave_silently, process_of, state_of
+from support.internals import leave_silently, process_of, sidecar_of, state_of
 from support.keys import (
     Folders,
 )
@@ -498,20 +498,20 @@ def test_worker_continues_after_the_end_of_its_heartbeat_sidecar(
     coordinator: Coordinator, caplog: pytest.LogCaptureFixture,
 ) -> None:
     member = client.join(coordinator.address, messages.worker_request("job", 0, 1), quick(), Failures(), keep=True)
-    keeper = member._keeper
-    assert keeper is not None
-    os.kill(keeper.pid, signal.SIGKILL)
-    wait_gone(keeper.pid)
+    sidecar = sidecar_of(member)
+    assert sidecar is not None
+    os.kill(sidecar.pid, signal.SIGKILL)
+    wait_gone(sidecar.pid)
     member.leave()
-    keeper.check_running()
+    sidecar.check_running()
     assert "the heartbeat process" in caplog.text
 
 
 def test_heartbeat_sidecar_ends_with_its_killed_worker(coordinator: Coordinator) -> None:
     worker = Process(coordinator.address, 0, 1)
-    keeper = worker.report()["keeper"]
+    sidecar = worker.report()["sidecar"]
     worker.kill()
-    wait_gone(keeper)
+    wait_gone(sidecar)
 
 
 @pytest.mark.parametrize("secured", [False, True])

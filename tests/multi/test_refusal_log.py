@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.coordinators import WAIT_S, quick, until
-from support.internals import asker_of, known_connections, port_of, send_unchecked
+from support.internals import asker_of, known_connections, send_unchecked
 from support.keys import (
     Folders,
 )
@@ -100,19 +100,18 @@ def test_protocol_violator_is_named_by_its_certificate_and_disconnected(
 ) -> None:
     bad, good = channel(keyed, folders.worker), channel(keyed, folders.second)
     assert good.call("Heartbeat", messages.Heartbeat("unknown"), messages.HeartbeatReply, WAIT_S).unknown_token
-    front = port_of(keyed)
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(Refused, match=f"gpu-1 at .*: {line}.*E-FRAME"):
         bad.call(method, request_, messages.HeartbeatReply, WAIT_S)
     (lines,) = [r.getMessage() for r in caplog.records]
     results = re.match(f"connection from (gpu-1 at (127.0.0.1:\\d+)) refused: {line}", lines)
     assert results, lines
     where, address = results.groups()
-    assert where in {one.where for one in front._known.values()}
-    assert f"ipv4:{address}" not in front._known, "its own end's address, not the front's"
+    assert where in {one.where for one in known_connections(keyed).values()}
+    assert f"ipv4:{address}" not in known_connections(keyed), "its own end's address, not the front's"
     with pytest.raises(Exception, match="does not prove"):  # nothing that comes by that connection is read any more
         send_unchecked(bad, "Heartbeat", b"", WAIT_S)
     until = time.monotonic() + WAIT_S
-    while where in {one.where for one in front._known.copy().values()}:
+    while where in {one.where for one in known_connections(keyed).copy().values()}:
         assert time.monotonic() < until, "its connection is still there"
         time.sleep(0.02)
     assert good.call("Heartbeat", messages.Heartbeat("unknown"), messages.HeartbeatReply, WAIT_S).unknown_token

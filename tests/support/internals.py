@@ -78,6 +78,16 @@ def channel_of(member: Any) -> Any:
     return member._channel
 
 
+def sidecar_of(member: Any) -> Any:
+    """The process that sends the heartbeats of a Membership."""
+    return member._keeper
+
+
+def config_of(owner: Any) -> Any:
+    """The settings of a coordinator or an uplink."""
+    return owner._config
+
+
 def process_of(server: Any) -> subprocess.Popen[Any]:
     """The process of an EmbeddedServer."""
     return server._process  # type: ignore[no-any-return]

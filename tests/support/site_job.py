@@ -420,13 +420,28 @@ def main(site: int, script: Script) -> None:
                 total += g.double() / worlds[-1]
             faults.due("step")
             if script.sums:
-                x = torch.tensor([10.0**site])
-                dist.all_reduce(x)
-                sums.append(x.item())
+                sum_sites()
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()
             optimizer.zero_grad()
+
+        def sum_sites() -> None:
+            x = torch.tensor([10.0**site])
+            dist.all_reduce(x)
+            sums.append(x.item())
+
+        def save(_: int) -> None:
+            session.checkpoint(script.folder, model=False)
+
+        def switch_plan(step: int, *, wanted: bool = True) -> None:
+            session.switch(other_plan(distributed_job(session), step) if wanted else None)  # type: ignore[arg-type]
+
+        between: dict[str, Callable[[int], None]] = {
+            "": lambda _: None, "own switch": lambda _: None, "save": save, "load": save, "drain": lambda _: session.flush(),
+            "sum": lambda _: sum_sites(), "switch": switch_plan,
+            "switch of rank 0": lambda step: switch_plan(step, wanted=session.rank == 0),
+        }
 
         def attempt(act: Callable[[], object]) -> None:
             try:
@@ -467,25 +482,14 @@ def main(site: int, script: Script) -> None:
                 attempt(lambda: session.resume(script.folder))
                 attempt(lambda: train(4))
                 break
-            elif step % 4 == 3 and script.between in ("save", "load"):
-                session.checkpoint(script.folder, model=False)
-            elif step % 4 == 3 and script.between == "drain":
-                session.flush()
-            elif step % 4 == 3 and script.between == "sum":
-                x = torch.tensor([10.0**site])
-                dist.all_reduce(x)
-                sums.append(x.item())
-            elif step % 4 == 3 and script.between.startswith("switch"):
-                wanted = script.between == "switch" or connection.rank == 0
-                session.switch(other_plan(connection, step) if wanted else None)  # type: ignore[arg-type]
+            elif step % 4 == 3:
+                between[script.between](step)
         report: dict[str, Any] = {"site": site, "errors": errors}
         if not errors:
             session.flush()
             connection = session.inspect.connection
             if script.workers:
-                x = torch.tensor([10.0**site])
-                dist.all_reduce(x)
-                sums.append(x.item())
+                sum_sites()
             report |= {
                 "first": first, "rank": connection.rank, "members": session.inspect.members, "worlds": worlds, "sums": sums,
                 "step": session.step, "exchanges": connection.exchanges, "calls": model.calls.item(),
