@@ -33,7 +33,8 @@ demo: setup
 	$(BIN)/commlayer demo
 
 # The check before each commit, about 6 minutes on 2 cores: all tests except those marked `nightly` (tests/conftest.py).
-test: setup lint types
+test: setup types
+	$(BIN)/ruff check .
 	$(BIN)/python -m pytest $(PARALLEL) -m "not nightly" $(addprefix --ignore=,$(ALONE)) tests
 
 # All tests. Without network the frameworks cannot be installed, and their tests are skipped with this reason.
@@ -42,11 +43,15 @@ test-all: test
 	$(BIN)/python -m pytest $(PARALLEL) -m nightly $(addprefix --ignore=,$(ALONE)) tests
 	$(BIN)/python -m pytest $(ALONE)
 
-lint: setup
+# What pre-commit checks: ruff's rules, types (tests included), and the import order of the package. The tree is not formatted by
+# `ruff format`: it would reflow tables of cases and break nearly every line of history.
+lint: setup types
 	$(BIN)/ruff check .
+	$(BIN)/python -m pytest tests/multi/test_layering.py
 
 types: setup
 	$(BIN)/mypy
+	MYPYPATH=tests $(BIN)/mypy --exclude 'tests/(chaos|sim)/' tests
 
 # docs/how-to/frameworks.md: commlayer.integrations and examples with Accelerate, transformers, TRL and Lightning (300 MB)
 recipes: $(STAMP)-recipes

@@ -15,6 +15,9 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from support.commands import commlayer_called  # noqa: F401
+from support.coordinators import all_opened  # noqa: F401
+from support.keys import made_folders  # noqa: F401
 from support.sites import Sites
 
 from commlayer import native

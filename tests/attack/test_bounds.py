@@ -42,7 +42,7 @@ import grpc  # isort: skip  (after commlayer, which sets what grpc reads once)
 
 TOTAL_NBYTES = 100_000
 CALL_NBYTES = 160
-"""Bytes that a call takes on the wire beside its request: headers of HTTP/2 and the proof."""
+"""Bytes of a call on the wire besides its request: HTTP/2 headers and the proof."""
 MOST_CALLS = 400
 """Calls at a time. A member with more of them waits for answers."""
 QUIET_S, MOST_QUIET_S = 0.15, 10.0
@@ -82,7 +82,7 @@ FROM_SERVERS = {
     handshake.Challenge, handshake.Welcome, summation_server.Stalled, enrolment_messages.EnrolmentChallenge,
     enrolment_messages.EnrolmentReply,
 }
-"""Records that only a server sends. Whoever runs the server can end the job anyway."""
+"""Records that only a server sends. The server can end the job anyway."""
 PARTS = {messages.PeerExit, messages.Overdue}
 """Records inside of others."""
 
@@ -115,9 +115,6 @@ def test_every_message_and_frame_has_a_bound() -> None:
     assert {*STRANGERS} == {*(one.__name__ for one in of_strangers), "Challenge"}
 
 
-# ---- measuring
-
-
 class Job:
     """A server and its job: an honest and a hostile member. A case may end the job; `renew` then begins another one."""
 
@@ -134,7 +131,7 @@ class Job:
         self.honest: HonestMember
         self.hostile: HostileMember
         self.honest, self.hostile = joined(self._stack, self.victim, HonestMember, HostileMember)
-        with self.hostile.data():  # what a first step loads belongs to the job
+        with self.hostile.data():  # memory that a first step loads belongs to the job
             assert self.honest.step(self.hostile), self.honest.failed
         for _ in range(20):
             self.honest.call()
@@ -214,8 +211,6 @@ def made_job() -> Iterator[Job]:
     job.close()
 
 
-# ---- calls of a member
-
 MESSAGES = ["Challenge", "Join", "PlanPart", "Heartbeat", "Leave", "KvRequest", "StatusRequest", "EventsRequest"]
 
 
@@ -269,7 +264,7 @@ def ask_extreme(job: Job, method: str, record: type[Record], place: int, number:
 
 
 def ask_many(job: Job, method: str, record: type[Record], place: int, turn: int) -> None:
-    """As many small calls as 100 kB hold, at once."""
+    """As many concurrent small calls as fit in 100 kB."""
     requests = numbered(record, bases(record.__name__, job.hostile)[place], turn)
     for future in job.hostile.flood(method, requests.__getitem__, len(requests)):
         future.exception(WAIT_S)
@@ -313,8 +308,6 @@ def greedy(name: str, job: Job) -> list[tuple[str, bytes]]:
     return []
 
 
-# ---- frames of a member
-
 FRAMES = [kind.name for kind in Kind]
 NUMBERS: dict[str, tuple[Any, ...]] = {
     "generation": (2, 0xFFFFFFFF), "step": (7, 0xFFFFFFFF), "bucket": (9, 0xFFFFFFFF), "part": (1, 0xFFFF),
@@ -323,7 +316,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "undone": (1, (1 << 64) - 1), "weight": (-1.0, 3e38, float("inf"), float("nan")),
     "total": (-1.0, 3e38, float("inf"), float("nan")),
 }
-"""Values of the header's fields beside those of an honest frame."""
+"""Values of header fields other than those of an honest frame."""
 
 
 @pytest.mark.commit(1)
@@ -394,8 +387,6 @@ def test_frames_of_a_member(name: str, job: Job) -> None:
         job.check(bound, one.label, job.send, one)
     assert job.failed == [], "\n".join(job.failed)
 
-
-# ---- strangers
 
 STRANGERS = "Hello", "Proof", "EnrolmentRequest", "Challenge"
 

@@ -19,7 +19,6 @@ from support.coordinators import WAIT_S
 from support.hostile import HonestMember, Stranger, Usage, Victim, joined
 from support.keys import (
     Folders,
-    made_folders,  # noqa: F401  (a fixture)
 )
 
 pytest.importorskip("cryptography", reason="cryptography is not installed")
@@ -142,9 +141,6 @@ def test_log_of_a_flood_is_short(job: Job) -> None:
     assert "127.0.0.2:" in dropped[0]
 
 
-# ---- members
-
-
 async def hang(address: str, keys: Keys | None, channels: int, calls: int, timeout_s: float | None) -> Counter[grpc.StatusCode]:
     """Begins calls that send no body, over several connections, and ends them after a while. Returns how others ended."""
     codes = Counter[grpc.StatusCode]()
@@ -253,9 +249,6 @@ def test_excess_connections_of_a_member_close_its_oldest(job: Job) -> None:
     assert usage.descriptors - job.before.descriptors < 3 * MAX_CONNECTIONS + 60
     assert job.honest.failed == []
     assert job.honest.longest_call_s < BOUND_S
-
-
-# ---- other users of the server's machine
 
 
 def test_no_port_bypasses_tls_and_the_inner_socket_is_private(job: Job) -> None:

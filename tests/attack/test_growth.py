@@ -182,7 +182,7 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
 BREACHES: dict[str, Attack] = {
     "contributions": announced(Kind.PUSH), "states": announced(Kind.STATE), "plans": announced(Kind.PLAN), "zero chunks": bomb,
 }
-"""What no correct member sends; the server drops who does."""
+"""Frames that no correct member sends; the server evicts the sender."""
 
 
 @pytest.mark.timeout(120)

@@ -70,9 +70,6 @@ def test_protocol_violation_is_logged_in_a_short_line(victim: Victim) -> None:
     assert [line for line in victim.lines if "Q" * (MAX_PEER_TEXT_CHARS + 1) in line] == []
 
 
-# ---- secrets
-
-
 def told(victim: Victim, *options: str, token: str = "") -> str:
     """Everything that `commlayer join` prints at a site, whose script does nothing."""
     environment = QUICK | {"PATH": "/usr/bin:/bin", "COMMLAYER_CONFIG": "", "PYTHONPATH": str(ROOT)} | \
@@ -109,9 +106,6 @@ def test_secret_is_not_printed_with_keys_and_insecure_concerns_only_the_page(tmp
 
 def test_secure_server_prints_no_warning(victim: Victim) -> None:
     assert not any("insecure" in line for line in victim.lines)
-
-
-# ---- the page's token
 
 
 def status(address: str, token: str) -> int:

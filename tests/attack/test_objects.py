@@ -31,7 +31,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "gather_object": lambda: gather_object("mine", [None] * WORLD if dist.get_rank() == 0 else None, dst=0),
     "broadcast_object_list": lambda: broadcast_object_list([None], src=HOSTILE),
     "scatter_object_list": lambda: scatter_object_list([None], None, src=HOSTILE),
-    "state of ZeRO": lambda: zero_redundancy_optimizer._broadcast_object(None, HOSTILE, dist.group.WORLD)}
+    "state of ZeRO": lambda: zero_redundancy_optimizer._broadcast_object(None, HOSTILE, dist.group.WORLD),  # type: ignore[attr-defined]
+}
 
 
 class Code:
@@ -42,9 +43,6 @@ class Code:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return exec, (f"open({self._path!r}, 'w').close()",)
-
-
-# ---- the homes
 
 
 def attack(call: str, size: int | None, marker: str) -> None:

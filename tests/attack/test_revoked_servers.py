@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from support.coordinators import WAIT_S, Failures, quick, until
+from support.internals import judge_of, state_of
 from support.keys import (
     Folders,
-    made_folders,  # noqa: F401  (a fixture)
 )
 from support.meshes import GrpcEnd, exchange_pair, soon
 
@@ -38,7 +38,7 @@ Serve = Callable[[Keys], contextlib.AbstractContextManager[Reach]]
 @contextlib.contextmanager
 def calls(keys: Keys) -> Iterator[Reach]:
     coordinator = Coordinator(quick(token=SECRET, keys=str(keys.folder)), workers=1)
-    coordinator._verifier._keys = keys
+    judge_of(coordinator)._keys = keys
 
     def reach(mine: Keys) -> None:
         with contextlib.closing(coordinator_channel.CoordinatorChannel(coordinator.address, SECRET, mine, own=True)) as link:
@@ -124,4 +124,4 @@ def test_member_does_not_register_with_a_revoked_coordinator(folders: Folders) -
             client.join(coordinator.address, messages.worker_request("job", 0, 1),
                         quick(token=SECRET, keys=str(folders.worker)), failures)
         assert caught.value.code == "E-CERTIFICATE-REVOKED"
-        until(lambda: not coordinator._state.registrations, "nothing is registered")
+        until(lambda: not state_of(coordinator).registrations, "nothing is registered")

@@ -20,7 +20,6 @@ from safetensors.torch import save
 from support.attached import assert_refused, outcome
 from support.coordinators import (
     WAIT_S,
-    all_opened,  # noqa: F401  (a fixture)
 )
 from support.rank_pool import pool, ranks_first
 from support.serving import PLAN
@@ -53,9 +52,6 @@ def model() -> torch.nn.Module:
 
 
 torch.optim.SGD(model().parameters(), lr=0.1)  # the first optimizer of a process loads 80 MB of modules
-
-
-# ---- what the ranks do
 
 
 def plan(groups: Groups, _: Path) -> None:
@@ -142,9 +138,6 @@ def memory_nbytes(field: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
-# ---- the tests
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("place", PLACES)
 def test_impossible_size_is_refused_by_all(place: str, size: int, tmp_path: Path) -> None:
@@ -211,8 +204,6 @@ def test_number_of_process_groups_of_a_rank_is_bounded(monkeypatch: pytest.Monke
     assert_refused(outcome(lambda: members._numbered(1.0, "making a group").__enter__()), "E-SIZE", "rank 1", f"{10**12}")
 
 
-# ---- the state for a joining worker
-
 EPOCH = Epoch(2, (Member(0, 0, "a", 1), Member(1, 1, "b", 2), Member(2, 2, "c", 3)), ())
 
 
@@ -263,8 +254,6 @@ def test_sampler_state_of_another_worker_draws_at_most_a_batch(change: dict[str,
     sampler.load_state_dict({"sampler": json.dumps(state)})
     assert_refused(outcome(lambda: sampler.load_state_dict({"sampler": json.dumps(state | change)})), "E-SAMPLER-STATE")
 
-
-# ---- the layout of buckets that DistributedDataParallel takes from rank 0
 
 INDICES, BUCKETS = [0, 1, 2, 3, 4, 2], [2, 3]
 """Of five parameters, and the number of buckets; their sizes."""

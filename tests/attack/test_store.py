@@ -14,9 +14,9 @@ import pytest
 from support.attached import assert_refused, outcome
 from support.coordinators import (
     WAIT_S,
-    all_opened,  # noqa: F401  (a fixture)
     until,
 )
+from support.internals import config_of, rendezvous_of, store_of
 from support.site_groups import joined, leave, met
 from torch.distributed import distributed_c10d
 
@@ -54,12 +54,12 @@ ATTACKS: dict[str, dict[str, Any]] = {
 def test_site_cannot_change_values_of_another(opened: list[Any]) -> None:
     coordinator, (zero, _, hostile) = met(opened, 3)
     zero.request(soon(), put=[*OWN.items()], add=(COUNT, 5))
-    rows = dict(coordinator._rendezvous._store.rows)
+    rows = dict(store_of(coordinator).rows)
     for name, attack in ATTACKS.items():
         line = outcome(lambda attack=attack: hostile.request(soon(), **attack))
         assert_refused(line, "E-OWNER")
         assert re.search(r"home \w \(pid \d+\) may not .*(worker (0|7|-2);|home \w \(pid \d+\) wrote it first)", line), name
-        assert coordinator._rendezvous._store.rows == rows, name
+        assert store_of(coordinator).rows == rows, name
     assert hostile.request(soon(), add=(COUNT, 1)).sum == 6, "a number that was begun by adding is everyone's"
     zero.request(soon(), put=[(CHUNK, b"again")], drop=[TEXT, NUMBER])
     assert read(hostile, CHUNK, TEXT, NUMBER, COUNT) == (b"again", None, None, b"6")
@@ -103,13 +103,11 @@ def test_departed_site_or_its_replacement_has_no_effect(opened: list[Any]) -> No
     leave(opened, hostile, "it comes again")
     line = outcome(lambda: hostile.request(soon(), put=[(("new", ANY), b"")]))
     assert re.search("it comes again", line)
-    impostor = KvClient(coordinator.address, coordinator._config, "another home")
+    impostor = KvClient(coordinator.address, config_of(coordinator), "another home")
     opened.append(impostor)
     assert_refused(outcome(lambda: impostor.request(soon(), put=[(CHUNK, b"forged")])), "E-RENDEZVOUS-ENDED")
     assert read(zero, *OWN) == tuple(OWN.values())
 
-
-# ---- shares
 
 SHARE = 1 << 20
 
@@ -134,7 +132,7 @@ def test_site_can_fill_only_its_own_quota(rows: Any, opened: list[Any], monkeypa
     monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
     coordinator, (zero, _, hostile) = met(opened, 3)
     assert_refused(filled(hostile, rows), "E-QUOTA", f"{SHARE}")
-    store = coordinator._rendezvous._store
+    store = store_of(coordinator)
     assert store.nbytes.total() <= SHARE
     assert sum(len(name) + len(row.value) for (name, _), row in store.rows.items()) <= SHARE
     zero.request(soon(), put=[(("mine", 0), bytes(250_000 // 2))], add=(COUNT, 1))
@@ -146,7 +144,7 @@ def test_additions_are_charged_to_the_site_that_adds(opened: list[Any], monkeypa
     monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
     coordinator, (zero, _, hostile) = met(opened, 3)
     zero.request(soon(), add=(COUNT, 1))
-    store = coordinator._rendezvous._store
+    store = store_of(coordinator)
     before = max(store.nbytes.values())
     for _ in range(300):
         hostile.request(soon(), add=(COUNT, 1))
@@ -167,7 +165,7 @@ def test_waiting_calls_are_limited_per_site(opened: list[Any], monkeypatch: pyte
         thread.start()
     until(lambda: bool(lines), "the first is refused")
     assert_refused(lines[0], "E-QUOTA")
-    assert max(coordinator._rendezvous._waiting.values()) <= 4
+    assert max(rendezvous_of(coordinator)._waiting.values()) <= 4
     got = list[tuple[bytes | None, ...]]()
     waiting = threading.Thread(target=lambda: got.append(zero.request(soon(), want=[("late", 1)]).values))
     waiting.start()
@@ -177,7 +175,7 @@ def test_waiting_calls_are_limited_per_site(opened: list[Any], monkeypatch: pyte
     hostile.close()
     for thread in threads:
         thread.join(WAIT_S)
-    store = coordinator._rendezvous._store
+    store = store_of(coordinator)
     until(lambda: not store._waiting, "what waited is forgotten")
 
 

@@ -33,6 +33,7 @@ from support.attached import (
     train_step,
     weights,
 )
+from support.jobs import distributed_job
 from support.rank_pool import Servers, pool, quick
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -82,8 +83,6 @@ def fits(called: Callable[..., torch.Tensor], **how: Any) -> Loss:
 def sgd(model: nn.Module, lr: float = 0.1, **how: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, **how)
 
-
-# ---- scripts that DDP runs, too
 
 def initial_parameters_that_differ(run: Run) -> dict[str, Any]:
     model = mlp(seed=run.rank)
@@ -229,7 +228,7 @@ class Layouts(nn.Module):
 
 def odd_layouts(run: Run) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Layouts().to(memory_format=torch.channels_last)
+    model = Layouts().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     assert not model.turned.is_contiguous()
     wrapped = run.wrap(model)
 
@@ -268,7 +267,7 @@ def bf16_autocast(run: Run) -> dict[str, Any]:
 
 
 class Adapted(nn.Module):
-    """LoRA: a frozen layer and a trained product of two thin matrices beside it."""
+    """LoRA: a frozen layer and the trained product of two low-rank matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,8 +400,6 @@ CASES: dict[str, Script] = {f.__name__: f for f in (
     activation_checkpointing, uneven_batches, two_models,
 )} | {"accumulation in no_sync()": partial(accumulation, no_sync=True), "accumulation": partial(accumulation, no_sync=False)}
 
-
-# ---- scripts that DDP does not run, or not as alone
 
 def two_losses_in_turn(run: Run) -> dict[str, Any]:
     """Two forward passes, then two backward passes."""
@@ -555,8 +552,6 @@ def test_training_equals_a_single_process_without_ddp_by_hook_and_inside_a_node(
     same_as_alone(name, how, path)
 
 
-# ---- codecs
-
 def scheduled(run: Run) -> dict[str, Any]:
     """What workers take as the learning rate, step by step, while a schedule changes it."""
     model, rates = mlp(), list[float]()
@@ -647,8 +642,6 @@ def test_hooks_work_without_features_missing_in_torch_2_6(monkeypatch: pytest.Mo
     assert uncompiled(hook)(1, 2) == 3
 
 
-# ---- where a session begins, and what ends it
-
 def inside_inference_mode(rank: int, inside: bool, address: str) -> dict[str, torch.Tensor]:
     model = mlp()
     with torch.inference_mode(inside), torch.no_grad():
@@ -736,7 +729,7 @@ def interrupted(rank: int, how: str, address: str) -> list[str]:
     config = quick(join=address, deadline_s=FAR_S, ranks_per_node=WORLD if how == "allreduce" else 1)
     plan = plan_of(model, path=how, ranks_per_node=config["ranks_per_node"])
     session = commlayer.attach(model, optimizer, plan=plan, config=config)
-    worker = session.inspect.context.worker
+    worker = distributed_job(session).worker
     train_step(model, optimizer, rank, 0)
 
     def until(reached: Callable[[], object]) -> None:

@@ -4,16 +4,15 @@ workers residuals are inherited. Real ranks and two servers.
 
 from __future__ import annotations
 
-import contextlib
-import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.attached import mlp
+from support.disks import files_up_to
 from support.rank_pool import Servers, pool
 from support.sync_modes import WORLD, Net, Training
 
@@ -41,7 +40,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 class Counter:
-    """An object of the script with a state of its own on each rank."""
+    """An object of the script with a separate state on each rank."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -111,8 +110,6 @@ def test_checkpoint_does_not_change_the_run(tmp_path: Path) -> None:
             ends.append(pool(WORLD).call(save_and_continue, servers.address, "gradients", "scaled", 3, folder)[0])
     assert equal(*ends)
 
-
-# ---- another number of workers, another plan, files on other disks
 
 def residual_sum(job: Training, world: int) -> torch.Tensor:
     """Contribution of this rank's residuals to the mean, over all elements of the model."""
@@ -215,23 +212,10 @@ def test_averaged_weights_are_equal_on_all_ranks_and_temporary(mode: str) -> Non
     assert equal(own[:parameters], other[:parameters]) is (mode == "gradients")
 
 
-# ---- failures
-
 def error_of(action: Callable[[], object]) -> str:
     with pytest.raises((ValueError, OSError)) as caught:
         action()
     return str(caught.value)
-
-
-@contextlib.contextmanager
-def full_disk(nbytes: int | None) -> Iterator[None]:
-    """No file grows beyond that."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limits[0] if nbytes is None else nbytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def failing(rank: int, address: str, folder: str) -> dict[str, Any]:
@@ -258,7 +242,7 @@ def failing(rank: int, address: str, folder: str) -> dict[str, Any]:
     job.train(1, infinite=2)
     assert equal(job.tensors(buffers=False), before), "the step was to be skipped"
     report["no directory"] = error_of(lambda: session.checkpoint(__file__ if rank == 1 else f"{folder}/none"))
-    with full_disk(200 if rank == 1 else None):
+    with files_up_to(200 if rank == 1 else 1 << 40):
         report["disk"] = error_of(lambda: session.checkpoint(broken))
     torch.distributed.barrier()
     report["left"] = [path.name for path in Path(broken).iterdir()]

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import commlayer_called  # noqa: F401  (a fixture)
 from support.coordinators import ROOT, WAIT_S, Failures, quick
 from torch import nn
 
@@ -86,8 +85,6 @@ def test_only_tune_needs_scikit_optimize_and_reports_it(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert not list(tmp_path.iterdir())
 
-
-# ---- mistakes
 
 MODEL = '''
 import torch
@@ -199,8 +196,6 @@ def test_unknown_option_or_command_exits_with_2(commlayer: Any) -> None:
         assert "Traceback" not in errors
 
 
-# ---- profiles
-
 def test_measured_profile_can_be_planned_with(commlayer: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     code, out, errors = commlayer("profile", "mine.py", "--codec", "identity()", "--codec", "topk(ratio=0.01)", "--batch", "16")
@@ -231,11 +226,9 @@ def test_profiled_times_follow_the_layers() -> None:
     assert max(timing.ready_s) <= timing.backward_s
 
 
-# ---- a coordinator
-
 @pytest.fixture
 def served() -> Iterator[Any]:
-    """Starts `commlayer serve` with these arguments; its process and what it said first."""
+    """Starts `commlayer serve` with these arguments; its process and its first output line."""
     processes: list[subprocess.Popen[str]] = []
 
     def serve(*arguments: str, **environ: str) -> tuple[subprocess.Popen[str], dict[str, str]]:

@@ -27,12 +27,11 @@ from support.coordinators import (
     WAIT_S,
     Failures,
     Process,
-    all_opened,  # noqa: F401  (a fixture)
     quick,
 )
+from support.internals import leave_silently, process_of, sidecar_of, state_of
 from support.keys import (
     Folders,
-    made_folders,  # noqa: F401  (a fixture)
 )
 
 from commlayer.cluster.calls import coordinator_channel, messages
@@ -105,8 +104,7 @@ def test_plan_is_sent_once_even_after_its_registration_was_freed(opened: list[An
         waiting = pool.submit(client.join, coordinator.address, messages.worker_request("job", 0, 2, plan=plan), quick(),
                               Failures())
         sent = [polls.get(timeout=WAIT_S) for _ in range(3)]
-        with coordinator._lock:  # as after a silence
-            coordinator._state = membership.leave(coordinator._state, sent[0].token, "silent")
+        leave_silently(coordinator, sent[0].token)
         sent += [polls.get(timeout=WAIT_S) for _ in range(3)]
         opened.append(client.join(coordinator.address, messages.worker_request("job", 1, 2), quick(), Failures()))
         opened.append(waiting.result(WAIT_S))
@@ -129,7 +127,7 @@ def test_join_deadline_names_missing_members_and_frees_registrations(opened: lis
     with ThreadPoolExecutor(2) as pool:
         lines = list(pool.map(late, (0, 1)))
     assert any(line.startswith("2 of 4 workers joined before the deadline of 1 s; missing: ranks 2, 3:") for line in lines)
-    assert "0 of 4 workers joined" in membership.missing(coordinator._state)
+    assert "0 of 4 workers joined" in membership.missing(state_of(coordinator))
 
 
 def test_unreachable_address_is_reported_by_the_deadline() -> None:
@@ -147,7 +145,9 @@ def test_worker_may_start_before_its_coordinator(opened: list[Any]) -> None:
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(client.join, f"127.0.0.1:{port}", messages.worker_request("job", 0, 1), quick(), Failures())
         opened.append(Coordinator(quick(port=port)))
-        opened.append(joining.result(WAIT_S))
+        member = joining.result(WAIT_S)
+    opened.append(member)
+    assert [each.rank for each in member.epoch.members] == [0]
 
 
 def test_different_model_is_refused_immediately_by_name(opened: list[Any]) -> None:
@@ -157,7 +157,7 @@ def test_different_model_is_refused_immediately_by_name(opened: list[Any]) -> No
         ended = threading.Event()
         request = messages.worker_request("jobA", 0, 2)
         waiting = pool.submit(client.join, coordinator.address, request, quick(), Failures(), ended=ended)
-        while "rank 1" not in membership.missing(coordinator._state):
+        while "rank 1" not in membership.missing(state_of(coordinator)):
             assert not waiting.done()
         why = r"worker 1 on .* a different model than worker 0 on \S+ \(pid \d+\).*E-RANKS-DIFFER"
         with pytest.raises(Refused, match=why):
@@ -196,7 +196,7 @@ def test_call_of_a_newer_version_is_refused_for_its_version(opened: list[Any]) -
                        ({}, "Join .*`more`.*E-FRAME")):
         with pytest.raises(Refused, match=line):
             channel.call("Join", NewerJoin(**mine | lines), messages.JoinReply, WAIT_S)
-    assert not coordinator._state.registrations
+    assert not state_of(coordinator).registrations
 
 
 def test_malformed_records_are_refused_without_effect(opened: list[Any]) -> None:
@@ -207,7 +207,7 @@ def test_malformed_records_are_refused_without_effect(opened: list[Any]) -> None
     for bad in (messages.HeartbeatReply(), messages.Leave("token")):
         line = outcome(lambda bad=bad: channel.call("Join", bad, messages.JoinReply, WAIT_S))
         assert_refused(line, "E-FRAME", "Join failed: ", " Join message ")
-    assert membership.missing(coordinator._state) == "0 of ? workers joined"
+    assert membership.missing(state_of(coordinator)) == "0 of ? workers joined"
 
 
 def test_silent_worker_is_reported_once_to_each_peer(opened: list[Any]) -> None:
@@ -396,7 +396,7 @@ def test_journal_of_a_finished_job_is_deleted(tmp_path: Path) -> None:
         working = pool.submit(client.join, coordinator.address, messages.worker_request("job", 0, 1, plan=PLAN), quick(),
                               Failures())
         server, worker = serving.result(WAIT_S), working.result(WAIT_S)
-        assert list(tmp_path.iterdir()), "who takes part is written down"
+        assert list(tmp_path.iterdir()), "the members are in the journal"
         worker.leave()
         closing = pool.submit(coordinator.close)
         while list(tmp_path.iterdir()):
@@ -405,8 +405,6 @@ def test_journal_of_a_finished_job_is_deleted(tmp_path: Path) -> None:
         closing.result(WAIT_S)
     assert not list(tmp_path.iterdir())
 
-
-# ---- between processes
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
@@ -435,7 +433,7 @@ def test_killed_or_stopped_worker_is_named_to_every_survivor(opened: list[Any], 
     seats = [worker.report() for worker in workers]
     assert [seat["rank"] for seat in seats] == [0, 1, 2]
     victim = workers[1].process
-    assert all(seat["pids"][1] == victim.pid for seat in seats), "everyone knows who that is"
+    assert all(seat["pids"][1] == victim.pid for seat in seats), "all members know the lost one"
     victim.send_signal(sent)
     for survivor in (workers[0], workers[2]):
         line = survivor.report()["failure"]
@@ -468,7 +466,7 @@ def test_silence_of_a_stopped_coordinator_is_logged_once(
         for outage in (1, 2):
             os.kill(child.pid, signal.SIGSTOP)
             assert report.get(timeout=WAIT_S) >= config.dead_after_s
-            assert [report.get(timeout=WAIT_S) for _ in range(2)], "it goes on asking"
+            assert [report.get(timeout=WAIT_S) for _ in range(2)], "it keeps asking"
             os.kill(child.pid, signal.SIGCONT)
             until = time.monotonic() + WAIT_S
             while len(lines := [line for line in caplog.messages if child.control in line]) < 2 * outage:
@@ -500,20 +498,20 @@ def test_worker_continues_after_the_end_of_its_heartbeat_sidecar(
     coordinator: Coordinator, caplog: pytest.LogCaptureFixture,
 ) -> None:
     member = client.join(coordinator.address, messages.worker_request("job", 0, 1), quick(), Failures(), keep=True)
-    keeper = member._keeper
-    assert keeper is not None
-    os.kill(keeper.pid, signal.SIGKILL)
-    wait_gone(keeper.pid)
+    sidecar = sidecar_of(member)
+    assert sidecar is not None
+    os.kill(sidecar.pid, signal.SIGKILL)
+    wait_gone(sidecar.pid)
     member.leave()
-    keeper.check_running()
+    sidecar.check_running()
     assert "the heartbeat process" in caplog.text
 
 
 def test_heartbeat_sidecar_ends_with_its_killed_worker(coordinator: Coordinator) -> None:
     worker = Process(coordinator.address, 0, 1)
-    keeper = worker.report()["keeper"]
+    sidecar = worker.report()["sidecar"]
     worker.kill()
-    wait_gone(keeper)
+    wait_gone(sidecar)
 
 
 @pytest.mark.parametrize("secured", [False, True])
@@ -539,7 +537,7 @@ def test_embedded_coordinator_ends_after_the_job() -> None:
     member = client.join(server.control, messages.worker_request("job", 0, 1), config, Failures())
     member.leave()
     assert server.over(WAIT_S)
-    assert server._process.returncode == 0
+    assert process_of(server).returncode == 0
     server.close()
 
 
@@ -548,7 +546,7 @@ def test_hung_embedded_server_is_killed(monkeypatch: pytest.MonkeyPatch) -> None
     server = EmbeddedServer.start(quick(), workers=1, servers=0, number=None)
     os.kill(server.pid, signal.SIGSTOP)
     server.close()
-    assert server._process.returncode == -signal.SIGKILL
+    assert process_of(server).returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("pipe_held", [False, True])
@@ -581,7 +579,7 @@ def test_forked_copy_of_the_trainer_does_not_end_the_server() -> None:
             server.close()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert server._process.poll() is None
+        assert process_of(server).poll() is None
         client.join(server.control, messages.worker_request("job", 0, 1), quick(), Failures()).leave()
     finally:
         server.close()

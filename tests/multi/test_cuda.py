@@ -85,8 +85,6 @@ def test_sanitizer_detects_access_beyond_shared_memory() -> None:
     assert "heap-buffer-overflow" in wrong.stderr
 
 
-# ---- paths of collectives whose codings run on the device: the bits of the host's, on 2 nodes x 2 ranks
-
 WORLD, PER_NODE = 4, 2
 SHAPES: list[tuple[int, ...]] = [(64, 33), (64,), (5, 3, 3, 3), (1,), (3,), (4001,), (7,)]
 PATHS = [

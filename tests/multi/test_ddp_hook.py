@@ -27,17 +27,12 @@ _ranks = ranks_first(WORLD)
 Gradients = list[torch.Tensor | None]
 Wrap = Callable[..., DistributedDataParallel]
 
-# ---- the averages of torch's hooks, on the cases of torch's own tests of hooks
-#
-# They may differ by a few roundings of the type on the wire. powersgd starts at random; it is exact for both where gradients
-# are of its rank.
-
 HOOKS: dict[str, tuple[str, torch.dtype, float]] = {
     "allreduce_hook": ("identity()", torch.float32, 1e-6),
     "fp16_compress_hook": ("fp16()", torch.float16, 2.0**-11),
     "bf16_compress_hook": ("bf16()", torch.bfloat16, 2.0**-8),
 }
-"""Our codec of the same meaning, the type on the wire, and the relative error of one rounding to it."""
+"""Hooks of torch's own tests: our equivalent codec, the type on the wire, and the relative error of one rounding to it."""
 ROUNDINGS = 2
 """Both round the gradients and their sum; torch halves before it adds."""
 
@@ -212,8 +207,6 @@ def test_powersgd_applies_residuals_of_other_gradients_as_in_torch() -> None:
     assert errors[1] < 1.2 * errors[0]
 
 
-# ---- the end of a session, and saved states
-
 def closed(rank: int, address: str) -> tuple[bool, list[bool], list[str], float]:
     """Whether the optimizer, the module and its wrapper outlive the session and their names; threads; steps."""
     threads = {thread.ident for thread in threading.enumerate()}
@@ -283,8 +276,6 @@ def test_saved_hook_state_keeps_its_residuals(how: str) -> None:
         assert expected
         assert same(expected, got) == (how != "nothing")
 
-
-# ---- refusals
 
 def first_backward(rank: int, plan: str, dtype: str) -> list[str]:
     """Two backward passes of a hook that cannot connect."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from support.coordinators import WAIT_S, Failures, quick, until
+from support.internals import port_of, rendezvous_of
 from support.keys import DAY, another_day
 
 pytest.importorskip("cryptography", reason="cryptography is not installed")
@@ -143,9 +144,6 @@ def refusal(call: Callable[[], Any], kind: type[CommError] = Refused) -> str:
     return caught.value.code
 
 
-# ---- what is wanted
-
-
 def test_site_enrols_joins_over_mutual_tls_and_needs_no_token_later(server: Server, user: Path) -> None:
     home = server.line()
     folder = enrolment_client.enrol(home, WAIT_S)
@@ -174,7 +172,7 @@ def test_check_obtains_the_certificate_without_registering(
     with pytest.raises(SystemExit, match="^0$"):
         main.run()
     assert server.certificates == [("home-1", False)]
-    assert server.coordinator._rendezvous.homes() == {}
+    assert rendezvous_of(server.coordinator).homes() == {}
     server.joined(line.folder)
     out = capsys.readouterr().out
     looked_at = ["keys", *["script"] * (command == "join"), "server"]
@@ -212,7 +210,7 @@ def test_restarted_server_keeps_invitations_and_its_address(server: Server) -> N
     invitations.set_address(server.ca, server.address)
     assert invitations.invite(server.ca, ["home-1", "home-2"], keep=True).keys() == {"home-2"}
     again = EnrolmentServer(server.ca, Keys(server.keys), SECRET)
-    server.coordinator._port.enrolment = again
+    port_of(server.coordinator).enrolment = again
     enrolment_client.enrol(home, WAIT_S)
     assert invitations.read_book(server.ca).address == server.address
     assert invitations.pending(server.ca).keys() == {"home-2"}
@@ -282,9 +280,6 @@ def test_locked_ca_is_an_error_within_a_deadline(server: Server, monkeypatch: py
 def test_sites_cannot_replace_the_server_certificate(server: Server) -> None:
     with pytest.raises(InvalidInput, match="E-CLI-OPTION"):
         server.line(invitations.SERVER, again=True)
-
-
-# ---- invitations that are not valid
 
 
 def expired(server: Server) -> HomeLine:
@@ -384,9 +379,6 @@ def test_concurrent_uses_of_a_token_yield_one_certificate(server: Server) -> Non
     assert all(not reply.secret for reply in replies if reply.error)
 
 
-# ---- certificate requests that ask for something else
-
-
 def test_request_must_have_the_invited_name(server: Server) -> None:
     home = server.line()
     reply = attempt(home, request_of("home-2", new_key()))
@@ -420,9 +412,6 @@ def test_requested_extensions_are_ignored(server: Server) -> None:
     assert list(found[x509.ExtendedKeyUsage]) == [ExtendedKeyUsageOID.CLIENT_AUTH]
     assert "server" not in found[x509.SubjectAlternativeName].get_values_for_type(x509.DNSName)
     assert certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC) < 366 * DAY
-
-
-# ---- replay, and somebody in the middle
 
 
 def test_request_signed_for_another_connection_is_refused(server: Server) -> None:
@@ -548,9 +537,6 @@ def test_another_server_of_the_job_cannot_issue_false_keys(server: Server) -> No
     assert home.stored() is None
 
 
-# ---- the port is as strict as without invitations
-
-
 def raw(server: Server, source: str = "") -> socket.socket:
     host, port = server.address.rsplit(":", 1)
     return socket.create_connection((host, int(port)), WAIT_S, (source, 0))
@@ -640,7 +626,7 @@ def test_failed_attempts_of_an_address_are_limited_and_members_are_not(server: S
         assert refusal(lambda: enrolment_client.enrol(bad, WAIT_S)) == "E-INVITATION"
     assert refusal(lambda: enrolment_client.enrol(home, WAIT_S), NotYet) == "E-INVITATION"
     server.joined(folder)
-    failures = server.coordinator._port.enrolment._failed  # type: ignore[union-attr]
+    failures = port_of(server.coordinator).enrolment._failed  # type: ignore[union-attr]
     assert not failures.count("127.0.0.1", time.monotonic() + 60.0)
     assert not failures.count("127.0.0.2", time.monotonic())
 

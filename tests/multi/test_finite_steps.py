@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.attached import assert_refused, data, mlp, outcome, parameters, plan_of, plan_or_codec, same, sync_of
+from support.jobs import distributed_job
 from support.rank_pool import pool, quick
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -155,7 +156,7 @@ def test_grad_scaler_skips_non_finite_steps(how: str, codec: str) -> None:
 def with_residuals(rank: int) -> list[bool]:
     """All-reduced buckets; rank 0 has residuals of an earlier plan."""
     script = Script(rank, "allreduce", "identity()", [3], (1,), "adamw")
-    worker = script.session.inspect.context.worker
+    worker = distributed_job(script.session).worker
     assert worker is not None
     rows = []
     for script.number in range(2, 5):

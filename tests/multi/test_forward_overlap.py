@@ -17,6 +17,7 @@ import torch
 from support import rank_pool
 from support.attached import Raises, assert_refused, data, mlp, outcome, parameters, plan_of, same
 from support.forward import OPTIMIZERS, Held, Net, Training, batch, loss_of
+from support.jobs import distributed_job
 from support.rank_pool import pool
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -45,8 +46,6 @@ def with_and_without(function: Callable[..., Any], *args: Any) -> tuple[list[Any
     return results[0], results[1]
 
 
-# ---- the order
-
 def order(rank: int, address: str) -> list[str]:
     """The events of the second forward pass, if the results for the hidden layer arrive once the convolution has run."""
     training = Training(rank, address, "forward", codec="int8()")
@@ -73,8 +72,6 @@ def test_first_layers_run_before_the_last_result_arrives() -> None:
         results = pool(WORLD).call(order, servers.address)
     assert results == [["stepped", "embedding", "convolution", "applied", "hidden"]] * WORLD
 
-
-# ---- weights, read between the step and the forward pass
 
 def by_copy(t: Training) -> torch.Tensor:
     twin = copy.deepcopy(t.model)
@@ -140,8 +137,6 @@ def test_reads_return_weights_of_the_last_step() -> None:
         assert [name for name, a, b in rows if not torch.equal(a, b)] == []
 
 
-# ---- gradients that are not final, where the script asked for overlap
-
 def clip_alone(t: Training) -> None:
     nn.utils.clip_grad_norm_(t.model.parameters(), 1.0, foreach=False)
 
@@ -186,8 +181,6 @@ def test_pending_gradients_and_unsupported_models_are_refused() -> None:
             assert_refused(converted, "E-MODEL-CHANGED", "scale ", "torch.float64", "torch.float32")
 
 
-# ---- scripts
-
 def nothing(_: int) -> None:
     pass
 
@@ -215,8 +208,6 @@ def weights(t: Training) -> list[nn.Parameter]:
 def gradients(t: Training) -> list[torch.Tensor]:
     return [p.grad for p in weights(t) if p.grad is not None]
 
-
-# ---- scripts that do not read gradients before the step
 
 def clears_after_the_forward_pass(t: Training) -> Seen:
     def backward(step: int) -> None:
@@ -347,8 +338,6 @@ SILENT: list[Script] = [
 ]
 
 
-# ---- scripts that read and change gradients, momenta and weights
-
 def clips_by_hand(t: Training) -> Seen:
     def between(_: int) -> float:
         total = sum(float(g.data.norm(2)) ** 2 for g in gradients(t)) ** 0.5
@@ -414,7 +403,7 @@ def reads_kept_gradients_at_the_end(t: Training) -> Seen:
 
 
 def clears_kept_gradients(t: Training) -> Seen:
-    """After the step, by names of its own."""
+    """After the step, through the script's own references."""
     kept: list[list[torch.Tensor]] = []
     train(t, between=lambda _: kept.append(gradients(t)), after=lambda _: torch._foreach_zero_(kept[-1]), clear="")
     return gradients(t)
@@ -630,7 +619,7 @@ def averaged(rank: int, address: str, overlap: str) -> list[torch.Tensor]:
                                config=rank_pool.quick(join=address))
     for step in range(STEPS):
         if overlap and step == 1:
-            Held(session.inspect.context.worker, until_awaited=True)
+            Held(distributed_job(session).worker, until_awaited=True)
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()
         optimizer.step()
@@ -642,8 +631,6 @@ def test_hook_set_before_attach_reads_new_weights() -> None:
     waited, overlapped = with_and_without(averaged)
     assert all(same(row, waited[0]) for row in (*waited, *overlapped))
 
-
-# ---- steps that need all gradients, and other paths
 
 def configured(rank: int, address: str, overlap: str, how: str) -> dict[str, torch.Tensor]:
     """Rank 1 has an infinite loss in one step, if there is a scaler."""
@@ -676,8 +663,6 @@ def test_clipping_scalers_and_paths_inside_a_node_train_the_same_bits(how: str) 
     assert [same(row, own) for run in runs for row, own in zip(run, runs[0], strict=True)] == [True] * WORLD * len(runs)
 
 
-# ---- a rank that dies, and a script that ends
-
 def caught(rank: int, address: str, overlap: str) -> tuple[list[str], list[torch.Tensor]]:
     """Rank 0's third pass raises; both scripts catch the error."""
     torch.manual_seed(0)
@@ -702,7 +687,7 @@ def test_step_aborted_by_a_peer_does_not_end_later_iterations() -> None:
     for (lines, expected), (overlapped, given) in zip(without, with_, strict=True):
         assert same(given, expected)
         assert [code_of(line) for line in lines if line] in ([""], ["E-STEP-ABANDONED"])
-        # The peer hears of it in the same iteration, as without overlap, or only the log does.
+        # The peer gets the error in the same iteration, as without overlap, or it is only logged.
         assert all(line in {"", own} if "ArithmeticError" not in own else line == own
                    for line, own in zip(overlapped, lines, strict=True))
 

@@ -137,8 +137,6 @@ class Attached:
 Script = Callable[[Attached], None]
 
 
-# ---- scripts whose gradients would not be averaged
-
 def assigns(t: Attached) -> None:
     t.train(0, 3)
     t.model.load_state_dict({name: p.clone() for name, p in t.model.state_dict().items()}, assign=True)
@@ -413,8 +411,6 @@ def test_unaveraged_gradients_end_the_job_on_all_ranks(row: Wrong, how: str) -> 
         assert same(results[0].weights, results[1].weights), "before an optimizer could apply it"
 
 
-# ---- scripts whose gradients are averaged
-
 def accumulates(t: Attached) -> None:
     t.each_step(lambda number: [t.loss(3 * number + micro).backward() for micro in range(3)])
 
@@ -492,7 +488,7 @@ def makes_a_new_optimizer(t: Attached) -> None:
 
 
 def steps_two_optimizers_with_each_gradient(t: Attached) -> None:
-    """A preconditioner, or weight decay of its own, before the optimizer."""
+    """A preconditioner, or separate weight decay, before the optimizer."""
     other = torch.optim.SGD(t.model.parameters(), lr=0.01)
     t.each_step(lambda number: (t.loss(number).backward(), other.step()))
 
@@ -670,10 +666,8 @@ def test_skipped_local_step_still_counts(late: bool, to_none: bool, micros: int)
         assert all(bool(w.isfinite().all()) for w in one.weights)
 
 
-# ---- optimizers of several models, and optimizers that step inside the backward pass
-
-def shared(rank: int) -> None:
-    """One optimizer over two attached models, the second of which is added later."""
+def shared(rank: int) -> list[torch.Tensor]:
+    """One optimizer over two attached models, the second of which is added later. Returns all weights."""
     one, two = mlp(0), mlp(1)
     optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
     with commlayer.attach(one, optimizer, config=quick(ranks_per_node=WORLD)), \
@@ -684,10 +678,14 @@ def shared(rank: int) -> None:
             x, y = data(rank, step)
             nn.functional.mse_loss(one(x) + two(x), y).backward()
             optimizer.step()
+    return parameters(one) + parameters(two)
 
 
 def test_optimizer_may_include_another_attached_model() -> None:
-    pool(WORLD).call(shared)
+    first, *others = pool(WORLD).call(shared)
+    start = parameters(mlp(0)) + parameters(mlp(1))
+    assert all(same(first, other) for other in others)
+    assert not any(torch.equal(before, after) for before, after in zip(start, first, strict=True))
 
 
 def strangers(rank: int, how: str) -> list[str]:

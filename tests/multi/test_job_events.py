@@ -13,9 +13,8 @@ import torch
 from msgspec import structs
 from support import rank_pool
 from support.attached import data, mlp
-from support.commands import commlayer_called  # noqa: F401  (a fixture)
-from support.coordinators import WAIT_S, Failures, all_opened, quick, until  # noqa: F401  (a fixture)
-from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
+from support.coordinators import WAIT_S, Failures, quick, until
+from support.keys import Folders
 from support.membership import running, several, worker
 from support.rank_pool import Servers, pool, ranks_first
 from torch import nn
@@ -42,8 +41,6 @@ _ranks = ranks_first(2)
 def read(log: EventLog) -> list[Event]:
     return [event for line in log.since(0, most=10_000).lines if (event := events.decode(line)) is not None]
 
-
-# ---- the coordinator's own events, as functions of its state
 
 def test_start_event_names_the_members() -> None:
     before = State(0, 0)
@@ -84,7 +81,7 @@ def waits(state: State, now: float, pending: list[PendingWait] | None = None) ->
 def test_coordinator_reports_what_it_waits_for() -> None:
     joining, _ = membership.join(State(3, 1), worker(1, world=3), 0.0)
     assert waits(joining, 7.0) == [("join", ("worker 0", "worker 2", "server 0"), 7.0, 0.0)]
-    assert waits(State(0, 1), 7.0) == []  # nobody knows yet for how many
+    assert waits(State(0, 1), 7.0) == []  # the number of workers is not known yet
     state = several(2, servers=1)
     assert waits(state, 2.0) == []
     for token in ("w0", "s0"):
@@ -104,8 +101,6 @@ def test_wait_event_is_repeated_at_intervals_and_ended_once() -> None:
     assert [event.over for event in found] == [False, False, False, True]
     assert found[-1].names == ("worker 1",)
 
-
-# ---- events of members
 
 def beat(token: str, *sent: Event, first: int = 0, ahead_s: float = 0.0) -> messages.Heartbeat:
     return messages.Heartbeat(token, events=tuple(map(events.encode, sent)), first_event=first, time_s=time.time() + ahead_s)
@@ -165,8 +160,6 @@ def test_sizes_are_checked_when_a_heartbeat_is_decoded(sent: tuple[bytes, ...]) 
     with pytest.raises(CorruptFrame):
         messages.unpack(data, messages.Heartbeat, "w1")
 
-
-# ---- over sockets
 
 def joined(opened: list[Any], count: int = 2, **fields: Any) -> tuple[Coordinator, list[client.Membership]]:
     config = quick(**fields)
@@ -259,8 +252,6 @@ def test_top_needs_valid_keys(
         assert (status, error) == (0, "")
         assert "waiting for worker 0, worker 1 to join" in output or "0 of" in output
 
-
-# ---- a training job
 
 def train(rank: int, folder: str, address: str, every: int) -> tuple[str, float]:
     model = mlp()

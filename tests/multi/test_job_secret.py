@@ -14,6 +14,8 @@ import grpc
 import pytest
 from support.attached import assert_refused, mlp, outcome
 from support.coordinators import WAIT_S, Failures, quick
+from support.internals import config_of
+from support.jobs import distributed_job
 from support.meshes import PATIENCE_S, exchange_pair, soon
 from support.rank_pool import pool
 from support.rank_pool import quick as small
@@ -52,9 +54,6 @@ def join_both(address: str) -> list[client.Membership]:
     with ThreadPoolExecutor(2) as threads:
         joining = [threads.submit(client.join, address, request(r), quick(token=SECRET), Failures()) for r in range(2)]
         return [one.result(WAIT_S) for one in joining]
-
-
-# ---- the coordinator
 
 
 @pytest.mark.parametrize(("token", "line"), WRONG)
@@ -126,7 +125,7 @@ def test_calls_of_strangers_cost_the_coordinator_little() -> None:
         join, body = channel.unary_unary(f"/{messages.SERVICE}/Join"), bytes(24 << 20)
         codes = [one.exception(timeout=WAIT_S).code() for one in [join.future(body, timeout=WAIT_S) for _ in range(8)]]
         assert set(codes) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-        # What a connection has in flight, not what was sent: that is eight times 24 MiB.
+        # The bytes in flight of one connection; the bytes sent are eight times 24 MiB.
         assert peak_nbytes(child.pid) - before < 72 << 20
         for member in join_both(child.control):
             member.leave()
@@ -158,9 +157,6 @@ def test_incomplete_calls_block_no_member(coordinator: Coordinator) -> None:
             call.cancel()
         never.set()
         channel.close()
-
-
-# ---- data connections
 
 
 def server(**settings: Any) -> StreamTransport:
@@ -224,9 +220,6 @@ def test_listener_without_the_secret_is_refused() -> None:
     end.close()
 
 
-# ---- where it comes from
-
-
 def test_secret_is_not_on_the_command_line_or_environment_of_a_child() -> None:
     child = EmbeddedServer.start(quick(token=SECRET), workers=2, servers=0, number=None)
     try:
@@ -240,8 +233,8 @@ def test_secret_is_not_on_the_command_line_or_environment_of_a_child() -> None:
 
 def attached(rank: int) -> str:
     with commlayer.attach(mlp(), compression=commlayer.compressors.identity(), config=small()) as session:
-        link: Any = session.inspect.context.uplink
-        return str(link._config.token)
+        link: Any = distributed_job(session).uplink
+        return str(config_of(link).token)
 
 
 def test_ranks_of_a_group_create_and_share_a_secret() -> None:

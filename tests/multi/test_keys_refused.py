@@ -20,10 +20,10 @@ import msgspec
 import pytest
 from support.attached import assert_refused, outcome
 from support.coordinators import WAIT_S, Failures, quick, until
+from support.internals import asker_of, channel_of, judge_of, known_connections, port_of, send_unchecked
 from support.keys import (
     Folders,
     RawKeys,
-    made_folders,  # noqa: F401  (a fixture)
 )
 from support.meshes import GrpcEnd, exchange_pair, soon
 
@@ -49,7 +49,7 @@ SECRET = "correct-horse-battery"
 
 
 class End(NamedTuple):
-    """Something that listens, and a way to talk to it as a stranger and as a friend."""
+    """A listener, and functions to talk to it as a stranger and as a member."""
 
     address: tuple[str, int]
     protocol: str
@@ -158,9 +158,6 @@ def logged(caplog: pytest.LogCaptureFixture, reason: str) -> None:
     assert all("127.0.0.1:" in line for line in results), "and says where from"
 
 
-# ---- the error of a refused peer
-
-
 TOLD = [
     ("foreign", "E-CERTIFICATE-CA"),
     ("expired", "E-CERTIFICATE-DATE"),
@@ -203,9 +200,6 @@ def test_keys_on_one_end_only(local: str, present: str, line: str, folders: Fold
         client.join(coordinator.address, messages.worker_request("job", 0, 1), quick(token=SECRET, keys=mine), Failures())
     for each in (worker, server, coordinator):
         each.close()
-
-
-# ---- the secret, bound to the connection
 
 
 def test_secret_of_another_job_is_refused_despite_a_valid_certificate(
@@ -278,20 +272,17 @@ def test_call_with_the_proof_of_another_is_refused(folders: Folders) -> None:
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     mine, other = (CoordinatorChannel(coordinator.address, SECRET, Keys(f)) for f in (folders.worker, folders.second))
     sent: list[bytes] = []
-    send = mine._asker._call
-    mine._asker._call = lambda method, data, timeout_s: (sent.append(data), send(method, data, timeout_s))[1]
+    send = asker_of(mine)._call
+    asker_of(mine)._call = lambda method, data, timeout_s: (sent.append(data), send(method, data, timeout_s))[1]
     request = messages.Heartbeat("unknown")
     assert mine.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).unknown_token
     with pytest.raises(Exception, match="does not prove"):
-        other._send("Heartbeat", sent[-1], WAIT_S)
+        send_unchecked(other, "Heartbeat", sent[-1], WAIT_S)
     relay = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.second))
-    relay._asker._channel = Keys(folders.worker).own.fingerprint
+    asker_of(relay)._channel = Keys(folders.worker).own.fingerprint
     assert_refused(outcome(lambda: relay.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S)), "E-SECRET")
     for each in (mine, other, relay, coordinator):
         each.close()
-
-
-# ---- floods
 
 
 def test_flood_of_handshakes_blocks_no_member(end: End, folders: Folders) -> None:
@@ -343,11 +334,12 @@ def test_revoked_node_is_disconnected(folders: Folders, tmp_path: Path) -> None:
     assert (error.peer, error.code) == ("worker 1", "E-PEER-LOST")
     assert "certificate (gpu-9)" in error.what
     assert_refused(outcome(lambda: worker.dial(SERVER_BASE, server.listen(), soon())), "E-CERTIFICATE-REVOKED")
-    for each in (*members, worker, server, coordinator):
-        each.close()
+    for member in members:
+        member.close()
+    worker.close()
+    server.close()
+    coordinator.close()
 
-
-# ---- revocation lists
 
 @pytest.fixture
 def ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -469,7 +461,7 @@ def test_certificate_is_checked_again_after_a_reconnect(folders: Folders) -> Non
     member = client.join(address, messages.worker_request("job", 0, 1, plan=b"a plan"),
                          quick(token=SECRET, keys=str(folders.worker)),
                          Failures())
-    link = member._channel
+    link = channel_of(member)
     request = messages.Heartbeat("unknown")
     assert link.call("Heartbeat", request, messages.HeartbeatReply, 5.0).unknown_token
     # A restarted one, with a key as good as before, is taken.
@@ -479,8 +471,8 @@ def test_certificate_is_checked_again_after_a_reconnect(folders: Folders) -> Non
     coordinator.close()
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.revoked), port=port), workers=1)
     received: list[str] = []
-    heartbeat = coordinator._verifier.opened
-    coordinator._verifier.opened = lambda *args: (received.append(args[1]), heartbeat(*args))[1]  # type: ignore[method-assign]
+    heartbeat = judge_of(coordinator).opened
+    judge_of(coordinator).opened = lambda *args: (received.append(args[1]), heartbeat(*args))[1]  # type: ignore[method-assign]
     for _ in range(3):  # and every thread's call, not only the first one's that finds out
         assert_refused(outcome(lambda: until_answered(link)), "E-CERTIFICATE-REVOKED")
     assert received == [], "and hears nothing"
@@ -523,7 +515,7 @@ def test_only_unrevoked_nodes_of_the_job_are_accepted_as_coordinator(
     with pytest.raises(Refused) as caught:
         asker.ask("Join", b"body", WAIT_S)
     assert caught.value.code == code
-    assert impostor.received == ["Join"] * (nodes == "server server revoked worker"), "a call before a proof says too much"
+    assert impostor.received == ["Join"] * (nodes == "server server revoked worker"), "a call before the proof reveals too much"
 
 
 def test_coordinator_of_the_job_is_accepted(folders: Folders) -> None:
@@ -553,12 +545,12 @@ def test_reconnect_needs_one_connection(folders: Folders, monkeypatch: pytest.Mo
     link = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
     monkeypatch.setattr(diagnosis, "diagnose", None)
     accepted: list[str] = []
-    serve = coordinator._port._forward
-    monkeypatch.setattr(coordinator._port, "_forward", lambda known: (accepted.append(known.where), serve(known)))
+    serve = port_of(coordinator)._forward
+    monkeypatch.setattr(port_of(coordinator), "_forward", lambda known: (accepted.append(known.where), serve(known)))
     assert until_answered(link).unknown_token
-    for connection in list(coordinator._port._known.values()):
+    for connection in list(known_connections(coordinator).values()):
         shut_down(connection.sock)
-    until(lambda: not coordinator._port._known, "the end of the connection")
+    until(lambda: not known_connections(coordinator), "the end of the connection")
     assert until_answered(link).unknown_token
     assert len(accepted) == 2
     link.close()
@@ -570,9 +562,9 @@ def test_revoked_coordinator_is_refused_while_connected(ca: Path) -> None:
     member = client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=b"a plan"),
                          quick(token=SECRET, keys=str(ca / "gpu-1")), Failures())
     request = messages.Heartbeat("unknown")
-    assert member._channel.call("Heartbeat", request, messages.HeartbeatReply, 5.0).unknown_token
+    assert channel_of(member).call("Heartbeat", request, messages.HeartbeatReply, 5.0).unknown_token
     authority.revoke(ca.parent, "server-1")
-    line = outcome(lambda: member._channel.call("Heartbeat", request, messages.HeartbeatReply, 5.0))
+    line = outcome(lambda: channel_of(member).call("Heartbeat", request, messages.HeartbeatReply, 5.0))
     assert_refused(line, "E-CERTIFICATE-REVOKED", "(server-1)")
     member.close()
     coordinator.close()
@@ -593,7 +585,7 @@ def test_node_revoked_after_the_handshake_receives_the_reason(ca: Path, monkeypa
     """Its connection is about to be closed; until then it must not search for an error in its secret."""
     gone = authority.add(ca.parent, "gpu-9")
     coordinator = Coordinator(quick(token=SECRET, keys=str(ca / "server-1")), workers=1)
-    monkeypatch.setattr(coordinator._port, "drop", lambda _: None)
+    monkeypatch.setattr(port_of(coordinator), "drop", lambda _: None)
     link = CoordinatorChannel(coordinator.address, SECRET, Keys(gone))
     try:
         assert not link.call("Join", messages.worker_request("job", 7, 1), messages.JoinReply, WAIT_S).error.count("revoked")
@@ -606,12 +598,9 @@ def test_node_revoked_after_the_handshake_receives_the_reason(ca: Path, monkeypa
         coordinator.close()
 
 
-# ---- after a coordinator's restart
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("when", ["while it was away", "after the restart"])
-def test_restarted_coordinator_disconnects_revoked_nodes(when: str, folders: Folders,
-                                                                                tmp_path: Path) -> None:
+def test_restarted_coordinator_disconnects_revoked_nodes(when: str, folders: Folders, tmp_path: Path) -> None:
     """No worker registers again: the journal has the registrations."""
     gone = authority.add(folders.ca, f"gpu-{'away' if when.startswith('while') else 'behind'}")
     (tmp_path / "two").mkdir()
@@ -639,8 +628,9 @@ def test_restarted_coordinator_disconnects_revoked_nodes(when: str, folders: Fol
         assert lines[0].came.wait(WAIT_S), "it sent nothing"
         assert f"worker 1: its certificate ({gone.name}) was revoked" in str(lines[0].errors[0])
     finally:
-        for each in (*both, second):
-            each.close()
+        for member in both:
+            member.close()
+        second.close()
 
 
 def test_refused_peers_leave_no_state(folders: Folders) -> None:

@@ -64,7 +64,7 @@ def test_nodes_send_probes_in_sequence_within_the_time(
     turns, turn_s = turns_of(nodes, 1.28, round_trip_s, everywhere=everywhere)
     assert turns == wanted
     least_s = (OPENING + DRAINED) * round_trip_s
-    assert turn_s >= least_s, "windows open, and what is under way comes through"
+    assert turn_s >= least_s, "windows open, and bytes in flight arrive"
     assert 2 * turns * turn_s == pytest.approx(max(1.28, 2 * turns * least_s)), "however many nodes"
 
 
@@ -122,7 +122,7 @@ def probing(run: Run) -> list[dict[str, Any]]:
 
 @pytest.mark.nightly
 def test_rates_known_from_steps_are_not_probed() -> None:
-    # Over loopback a round trip takes nothing; what counts here is who asks for what.
+    # Over loopback a round trip takes nothing; the test checks which rank requests which probe.
     results = pool(WORLD).call(play, WORLD, probing, Setting("module", servers=SERVERS))
     report, half, nothing, behind_another = zip(*results, strict=True)
     for result in report:
@@ -131,4 +131,4 @@ def test_rates_known_from_steps_are_not_probed() -> None:
         assert result["alpha_s"] > 0
     for result in (*half, *nothing, *behind_another):
         assert result["asked"] == ["up", "down"], "where one does not know, all send, and then receive"
-        assert min(result["found"]) > max(TOLD), "loopback is faster than what was made up"
+        assert min(result["found"]) > max(TOLD), "loopback is faster than the fabricated rates"

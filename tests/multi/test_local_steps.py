@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from support import rank_pool
 from support.attached import assert_refused, data, outcome, plan_or_codec, same, sync_of
+from support.jobs import distributed_job
 from support.rank_pool import Servers, pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -78,7 +79,7 @@ class Training:
 
     @property
     def local(self) -> Any:
-        return self.session.inspect.context.local
+        return distributed_job(self.session).local
 
     def step(self, step: int, *, infinite: str = "") -> npt.NDArray[np.float32]:
         """`infinite`: "gradients" or "weights" of the first tensor."""
@@ -209,7 +210,7 @@ def one_fragment_not_finite(rank: int, address: str, codec: str) -> tuple[Any, A
         since[masks[turn]] = 0
     training.session.flush()
     residuals = np.zeros((TENSORS, SIZE))
-    for bucket in training.session.inspect.context.worker.buckets:
+    for bucket in distributed_job(training.session).worker.buckets:
         for residual in bucket.ledger.residuals():
             residuals[residual.tensor, residual.start : residual.stop] += np.asarray(residual.values)
     applied = first - training.weights()
@@ -233,8 +234,8 @@ def ahead(rank: int, address: str) -> int:
         if step == far:
             dist.barrier()  # rank 0 is one step before the end of a round whose exchange rank 1 has not begun
         training.step(step)
-    training.session.close()  # merges the exchange under way, and exchanges the steps taken meanwhile
-    return training.session.inspect.context.exchanges
+    training.session.close()  # merges the running exchange, and exchanges the steps taken since
+    return distributed_job(training.session).exchanges
 
 
 def test_steps_do_not_wait_for_a_running_exchange() -> None:
@@ -321,8 +322,6 @@ def test_fragments_are_consecutive_buckets_of_the_plan() -> None:
         assert fragments_of(buckets, count) == wanted
     assert_refused(outcome(lambda: fragments_of(buckets[:2], 3)), "E-SYNC-FRAGMENTS", "fragments=3: ", " 2 ")
 
-
-# ---- against AdamW with running statistics, averaged by hand
 
 class Net(nn.Module):
     """With running statistics, two learning rates, and a layer that no step uses."""

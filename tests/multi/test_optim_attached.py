@@ -64,7 +64,7 @@ def trained(run: Run, kind: str, *, lazy: bool, cleared: bool) -> dict[str, Any]
         nn.functional.mse_loss(wrapped(x, spare=step % 3 == 0), y).backward()
         layouts.append([p.grad is not None and p.grad.is_sparse for p in model.parameters()])
         if cleared and step == 2:
-            continue  # the average is thrown away, so its entries go to the residual
+            continue  # the average is discarded, so its entries go to the residual
         optimizer.step()
         if lazy:
             optimizer.flush()

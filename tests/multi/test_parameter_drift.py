@@ -27,7 +27,7 @@ def momentum(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def run(rank: int, how: str, drift: str, strays: bool, unlike: bool = False) -> dict[str, Any]:
     """Rank 1 alone changes a weight by its last bits, and what its optimizer keeps of it."""
-    model = mlp().to(memory_format=torch.contiguous_format)
+    model = mlp().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     wrapped: Any = DistributedDataParallel(model) if how == "ddp" else model
     plan = "auto" if how != "local" else plan_of(model, path="allreduce", ranks_per_node=WORLD, local_steps=2)

@@ -64,8 +64,6 @@ def account(worker: Worker, shapes: Shapes, rank: int, steps: int, broken: bool 
             "residuals": residuals_of(shapes, (part for bucket in worker.buckets for part in bucket.ledger.residuals()))}
 
 
-# ---- over collectives
-
 COLLECTIVES = [path for kind in ("flat", "two-level", "sum") for path in tree.kind(kind, ("cpu",))]  # type: ignore[arg-type]
 SUMS = tree.kind("sum", ("cpu",))
 """Codecs whose payloads add up are all-reduced without being decoded."""
@@ -145,8 +143,6 @@ def test_different_random_draws_are_reported_on_all_ranks() -> None:
         assert_refused(outcome(reduced.merge), "E-PAYLOAD", "seeds")
 
 
-# ---- over servers
-
 SERVERS = 2
 NODES = Cluster(tuple(machines.node(f"n{i}", "cpu", "10g", ranks=PER_NODE) for i in range(WORLD // PER_NODE)))
 SERVED = [spell(path) for path in tree.options(NODES, kinds=("service",))]
@@ -165,7 +161,7 @@ CODINGS: dict[str, dict[str, Any]] = {
     "low rank": {"codec": "powersgd(rank=1)"},
 }
 SERVER_ALONE = ("random", "low rank")
-"""Their sums come back as the codec's own: a server can send them on in no other way."""
+"""Their sums are encoded by the same codec, because a server can send them in no other form."""
 BOUNDS = {"dense": 1e-5, "cast": 4e-3}
 """How far a step's sum may be from the plain one."""
 CASES = [(path, name) for path in SERVED for name in CODINGS
@@ -209,7 +205,7 @@ def test_servers_apply_equal_bits_and_conserve_gradients(served: list[dict[str, 
             assert all(torch.equal(WORLD * r["applied"][number][tensor], got[number]) for r in served[:WORLD]), CASES[tensor]
             if name in BOUNDS:
                 assert (got[number] - put[number]).abs().max() <= BOUNDS[name] * (1 + put[number].abs().max()), CASES[tensor]
-        if name != "cast":  # what it keeps back is no sum of what was not sent
+        if name != "cast":  # its residual is no sum of unsent values
             residuals = torch.stack([r["residuals"][tensor] for r in served]).sum(0)
             torch.testing.assert_close(sum(got) + residuals, sum(put), rtol=1e-4, atol=1e-4)
 
@@ -239,8 +235,6 @@ def test_script_may_choose_a_codec_per_direction() -> None:
     line = outcome(lambda: two_way(topk(0.5), two_way(topk(0.5), int8())))
     assert_refused(line, "E-CODEC-ARGUMENT", "two_way: down is two_way")
 
-
-# ---- inside nodes, where collectives run on GPUs
 
 def waits_for_owner(rank: int, key: str) -> bool:
     """Whether this rank starts only after the owner has the result."""

@@ -145,8 +145,6 @@ def test_plan_runs_like_the_equivalent_arguments(way: str) -> None:
     assert all(torch.equal(r["weights"], lines[0]["weights"]) for r in (*lines, *by_plan))
 
 
-# ---- plans that no rank here could run
-
 ONE_TENSOR = Job((TensorInfo("a", (64,)),))
 GATHERED, REDUCED = "encode@cpu all.allgather decode@cpu", "encode@cpu all.allreduce decode@cpu"
 SERVED = "node.reduce encode@cpu net.push net.pull decode@cpu node.broadcast"
@@ -208,8 +206,6 @@ def test_verify_accepts_only_paths_of_the_tree(fields: dict[str, Any], lines: st
         assert lines in problems[0]
 
 
-# ---- predictions
-
 LONGEST_S, SHORTEST_S = 1e6, 1e-9
 """Predictions that no step comes near."""
 BEGIN = stale_plan.StaleState()
@@ -222,7 +218,7 @@ def planned(predicted_s: float) -> Plan:
 def after(
     steps: list[tuple[Plan | None, float]], state: stale_plan.StaleState = BEGIN, *, first: int = 1,
 ) -> tuple[stale_plan.StaleState, list[StalePlan]]:
-    """The state behind these steps, and its decisions."""
+    """The state after these steps, and its decisions."""
     lines = []
     for number, (requested, seconds) in enumerate(steps, first):
         state, stale = stale_plan.decide(state, requested, number, seconds)
@@ -238,7 +234,7 @@ def test_missed_prediction_is_logged_once(seconds: float) -> None:
     state, lines = after([(requested, seconds)], state, first=PATIENCE + 1)
     assert lines == [StalePlan(PATIENCE + 1, 1.0, seconds, PATIENCE)]
     state, lines = after([(requested, seconds)] * 200, state)
-    assert lines == [], "from then on that is what is expected"
+    assert lines == [], "from then on the new time is expected"
     _, lines = after([(requested, 2 * seconds)] * (PATIENCE + 2), state)
     assert [event.usual for event in lines] == [True]
 

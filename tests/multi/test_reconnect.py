@@ -17,9 +17,10 @@ import pytest
 import torch
 from support import rank_pool
 from support.attached import assert_refused, data, mlp, outcome, plan_of, sync_of
+from support.internals import core_of
+from support.jobs import distributed_job
 from support.keys import (
     Folders,
-    made_folders,  # noqa: F401  (a fixture)
 )
 from support.meshes import FAR, soon
 from support.rank_pool import Servers, pool
@@ -41,8 +42,6 @@ from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
 from tests.chaos import proxy
 
-# ---- connections that are cut: a proxy that ends them at given bytes, and ranks and servers that talk through it
-
 UP, DOWN = 0, 1
 
 
@@ -56,7 +55,7 @@ class Cut(NamedTuple):
 
 
 class Cutter:
-    """A proxy before one address. `shots` counts the cuts that were made, `passed` the bytes each way."""
+    """A proxy before one address. `shots` counts the cuts, `passed` the bytes in each direction."""
 
     def __init__(self, target: Address, cuts: list[Cut], host: str = "127.0.0.1") -> None:
         self._target = target
@@ -197,8 +196,6 @@ class Counted:
         self._inner.add(r, payload, acc, first)
 
 
-# ---- the tests
-
 WORLD, STEPS = 3, 4
 CODECS = ["identity()", "int8()", "topk(ratio=0.1)", "powersgd(rank=2)", "randomk(ratio=0.1)",
           "momentum(topk(ratio=0.1))"]
@@ -216,7 +213,7 @@ class Outcome:
         """`weighed`: ranks weigh something else in every step, and do not announce it."""
         self.added: Counter[tuple[int, int]] = Counter()
         with Rig(WORLD, codec, hub=hub, **rig) as job:
-            cells = [cell for server in job.servers for cell in server._core.cells.values()]
+            cells = [cell for server in job.servers for cell in core_of(server).cells.values()]
             for cell in cells:
                 cell.ops = Counted(cell.ops, self.added, cell.bucket)
             shapes = [info.shape for info in job.job.tensors]
@@ -227,7 +224,7 @@ class Outcome:
                     if weighed:
                         worker.units.weight = 1.0 + (3 * rank + 2 * n) % 5
                     report += [t for t in step(worker, gradients(rank, n, shapes)) if t is not None]
-                worker.drain()  # of what is a step late, the last was not waited for
+                worker.drain()  # the last stale results were not awaited
                 return report
 
             self.results = on_ranks(WORLD, train, 60.0)
@@ -306,9 +303,6 @@ def test_cut_inside_a_handshake_is_recovered(folders: Folders, way: int, how: st
     assert cutter.shots >= len(ends) - 2
     for end in (worker, server, cutter):
         end.close()
-
-
-# ---- what ends it all the same
 
 
 def pair(window_s: float, keys: tuple[Keys | None, Keys | None] = (None, None), begun: Callable[[StreamTransport], object] = id,
@@ -420,8 +414,6 @@ def test_second_process_of_a_rank_is_refused_while_the_first_is_connected() -> N
         end.close()
 
 
-# ---- in training
-
 PAIR, EXCHANGES = 2, 9
 _ranks = rank_pool.ranks_first(PAIR)
 WAYS: dict[str, dict[str, Any]] = {
@@ -443,7 +435,7 @@ def trained(rank: int, address: str, how: str, folder: str) -> tuple[list[torch.
         nn.functional.mse_loss(called(x), y).backward()
         if how == "states" and number == 2:
             optimizer.zero_grad()
-            switch(session.inspect.context, plan_of(model, "int8()") if rank == 0 else None)
+            switch(distributed_job(session), plan_of(model, "int8()") if rank == 0 else None)
             continue
         optimizer.step()
         if how == "states" and number in (4, 6):

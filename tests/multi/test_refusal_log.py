@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.coordinators import WAIT_S, quick, until
+from support.internals import asker_of, known_connections, send_unchecked
 from support.keys import (
     Folders,
-    made_folders,  # noqa: F401  (a fixture)
 )
 
 from commlayer.cluster.calls import messages
@@ -48,13 +48,14 @@ def test_reconnecting_member_is_not_logged_as_a_stranger(
     channels = [CoordinatorChannel(coordinator.address, "the-jobs-secret" if knows else "another-secret") for _ in range(3)]
     with caplog.at_level(logging.INFO, "commlayer"):
         for channel in channels:
-            channel._asker._known = Known(bytes(16), None)  # of a connection that is gone
+            asker_of(channel)._known = Known(bytes(16), None)  # of a connection that is gone
             with contextlib.suppress(Refused):
                 channel.call("Heartbeat", messages.Heartbeat("unknown"), messages.HeartbeatReply, 10.0)
         time.sleep(0.6)
     assert [r.levelno for r in caplog.records if "does not prove" in r.getMessage()] == [logging.WARNING] * (not knows)
-    for each in (*channels, coordinator):
-        each.close()
+    for channel in channels:
+        channel.close()
+    coordinator.close()
 
 
 def test_refusal_floods_are_counted_and_probes_hide_no_refusal(
@@ -74,8 +75,6 @@ def test_refusal_floods_are_counted_and_probes_hide_no_refusal(
         (logging.WARNING, "50 more were refused within a minute"), (logging.WARNING, "refused: rank 5")]
 
 
-# ---- members that break the protocol, flood and forge
-
 SECRET = "correct-horse-battery"
 Connect = Callable[[Path], CoordinatorChannel]
 
@@ -91,9 +90,6 @@ def channel(to: Coordinator, folder: Path | None = None) -> CoordinatorChannel:
     return CoordinatorChannel(to.address, SECRET, Keys(folder) if folder else None, own=True)
 
 
-# ---- what breaks the protocol
-
-
 @pytest.mark.parametrize(("method", "request_", "line"), [
     ("Heartbeat", messages.HeartbeatReply(), ".*Heartbeat.*`unknown_token`"),
     ("PlanPart", messages.PlanPart("digest", 10, 5, b"beyond its end"), r".*\b5 to 19\b.*\b10\b"),
@@ -104,27 +100,23 @@ def test_protocol_violator_is_named_by_its_certificate_and_disconnected(
 ) -> None:
     bad, good = channel(keyed, folders.worker), channel(keyed, folders.second)
     assert good.call("Heartbeat", messages.Heartbeat("unknown"), messages.HeartbeatReply, WAIT_S).unknown_token
-    front = keyed._port
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(Refused, match=f"gpu-1 at .*: {line}.*E-FRAME"):
         bad.call(method, request_, messages.HeartbeatReply, WAIT_S)
     (lines,) = [r.getMessage() for r in caplog.records]
     results = re.match(f"connection from (gpu-1 at (127.0.0.1:\\d+)) refused: {line}", lines)
     assert results, lines
     where, address = results.groups()
-    assert where in {one.where for one in front._known.values()}
-    assert f"ipv4:{address}" not in front._known, "its own end's address, not the front's"
+    assert where in {one.where for one in known_connections(keyed).values()}
+    assert f"ipv4:{address}" not in known_connections(keyed), "its own end's address, not the front's"
     with pytest.raises(Exception, match="does not prove"):  # nothing that comes by that connection is read any more
-        bad._send("Heartbeat", b"", WAIT_S)
+        send_unchecked(bad, "Heartbeat", b"", WAIT_S)
     until = time.monotonic() + WAIT_S
-    while where in {one.where for one in front._known.copy().values()}:
+    while where in {one.where for one in known_connections(keyed).copy().values()}:
         assert time.monotonic() < until, "its connection is still there"
         time.sleep(0.02)
     assert good.call("Heartbeat", messages.Heartbeat("unknown"), messages.HeartbeatReply, WAIT_S).unknown_token
     for each in (bad, good):
         each.close()
-
-
-# ---- what cannot be met, again and again
 
 
 @pytest.mark.parametrize("request_", [messages.worker_request("job", 5, 1), messages.site_request(2)], ids=["worker", "site"])
@@ -141,9 +133,6 @@ def test_refused_requests_do_not_fill_the_log(
     assert lines in range(5, 12), "of 20; 10, and a line more, if a minute ends meanwhile"
     mine.close()
     coordinator.close()
-
-
-# ---- what they write of themselves
 
 
 def test_peers_cannot_forge_log_lines_or_reasons(caplog: pytest.LogCaptureFixture) -> None:
@@ -176,16 +165,13 @@ def test_peers_cannot_forge_log_lines_or_reasons(caplog: pytest.LogCaptureFixtur
     coordinator.close()
 
 
-# ---- what is no offence
-
-
 def test_reconnected_member_is_not_logged_as_refused(
         folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     link = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
     request = messages.Heartbeat("unknown")
     assert link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).unknown_token
-    for connection in list(coordinator._port._known.values()):
+    for connection in list(known_connections(coordinator).values()):
         shut_down(connection.sock)
     until = time.monotonic() + WAIT_S
     while True:
@@ -195,23 +181,21 @@ def test_reconnected_member_is_not_logged_as_refused(
         except CommError:
             assert time.monotonic() < until
     assert "refused" not in caplog.text
-    # A connection that goes on without proof is noted once.
+    # A connection that continues without a proof is logged once.
     forged = bytes(40)
     for _ in range(2):
         with pytest.raises(Exception, match="does not prove"):
-            link._send("Heartbeat", forged, WAIT_S)
+            send_unchecked(link, "Heartbeat", forged, WAIT_S)
     link.close()
     coordinator.close()
     assert [r.getMessage().split()[2] for r in caplog.records if "refused" in r.getMessage()] == ["gpu-1"]
 
 
-# ---- connections that close without a word
-
 NOTHING = "the connection was closed before any message was sent"
 
 
 class Job:
-    """A coordinator and a server, the settings of who looks at them, and their log."""
+    """A coordinator and a server, the settings of a client, and their log."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture, folders: Folders | None) -> None:
         keys = {"keys": str(folders.server)} if folders else {}
@@ -245,7 +229,7 @@ def test_doctor_connections_are_not_refusals(job: Job, caplog: pytest.LogCapture
         assert server.dial_tls(job.mine.join, keys, tls.CONTROL) == ""
         assert server.dial_tls(job.serving.address, keys, tls.DATA) == ""
         assert server.dial_streams(job.serving.streams, keys) == ""
-        until(lambda: len(job.lines()) >= 2, "both ways to the server are noted")
+        until(lambda: len(job.lines()) >= 2, "both ports of the server are logged")
     where = "gpu-1 at 127.0.0.1:" if job.mine.keys else ("127.0.0.1:", "ipv4:127.0.0.1:")
     noted = job.lines()
     assert {(line["event"], line["why"]) for line in noted} == {("probed", NOTHING)}

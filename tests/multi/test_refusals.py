@@ -39,8 +39,6 @@ def row(act: Callable[..., object], code: str, *names: str) -> Row:
     return Row(act, code, names)
 
 
-# ---- in one process
-
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -205,13 +203,13 @@ def test_malformed_plan_file_is_named(text: str, name: str, tmp_path: Path) -> N
 def test_matching_plan_file_and_initialized_lazy_model_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(records.encode(plan_of(mlp())))
-    commlayer.attach(mlp(), plan=str(path)).close()
+    with commlayer.attach(mlp(), plan=str(path)) as session:
+        assert session.world_size == 1
     model = nn.Sequential(nn.LazyLinear(8))
     model(torch.ones(4, 5))
-    commlayer.attach(model).close()
+    with commlayer.attach(model) as session:
+        assert session.world_size == 1
 
-
-# ---- with two ranks, on both
 
 def sharded(how: str) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -342,8 +340,6 @@ def test_servers_refuse_a_different_number_of_workers() -> None:
         for rank, line in enumerate(pool(WORLD).call(join, servers.address)):
             assert_refused(line, "E-WORKERS", f"Refused: coordinator {servers.address}: ", f"worker {rank} on ", " 2 ", " 3")
 
-
-# ---- while training
 
 def weightless(rank: int, setting: Setting) -> list[str]:
     """On both ranks; then one more step, which must end, too."""

@@ -28,9 +28,9 @@ from support.coordinators import (
     ROOT,
     WAIT_S,
     Failures,
-    all_opened,  # noqa: F401  (a fixture)
     quick,
 )
+from support.internals import core_of, state_of
 from support.meshes import FAR, soon
 from support.serving import JOB, PLAN, Pair, changed, epoch_of, plan_of
 from support.workers import Rig, job, on_ranks, step
@@ -82,15 +82,15 @@ class Asked:
 
     @property
     def changed(self) -> bool:
-        core = self.serving._server._core  # type: ignore[union-attr]
+        core = core_of(self.serving._server)  # type: ignore[union-attr]
         return core.generation != 1 or any(cell.ended for cell in core.cells.values())
 
 
 def test_server_enters_the_epoch_of_the_coordinator(opened: list[Any]) -> None:
     requested = Asked(opened)
     for _ in range(2):
-        assert requested.answer(requested.next) == "", "said twice is done once"
-    core = requested.serving._server._core  # type: ignore[union-attr]
+        assert requested.answer(requested.next) == "", "a repeated request has no further effect"
+    core = core_of(requested.serving._server)  # type: ignore[union-attr]
     assert (core.generation, core.cells[0].members) == (wire_generation(requested.next), (0, 1))
 
 
@@ -157,13 +157,11 @@ def test_plan_of_another_membership_is_refused_in_a_fixed_job(opened: list[Any],
     assert not requested.changed
 
 
-# ---- a server's codec operations on one bucket
-
 needs_native = pytest.mark.skipif("native" not in kernels.BACKENDS, reason="built without the native core")
 
 SLICES = (Slice(0, 0, 4000), Slice(1, 16, 4016), Slice(2, 0, 16128))
 VECTOR = Bucket(0, SLICES, "service")
-"""Larger than what is sorted whole (selection.FEW_ENTRIES)."""
+"""Larger than tensors that are sorted completely (selection.FEW_ENTRIES)."""
 CASES = [*({"codec": text} for text in kit.NAMED.values() if "powersgd" not in text),
          *({"codec": "topk(ratio=0.05)", "down": down} for down in ("int8()", "error_feedback(topk(ratio=0.05))"))]
 
@@ -230,7 +228,7 @@ def test_embedded_server_loads_no_torch_for_any_codec(backend: str) -> None:
     with contextlib.ExitStack() as stack:
         child = EmbeddedServer.start(config, workers=1)
         stack.callback(child.close)
-        assert not loaded(child.pid, "libtorch_cpu"), "by the time that it tells its address"
+        assert not loaded(child.pid, "libtorch_cpu"), "once it reports its address"
         link = worker_client.connect(child.control, messages.worker_request(job.digest(), 0, 1, plan=plan), config)
         stack.callback(link.close)
         for bucket in buckets:
@@ -246,8 +244,6 @@ def test_embedded_server_loads_no_torch_for_any_codec(backend: str) -> None:
         assert not loaded(child.pid, "libtorch_cpu")
 
 
-# ---- a summation server between its coordinator and its workers
-
 UNFIT = [
     (b"\x00", "E-PLAN-REFUSED", "plan of worker 0: JSON is malformed"),
     (records.encode(plan_of(ranks_per_node=0)), "E-PLAN-REFUSED", "plan of worker 0: ranks_per_node is 0"),
@@ -262,7 +258,7 @@ UNFIT = [
 
 @pytest.mark.parametrize(("plan", "code", "line"), UNFIT)
 def test_unsupported_plan_is_one_line_for_the_server_and_its_workers(plan: bytes, code: str,
-                                                                                line: str, opened: list[Any]) -> None:
+                                                                     line: str, opened: list[Any]) -> None:
     serving = DataServer("127.0.0.1", 0, quick())
     opened.append(serving)
     with pytest.raises(InvalidInput) as caught:
@@ -316,7 +312,7 @@ def test_workers_do_not_dial_servers_where_plain_text_is_forbidden(address: str,
     assert caught.value.what.startswith("address of server 0: ")
     assert address.partition(":")[0] in caught.value.what
     assert caught.value.code == code
-    assert coordinator._state.registrations[request.token].left == f"could not reach a server: {caught.value}"
+    assert state_of(coordinator).registrations[request.token].left == f"could not reach a server: {caught.value}"
 
 
 @pytest.mark.parametrize("exchanges", [0, 1])
@@ -382,8 +378,6 @@ def test_server_started_for_a_separate_coordinator_uses_any_port(monkeypatch: py
             EmbeddedServer.start(quick(port=7000), join=join)
     assert [env["COMMLAYER_PORT"] for env in environments] == ["7000", "0"]
 
-
-# ---- a summation server that is killed in the middle of a step and started again
 
 WORLD, STEPS, TOKEN = 2, 30, "a-job's-secret"
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")} | {
@@ -456,7 +450,7 @@ class Served:
     def close(self) -> None:
         until = time.monotonic() + WAIT_S
         while not all(up.coordinated for up in self.ups) and time.monotonic() < until:
-            time.sleep(0.01)  # one whose leaving is not heard is missed only by its silence
+            time.sleep(0.01)  # a member whose leave is lost is detected only by its silence
         for worker in self.workers:
             worker.close()
         for up in self.ups:

@@ -31,7 +31,7 @@ from support.attached import (
     train_step,
 )
 from support.components import Calls
-from support.jobs import FakeJob
+from support.jobs import FakeJob, distributed_job
 from support.rank_pool import Servers, pool, quick, ranks_first
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -108,7 +108,7 @@ def test_single_process_steps_are_counted(how: str, monkeypatch: pytest.MonkeyPa
 
 def noisy(rank: int, address: str, noise: float) -> list[float]:
     """Trains on gradients of ones with noise of this standard deviation, so that the noise scale is its square in batches."""
-    quality.TIME_PART = 1e9
+    quality.TIME_PART = 1e9  # type: ignore[attr-defined]
     model = nn.Linear(16384, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     generator, found = torch.Generator().manual_seed(rank), []
@@ -183,8 +183,6 @@ def test_plan_with_stale_sparse_results_is_reported_once(ratio: float, codes: li
     assert (first, second) == (codes, [])
 
 
-# ---- observers
-
 PLACES = (Order.CONTROLLER, Order.TRACE, Order.OTHER)
 
 
@@ -231,7 +229,7 @@ def recorded(rank: int, sync: str) -> list[tuple[float, float]]:
         time.sleep(SLEPT_S)
 
     with commlayer.attach(model, optimizer, sync=sync, config=quick(servers="each")) as session:
-        recorder = session.inspect.context.worker.recorder
+        recorder = distributed_job(session).worker.recorder
         recorder.switch(on=True)
         session.inspect.components.add(Calls(end_step=sleep))
         for _ in range(4):
@@ -306,8 +304,6 @@ def test_session_attributes_are_few_and_the_rest_is_under_inspect() -> None:
     session.close()
 
 
-# ---- waits
-
 LIMIT_S = 60.0
 
 
@@ -360,8 +356,6 @@ def test_wait_between_two_steps_is_logged(where: str, tmp_path: Path) -> None:
     assert waits[0].startswith("waiting for other ranks: ")
     assert waits[-1].startswith("continues after ")
 
-
-# ---- traces
 
 def basis_of(session: Any, nodes: str = "2xcpu@10g") -> Basis:
     job = job_of(mlp())

@@ -22,13 +22,12 @@ import torch.distributed as dist
 from support.attached import assert_refused, outcome
 from support.coordinators import (
     WAIT_S,
-    all_opened,  # noqa: F401  (a fixture)
     quick,
     until,
 )
+from support.internals import hang_suspects, rendezvous_of, state_of, store_of
 from support.keys import (
     Folders,
-    made_folders,  # noqa: F401  (a fixture)
 )
 from support.membership import PATIENCE_S, several
 from support.site_groups import HOMES, asked, joined, leave, met, options, together
@@ -54,9 +53,6 @@ def come(state: sites.Sites, *all_: messages.Join, now: float = 0.0) -> tuple[si
         state, reply = sites.register(state, one, now)
         replies.append(reply)
     return state, replies
-
-
-# ---- who gets which ranks
 
 
 def test_ranks_follow_registration_order_and_requests() -> None:
@@ -183,8 +179,6 @@ def test_restarted_site_is_recognized_by_its_certificate(
     assert token == ("" if found is None else every[found].token)
 
 
-# ---- a job that begins with as many as are there
-
 TWO_OF_FOUR = sites.Sites(4, min_workers=2, last_call_s=5.0)
 
 
@@ -246,8 +240,6 @@ def test_store_capacity_grows_with_the_members() -> None:
         asyncio.run(service.handle(messages.KvRequest(home.token)))
         assert service._store._share_nbytes == shares
 
-
-# ---- what the store takes
 
 NAME = "n" * kv_store.MAX_NAME_NBYTES
 
@@ -330,9 +322,6 @@ def test_large_reply_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyP
     assert_refused(outcome(lambda: store.values([("a", 0), ("b", 0)])), "E-FRAME", "CorruptFrame: ", "12 bytes", "10 ")
 
 
-# ---- over sockets
-
-
 def test_every_collective_equals_that_of_gloo(opened: list[Any]) -> None:
     def act(group: RelayedGroup, rank: int) -> list[Any]:
         mine, seen = torch.tensor([1.0 + rank, -rank]), []
@@ -368,7 +357,7 @@ def test_large_tensors_are_chunked_and_freed_after_delivery(opened: list[Any]) -
     def act(group: RelayedGroup, rank: int) -> bool:
         state = torch.arange(numel) if rank == 0 else torch.zeros(numel, dtype=torch.int64)
         group.broadcast([state], options(rootRank=0)).wait()
-        for _ in range(2 * PARTS_IN_FLIGHT):  # what comes behind lets go of it
+        for _ in range(2 * PARTS_IN_FLIGHT):  # the next collective releases it
             group.barrier().wait()
         return torch.equal(state, torch.arange(numel))
 
@@ -514,8 +503,6 @@ def test_leave_reply_contains_whether_the_job_had_started(opened: list[Any], beg
     assert lease.begun is begins
 
 
-# ---- what sites leave at a coordinator: each has its part of the room, and what was left in an epoch goes when that is over
-
 PART = bytes(PART_NBYTES)
 
 
@@ -531,9 +518,6 @@ def status_of(coordinator: Coordinator) -> messages.StatusReply:
 def there(desk: KvClient, *keys: messages.StoreKey) -> list[bool]:
     results = desk.request(time.monotonic() + WAIT_S, want=keys, wait=False).values
     return [value is not None for value in results]
-
-
-# ---- epochs
 
 
 def test_wait_error_names_the_departed_site_and_not_the_coordinator(opened: list[Any]) -> None:
@@ -573,13 +557,13 @@ def test_values_of_an_epoch_are_kept_until_all_members_entered_the_next(opened: 
 
     def beaten() -> None:
         """Each has sent its state again."""
-        for place in [place for place in coordinator._state.registrations.values() if place.present]:
+        for place in [place for place in state_of(coordinator).registrations.values() if place.present]:
             for _ in range(2):
-                before = coordinator._state.registrations[place.join.token].seen_s
+                before = state_of(coordinator).registrations[place.join.token].seen_s
                 until(functools.partial(heard, place.join.token, before), "its state")
 
     def heard(token: str, since_s: float) -> bool:
-        return coordinator._state.registrations[token].seen_s > since_s
+        return state_of(coordinator).registrations[token].seen_s > since_s
 
     stay[0].epoch = stay[0].newest
     beaten()
@@ -587,7 +571,7 @@ def test_values_of_an_epoch_are_kept_until_all_members_entered_the_next(opened: 
     stay[1].epoch = stay[1].newest
     until(lambda: there(desks[0], *keys) == [False] * 4, "it is dropped")
     assert there(desks[1], ("epoch2/group/0", 0)) == [True]
-    assert coordinator._rendezvous._store.nbytes.total() < 2 * PART_NBYTES
+    assert store_of(coordinator).nbytes.total() < 2 * PART_NBYTES
 
 
 def test_query_for_a_free_place_in_a_running_job(opened: list[Any]) -> None:
@@ -613,9 +597,6 @@ def test_running_job_without_sites_has_no_free_place(opened: list[Any]) -> None:
     opened.append(coordinator := Coordinator(quick(), workers=1))
     joined(opened, coordinator, 1)
     assert "no new members" in status_of(coordinator).closed_reason
-
-
-# ---- how much
 
 
 def test_store_quota_of_a_site_leaves_others_theirs(
@@ -646,12 +627,7 @@ def test_server_pause_does_not_count_as_silence_of_sites() -> None:
     assert service.supersede(again, {})[1]
 
 
-# ---- who does not come to where sites meet
-
 LIMIT_S = 300.0
-
-
-# ---- whom the coordinator blames
 
 
 def blamed(state: State, *rows: tuple[int, dict[int, float]], limit_s: float = LIMIT_S, ago_s: dict[int, float] | None = None
@@ -664,14 +640,14 @@ ALL = {0: 400.0, 1: 390.0, 3: 380.0}
 SAID = [
     ("no rank waits", [], []),
     ("all others", [(2, ALL)], [2]),
-    ("half of all who are here", [(2, {0: 400.0, 1: 390.0})], [2]),
+    ("half of all present ranks", [(2, {0: 400.0, 1: 390.0})], [2]),
     ("in several places", [(2, {0: 400.0, 3: 390.0}), (2, ALL)], [2]),
     ("two at once", [(1, {0: 400.0, 3: 390.0}), (2, {0: 400.0, 3: 390.0})], [1, 2]),
     ("one alone", [(2, {0: 900.0})], []),
     ("not half for so long", [(2, {0: 900.0, 1: 290.0, 3: 280.0})], []),
-    ("who waits itself", [(2, ALL), (0, {2: 10.0})], []),
-    ("who waits where nobody says for whom", [(0, {2: 400.0, 3: 390.0}), (1, {2: 400.0, 3: 390.0}), (-1, {0: 400.0})], [1]),
-    ("who waits for another that hangs", [(2, {0: 400.0, 1: 390.0}), (3, {0: 400.0, 1: 390.0}), (2, {3: 10.0})], [2]),
+    ("a rank that waits itself", [(2, ALL), (0, {2: 10.0})], []),
+    ("a rank that waits for an unknown writer", [(0, {2: 400.0, 3: 390.0}), (1, {2: 400.0, 3: 390.0}), (-1, {0: 400.0})], [1]),
+    ("a rank that waits for a hung one", [(2, {0: 400.0, 1: 390.0}), (3, {0: 400.0, 1: 390.0}), (2, {3: 10.0})], [2]),
     ("too few would be left", [(rank, {0: 400.0, 9: 400.0, 8: 400.0}) for rank in (1, 2, 3)], []),
     ("strangers' waiting", [(2, {0: 400.0, 8: 400.0, 9: 400.0})], []),
     ("a stranger", [(9, ALL)], []),
@@ -734,9 +710,6 @@ def test_dead_members_neither_wait_nor_hang() -> None:
     assert blamed(state, (2, {1: 400.0, 3: 390.0}), (0, {1: 400.0, 3: 390.0})) == [2]
 
 
-# ---- at a coordinator
-
-
 def waiting(desks: Iterable[tuple[Any, int]], name: str, rank: int) -> tuple[list[threading.Thread], list[CommError]]:
     """At these store clients, as those ranks, for a part of that rank's."""
     errors = list[CommError]()
@@ -770,7 +743,7 @@ def test_waiting_members_are_notified_that_the_hung_member_is_dropped(opened: li
 def test_fixed_membership_ignores_waits(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 2)
     assert desks[0].request(time.monotonic() + WAIT_S, want=[("a", 1)], wait=False, rank=0, limit_s=0.1).values == (None,)
-    assert coordinator._rendezvous.pending_waits() == []
+    assert rendezvous_of(coordinator).pending_waits() == []
 
 
 def test_wait_lasts_while_reported_and_until_the_key_exists() -> None:
@@ -798,9 +771,9 @@ def test_site_cannot_report_waits_of_another(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 3, min_workers=1, deadline_s=0.2, reconnect_s=0.1)
     joined(opened, coordinator, 3)
     waiting([(desks[0], 0), (desks[0], 1)], "group/0", 2)
-    until(lambda: bool(coordinator._rendezvous.pending_waits()), "a rank waits")
+    until(lambda: bool(rendezvous_of(coordinator).pending_waits()), "a rank waits")
     desks[1].request(time.monotonic() + WAIT_S, want=[("group/0", 2)], wait=False, rank=0, limit_s=0.1)  # nor ends its waits
-    assert {rank for one in coordinator._rendezvous.pending_waits() for rank in one.waited_s} == {0}
+    assert {rank for one in rendezvous_of(coordinator).pending_waits() for rank in one.waited_s} == {0}
 
 
 def test_arrival_during_the_second_check_is_in_time(opened: list[Any]) -> None:
@@ -808,9 +781,9 @@ def test_arrival_during_the_second_check_is_in_time(opened: list[Any]) -> None:
     joined(opened, coordinator, 3)
     coordinator._config = msgspec.structs.replace(coordinator._config, heartbeat_s=WAIT_S)
     threads, errors = waiting([(desks[0], 0), (desks[1], 1)], "group/0", 2)
-    until(lambda: bool(coordinator._hangs.suspects), "a rank seems to hang")
-    assert list(coordinator._hangs.suspects) == [2]
+    until(lambda: bool(hang_suspects(coordinator)), "a rank seems to hang")
+    assert list(hang_suspects(coordinator)) == [2]
     desks[2].request(time.monotonic() + WAIT_S, put=[(("group/0", 2), b"part")])
     for thread in threads:
         thread.join(WAIT_S)
-    assert (errors, coordinator._rendezvous.pending_waits()) == ([], [])
+    assert (errors, rendezvous_of(coordinator).pending_waits()) == ([], [])

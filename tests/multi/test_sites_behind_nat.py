@@ -26,8 +26,6 @@ from bench.lab import namespaces
 pytest.importorskip("cryptography", reason="cryptography is not installed")
 from commlayer.cluster.keys import authority
 
-# ---- homes behind address translation, and a server that has an address: namespaces, and a translator that is this process
-
 TUNSETIFF, IFF_TUN, IFF_NO_PI, CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
 SERVER, PRIVATE = "203.0.113.1", "192.168.1.2"
 FIRST_PORT = 20_000
@@ -113,7 +111,7 @@ class Nat:
 
 
 def _tun(name: str) -> int:
-    """A TUN device in that namespace. A thread of its own goes there, and is gone when it has the device."""
+    """A TUN device in that namespace. A separate thread enters it, and ends once it has the device."""
     results: list[int] = []
 
     def enter() -> None:
@@ -158,8 +156,6 @@ def _change(packet: bytearray, at: int, old: bytes, new: bytes) -> None:
         total = (total & 0xFFFF) + (total >> 16)
     struct.pack_into(">H", packet, at, ~total & 0xFFFF)
 
-
-# ---- the tests
 
 pytestmark = needs_lab
 COMMAND = [sys.executable, "-m", "commlayer.cli.main"]

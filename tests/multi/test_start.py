@@ -27,7 +27,7 @@ from commlayer.engine.start.rendezvous import RankRow, problem_of, ranks_per_nod
 
 WORLD = 3
 AT_ONCE_S = 45.0
-"""Far below any deadline that a rank could wait for, far above what a loaded machine takes."""
+"""Far below any deadline of a rank, far above the time on a loaded machine."""
 
 
 def timed(act: Callable[[], Any]) -> tuple[str, float]:
@@ -36,8 +36,6 @@ def timed(act: Callable[[], Any]) -> tuple[str, float]:
     line = outcome(lambda: act().close())
     return line, time.monotonic() - begin_s
 
-
-# ---- ranks that were started differently
 
 def attach(rank: int, **how: Any) -> Any:
     return commlayer.attach(mlp(), config=quick() | how.pop("config", {}), **how)
@@ -189,8 +187,6 @@ def test_node_is_the_ranks_of_one_machine_and_agent(machines: str, agents: list[
     assert not note or f"nodes of {per_node}" in note
 
 
-# ---- this process's rank
-
 def under(changes: dict[str, str | None]) -> tuple[int, int, int]:
     """Rank, world and ranks per node of a job that starts with these variables of the environment."""
     before = dict(os.environ)
@@ -233,8 +229,6 @@ def test_ranks_come_from_slurm_if_it_names_the_master() -> None:
     assert read_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"})[:2] == (0, 1)
     assert_refused(outcome(lambda: read_launch(SLURM)), "E-LAUNCH-ENVIRONMENT", "1 of 2, ", "MASTER_ADDR=", "SLURM_PROCID")
 
-
-# ---- some ranks of the world
 
 def gradient(model: nn.Module, wrapped: Any, rank: int, step: int) -> torch.Tensor:
     model.zero_grad()
@@ -315,8 +309,6 @@ def outside(rank: int) -> str:
 def test_rank_outside_the_process_group_is_refused() -> None:
     assert_refused(pool(WORLD).call(outside)[0], "E-PROCESS-GROUP", "InvalidInput: process_group: ", "not in it")
 
-
-# ---- ranks with other optimizers, settings, weights or states
 
 PAIR = 2
 

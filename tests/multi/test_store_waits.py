@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.attached import data, mlp, sync_of
+from support.jobs import distributed_job
 from support.rank_pool import pool, quick, tree
 from torch import nn
 
@@ -83,7 +84,7 @@ def groups_after_attach(rank: int, how: dict[str, Any]) -> int:
                 optimizer.zero_grad()
         finally:
             dist.new_group = real
-        assert session.inspect.context.rows is not None
+        assert distributed_job(session).rows is not None
     return count
 
 

@@ -68,8 +68,6 @@ def backward(model: nn.Module) -> None:
     model(torch.ones(2, 12)).sum().backward()
 
 
-# ---- residuals
-
 def slopes(rank: int, step: int, model: nn.Module) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(100 * step + rank)
     return [torch.randn(p.shape, generator=draw) for p in model.parameters()]
@@ -112,8 +110,6 @@ def test_resumed_run_switches_to_the_checkpointed_plan(tmp_path: Path) -> None:
     assert continued["buckets"] == resumed["buckets"] == len(plan(mlp(), "small topk").buckets)
     torch.testing.assert_close(resumed["moved"], continued["moved"], rtol=1e-5, atol=1e-5)
 
-
-# ---- refusals
 
 def unfit(run: Run) -> dict[str, Any]:
     """Invalid plans; then rank 1 switches inside a backward pass; then both do, and train."""
@@ -166,8 +162,6 @@ def test_server_that_refuses_the_plan_ends_the_job_on_all_ranks() -> None:
     assert all(first == again for first, again in results)
 
 
-# ---- what is left of earlier plans, and what keeps a plan
-
 def again_and_again(run: Run) -> dict[str, Any]:
     model, session = attached(run)
     workers, threads, residuals = [], [], []
@@ -203,8 +197,6 @@ def requested(run: Run) -> tuple[list[str], int]:
 def test_plan_requested_by_the_script_is_kept() -> None:
     assert on_ranks(requested, plan="auto") == [([], len(plan(mlp(), "small topk").buckets))] * WORLD
 
-
-# ---- sync modes
 
 CALLS = ("new_group", "all_gather", "all_to_all_single", "broadcast", "all_reduce", "barrier")
 
@@ -328,8 +320,6 @@ def test_script_trains_in_each_allowed_sync_mode(how: str, tmp_path: Path) -> No
     assert second["loaded"]
 
 
-# ---- from any sync mode to any other
-
 def walk(how: str = "") -> list[str]:
     """A walk through all ordered pairs of sync modes, each once (Hierholzer)."""
     # A GradScaler wants gradients in every step, and late ones are none in the first.
@@ -410,7 +400,7 @@ def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor
 
             put += RATE * torch.cat([s.reshape(-1) for s in given])
             if "cleared" in how and way in LOCAL:
-                loss()  # a probe, whose gradients are thrown away
+                loss()  # a probe, whose gradients are discarded
             if "closure" in how:
                 training.optimizer.step(loss)
             else:
@@ -436,8 +426,6 @@ def test_applied_plus_residual_equals_input_through_all_sync_modes(codec: str, h
     assert float(owed.abs().max()) > 0
     torch.testing.assert_close(WORLD * results[0]["applied"] + owed, put, rtol=1e-4, atol=1e-4)
 
-
-# ---- what a change of the sync mode means for optimizers
 
 PLAIN = {"overlap": "", "codes": "gradients", "local_steps": 1}
 
@@ -591,7 +579,7 @@ def test_plans_change_only_after_an_outer_step_and_not_inside_other_operations(t
     with Servers(WORLD, 1) as servers:
         first, second = pool(WORLD).call(interrupted, servers.address, str(tmp_path))
     assert first["plans"] == ["round", "round", "round", "every", "whole round", "updates", "every"]
-    assert first["told"] == [1, 4, 8, 9], "behind the second step of a turn, from a drain or a change of plans on"
+    assert first["told"] == [1, 4, 8, 9], "after the second step of a fragment, counted from a drain or plan change"
     assert first["left"] == "updates"
     assert first["told"] == second["told"]
     assert all(torch.equal(a, b) for a, b in zip(first["rows"], second["rows"], strict=True))

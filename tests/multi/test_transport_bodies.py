@@ -14,6 +14,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.attached import assert_refused, outcome
+from support.internals import connections_of, socket_of
 from support.meshes import FAR, PATIENCE_S, data, far_pair, frame, raw_peer, soon
 from support.workers import Rig, job, on_ranks, step
 
@@ -114,9 +115,6 @@ def test_allocation_is_bounded_by_bodies_and_retained_memory() -> None:
     assert end.taken == [1000, 1000]
 
 
-# ---- on sockets
-
-
 @pytest.fixture
 def pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
     with far_pair() as ends:
@@ -148,7 +146,7 @@ def test_urgent_body_overtakes_the_one_in_transmission(pair: tuple[StreamTranspo
     with not_reading(a, b):
         arrived = [b.recv(0) for _ in range(3)]
         a.send(1, data(0, bucket=1, order=9), bulk)
-        sock, until = a._connections[1]._sock, soon()
+        sock, until = socket_of(connections_of(a)[1]), soon()
         while not credit.waiting_nbytes(sock):
             assert time.monotonic() < until, "the large body does not begin"
             time.sleep(0.001)
@@ -191,8 +189,6 @@ def test_incomplete_body_is_not_delivered(broken: bool) -> None:
         end.close()
 
 
-# ---- bodies without their zeros
-
 CAP_NBYTES = 1 << 20
 
 
@@ -202,15 +198,12 @@ def used_before(nbytes: int) -> memoryview:
 
 
 def round_trip(body: bytes) -> bytes | None:
-    """The shorter form, if there is one."""
+    """The shorter form, if it exists."""
     short = drop_zeros(memoryview(body))
     if short is not None:
         assert 4 * len(short) <= 3 * len(body)
         assert restore_zeros(memoryview(short), len(body), used_before) == body
     return short
-
-
-# ---- there and back
 
 
 SIZES = [MIN_NBYTES + n for n in (0, 1, 31, 32, 33, 255, 256, 257, 8 * 32 - 1, 5 * 256 + 8)] + [100_003]
@@ -261,9 +254,6 @@ def test_misleading_samples_lose_no_data() -> None:
     for chunk in range(0, chunks, stride):
         body[chunk * CHUNK_NBYTES] = 1
     assert round_trip(bytes(body)) is None
-
-
-# ---- what is refused
 
 
 SHORT = struct.pack("<I", 5000) + b"\x01" + bytes(18) + b"\x10" + bytes(range(1, 41))
@@ -324,9 +314,6 @@ def test_connection_refuses_damage_with_its_step_and_the_body_cap() -> None:
     assert len(complete.body) == 5000
 
 
-# ---- on sockets
-
-
 def mostly_zero(nbytes: int, every: int = 4) -> bytes:
     """Of `every` rows of 256 bytes one is there."""
     row = random.Random(3).randbytes(256)
@@ -380,9 +367,6 @@ def test_only_payloads_are_shortened_on_the_socket(kind: Kind) -> None:
     assert counted < 0.26 * len(body) if shorter else counted > len(body)
 
 
-# ---- in training
-
-
 class Sockets:
     """What Rig needs of a Hub, over TCP: servers listen, and workers dial them all."""
 
@@ -400,7 +384,7 @@ class Sockets:
 
 
 def gradients_of_embedding(rank: int, number: int) -> list[torch.Tensor | None]:
-    """Whole numbers, which halves hold, so that sums by hand are exact; and those of a dense layer beside it."""
+    """Whole numbers, exact in half precision, so that sums by hand are exact; and the gradient of a dense layer."""
     table, dense = torch.nn.Embedding(2000, 24), torch.nn.Linear(24, 5)
     rng = torch.Generator().manual_seed(100 * number + rank)
     words = torch.randint(2000, (40,), generator=rng)

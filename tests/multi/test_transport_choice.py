@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from support.attached import assert_refused, outcome
 from support.coordinators import WAIT_S, Failures, quick
+from support.internals import connections_of, socket_of
 from support.meshes import WIRES, exchange_pair, keys, soon
 
 from commlayer import records
@@ -73,7 +74,7 @@ class Server:
 
 def channel(up: Any) -> str:
     (one,) = up.transport._carrier._connections.values()
-    return type(one._sock).__name__
+    return type(socket_of(one)).__name__
 
 
 def closed_port() -> str:
@@ -248,8 +249,8 @@ def test_idle_streams_send_empty_messages(
     monkeypatch.setattr(stream, "IDLE_S", 0.02)
     ends: list[Any] = opened.enter_context(WIRES["grpc"].mesh(2))
     for end, other in (ends, reversed(ends)):
-        (one,) = end._connections.values()
-        report, last_s = one._sock, one._sock._rate.last_s
+        (one,) = connections_of(end).values()
+        report, last_s = socket_of(one), socket_of(one)._rate.last_s
         with report._changed:
             assert report._changed.wait_for(lambda report=report, last_s=last_s: report._rate.last_s > last_s, WAIT_S)
         assert exchange_pair(end, other)
@@ -280,8 +281,8 @@ def test_only_sockets_distinguish_a_cut_from_a_death(
     assert exchange_pair(worker, end)
     assert end.heard(begin_s) == ("worker 0",)
     assert end.heard(time.monotonic()) == ()
-    (one,) = worker._connections.values()
-    one._sock.close() if carrier == "grpc" else one._sock.shutdown(socket.SHUT_RDWR)
+    (one,) = connections_of(worker).values()
+    socket_of(one).close() if carrier == "grpc" else socket_of(one).shutdown(socket.SHUT_RDWR)
     assert broken.wait(WAIT_S)
     assert end.missed() == missed
 

@@ -108,7 +108,7 @@ def priority(mesh: Mesh) -> None:
 
 
 def deadline(mesh: Mesh) -> None:
-    """Names the peer; the operation goes on and may be waited for again."""
+    """Names the peer; the operation continues and may be awaited again."""
     with mesh(3) as (a, _, c):
         handle, anyone = a.recv(1, key(data(1, bucket=8, step=4))), a.recv(2)
         for late, name in ((handle, "worker 1"), (anyone, "worker 2")):
@@ -124,7 +124,7 @@ def deadline(mesh: Mesh) -> None:
 
 
 def abort_one(mesh: Mesh) -> None:
-    """That peer's operations end with the reason, for good; others go on."""
+    """That peer's operations end with the reason, permanently; others continue."""
     reason = PeerLost("heartbeats stopped", peer="worker 1")
     with mesh(3) as (a, b, c):
         waiting = [a.recv(1), a.recv(1, key(data(1, bucket=5)))]

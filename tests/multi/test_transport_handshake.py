@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 from support.attached import assert_refused, outcome
+from support.internals import connections_of, open_sockets, socket_of
 from support.meshes import PATIENCE_S, WIRES, Wire, connect_all, data, exchange_pair, frame, raw_peer, soon
 
 from commlayer.errors import CommError, CorruptFrame, PeerLost, Refused
-from commlayer.transport import connection, endpoint
+from commlayer.transport import endpoint
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.framing import HEADER_NBYTES, VERSION
 from commlayer.transport.handshake import Hello
@@ -62,7 +63,10 @@ def test_refusal_reaches_the_client_in_one_line(
 
 
 def test_plan_on_one_side_only_is_no_refusal(wire: Wire, server: StreamTransport) -> None:
-    dialler(wire, Hello("test", 3), server)
+    transport = wire.end(Hello("test", 3))
+    transport.dial(server.rank, server.listen(), soon())
+    assert exchange_pair(transport, server)
+    transport.close()
 
 
 def test_admission_can_be_customized(wire: Wire) -> None:
@@ -90,9 +94,6 @@ def test_client_may_reconnect_after_either_side_closed(wire: Wire, server: Strea
     worker.dial(SERVER_BASE, address, soon())
     assert exchange_pair(worker, server)
     worker.close()
-
-
-# ---- broken bytes
 
 
 BAD_BODY = bytearray(frame(data(7), b"payload"))
@@ -153,9 +154,6 @@ def test_client_without_a_greeting_is_dropped_and_takes_no_rank(wire: Wire, serv
     dialler(wire, Hello("test", 0), server)
 
 
-# ---- ends and slow readers
-
-
 def test_close_without_goodbye_is_a_failure(wire: Wire, server: StreamTransport) -> None:
     """Data sent before it count."""
     with contextlib.closing(raw_peer(server.listen(), 7, wire=wire)) as channel:
@@ -181,8 +179,6 @@ def test_stalled_reader_blocks_the_writer(wire: Wire, server: StreamTransport) -
             assert_refused(outcome(lambda handle=handle: server.wait(handle, soon())), "E-COMM", "worker 7: enough")
 
 
-# ---- sockets: addresses, forks, and what outlives an end
-
 @pytest.fixture
 def pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
     ends = StreamTransport(Hello("test", 0)), StreamTransport(Hello("test", 1))
@@ -190,9 +186,6 @@ def pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
     yield ends
     for end in ends:
         end.close()
-
-
-# ---- addresses
 
 
 def test_port_in_use(pair: tuple[StreamTransport, StreamTransport]) -> None:
@@ -235,19 +228,16 @@ def test_web_server_at_the_address() -> None:
         thread.join(PATIENCE_S)
 
 
-# ---- ends
-
-
 def test_forked_child_keeps_no_connection_open(pair: tuple[StreamTransport, StreamTransport]) -> None:
     """The child lives on; the connection must end with the parent's end of it."""
     a, b = pair
-    assert connection._sockets
+    assert open_sockets()
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(write)
         os.read(read, 1)  # until the parent has seen the loss
-        os._exit(0 if not connection._sockets else 3)
+        os._exit(0 if not open_sockets() else 3)
     os.close(read)
     try:
         assert exchange_pair(a, b)  # the child's closing did not end ours
@@ -261,7 +251,7 @@ def test_forked_child_keeps_no_connection_open(pair: tuple[StreamTransport, Stre
 
 def test_stalled_peer_delays_close_by_at_most_the_flush_time() -> None:
     end = StreamTransport(Hello("test", SERVER_BASE), settings=Settings(flush_s=0.2, buffer_nbytes=64 << 10))
-    with raw_peer(end.listen(), 7) as sock:
+    with contextlib.closing(raw_peer(end.listen(), 7)) as sock:
         sock.sendall(frame(data(7)))
         end.wait(end.recv(7), soon())
         handles = [end.send(7, data(SERVER_BASE), bytes(1 << 20)) for _ in range(8)]
@@ -273,7 +263,7 @@ def test_stalled_peer_delays_close_by_at_most_the_flush_time() -> None:
 
 
 def test_no_thread_and_no_socket_outlives_close() -> None:
-    before, held = set(threading.enumerate()), set(connection._sockets)
+    before, held = set(threading.enumerate()), open_sockets()
     ends = [StreamTransport(Hello("test", rank)) for rank in range(3)]
     connect_all(ends)
     for end in ends:
@@ -281,14 +271,14 @@ def test_no_thread_and_no_socket_outlives_close() -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(PATIENCE_S)
         assert not thread.is_alive(), thread.name
-    assert set(connection._sockets) <= held
+    assert open_sockets() <= held
 
 
 def test_kernel_limits_the_time_of_unacknowledged_data() -> None:
     """Otherwise the kernel would retry a path that drops all data for a quarter of an hour."""
     ends = [StreamTransport(Hello("test", rank), settings=Settings(user_timeout_s=7.5)) for rank in range(2)]
     connect_all(ends)
-    results = [one for end in ends for one in end._connections.values()]
-    assert [one._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for one in results] == [7500, 7500]
+    results = [one for end in ends for one in connections_of(end).values()]
+    assert [socket_of(one).getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for one in results] == [7500, 7500]
     for end in ends:
         end.close()

@@ -66,9 +66,6 @@ def failures(session: Any) -> list[LogEvent]:
     return [event for event in events if isinstance(event, LogEvent) and event.code == "E-OBSERVER"]
 
 
-# ---- every schedule
-
-
 def all_schedules(run: Run) -> dict[str, Any]:
     with quick_measuring():
         model, optimizer, session, controller = tuned(run)
@@ -103,8 +100,6 @@ def test_every_schedule_of_local_steps_is_measured_and_watched() -> None:
     assert same(first["weights"], second["weights"])
 
 
-# ---- an error on one rank
-
 FAILING: dict[str, tuple[int, Any, str]] = {
     "plan": (0, plan_policy, "step_over"),
     "search": (0, plan_policy, "begin_search"),
@@ -113,7 +108,7 @@ FAILING: dict[str, tuple[int, Any, str]] = {
     "comparison": (1, QualityGuard, "prepare"),
     "links": (1, LinkWatch, "observe"),
     "steps": (1, job_actions, "timing_of"),
-    "probe": (1, measuring.link_rates, "rate"),
+    "probe": (1, measuring.link_rates, "rate"),  # type: ignore[attr-defined]
     "drift": (1, ParameterDrift, "_settings"),
 }
 """Which rank fails where. "shares": rank 1, when it receives the times of all ranks."""

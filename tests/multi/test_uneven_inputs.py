@@ -65,7 +65,7 @@ def train(rank: int, how: str, kind: str, plan: str, weighed: bool, address: str
                     optimizer.step()
             passes.append(session.step)
             states.append(state_of(model, optimizer))
-        for step in range(4):  # as many on all: nothing is left of what was before
+        for step in range(4):  # equal numbers on all ranks: the earlier passes have no effect
             optimizer.zero_grad()
             loss_of(model, rank, step).backward()
             optimizer.step()
@@ -132,9 +132,6 @@ def test_averages_are_over_ranks_with_batches_and_replicas_end_equal(how: str, k
                     assert float((value - expected[name]).norm()) < 0.1 * float(moved.norm()), name
 
 
-# ---- nothing is lost
-
-
 DRAIN_STEPS = 40
 SKIPPED: dict[str, set[int]] = {"none": set(), "every third": {1, 4, 7}, "the last": {max(BATCHES[0]) - 1}}
 """Steps whose averages the script throws away."""
@@ -179,8 +176,6 @@ def test_applied_plus_residuals_equal_input(plan: str, skipped: str) -> None:
         for result in results:
             torch.testing.assert_close(result[number], wanted, rtol=0.0, atol=0.02)
 
-
-# ---- what ends it
 
 def failing(rank: int, how: str, address: str) -> tuple[str, float]:
     """Rank 1 fails in its second step, when rank 0 is out of batches."""

@@ -54,7 +54,7 @@ def codecs(args: argparse.Namespace) -> int:
 
 
 def both(args: argparse.Namespace) -> int:
-    """Each half in a process of its own."""
+    """Each half in a separate process."""
     half_s, failures = max(1, args.seconds // 2), 0
     try:
         target = fuzz_build.fuzzer(BUILD / "kernels")
@@ -80,7 +80,7 @@ def both(args: argparse.Namespace) -> int:
 
 
 def _skipped(what: str, reason: fuzz_build.CannotBuild) -> bool:
-    """Says what a missing tool prevents. Returns whether that is a failure, as it is where all tools are required."""
+    """Reports what a missing tool prevents. Returns whether that is a failure, as it is if all tools are required."""
     required = bool(os.environ.get("REQUIRE_TOOLS"))
     print(f"{what}: {reason}" + " (REQUIRE_TOOLS is set, so this is a failure)" * required)
     return required

@@ -82,7 +82,7 @@ def train(run: Run) -> dict[str, Any]:
         for bps, sleep_s in ((HIGH_BPS, 0.03), (LOW_BPS, SLOW_S), (HIGH_BPS, 0.03)):
             line.change(bps)
             left = digests[-1]
-            # Downloads show a faster link at once; uploads only after a probe.
+            # Downloads reveal a faster link immediately, uploads only after a probe.
             while (digests[-1] == left or (len(decided) == 2 and sent[-1] <= sent[decided[1]])) and len(digests) < MOST:
                 step(sleep_s)
             decided.append(len(digests))

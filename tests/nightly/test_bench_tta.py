@@ -15,10 +15,11 @@ from torch import nn
 
 from bench import Unmeasurable
 from bench.paced.pace import BACKWARD_S, FORWARD_S, Pace
+from bench.report import ROOT
 from bench.tasks import TASKS
 from bench.tta import shown
 from bench.tta.links import NO_LINK, named
-from bench.tta.page import KEPT, PARTS, ROOT, Part
+from bench.tta.page import KEPT, PARTS, Part
 from bench.tta.store import Store, key_of, usual
 from bench.tta.summary import summary
 from bench.tta.systems import SYSTEMS

@@ -101,7 +101,7 @@ class Crash(NamedTuple):
 
 
 def recorded_save(job: Job, directory: str, copies: str) -> list[Crash]:
-    """Saves; what a crash would have left before each operation, and after the last."""
+    """Saves a checkpoint; records the files that a crash before each operation, and after the last, would leave."""
     results: list[Crash] = []
     phase = [0]
 
@@ -117,7 +117,7 @@ def recorded_save(job: Job, directory: str, copies: str) -> list[Crash]:
             os.truncate(file, file.stat().st_size // 2)
             results.append(Crash(phase[0], torn))
 
-    together = checkpoint.all_or_none
+    together = checkpoint.all_or_none  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def counted(*args: Any) -> Iterator[None]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.coordinators import Failures, all_opened, quick, until  # noqa: F401  (a fixture)
-from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
+from support.coordinators import Failures, quick, until
+from support.keys import Folders
 from support.sites import WAIT_S
 
 from commlayer.cluster.calls import messages

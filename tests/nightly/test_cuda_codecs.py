@@ -241,8 +241,6 @@ def verdict(codec: Codec, state: State, payload: bytes | torch.Tensor, n: int) -
     return out.cpu().numpy().tobytes()
 
 
-# ---- the .cu files under NVIDIA's compiler, where it is installed, and the finding of them. No GPU is needed
-
 NVCC = shutil.which("nvcc")
 TARGETS = os.environ.get("COMMLAYER_CUDA_TARGETS", "75 120").split()
 FAMILIES = sorted(file.stem for file in CUDA.glob("*.cu"))

@@ -75,7 +75,7 @@ def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
         assert demo.stdout is not None
         assert any("loss:" in line for line in demo.stdout), "training began"
         others = [os.pidfd_open(pid) for pid in marked(tmp_path) if pid != demo.pid]
-        assert len(others) >= 9, "a server, three workers beside their parent, two homes and their workers"
+        assert len(others) >= 9, "a server, three workers besides their parent, two sites and their workers"
         demo.send_signal(signal.SIGINT)
         _, text = demo.communicate(timeout=WAIT_S)
         assert (demo.returncode, text) == (130, "commlayer demo: stopped\n")

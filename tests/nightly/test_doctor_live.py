@@ -20,7 +20,6 @@ import pytest
 from support.coordinators import Failures, quick
 from support.keys import (
     Folders,
-    made_folders,  # noqa: F401  (a fixture)
 )
 from support.lab import needs_lab
 from support.processes import clean_environment
@@ -50,9 +49,6 @@ def check(config: Any) -> list[Finding]:
 
 def verdicts(findings: list[Finding]) -> dict[str, str]:
     return {one.check: one.verdict for one in findings}
-
-
-# ---- the server
 
 
 @pytest.fixture
@@ -200,9 +196,6 @@ def test_route_that_loses_full_size_packets_is_detected(monkeypatch: pytest.Monk
     result.close()
 
 
-# ---- this machine
-
-
 def test_used_and_foreign_ports_are_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
@@ -222,7 +215,8 @@ def test_used_and_foreign_ports_are_reported() -> None:
                 sock = queued.enter_context(socket.socket())
                 sock.setblocking(False)
                 sock.connect_ex(full.getsockname())
-            assert "firewall" in network.dial(*full.getsockname(), 0.5)
+            host, port = full.getsockname()
+            assert "firewall" in network.dial(host, port, 0.5)
     assert "does not resolve" in network.dial("no-such-host.invalid", 1, 1.0)
 
 
@@ -259,9 +253,6 @@ def test_keys_readable_by_others_are_reported(folders: Folders, tmp_path: Path) 
     findings = [*machine.check_keys(tmp_path, time.time(), serves=False)]
     assert [one.verdict for one in findings] == ["ok", "warn", "warn"]
     assert "node.key" in findings[1].remedy
-
-
-# ---- the command
 
 
 def command(*words: str, **environ: str) -> subprocess.Popen[str]:
@@ -317,10 +308,6 @@ def test_site_checks_its_server_over_a_slow_link(folders: Folders, tmp_path: Pat
     assert values["address"]["chosen"] == lab.addresses[1]
     # What greets and goes without a word is noted on the data port alone.
     assert len(refused) <= 1, refused
-
-
-# ---- under a launcher: two commands that compare each other, one of which runs on an odd node
-
 
 
 @pytest.mark.commit(1)

@@ -29,7 +29,7 @@ LIMIT_S = 110.0
 
 
 def train(rank: int, folder: str, *, killed: int = -1) -> dict[str, Any]:
-    """To the end, from what is in `folder` if there is anything. `killed`: a rank that is, once."""
+    """Trains to the end, from the checkpoint in `folder` if it exists. `killed`: a rank to kill, once."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with commlayer.attach(model, optimizer, compression="topk(ratio=0.1)", config=rank_pool.quick(ranks_per_node=1)) as session:
@@ -50,7 +50,7 @@ def train(rank: int, folder: str, *, killed: int = -1) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Each rank's weights behind a run of all steps."""
+    """Each rank's weights after a run of all steps."""
     return [each["digest"] for each in pool(WORLD).call(train, str(tmp_path_factory.mktemp("whole")))]
 
 
@@ -68,7 +68,7 @@ def check(agents: list[tuple[str, str]], undisturbed: list[str]) -> None:
 def test_restart_after_a_kill_reaches_the_same_weights(tmp_path: Path, undisturbed: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD),
                "--max-restarts", "1", str(Path(__file__)), str(tmp_path), "1"]
-    # As docs/how-to/torchrun.md says: else the second attempt of torch 2.13 meets in the store of the first.
+    # See docs/how-to/torchrun.md: otherwise the second attempt of torch 2.13 uses the store of the first.
     report = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = subprocess.run(command, env=environment() | report, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -40,7 +40,7 @@ def train(run: Run, *parts: tuple[str, int], rises_at: int = 0) -> dict[str, Any
 
     Gradients are compared as often as possible. `rises_at`: the step from which rank 1 reports a doubled loss.
     """
-    quality.TIME_PART = 1e9
+    quality.TIME_PART = 1e9  # type: ignore[attr-defined]
     logging.getLogger("commlayer").setLevel(logging.ERROR)
     model = mlp()
     wrapped = run.wrap(model)
@@ -140,12 +140,9 @@ def test_under_the_automatic_plan_the_guard_acts_until_the_script_requests_a_pla
         assert result["floor"] > 0.01, "the planner learns it"
 
 
-# ---- comparisons
-
-
 def compare(run: Run, codec: str) -> dict[str, Any]:
     """The comparisons of a few steps, and the expected ones, computed from the gradients themselves."""
-    quality.TIME_PART = 1e9
+    quality.TIME_PART = 1e9  # type: ignore[attr-defined]
     model = mlp()
     wrapped = run.wrap(model)
     run.sessions[0].weight(1.0 + run.rank)
@@ -218,8 +215,6 @@ def test_ranks_compare_a_bucket_together_or_not_at_all(codecs: tuple[str, str], 
         assert (gradient_comparison.watched(worker) == [own]) is compared
 
 
-# ---- finer plans
-
 JOB = Job((TensorInfo("w", (300, 40)), TensorInfo("b", (40,))))
 
 
@@ -273,8 +268,6 @@ def test_planner_stays_above_the_floor_and_within_the_budget(tmp_path: Path) -> 
     assert (set(bound.codecs), bound.max_loss) == ({"identity()", "topk(ratio=0.1)"}, 0.025)
     assert {c.task_loss for c in measured.codecs if c.codec == "topk(ratio=0.01)"} == {0.03}
 
-
-# ---- the guard of an automatic plan without a budget compares gradients with the usual ones, and does not judge the loss
 
 def doubling(run: Run, requested: bool) -> Any:
     """Log lines, codecs, and the guard's time when the loss doubles under an automatic or a requested plan."""

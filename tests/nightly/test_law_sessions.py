@@ -12,6 +12,7 @@ import torch
 from support import rank_pool
 from support.attached import sync_of
 from support.forward import Held
+from support.jobs import distributed_job
 from support.rank_pool import pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -103,7 +104,7 @@ class Script:
                                         plan=plan_of(job_of(self.model), kind, per_node), grad_scaler=self.scaler,
                                         sync=sync_of(**WAYS.get(self.way, {})))
         if "late" in how:
-            self.held = Held(self.session.inspect.context.worker, until_awaited=True)
+            self.held = Held(distributed_job(self.session).worker, until_awaited=True)
         self.put = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
         self.step = 0
 
@@ -150,7 +151,7 @@ def used_here_alone(s: Script) -> None:
 
 
 def probe(s: Script, *, set_to_none: bool = True) -> None:
-    """A backward pass before each step, whose gradients are thrown away."""
+    """A backward pass before each step, whose gradients are discarded."""
     for _ in range(STEPS):
         s.backward(put=0.0, salt=1)
         s.optimizer.zero_grad(set_to_none=set_to_none)
@@ -175,7 +176,7 @@ def stepped_with_zeros(s: Script) -> None:
 
 
 def step_without_clearing(s: Script) -> None:
-    """As a discriminator: stepped, then a pass for another model adds to what is left, then all is cleared."""
+    """A discriminator: stepped, then a pass for another model adds to the remaining gradients, then all are cleared."""
     for _ in range(STEPS):
         s.backward()
         s.scaler.step(s.optimizer)
@@ -304,7 +305,7 @@ def fails(_gradient: torch.Tensor) -> None:
 
 
 def saved_and_loaded(s: Script) -> None:
-    """Some steps later all goes back to what was saved, behind averages that were thrown away."""
+    """Some steps later the checkpoint is loaded, after averages were discarded."""
     plain(s)
     s.backward(put=0.0, salt=1)
     s.optimizer.zero_grad()
@@ -332,7 +333,7 @@ EVENTS: dict[str, Callable[[Script], None]] = {f.__name__: f for f in (
 WEIGHTS = {"weights", "discarded_at_other_weights", "residuals_of_another_rank"}
 SKIPS = {"skips", "skipped_after_a_switch"}
 LEFT_OUT = {name: SKIPS | {"aborted_passes"} | WEIGHTS for name in LOCAL} | {"forward": SKIPS}
-"""Where a rank skips alone, or breaks off, the others' steps count; and a round has one weight for all of its steps."""
+"""If one rank skips or aborts, the others' steps count; an outer step has one weight for all of its steps."""
 LEFT_OUT["delayed"] = SKIPS | {"probe", "probe_with_zeros", "stepped_with_zeros", "step_without_clearing", "there_and_back",
                        "discarded_at_other_weights", "aborted_passes", "saved_and_loaded"}
 """What a pass is put in for comes a step later: each pass is for some step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ import pytest
 from commlayer import loss_budget
 from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel, LossPoint
-from commlayer.cli.main import run
 from commlayer.engine.start.plan_choice import FINE, LEAST_RATIO, SPARSE
 from commlayer.planner import plan
 from commlayer.planner import tables as machines
@@ -27,7 +27,7 @@ SLOW = cluster_from_line(NODES)
 
 
 def lossiest(model: LossModel, max_loss: float) -> float:
-    """The mean measured penalty of the plan that keeps to `max_loss`, by elements; each way has half of its codec's."""
+    """The mean measured penalty of the plan that keeps to `max_loss`, by elements; each direction has half of its codec's."""
     job = builtin("lstm", None)
     request = Policy(max_loss=max_loss, objective="step")
     profile, policy = loss_budget.priced(loss_budget.tables(SLOW, model, max_loss), request, model)
@@ -95,27 +95,16 @@ def test_invalid_file_is_one_line(text: str, message: str, tmp_path: Path, monke
         loss_model.read(Path("none.json"))
 
 
-def test_command_plans_with_measured_losses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_command_plans_with_measured_losses(commlayer: Callable[..., tuple[int, str, str]]) -> None:
     loss_model.write(Path("loss.json"), MODEL)
-
-    def call(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["commlayer", "plan", *arguments])
-        with pytest.raises(SystemExit) as end:
-            run()
-        output = capsys.readouterr()
-        return int(end.value.code or 0), output.out + output.err
-
     wished = ("--loss", "loss.json", "--max-loss", "0.01", "--sync", "step")
-    assert call("create", "lstm", "--nodes", NODES, *wished, "--out", "plan.json")[0] == 0
+    assert commlayer("plan", "create", "lstm", "--nodes", NODES, *wished, "--out", "plan.json")[0] == 0
     used = {b["codec"] for b in json.loads(Path("plan.json").read_text())["buckets"]}
     assert "topk(ratio=0.059)" in used
     assert all(math.isfinite(loss_budget.penalty(MODEL, codec)) for codec in used)
-    assert call("lint", "plan.json") == (0, "plan.json: nothing wrong\n")
-    assert "because: " in call("explain", "0")[1]
-    assert call("whatif", "--gpu", "rtx4090,rtx3060", "--json", "told.json")[0] == 0
+    assert commlayer("plan", "lint", "plan.json") == (0, "plan.json: nothing wrong\n", "")
+    assert "because: " in commlayer("plan", "explain", "0")[1]
+    assert commlayer("plan", "whatif", "--gpu", "rtx4090,rtx3060", "--json", "told.json")[0] == 0
     points = json.loads(Path("told.json").read_text())["points"]
     assert len(points) == 2, "machines that the plan was not made for are priced by the same losses"
-    assert call("create", "lstm", "--nodes", NODES, "--loss", "none.json")[0] == 2
+    assert commlayer("plan", "create", "lstm", "--nodes", NODES, "--loss", "none.json")[0] == 2

@@ -53,8 +53,6 @@ def test_planning_command_runs_in_a_clone() -> None:
     assert "summation servers: server" in done.stdout
 
 
-# ---- docs/tutorials/first-evening.md
-
 EVENING = (ROOT / "docs" / "tutorials" / "first-evening.md").read_text("utf-8")
 
 
@@ -105,8 +103,6 @@ def test_page_shows_the_planner_output_for_its_cluster(tmp_path: Path) -> None:
     assert [line for line in assumed if line not in text.output] == []
 
 
-# ---- docs/tutorials/planning.md
-
 PLANNING = Path(__file__).parents[2] / "docs" / "tutorials" / "planning.md"
 CUT = "\n...\n"
 """In an output: the page leaves out the rest."""
@@ -149,8 +145,6 @@ def test_worked_example_prints_what_the_page_shows(
         PLANNING.write_text(page, "utf-8")
 
 
-# ---- docs/how-to/torchrun.md: the lines for Slurm and Kubernetes
-
 TORCHRUN_PAGE = (ROOT / "docs" / "how-to" / "torchrun.md").read_text("utf-8")
 TORCHRUN = f"{shlex.quote(sys.executable)} -m torch.distributed.run "
 WAIT_S = 90.0
@@ -186,8 +180,6 @@ def test_slurm_and_kubernetes_nodes_form_one_job(tmp_path: Path) -> None:
     assert "step" not in lines[1][0], "rank 0 alone prints"
 
 
-# ---- the site
-
 def test_documentation_site_builds_without_warnings() -> None:
     if not Path(sys.executable).with_name("zensical").exists():
         pytest.skip("zensical is not installed: `make docs` installs it")
@@ -197,8 +189,6 @@ def test_documentation_site_builds_without_warnings() -> None:
     assert {"README.md", "docs/explanation/faq.md"} <= set(pages)
     assert (ROOT / "build" / "site" / "index.html").exists()
 
-
-# ---- Python blocks
 
 GUIDES = [page for folder in ("how-to", "tutorials") for page in sorted((ROOT / "docs" / folder).glob("*.md"))
           if "```python" in page.read_text() and page.stem != "frameworks"]

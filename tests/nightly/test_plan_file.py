@@ -13,13 +13,13 @@ import msgspec
 import pytest
 import torch
 from support.attached import data, mlp, weights
+from support.jobs import distributed_job
 from support.rank_pool import Servers, pool, quick
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer import records
-from commlayer.cli.main import run as command
 from commlayer.engine.model.model_tensors import job_of
 from commlayer.planner import default_plan, lower
 from commlayer.records import Bucket, Job, Plan, Slice, Timing
@@ -36,22 +36,9 @@ DENSE = {PATHS[1], PATHS[2]}
 """They code nothing."""
 
 
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
-    """Calls the command in an empty folder: (exit code, output, errors)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["commlayer", *arguments])
-        code = 0
-        try:
-            command()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        output = capsys.readouterr()
-        return code, output.out, output.err
-
-    return call
+@pytest.fixture(name="call")
+def command_called(commlayer: Callable[..., Any]) -> Callable[..., Any]:
+    return commlayer
 
 
 def make(call: Callable[..., Any], nodes: str = "2x2*cpu@10g") -> Plan:
@@ -83,7 +70,7 @@ def save(plan: Plan, name: str = "plan.json") -> str:
 
 
 def train(rank: int, parts: list[int], plan: str, config: dict[str, Any] | None, *, traced: str = "") -> dict[str, Any]:
-    """The mean over those parts of the batch; attached unless there is no plan."""
+    """The mean over those parts of the batch; attached if a plan is given."""
     logging.getLogger("commlayer").setLevel(logging.INFO)
     model: Any = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -98,9 +85,9 @@ def train(rank: int, parts: list[int], plan: str, config: dict[str, Any] | None,
             optimizer.step()
         report: dict[str, Any] = {"weights": weights(model)}
         if session is not None:
-            assert session.inspect.context.uplink is not None
-            report |= {"servers": [s.node for s in session.inspect.context.uplink.epoch.servers],
-                     "decisions": session.inspect.decisions(), "children": len(session.inspect.context.embedded)}
+            assert distributed_job(session).uplink is not None
+            report |= {"servers": [s.node for s in distributed_job(session).uplink.epoch.servers],
+                     "decisions": session.inspect.decisions(), "children": len(distributed_job(session).embedded)}
         return report
     finally:
         if session is not None:
@@ -209,7 +196,7 @@ def test_ddp_runs_the_plan_of_the_wrapped_module(call: Callable[..., Any]) -> No
 
 
 def refused(rank: int, cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    """What attach says to each."""
+    """The error of attach() for each."""
     lines = []
     for plan, config in cases:
         try:

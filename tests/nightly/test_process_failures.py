@@ -56,7 +56,7 @@ def end(*_: Any) -> None:
 
 
 def staged(model: Any) -> Any:
-    """Two exchanges of payloads a bucket, so that a step breaks off in the middle of a path."""
+    """Two exchanges of payloads a bucket, so that a step can be aborted inside a path."""
     from support.attached import plan_of
 
     return plan_of(model, "topk(ratio=0.1)", "encode@cpu all.alltoall decode@cpu encode@cpu all.allgather decode@cpu")

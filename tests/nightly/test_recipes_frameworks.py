@@ -44,7 +44,7 @@ def need(*packages: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Pool]:
-    """Processes of their own: frameworks change what a process does in many places."""
+    """Separate processes: frameworks change the behaviour of a process in many places."""
     pool = Pool(WORLD)
     yield pool
     pool.close()
@@ -52,7 +52,7 @@ def ranks() -> Iterator[Pool]:
 
 def called(rank: int, module: str, function: str, arguments: list[Any], address: str) -> Any:
     sys.path[:0] = [str(EXAMPLES)] if str(EXAMPLES) not in sys.path else []
-    # By TORCHELASTIC_RUN_ID Lightning knows torchrun, and starts no ranks of its own.
+    # By TORCHELASTIC_RUN_ID Lightning recognizes torchrun, and starts no ranks.
     settings = {f"COMMLAYER_{k.upper()}": str(v) for k, v in rank_pool.quick(join=address).items()}
     settings |= {"TORCHELASTIC_RUN_ID": "1", "HF_HUB_OFFLINE": "1"}
     with pytest.MonkeyPatch.context() as patch:
@@ -75,8 +75,6 @@ def run(ranks: Pool, function: Any, *call: Any) -> list[Any]:
 def equal(a: Weights, b: Weights) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
-
-# ---- examples
 
 @pytest.mark.parametrize(("recipe", "package", "arguments"), RECIPES, ids=[row[0] for row in RECIPES])
 def test_resumed_run_equals_the_uninterrupted_run(
@@ -137,8 +135,6 @@ def test_slow_gpu_gets_a_smaller_share(tmp_path: Path) -> None:
     assert first + second == 96
     assert first > 1.5 * second
 
-
-# ---- trainings of each framework, with commlayer and without
 
 def model_of(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
@@ -281,8 +277,6 @@ def test_local_steps_resume(framework: str, package: str, ranks: Pool, tmp_path:
     for rank in range(WORLD):
         assert equal(resumed[rank][0], result[rank][0])
 
-
-# ---- between homes
 
 @pytest.mark.parametrize(("framework", "package"), FRAMEWORKS)
 def test_frameworks_train_between_sites(framework: str, package: str, tmp_path: Path) -> None:

@@ -96,8 +96,6 @@ def test_wheel_runs_in_a_separate_environment(built: Path, tmp_path: Path) -> No
     assert "\nResult: seconds to loss " in out
 
 
-# ---- containers, by their steps: no daemon is needed
-
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
@@ -182,8 +180,6 @@ def test_compose_file_trains(tmp_path: Path) -> None:
         server.kill()
         server.wait()
 
-
-# ---- files for contributors
 
 @pytest.mark.parametrize("name", ["CITATION.cff", ".pre-commit-config.yaml", "compose.yaml",
                                   *(f".github/ISSUE_TEMPLATE/{name}.yml" for name in ("bug", "estimate", "config"))])

@@ -65,13 +65,13 @@ def slow_bps(slow_s: float) -> float:
 
 def test_first_rank_to_end_waits_for_the_last_result_on_a_slow_link() -> None:
     settings = {"deadline_s": 40.0, "heartbeat_s": 0.5, "dead_after_s": 5.0,
-                "drift_steps": 0}  # comparing replicas behind the first step would have both wait
+                "drift_steps": 0}  # comparing replicas after the first step would block both
     with tree(__file__, WORLD, settings=settings) as run:
         lines = [json.loads(run.until(rank, "{")) for rank in range(WORLD)]
         results = run.ended(30.0)
     assert [code for code, _ in results] == [0, 0], results
     assert [line["got"] for line in lines] == [1.5, 1.5]
-    assert lines[1]["ended"] - lines[0]["ended"] > 0.8 * SLOW_S, "the link was as slow as told"
+    assert lines[1]["ended"] - lines[0]["ended"] > 0.8 * SLOW_S, "the link had the configured rate"
     assert all(gone(pid, 10.0) for line in lines for pid in line["children"])
     assert "Traceback" not in results[0][1] + results[1][1]
 
@@ -90,7 +90,7 @@ def test_ranks_may_close_long_after_each_other(first: int) -> None:
     results = pool(WORLD).call(apart, first, quick())
     assert [got for got, _ in results] == [1.5, 1.5]
     if first == 0:
-        assert results[0][1] > APART_S / 2, "who hosts the server waits for the others"
+        assert results[0][1] > APART_S / 2, "the host of the server waits for the others"
 
 
 def on_its_way(rank: int, settings: dict[str, Any]) -> float:

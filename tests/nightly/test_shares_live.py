@@ -132,7 +132,7 @@ def longest_s(given: dict[int, int]) -> float:
 
 
 def trained_alike(run: Any, how: str = "module", batch: int = BATCH) -> list[dict[str, Any]]:
-    """Plays it: weights are those of one process on the union of the batches, all ranks decide alike, and each sample is used
+    """Weights equal those of one process on the union of the batches, all ranks decide equally, and each sample is used
     once in each epoch."""
     results = play_all(run, how)
     for name, tensor in play(0, WORLD, run, None).items():
@@ -145,9 +145,6 @@ def trained_alike(run: Any, how: str = "module", batch: int = BATCH) -> list[dic
     for epoch in range(len(results[0]["trained"])):
         assert sorted(i for r in results for i in r["trained"][epoch]) == list(range(LENGTH))
     return results
-
-
-# ---- shares follow measured times
 
 
 @pytest.mark.parametrize(("fields", "how"), [
@@ -257,8 +254,6 @@ def test_decisions_after_a_resume_continue_from_the_announced_shares() -> None:
     assert longest_s(results[0]["shares"]) == longest_s(BEST)
 
 
-# ---- profiles
-
 ROOM = (99, 99, 99)
 
 
@@ -309,9 +304,6 @@ def test_decisions_include_the_communication_time() -> None:
     runs = [play_all(partial(script, memory=ROOM, slow_from=3, price=price))[2]["events"] for price in (None, (0.05, 0.5))]
     free, priced = (next(e for e in events[1:] if isinstance(e, Decision)) for events in runs)
     assert priced.before_s == pytest.approx(free.before_s + 0.05 - 0.5 * free.before_s)
-
-
-# ---- errors
 
 
 def failed(run: Run, attempt: Callable[[Run], Any], folder: str = "") -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from support import site_training
-from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
+from support.keys import Folders
 from support.site_training import torchrun_digests
 from support.sites import WAIT_S, Process, Sites, all_ended, ended, next_row, switch_off
 
@@ -31,9 +31,6 @@ def launch(sites: Sites, how: str, *arguments: str, rank: int | None = None, opt
     return sites.launch(SCRIPT, how, *arguments, rank=rank, options=options)
 
 
-# ---- the same training as under torchrun
-
-
 @pytest.mark.commit(1)
 def test_sites_of_two_workers_and_one_train_as_under_torchrun_bit_for_bit(sites: Sites) -> None:
     """Through DDP, with the process group that the script creates."""
@@ -42,7 +39,7 @@ def test_sites_of_two_workers_and_one_train_as_under_torchrun_bit_for_bit(sites:
     reports = sorted((row for end in ends for row in end.rows), key=lambda row: row["rank"])
     assert [(one["rank"], one["world"], one["local"], one["sum"]) for one in reports] == [
         (0, 3, "0", 3.0), (1, 3, "0", 3.0), (2, 3, "1", 3.0)]
-    assert [one["nodes"] for one in reports] == [[3]] * 3, "the server is a node of its own, though it has the sites' host name"
+    assert [one["nodes"] for one in reports] == [[3]] * 3, "the server is a separate node, although it has the sites' host name"
     assert {one["sha"] for one in reports} == set(torchrun_digests("ddp", 3))
     assert re.search(r"COMMLAYER_TOKEN_FILE=\S+ commlayer join 127.0.0.1:\d+ SCRIPT", all_ended([server])[0].errors)
 
@@ -59,9 +56,6 @@ def test_collectives_work_after_training_and_the_server_ends_with_the_last_site(
     ends = all_ended([launch(sites, "evaluation") for _ in range(2)])
     assert [end.rows[0]["sum"] for end in ends] == [10.0, 10.0]
     all_ended([server])
-
-
-# ---- what each site logs
 
 
 @pytest.mark.parametrize("who", ["a site", "a launcher", "the server"])
@@ -172,8 +166,6 @@ def test_log_lines_appear_once_unless_the_script_configures_logging(script: str,
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert done.stderr.splitlines() == lines
 
-
-# ---- sites that are switched off, and a coordinator that restarts
 
 SWITCHED_OFF_STEPS, PAUSE_S, MOST = 5, 0.05, 6000
 """Steps that sites make together before one is switched off, least seconds of each, and the last step if no site returns."""

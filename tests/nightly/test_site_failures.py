@@ -65,9 +65,6 @@ def continued(sites: Sites, script: Script, steps: str, *others: str) -> tuple[l
     return reports, ends, server
 
 
-# ---- in a step
-
-
 @pytest.mark.commit(1)
 @pytest.mark.parametrize(("script", "steps"), [
     pytest.param(Script(events=(Event(0, ODD, after_s=0.004),), sums=True), ["012*4 12*8", "012*5 12*7"], id="killed"),
@@ -114,9 +111,6 @@ def test_site_with_an_error_and_site_with_fewer_batches_leave(sites: Sites) -> N
         assert report["weights"] == expected(steps[:count])[0]
 
 
-# ---- evicted: who hangs, or breaks the protocol
-
-
 @pytest.mark.parametrize(("action", "why"), [("hang", "backward"), ("payload", "payload"), ("frame", "frame")])
 def test_hung_or_violating_site_is_evicted_and_named(
     sites: Sites, action: str, why: str,
@@ -146,9 +140,6 @@ def test_without_min_workers_a_death_ends_all_sites_with_its_name(
     ends = all_ended(processes, *codes)
     for site in (0,) if script.between else (0, 2):
         assert re.search(error, ends[site].errors, re.MULTILINE), ends[site].errors
-
-
-# ---- between two steps
 
 
 def kill(site: int, step: int, at: str, number: int, joiner: bool = False) -> Event:

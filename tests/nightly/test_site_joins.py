@@ -181,7 +181,7 @@ def test_joining_site_receives_grad_scaler_and_adam_and_may_die_at_once(sites: S
     old, (new,) = job.reports()
     assert old[0]["optimizer"] == old[1]["optimizer"] == new["optimizer"]
     assert old[0]["members"][:2] == [0, 1]
-    assert old[0]["members"][2] > 3, "a worker of its own for each try"
+    assert old[0]["members"][2] > 3, "a separate worker for each attempt"
     assert old[0]["sums"] == [111.0]
     assert 0 < old[0]["scaler"]["_growth_tracker"] < 3 or old[0]["scaler"]["scale"] != 256.0
 

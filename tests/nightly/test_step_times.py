@@ -13,6 +13,7 @@ from support import rank_pool
 from support.attached import Run, Setting, data, mlp, play, sync_of
 from support.autotuning import FIRST_PLANNING
 from support.components import Calls
+from support.jobs import distributed_job
 from support.rank_pool import pool
 from torch import nn
 
@@ -50,7 +51,7 @@ def passes(run: Run, overlap: str | None) -> dict[str, Any]:
 @pytest.mark.parametrize("overlap", [None, "forward"])
 def test_step_ends_with_its_backward_pass_in_every_measurement(overlap: str | None) -> None:
     for result in pool(WORLD).call(play, WORLD, passes, Setting("module", servers=2), overlap):
-        assert len(result["told"]) >= len(result["times"]) - 1, "the last may still be on its way"
+        assert len(result["told"]) >= len(result["times"]) - 1, "the last may still be in flight"
         for (begin, end), report in zip(result["times"], result["told"], strict=False):
             assert begin <= report <= end
 
@@ -59,20 +60,20 @@ SLEEP_S, EVERY = 0.02, 4
 
 
 def priced(run: Run, overlap: str | None) -> tuple[list[ReplanVerdict], float]:
-    """What rank 0's planning finds under local steps that each compute for SLEEP_S; and what a round of them takes."""
+    """Step time that rank 0 plans with under local steps of SLEEP_S each; and the time of an outer step."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = commlayer.attach(model, optimizer, compression="fp16()", sync=sync_of(EVERY, overlap=overlap),
                                config=rank_pool.quick(servers="each"))
     run.sessions.append(session)
-    connection = session.inspect.context
+    connection = distributed_job(session)
     auto = TuningController(connection, JobActions(connection, 0.2), None, keep=True)
     session.inspect.components.add(auto)
     times = []
     for step in range((FIRST_PLANNING + 2) * EVERY):
         if step % EVERY == 0:
             times.append(time.perf_counter())
-        if step == EVERY:  # behind the first exchange, as behind one in which members have changed
+        if step == EVERY:  # after the first exchange, as after one in which members have changed
             auto.start()
         x, y = data(run.rank, step)
         optimizer.zero_grad()

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.commands import commlayer_called  # noqa: F401  (a fixture)
 
 from commlayer.balance import loss_model, tuner
 from commlayer.balance.loss_model import LossModel, LossPoint
@@ -58,9 +57,6 @@ def searched(
     store = Store(folder / "trials.jsonl", search)
     list(tuner.tune(proxy, store, search, Engine(space, seed), trials))
     return store.trials
-
-
-# ---- the search
 
 
 @pytest.mark.parametrize(("ratio", "batch", "seed"), [(0.02, 128, 0), (0.005, 64, 1), (0.1, 256, 2), (0.0015, 128, 3)])
@@ -148,9 +144,6 @@ def test_local_steps_and_staleness_are_searched_on_request(tmp_path: Path) -> No
     assert tuner.best(trials, BUDGET).settings["local_steps"] == 8
 
 
-# ---- stores
-
-
 def test_resumed_search_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     complete = searched(tmp_path / "a", synthetic(), 14)
     searched(tmp_path / "b", synthetic(), 9)
@@ -178,8 +171,6 @@ def test_no_comparison_without_a_dense_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"MemoryError: no room.*failed\.jsonl.*E-TUNE-BASELINE"):
         list(tuner.tune(synthetic(), store, Search("synthetic", SPACE, BUDGET), Engine(SPACE, 0), 3))
 
-
-# ---- the loss model
 
 MODEL = LossModel((LossPoint("topk", 0.1, 0.001), LossPoint("topk", 0.01, 0.01), LossPoint("topk", 0.001, 0.004),
                    LossPoint("topk", 0.01, 0.02), LossPoint("int8", 1.0, 0.0)))
@@ -238,9 +229,6 @@ def test_penalty_of_local_steps_is_not_attributed_to_a_codec() -> None:
     assert tuner.loss_model(trials).penalty("int8") == pytest.approx(0.125)
 
 
-# ---- the command
-
-
 def test_command_resumes_and_writes_a_loss_model(commlayer: Any) -> None:
     Path("mine.py").write_text("def proxy(s): return {'seconds': 1.0 if 'topk' in s['codec'] else 3.0, 'loss': 2.0}")
     for trials, line, more in ((10, "best within 0.50%: topk", []), (12, "tune.jsonl: continuing after 10 trials", []),
@@ -262,9 +250,6 @@ def test_command_searches_local_steps_and_staleness(commlayer: Any) -> None:
     assert '"stale":0}' in first
     assert any('"local_steps":4,' in line for line in others)
     assert ", 4 local steps: 2 s, dense 5 s" in out
-
-
-# ---- the proxies that come with it
 
 
 def test_proxies_are_reproducible_and_learn() -> None:

@@ -1,4 +1,4 @@
-"""One training script, four ways to run it: alone on the union of the batches, attached, and through DDP by both its doors."""
+"""One training script, run as a single process on the union of the batches, attached, and through DDP by module or hook."""
 
 from __future__ import annotations
 

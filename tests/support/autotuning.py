@@ -58,7 +58,7 @@ def candidate(
 
 
 def seen(step_s: float = 1.0, waited_s: float = 0.0, bps: float = 0.0, share: float = 0.0) -> SeenStep:
-    """The rows of all ranks, whose links carried the same both ways."""
+    """The rows of all ranks, whose links carried the same in both directions."""
     way = Direction(bps, share)
     return SeenStep(step_s, waited_s, (Throughput(way, way),) * len(LINKS))
 

@@ -119,7 +119,7 @@ class Browser:
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own, which was begun here
+            os.killpg(self._process.pid, signal.SIGKILL)  # a separate browser session started by the test
             self._process.wait(10)
         os.close(self._in)
         os.close(self._out)

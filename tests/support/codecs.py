@@ -115,7 +115,7 @@ def coarse(codec: Codec) -> bool:
 
 
 def encode(codec: Codec, x: torch.Tensor, state: State) -> memoryview:
-    """The payload of round 0 in memory of its own."""
+    """The payload of round 0 in separate memory."""
     out = room(codec, Spec((x.numel(),)))
     return out[: codec.start(x, state, out)]
 

@@ -1,4 +1,4 @@
-"""Calls the command in this process, as people call it."""
+"""Calls the command in this process, as users call it."""
 
 from __future__ import annotations
 
@@ -25,3 +25,13 @@ def commlayer_called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         return code, output.out, output.err
 
     return call
+
+
+def assert_error(result: tuple[int, str, str], code: str, text: str = "") -> None:
+    """The command has exit code 2, no output, and one line of error with that code and text."""
+    exit_code, output, errors = result
+    assert (exit_code, output) == (2, "")
+    assert errors.startswith("commlayer: ")
+    assert text in errors
+    assert errors.endswith(f"[{code}]\n")
+    assert errors.count("\n") == 1

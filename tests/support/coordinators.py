@@ -1,4 +1,4 @@
-"""Shared by the control plane's tests: short settings, requests, and a worker in a process of its own (run as a script)."""
+"""Shared by the control plane's tests: short settings, requests, and a worker in a separate process (run as a script)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.internals import sidecar_of
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 30.0
@@ -95,8 +97,8 @@ def _main(address: str, rank: str, world: str, how: str, fields: str) -> None:
     config = quick(**json.loads(fields))
     request = messages.worker_request("job", int(rank), int(world), plan=b"a plan")
     member = client.join(address, request, config, lambda error: send_report(failure=str(error)), keep=True)
-    keeper = member._keeper and member._keeper.pid
-    send_report(keeper=keeper, rank=member.rank, plan=member.plan.decode(), pids=[m.pid for m in member.epoch.members])
+    sidecar = sidecar_of(member) and sidecar_of(member).pid
+    send_report(sidecar=sidecar, rank=member.rank, plan=member.plan.decode(), pids=[m.pid for m in member.epoch.members])
     if how == "hold_gil":
         import ctypes
 

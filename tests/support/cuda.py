@@ -48,7 +48,7 @@ def build(sources: Sequence[Path], *flags: str) -> Path:
     text = b"".join(f.read_bytes() for f in [*headers, *sources]) + " ".join([COMPILER, *FLAGS, *flags]).encode()
     library = ROOT / "build" / "cuda_shim" / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
     library.parent.mkdir(parents=True, exist_ok=True)
-    # Tests that want the same at once wait for the first, which takes all cores for some ten seconds.
+    # Tests that need the same build wait for the first, which uses all cores for about ten seconds.
     with open(library.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():

@@ -14,7 +14,7 @@ SPREAD = 8
 
 
 def least(kind: inspect.Type, number: int = 0) -> Any:
-    """The smallest value of a type; texts, bytes and numbers say which of several it is."""
+    """The smallest value of a type; texts, bytes and numbers encode which of several it is."""
     match kind:
         case inspect.StrType():
             return f"{number:x}"

@@ -1,4 +1,4 @@
-"""What a payload keeps of its gradient, told by decoding it: what the guard's own comparison is held against."""
+"""The fidelity of a payload, measured by decoding it: the reference for the guard's own comparison."""
 
 from __future__ import annotations
 

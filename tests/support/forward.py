@@ -13,6 +13,7 @@ import commlayer
 from commlayer.records import Plan
 from support import rank_pool
 from support.attached import plan_or_codec
+from support.jobs import distributed_job
 
 
 class Net(nn.Module):
@@ -82,7 +83,7 @@ class Training:
 
     @property
     def worker(self) -> Any:
-        return self.session.inspect.context.worker
+        return distributed_job(self.session).worker
 
     def backward(self, step: int) -> None:
         loss_of(self.model, self.rank, step).backward()
@@ -109,7 +110,7 @@ class Held:
     """Keeps results from arriving at this rank until `release`, or until they are waited for."""
 
     def __init__(self, worker: Any, names: Collection[str] = (), *, until_awaited: bool = False) -> None:
-        """Of the tensors of these names, or of all. The result that says whether the step is one comes all the same."""
+        """Holds results of tensors with these names, or of all. The one that decides whether the step is finite arrives."""
         numbers = [n for n, info in enumerate(worker.job.tensors) if not names or info.name in names]
         self.buckets = {b.id for n in numbers for b in worker.holding(n)} - {worker._assembler.last.id}
         assert self.buckets

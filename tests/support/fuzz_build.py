@@ -21,7 +21,7 @@ NEARLY = (
     "024000000100000001" + "0000",  # a block without a position
     "021400010100000002" + "2000",  # a position past n in the last block
 )
-"""Beginnings by hand: what a check that is a little too wide would let through. Coverage alone does not lead there."""
+"""Hand-made seeds: input that a slightly too wide check would accept. Coverage alone does not find it."""
 
 CLANG = shutil.which("clang++")
 GCC = shutil.which("g++")

@@ -24,7 +24,7 @@ from commlayer.records import Spec
 from support import codecs as kit
 
 CORPUS = Path(__file__).parents[1] / "corpus" / "payloads.txt"
-"""One line each: codec, shape, round, bytes in hex. Damage that is told apart, and whatever once broke a reader."""
+"""One line each: codec, shape, round, bytes in hex. Distinct kinds of damage, and every input that once broke a reader."""
 
 TEXTS = [
     *kit.NAMED.values(),

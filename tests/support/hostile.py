@@ -48,6 +48,7 @@ from commlayer.transport.keys.secret import bound, make_proof, new_nonce
 from commlayer.transport.keys.tls import DATA, TlsSocket
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, binding_of, key
 from support.coordinators import WAIT_S, Failures, quick
+from support.internals import asker_of
 from support.serving import PLAN
 from support.strangers import Stranger
 
@@ -167,9 +168,6 @@ class Victim:
         self.close()
 
 
-# ---- members
-
-
 class Member:
     """A home of one worker with valid credentials, registered as a site and as worker `rank`, with heartbeats. Its data
     connections are its subclass's."""
@@ -276,11 +274,11 @@ class HostileMember(Member):
 
     def call(self, method: str, request: Record | bytes, timeout_s: float = WAIT_S) -> bytes:
         """Makes one call with these bytes and a valid proof. Raises grpc.RpcError or AuthenticationFailed."""
-        return self.link._asker.ask(method, _bytes_of(request), timeout_s)
+        return asker_of(self.link).ask(method, _bytes_of(request), timeout_s)
 
     def flood(self, method: str, request: Record | bytes | Callable[[int], Record | bytes], count: int,
               timeout_s: float = WAIT_S) -> list[Any]:
-        """Starts `count` calls at once and waits for none. A function gets the number of the call. Returns gRPC's futures."""
+        """Starts `count` calls and waits for none. A function gets the number of the call. Returns gRPC's futures."""
         return flood(self.link, method, request, count, timeout_s)
 
     @contextlib.contextmanager
@@ -310,7 +308,7 @@ class HostileMember(Member):
 def flood(link: coordinator_channel.CoordinatorChannel, method: str, request: Record | bytes | Callable[[int], Record | bytes],
           count: int, timeout_s: float = WAIT_S) -> list[Any]:
     """Starts `count` calls with valid proofs on that channel and waits for none."""
-    known = link._asker._known = link._asker._known or link._asker._greet(timeout_s)
+    known = asker_of(link)._known = asker_of(link)._known or asker_of(link)._greet(timeout_s)
     caller = link._channel.unary_unary(f"/{messages.SERVICE}/{method}")
     futures = []
     for number in range(count):
@@ -340,7 +338,7 @@ class DataConnection:
         handshake.dial_handshake(self.sock, self._reader, hello, config.token, SERVER_BASE, deadline, binding_of(self.sock))
 
     def send(self, header: Header, body: bytes = b"", nbytes: int | None = None, crc: int | None = None) -> None:
-        """Sends a frame. `nbytes`, `crc`: what its header says of the body, if not the truth. Raises OSError when the server
+        """Sends a frame. `nbytes`, `crc`: the values in its header, if not the true ones. Raises OSError when the server
         has ended the connection, or takes nothing more."""
         data = framing.encode(header, len(body) if nbytes is None else nbytes, crc32c(body) if crc is None else crc)
         self.raw(data + body)

@@ -1,4 +1,4 @@
-"""A job of several workers without other processes, for tests of what reads or changes its state."""
+"""The job of a session, and one without other processes, for tests of code that reads or changes its state."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from commlayer.engine.job.job import DistributedJob, JobContext
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.worker.root_cause import WaitsFor
 from commlayer.optim import OuterSGD
+from commlayer.session import Session
+
+
+def distributed_job(session: Session) -> DistributedJob:
+    """The job of a session that trains with others."""
+    job = session.inspect.context
+    assert isinstance(job, DistributedJob)
+    return job
 
 
 class FakeJob(DistributedJob):

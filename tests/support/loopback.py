@@ -52,7 +52,7 @@ class _Wire:
 
 
 class Hub:
-    """Connects the peers of one process. A new peer is connected to all existing ones at once."""
+    """Connects the peers of one process. A new peer is connected to all existing ones immediately."""
 
     def __init__(self, max_nbytes: int = framing.DEFAULT_MAX_NBYTES) -> None:
         self.max_nbytes = max_nbytes

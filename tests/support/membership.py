@@ -1,4 +1,4 @@
-"""States of a job: workers and servers that have joined, are silent or go on without others."""
+"""States of a job: workers and servers that have joined, are silent or continue without others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEAD_AFTER_S = 10.0
 
 
 def worker(rank: int, /, **fields: Any) -> Join:
-    """Worker `rank` of 2 on a host of its own; its token is w<rank> unless given."""
+    """Worker `rank` of 2 on a separate host; its token is w<rank> unless given."""
     base = Join("worker", f"w{rank}", f"host{rank}", 100 + rank, PROTOCOL, "1.0", rank, 2, rank, "jobA",
                 PLAN if rank == 0 else b"", digest_of(PLAN), gradients=5)
     return msgspec.structs.replace(base, **fields)
@@ -71,7 +71,7 @@ PATIENCE_S = 60.0
 
 
 def several(workers: int = 4, least: int = 2, servers: int = 2, *, unable: int = -1) -> State:
-    """Of several servers, and workers that may go on without others."""
+    """Of several servers, and workers that may continue without others."""
     state = msgspec.structs.replace(running(workers, servers=servers), min_workers=least)
     places = {token: msgspec.structs.replace(p, active_generation=1,
                                              join=msgspec.structs.replace(p.join, elastic=p.rank != unable))

@@ -44,9 +44,6 @@ def data(sender: int, bucket: int = 0, step: int = 0, order: int = 0) -> Header:
     return Header(Kind.DATA, step=step, bucket=bucket, sender=sender, order=order)
 
 
-# ---- meshes
-
-
 @contextlib.contextmanager
 def closing(transports: list[Transport]) -> Iterator[list[Transport]]:
     try:
@@ -60,7 +57,7 @@ def loopback_mesh(n: int) -> contextlib.AbstractContextManager[list[Transport]]:
 
 
 FAR = "127.0.0.2"
-"""An end that listens here seems to be on another machine to who dials it, and the other way round."""
+"""Both ends of a connection consider the other one remote."""
 
 
 def connect_all(transports: list[StreamTransport], host: str = "127.0.0.1") -> None:
@@ -129,7 +126,7 @@ class Wire(NamedTuple):
 
 WIRES = {
     "tcp": Wire(), "tls": Wire(secured=True), "grpc": Wire(GrpcEnd), "grpc+tls": Wire(GrpcEnd, secured=True),
-    # Between machines: large bodies go in parts, and there is a limit to what is under way.
+    # Between machines: large bodies are chunked, and bytes in flight are limited.
     "far": Wire(host=FAR), "far tls": Wire(secured=True, host=FAR),
 }
 

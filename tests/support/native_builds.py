@@ -1,4 +1,4 @@
-"""Memory and numbers for tests of the kernels: what is awkward for vectors, formats and float32."""
+"""Memory and numbers for tests of the kernels: difficult cases for vectors, formats and float32."""
 
 from __future__ import annotations
 

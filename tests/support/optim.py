@@ -14,7 +14,7 @@ from commlayer.optim.sparse import sparse_gradient
 class Case(NamedTuple):
     """A lazy optimizer and torch's equivalent."""
 
-    lazy: Callable[..., torch.optim.Optimizer]
+    lazy: Callable[..., Any]
     dense: Callable[..., torch.optim.Optimizer]
     settings: dict[str, Any]
 

@@ -83,7 +83,7 @@ def _begin(target: Callable[..., None], args: tuple[Any, ...], environment: dict
     while leader and os.getpgid(leader) != leader:  # which it makes itself
         time.sleep(0.001)
     os.setpgid(0, leader)
-    multiprocessing.set_start_method("fork", force=True)  # what a script finds, for its DataLoader's workers
+    multiprocessing.set_start_method("fork", force=True)  # as for a script, whose DataLoader workers need it
     os.environ.clear()
     os.environ.update(environment)
     target(*args)

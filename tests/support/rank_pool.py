@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from support import processes
+from support.internals import core_of
 from support.processes import clean_environment
 
 START_S = 100.0
@@ -192,14 +193,14 @@ class Servers:
 
     def residuals(self) -> dict[int, Any]:
         """Residuals of the servers, by bucket."""
-        cells = [cell for serving in self.serving for cell in serving._server._core.cells.values()]
+        cells = [cell for serving in self.serving for cell in core_of(serving._server).cells.values()]
         states = {cell.bucket: cell.ops._state for cell in cells}
         return {bucket: state["residual"].copy() for bucket, state in states.items() if "residual" in state}
 
     def has_results(self) -> bool:
         """Whether the first server keeps a result."""
         server = self.serving[0]._server
-        return server is not None and any(cell.results for cell in server._core.cells.values())
+        return server is not None and any(cell.results for cell in core_of(server).cells.values())
 
     def refuse_plans(self, server: int, reason: str) -> None:
         """That server refuses every change of plan."""
@@ -253,15 +254,12 @@ def _rank(pipe: multiprocessing.connection.Connection) -> None:
         except BaseException as error:
             result = Failed(rank, type(error).__name__, str(error), traceback.format_exc())
         _put(pipe, result)
-        logging.getLogger("commlayer").setLevel(logging.NOTSET)  # what one test has silenced, the next may want to hear
+        logging.getLogger("commlayer").setLevel(logging.NOTSET)  # a test may have disabled logging that the next one needs
     os._exit(0)
 
 
-# ---- trees of real processes
-
-
 class Tree:
-    """A training script, each rank a process of its own, all in one process group, as under a terminal."""
+    """A training script, each rank a separate process, all in one process group, as under a terminal."""
 
     def __init__(self, script: str, world: int, *, args: tuple[str, ...] = (), settings: dict[str, Any] | None = None) -> None:
         import torch.distributed as dist

@@ -42,6 +42,7 @@ from commlayer.planner import default_plan
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 from support.attached import Raises, sync_of
 from support.components import Calls
+from support.jobs import distributed_job
 from support.sites import KILLED, WAIT_S, Ended, Process, Sites, all_ended
 
 STEPS, SIZES = 12, [(40, 30), (700,), (3, 5, 7)]
@@ -97,9 +98,6 @@ class Script(msgspec.Struct, frozen=True):
     """The script calls a collective before attach()."""
     second_first: bool = False
     """At a joining site, local rank 1 attaches before local rank 0."""
-
-
-# ---- model, gradients, and weights by hand
 
 
 class Linear(nn.Module):
@@ -186,9 +184,6 @@ def one_save(folder: Path) -> tuple[int, int]:
     return save.mark.world, save.mark.step
 
 
-# ---- what tests call
-
-
 def start(sites: Sites, count: int, script: Script, least: int = 2) -> tuple[Process, list[Process]]:
     """The server and `count` sites that run the script."""
     server = sites.serve(count, *(["--min-workers", str(least)] if least else []))
@@ -212,9 +207,6 @@ def outcome(processes: list[Process], script: Script) -> tuple[list[Ended], list
 def joiner_waits(folder: str | Path) -> Path:
     """A file that exists while a site delays its death until another one registers."""
     return Path(folder) / "waits"
-
-
-# ---- the script
 
 
 class Faults:
@@ -403,7 +395,7 @@ def main(site: int, script: Script) -> None:
         connection: Any = None
 
         def after_step() -> None:
-            connection = session.inspect.context
+            connection = distributed_job(session)
             worlds.append(connection.world)
             codecs.append(codec_of(connection.plan))
             buckets.append(len(connection.plan.buckets))
@@ -428,13 +420,28 @@ def main(site: int, script: Script) -> None:
                 total += g.double() / worlds[-1]
             faults.due("step")
             if script.sums:
-                x = torch.tensor([10.0**site])
-                dist.all_reduce(x)
-                sums.append(x.item())
+                sum_sites()
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()
             optimizer.zero_grad()
+
+        def sum_sites() -> None:
+            x = torch.tensor([10.0**site])
+            dist.all_reduce(x)
+            sums.append(x.item())
+
+        def save(_: int) -> None:
+            session.checkpoint(script.folder, model=False)
+
+        def switch_plan(step: int, *, wanted: bool = True) -> None:
+            session.switch(other_plan(distributed_job(session), step) if wanted else None)  # type: ignore[arg-type]
+
+        between: dict[str, Callable[[int], None]] = {
+            "": lambda _: None, "own switch": lambda _: None, "save": save, "load": save, "drain": lambda _: session.flush(),
+            "sum": lambda _: sum_sites(), "switch": switch_plan,
+            "switch of rank 0": lambda step: switch_plan(step, wanted=session.rank == 0),
+        }
 
         def attempt(act: Callable[[], object]) -> None:
             try:
@@ -475,25 +482,14 @@ def main(site: int, script: Script) -> None:
                 attempt(lambda: session.resume(script.folder))
                 attempt(lambda: train(4))
                 break
-            elif step % 4 == 3 and script.between in ("save", "load"):
-                session.checkpoint(script.folder, model=False)
-            elif step % 4 == 3 and script.between == "drain":
-                session.flush()
-            elif step % 4 == 3 and script.between == "sum":
-                x = torch.tensor([10.0**site])
-                dist.all_reduce(x)
-                sums.append(x.item())
-            elif step % 4 == 3 and script.between.startswith("switch"):
-                wanted = script.between == "switch" or connection.rank == 0
-                session.switch(other_plan(connection, step) if wanted else None)  # type: ignore[arg-type]
+            elif step % 4 == 3:
+                between[script.between](step)
         report: dict[str, Any] = {"site": site, "errors": errors}
         if not errors:
             session.flush()
             connection = session.inspect.context
             if script.workers:
-                x = torch.tensor([10.0**site])
-                dist.all_reduce(x)
-                sums.append(x.item())
+                sum_sites()
             report |= {
                 "first": first, "rank": connection.rank, "members": session.inspect.members, "worlds": worlds, "sums": sums,
                 "step": session.step, "exchanges": connection.exchanges, "calls": model.calls.item(),

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from support.jobs import distributed_job
 from support.rank_pool import tree
 
 STEPS, SLOW_STEP = 6, 3
@@ -55,7 +56,7 @@ def main(how: str, *arguments: str) -> None:
         assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
         total = torch.tensor([float(rank)])
         dist.all_reduce(total)
-        connection = session.inspect.context
+        connection = distributed_job(session)
         report = {"rank": rank, "world": world, "sum": total.item(), "local": os.environ["LOCAL_RANK"],
                   "nodes": [server.node for server in connection.uplink.epoch.servers],
                   "sha": digest([*model.parameters(), *(t for p in model.parameters() for t in optimizer.state[p].values())]),

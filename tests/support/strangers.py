@@ -33,7 +33,7 @@ WAIT_S = 30.0
 
 
 class Stranger:
-    """A process that knows no secret and opens connections from `source`, or from several, with commas. `how`, what it does on
+    """A process without the secret that opens connections from `source`, or from several, with commas. `how`, what it does on
     each of them:
 
     "hold": nothing. "trickle": sends "hello" byte by byte. "garbage": random bytes. "tls": begins a TLS handshake. "enrol":
@@ -52,7 +52,7 @@ class Stranger:
 
     def _line(self) -> str:
         assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], WAIT_S)[0], "the stranger says nothing"
+        assert select.select([self.process.stdout], [], [], WAIT_S)[0], "the stranger sent no report"
         return self.process.stdout.readline()
 
     def close(self) -> dict[str, float]:

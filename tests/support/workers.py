@@ -130,7 +130,7 @@ class _RankRows:
 def step(
     worker: Worker, gradients: list[torch.Tensor | None], deadline_s: float = 20.0, device: torch.device | None = None
 ) -> list[torch.Tensor | None]:
-    """One step: announces all gradients there are, waits, and returns what the worker wrote into copies of them."""
+    """One step: announces all gradients, waits, and returns the averages that the worker wrote into copies of them."""
     for tensor, gradient in enumerate(gradients):
         if gradient is not None:
             worker.ready(tensor, gradient)

@@ -220,8 +220,6 @@ def test_after_local_steps_only_local_step_plans_are_compared(links: str, exact:
     assert plan.step_s == pytest.approx(search.step_s(plan, made_from)), "priced as it runs, by the step"
 
 
-# ---- Plans for a running job: the cluster as measured, and servers by the numbers of those that run
-
 LINKS = [Link(1e8, 1e8, 0.01)] * 3
 ROWS_REPLAN = [RankMeasurement(0.1 * (1 + rank), 0.2, 1e8, 1e8, 0.01) for rank in range(3)]
 INSIDE = calibration.CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
@@ -283,8 +281,6 @@ def test_sites_behind_nat_get_no_collectives_from_search_or_controller() -> None
     assert "has a collective between nodes that can reach only a server" in unsuited(other, 3, 1, reachable=False)[0]
     assert unsuited(other, 3, 1) == []
 
-
-# ---- Plans are searched in a process of their own: the same plans, errors as they are, and an end with their parent
 
 CLUSTER = cluster_from_line("2xrtx3060@20/20Mb")
 CURRENT = plan_of(0.0, "int4()")
@@ -375,7 +371,7 @@ def test_links_are_at_least_as_fast_as_the_measured_step_requires() -> None:
     result = sped_up(slow, seconds, true_s)
     assert seconds(result) == pytest.approx(true_s, rel=0.1)
     assert [node.link.down_bps for node in result.nodes] == [node.link.down_bps for node in slow.nodes]
-    assert sped_up(CLUSTER, seconds, 2 * true_s) == CLUSTER, "what is slower than the links is not explained by them"
+    assert sped_up(CLUSTER, seconds, 2 * true_s) == CLUSTER, "time beyond the links' is not attributed to them"
     assert sped_up(slow, seconds, 1e-6) == slow, "no rate does"
 
 
@@ -393,8 +389,6 @@ def test_slow_step_is_attributed_to_the_dedicated_server_link_first() -> None:
     assert result.nodes[:3] == slow.nodes[:3]
     assert seconds(result) == pytest.approx(seconds(fast), rel=0.1)
 
-
-# ---- How much dearer work on processors is, from what a step took
 
 CLUSTER_CONTENTION = Cluster(tuple(node(f"n{i}", "cpu", "10g") for i in range(4)))
 PROFILE = profile_from_tables(CLUSTER_CONTENTION)
@@ -423,8 +417,6 @@ def test_contention_of_many_senders_is_fitted_by_simulation() -> None:
 
     assert factor(step_s(3.0), step_s) == pytest.approx(3.0, rel=0.05)
 
-
-# ---- The planner's simulator as the balancer's price of communication
 
 JOB_PRICE = published("resnet50")
 POLICY = Policy(devices=("cpu",))

@@ -104,7 +104,7 @@ class Script:
     ("cancel_0 step", {0}),  # before a step, as some schedules do with a layer
     ("add clear backward", set()), ("add_0 clear backward", {1}),  # averages that were added to are final
     ("grad_only clear backward", {0, 1}), ("zero step", {0, 1}), ("clip zero_1 step", {1}),
-    # Zeros of a tensor of which nothing was sent are not thrown away: its gradient is still in the residual.
+    # Zeros of a tensor of which nothing was sent are not discarded averages: its gradient is still in the residual.
     ("step clear send_nothing_of_1 backward clip step", set()), ("step clear send_nothing_of_1 backward clip_1 step", set()),
     ("step clear send_nothing_of_1 backward zero backward", {0, 1}),
 ])

@@ -160,8 +160,6 @@ def test_bytes_per_entry(ratio: float) -> None:
     assert ratio != 0.01 or bits <= 17.5
 
 
-# ---- What block_threshold selects: whole runs, the right count, most of the energy that runs can hold, every part in its turn
-
 N_THRESHOLD = 100_003
 KINDS_THRESHOLD: dict[str, Callable[[int, int], torch.Tensor]] = {
     "normal": kit.noise,
@@ -203,8 +201,6 @@ def test_count_that_does_not_fit_the_runs_is_refused() -> None:
         with pytest.raises(CorruptFrame, match="last run.*E-PAYLOAD"):
             codec.decode(bytes(bad), {}, torch.empty(n))
 
-
-# ---- Random-k: all members draw alike, another entry each step; servers add values alone; sums go out exact
 
 N_RANDOMK = 5000
 
@@ -260,8 +256,6 @@ def test_contribution_of_another_draw_is_refused_without_effect() -> None:
     assert np.array_equal(acc["sum"], before)
     codec.add(0, kit.encode(codec, kit.noise(N_RANDOMK), other), acc, first=True)
 
-
-# ---- What the quantisers promise beyond the laws: error bounds, unbiased rounding, streams of random numbers, refused bytes
 
 N_BLOCKWISE = 4480
 DRAWN: list[Codec] = [
@@ -372,8 +366,6 @@ def test_no_valid_byte_decodes_to_infinity(codec: Codec, scale: bytes, nbytes: i
         kit.decoded(codec, good[:16] + above + bytes(nbytes), 8)
 
 
-# ---- powersgd, a codec of two rounds: what it promises beyond the laws, and payloads that are off
-
 PLAIN: list[Codec] = [
     powersgd(rank=2),
     powersgd(rank=200),
@@ -410,9 +402,6 @@ def test_golden_payload(backend: str) -> None:
     # Round 1 has been through square roots and torch's products.
     numbers = [torch.frombuffer(bytearray(one[first:]), dtype=torch.float32)[4:10] for one in (seen, wanted)]
     torch.testing.assert_close(*numbers)
-
-
-# ---- powersgd
 
 
 def low_rank(m: int, n: int, rank: int, number: int = 0) -> torch.Tensor:

@@ -88,7 +88,7 @@ def test_sums_of_any_shape_are_within_the_bound_and_equal_on_all_workers(codec: 
 
 @each
 def test_applied_plus_residual_equals_input(codec: Codec) -> None:
-    """Two of eight steps are aborted, one of them not finite. Momentum sends more than its input and has a law of its own."""
+    """Two of eight steps are aborted, one of them not finite. Momentum sends more than its input and has a separate law."""
     cluster, n = seeded(codec), MATRIX.numel
     put, got = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for step in range(8):
@@ -204,9 +204,6 @@ def test_codecs_without_feedback_are_unbiased(text: str) -> None:
     assert abs(float(samples.mean())) < 6 * float(samples.std()) / steps**0.5 + 1e-4
 
 
-# ---- without a server, and codecs by themselves
-
-
 @each_plain
 @settings(max_examples=25, deadline=None)
 @given(values=ordinary)
@@ -242,8 +239,6 @@ def test_extreme_input_is_encoded_or_flagged(codec: Codec, values: list[float]) 
             assert bool(torch.isfinite(kit.residual(state)).all())
 
 
-# ---- Error feedback: fused equals general, an abandoned step leaves no trace, a restored state goes on bit for bit
-
 WRAPPED = [error_feedback(codec) for codec in kit.PLAIN]
 
 
@@ -276,7 +271,7 @@ def test_overflowing_sum_leaves_the_server_state_unchanged() -> None:
     cluster.undo()
     assert torch.equal(kit.residual(cluster.server), before)
     assert bool(kit.residual(cluster.states[0]).isfinite().all())
-    assert not bool((kit.residual(cluster.states[0]) > 1.0).any()), "nothing enormous stays behind"
+    assert not bool((kit.residual(cluster.states[0]) > 1.0).any()), "no huge residual remains"
 
 
 @pytest.mark.parametrize(
@@ -315,8 +310,6 @@ def test_wrap_adds_feedback_to_codecs_that_need_it() -> None:
     with pytest.raises(ValueError, match="error_feedback: inner is topk, .*E-CODEC-ARGUMENT"):
         error_feedback("topk")  # type: ignore[arg-type]
 
-
-# ---- Numbers at the edges of their formats: denormals flushed to zero, casts that overflow, scales near the largest float
 
 MOST = torch.finfo(torch.float32).max
 NARROW = [error_feedback(fp16()), error_feedback(topk(ratio=0.5, values="fp16"))]
@@ -431,8 +424,6 @@ def test_non_finite_dense_body_counts_as_flagged(codec: Codec, bad: float, fed: 
     outer.add(0, good, acc, first=True)
     assert outer.decode(result[: outer.emit(0, acc, server, result)], state, out)
 
-
-# ---- Tensors and states that are not what a codec's state was made for: ValueError naming both sides, and nothing c
 
 SPEC = Spec((64, 50))
 WRONG: dict[str, torch.Tensor] = {

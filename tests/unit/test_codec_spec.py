@@ -118,8 +118,6 @@ def toy():  # type: ignore[no-untyped-def]
     return toy_job()
 
 
-# ---- Codecs inside codecs, as a plan may spell them: each nesting is refused in one line, or works as its parts do
-
 SPEC = Spec((700,))
 WORKERS = 2
 LEAVES = (
@@ -222,8 +220,6 @@ def test_server_must_decode_the_codec_of_every_node(by_node: tuple[str, ...], sa
             codec_of(bucket, number)
 
 
-# ---- Momentum, low rank in a fused bucket, and how wrappers nest; the laws of every codec are in test_codec_laws.py
-
 SPEC_MOMENTUM = Spec((60, 50))
 N = SPEC_MOMENTUM.numel
 
@@ -254,8 +250,6 @@ def test_units() -> None:
     assert not in_updates(error_feedback(int8()))
     assert "lr_correction" not in str(error_feedback(int8())), "plans from before there was a choice"
 
-
-# ---- The fallback in numpy gives the bytes, results and residuals of the native core, and refuses other codecs
 
 def test_unsupported_codecs_are_refused_in_one_line() -> None:
     with kernels.use(fallback):

@@ -158,7 +158,7 @@ TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 def test_launch_settings_come_from_torchrun() -> None:
     assert read_launch(TORCHRUN) == Launch(5, 8, 1, 4, 1, agent=1)
     assert read_launch({}) == Launch()
-    assert read_launch({"RANK": "3", "WORLD_SIZE": "4"}) == Launch(rank=3, world=4, node=3), "one process per node unless told"
+    assert read_launch({"RANK": "3", "WORLD_SIZE": "4"}) == Launch(rank=3, world=4, node=3), "one process per node by default"
 
 
 @pytest.mark.parametrize(("change", "line"), [

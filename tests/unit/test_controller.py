@@ -177,7 +177,7 @@ class Job:
         return result._replace(current=order.known or order.current)
 
     def stop_search(self) -> None:
-        """Searches end at once."""
+        """Searches end immediately."""
 
     close = stop_search
 
@@ -205,9 +205,6 @@ def lines(jobs: list[Job], word: str) -> list[str]:
     results = [[line for line in job.lines if word in line] for job in jobs]
     assert all(each == results[0] for each in results)
     return results[0]
-
-
-# ---- measuring
 
 
 def test_first_steps_are_warmup_and_then_measured() -> None:
@@ -254,9 +251,6 @@ def test_slow_rank_is_reported_on_all_ranks(computing_s: tuple[float, ...], line
     assert [line in each for each in result] == ([True] if line else [])
 
 
-# ---- plans
-
-
 @pytest.mark.parametrize("refuses", [False, True])
 def test_all_ranks_switch_after_the_same_step_and_roll_back(refuses: bool) -> None:
     world = World(2)
@@ -296,9 +290,6 @@ def test_no_search_outlives_the_session() -> None:
     together(world, script)
 
 
-# ---- links
-
-
 @pytest.mark.parametrize("step_s", [0.7, 2.0])
 def test_all_ranks_replan_for_slower_links_and_wait_if_steps_are_link_bound(step_s: float) -> None:
     world, slow = World(2), PAYLOAD * SLOW_BPS
@@ -335,8 +326,6 @@ def test_probe_has_an_effect_only_if_a_link_is_faster(up_bps: float, faster: boo
         assert links.watch.planned == ((Rates(up_bps, 1e8), Rates(1e8, 1e8)) if faster else (Rates(1e8, 1e8),) * 2)
     assert lines(jobs, "probed")[0].endswith("100/100 Mb/s up/down")
 
-
-# ---- ranks act together
 
 STEPS = st.lists(st.tuples(
     st.lists(st.sampled_from([0.3, 0.4, 0.5, 2.0]), min_size=3, max_size=3), st.booleans(),

@@ -12,6 +12,7 @@ from support.cuda import DEVICE, running
 from support.workers import Rig, job, on_ranks, step
 
 from commlayer.compressors import block_threshold, codec_of, identity, int8, runs_on
+from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.paths.staging import device_buckets
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import InvalidInput
@@ -45,7 +46,8 @@ class DeviceRig(Rig):
 
 def train(codec: str, *, on_device: bool, **fields: Any) -> list[list[list[torch.Tensor]]]:
     with DeviceRig(codec, on_device=on_device, **fields) as rig:
-        assert all(bucket.coder.on_device == on_device for worker in rig.workers for bucket in worker.buckets)
+        coders = [bucket.coder for worker in rig.workers for bucket in worker.buckets if isinstance(bucket, EncodedBucket)]
+        assert {coder.on_device for coder in coders} == {on_device}
 
         def body(rank: int) -> list[list[torch.Tensor]]:
             averages = []
@@ -53,7 +55,7 @@ def train(codec: str, *, on_device: bool, **fields: Any) -> list[list[list[torch
                 generator = torch.Generator().manual_seed(10 * s + rank)
                 gradients = [torch.randn(shape, generator=generator) for shape in SHAPES]
                 if s == 2 and rank == 1:
-                    gradients[2][7] = float("nan")  # the step is abandoned, and residuals take back what they sent
+                    gradients[2][7] = float("nan")  # the step is aborted, and residuals restore what they sent
                 home = DEVICE if on_device else torch.device("cpu")
                 averages.append([t.cpu() for t in step(rig.workers[rank], [g.to(home) for g in gradients], device=home)])
             return averages

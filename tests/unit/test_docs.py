@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KEPT = ("commlayer", "native", "cuda", "bench", "tests", "examples", "docs")
 THERE = [f"/{path.relative_to(ROOT)}{'/' * path.is_dir()}" for top in KEPT for path in [ROOT / top, *(ROOT / top).rglob("*")]]
-"""Prose says `paths/late.py` where the room is clear: any path may end so."""
+"""Prose may shorten paths, such as `paths/late.py`: any path may end like this."""
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(#[^)\s]*)?\)")
 PATH = re.compile(r"`([\w./-]+/[\w.-]+\.(?:py|md|cc|h|cu|cuh|toml))`|`([\w./-]+/)`")
 
@@ -70,16 +70,14 @@ def test_pages_for_users_name_no_internals(page: Path) -> None:
     assert not re.search(r"\b(decision|ADR) 0\d\d", text)
 
 
-# ---- Lines of `commlayer` and `python -m bench` in README.md and docs/: each is one that the commands take. Nothing is run
-
 FENCED = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")
 COMMAND = re.compile(r"(?:^|(?<=[\s'\"=]))(commlayer|python -m bench)(?=\s|$)((?:\.\w+)?)(.*)", re.DOTALL)
 MODULE = re.compile(r"python -m (bench\.\w+)")
 ENDS = re.compile(r"\s#.*|\s*(?:[|;&>]|,\s).*|'(?=\s|$).*", re.DOTALL)
-"""Of a command in a line of a shell, or of what another one says."""
+"""A command in a shell line, or in another command's output."""
 FOREIGN = {"--fmad"}
-"""Options of other programs that pages name by themselves, beside torchrun's."""
+"""Options of other programs that pages name alone, besides torchrun's."""
 
 
 class Line(NamedTuple):
@@ -190,9 +188,6 @@ def test_rejected_command_line_is_reported(text: str, problem: str) -> None:
     assert problem in problem_of(line)
 
 
-# ---- options that sentences name by themselves
-
-
 @functools.cache
 def options() -> set[str]:
     """Of all commands, all measurements and torchrun."""
@@ -218,8 +213,6 @@ def test_bench_modules_in_pages_exist() -> None:
         for module in MODULE.findall(page.read_text("utf-8")):
             assert importlib.util.find_spec(module), f"{page.name}: python -m {module}"
 
-
-# ---- The pages of docs/reference that come from the code are current
 
 FOLDER = Path(__file__).parents[2] / "docs"
 SPEC = importlib.util.spec_from_file_location("generate", FOLDER / "generate.py")
@@ -260,8 +253,6 @@ def test_undocumented_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"\bjoin\b"):
         generate._texts_of(generate.config, "Config")
 
-
-# ---- docs/reference/codecs.md: every codec is in its table, and the table is what the code says
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "reference" / "codecs.md"

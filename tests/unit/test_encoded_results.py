@@ -82,8 +82,6 @@ def test_non_finite_result_is_written_as_nan() -> None:
     assert all(bool(target.isnan().all()) for target in targets)
 
 
-# ---- Results that stay entries: what they say is what `decode` writes, bit for bit, whatever is around the codec
-
 N = 5000
 READ: list[Codec] = [two_way(wrap(parse("int8()")), wrap(topk(0.1))), *(wrap(parse(text)) for text in (
     "topk(ratio=0.02)", "topk(ratio=0.05, values='fp16')", "topk(ratio=0.05, values='fp32')", "topk(ratio=0.05, values='int4')",
@@ -152,8 +150,6 @@ def test_bucket_that_keeps_entries_writes_the_same_without_a_dense_sum(text: str
     assert torch.equal(full[1000:3000], written[1][1][1000:3000]), "positions are those in the tensor"
     assert sum(len(idx) for idx, _ in parts) == len(torch.nonzero(written[1][2]))
 
-
-# ---- Memory is returned to the system while nothing reads it, and weights survive an exchange that fails
 
 NUMEL = 1 << 20
 PAGE = 4096
@@ -235,8 +231,6 @@ def test_after_a_step_buckets_hold_only_rollback_and_measurement_data(
         if codec == "identity()":
             assert all(torch.equal(average, gradient) for average in averages if average is not None)
 
-
-# ---- A server holds a step's payloads where they are smaller than their sum, and takes steps back to the bit all the same
 
 SERVED = 1 << 18
 

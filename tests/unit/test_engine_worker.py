@@ -158,8 +158,6 @@ def test_sender_of_garbage_is_evicted_and_named() -> None:
         assert [*rig.servers[0].dropped()] == [1]
 
 
-# ---- Results that are a step late, over loopback: the numbers of the step before, nothing lost, and no wait for the others
-
 WORLD, STEPS = 3, 6
 LATE_CODECS = ["identity()", "int8(block=64)", "topk(ratio=0.1)", "qsgd(levels=7)", "powersgd(rank=2)"]
 WHICH = {"none": lambda _: False, "some": lambda b: b % 3 == 1, "all": lambda _: True}
@@ -321,9 +319,6 @@ def test_buckets_that_cannot_be_stale_are_refused_in_one_line() -> None:
     assert all("path 'allreduce' does not support results that are one step late" in line for line in problems)
 
 
-# ---- What is needed first is coded first and goes out first, also where something larger was ready before it
-
-
 def test_highest_priority_runs_first_and_ties_are_fifo() -> None:
     gate, ran, errors = threading.Event(), list[str](), list[BaseException]()
     lane = Lane("test", errors.append)
@@ -338,4 +333,4 @@ def test_highest_priority_runs_first_and_ties_are_fifo() -> None:
     assert [type(error) for error in errors] == [ZeroDivisionError]
     lane.put(lambda: ran.append("behind"), (9,))
     lane.close(20.0)
-    assert ran[-1] == "behind", "what was put before it ends is run"
+    assert ran[-1] == "behind", "tasks added before the end are run"

@@ -73,8 +73,6 @@ def test_error_with_a_named_peer() -> None:
     assert (str(error), error.peer) == ("worker 2 (ben): gone [E-COMM]", "worker 2")
 
 
-# ---- the peer that a worker names in the end, of its own errors and those that it received
-
 MET = PeerLost("connection lost", peer="server 1", step=4, bucket=2)
 TOLD = PeerLost(f"left the job: PeerLost: {MET}", peer="worker 2")
 DEAD = PeerLost("no heartbeat for 10.0 s", peer="server 1")

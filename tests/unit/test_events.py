@@ -32,8 +32,6 @@ from commlayer.observe.events import (
 )
 from commlayer.observe.job_view import JobView
 
-# ---- records
-
 ANY_TEXT = st.text(max_size=3000)
 ANY_NUMBER = st.floats(allow_nan=True, allow_infinity=True)
 
@@ -48,7 +46,7 @@ def test_each_kind_is_one_json_line_with_all_fields(kind: type[Event]) -> None:
 
 @given(text=ANY_TEXT, number=ANY_NUMBER, loss=ANY_NUMBER, names=st.lists(ANY_TEXT, max_size=40))
 def test_sanitized_events_are_small_and_printable_and_round_trip(text: str, number: float, loss: float, names: list[str]
-                                                                ) -> None:
+                                                                 ) -> None:
     for event in (LogEvent(text=text), StepEvent(step_s=number, loss=loss), WaitEvent(names=tuple(names), waited_s=number)):
         clean = events.clean(event)
         line = events.encode(clean)
@@ -75,8 +73,6 @@ def test_malformed_events_are_refused(line: bytes) -> None:
     with pytest.raises((msgspec.MsgspecError, UnicodeDecodeError)):
         events.decode(line)
 
-
-# ---- the log
 
 def texts(lines: tuple[bytes, ...]) -> list[str]:
     return [json.loads(line).get("text", "") for line in lines]
@@ -137,8 +133,6 @@ def test_time_and_rank_are_filled_in() -> None:
     mine, other = (events.decode(line) for line in log.since(0).lines)
     assert [(event.time, event.rank) for event in (mine, other) if event is not None] == [(12.5, 3), (4.0, 1)]
 
-
-# ---- files
 
 def written(path: Path, *appended: Event) -> Path:
     log = EventLog(0)
@@ -215,8 +209,6 @@ def test_full_disk_ends_only_the_event_file(caplog: pytest.LogCaptureFixture) ->
     assert "/dev/full" in caplog.text
 
 
-# ---- cost
-
 def test_append_costs_microseconds() -> None:
     """It usually costs a fifth of this limit."""
     log, event = EventLog(0), StepEvent(step=12, step_s=0.1, loss=2.5)
@@ -225,8 +217,6 @@ def test_append_costs_microseconds() -> None:
         log.append(event)
     assert (time.thread_time() - begin) / 2000 < 100e-6
 
-
-# ---- the view of a job
 
 def epoch_of(*applied: Event) -> JobView:
     view = JobView()

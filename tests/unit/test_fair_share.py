@@ -29,7 +29,7 @@ def test_greedy_sources_get_equal_shares_and_one_share_stays_free(sources: int) 
     new = 0
     while share.take("new"):
         new += 1
-    assert new == pytest.approx(limit / (sources + 1) / 2, abs=1), "a new source gets half of what is free at once"
+    assert new == pytest.approx(limit / (sources + 1) / 2, abs=1), "a new source immediately gets half of the free units"
 
 
 def test_released_units_can_be_acquired_again() -> None:

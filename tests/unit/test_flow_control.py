@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from support.internals import connections_of, socket_of
 
 from commlayer.engine.start.rendezvous import RankRow, _own_address
 from commlayer.transport import own_address
@@ -87,7 +88,7 @@ def test_late_senders_get_a_longer_queue_until_they_are_on_time() -> None:
     assert result.nbytes == short
     for _ in range(20):
         assert result.wait_s(int(2 * result.nbytes)) > 0.0
-        result.wait_s(0)  # and nothing is under way any more
+        result.wait_s(0)  # and nothing is in flight any more
     longest = result.nbytes
     assert longest > 2 * short
     assert longest == pytest.approx(rate * (round_trip_s + flow_credit.MAX_QUEUE_S), rel=0.01)
@@ -116,7 +117,7 @@ def test_bursts_shorter_than_a_round_trip_do_not_limit_the_rate(burst_nbytes: fl
     assert known.nbytes == limit
     known.idle()
     known.update(50.0, LinkSample(110 * MEGABIT, round_trip_s))
-    assert known.nbytes == pytest.approx(1.1 * limit), "what a burst reached the link can carry"
+    assert known.nbytes == pytest.approx(1.1 * limit), "the link can carry the rate of a burst"
     known.idle()
     known.update(60.0, LinkSample(200 * MEGABIT, round_trip_s))
     assert not known.settled, "a burst that was faster shows that the link is"
@@ -147,8 +148,6 @@ def test_kernel_tcp_info() -> None:
     assert 0.0 < seen.round_trip_s < 1.0
     assert flow_credit.waiting_nbytes(ours) == 0
 
-
-# ---- What the pacer tells the kernel, and that frames and caps go together on real connections
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets are paced on Linux only")
 BPS = 80e6
@@ -304,7 +303,7 @@ def test_large_remote_frames_are_paced_and_probes_are_not(host: str, away: bool)
     try:
         deadline = time.monotonic() + 20.0
         ours.dial(SERVER_BASE, theirs.listen(host), deadline)
-        sock = ours._connections[SERVER_BASE]._sock
+        sock = socket_of(connections_of(ours)[SERVER_BASE])
         unpaced = cap(sock)
         ours.pace(BPS)
         for kind, nbytes, expected in (
@@ -318,9 +317,6 @@ def test_large_remote_frames_are_paced_and_probes_are_not(host: str, away: bool)
     finally:
         ours.close()
         theirs.close()
-
-
-# ---- Which address and interface lead to another machine, as this machine's own tables have it
 
 
 def test_address_of_this_machine_routes_to_itself() -> None:

@@ -25,6 +25,7 @@ from commlayer.compressors.global_budget import (
     share_budget,
     with_budget,
 )
+from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.job.plan_checks import unsuited
 from commlayer.engine.worker.plan_handover import hand_over
 from commlayer.planner import default_plan, verify
@@ -64,7 +65,7 @@ class Run:
                 worker = rig.workers[rank]
                 for step in range(first, first + steps):
                     kit.step(worker, list(gradients(rank, step)))
-                    self.sent[rank].append([entries(b.coder.payload) for b in worker.buckets])
+                    self.sent[rank].append([entries(b.coder.payload) for b in worker.buckets if isinstance(b, EncodedBucket)])
                     if rank == 0:
                         cells = rig.sums[0].cells
                         self.received.append([entries(cells[b.id].results[(step, 0)][1]) for b in worker.buckets])
@@ -126,9 +127,6 @@ def by_tensor(worker: Any) -> list[int]:
     return result
 
 
-# ---- the codec
-
-
 def budgeted(text: str, **how: Any) -> Any:
     return with_budget(wrap(parse(text)), None, **{"steps": 0, "shared": True} | how)
 
@@ -158,9 +156,6 @@ def test_plans_without_ratios_are_unchanged() -> None:
     assert str(budgeted("topk(0.1)")) == str(wrap(parse("topk(0.1)")))
 
 
-# ---- plans
-
-
 def test_plan_description_lists_only_active_settings() -> None:
     result = plan()
     assert verify(replace(result, ratio_over="all", warmup=-1), kit.job(SHAPES)) == [
@@ -168,8 +163,6 @@ def test_plan_description_lists_only_active_settings() -> None:
     assert not verify(replace(result, ratio_over="plan", warmup=100), kit.job(SHAPES))
     assert not unsuited(replace(result, ratio_over="plan", warmup=100), 2, 1)
 
-
-# ---- How entries are divided among buckets: the total is kept, limits hold, and one threshold comes out for all
 
 TAILS = st.builds(Tail, st.integers(0, 5000), st.floats(1e-30, 1e30), st.floats(0.5, 40.0))
 

@@ -91,7 +91,7 @@ def test_invited_sites_use_keys_even_if_the_page_is_plain_text(given: dict[str, 
     (["--min-workers", "2", "--invite", "a,b,c"], 0, 3), (["--invite", "a,b,c"], 3, 3),
 ])
 def test_server_invites_the_number_of_sites_it_waits_for(words: list[str], workers: int, names: int,
-                                                        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+                                                         monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     served = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("commlayer.cluster.servers.server_process.run", lambda _, part: served.append(part))
@@ -118,7 +118,7 @@ def test_options_between_line_and_script_are_those_of_join(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("commlayer.cli.join.examine", lambda address, **given: seen.append(str(given["script"])))
     monkeypatch.setattr("sys.argv", ["commlayer", "join", *words])
-    with pytest.raises(SystemExit, match="0" if checked else "2"):  # 2: there is no train.py here
+    with pytest.raises(SystemExit, match="0" if checked else "2"):  # 2: train.py does not exist
         run()
     assert seen == ([checked] if checked else [])
 
@@ -147,7 +147,7 @@ def store(*lines: str) -> None:
     (["a@127.0.0.1:7000"], "", False, "0123456789", False),
 ])
 def test_address_uses_the_keys_of_its_only_site(stored: list[str], keys: str, insecure: bool, token: str, used: bool,
-                                                         monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+                                                monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("COMMLAYER_TOKEN", token)
     monkeypatch.chdir(tmp_path)

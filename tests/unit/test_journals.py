@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-import resource
 import sqlite3
 import subprocess
 import sys
@@ -16,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from support.disks import files_up_to
 
 from commlayer.cluster.calls import messages
 from commlayer.cluster.membership import sites
@@ -82,7 +81,7 @@ def test_store_survives_restarts(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_kill_loses_no_written_entry(room: bool, full: Any, tmp_path: Path) -> None:
+def test_kill_loses_no_written_entry(room: bool, tmp_path: Path) -> None:
     """Also if the disk is full when the coordinator restarts."""
     program = f"""
 import os, signal
@@ -98,9 +97,8 @@ for number in range(1000):
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == -9
-    if not room:
-        full(4)
-    journal = CoordinatorJournal(str(tmp_path))
+    with files_up_to(1 << 30 if room else 4):
+        journal = CoordinatorJournal(str(tmp_path))
     assert (journal.recovered, journal.sites) == (RECORD, SITES)
     assert sorted(row.value[1000:] for row in journal.rows.values()) == [str(n).encode() for n in range(990, 1000)]
     journal.close()
@@ -123,27 +121,18 @@ def test_unreadable_journal_is_removed(damage: str, tmp_path: Path, caplog: pyte
     journal.close()
 
 
-@pytest.fixture
-def full() -> Iterator[Any]:
-    """A full disk: the system refuses to make a file larger."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("later", [False, True])
 def test_full_disk_is_one_line_and_leaves_no_gap_in_the_journal(
-        later: bool, full: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        later: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal, store = started(tmp_path, begun=False), KvStore(HOMES)
     if later:
         journal.begin(SITES, {})
-    full((tmp_path / f"{NAME}-wal").stat().st_size + 40 if later else 4)
-    store.save = journal.write_row
-    journal.begin(SITES, {("a", 0): Row(b"", 1)})
-    journal.write(RECORD)
-    for number in range(20):
-        store.put("a", [((f"{number}", 0), bytes(30))])
-    full(1 << 30)
+    with files_up_to((tmp_path / f"{NAME}-wal").stat().st_size + 40 if later else 4):
+        store.save = journal.write_row
+        journal.begin(SITES, {("a", 0): Row(b"", 1)})
+        journal.write(RECORD)
+        for number in range(20):
+            store.put("a", [((f"{number}", 0), bytes(30))])
     store.put("a", [(("behind", 0), b"")])
     assert list(tmp_path.iterdir()) == []
     (line,) = [record.getMessage() for record in caplog.records]
@@ -159,9 +148,6 @@ def test_journal_of_a_finished_job_is_deleted(tmp_path: Path) -> None:
     journal.write_row(("x", 0), Row(b"y", 1))
     assert list(tmp_path.iterdir()) == []
     journal.close()
-
-
-# ---- the sites' service
 
 
 class SiteService:
@@ -270,8 +256,6 @@ def test_later_joins_and_leaves_are_journaled_and_ranks_are_unique(meeting: Site
     assert meeting.ask("b", put=((key("late"), b""),)).error == "worker 1: died [E-PEER-LOST]", "no more for a lost one"
 
 
-# ---- A server's journal: entries that are whole or not there, and sums that go on from them with the same bits
-
 JOB = Job((TensorInfo("a", (24, 20)), TensorInfo("b", (9,))))
 WORLD, STEPS = 2, 6
 CODECS = ["identity()", "int8()", "topk(ratio=0.1)", "powersgd(rank=2)", "randomk(ratio=0.2)",
@@ -328,9 +312,6 @@ def test_folder_is_locked_by_one_server_and_one_coordinator(tmp_path: Path) -> N
         with pytest.raises(ValueError, match=r"/proc/j .*No such file or directory.*E-JOURNAL\]"):
             make("/proc/j")
         assert journal.recovered is None
-
-
-# ---- sums
 
 
 class Member:
@@ -443,20 +424,6 @@ def test_bucket_older_than_its_members_starts_fresh_and_logs_it(caplog: pytest.L
     assert [reply.header.step for reply in push(behind, 5)] == [5]
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == f"bucket {bucket.id}: the journal ends before step 5, round 0, so its residual is lost and restarts at zero"
-
-
-# ---- whose it is, and a disk that is full
-
-
-@contextlib.contextmanager
-def files_up_to(nbytes: int) -> Iterator[None]:
-    """A full disk: the system refuses to make a file larger."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("required", [False, True])

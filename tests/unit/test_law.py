@@ -65,13 +65,13 @@ class Event(NamedTuple):
     unused: Callable[[int, int], set[int]] = nobody
     """Tensors without gradient on a rank."""
     cleared: Callable[[int], set[int]] = nobody
-    """Tensors whose averages are thrown away."""
+    """Tensors whose averages are discarded."""
     bad: int = -1
     """A step in which the last rank has an infinity."""
     broken: int = -1
-    """A step that the last rank breaks off: its backward pass raises."""
+    """A step that the last rank aborts: its backward pass raises."""
     saved: bool = False
-    """All is saved half-way; two steps later that is loaded, and the steps from there on come again."""
+    """A checkpoint is saved half-way and loaded two steps later; the steps after it are repeated."""
     scale: Callable[[int], float] = lambda step: 1.0
 
 
@@ -88,14 +88,14 @@ EVENTS = {
     "a short last batch, foretold": Event(weights=lambda step: [3.0 if step == 4 else 64.0] * WORLD, total_known=True),
     "weights that change in every step": Event(weights=lambda step: [1.0 + step, 2.0, 0.5 * (step % 3)]),
     "a scaler that skips": Event(bad=3, scale=lambda step: 2.0 ** (10 - step)),
-    "averages thrown away": Event(cleared=lambda step: ALL if step % 2 else set()),
-    "some averages thrown away": Event(cleared=lambda step: {1, 4} if step % 2 else {0}),
-    "a step broken off": Event(broken=2),
-    "a step broken off behind averages thrown away": Event(cleared=lambda step: ALL if step == 1 else {step % 5}, broken=2),
+    "discarded averages": Event(cleared=lambda step: ALL if step % 2 else set()),
+    "some discarded averages": Event(cleared=lambda step: {1, 4} if step % 2 else {0}),
+    "an aborted step": Event(broken=2),
+    "an aborted step after discarded averages": Event(cleared=lambda step: ALL if step == 1 else {step % 5}, broken=2),
     "saved, and loaded two steps later": Event(saved=True),
-    "saved behind averages thrown away, and loaded": Event(
+    "saved after discarded averages, and loaded": Event(
         saved=True, cleared=lambda step: {1, 4} if step == SAVED - 1 else {step % 5}),
-    "unused, skipped, broken off, thrown away, reweighted, loaded": Event(
+    "unused, skipped, aborted, discarded, reweighted, loaded": Event(
         weights=lambda step: [1.0, 2.0 + step, 1.0], unused=lambda step, rank: {step % 5},
         cleared=lambda step: {(step + 1) % 5}, bad=2, broken=4, saved=True),
 }
@@ -315,8 +315,6 @@ def test_learning_rate_is_taken_from_the_first_nonzero_group() -> None:
 def test_table_has_enough_rows() -> None:
     assert len(CODECS) * len(EVENTS) >= 550
 
-
-# ---- A bucket's ledger: applied averages plus residuals are the gradients that were put in, element by element
 
 SLICES = (Slice(0, 0, 40), Slice(1, 0, 25), Slice(2, 5, 35))
 NUMEL = 95

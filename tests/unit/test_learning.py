@@ -217,7 +217,7 @@ def test_shipped_table_is_monotone(codec: str, numel: int) -> None:
 
 
 def assert_monotone(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe) -> None:
-    """From each point to the next harder one in either way."""
+    """From each point to the next more compressed one in either direction."""
     results = {(r, every): excess(rows, codec.format(r), recipe._replace(every=every))
              for r in SPARSE_RATIOS for every in STEPS_APART}
     for (r, every), hard in results.items():
@@ -242,8 +242,6 @@ def test_no_factor_is_below_its_measurement(rows: tuple[LearningRow, ...]) -> No
 def test_identity_has_zero_loss_in_every_table(rows: tuple[LearningRow, ...], recipe: Recipe) -> None:
     assert excess(rows, "identity()", recipe) == NONE == excess(rows, "fp16()", recipe)
 
-
-# ---- What is made of curves of trainings: factors where they are known, rows, what is foretold, the shipped table
 
 TASKS = ("a", "b", "c", "d")
 
@@ -336,8 +334,6 @@ def test_shipped_table() -> None:
         recipe = Recipe(row.optimizer, row.codes, row.every, row.overlap, row.late, row.workers)
         assert row.workers == ALONE or excess(table.rows, row.codec, recipe).high >= row.steps_high - 1 - 1e-9
 
-
-# ---- `python -m bench.own_learning TASK FILE`: what ways cost in steps on a task of one's own, and that plans are made by it
 
 TASK = """
 import torch

@@ -71,7 +71,7 @@ def test_codecs_are_measured_in_the_form_that_a_plan_runs() -> None:
 
 
 class Wires:
-    """A network in virtual time: my link and the servers', each way; chunks of one connection go one after the other, and a
+    """A network in virtual time: my link and the servers', per direction; chunks of one connection are sent in sequence, and a
     connection has no more under way than a window which doubles each round trip."""
 
     def __init__(self, up_bps: float, down_bps: float, alpha_s: float, servers: dict[int, float]) -> None:
@@ -97,8 +97,8 @@ class Wires:
         heapq.heappush(self.arrivals, (theirs + 2 * self.alpha_s, server, way, nbytes))
 
     def next(self, patience_s: float) -> link_rates.ChunkArrival:
-        self.clock, *what = heapq.heappop(self.arrivals)
-        return link_rates.ChunkArrival(*what, self.clock)
+        self.clock, server, way, nbytes = heapq.heappop(self.arrivals)
+        return link_rates.ChunkArrival(server, way, nbytes, self.clock)
 
     def now(self) -> float:
         return self.clock
@@ -119,7 +119,7 @@ def test_probe_measures_the_link_rates(up_bps: float, down_bps: float, alpha_s: 
     down = link_rates.rate(wires, link_rates.DOWN, results, round_trip_s, budget_s / 2, 10.0, expected_bps=up)
     assert (up, down) == pytest.approx((up_bps, down_bps), rel=0.05)
     under_way_s = 24 * alpha_s + 16 * link_rates.FIRST_NBYTES / up_bps + 4 * link_rates.LEAST_ROUND_TRIP_S
-    assert wires.clock < budget_s + under_way_s, "and what was under way then"
+    assert wires.clock < budget_s + under_way_s, "and the bytes in flight then"
     assert not wires.arrivals
 
 
@@ -171,8 +171,6 @@ def test_pending_probes_of_a_member_are_limited(sizes: list[int], sent: bool, dr
             server.close()
             member.close()
 
-
-# ---- Trial runs leave a model as it was, and find the memory limit from any kind of error
 
 def model() -> nn.Sequential:
     torch.manual_seed(1)

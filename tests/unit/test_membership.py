@@ -26,7 +26,7 @@ def test_first_epoch_starts_when_all_members_are_registered() -> None:
     assert (epoch.generation, epoch.plan, reply.plan) == (1, digest_of(PLAN), PLAN)
     assert epoch.gradients == 5
     for early in (worker(1), server(0)):
-        assert after(state, early)[1].epoch == epoch, "those who came earlier learn it when they ask again"
+        assert after(state, early)[1].epoch == epoch, "members that came earlier get it when they ask again"
         assert after(state, early)[1].plan == PLAN
 
 
@@ -225,7 +225,7 @@ def test_leave_caused_by_a_peer_is_held_until_the_fate_of_that_peer_is_known() -
     began = ticked(running(3, servers=2), 0.0, 1.0)
     state = membership.leave(beat(began, "w0", "w1", "s0", now=9.5), "w2", WITHOUT_SERVER)
     assert heard(state, "w0", 9.6) == []
-    assert heard(beat(state, "s0", now=9.7), "w0", 9.8) == [], "that another one lives says nothing"
+    assert heard(beat(state, "s0", now=9.7), "w0", 9.8) == [], "another living member proves nothing"
     stopped, _ = membership.heartbeat(state, "s1", 9.7, Heartbeat("s1", parent="stopped"))
     assert heard(stopped, "w0", 9.8) == [], "nor does its machine"
     dead = ticked(state, 2.0, 10.0)
@@ -234,7 +234,7 @@ def test_leave_caused_by_a_peer_is_held_until_the_fate_of_that_peer_is_known() -
     assert heard(lives, "w0", 9.8) == ["worker 2"], "so it was its own link"
     assert heard(after(state, server(1))[0], "w0", 9.8) == ["worker 2"], "it was started again"
     assert heard(beat(lives, "s1", now=9.9), "s0", 10.0) == ["worker 2"]
-    assert heard(membership.leave(state, "s1", "an error of its own"), "w0", 9.7) == ["server 1", "worker 2"]
+    assert heard(membership.leave(state, "s1", "its own error"), "w0", 9.7) == ["server 1", "worker 2"]
 
 
 @pytest.mark.parametrize("name", ["", " (ben)"])

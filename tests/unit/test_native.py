@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_every_kind_of_float32_memory_is_read_in_place(make: object) -> None:
 
 
 F = torch.zeros(8)
-MISTAKES = {
+MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "dtype": (lambda: core.add_f32(F.double(), F), ValueError, "acc"),
     "wrong width": (lambda: core.add_f16(F, F), ValueError, "x"),
     "strided": (lambda: core.add_f32(torch.zeros(4, 4).t(), F), BufferError, "acc"),
@@ -149,7 +150,7 @@ class ExchangeTable(ctypes.Structure):
 
 
 class OnDevice:
-    """A tensor that says that it lies on another kind of device, as pinned memory does."""
+    """A tensor that claims another kind of device, as pinned memory does."""
 
     def __init__(self, values: np.ndarray, device_type: int) -> None:
         self.values, self.device_type, self.shape = values, device_type, (ctypes.c_int64 * 1)(len(values))
@@ -185,8 +186,6 @@ def test_tensors_in_pinned_memory() -> None:
     core.add_f32(x, torch.ones(8))
     assert x.tolist() == list(range(1, 9))
 
-
-# ---- Every kernel: reference == vector body == portable body == several threads, over sizes, special numbers, unaligned memory
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 quick = settings(max_examples=50, deadline=None)
@@ -243,8 +242,6 @@ def test_outer(m: int, n: int, rank: int, seed: int) -> None:
     wanted = p.reshape(rank, m).T.astype(np.float64) @ q.reshape(rank, n)
     assert np.allclose(np.frombuffer(same(run), np.float32).reshape(m, n), wanted, rtol=1e-4, atol=1e-4)
 
-
-# ---- Order among magnitudes, runs, draws and 4-bit values: reference == vector body == portable body, and what each promises
 
 filled = st.sampled_from(SIZES[1:])
 kinds = st.sampled_from(KINDS)
@@ -326,8 +323,6 @@ def test_draws(n: int, seed: int, density: float) -> None:
     same(run)
 
 
-# ---- Elias-Fano, bitmap and CRC-32C: round trips, exact sizes, golden bytes, and damaged bytes
-
 FORMATS = ("ef", "bitmap", "blocks")
 
 
@@ -396,15 +391,13 @@ def test_positions_up_to_the_last_of_32_bits() -> None:
             assert (back == idx).all()
 
 
-# ---- The quantisers' kernels: reference == vector body == portable body; the random words are Philox's; bounds on what is lost
-
 keys = st.integers(0, 2**63 - 1)
 
 
 def run_coder(
     name: str, n: int, seed: int, kind: str, fed: bool, shift: int, block: int, scale_nbytes: int, *how: object
 ) -> None:
-    """All bodies agree, in bytes, residual and guard bytes; and the residual is what was not sent."""
+    """All bodies agree, in bytes, residual and guard bytes; and the residual is the unsent part."""
     x, old, acc = numbers(n, seed, kind=kind), numbers(n, seed + 1, kind=kind) if fed else None, numbers(n, seed + 2)
     if fed and kind == "wild":
         assert old is not None
@@ -435,7 +428,7 @@ def run_coder(
 
     with np.errstate(all="ignore"):
         v = x if old is None else x + old
-    # Where a number is not finite, what was sent is added back to the residual with rounding: threads stop elsewhere.
+    # If a number is not finite, sent values are added back to the residual with rounding, and threads stop at other places.
     finite, _, _, kept, _, assigned = same(run, threads=bool(np.isfinite(v).all()))
     assert finite == bool(np.isfinite(v).all())
     sent = np.frombuffer(assigned, np.float32)

@@ -141,13 +141,11 @@ def test_empty_prediction_is_refused() -> None:
         PredictionCheck(0.0)
 
 
-# ---- Bandwidth from what links carried, and when a link is probed again
-
 BIN_S = 0.05
 
 
 def readings(*pieces: tuple[float, float], period_s: float = BIN_S) -> list[Reading]:
-    """Both ways alike: pieces of (seconds, bit/s)."""
+    """Equal in both directions: pieces of (seconds, bit/s)."""
     results, at_s, nbytes = [Reading(0.0, 0, 0)], 0.0, 0.0
     for seconds, bps in pieces:
         for _ in range(round(seconds / period_s)):
@@ -161,7 +159,7 @@ def readings(*pieces: tuple[float, float], period_s: float = BIN_S) -> list[Read
     ([(0.5, 0.0), (2.0, 5e6), (0.5, 0.0)], 5e6, 2 / 3),  # computing before and after
     ([(3.0, 0.0), (0.1, 1e8), (3.0, 0.0)], 1e8, 0.1 / 6.1),  # a short burst on a fast link
     ([(0.05, 5e7), (2.0, 5e6)], 5e6, 1.0),  # the first bytes fill a queue
-    ([(0.2, 9e7), (4.0, 2e6)], 9e7, 0.07),  # waiting for a peer behind a slow link
+    ([(0.2, 9e7), (4.0, 2e6)], 9e7, 0.07),  # waiting for a peer on a slow link
     ([(5.0, 2e4)], 0.0, 0.0),  # control traffic
     ([], 0.0, 0.0),
 ])
@@ -209,9 +207,6 @@ def test_reset_counters_are_ignored() -> None:
     assert throughput([*before, *after]).down.bps == pytest.approx(8e6, rel=0.01)
 
 
-# ---- when to probe again
-
-
 def due(again: ReprobeSchedule, now: float, *, hinted: bool = False, lost: bool = False, to_win: float = 1.0) -> bool:
     return again.due(now, hinted=hinted, lost=lost, to_win=to_win)
 
@@ -250,9 +245,6 @@ def test_first_probe_is_assumed_to_take_many_round_trips(round_trip_s: float, co
     assert seen == [False, True]
 
 
-# ---- counters
-
-
 def test_meter_returns_bytes_since_the_last_reading() -> None:
     nbytes = [0, 0]
     meter = InterfaceCounters(lambda: (nbytes[0], nbytes[1]), period_s=60.0)
@@ -267,7 +259,7 @@ def test_meter_returns_bytes_since_the_last_reading() -> None:
 
 def test_fastest_download_counts_after_any_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, nbytes = [0.0], [0, 0]
-    monkeypatch.setattr(link_monitor.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(link_monitor.time, "monotonic", lambda: clock[0])  # type: ignore[attr-defined]
     meter = InterfaceCounters(lambda: (nbytes[0], nbytes[1]), period_s=60.0)
     try:
         for bps in (0.0, 1e6, 9.6e7, 9.6e7, 9.6e7, 0.0, 4e8, 0.0, 0.0):  # 400 Mb/s for 50 ms: packets that were held back
@@ -280,8 +272,6 @@ def test_fastest_download_counts_after_any_idle_time(monkeypatch: pytest.MonkeyP
     finally:
         meter.close()
 
-
-# ---- When links count as changed: what slower links make of steps, what scripts and machines make of them, and noise
 
 PLANNED = (Rates(95e6, 95e6),) * 3
 COMPUTE_S = 0.3
@@ -358,8 +348,6 @@ def test_only_the_slower_link_is_blamed() -> None:
     assert reported(settled(), seen(2.0, [waiting, FULL, waiting]))[1] == (PLANNED[0], NARROW, PLANNED[2])
 
 
-# ---- actions of scripts and machines that are no change of links
-
 EMPTY = Throughput(Direction(), Direction())
 DISK = Throughput(Direction(1.5e7, 0.95), QUICK.down)
 LOADED = Throughput(Direction(2e7, 0.2), Direction(2e7, 0.2))
@@ -387,9 +375,6 @@ def test_unchanged_links_raise_no_alarm(step: SeenStep, every: int) -> None:
         links = after(links, seen(0.4, [QUICK] * 3) if number % every else step)
 
 
-# ---- links that are faster
-
-
 def carrying(down: float, sent: float = 1.0) -> list[Throughput]:
     """Nodes that receive that times what is planned for, and together send `sent` times as much."""
     bps = down * PLANNED[0].down_bps / PAYLOAD
@@ -398,15 +383,12 @@ def carrying(down: float, sent: float = 1.0) -> list[Throughput]:
 
 @pytest.mark.parametrize(("down", "sent", "counts"), [
     (0.99 * MORE, 1.0, False), (1.01 * MORE, 1.0, True),
-    (10.0, 0.5, False), (10.0, 2.0, False),  # a disk in the same house, or what was lost
+    (10.0, 0.5, False), (10.0, 2.0, False),  # a disk in the same house, or lost data
 ])
 def test_received_rate_is_a_lower_bound_of_the_link(down: float, sent: float, counts: bool) -> None:
     count, result = reported(LinkWatch(PLANNED), seen(0.4, carrying(down, sent)))
     assert result == ((PLANNED[0]._replace(down_bps=pytest.approx(down * 95e6)),) * 3 if counts else None)
     assert count == SETTLED or not counts
-
-
-# ---- noise
 
 
 def steps(draw: random.Random, wire_s: float, times: float = 1.0) -> Iterator[SeenStep]:
@@ -470,8 +452,6 @@ def test_slower_links_are_reported_by_at_least_the_factor(looks: list[tuple[floa
             assert result != PLANNED[:1]
             assert all(rate == 95e6 or 0 < FACTOR * rate < 95e6 or rate > MORE * 95e6 for rate in rates)
 
-
-# ---- The simulated step, as a worker of each node would have recorded it
 
 JOB = Job((TensorInfo("a", (5000,)), TensorInfo("b", (300,))), timing=Timing((2e-3, 1e-3), (0.0, 1e-3), 2e-3, 1e-3))
 LAB = Node("lab", 2, "rtx3060", Link(5e8, 5e8, 1e-3), intra_bps=1e10, speed=0.5)

@@ -236,7 +236,7 @@ def test_invalid_setting_is_one_line(make: Any, message: str) -> None:
 
 def test_sparse_gradients_without_the_native_core_or_on_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     p = nn.Parameter(torch.ones(40, device="meta"))
-    p.grad = torch.sparse_coo_tensor(size=(40,), device="meta")
+    p.grad = torch.sparse_coo_tensor(size=(40,), device="meta")  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="on meta.*E-OPTIM-PARAMETER"):
         SparseSGD([p], lr=0.1).step()
     p = nn.Parameter(torch.ones(40))
@@ -254,9 +254,6 @@ def test_sparse_gradients_without_the_native_core_or_on_a_gpu_are_refused(monkey
 def test_state_with_an_unsupported_option_is_refused(kind: Any, theirs: torch.optim.Optimizer) -> None:
     with pytest.raises(ValueError, match=f"{kind.__name__}: .*E-OPTIM-STATE"):
         kind([nn.Parameter(torch.ones(3))]).load_state_dict(theirs.state_dict())
-
-
-# ---- which family an optimizer belongs to
 
 
 class Wrapped(torch.optim.Optimizer):

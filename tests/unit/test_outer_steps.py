@@ -174,8 +174,6 @@ def _parts(fragments: int) -> list[list[int]]:
 PARTS = {fragments: _parts(fragments) for fragments in (1, 2, 4)}
 
 
-# ---- In which order the buckets of an overlapped round go out and come back, over links that carry a frame in a turn. No clock
-
 WORLD, BUCKETS = 3, 8
 
 
@@ -250,4 +248,4 @@ def test_results_arrive_while_other_buckets_are_still_uploaded() -> None:
         assert [bucket for _, bucket in up] == [*reversed(range(BUCKETS))]
         for (sent, _), (came, _) in zip(up[2:], down, strict=False):
             assert came < sent, "a result is here before the next but one goes out"
-    assert hub.turns == BUCKETS + 1, "a round takes what one way takes, and one bucket's time"
+    assert hub.turns == BUCKETS + 1, "an outer step takes the time of one direction, and one bucket's"

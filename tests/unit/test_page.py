@@ -23,7 +23,6 @@ from typing import Any
 
 import pytest
 from support.chromium import BROWSER, REASON, Browser
-from support.commands import commlayer_called  # noqa: F401  (a fixture)
 from support.coordinators import until
 from support.event_stream import START, stream
 
@@ -108,8 +107,6 @@ class Updates:
         self._connection.close()
 
 
-# ---- tokens
-
 @pytest.mark.parametrize(("path", "header"), [
     ("/", ""), ("/?token=", ""), ("/?token=wrong", ""), (f"/?token={TOKEN[:-1]}", ""), ("/?token=%ff%00", ""), ("/", "wrong"),
     ("/updates", ""), ("/updates?token=wrong", ""), ("/absent", ""), (f"/?other={TOKEN}", ""), (f"/?token={TOKEN}x", "")])
@@ -172,7 +169,7 @@ def test_used_port_is_one_error(shared: Served) -> None:
     (["--join", "127.0.0.1:9", "--page", "1"], "E-CLI-OPTION"), (["--join", "127.0.0.1:9", "--events", "x"], "E-CLI-OPTION"),
 ])
 def test_event_options_of_serve_fail_in_one_line(commlayer: Any, options: list[str], code: str,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMLAYER_TOKEN", "a-secret-that-is-long-enough")
     status, _, error = commlayer("serve", *options)
     assert status == 2
@@ -206,13 +203,11 @@ def test_serve_prints_the_address_of_the_page(tmp_path: Path) -> None:
         assert fetched(address, "/")[0] == 401
         assert fetched(address, "/", token)[1].startswith("<!doctype html>")
         with closing(Updates(int(address.rpartition(":")[2]), token)) as client:
-            until(lambda: "to join" in str(client.next()), "the page says what the job waits for")
+            until(lambda: "to join" in str(client.next()), "the page shows what the job waits for")
     finally:
         process.terminate()
         process.wait(60)
 
-
-# ---- updates
 
 def test_metrics_reflect_the_event_log() -> None:
     with closing(Served(EventLog(retains=True))) as served:
@@ -241,7 +236,7 @@ def test_full_state_is_sent_first_and_then_updates(served: Served) -> None:
         served.log.append(LogEvent(time=now, rank=0, level="error", text="something new"))
         until(lambda: (update := client.next()) is not None and not update["whole"]
               and [text for *_, text in update["events"]] == ["something new"]
-              and update["states"][0]["step"] == 200 and len(update["points"]) == 1, "the update has what is new, once")
+              and update["states"][0]["step"] == 200 and len(update["points"]) == 1, "the update has the news once")
 
 
 def test_final_state_is_sent_when_a_job_ends(served: Served) -> None:
@@ -313,8 +308,6 @@ def test_client_that_does_not_read_is_dropped_without_blocking_others(monkeypatc
             until(dropped, "the client that does not read is dropped")
 
 
-# ---- the document
-
 def test_content_policy_permits_only_the_content_of_the_file() -> None:
     page, policy = document()
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
@@ -359,8 +352,6 @@ def test_curves_have_no_point_without_steps() -> None:
     curves.add(record.view)
     assert curves.points == record.curves.points == []
 
-
-# ---- reports
 
 def data_of(page: bytes) -> Any:
     found = re.search(rb'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
@@ -437,7 +428,7 @@ def test_report_command_writes_one_file(commlayer: Any, run_folder: Path) -> Non
     (["RUN", "--out", "EMPTY"], "E-CLI-OPTION"),
 ])
 def test_report_errors_are_one_line_with_a_code(commlayer: Any, run_folder: Path, tmp_path: Path, arguments: list[str],
-                                                     code: str) -> None:
+                                                code: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "damaged.jsonl").write_bytes(b'{"event":"step","step":"x"}\n')
     (tmp_path / "later.jsonl").write_bytes(events.encode(JobEvent(format=99, version="9.0")) + b"\n")
@@ -448,8 +439,6 @@ def test_report_errors_are_one_line_with_a_code(commlayer: Any, run_folder: Path
     assert f"[{code}]" in error
     assert error.count("\n") == 1
 
-
-# ---- in a browser
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Browser]:

@@ -43,9 +43,6 @@ def asked_for(plan: Any, job: Job, **config: Any) -> Plan:
     return plan_choice.settle(plan_choice.requested_plan(codec, given), job, Config(**config), 2, 1)
 
 
-# ---- what "auto" begins with
-
-
 @pytest.mark.parametrize("optimizer", ["", "sgd", "adam", "other"])
 def test_auto_starts_with_four_bits_in_both_directions(optimizer: str) -> None:
     result = plan_choice.settle("auto", job_of((300, 20), (20,)), Config(), 2, 1, optimizer=optimizer)
@@ -85,9 +82,6 @@ def test_auto_starts_within_its_budget_without_a_loss_model(
     monkeypatch.setattr(machines, "learning_rows", lambda own="": ROWS)
     result = plan_choice.settle("auto", job_of((300, 20)), Config(max_loss=max_loss), 2, 1, optimizer=optimizer)
     assert {str(parse_spec(b.codec).core) for b in result.buckets} == {codec}
-
-
-# ---- a codec as text
 
 
 @pytest.mark.parametrize("text", ["fp16()", "fp16", "topk(0.05)", " int8( block = 64 ) ", "error_feedback(topk(ratio=0.01))"])
@@ -143,8 +137,6 @@ def test_other_arguments_are_one_error_line(compression: Any, plan: Any, code: s
     assert "\n" not in str(caught.value)
 
 
-# ---- matrices
-
 GPT = job_of((65, 384), (256, 384), *[shape for _ in range(6) for shape in (
     (384,), (384,), (1152, 384), (1152,), (384, 384), (384,), (1536, 384), (1536,), (384, 1536), (384,))])
 MODELS = {
@@ -196,8 +188,6 @@ def test_plan_that_sends_most_uncompressed_is_reported(codec: str, shape: tuple[
         assert len(lines) == bool(text), lines
         assert all(text in line for line in lines)
 
-
-# ---- what a frame carries
 
 KEEPERS = ("topk(0.1)", "momentum(int8())", "powersgd()", "qsgd()")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec import structs
 from support.autotuning import (
@@ -46,9 +48,6 @@ from commlayer.planner.tables import profile_from_tables
 
 JUDGED = TRIED + 1
 """Steps from a switch to its judgement."""
-
-
-# ---- what was found
 
 
 @pytest.mark.parametrize(("found_s", "steps", "current_steps", "proposed"), [
@@ -99,9 +98,6 @@ def test_failed_or_outdated_search_has_no_effect() -> None:
     rank.active = plan_of(0.0, "int8()")
     rank.found(candidate(plan_of(0.1)))
     assert rank.request() == TuningRequest.MEASURE, "measurements were made under another plan"
-
-
-# ---- trials
 
 
 @pytest.mark.parametrize(("takes_s", "steps", "before_steps", "back"), [
@@ -197,9 +193,6 @@ def test_plan_is_priced_in_the_mode_it_runs_in(back: bool) -> None:
     assert lead.check is None, "the plan that runs has no prediction"
 
 
-# ---- alternatives: the plan without compression, and local steps
-
-
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize(("other", "takes_s", "tried"), [
     (plan_of(0.7, "identity()"), 0.7, True), (plan_of(0.7 * (1 + PLAIN), "identity()"), 0.7, True),
@@ -207,7 +200,7 @@ def test_plan_is_priced_in_the_mode_it_runs_in(back: bool) -> None:
     # Averaged gradients are given up for local steps if they turn out slower than predicted.
     (local(0.8 * LEAVES), 0.8 - 1e-9, False), (local(0.8 * LEAVES), 0.8 + 1e-9, True),
 ])
-def test_alternatives_with_a_similar_price_are_tried(kept: bool, other: object, takes_s: float, tried: bool) -> None:
+def test_alternatives_with_a_similar_price_are_tried(kept: bool, other: Any, takes_s: float, tried: bool) -> None:
     name = "local" if other.local_steps > 1 else "plain"
     rank = proposing(candidate(plan_of(2.0 if kept else 0.5), **{name: other}))
     if not kept:
@@ -245,9 +238,6 @@ def test_no_gradient_averaging_plan_is_tried_after_local_steps() -> None:
     assert rank.request() == TuningRequest.NOTHING
 
 
-# ---- whether the prediction holds
-
-
 @pytest.mark.parametrize(("seconds", "stale"), [(0.5 * (1 + STALE), False), (0.5 * (1 + STALE) + 1e-9, True), (0.37, False)])
 def test_steps_slower_than_predicted_make_a_plan_stale(seconds: float, stale: bool) -> None:
     rank = trying(candidate(plan_of(0.5)))
@@ -265,9 +255,6 @@ def test_slow_steps_are_measured_again_if_a_plan_could_help(waited_s: float, req
     rank.observe(seen(1.0, waited_s), SETTLED)
     rank.step(1.0, times=PATIENCE + 1)
     assert [rank.request() for _ in range(2)] == [request_, TuningRequest.NOTHING]
-
-
-# ---- requests
 
 
 def test_one_request_at_a_time() -> None:

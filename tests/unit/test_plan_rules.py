@@ -38,7 +38,7 @@ def job_of(*sizes: int) -> Job:
 
 
 def plan_of(job: Job, **fields: Any) -> Plan:
-    """Fuses up to 100 elements and cuts above 1000 unless told otherwise."""
+    """Fuses up to 100 elements and cuts above 1000 by default."""
     base: dict[str, Any] = {"codec": "fp16()", "path": "service", "servers": 1, "ranks_per_node": 1,
                             "fuse_nbytes": 400, "cut_nbytes": 4000}
     return default_plan(job, **base | fields)
@@ -127,7 +127,7 @@ def test_forward_overlap_uses_small_first_buckets(bps: float, part: float) -> No
     assert together[1] < 0.25 * together[0]
     large = job_of(*[1 << 22] * 40)
     one, other = (plan_of(large, fuse_nbytes=1 << 20, cut_nbytes=4 << 20, forward=forward) for forward in (False, True))
-    assert one == other, "of a large model what is fused is a small part anyway"
+    assert one == other, "fused tensors are a small part of a large model"
 
 
 def test_forward_overlap_divides_the_first_layers_evenly_among_servers() -> None:
@@ -243,7 +243,7 @@ HUGE = MAX_BUCKET_NBYTES // ELEMENT_NBYTES + 1
 
 def test_bucket_larger_than_a_frame_is_named() -> None:
     job = job_of(HUGE)
-    assert verify(plan_of(job, cut_nbytes=1 << 40), job) == [], "it is cut to what a frame carries"
+    assert verify(plan_of(job, cut_nbytes=1 << 40), job) == [], "it is cut to the size of a frame"
     copy = msgspec.structs.replace(plan_of(job), buckets=(Bucket(0, (Slice(0, 0, HUGE),), "service", "fp16()"),))
     assert verify(copy, job) == [f"bucket 0: {HUGE} elements, allowed on path service: {HUGE - 1}; cut it into several"]
     assert verify(plan_of(job, cut_nbytes=MAX_BUCKET_NBYTES), job) == []
@@ -295,8 +295,6 @@ def test_plans_within_the_settings_fit_the_limits(numels: tuple[int, ...], cut_n
     plan = default_plan(job, codec="int8()", path="service", servers=3, ranks_per_node=1, fuse_nbytes=0, cut_nbytes=cut_nbytes)
     assert verify_alone(plan, 2, len(job.tensors), job.numel) == []
 
-
-# ---- lint reports all errors of a plan that was edited by hand at once, by bucket and rule
 
 HOMES = cluster(3, "home-100/20", reachable=False)
 PLAN = plan(toy_job(), HOMES)

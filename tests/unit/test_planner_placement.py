@@ -94,13 +94,11 @@ def test_impossible_placements_are_refused(nodes: Cluster, message: str) -> None
         shares(nodes)
 
 
-# ---- Who hosts servers and how much each sums: parts as links ask for, kept by what is written, and taken where they pay
-
 DENSE_ONLY = Policy(codecs=(DENSE,))
 
 
 def machines(*links: str, servers: str = "", device: str = "rtx3060") -> Cluster:
-    """Nodes that train, and `servers` of this link beside them."""
+    """Nodes that train, and `servers` of this link in addition."""
     trained = [tables.node(f"n{i}", device, link) for i, link in enumerate(links)]
     return Cluster((*trained, *(tables.node(f"s{i}", "cpu", link, ranks=0) for i, link in enumerate(servers.split()))), False)
 

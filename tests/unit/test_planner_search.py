@@ -237,10 +237,8 @@ def test_empty_job_has_an_empty_plan() -> None:
     assert plan(Job((), timing=timing), cluster(2, "1g")).buckets == ()
 
 
-# ---- Whatever the planner offers runs: options and plans of random clusters, costs and policies pass what workers ask of them
-
 FAMILIES = ("topk(ratio=0.1)", "topk(ratio=0.003)", "randomk(ratio=0.1)", "powersgd(rank=2)")
-"""Beside one of each codec: ratios, so that there is something to choose by node and both ways."""
+"""One of each codec, and several ratios, so that there is a choice per node and direction."""
 
 
 @cache
@@ -262,7 +260,7 @@ def drawn_cluster(rng: random.Random) -> Cluster:
 
 
 def drawn_profile(rng: random.Random, cluster: Cluster) -> Profile:
-    """The tables', or measured; and each codec dearer or cheaper by chance, so that any path may be the best for some."""
+    """The tables', or measured; with random costs of each codec, so that any path may be the best for some."""
     some = (*machines.DEFAULT_CODECS, *FAMILIES[1:3])
     result = machines.profile_from_tables(cluster, some) if rng.random() < 0.3 else measured()
     codecs = []
@@ -340,8 +338,6 @@ def test_unsuitable_codecs_of_a_path_are_named(
     assert summing(path_of(path)) == (path == SUMMED)
 
 
-# ---- Rounds of local steps in fragments: their cost in steps, their simulated time, and where the planner chooses them
-
 SMALL = toy_job(numel=125_000, step_s=0.03)
 """1.5 M elements."""
 
@@ -376,7 +372,7 @@ def test_shorter_lag_interpolates_between_none_and_a_whole_round(optimizer: str,
                 assert mine == pytest.approx(soon + (late - soon) / count if late > soon else late)
             assert all(a <= b for a, b in zip(result, before, strict=True)), "sooner is never worse"
             before = result
-        assert excess(rows, codec, recipe._replace(overlap="", fragments=2)) == waited, "what is waited for is as measured"
+        assert excess(rows, codec, recipe._replace(overlap="", fragments=2)) == waited, "as measured"
 
 
 @settings(max_examples=40, deadline=None)
@@ -498,15 +494,13 @@ def test_small_models_have_one_fragment_and_auto_reports_the_number_of_large_one
     assert f"{best.plan.fragments} parts" in best.leaves
 
 
-# ---- Tensors whose gradients are mostly zeros: priced by what nonzero_numel, in buckets of their own, where zeros stay zeros
-
 EXACT, FREE = Policy(optimizer="adam", exact=True), Policy(optimizer="adam", exact=False)
 ROWS, WIDTH, DENSE_THIN = 1 << 16, 64, 1 << 20
 SOME = 0.02
 
 
 def job(filled: tuple[float, ...] = ()) -> Job:
-    """An embedding, and something behind it."""
+    """An embedding and a layer after it."""
     return Job((TensorInfo("words", (ROWS, WIDTH)), TensorInfo("behind", (DENSE_THIN,)), TensorInfo("bias", (64,))),
                timing=Timing((0.1, 0.05, 0.05), (0.0, 0.02, 0.02), 0.1, 0.05, 0.005, filled=filled))
 

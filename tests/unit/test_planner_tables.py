@@ -102,7 +102,7 @@ def test_preset_speed_matches_its_precision() -> None:
     assert slow.speed == pytest.approx(25.4 / 125)
     assert fast.speed / slow.speed == pytest.approx(989 / 25.4)
     assert plain.speed == pytest.approx(6.5 / 125), "without units for halves it computes in FP32"
-    assert kept.speed == 0.5, "what a cluster file says stands"
+    assert kept.speed == 0.5, "values in a cluster file are kept"
     assert at_job_speed(nodes, builtin("lstm").timing) == nodes
 
 
@@ -116,9 +116,6 @@ def test_step_time_is_set_by_the_limiting_resource() -> None:
     assert speeds(0.01, 1.0, 0.0) == pytest.approx(memory)
     assert speeds(0.01, 0.01, 1.0) == pytest.approx([1.0, 1.0]), "the host starts kernels"
     assert speeds(1.0, 0.5, 0.0) == pytest.approx([products[0], 2 * memory[1]]), "each device has its own limit"
-
-
-# ---- Named machines and links: what the tables say, what profiles are made of them, what is refused
 
 
 @pytest.mark.parametrize(("name", "expected"), [
@@ -145,8 +142,6 @@ def test_unknown_names_are_refused(call: Callable[[], object], message: str) -> 
     with pytest.raises(ValueError, match=message):
         call()
 
-
-# ---- Clusters and profiles as people write them: what is read, and the one line on what cannot be
 
 NODE = '[[node]]\nname = "x"\ndevice = "rtx3060"\n'
 

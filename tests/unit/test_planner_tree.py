@@ -141,8 +141,6 @@ def test_path_that_a_cluster_cannot_run_is_refused(text: str, cluster: Cluster, 
     assert parse(text) not in options(cluster)
 
 
-# ---- Lowering: every path of the tree in the runtime's terms, summing the same elements once
-
 JOB = Job((TensorInfo("a", (50, 33)), TensorInfo("b", (7,)), TensorInfo("c", (1,)), TensorInfo("d", (4001,))))
 
 
@@ -181,8 +179,6 @@ def test_bucket_is_encoded_at_one_place() -> None:
     with pytest.raises(ValueError, match="bucket 0: path 'encode@gpu .*E-PLAN-PATH"):
         lower(Plan("", (Bucket(0, (), "encode@gpu net.push net.pull decode@cpu"),)))
 
-
-# ---- Which buckets of a plan go through a node as one, and how a bucket is cut so that they do
 
 Shard = tuple[int, int, int, int]
 """Owner, tensor, start, stop."""

@@ -67,15 +67,12 @@ def decided(
 
 
 def levels(state: QualityState, *seen: Dots) -> list[float]:
-    """The levels after each of these comparisons, of all ranks alike."""
+    """The levels after each of these comparisons, equal on all ranks."""
     results = []
     for one in seen:
         state, _ = decided(state, row(one, one))
         results.append(state.level)
     return results
-
-
-# ---- when, and how much
 
 
 @pytest.mark.parametrize(("plan", "first"), [
@@ -124,9 +121,6 @@ def test_comparisons_never_cost_more_than_allowed(prices: list[tuple[float, floa
         elapsed_s += steps_until_paid(spent_s, expected_s, elapsed_s, step_s) * step_s
         assert spent_s + expected_s <= 0.01 * elapsed_s * (1 + 1e-6)
         spent_s, expected_s = spent_s + cost_s, cost_s
-
-
-# ---- complaints
 
 
 @pytest.mark.parametrize(("seen", "loss", "complaint"), [
@@ -182,9 +176,6 @@ def test_user_plans_are_only_reported_once_per_complaint() -> None:
     assert quality.decide(state, [row(BAD)], 0.1, acts=False)[2] is not None, "for each plan"
 
 
-# ---- levels
-
-
 def test_consecutive_complaints_escalate_to_dense() -> None:
     bad = dots_of(0.01)
     sparse = begun(PlanLevels(0.001, 0.001, compared=True))
@@ -232,9 +223,6 @@ def test_level_stays_in_range_and_never_falls_after_a_complaint(seen: list[tuple
             assert state.level >= before
 
 
-# ---- losses
-
-
 def test_rising_loss_is_detected_and_noise_is_not() -> None:
     rng = random.Random(0)
     trend = LossTrend()
@@ -250,9 +238,6 @@ def test_rising_loss_is_detected_and_noise_is_not() -> None:
     while not exceeds(0.005):
         trend, after = trend.add(1.2 + 0.1 * rng.gauss(0, 1)), after + 1
         assert after < 60
-
-
-# ---- measured on the codecs
 
 
 def sent_and_exact(text: str, steps: int = 100) -> Fidelity:

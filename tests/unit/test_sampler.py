@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from commlayer.autotune.shares.driver import LoadBalancer
 from commlayer.balance import Sampler
 from commlayer.balance.consumed_log import TABLE, ConsumedLog, ConsumedLogState, Permutation, merged, size
-from commlayer.balance.sampler import CHANGE_DELAY_STEPS
-from commlayer.balance.schedule import with_joined
+from commlayer.balance.schedule import CHANGE_DELAY_STEPS, with_joined
 from commlayer.records import Plan
 
 
@@ -212,7 +211,7 @@ def test_with_dataloader_workers() -> None:
             state = sampler.state_dict()
     resumed = Sampler(Numbers(), 8, shares=[5, 3], rank=0, seed=1)
     resumed.load_state_dict(state)
-    resumed.set_epoch(1)  # as scripts do; what is under way goes on
+    resumed.set_epoch(1)  # as scripts do; running steps continue
     assert [batch.tolist() for batch in resumed.follow(DataLoader(Numbers(), batch_sampler=resumed))] == again[3:]
     assert sorted({len(own) for own in again}) == [1, 5]
 
@@ -259,7 +258,7 @@ def test_no_sample_is_lost_after_resuming_with_another_number_of_workers(
     new = [Sampler(56, 8, rank=rank, world=now, shares=made_with, seed=1) for rank in range(now)]
     for sampler in new:
         sampler.load_state_dict(state)
-        sampler.announce(2, sampler.announced[1])  # others than these may be announced at once
+        sampler.announce(2, sampler.announced[1])  # different ones may be announced immediately
     assert len({str(sampler.state_dict()) for sampler in new}) == 1
     steps = list(zip(*(sampler.follow(sampler) for sampler in new), strict=True))
     assert [len(own) for own in steps[0]] == sizes
@@ -312,8 +311,6 @@ def test_loaders_that_cannot_reassign_samples_are_refused_before_training(
     assert (sampler.drawn, sampler.step) == (0, 0)
 
 
-# ---- Workers of a job with a sampler leave and join at any step: each sample of an epoch is trained once, by any worker
-
 LENGTH, BATCH, EPOCHS, UNEVEN = 700, 6, 3, (3, 1, 2)
 
 
@@ -346,7 +343,7 @@ class Home(FakeSession):
         self.carried = self.entered = job.carried
         self.gone: dict[int, int] = {}
         self.sent: list[tuple[int, int]] = []
-        """By epoch and sample: what of it is in a round that is under way, and what it has taken since."""
+        """By epoch and sample: samples in the running outer step, and those drawn since."""
         self.since: list[tuple[int, int]] = []
         self.sampler = Sampler(LENGTH, BATCH, rank=members.index(own), world=len(members), shares=job.shares)
         self._batches = self._script(job.lead)
@@ -528,9 +525,6 @@ def test_joining_worker_gets_an_equal_part(shares: dict[int, int], come: list[in
     assert with_joined(shares, come, 12, least) == then
 
 
-# ---- Samplers under local steps: what was dealt stays open until the exchange that carries it, across saves and losses
-
-
 def test_local_steps_are_supported_but_not_with_balanced_shares() -> None:
     sampler, session = Sampler(40, 8, rank=0, shares=[4, 0, 4]), FakeSession()
     loop = sampler.follow(sampler, session)
@@ -568,8 +562,6 @@ def test_resume_between_exchanges_still_reassigns_samples_of_lost_workers() -> N
     assert sorted({*range(400)} - {*seen}) == [0, 1, 2, 3, 4, 5, 8, 9], "what all had, and its own"
     assert len(seen) == len(set(seen))
 
-
-# ---- The log of consumed samples: each position of an epoch once, also when shares change and workers die, join or resume
 
 LENGTH_LOG = 300
 GOLDEN = {1000: (125, 697, 303, 443, 285, 560), 4 * TABLE: (1112160, 746553, 2574298, 2094468, 12460, 1031196)}
@@ -649,13 +641,10 @@ def test_log_misuse_is_named(act: Any, text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-# ---- the stream's order
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3000), st.integers(-5, 2**70), st.integers(0, 10**6), st.booleans())
 def test_orders_are_permutations(length: int, seed: int, epoch: int, walk: bool) -> None:
-    # The way of long streams, too, at a length that can be counted.
+    # Also the algorithm of long streams, at a length that can be counted.
     order = Permutation(length, seed, epoch, longest_table=0 if walk else length)
     cut = length // 3
     assert sorted(order.at([(0, cut), (cut, length)])) == list(range(length))

@@ -92,7 +92,7 @@ def test_offset_and_slope_are_separated_once_the_share_changes(line: LinearTime,
     added_s = now.time_s(batch) - line.time_s(batch)
     assert online.line.intercept_s > line.intercept_s + 0.8 * added_s, "read as an offset first"
     for _ in range(2):
-        assert online.observe(moved, measured(moved)) == "follows", "what was left open is no outlier"
+        assert online.observe(moved, measured(moved)) == "follows", "an open measurement is no outlier"
     middle = (batch + moved) // 2
     assert online.line.time_s(middle) == pytest.approx(now.time_s(middle), rel=0.03)
     assert online.line.slope_s == pytest.approx(now.slope_s, rel=0.25)
@@ -144,8 +144,6 @@ def test_invalid_models(call: Callable[[], object]) -> None:
         call()
 
 
-# ---- Shares against exhaustive search, the paper's fixture, and invalid arguments
-
 numbers = st.floats(0.01, 10, allow_nan=False)
 lines = st.builds(LinearTime, numbers, st.floats(0, 40))
 
@@ -183,7 +181,7 @@ def test_integer_optimum_of_the_paper_example() -> None:
     assert solution.shares == (166, 167, 159, 20)
     assert solution.makespan_s == pytest.approx(0.104408)
     little = solve(PAPER, 512, [512, 96, 96, 16])
-    assert little.makespan_s == pytest.approx(0.1102856), "micro-batches are faster than what the memories hold at once"
+    assert little.makespan_s == pytest.approx(0.1102856), "micro-batches are faster than the largest batch in memory"
 
 
 @pytest.mark.parametrize("call", [
@@ -194,9 +192,6 @@ def test_invalid_profile_arguments_are_one_line(call: Callable[[], object]) -> N
     with pytest.raises(ValueError, match=r"\[E-SHARES-ARGUMENT\]$") as caught:
         call()
     assert "\n" not in str(caught.value)
-
-
-# ---- Profiles end at the end of memory or time, keep headroom, and give first shares whatever one worker's times are
 
 
 def runs_to(memory: int, line: LinearTime = PAPER[0]) -> tuple[Callable[[int], float], list[int]]:
@@ -296,9 +291,6 @@ def test_time_limit_ends_a_profile_without_a_memory_limit() -> None:
     assert spent[0] < 2.0 + 2 * result.points[-1][1], "one more batch at most"
 
 
-# ---- The balancer in emulated clusters: how fast it recovers, that it is stable otherwise, and invalid measurements
-
-
 def cluster(*disturbances: Disturbance, noise: float = 0.01, seed: int = 0) -> PlayedCluster:
     return PlayedCluster(tuple(PAPER), 512, disturbances=disturbances, noise=noise, seed=seed)
 
@@ -376,8 +368,6 @@ def test_invalid_arguments(call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r"\[E-SHARES-ARGUMENT\]$"):
         call()
 
-
-# ---- LBB as published: the paper's numbers, its thresholds and window, and the defects that are kept on purpose
 
 CURVES = [Cubic(0.0, 0.0, line.slope_s, line.intercept_s) for line in PAPER]
 PROFILE_A0_S = (0.01215, 0.01320, 0.01567, 0.04084)
@@ -495,9 +485,6 @@ def test_decisions_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
-# ---- which shares, and from when
-
-
 @pytest.mark.parametrize(("lookahead", "other", "from_step"), [(0, 0, 6), (1, 0, 7), (4, 0, 10), (0, 3, 9)])
 def test_new_shares_apply_to_a_step_that_no_loader_has_drawn(lookahead: int, other: int, from_step: int) -> None:
     """The times of step 5 are read when step 6 is the next to train."""
@@ -538,9 +525,6 @@ def test_ranks_with_different_shares_are_named() -> None:
     assert len(sums) == 3, "shares and steps count"
 
 
-# ---- the start
-
-
 @pytest.mark.parametrize(("rank", "fields", "text"), [
     (1, {"rank": 0}, r"rank 1 .*rank 0\b.*E-SAMPLER-RANKS"),
     (2, {"batch": 12}, r"rank 2 .*step 0 .*batch 12\b.*rank 0.*batch 24\b.*E-SAMPLER-RANKS"),
@@ -574,9 +558,6 @@ def test_decisions_do_not_modify_the_previous_state(lbb: bool) -> None:
         assert policy.checksum(once) == policy.checksum(again)
         state = once
     assert state.balancer.latest.by_worker != EVEN_POLICY
-
-
-# ---- ranks decide alike
 
 
 times = st.sampled_from([0.0, math.nan, 0.004, 0.01, 0.03, 0.1])

@@ -51,7 +51,7 @@ def test_weights_are_known_to_the_server_and_a_wrong_claim_is_named(means: bool,
     with pytest.raises(CorruptFrame, match=f"worker {liar}: {words}"):
         core.push(push(liar, VALUES[liar], flags=wrong), 0.0)
     assert ops.added == []
-    assert [len(core.push(push(m, VALUES[m], flags=right), 0.0)) for m in range(3)] == [0, 0, 3], "the others go on"
+    assert [len(core.push(push(m, VALUES[m], flags=right), 0.0)) for m in range(3)] == [0, 0, 3], "the others continue"
     assert ops.added == VALUES
 
 
@@ -193,7 +193,7 @@ def test_state_requests_and_restores_obey_the_same_rules(kind: Kind, fields: dic
         do(ask(kind, 1, 4, struct.pack("<d", 1.0), undone=int(kind == Kind.STATE_GET)))
     assert ops.residual == 3.0
     core.push(push(1, 1.0), 0.0)
-    assert len(core.push(push(2, 1.0), 0.0)) == 3, "the sum under way was not disturbed"
+    assert len(core.push(push(2, 1.0), 0.0)) == 3, "the running sum was not disturbed"
 
 
 class Strict(Doubles):
@@ -226,8 +226,6 @@ def test_each_contribution_body_is_released_once_and_duplicates_never() -> None:
     assert sorted(map(id, released)) == sorted(map(id, (sent[0], *sent[2:4])))
 
 
-# ---- The summation service behind a transport: failures, refusals, awaited members, and duplicate requests
-
 class Broken(Doubles):
     def emit(self, r: int, acc: list[float], out: memoryview) -> int:
         raise MemoryError("no room")
@@ -247,7 +245,7 @@ def test_server_failure_is_sent_to_all_members_and_blames_none(
             transport.wait(handle, time.monotonic() + 30.0)
     (text,) = [r for r in caplog.records if r.levelname == "ERROR"]
     assert text.getMessage() == "server 0: failed: MemoryError: no room (step 0, bucket 5) [E-COMM]"
-    assert text.exc_info, "with a traceback: this is for who mends the server"
+    assert text.exc_info, "with a traceback, for developers of the server"
     assert "dropped" not in caplog.text
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.commands import commlayer_called  # noqa: F401  (a fixture)
 from support.event_stream import START, stream
 
 from commlayer.cli.top_screen import line_of, screen, summary, worker_lines
@@ -38,8 +37,6 @@ def shown(view: JobView, seconds: float, width: int = 80, height: int = 24) -> l
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
-
-# ---- the screen
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_screen_fits_and_shows_the_essentials(width: int) -> None:
@@ -113,8 +110,6 @@ def test_plain_lines_when_output_is_a_pipe() -> None:
     assert len(list(worker_lines(view, START + 31))) == 3
 
 
-# ---- the command
-
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     (tmp_path / "events.jsonl").write_bytes(b"".join(events.encode(event) + b"\n" for event in stream()))
@@ -148,7 +143,7 @@ def test_folder_is_shown_once_without_following(commlayer: Any, run_folder: Path
     (["10.0.0.1:7000"], "E-PLAIN-TEXT"),
 ])
 def test_top_errors_are_one_line_with_a_code(commlayer: Any, run_folder: Path, tmp_path: Path, arguments: list[str], code: str,
-                                           monkeypatch: pytest.MonkeyPatch) -> None:
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir(exist_ok=True)
     for name in ("COMMLAYER_TOKEN", "COMMLAYER_KEYS", "COMMLAYER_INSECURE"):
         monkeypatch.delenv(name, raising=False)
@@ -158,8 +153,6 @@ def test_top_errors_are_one_line_with_a_code(commlayer: Any, run_folder: Path, t
     assert f"[{code}]" in error
     assert error.count("\n") == 1
 
-
-# ---- metrics
 
 SAMPLE = re.compile(r'^commlayer_[a-z_]+(\{([a-z]+="(\\.|[^"\\])*",?)*\})? -?\d[\d.e+-]*$')
 
@@ -192,8 +185,6 @@ def test_dashboard_queries_only_existing_metrics() -> None:
     assert len(asked) >= 10
     assert asked <= there
 
-
-# ---- trackers
 
 class FakeSession:
     step = 0

@@ -102,7 +102,7 @@ def test_large_body_is_written_to_allocated_memory() -> None:
 
 
 def reheaded(data: bytes) -> bytes:
-    """With a header crc that is right for what the header now says."""
+    """With a header CRC that matches the changed header."""
     return data[:64] + struct.pack("<I", crc.crc32c(data[:64])) + data[68:]
 
 

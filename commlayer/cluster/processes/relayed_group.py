@@ -38,9 +38,9 @@ ERROR_NOTICE_S = 5.0
 missing ranks, then comes first."""
 Rows = list[bytes | None]
 """The bytes of each member, in member order; None for members that are left out."""
-_Work: Any = dist._Work  # type: ignore[attr-defined]
+_Work: Any = dist._Work
 _ProcessGroup: Any = dist.ProcessGroup
-Reducer: Any = dist.Reducer  # type: ignore[attr-defined]
+Reducer: Any = dist.Reducer
 
 
 class RelayWork(_Work):  # type: ignore[misc]
