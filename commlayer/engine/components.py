@@ -129,14 +129,15 @@ class Components:
         """`job`: decides about errors. None: there are no components, as for a worker without a session."""
         self._job = job
         self._all: list[Component] = []
-        self._failed: set[int] = set()
-        """Numbers (`id`) of the components whose errors are reported already."""
+        self._failed: set[Component] = set()
+        """Components whose first error is reported already."""
 
     def add(self, component: Component) -> None:
         self._all = sorted([*self._all, component], key=lambda each: each.order)
 
     def remove(self, component: Component) -> None:
         self._all = [each for each in self._all if each is not component]
+        self._failed.discard(component)
 
     def clear(self) -> None:
         self._all = []
@@ -184,8 +185,8 @@ class Components:
         except CommError:
             raise
         except Exception as error:
-            if id(component) not in self._failed and self._job is not None:
-                self._failed.add(id(component))
+            if component not in self._failed and self._job is not None:
+                self._failed.add(component)
                 self._job.report_failure(type(component).__name__, error)
             return otherwise
 

@@ -1,1 +1,1 @@
-"""The coordinator: who is a member, epochs, its journal, and its store."""
+"""The coordinator: membership, epochs, its journal, and its store."""
