@@ -183,7 +183,7 @@ class TuningController(Component):
         self._recorded_s = []
 
     def report(self, loss: float | torch.Tensor) -> None:
-        """See Session.report."""
+        """See Session.log_loss."""
         if self.guard is not None:
             self.guard.report(loss)
 

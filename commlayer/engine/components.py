@@ -23,9 +23,15 @@ T = TypeVar("T")
 C = TypeVar("C")
 
 
+class EpochChanged(Exception):
+    """Error: the members of the job are changing, so the current step is abandoned, and the remaining members repeat it. Raised
+    in waits of the training thread; only DistributedJob.run handles it."""
+
+
 class Order(IntEnum):
-    """Order in which a job calls its components: local steps begin or end first; then loop and hooks adapt to the new sync
-    mode; then come components that might change the plan, then those that only measure under the plan."""
+    """Order in which a job calls its components: first those that find lost members; then local steps begin or end; then loop
+    and hooks adapt to the new sync mode; then come components that might change the plan, then those that only measure under
+    the plan."""
 
     JOB = 0
     SCHEDULE = 1
@@ -119,7 +125,7 @@ class Owner(Protocol):
 
     def report_failure(self, what: str, error: Exception) -> None: ...
 
-    def call_dropped(self, error: CommError, generation: int | None = None) -> bool: ...
+    def drop_call(self, error: CommError, generation: int | None = None) -> None: ...
 
 
 class Components:
@@ -173,8 +179,8 @@ class Components:
             try:
                 self._guarded(each, partial(call, each), otherwise=None)
             except CommError as error:
-                if self._job.call_dropped(error, generation):
-                    return
+                self._job.drop_call(error, generation)
+                return
             if skip is not None:
                 skip(perf_counter() - begin)
 
@@ -182,7 +188,7 @@ class Components:
         """Calls `act` of a component. Its first error is reported with its traceback; later ones are ignored."""
         try:
             return act()
-        except CommError:
+        except (CommError, EpochChanged):
             raise
         except Exception as error:
             if component not in self._failed and self._job is not None:

@@ -59,11 +59,6 @@ class Counters:
         return dataclasses.asdict(self)
 
 
-class EpochChanged(Exception):
-    """Error: the members of the job are changing, so the current step is abandoned, and the remaining members repeat it. Raised
-    in waits of the training thread; only DistributedJob.run handles it."""
-
-
 class Exchanged(enum.Enum):
     """How an exchange with all members ended."""
 

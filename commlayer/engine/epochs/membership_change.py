@@ -9,8 +9,8 @@ step, in a collective of the script. So when all votes name one step, each membe
 step, or has completed it.
 
 In the end all members are in one step that none has completed. That step is abandoned: codecs roll back what they encoded,
-servers what they summed. A new Worker is created for the new epoch, as for another plan (switch.py). It inherits the residuals,
-and encodes the same gradients again, which are still in the script's `.grad`.
+servers what they summed. A new Worker is created for the new epoch, as for another plan (plan_switch.py). It inherits the
+residuals, and encodes the same gradients again, which are still in the script's `.grad`.
 
 A joining worker only reports that it is ready. It receives its state (replica.py) before all members switch to the epoch, so
 its first backward pass is in the repeated step. To hold all members in one step, the first member of the epoch withholds its
@@ -41,7 +41,7 @@ from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.rows import RowChannel
 from commlayer.cluster.servers.worker_client import WorkerClient
 from commlayer.config import Config, judged_s, reconnect_window_s
-from commlayer.engine.buckets.current_step import EpochChanged
+from commlayer.engine.components import EpochChanged
 from commlayer.engine.epochs import agreement
 from commlayer.engine.epochs.agreement import AWAY, AgreementOutcome, Claims, Vote, VoterState, new_in
 from commlayer.engine.epochs.epoch_messages import EpochMessages, NewerEpoch, never

@@ -32,7 +32,7 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
     A failure after servers have received the plan ends the job, because only some of them might have switched. If members are
     lost, the remaining members continue in a new epoch: with the old plan if no server has received the new one, otherwise with
     the new plan on all servers. If the script `requested` the switch, it is repeated where needed; otherwise the CommError is
-    raised, which `call_dropped` then handles.
+    raised, which `drop_call` then handles.
 
     `by_itself`: True if the script did not request exactly this plan. Parts of the plan that are impossible after local steps
     are then left out.
@@ -47,7 +47,8 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
         except CommError as error:
             if not requested and not sent:
                 raise
-            context.call_dropped(error, generation)
+            # Once servers might have the new plan, all remaining ranks must enter the next epoch with it.
+            context.drop_call(error, None if sent else generation)
             context.members.between(sent[0] if sent else None)
             if sent:
                 context.components.new_plan()

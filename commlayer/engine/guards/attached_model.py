@@ -1,4 +1,4 @@
-"""Checks before attach() whether a model is supported, and then in every step whether its trained parameters are averaged.
+"""Checks in every step that all trained parameters are averaged.
 
 A parameter that is unfrozen, added or replaced after attach() would not be averaged, and ranks would silently diverge. A
 parameter that is frozen or removed later counts as unused.

@@ -169,7 +169,7 @@ class FiniteSteps(Component):
             guilty = [rank for rank, number in enumerate(numbers) if number >= 0]
             first = next((number for number in numbers if number >= 0), -1)
         except CommError as error:
-            context.call_dropped(error)
+            context.drop_call(error)
         if not guilty:
             return "no single rank, but of their compressed sum,"
         who = "all ranks" if len(guilty) == len(numbers) else ", ".join(map(context.called, guilty))

@@ -180,17 +180,20 @@ class ParameterDrift(Component):
             self._pieces, self._digests, self._round.training_steps = pieces(self._tensors), Digests(self._tensors), 0
 
     def end_local_step(self) -> None:
-        """Compares settings, weights and optimizer states before the first optimizer step."""
         if not self._compared:
-            self._compared = True
-            self._compare_all()
+            self._compare_at_start()
+
+    def _compare_at_start(self) -> None:
+        """Compares settings, weights and optimizer states before the first optimizer step."""
+        self._compared = True
+        self._compare_all()
 
     def end_exchange(self, *, early: bool) -> None:
         self.end_step()
 
     def end_step(self) -> None:
         if not self._compared:
-            self.end_local_step()
+            self._compare_at_start()
             return
         begin = time.perf_counter()
         if self._rows.under_way:

@@ -140,7 +140,7 @@ class UnevenInputs:
             try:
                 self._rows.start(float(active), *(float(bits >> at & (1 << BITS) - 1) for at in range(0, slices, BITS)))
             except CommError as error:
-                self._context.call_dropped(error)
+                self._context.drop_call(error)
 
     def _read(self) -> None:
         worker = self._context.worker
@@ -152,7 +152,7 @@ class UnevenInputs:
         except CommError as error:
             if isinstance(error, DeadlineExceeded):
                 error.what += ": enter session.join() on all ranks, with the same sessions"
-            self._context.call_dropped(error)
+            self._context.drop_call(error)
             return
         before, self._active = self._active, [bool(row[0]) for row in flags]
         if before and not self._active[rank := self._context.rank] and (any(self._active) or not all(before)):
@@ -227,7 +227,7 @@ class UnevenInputs:
             data = groups.share_bytes(msgspec.msgpack.encode(state), SCALER_NBYTES, "the GradScaler's state", source=source)
             state = unpack(data, dict[str, bool | int | float], f"rank {source}", "the GradScaler's state")
         except CommError as error:
-            self._context.call_dropped(error)
+            self._context.drop_call(error)
         if state and self._scaler is not None and groups.rank != source:
             self._scaler.load_state_dict(state)
         self._context.components.loaded()

@@ -1,4 +1,4 @@
-"""Callbacks that torch holds: weak ones, and ones that torch.compile does not trace."""
+"""Makes callbacks that do not keep their object alive, and callbacks that torch.compile does not trace."""
 
 from __future__ import annotations
 

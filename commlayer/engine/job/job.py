@@ -26,9 +26,9 @@ from commlayer.cluster.processes.rows import RowChannel
 from commlayer.cluster.servers.server_codecs import expected_nbytes
 from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.compressors import codec_of
-from commlayer.engine.buckets.current_step import Counters, EpochChanged, Exchanged
+from commlayer.engine.buckets.current_step import Counters, Exchanged
 from commlayer.engine.buckets.units import Units
-from commlayer.engine.components import Components, Pending
+from commlayer.engine.components import Components, EpochChanged, Pending
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.plan_terms import PlanTerms
@@ -215,10 +215,10 @@ class JobContext:
         """Returns an error that names the peer which caused `error`, once that is known."""
         return self.components.explain(error)
 
-    def call_dropped(self, error: CommError, generation: int | None = None) -> bool:
-        """Handles the failure of a call that all ranks make together. Returns True if members have left: the call is dropped,
-        and the next step runs with the remaining ranks. Otherwise raises the error, with which this rank's part in the job
-        ends. `generation`: epoch in which the call began; None: the current one."""
+    def drop_call(self, error: CommError, generation: int | None = None) -> None:
+        """Handles the failure of a call that all ranks make together. Returns if members have left: the call is dropped, and
+        the next step runs with the remaining ranks. Otherwise raises the error, with which this rank's part in the job ends.
+        `generation`: epoch in which the call began; None: the current one."""
         raise error
 
     def say(self, what: str, level: int = logging.WARNING, *, own: bool = False, event_level: int | None = None) -> None:
@@ -408,12 +408,11 @@ class DistributedJob(JobContext):
         """Completes pending exchanges. All ranks call it after the same step."""
         self.components.complete(pending)
 
-    def call_dropped(self, error: CommError, generation: int | None = None) -> bool:
-        worker = self.worker
-        if generation not in (None, self.generation):
-            return True
-        if worker.error is None and self.members.departed(self.waits.verdict_s):
-            return True
+    def drop_call(self, error: CommError, generation: int | None = None) -> None:
+        worker, entered = self.worker, generation not in (None, self.generation)
+        if worker.error is None and (entered or self.members.departed(self.waits.verdict_s)):
+            log.info("members changed, so a call of all ranks was dropped: %s", error)
+            return
         worker.latch(error)
         worker.check()
         raise error
@@ -432,7 +431,7 @@ class DistributedJob(JobContext):
                 comm_error = error if isinstance(error, CommError) else error.__cause__
                 if not self.elastic or not isinstance(comm_error, CommError):
                     raise
-                self.call_dropped(comm_error, generation)
+                self.drop_call(comm_error, generation)
             self.members.between()
 
     def called(self, place: int) -> str:

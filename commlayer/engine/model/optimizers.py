@@ -1,4 +1,4 @@
-"""Calls functions around every optimizer step, compares optimizer settings between ranks, and digests optimizer states.
+"""Calls functions around every optimizer step, and finds which optimizers hold which parameters.
 
 One pair of torch's global optimizer hooks serves all these functions.
 """

@@ -45,7 +45,8 @@ APART = 1.05
 def trace_once(context: JobContext, file: str, *, planning: bool) -> None:
     """Starts a trace when the plan is final, if `file` is not empty. `planning`: True while commlayer is still searching for a
     plan."""
-    if file and (why := _untraceable(context)):
+    why = "this rank has joined a running job, whose other ranks record no trace" if context.fresh else _untraceable(context)
+    if file and why:
         log.warning("no trace in %s: %s", file, why)
     elif file and isinstance(context, DistributedJob):
         Tracer(context, Path(file), STEPS, planning=planning, warm=WARM_STEPS)
@@ -95,7 +96,13 @@ class Tracer(Component):
         return self._context.exchanges - self._before
 
     def new_members(self) -> None:
-        self.end()
+        self._stop()
+        if self._context.rank == 0:
+            log.warning("no trace in %s: members changed before %d steps were recorded", self._path, self._wanted)
+
+    def _stop(self) -> None:
+        if self._recording is not None:
+            self._recording.recorder.unfollow(self._take)
         self._over = True
         self._context.components.remove(self)
 
@@ -116,12 +123,8 @@ class Tracer(Component):
             self._steps.append(self._latest)
             self._latest = None
         if len(self._steps) >= self._wanted:
-            self.new_members()
+            self._stop()
             self._write(self._steps[: self._wanted])
-
-    def end(self) -> None:
-        if self._recording is not None:
-            self._recording.recorder.unfollow(self._take)
 
     def _begin(self) -> None:
         self._recording, self._plan = self._context.worker, self._context.plan

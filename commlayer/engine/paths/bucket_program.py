@@ -18,15 +18,13 @@ from commlayer.compressors.plan_codecs import ReducedAccumulator
 from commlayer.engine.buckets.bucket import CollectiveBucket
 from commlayer.engine.buckets.current_step import Counters, Step
 from commlayer.engine.paths.compiled_path import DecodeStage, EncodeStage, ExchangeStage, ProgramSegment, Range
+from commlayer.engine.paths.lanes import FOREVER_S
 from commlayer.errors import CorruptFrame
 from commlayer.gpu import launch
 from commlayer.records import Spec
 
 LENGTH_NBYTES = 16
 """Number of bytes before each payload in its slot, which contain the payload's length. They also align the payload."""
-FOREVER_S = 1e9
-"""Seconds that stand for no limit, in waits on a lane. Such a wait ends early when the training thread's deadline passes,
-because the training thread then sets an error."""
 Error = Callable[[], BaseException | None]
 
 

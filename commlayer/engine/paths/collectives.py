@@ -17,9 +17,9 @@ from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors.codec import Codec
 from commlayer.engine.buckets.bucket import CollectiveBucket, WorkerBucket
 from commlayer.engine.buckets.current_step import Step
-from commlayer.engine.paths.bucket_program import FOREVER_S, BucketProgram
+from commlayer.engine.paths.bucket_program import BucketProgram
 from commlayer.engine.paths.compiled_path import ProgramPlace, compile_path, stages_of
-from commlayer.engine.paths.lanes import Lane
+from commlayer.engine.paths.lanes import FOREVER_S, Lane
 from commlayer.engine.paths.path import Path
 from commlayer.engine.paths.staging import Staging
 from commlayer.errors import CorruptFrame

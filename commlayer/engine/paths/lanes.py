@@ -1,4 +1,4 @@
-"""Defines threads that run queued jobs one at a time, and the copies between device and host that run on these threads."""
+"""Defines threads that run queued jobs one at a time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from collections.abc import Callable
 Urgency = tuple[int, ...]
 """Priority of a job; smaller tuples run first. Jobs of equal priority run in the order in which they were queued."""
 _LAST: Urgency = (1 << 62,)
+FOREVER_S = 86400.0
+"""Seconds that stand for no limit, in waits on a lane. Such a wait ends early when the training thread's deadline passes,
+because the training thread then sets an error."""
 
 
 class Lane:

@@ -11,10 +11,9 @@ import torch
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.engine.buckets.bucket import EncodedBucket, ServedBucket, WorkerBucket
 from commlayer.engine.buckets.current_step import Step
-from commlayer.engine.paths.lanes import Lane
+from commlayer.engine.paths.lanes import FOREVER_S, Lane
 from commlayer.engine.paths.node_sums import NodeSum, node_sums
 from commlayer.engine.paths.path import OneStepLate, Path
-from commlayer.engine.paths.server import FOREVER_S
 from commlayer.engine.paths.server_exchange import ServerExchange
 from commlayer.engine.paths.staging import Staging
 from commlayer.errors import CommError, DeadlineExceeded

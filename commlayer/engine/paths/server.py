@@ -1,7 +1,4 @@
-"""Defines the path for buckets that a worker, the only one on its node, exchanges with servers.
-
-The encode lane encodes and sends a bucket. The transport's thread that receives the server's answer decodes it.
-"""
+"""Defines the path for buckets that a worker, the only one on its node, exchanges with servers."""
 
 from __future__ import annotations
 
@@ -46,8 +43,3 @@ class LateServerPath(OneStepLate[EncodedBucket], ServerPath):
         bucket.marks.append(self._staging.mark())
         bucket.exchange.step = self._step.number
         self._exchange.put(bucket, lambda _: time.perf_counter(), self._arrived)
-
-
-FOREVER_S = 86400.0
-"""Seconds that stand for no limit, in waits on a lane. Such a wait ends early when the training thread's deadline passes,
-because the training thread then sets an error."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,7 +18,7 @@ from commlayer.engine.model.model_tensors import parameters_of
 from commlayer.errors import InvalidInput, cause_of
 
 
-class Driver(Component):
+class Driver(Component, ABC):
     """Base class of drivers; Session describes the methods."""
 
     order = Order.DRIVER

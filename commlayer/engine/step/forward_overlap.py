@@ -6,7 +6,7 @@ bit for bit the same as without overlap.
     forward       each module waits for its own tensors; the model as a whole waits for tensors of modules that are not called
     end           when the next backward pass begins: the remaining averages arrive, the step ends, observers read it
 
-If a weight is used outside its module, a deferred tensor (see below) waits for it. hooks/gradient_mark.py handles access to
+If a weight is used outside its module, a deferred tensor (deferred.py) waits for it. hooks/gradient_mark.py handles access to
 pending gradients. Some steps need all averages at once: a loss scaler, a closure, observers of sums or times. Such a step waits
 for them at the end of its backward pass.
 """

@@ -42,14 +42,10 @@ class StepLoop(Component):
     def __init__(
         self, context: DistributedJob, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
         optimizer: Any, scaler: Any, config: Config, guard: StepGuard, finite: FiniteSteps,
-        schedule: ExchangeSchedule | None = None, uneven: UnevenInputs | None = None,
+        schedule: ExchangeSchedule, uneven: UnevenInputs,
     ) -> None:
         """`parameters`: the averaged parameters, in the order of their numbers. `compared`: tensors that must be equal on all
-        ranks, with their names.
-
-        `schedule`: decides when local steps are exchanged; None if plans must not have local steps. `uneven`: None if ranks
-        have equal numbers of batches.
-        """
+        ranks, with their names."""
         self.context = context
         self._optimizer, self._scaler, self._schedule, self._guard = optimizer, scaler, schedule, guard
         self._uneven, self._finite = uneven, finite
@@ -81,8 +77,7 @@ class StepLoop(Component):
 
     def _open(self, worker: Worker) -> None:
         self._units(worker)
-        if self._uneven is not None:
-            self._uneven.send()
+        self._uneven.send()
 
     def _units(self, worker: Worker) -> None:
         worker.units.scale = loss_scale(self._scaler)
@@ -101,7 +96,7 @@ class StepLoop(Component):
 
     def count_local(self, *, adds: bool = True) -> bool:
         """Counts a local step if the plan has local steps; see ExchangeSchedule.count. Returns True if it was a local step."""
-        if self._schedule is None or not self._schedule.count(loss_scale(self._scaler), adds=adds):
+        if not self._schedule.count(loss_scale(self._scaler), adds=adds):
             return False
         self._finite.counted()
         self.context.components.end_local_step()
@@ -109,7 +104,7 @@ class StepLoop(Component):
 
     def join_round(self) -> None:
         """Starts this rank's part in the current outer step, if this rank has joined a running job with local steps."""
-        if self._schedule is not None and self.context.joined is not None:
+        if self.context.joined is not None:
             self._schedule.join_round(self.context.joined.local)
 
     def new_plan(self) -> None:
@@ -144,11 +139,10 @@ class StepLoop(Component):
 
     def _passed(self) -> None:
         self.context.count_step()
-        if self._uneven is not None:
-            self._uneven.end_step()
+        self._uneven.end_step()
 
     def _all_active(self) -> bool:
-        return self._uneven is None or self._uneven.all_active()
+        return self._uneven.all_active()
 
     def discard(self) -> None:
         """Marks averages of the last step that no optimizer has applied as discarded, because this rank has run out of batches.
@@ -238,8 +232,7 @@ class StepLoop(Component):
     def flush(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Completes exchanges whose averages are applied later than in their own step, as Session.flush describes. `parameters`
         are in the order of their numbers."""
-        if self._schedule is not None:
-            self._schedule.drain()
+        self._schedule.drain()
         worker = self.worker  # read only now, because flushing replaces the worker if a member dies
         self._units(worker)
         if has_late := hand_out(worker, parameters):
@@ -248,5 +241,4 @@ class StepLoop(Component):
 
     def detach(self) -> None:
         self._use.detach()
-        if self._schedule is not None:
-            self._schedule.detach()
+        self._schedule.detach()

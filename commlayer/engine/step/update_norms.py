@@ -39,7 +39,7 @@ class UpdateNorms:
             self._context.rows.allow(self._deadline_s * every)
             return self._context.matched
         except CommError as error:
-            self._context.call_dropped(error)
+            self._context.drop_call(error)
             return False  # norms are not exchanged under this plan
 
     def end_plan(self) -> None:
@@ -47,6 +47,7 @@ class UpdateNorms:
         self._context.rows.allow(0.0)
 
     def start(self, weight: float, square: float) -> None:
+        self._error = None  # of an exchange that is repeated
         try:
             self._rows.start(weight, square)
         except CommError as error:
@@ -61,7 +62,7 @@ class UpdateNorms:
                 raise error
             return self._rows.read(self._deadline_s, self._failed)
         except CommError as failure:
-            self._context.call_dropped(failure)
+            self._context.drop_call(failure)
             return []
 
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
@@ -93,8 +94,8 @@ class UpdateNorms:
                 differing = align(starts, context.groups, self._deadline_s)
                 break
             except CommError as error:
-                if context.call_dropped(error):
-                    context.members.enter_epoch()
+                context.drop_call(error)
+                context.members.enter_epoch()
         if differing:
             context.say("the remaining ranks had merged the last exchange differently, because some had not received "
                         "the norms of all changes: all ranks continue with rank 0's weights")

@@ -499,6 +499,6 @@ def _wide(p: nn.Parameter) -> torch.Tensor:
 
 
 def _parts(x: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Returns epochs of the given element ranges of a contiguous tensor."""
+    """Returns views of the given element ranges of a contiguous tensor."""
     flat = x.view(-1)
     return [flat[start:stop] for start, stop in ranges]

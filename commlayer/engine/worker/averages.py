@@ -1,4 +1,4 @@
-"""Detects whether the script applied, accumulated or discarded the averages of a step; writes averages; clips averages.
+"""Detects whether the script applied, accumulated or discarded a step's averages, and writes late averages.
 
 An exchange becomes final once an optimizer has stepped with its averages, or a later backward pass has added to them. If the
 script clears averages before that, this module reports them, and the exchange can be rolled back. Examples are a GAN's
