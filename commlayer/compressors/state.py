@@ -130,7 +130,7 @@ def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str, Any
 def _forget(state: State) -> None:
     """Clears the data for `undo`: nothing was sent from a restored state, so nothing can be undone."""
     for name, value in state.items():
-        if name in ("_sent", "_added", "_moved"):
+        if name in ("_sent", "_added", "_moved", "_more", "_reweighed"):
             state[name] = None
         elif isinstance(value, dict):
             _forget(value)

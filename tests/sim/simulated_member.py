@@ -276,7 +276,7 @@ class Member:
                 continue
 
     def _agrees(self, complete: Callable[[], bool] = lambda: False) -> Doing[None]:
-        mine = Vote(self.step, 1.0)
+        mine = Vote(self.step)
         while True:
             epoch = self.newest
             stay = agreement.staying(self.epoch, epoch)
@@ -349,7 +349,7 @@ class Member:
             rows = [row for row in kept.values if row is not None]
             if len(rows) == len(want) or (says.ends and complete()):
                 self._said.add(own)
-                return [Vote(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in rows] \
+                return [Vote(*msgspec.msgpack.decode(row, type=tuple[int])) for row in rows] \
                     if len(rows) == len(want) else []
             if newer:
                 raise Newer

@@ -20,6 +20,27 @@ def as_float32(weight: float) -> float:
     return struct.unpack("<f", struct.pack("<f", weight))[0]  # type: ignore[no-any-return]
 
 
+MOST_SHARE = 1.5
+"""Largest factor on the payloads of one exchange. Without this limit residuals diverge if the total weight alternates, for
+example between 1 and 10 (docs/decisions)."""
+
+
+class Division(NamedTuple):
+    """How a sum is divided after its payloads were encoded for an assumed total weight."""
+
+    share: float
+    """The factor by which the server multiplies the sum of the payloads."""
+    ratio: float
+    """Assumed divided by true total weight: the factor that gradients lack. Workers keep the difference as a residual."""
+
+
+def divided_afterwards(assumed: float, weight: float, *, corrected: bool = True) -> Division:
+    """`assumed` and `weight` are total weights, rounded to float32. `corrected`: True if workers have residuals, which keep
+    what the limit of the share leaves out."""
+    ratio = assumed / weight if weight else 1.0
+    return Division(min(ratio, MOST_SHARE) if corrected else ratio, ratio)
+
+
 def breach_of(message: Message, what: str, code: str = "") -> CorruptFrame:
     return CorruptFrame(what, peer=peer_name(message.peer), step=message.header.step, bucket=message.header.bucket, code=code)
 
@@ -62,18 +83,12 @@ class RoundSum:
         """The member that contributed first."""
         self.early: dict[int, Message] = {}
         self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
-        self.totals: set[float] = set()
-        self.again_header: Header | None = None
-        """Header of the AGAIN message that asked the members to compress again; None if they were not asked."""
+        self.assumed = 0.0
+        """Total weight that the members assumed when they encoded their contributions; 0 if the codec needs none."""
         self.abandoned = b""
         """Text that says which member aborted the step and why; empty if none did."""
         self.resumed = False
         """True: the state comes from the journal, and no contribution has arrived since."""
-
-    @property
-    def expected(self) -> float:
-        """Total weight for which the server has asked the members to compress again; 0 if it has not asked."""
-        return 0.0 if self.again_header is None else as_float32(self.again_header.weight)
 
 
 class BucketSum:
@@ -91,6 +106,10 @@ class BucketSum:
         self.held: list[Message] = []
         """Payloads of the last result, in the order in which they were added, if the sum's memory was freed; otherwise
         empty."""
+        self.share = 1.0
+        """The factor on the payloads of the last result; see Division."""
+        self.assumed: float | None = None
+        """Total weight that the next contributions must assume: the last result's. None: the first contribution decides."""
         self.ended = False
         """True: the epoch has ended, so no contribution is added any more."""
         self.idle(None)
@@ -125,9 +144,12 @@ class BucketSum:
         """Computes the last result's sum again from its payloads, equal bit for bit."""
         for number, message in enumerate(self.held):
             self.ops.add(0, message.body, self.accs[0], number == 0)
+        if self.held:
+            self.ops.scale(self.accs[0], self.share)
         self.held.clear()
 
     def forget_results(self) -> None:
+        self.assumed = None
         self.results.clear()
         self.held.clear()
 
@@ -146,14 +168,14 @@ ENTRY_HEADER_NBYTES = 1024
 
 
 class SumEntry(Record, frozen=True):
-    """Journaled state of one bucket's sum. The state is written before the server sends anything that depends on it: a result,
-    a request to compress again, or a state. Members repeat everything after that, since they have no reply to it yet."""
+    """Journaled state of one bucket's sum. The state is written before the server sends anything that depends on it: a result
+    or a state. Members repeat everything after that, since they have no reply to it yet."""
 
     step: int | None
     round: int
     open: bool
-    again_header: Header | None = None
-    """See BucketSum.again_header."""
+    assumed: float | None = None
+    """See BucketSum.assumed."""
     result: Header | None = None
     """Header of the last result; `body` is its payload."""
     body: bytes = b""

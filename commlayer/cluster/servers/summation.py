@@ -27,6 +27,7 @@ from commlayer.cluster.servers.bucket_sum import (
     WriteEntry,
     as_float32,
     breach_of,
+    divided_afterwards,
 )
 from commlayer.errors import CorruptFrame
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
@@ -62,7 +63,7 @@ class Summation:
         last = max(cell.results, default=None)
         header, body = cell.results[last] if last is not None else (None, b"")
         step = cell.sum.step if cell.sum.open else cell.awaited
-        entry = SumEntry(step, cell.sum.round, cell.sum.open, cell.sum.again_header, header, bytes(body))
+        entry = SumEntry(step, cell.sum.round, cell.sum.open, cell.assumed, header, bytes(body))
         self._keep(cell.bucket, msgspec.msgpack.encode(entry), cell.ops.remember())
 
     def recall(self, bucket: int, words: bytes, state: bytes) -> None:
@@ -78,9 +79,9 @@ class Summation:
         cell.ops.recall(state, body)
         if entry.open and entry.step is not None:
             cell.begin(entry.step, entry.round)
-            cell.sum.again_header = entry.again_header
         else:
             cell.idle(entry.step)
+        cell.assumed = entry.assumed
         cell.sum.resumed = True
 
     def forget(self, bucket: int) -> None:
@@ -110,8 +111,6 @@ class Summation:
             if result is not None:
                 return [Reply(message.peer, *result)]
             self._admit(cell, message)
-            if cell.sum.again_header is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
-                return [Reply(message.peer, cell.sum.again_header, b"")]  # the sender had not received the AGAIN yet
             contributors = cell.contributors()
             if message.peer in contributors:
                 return []  # a repeated message
@@ -217,8 +216,6 @@ class Summation:
                 for held in cell.held:
                     release(held)
                 cell.held.clear()
-            if current.expected and h.total != current.expected and not h.flags & Flag.ABANDON:
-                raise breach_of(message, f"compressed for a total weight of {h.total:g}, expected {current.expected:g}")
             if h.flags & Flag.ABANDON:
                 current.abandoned = current.abandoned or bytes(message.body)
             else:
@@ -231,20 +228,18 @@ class Summation:
                 release(message)
         if current.next < len(cell.members):
             return []
-        mismatch = self._weights_differ(cell)
-        if lean and not (current.abandoned or mismatch):
+        if lean and not current.abandoned:
             replies = self._emit(cell)
             cell.held = sum_of
             ops.give_back(cell.accs[0])
             return replies
         for message in sum_of:
             release(message)
-        if current.abandoned:
-            return self._abandon(cell)
-        return self._again(cell) if mismatch else self._emit(cell)
+        return self._abandon(cell) if current.abandoned else self._emit(cell)
 
     def _add(self, cell: BucketSum, message: Message) -> None:
         h = message.header
+        self._check_total(cell, message)
         try:
             if cell.ops.means:
                 cell.ops.weigh(message.body, h.weight, cell.sum.summed == 0)
@@ -253,7 +248,7 @@ class Summation:
         except (CorruptFrame, ValueError) as error:
             raise breach_of(message, str(error)) from None
         cell.sum.summed += 1
-        cell.sum.totals.add(h.total)
+        cell.sum.assumed = h.total
         cell.sum.weight += h.weight
         cell.sum.used |= h.used
 
@@ -264,24 +259,24 @@ class Summation:
         self._remember(cell)
         return replies
 
-    def _weights_differ(self, cell: BucketSum) -> bool:
-        """Returns whether a member compressed its contribution for a different total weight. Its residual would then be applied
-        with a wrong factor."""
-        total = as_float32(cell.sum.weight)
-        return cell.sum.round == 0 and cell.ops.in_means and total > 0 and cell.sum.totals != {total}
-
-    def _again(self, cell: BucketSum) -> list[Reply]:
-        """Asks all members to compress their contributions to this step again, with the correct total weight. No result has
-        been sent yet."""
-        header = self._header(cell, Flag.AGAIN)
-        cell.begin(cell.sum.step, 0)
-        cell.sum.again_header = header
-        self._remember(cell)
-        return [Reply(member, header, b"") for member in cell.members]
+    def _check_total(self, cell: BucketSum, message: Message) -> None:
+        """Checks the total weight by which the sender has divided its contribution. All members of a bucket must assume the
+        same one, since the sum is corrected as a whole."""
+        total, current = message.header.total, cell.sum
+        expected = current.assumed if current.summed else cell.assumed
+        if cell.ops.in_means and (not total or expected not in (None, total)):
+            allowed = f"{expected:g}, the last result's" if expected else "above 0"
+            raise breach_of(message, f"divided its contribution by a total weight of {total:g}, but it must be {allowed}")
 
     def _emit(self, cell: BucketSum) -> list[Reply]:
         ops, step, r = cell.ops, cell.sum.step, cell.sum.round
         out = cell.out(step, r)
+        if ops.in_means and r + 1 == ops.rounds:
+            weight = as_float32(cell.sum.weight)
+            cell.share = divided_afterwards(cell.sum.assumed, weight, corrected=ops.presumes).share
+            ops.scale(cell.accs[r], cell.share)
+            if ops.presumes and weight:
+                cell.assumed = weight
         replies = self._reply(cell, Flag.NONE, out[: ops.emit(r, cell.accs[r], out)].toreadonly())
         if r + 1 < ops.rounds:
             cell.begin(step, r + 1)
