@@ -33,7 +33,7 @@ class Desk:
             error = self.errors.pop(0)
             self._act()
             raise error
-        return SimpleNamespace(values=[msgspec.msgpack.encode((5, 1.0)) for _ in wanted["want"]])
+        return SimpleNamespace(values=[msgspec.msgpack.encode((5,)) for _ in wanted["want"]])
 
 
 def told(desk: Desk, words: EpochMessages, monkeypatch: pytest.MonkeyPatch) -> list[Vote]:

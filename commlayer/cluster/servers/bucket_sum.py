@@ -22,7 +22,7 @@ def as_float32(weight: float) -> float:
 
 MOST_SHARE = 1.5
 """Largest factor on the payloads of one exchange. Without this limit residuals diverge if the total weight alternates, for
-example between 1 and 10 (docs/decisions)."""
+example between 1 and 10 (decision 0004)."""
 
 
 class Division(NamedTuple):
