@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commlayer.errors import CorruptFrame
@@ -76,9 +76,10 @@ class RoundSum:
 
     def __init__(self, step: int, r: int, *, begun: bool = True) -> None:
         self.step, self.round, self.open = step, r, begun
-        self.next = self.summed = 0
-        """`next`: number of members, in member order, whose contributions were handled. `summed`: number of payloads that were
-        added."""
+        self.handled: list[int] = []
+        """Members whose contributions were handled, in that order."""
+        self.summed = 0
+        """Number of payloads that were added."""
         self.first: int | None = None
         """The member that contributed first."""
         self.early: dict[int, Message] = {}
@@ -96,6 +97,8 @@ class BucketSum:
 
     def __init__(self, bucket: int, ops: CodecOps, members: tuple[int, ...]) -> None:
         self.bucket, self.ops, self.members = bucket, ops, members
+        self.joining: dict[int, int] = {}
+        """Maps each member that will contribute later to its first step."""
         self.lock = threading.Lock()
         self.accs: list[Any] = [None] * ops.rounds
         # One buffer per kept step and round. A result stays valid until KEPT_STEPS later steps have begun.
@@ -120,7 +123,30 @@ class BucketSum:
         self.awaited, self.sum = step, RoundSum(step or 0, 0, begun=False)
 
     def begin(self, step: int, r: int) -> None:
+        self.members = self.members_in(step)
+        self.joining = {member: first for member, first in self.joining.items() if member not in self.members}
         self.sum = RoundSum(step, r)
+
+    def members_in(self, step: int) -> tuple[int, ...]:
+        """Returns the members that must contribute to a step from now on, in the order in which they are added."""
+        joined = [member for member, first in self.joining.items() if first <= step]
+        return tuple(sorted({*self.members, *joined})) if joined else self.members
+
+    def remove(self, gone: Collection[int]) -> None:
+        """Ends the wait for members that have left the job. What they have contributed to the sum in progress counts."""
+        self.members = tuple(member for member in self.members if member not in gone)
+        self.joining = {member: first for member, first in self.joining.items() if member not in gone}
+
+    def following(self) -> Message | None:
+        """Takes the contribution that is added next, in member order; None if it has not arrived."""
+        current = self.sum
+        waiting = (*current.early, *(member for member in self.members if member not in current.handled))
+        return current.early.pop(min(waiting), None) if waiting else None
+
+    @property
+    def complete(self) -> bool:
+        """Returns True if all members have contributed to the sum in progress."""
+        return self.sum.open and self.contributors() >= set(self.members)
 
     def end(self, step: int, undone: int) -> None:
         """Ends the epoch in a step that all workers roll back. `undone`: slices of the previous step that the workers did not
@@ -154,7 +180,7 @@ class BucketSum:
         self.held.clear()
 
     def contributors(self) -> set[int]:
-        return {*self.members[: self.sum.next], *self.sum.early} if self.sum.open else set()
+        return {*self.sum.handled, *self.sum.early} if self.sum.open else set()
 
     def out(self, step: int, r: int) -> memoryview:
         slot = (step % KEPT_STEPS, r)

@@ -12,7 +12,7 @@ other error is the server's own fault, and the sum in progress is lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -46,6 +46,8 @@ class Summation:
         self.generation = generation
         self.fenced = 0
         """Number of messages of earlier epochs that were received and ignored."""
+        self.gone: set[int] = set()
+        """Members that have left the job. Nothing that arrives from them later is added."""
         self.cells = {bucket: BucketSum(bucket, o, senders[bucket]) for bucket, o in ops.items()}
 
     def remember(self, keep: WriteEntry | None) -> None:
@@ -100,8 +102,8 @@ class Summation:
         are unchecked, and a pool of buffers would keep one of each size.
         """
         h = message.header
-        if self._ended(message):
-            return []  # its sender sends the contribution again in the new epoch
+        if message.peer in self.gone or self._ended(message):
+            return []
         cell = self._cell(message)
         with cell.lock:
             if cell.ended:
@@ -118,6 +120,37 @@ class Summation:
                 cell.sum.since, cell.sum.first = now, message.peer
             cell.sum.early[message.peer] = message
             return self._advance(cell, release)
+
+    def remove(self, gone: Collection[int], release: Callable[[Message], None] = lambda _: None) -> list[Reply | CorruptFrame]:
+        """Ends all waits for members that have left the job. Returns the results of sums that are complete without them, and
+        the breaches of members whose contributions could only be checked now.
+
+        What the members have contributed to sums in progress counts, and results are final. Repeating a removal has no effect.
+        """
+        self.gone |= set(gone)
+        found: list[Reply | CorruptFrame] = []
+        for cell in self.cells.values():
+            with cell.lock:
+                cell.remove(gone)
+                if not cell.ended and cell.sum.open and cell.contributors() and cell.members:
+                    try:
+                        found += self._advance(cell, release)
+                    except CorruptFrame as error:
+                        found.append(error)
+        return found
+
+    def add(self, member: int, buckets: Collection[int], first: int) -> list[Reply]:
+        """Makes a member contribute to these buckets from step `first` on, which no member has begun yet. From now on it
+        receives all results. Returns the result of the step before `first` if it exists already."""
+        replies: list[Reply] = []
+        for bucket in () if member in self.gone else buckets:
+            cell = self.cells[bucket]
+            with cell.lock:
+                if member not in cell.members:
+                    cell.joining[member] = first
+                    results = (cell.results.get((first - 1, r)) for r in range(cell.ops.rounds))
+                    replies += [Reply(member, *result) for result in results if result is not None]
+        return replies
 
     def _ended(self, message: Message) -> bool:
         """Returns whether the message is of an earlier epoch or plan, in which the bucket number may have meant a different
@@ -144,7 +177,7 @@ class Summation:
 
     def _fits(self, cell: BucketSum, message: Message) -> None:
         h, ops = message.header, cell.ops
-        if message.peer not in cell.members:
+        if message.peer not in cell.members_in(h.step):
             raise breach_of(message, "its sender is not a member of this bucket's sum")
         if h.round >= ops.rounds or h.parts != 1 or h.part != 0:
             raise breach_of(message, f"got round {h.round}, part {h.part} of {h.parts}; this bucket has rounds 0 to "
@@ -196,17 +229,16 @@ class Summation:
         ops, current = cell.ops, cell.sum
         r = current.round
         lean = cell.recomputable and self._keep is None
-        if lean and current.next + len(current.early) < len(cell.members):
+        if lean and not cell.complete:
             return []  # the compressed payloads take less memory than their sum until all have arrived
         sum_of: list[Message] = []
         if cell.accs[r] is None:
             cell.accs[r] = ops.zeros(r)
-        while current.next < len(cell.members) and cell.members[current.next] in current.early:
-            message = current.early.pop(cell.members[current.next])
+        while (message := cell.following()) is not None:
             h = message.header
-            first = current.next == 0
+            first = not current.handled
             if not first and h.undone != current.undone:
-                raise breach_of(message, f"{_applied(h.undone)} of the previous step, but {peer_name(cell.members[0])} "
+                raise breach_of(message, f"{_applied(h.undone)} of the previous step, but {peer_name(current.handled[0])} "
                                        f"{_applied(current.undone)}: all workers must call step(), skip steps and clear "
                                        "gradients at the same steps",
                               "E-STEPS-DIFFER")
@@ -220,13 +252,13 @@ class Summation:
                 current.abandoned = current.abandoned or bytes(message.body)
             else:
                 self._add(cell, message)
-            current.next += 1
+            current.handled.append(message.peer)
             current.order, current.undone = h.order, h.undone
             if lean:
                 sum_of.append(message)
             else:
                 release(message)
-        if current.next < len(cell.members):
+        if not cell.complete:
             return []
         if lean and not current.abandoned:
             replies = self._emit(cell)
@@ -291,7 +323,7 @@ class Summation:
         cell.results[(cell.sum.step, cell.sum.round)] = header, body
         for old in [k for k in cell.results if k[0] <= cell.sum.step - KEPT_STEPS]:
             del cell.results[old]
-        return [Reply(member, header, body) for member in cell.members]
+        return [Reply(member, header, body) for member in (*cell.members, *cell.joining)]
 
     def _header(self, cell: BucketSum, flags: int) -> Header:
         return Header(Kind.RESULT, self.generation, cell.sum.step, cell.bucket, round=cell.sum.round, codec=cell.ops.codec,
