@@ -1,9 +1,9 @@
 """`python -m bench chaos`: injects faults into small jobs and checks what they keep.
 
 Without options it makes real runs, then simulated schedules. `--runs`, `--faults` or `--resume` make real runs alone.
-`--schedules` makes schedules alone: of sums, of membership (`--members`), or of how the remaining members continue
-(`--agreement`). `--soak` is one long run, with `--homes` of homes that leave and join. `--outages` cuts homes' lines, restarts
-their servers, and measures heartbeats. `--fuzz` damages frames and control messages.
+`--schedules` makes schedules alone, `--of` sums, members, agreement or epochs. `--soak` is one long run, with `--homes` of
+homes that leave and join. `--outages` cuts homes' lines, restarts their servers, and measures heartbeats. `--fuzz` damages
+frames and control messages.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--outages", type=int, default=0, metavar="N",
                         help="cuts and server restarts of 5 to 50 s, of jobs of homes, and nothing else; needs root")
     parser.add_argument("--schedules", type=int, default=0, help="simulated schedules, and nothing else")
-    parser.add_argument("--members", action="store_true", help="these are of who takes part in a job, not of what is exchanged")
-    parser.add_argument("--agreement", action="store_true", help="these are of how those who are left go on when some die")
+    parser.add_argument("--of", default="sums", choices=schedules.KINDS, help="what the schedules simulate")
     parser.add_argument("--soak", type=int, default=0, metavar="STEPS", help="steps of one long run, and nothing else")
     parser.add_argument("--homes", action="store_true", help="this is of homes that come and go")
     parser.add_argument("--fuzz", type=int, default=0, help="damaged frames and control messages, and nothing else")
@@ -53,7 +52,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 def run(quick: bool, args: argparse.Namespace) -> Result:
     _check(args)
     request = schedules.Options(args.schedules or (QUICK_SCHEDULES if quick else SCHEDULES), args.seed, args.seconds,
-                                args.resume, args.members, args.agreement)
+                                args.resume, args.of)
     if args.soak:
         long = soak_homes.run if args.homes else soak.run
         return long(args.soak, args.seed, args.seconds)
@@ -84,11 +83,8 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
 def _check(args: argparse.Namespace) -> None:
     if args.homes and not args.soak:
         raise Unmeasurable("--homes: says what --soak is of; name how many steps")
-    for flag in ("members", "agreement"):
-        if getattr(args, flag) and not args.schedules:
-            raise Unmeasurable(f"--{flag}: says what --schedules are of; name how many")
-    if args.members and args.agreement:
-        raise Unmeasurable("--members and --agreement: schedules are of one or the other; name one")
+    if args.of != "sums" and not args.schedules:
+        raise Unmeasurable("--of: says what --schedules simulate; name how many")
     for name in ("runs", "schedules", "soak", "outages", "fuzz", "seed", "seconds"):
         if not 0 <= (value := getattr(args, name)) < math.inf:
             raise Unmeasurable(f"--{name}: got {value:g}, allowed: 0 and more")

@@ -19,24 +19,25 @@ from tests.sim.schedules import Done, Options
 from tests.sim.simulated_sums import Sums
 
 
-@pytest.mark.parametrize(("members", "agreement"), [(False, False), (True, False), (False, True)])
-def test_pieces_are_those_of_the_whole(members: bool, agreement: bool, tmp_path: Path) -> None:
-    result = schedules.run(Options(30, 5, 0.0, None, members, agreement))["summary"]
+@pytest.mark.parametrize(("of", "count"), [("sums", "contributions"), ("members", "epochs"), ("agreement", "rounds_together"),
+                                           ("epochs", "joins")])
+def test_pieces_are_those_of_the_whole(of: str, count: str, tmp_path: Path) -> None:
+    result = schedules.run(Options(30, 5, 0.0, None, of))["summary"]
     file = tmp_path / "schedules.json"
     for schedules_so_far in (10, 20, 30):
-        pieces = schedules.run(Options(schedules_so_far, 5, 0.0, file, members, agreement))["summary"]
+        pieces = schedules.run(Options(schedules_so_far, 5, 0.0, file, of))["summary"]
     timed = {"seconds", "schedules_per_s"}
     assert {name: result[name] for name in result.keys() - timed} == {name: pieces[name] for name in pieces.keys() - timed}
-    assert {"events", "epochs" if members else "rounds_together" if agreement else "contributions"} < result.keys()
+    assert {"events", count} < result.keys()
     assert (result["left"], result["wrong_schedules"], result["seeds"]) == (0, 0, "5 to 34")
-    assert schedules.run(Options(60, 5, 1e-9, file, members, agreement))["summary"]["left"] == 30
+    assert schedules.run(Options(60, 5, 1e-9, file, of))["summary"]["left"] == 30
     with pytest.raises(Unmeasurable, match="begins with seed 5, asked for: --seed 6"):
-        schedules.run(Options(60, 6, 0.0, file, members, agreement))
+        schedules.run(Options(60, 6, 0.0, file, of))
     with pytest.raises(Unmeasurable, match="its schedules are of .*; name another file"):
-        schedules.run(Options(60, 5, 0.0, file, members, not agreement))
+        schedules.run(Options(60, 5, 0.0, file, "sums" if of != "sums" else "members"))
     file.write_text("{}x")
     with pytest.raises(Unmeasurable, match="not what an earlier piece has written"):
-        schedules.run(Options(60, 5, 0.0, file, members, agreement))
+        schedules.run(Options(60, 5, 0.0, file, of))
 
 
 def test_a_finding_has_a_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +46,7 @@ def test_a_finding_has_a_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -
     schedules.one(Options(1, 41, 0.0, None), 41, done)
     assert done.wrong == 1
     (finding,) = done.findings
-    assert finding["again"] == "python -m bench chaos --schedules 1 --seed 41"
+    assert finding["again"] == "python -m bench chaos --of sums --schedules 1 --seed 41"
     assert "lost" in finding["wrong"]
 
 
@@ -101,7 +102,7 @@ def test_in_a_short_soak_of_homes_one_is_killed_and_leaves_and_comes_again_each_
     (["--schedules", "1", "--resume", "{}/none/file"], "its folder does not exist"),
     (["--schedules", "1", "--resume", "{}"], "it is a folder"),
     (["--homes"], "--homes: says what --soak is of; name how many steps"),
-    (["--members"], "--members: says what --schedules are of; name how many"),
+    (["--of", "epochs"], "--of: says what --schedules simulate; name how many"),
     (["--outages", "-1"], "--outages: got -1, allowed: 0 and more"),
     (["--json", "{}"], "it is a folder"),
 ])

@@ -1,7 +1,7 @@
 """Runs seeded schedules of the simulations, in parts that can be resumed.
 
-`python -m bench chaos --schedules 1000000 --seconds 140 --resume schedules.json`, repeated until none are left. With --members
-it simulates membership, with --agreement how the remaining members continue, otherwise the exchange of sums.
+`python -m bench chaos --schedules 1000000 --seconds 140 --resume schedules.json`, repeated until none are left. `--of` names
+what is simulated.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ from bench import Unmeasurable
 from bench.report import Result
 from commlayer.files import write_whole
 from tests.sim.simulated_agreement import Agreement
+from tests.sim.simulated_epochs import World as EpochWorld
 from tests.sim.simulated_members import Members
 from tests.sim.simulated_sums import World
 
@@ -34,12 +36,16 @@ class Schedule(Protocol):
         """Returns the violations."""
 
 
+KINDS: dict[str, Callable[[int], Schedule]] = {"sums": World, "members": Members, "agreement": Agreement, "epochs": EpochWorld}
+"""Maps the name of each simulation to its class: the exchange of sums, membership, how the remaining members continue, and
+epochs."""
+
+
 class Done(msgspec.Struct):
     """What has been run so far: all seeds from `first` up to `first + schedules`, exclusive."""
 
     first: int = 0
-    members: bool = False
-    agreement: bool = False
+    of: str = "sums"
     schedules: int = 0
     counts: dict[str, int] = {}
     wrong: int = 0
@@ -54,17 +60,11 @@ class Options(NamedTuple):
     seed: int
     seconds: float
     resume: Path | None
-    members: bool = False
-    agreement: bool = False
-
-    @property
-    def of(self) -> str:
-        """The flag that selects the kind of schedules."""
-        return "--agreement" if self.agreement else "--members" if self.members else ""
+    of: str = "sums"
 
     @property
     def again(self) -> str:
-        return " ".join(filter(None, ("python -m bench chaos", self.of, "--schedules")))
+        return f"python -m bench chaos --of {self.of} --schedules"
 
 
 def run(options: Options) -> Result:
@@ -88,7 +88,7 @@ def run(options: Options) -> Result:
 
 
 def one(options: Options, seed: int, done: Done) -> None:
-    world: Schedule = Agreement(seed) if options.agreement else Members(seed) if options.members else World(seed)
+    world = KINDS[options.of](seed)
     try:
         problems = world.run()
     except Exception as error:  # any exception of the state machines is a finding
@@ -102,14 +102,13 @@ def one(options: Options, seed: int, done: Done) -> None:
 
 def _taken_up(options: Options) -> Done:
     if options.resume is None or not options.resume.exists():
-        return Done(first=options.seed, members=options.members, agreement=options.agreement)
+        return Done(first=options.seed, of=options.of)
     try:
         done = msgspec.json.decode(options.resume.read_bytes(), type=Done)
     except msgspec.MsgspecError as error:
         raise Unmeasurable(f"--resume {options.resume}: it is not what an earlier piece has written ({error})") from None
-    if (done.members, done.agreement) != (options.members, options.agreement):
-        of = "--agreement" if done.agreement else "--members" if done.members else "neither --members nor --agreement"
-        raise Unmeasurable(f"--resume {options.resume}: its schedules are of {of}; name another file")
+    if done.of != options.of:
+        raise Unmeasurable(f"--resume {options.resume}: its schedules are of {done.of}; name another file")
     if done.first != options.seed:
         raise Unmeasurable(f"--resume {options.resume}: begins with seed {done.first}, asked for: --seed {options.seed}")
     return done
