@@ -69,9 +69,9 @@ def test_a_server_that_goes_wrong_under_damage_is_found(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(fuzzed, "PATIENCE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        sockets = fuzzed._Sockets(Careless(listener), random.Random(1))  # type: ignore[arg-type]
-        assert "was still open after 0.2 s" in sockets._greeting()
-        assert "a member could not join: server 0: " in sockets._frames()
+        sockets = fuzzed.Sockets(Careless(listener), random.Random(1))  # type: ignore[arg-type]
+        assert "was still open after 0.2 s" in sockets.greeting()
+        assert "a member could not join: server 0: " in sockets.frames()
 
 
 def test_a_short_soak_finishes_and_its_accounts_balance() -> None:

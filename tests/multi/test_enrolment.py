@@ -252,9 +252,10 @@ def test_new_invitation_replaces_certificate_and_stored_keys(server: Server) -> 
 
 def test_certificate_missing_in_its_invitation_is_revoked(server: Server) -> None:
     """As if the server had died between the writes of the two files."""
-    home, book = server.line(), invitations.read_book(server.ca)
+    home = server.line()
+    book = (server.ca / invitations.FILE).read_bytes()
     attempt(home, request_of("home-1", new_key()))
-    invitations._save(server.ca, book)
+    (server.ca / invitations.FILE).write_bytes(book)
     assert attempt(home, request_of("home-1", new_key())).certificate
     assert server.certificates == [("home-1", True), ("home-1", False)]
 
@@ -594,7 +595,7 @@ def test_malformed_messages_end_the_connection(
 
 @pytest.mark.parametrize("data", [b"C", MAGIC, b"CONNECT example.org:443 HTTP/1.1\r\n\r\n", b"COMMLAYER ENROL 2\n"])
 def test_incomplete_enrolments_time_out(server: Server, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(enrolment_messages, "ENROL_S", 0.5)
+    monkeypatch.setattr(enrolment, "ENROL_S", 0.5)
     with raw(server) as sock:
         sock.sendall(data)
         begin = time.monotonic()
@@ -607,7 +608,7 @@ def test_silent_enrolments_block_no_site_and_the_oldest_are_evicted(
     server: Server, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From ten addresses, because one address may not open that many."""
-    monkeypatch.setattr(enrolment_messages, "ENROL_S", 10 * WAIT_S)
+    monkeypatch.setattr(enrolment, "ENROL_S", 10 * WAIT_S)
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(raw(server, f"127.0.0.{2 + number % 10}")) for number in range(handshake.MAX_PENDING + 8)]
         for number, sock in enumerate(socks):
@@ -644,7 +645,7 @@ def test_address_table_is_bounded() -> None:
     failures = MinuteCounts(enrolment.MAX_ADDRESSES)
     for number in range(enrolment.MAX_ADDRESSES + 5):
         failures.add(str(number), 0.0)
-    assert len(failures._counts) == enrolment.MAX_ADDRESSES
+    assert [failures.count(str(number), 0.0) for number in range(7)] == [0] * 5 + [1] * 2, "the oldest are forgotten"
 
 
 @pytest.mark.parametrize("kind", ["keys", "plain", "silent"])
@@ -652,7 +653,7 @@ def test_server_without_invitations_is_named(server: Server, kind: str, monkeypa
     home = server.line()
     if kind == "silent":
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            monkeypatch.setattr(enrolment_messages, "ENROL_S", 0.2)
+            monkeypatch.setattr(enrolment, "ENROL_S", 0.2)
             home = home._replace(address=f"127.0.0.1:{listener.getsockname()[1]}")
             assert refusal(lambda: enrolment_client.enrol(home, 0.5), DeadlineExceeded) == "E-DEADLINE"
         return

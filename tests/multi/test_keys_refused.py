@@ -434,7 +434,7 @@ def test_connection_older_than_its_revocation_is_closed(ca: Path, monkeypatch: p
         results = handshake(sock, deadline)
         if sock._server:
             authority.revoke(ca.parent, "gpu-1")
-            front.drop(front._keys.revoked())
+            front.drop(Keys(ca / "server-1").revoked())
         return results
 
     monkeypatch.setattr(tls.TlsSocket, "handshake", outrun)

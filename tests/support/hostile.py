@@ -177,9 +177,9 @@ class Member:
         folder = None if victim.folders is None else (victim.folders.worker, victim.folders.second)[rank % 2]
         self.victim, self.rank, self.plan, self.config = victim, rank, plan, victim.config(folder)
         self.link = coordinator_channel.CoordinatorChannel(victim.address, self.config.token, self.keys, own=True)
-        self._lease = site_client.SiteLease(victim.address, self.config, messages.site_request(1, rank), lambda _: None)
-        self.home = self._lease.request.token
-        self._lease.meet(WAIT_S)
+        self.lease = site_client.SiteLease(victim.address, self.config, messages.site_request(1, rank), lambda _: None)
+        self.home = self.lease.request.token
+        self.lease.meet(WAIT_S)
         self.request = msgspec.structs.replace(
             messages.worker_request(plan.job, rank, world, node=rank, plan=records.encode(plan), elastic=True,
                                     tensors=1 + max(s.tensor for b in plan.buckets for s in b.slices),
@@ -204,7 +204,7 @@ class Member:
     def close(self) -> None:
         self.link.close()
         self.membership.close()
-        self._lease.close("the test is over")
+        self.lease.close("the test is over")
 
 
 class HonestMember(Member):

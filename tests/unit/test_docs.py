@@ -133,6 +133,10 @@ def _of_commlayer(line: Line) -> str:
     return _unknown(words, known)
 
 
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    return {*parser._option_string_actions}
+
+
 def _of_bench(line: Line) -> str:
     name, *words = line.words
     if name not in MEASUREMENTS:
@@ -145,7 +149,7 @@ def _of_bench(line: Line) -> str:
         except argparse.ArgumentError as error:
             return str(error)
         return f"no option {more[0]}" if more else ""
-    return _unknown(words, {*parser._option_string_actions})
+    return _unknown(words, options_of(parser))
 
 
 def _unknown(words: list[str], known: set[str]) -> str:
@@ -197,7 +201,7 @@ def options() -> set[str]:
         commands += getattr(command, "commands", {}).values()
         results |= {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     for parser in (*map(parser_of, MEASUREMENTS), torch.distributed.run.get_args_parser()):
-        results |= {*parser._option_string_actions}
+        results |= options_of(parser)
     return results
 
 
