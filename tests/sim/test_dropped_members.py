@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.coordinators import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
+from support.coordinators import WAIT_S, Failures, Opened, all_opened, quick  # noqa: F401  (a fixture)
 from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
 from support.membership import beat, elastic, members, running, server, ticked, worker
 from support.meshes import soon
@@ -55,7 +55,7 @@ def test_who_is_only_slow_is_not_blamed_beside_one_that_was_dropped(hub: Any) ->
     (True, {0: "noise"}, []),
 ])
 def test_a_worker_names_who_was_dropped_alone_and_leaves_it_to_the_coordinator_where_others_may_go_on(
-        regroups: bool, dropped: dict[int, str], errors: list[tuple[Any, ...]], opened: list[Any]) -> None:
+        regroups: bool, dropped: dict[int, str], errors: list[tuple[Any, ...]], opened: Opened) -> None:
     job = Pair(opened)
     job.ups[1]._elastic = regroups
     sent: Any = job.serving._server
@@ -105,7 +105,7 @@ class Served:
         return [(gone.peer, gone.reason) for gone in self.serving.report()["dropped"]]
 
 
-def test_a_drop_is_told_and_logged_at_once(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drop_is_told_and_logged_at_once(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
     assert Served(opened).dropped() == [("worker 1", WRONG_CODEC)]
     assert [r.getMessage() for r in caplog.records if "dropped worker 1: " in r.getMessage()]
 
@@ -157,9 +157,8 @@ def test_a_certificate_that_is_for_diallers_alone_takes_no_servers_seat() -> Non
 
 
 def test_under_the_rank_of_another_node_nobody_comes_in_to_be_dropped(
-        folders: Folders, opened: list[Any], tmp_path: Path) -> None:
-    serving = DataServer("127.0.0.1", 0, quick(token="of-this-job", keys=str(folders.server)))
-    opened.append(serving)
+        folders: Folders, opened: Opened, tmp_path: Path) -> None:
+    serving = opened.add(DataServer("127.0.0.1", 0, quick(token="of-this-job", keys=str(folders.server))))
     (mine, *rest), names = (epoch_of(DATA, serving).members), [Keys(str(f)).own.name for f in (folders.worker, folders.second)]
     mine = msgspec.structs.replace(mine, certificate=names[0])
     epoch = msgspec.structs.replace(epoch_of(DATA, serving), members=(mine, *rest))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.coordinators import Failures, all_opened, quick, until  # noqa: F401  (a fixture)
+from support.coordinators import Failures, Opened, all_opened, quick, until  # noqa: F401  (a fixture)
 from support.membership import PATIENCE_S, elastic, members, several, worker
 from support.serving import PLAN, epoch_of
 from support.summation import Doubles, hub_of_a_test, push  # noqa: F401  (a fixture)
@@ -189,10 +189,9 @@ def test_beside_one_that_was_dropped_another_may_hang(hub: Any) -> None:
     assert sums.server.overdue(300.0) == (0, (2,))
 
 
-def test_under_local_steps_the_limit_is_that_of_as_many(opened: list[Any]) -> None:
+def test_under_local_steps_the_limit_is_that_of_as_many(opened: Opened) -> None:
     for steps in (1, 4):
-        serving = DataServer("127.0.0.1", 0, quick(deadline_s=0.001))
-        opened.append(serving)
+        serving = opened.add(DataServer("127.0.0.1", 0, quick(deadline_s=0.001)))
         data = records.encode(msgspec.structs.replace(PLAN, local_steps=steps))
         serving.start(epoch_of(data, serving, 3), data, 0)
         assert serving.report().get("overdue") is None
@@ -203,10 +202,9 @@ def test_under_local_steps_the_limit_is_that_of_as_many(opened: list[Any]) -> No
         assert serving.report()["overdue"] == Overdue(5, (2,), 0.001 * steps)
 
 
-def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
+def test_a_servers_heartbeat_brings_it(opened: Opened) -> None:
     """The coordinator evicts the worker after the second report."""
-    coordinator = Coordinator(quick(min_workers=1), workers=2, servers=1)
-    opened.append(coordinator)
+    coordinator = opened.add(Coordinator(quick(min_workers=1), workers=2, servers=1))
     workers = (messages.worker_request("job", rank, 2, plan=b"plan", elastic=True) for rank in range(2))
     requests = [messages.server_request("127.0.0.1:1"), *workers]
     with ThreadPoolExecutor(3) as pool:
