@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import ROOT
 from support.cuda import COMPILER, DEVICE, SHIM, Shim, build, running
 from support.rank_pool import pool
 from support.residuals import slices_of
@@ -20,7 +21,6 @@ from commlayer.compressors import parse, wrap
 from commlayer.engine.worker.worker import Worker
 from commlayer.records import Bucket, Plan, Slice
 
-ROOT = Path(__file__).resolve().parents[2]
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 FAULTS = {

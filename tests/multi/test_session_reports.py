@@ -380,10 +380,7 @@ def traced(rank: int, address: str, file: str, changes: dict[int, str], steps: i
             if what == "switch":
                 assert session.inspect.plan is not None
                 session.switch(msgspec.structs.replace(session.inspect.plan, step_s=1.0))
-            optimizer.zero_grad()
-            x, y = data(rank, done)
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+            train_step(model, optimizer, rank, done)
             if not session.inspect.components.of(trace.Tracer):
                 return done + 1
     return 0

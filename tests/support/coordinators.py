@@ -10,14 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+from support import ROOT
 from support.internals import sidecar_of
 
-ROOT = Path(__file__).parents[2]
 T = TypeVar("T")
 WAIT_S = 30.0
 """Bounds every wait of these tests; none should take long."""

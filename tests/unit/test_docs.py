@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed.run
 import typer
-from support import matrix
+from support import ROOT, matrix
 
 from bench.__main__ import MEASUREMENTS, parser_of
 from commlayer.cli.main import app
 from commlayer.compressors import parse
 from commlayer.compressors.plan_codecs import FACTORIES
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KEPT = ("commlayer", "native", "cuda", "bench", "tests", "examples", "docs")
 THERE = [f"/{path.relative_to(ROOT)}{'/' * path.is_dir()}" for top in KEPT for path in [ROOT / top, *(ROOT / top).rglob("*")]]
