@@ -290,7 +290,4 @@ def test_closed_stream_closes_its_connection() -> None:
     """Not only when its next empty message would be due."""
     with WIRES["grpc"].mesh(2):
         held = len(os.listdir("/proc/self/fd"))
-    until = soon()
-    while len(os.listdir("/proc/self/fd")) > held - 3:  # its two ends and the listener
-        threading.Event().wait(0.01)
-        assert time.monotonic() < until
+    until(lambda: len(os.listdir("/proc/self/fd")) <= held - 3, "its two ends and the listener are closed")
