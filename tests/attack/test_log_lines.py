@@ -46,7 +46,7 @@ def test_member_text_in_log_lines_is_short_and_one_line(victim: Victim) -> None:
         requests = [*sites, *workers, messages.KvRequest(LONG, put=put), messages.Heartbeat("x", dropped=(gone,)),
                     messages.Heartbeat(hostile.token, events=(LONG.encode()[:900],), time_s=1.0),
                     messages.KvRequest(hostile.home, put=put), messages.Leave(hostile.token, LONG),
-                    msgspec.structs.replace(hostile._lease.request, leave=LONG)]
+                    msgspec.structs.replace(hostile.lease.request, leave=LONG)]
         for request in requests:
             with contextlib.suppress(Exception):
                 hostile.call(type(request).__name__, request, 5.0)

@@ -14,6 +14,7 @@ import pytest
 from support.attached import assert_refused, outcome
 from support.coordinators import (
     WAIT_S,
+    Opened,
     until,
 )
 from support.internals import config_of, rendezvous_of, store_of
@@ -51,7 +52,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
     "overwrite a number": {"put": [(COUNT, b"9")]}, "drop a number": {"drop": [COUNT]}}
 
 
-def test_site_cannot_change_values_of_another(opened: list[Any]) -> None:
+def test_site_cannot_change_values_of_another(opened: Opened) -> None:
     coordinator, (zero, _, hostile) = met(opened, 3)
     zero.request(soon(), put=[*OWN.items()], add=(COUNT, 5))
     rows = dict(store_of(coordinator).rows)
@@ -66,7 +67,7 @@ def test_site_cannot_change_values_of_another(opened: list[Any]) -> None:
 
 
 def test_forged_torch_key_is_attributed_and_local_group_values_stay_private(
-        opened: list[Any]) -> None:
+        opened: Opened) -> None:
     _, (zero, _, hostile) = met(opened, 3)
     keys = ["world0/2/cpu/0", "world0/2/cuda/0"]
     for key in keys:
@@ -78,7 +79,7 @@ def test_forged_torch_key_is_attributed_and_local_group_values_stay_private(
     assert inside.get(keys[0]) == b"address"
 
 
-def test_groups_inside_a_site_use_their_own_store(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_inside_a_site_use_their_own_store(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     _, (_, one, hostile) = met(opened, 3)
     world = SimpleNamespace(ids=(0, 1, 2), home=frozenset({1}), name="world0", inside_store=WorldStore(one, WAIT_S, 1, 1))
     monkeypatch.setattr(site_process_group, "_worlds", [world])
@@ -96,15 +97,14 @@ def test_groups_inside_a_site_use_their_own_store(opened: list[Any], monkeypatch
     assert {"global_ranks_in_group", "store"} <= inspect.signature(distributed_c10d._new_process_group_helper).parameters.keys()
 
 
-def test_departed_site_or_its_replacement_has_no_effect(opened: list[Any]) -> None:
+def test_departed_site_or_its_replacement_has_no_effect(opened: Opened) -> None:
     coordinator, (zero, _, hostile) = met(opened, 3, min_workers=2)
     joined(opened, coordinator, 3)
     zero.request(soon(), put=[*OWN.items()])
     leave(opened, hostile, "it comes again")
     line = outcome(lambda: hostile.request(soon(), put=[(("new", ANY), b"")]))
     assert re.search("it comes again", line)
-    impostor = KvClient(coordinator.address, config_of(coordinator), "another home")
-    opened.append(impostor)
+    impostor = opened.add(KvClient(coordinator.address, config_of(coordinator), "another home"))
     assert_refused(outcome(lambda: impostor.request(soon(), put=[(CHUNK, b"forged")])), "E-RENDEZVOUS-ENDED")
     assert read(zero, *OWN) == tuple(OWN.values())
 
@@ -127,7 +127,7 @@ def filled(desk: KvClient, rows: Callable[[int], dict[str, Any]]) -> str:
     lambda number: {"put": [((f"{number} {n}", 2), b"") for n in range(500)]},
     lambda number: {"put": [((f"{number} {n}" + "x" * 200, 2), b"") for n in range(500)], "add": ((f"{number}", ANY), 1)},
 ], ids=["large", "many", "names and numbers"])
-def test_site_can_fill_only_its_own_quota(rows: Any, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_site_can_fill_only_its_own_quota(rows: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 3 * SHARE)
     monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
     coordinator, (zero, _, hostile) = met(opened, 3)
@@ -139,7 +139,7 @@ def test_site_can_fill_only_its_own_quota(rows: Any, opened: list[Any], monkeypa
     assert read(hostile, ("mine", 0)) == (bytes(125_000),)
 
 
-def test_additions_are_charged_to_the_site_that_adds(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_additions_are_charged_to_the_site_that_adds(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 3 * SHARE)
     monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
     coordinator, (zero, _, hostile) = met(opened, 3)
@@ -152,7 +152,7 @@ def test_additions_are_charged_to_the_site_that_adds(opened: list[Any], monkeypa
     assert zero.request(soon(), add=(COUNT, 1)).sum == 302
 
 
-def test_waiting_calls_are_limited_per_site(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_calls_are_limited_per_site(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_service, "MAX_WAITS", 4)
     coordinator, (zero, one, hostile) = met(opened, 3)
     lines = list[str]()
@@ -179,7 +179,7 @@ def test_waiting_calls_are_limited_per_site(opened: list[Any], monkeypatch: pyte
     until(lambda: not store._waiting, "what waited is forgotten")
 
 
-def test_number_of_keys_per_call_is_limited(opened: list[Any]) -> None:
+def test_number_of_keys_per_call_is_limited(opened: Opened) -> None:
     _, (_, _, hostile) = met(opened, 3)
     wanted = [(f"{number}", ANY) for number in range(MAX_KEYS + 4)]
     assert_refused(outcome(lambda: hostile.request(soon(), want=wanted, wait=False)), "E-FRAME", f"{MAX_KEYS + 3}")

@@ -66,7 +66,7 @@ def run(inputs: int, first: int) -> Result:
     """`first`: the first seed."""
     decoders = fuzz.fuzz(targets(), inputs, first)
     with tempfile.TemporaryFile("w+") as stderr_file, _Server(stderr_file) as server:
-        sockets = _Sockets(server, random.Random(first)).run(min(MOST, max(LEAST, inputs // PART)))
+        sockets = Sockets(server, random.Random(first)).run(min(MOST, max(LEAST, inputs // PART)))
     summary = decoders["summary"] | {f"sockets.{name}": value for name, value in sockets["summary"].items()}
     right = not decoders["summary"]["findings"] and decoders["summary"]["memory_flat"] and not sockets["code"]
     return {"rows": decoders["rows"] + sockets["rows"], "summary": summary, "code": int(not right)}
@@ -110,7 +110,7 @@ class _Server:
             self.process.wait()
 
 
-class _Sockets:
+class Sockets:
     def __init__(self, server: _Server, chance: random.Random) -> None:
         self._server, self._chance = server, chance
         self._by_name = {target.name: target for target in targets()}
@@ -122,7 +122,7 @@ class _Sockets:
 
     def run(self, inputs: int) -> Result:
         ways: dict[str, Callable[[], str]] = {
-            "strangers' greetings": self._greeting, "strangers' noise": self._noise, "members' frames": self._frames,
+            "strangers' greetings": self.greeting, "strangers' noise": self._noise, "members' frames": self.frames,
             "members' calls": self._call}
         chosen = self._chance.choices(list(ways), (3.0, 1.0, 4.0, 4.0), k=inputs)
         held, slowest_sum = [self._server.held()], 0.0
@@ -168,14 +168,14 @@ class _Sockets:
         data = mutated(self._chance, target.examples)
         return resealed(data) if target.frames and self._chance.random() < 0.7 else data
 
-    def _greeting(self) -> str:
+    def greeting(self) -> str:
         return self._said(self._server.data, self._damaged(self._by_name["acceptor's greeting"]))
 
     def _noise(self) -> str:
         where = self._chance.choice((self._server.data, self._server.control))
         return self._said(where, mutated(self._chance, [PREFACE, bytes(64), self._chance.randbytes(300)]))
 
-    def _frames(self) -> str:
+    def frames(self) -> str:
         """Damaged frames from a member after a valid handshake. An input that ends within a frame also ends the connection."""
         rank, self._rank = self._rank, self._rank + 1
         sock = socket.create_connection(host_port(self._server.data), PATIENCE_S)

@@ -21,7 +21,7 @@ from tests.sim.simulated_sums import Sums
 
 @pytest.mark.parametrize(("of", "count"), [("sums", "contributions"), ("members", "epochs"), ("agreement", "rounds_together"),
                                            ("epochs", "joins")])
-def test_pieces_are_those_of_the_whole(of: str, count: str, tmp_path: Path) -> None:
+def test_resumed_schedules_equal_an_uninterrupted_run(of: str, count: str, tmp_path: Path) -> None:
     result = schedules.run(Options(30, 5, 0.0, None, of))["summary"]
     file = tmp_path / "schedules.json"
     for schedules_so_far in (10, 20, 30):
@@ -40,7 +40,7 @@ def test_pieces_are_those_of_the_whole(of: str, count: str, tmp_path: Path) -> N
         schedules.run(Options(60, 5, 0.0, file, of))
 
 
-def test_a_finding_has_a_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finding_includes_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sums, "emit", lambda self, r, acc, out: 8)
     done = Done()
     schedules.one(Options(1, 41, 0.0, None), 41, done)
@@ -50,7 +50,7 @@ def test_a_finding_has_a_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -
     assert "lost" in finding["wrong"]
 
 
-def test_damaged_bytes_end_their_own_connection_and_nothing_else() -> None:
+def test_damaged_bytes_end_only_their_own_connection() -> None:
     result = fuzzed.run(2000, 3)
     summary = result["summary"]
     assert result["code"] == 0, result
@@ -61,7 +61,7 @@ def test_damaged_bytes_end_their_own_connection_and_nothing_else() -> None:
     assert all(report.values())
 
 
-def test_a_server_that_goes_wrong_under_damage_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_mishandles_damage_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     class Careless:
         """Which neither answers nor closes."""
 
@@ -70,12 +70,12 @@ def test_a_server_that_goes_wrong_under_damage_is_found(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(fuzzed, "PATIENCE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        sockets = fuzzed._Sockets(Careless(listener), random.Random(1))  # type: ignore[arg-type]
-        assert "was still open after 0.2 s" in sockets._greeting()
-        assert "a member could not join: server 0: " in sockets._frames()
+        sockets = fuzzed.Sockets(Careless(listener), random.Random(1))  # type: ignore[arg-type]
+        assert "was still open after 0.2 s" in sockets.greeting()
+        assert "a member could not join: server 0: " in sockets.frames()
 
 
-def test_a_short_soak_finishes_and_its_accounts_balance() -> None:
+def test_short_soak_finishes_and_conserves_gradients() -> None:
     result = soak.run(400, 1)["summary"]
     assert (result["finished"], result["other_digests"], result["wrong_on_the_wire"], result["accounts_balance"]) == (
         True, 0, 0, True), result
@@ -83,7 +83,7 @@ def test_a_short_soak_finishes_and_its_accounts_balance() -> None:
     assert result["servers_killed"] >= 4
 
 
-def test_in_a_short_soak_of_homes_one_is_killed_and_leaves_and_comes_again_each_time() -> None:
+def test_short_soak_of_homes_kills_and_rejoins_one_repeatedly() -> None:
     for steps in (1200, 2400, 4800):  # how many go by while a process starts is the machine's affair
         result = soak_homes.run(steps, 1)["summary"]
         state = [result[name] for name in ("finished", "other_digests", "idle_homes", "stuck_homes")]
@@ -106,15 +106,15 @@ def test_in_a_short_soak_of_homes_one_is_killed_and_leaves_and_comes_again_each_
     (["--outages", "-1"], "--outages: got -1, allowed: 0 and more"),
     (["--json", "{}"], "it is a folder"),
 ])
-def test_what_it_refuses_is_a_line_before_any_work(options: list[str], line: str, tmp_path: Path,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_one_line_before_any_work(options: list[str], line: str, tmp_path: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chaos", *(option.format(tmp_path) for option in options)]) == 2
     errors = capsys.readouterr().err
     assert line in errors
     assert errors.count("\n") == 1
 
 
-def test_what_is_wrong_is_its_exit_code_and_a_piece_that_is_broken_off_is_kept(
+def test_findings_set_the_exit_code_and_interrupted_pieces_are_kept(
         monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert main(["chaos", "--schedules", "3"]) == 0
     one = schedules.one
@@ -138,7 +138,7 @@ HOMES = Setting("identity()", workers=3, least=2, keys=True)
 @needs_lab
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("line", hosts.LINES)
-def test_over_every_line_what_was_away_costs_no_bit_and_homes_go_on_without_one_to_which_nothing_passes(line: str) -> None:
+def test_outages_over_every_line_change_no_bit_and_isolated_home_is_evicted(line: str) -> None:
     with hosts.campaign(line) as campaign:
         row = campaign.one(Trial(0, "partition", Setting("identity()"), "worker", 1, 5, line=line))
         again = campaign.one(Trial(0, "kill-home-server", HOMES, "server", 0, 5, line=line))

@@ -29,7 +29,7 @@ from tests.chaos.trials import STEPS, Setting, Trial
 from tests.chaos.verdict import Verdict
 
 
-def test_what_cannot_begin_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_campaign_that_cannot_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CommError, match="FileNotFoundError: .*'/none'.*E-COMM"), Campaign(inside="/none"):
         pass
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -42,7 +42,7 @@ def test_what_cannot_begin_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch) ->
         all_free(["192.0.2.1"], [port])
 
 
-def test_a_worker_that_is_killed_is_named_and_a_server_that_is_killed_goes_on() -> None:
+def test_killed_worker_is_named_and_killed_server_resumes() -> None:
     with Campaign() as campaign:
         rows = [campaign.one(Trial(0, fault, SETTING, FAULTS[fault].strikes, 0, 5))
                 for fault in ("kill-worker", "kill-server", "cut")]
@@ -71,7 +71,7 @@ def kill_until_the_end(result: Cluster, trial: Trial, chance: random.Random) -> 
     ("kill-coordinator", cluster.PATIENT, "worker 0: ended while no coordinator was running, according to its servers"),
     ("lose-coordinator", cluster.UNTOLD, "all workers have ended: this server ends too"),
 ])
-def test_a_job_that_ends_without_its_coordinator_leaves_nothing_behind(
+def test_job_that_ends_without_its_coordinator_leaves_nothing_behind(
     fault: str, waits: dict[str, float], line: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(STRIKES, "kill-coordinator", kill_until_the_end)
@@ -82,7 +82,7 @@ def test_a_job_that_ends_without_its_coordinator_leaves_nothing_behind(
     assert line in row.evidence.lines
 
 
-def test_a_campaign_in_pieces_makes_each_run_once_and_shows_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_resumed_campaign_makes_each_run_once_and_shows_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     results: list[int] = []
 
     def run(self: Campaign, seeds: Any, faults: Any) -> Iterator[Row]:
@@ -131,7 +131,7 @@ MENDED = "stop-home", "cut-home", "partition-home", "kill-home-server", "storm-h
 GONE_WITHOUT = "freeze-home", "isolate-home"
 
 
-def test_a_home_that_is_not_missed_has_not_been_frozen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_freeze_counts_only_if_the_home_was_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     signals: list[int] = []
     lines = tmp_path / "coordinator.lines"
     lines.write_text("worker 1: no heartbeat for 0.9 s\n")
@@ -151,7 +151,7 @@ def campaign() -> Iterator[Campaign]:
 
 
 @pytest.mark.parametrize("fault", [*MENDED, *GONE_WITHOUT])
-def test_homes_bear_what_heals_and_do_without_the_one_that_does_not(fault: str, campaign: Campaign) -> None:
+def test_homes_survive_temporary_faults_and_continue_without_a_lost_home(fault: str, campaign: Campaign) -> None:
     row = campaign.one(Trial(0, fault, HOMES._replace(apart=True), FAULTS[fault].strikes, 0, 5))
     expected = "goes on" if fault in MENDED else "goes on without worker 0"
     assert (row.verdict.outcome, row.verdict.wrong) == (expected, ()), row.evidence.lines
@@ -159,7 +159,7 @@ def test_homes_bear_what_heals_and_do_without_the_one_that_does_not(fault: str, 
     assert (len(row.evidence.replayed), row.verdict.steps) == (STEPS, STEPS)
 
 
-def test_a_share_of_the_seeds_has_keys_and_no_other_run_is_another_for_it() -> None:
+def test_some_seeds_use_keys_and_the_other_runs_are_unchanged() -> None:
     results = [trial(seed, dealt()) for seed in range(30 * len(dealt()))]
     keyed = [one for one in results if one.setting.keys]
     assert 0.8 * KEYED < len(keyed) / len(results) < 1.2 * KEYED
@@ -168,7 +168,7 @@ def test_a_share_of_the_seeds_has_keys_and_no_other_run_is_another_for_it() -> N
         "kill-home", "kill-homes", "rejoin-home", *MENDED, *GONE_WITHOUT}
 
 
-def test_homes_go_on_without_one_and_connections_over_tls_are_found_and_cut() -> None:
+def test_homes_continue_without_one_and_tls_connections_are_cut() -> None:
     with Campaign() as campaign:
         rows = [campaign.one(Trial(0, "kill-home", HOMES, "worker", 0, 5)),
                 campaign.one(Trial(0, "cut", SETTING._replace(keys=True), "worker", 1, 5))]
@@ -180,7 +180,7 @@ def test_homes_go_on_without_one_and_connections_over_tls_are_found_and_cut() ->
     assert (report["went_on"], report["went_on_without"], report["over_tls"]) == (1, 1, 1)
 
 
-def test_a_home_that_was_killed_comes_again_and_all_go_on() -> None:
+def test_killed_home_rejoins_and_all_continue() -> None:
     with Campaign() as campaign:
         row = campaign.one(Trial(0, "rejoin-home", HOMES, "worker", 1, 5))
     assert (row.verdict.outcome, row.verdict.wrong) == ("goes on with worker 3", ()), row.evidence.lines

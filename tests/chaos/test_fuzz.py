@@ -15,7 +15,7 @@ from tests.chaos import fuzz
 from tests.chaos.fuzz_targets import CODECS, Target, targets
 
 
-def test_damage_is_refused_or_read_by_every_reader() -> None:
+def test_damage_is_refused_or_decoded_by_every_reader() -> None:
     results = targets()
     for target in results:
         for example in target.examples:
@@ -29,7 +29,7 @@ def test_damage_is_refused_or_read_by_every_reader() -> None:
     assert all(row["refused"] for row in reply)
 
 
-def test_every_codec_and_every_control_record_is_there() -> None:
+def test_targets_cover_every_codec_and_control_record() -> None:
     names = {target.name for target in targets()}
     assert {wrap(parse(text)).id for text in CODECS} == set(CODEC_IDS.values())
     own = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Record)]
@@ -37,7 +37,7 @@ def test_every_codec_and_every_control_record_is_there() -> None:
     assert {f"control {name}" for name in kinds} <= names
 
 
-def test_what_a_reader_must_not_do_is_a_finding() -> None:
+def test_faults_of_a_reader_are_findings() -> None:
     def read(data: bytes, _: random.Random) -> None:
         if data[0] & 1:
             raise KeyError("a crash")
@@ -49,7 +49,7 @@ def test_what_a_reader_must_not_do_is_a_finding() -> None:
 
 
 @pytest.mark.parametrize(("text", "shown"), [(b"\xff", "invalid start byte"), (b"\n", r"unknown field `\\n`")])
-def test_what_strangers_write_is_refused_in_one_line(text: bytes, shown: str) -> None:
+def test_bytes_of_strangers_are_refused_in_one_line(text: bytes, shown: str) -> None:
     """Found so: bytes that are no text ended the reader's thread, and line breaks made lines of their own in logs."""
     with pytest.raises(CorruptFrame, match=f"{shown}.*E-FRAME") as caught:
         messages.unpack(b"\x81\xa1" + text + b"\xc0", messages.Heartbeat, "worker 1")

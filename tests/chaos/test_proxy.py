@@ -24,7 +24,7 @@ def framed(header: Header, body: bytes) -> bytes:
     return framing.encode(header, len(body), crc32c(body) if body else 0) + body
 
 
-def test_each_result_says_whose_contributions_it_has() -> None:
+def test_weight_of_a_result_identifies_its_contributions() -> None:
     assert digits(sum(weights(3)), 3) == [1, 1, 1]
     seen = Seen(2)
     stretch = Stretch(seen)
@@ -93,7 +93,7 @@ def echo() -> Iterator[Echo]:
     result.close()
 
 
-def test_bytes_pass_are_flipped_and_held(echo: Echo) -> None:
+def test_bytes_are_forwarded_flipped_and_held(echo: Echo) -> None:
     assert echo.asked(b"hello") == b"hello"
     assert echo.link.shots == 0
     echo.link.ways[UP].flips = 1
@@ -108,7 +108,7 @@ def test_bytes_pass_are_flipped_and_held(echo: Echo) -> None:
     assert (echo.near.recv(1000), echo.link.shots) == (b"late", 2)
 
 
-def test_a_connection_that_ends_in_its_greeting_ends_at_the_dialler_too() -> None:
+def test_connection_that_ends_in_its_greeting_ends_at_both_ends() -> None:
     """Whose it is has become known on one way, while the other waits."""
     links = [Link(random.Random(3)) for _ in range(2)]
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as free:
@@ -127,7 +127,7 @@ def test_a_connection_that_ends_in_its_greeting_ends_at_the_dialler_too() -> Non
 
 
 @pytest.mark.parametrize("halves", [False, True])
-def test_a_cut_ends_what_there_is_and_half_of_one_is_heard_at_one_end(echo: Echo, halves: bool) -> None:
+def test_cut_ends_open_connections_and_half_a_cut_reaches_one_end(echo: Echo, halves: bool) -> None:
     assert echo.asked(b"hello") == b"hello"
     assert echo.link.cut(reset=True, halves=halves) == 1
     with pytest.raises(ConnectionError):
@@ -136,7 +136,7 @@ def test_a_cut_ends_what_there_is_and_half_of_one_is_heard_at_one_end(echo: Echo
     assert echo.link.cut(reset=True) == 0
 
 
-def test_a_connection_that_has_ended_is_not_cut(echo: Echo) -> None:
+def test_ended_connection_is_not_cut(echo: Echo) -> None:
     assert echo.asked(b"hello") == b"hello"
     echo.near.shutdown(socket.SHUT_WR)
     assert echo.near.recv(1000) == b""

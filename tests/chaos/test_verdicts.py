@@ -34,7 +34,7 @@ def evidence(**changes: Any) -> Evidence:
     return result._replace(**changes)
 
 
-def test_a_seed_says_everything_and_alone_the_same_as_among_others() -> None:
+def test_trial_depends_only_on_its_seed_and_fault() -> None:
     assert STRIKES.keys() == FAULTS.keys()
     for seed in range(3 * len(dealt())):
         result = trial(seed, dealt())
@@ -44,7 +44,7 @@ def test_a_seed_says_everything_and_alone_the_same_as_among_others() -> None:
     assert {trial(seed, dealt()).fault for seed in range(len(dealt()))} == set(dealt())
 
 
-def test_who_is_lost_for_good_is_named_and_everything_else_heals() -> None:
+def test_only_permanent_losses_may_end_a_run() -> None:
     for name in dealt():
         allowed = outcomes.allowed(Trial(0, name, SETTING, FAULTS[name].strikes, 1))
         assert any(one == GOES_ON or one.how == "goes on with" for one in allowed) != FAULTS[name].ends, name
@@ -58,7 +58,7 @@ def judged(fault: str, result: Evidence) -> verdict.Verdict:
     return verdict.judge(Trial(7, fault, SETTING, "worker", 1, 5), result, evidence())
 
 
-def test_a_run_that_went_on_with_all_bits_is_right() -> None:
+def test_run_that_continues_with_equal_bits_passes() -> None:
     text = judged("cut", evidence())
     assert (text.outcome, text.wrong) == ("goes on", ())
     assert text.recovery_s == pytest.approx(1.5)
@@ -68,7 +68,7 @@ def short(result: Evidence, steps: int, ends: list[Ended | None]) -> Evidence:
     return result._replace(stepped=[row[:steps] for row in result.stepped], ended=ends, off=math.nan, contributions=100)
 
 
-def test_a_worker_that_was_killed_has_to_be_named_by_the_others() -> None:
+def test_killed_worker_must_be_named_by_the_others() -> None:
     lost = short(evidence(), 9, [Ended(9, 9.0, "worker 1", "worker 1: no heartbeat"), None])
     assert judged("kill-worker", lost).wrong == ()
     (line,) = judged("kill-worker", lost._replace(ended=[Ended(9, 9.0, "server 0", "server 0: gone"), None])).wrong
@@ -84,11 +84,11 @@ def test_a_worker_that_was_killed_has_to_be_named_by_the_others() -> None:
     ({"off": math.nan}, "what was applied is off what was put in by nan, allowed 1e-04"),
     ({"contributions": 399}, "399 contributions were in sums, 400 in the undisturbed run"),
 ])
-def test_what_is_wrong_is_said(change: dict[str, Any], line: str) -> None:
+def test_each_violation_has_its_line(change: dict[str, Any], line: str) -> None:
     assert line in judged("cut", evidence(**change)).wrong
 
 
-def test_a_bit_a_sample_a_hang_and_an_end_are_found() -> None:
+def test_other_weights_samples_hangs_and_ends_are_detected() -> None:
     result = evidence()
     result.stepped[1][20] = result.stepped[1][20]._replace(digest="another")
     assert judged("cut", result).wrong == ("worker 1 has other weights than in the undisturbed run from step 21 on",)
@@ -102,7 +102,7 @@ def test_a_bit_a_sample_a_hang_and_an_end_are_found() -> None:
     assert text.wrong[0] == "the job stops, naming worker 1; allowed: goes on"
 
 
-def test_who_is_cut_off_is_named_by_the_others_and_has_to_end_by_itself() -> None:
+def test_isolated_worker_must_be_named_and_must_end() -> None:
     named, gone = Ended(9, 9.0, "worker 1", "worker 1: no heartbeat"), Ended(9, 9.0, "server 0", "server 0: closed its end")
     assert judged("isolate-worker", short(evidence(), 9, [named, gone])).wrong == ()
     ended = Ended(9, 9.0, "coordinator 127.0.1.2:1", "coordinator 127.0.1.2:1: no heartbeat")
@@ -115,7 +115,7 @@ def test_who_is_cut_off_is_named_by_the_others_and_has_to_end_by_itself() -> Non
         "worker 1, which is cut off, stops, naming worker 1; allowed: stops, naming coordinator or server 0",)
 
 
-def test_an_undisturbed_run_has_a_sum_for_each_step_where_sums_are_seen() -> None:
+def test_undisturbed_run_has_a_sum_for_each_step() -> None:
     assert verdict.whole(evidence())
     assert verdict.whole(evidence(contributions=None))
     assert verdict.whole(evidence(contributions=2 * (STEPS + 2)))
@@ -123,7 +123,7 @@ def test_an_undisturbed_run_has_a_sum_for_each_step_where_sums_are_seen() -> Non
     assert not verdict.whole(evidence(contributions=0))
 
 
-def test_what_is_shown_of_runs() -> None:
+def test_table_and_problems_of_runs() -> None:
     rows = [Row(Trial(seed, "cut", SETTING, "worker", 1, 5), judged("cut", result), result)
             for seed, result in enumerate([evidence(), evidence(shots=0)])]
     assert table(rows).row_count == 1
@@ -137,7 +137,7 @@ def test_what_is_shown_of_runs() -> None:
     assert (rows[1].told()["again"], rows[1].told()["lines"]) == (rows[1].trial.again, ["a line"])
 
 
-def test_a_run_counts_once_for_each_kind_of_finding_and_what_was_not_seen_counts_nowhere() -> None:
+def test_run_counts_once_per_kind_of_finding() -> None:
     twice = evidence(faults=(Finding("contributions", "one sum"), Finding("contributions", "another")), contributions=7)
     unseen = evidence(contributions=None)
     trials = [Trial(seed, fault, SETTING, "worker", 1, 5) for seed, fault in enumerate(("cut", "slow-link"))]
@@ -176,7 +176,7 @@ MENDED = "stop-home", "cut-home", "partition-home", "kill-home-server", "storm-h
 GONE_WITHOUT = "freeze-home", "isolate-home"
 
 
-def test_a_home_that_is_killed_is_done_without_and_nothing_else_may_differ() -> None:
+def test_job_must_continue_without_a_killed_home_and_otherwise_equal() -> None:
     killed = Trial(7, "kill-home", HOMES, "worker", 2, 3)
 
     def wrong(result: Evidence) -> tuple[str, ...]:
@@ -200,7 +200,7 @@ def test_a_home_that_is_killed_is_done_without_and_nothing_else_may_differ() -> 
         "the job stops, naming worker 2; allowed: goes on without worker 2",)
 
 
-def test_a_home_that_comes_again_is_one_of_all_who_end_alike_and_has_samples() -> None:
+def test_rejoined_home_must_end_like_the_others_and_have_samples() -> None:
     came = Trial(7, "rejoin-home", HOMES, "worker", 2, 3)
     present = left()
     began, stepped = [*present.began, present.began[1]], [*present.stepped, present.stepped[1]]
@@ -223,7 +223,7 @@ def test_a_home_that_comes_again_is_one_of_all_who_end_alike_and_has_samples() -
     assert wrong(failed)[0] == "the job stops, naming worker 0; allowed: goes on with worker 3"
 
 
-def test_a_home_that_wakes_or_is_cut_off_when_it_counts_as_dead_has_to_end_and_say_so() -> None:
+def test_evicted_home_must_end_with_a_message() -> None:
     woken = Trial(7, "freeze-home", HOMES, "worker", 2, 3)
 
     def said(end: Ended | None, trial: Trial = woken) -> verdict.Verdict:

@@ -14,6 +14,7 @@ import torch
 from support.attached import mlp
 from support.disks import files_up_to
 from support.rank_pool import Servers, pool
+from support.residuals import by_tensor, slices_of
 from support.sync_modes import WORLD, Net, Training
 
 import commlayer
@@ -115,13 +116,7 @@ def residual_sum(job: Training, world: int) -> torch.Tensor:
     """Contribution of this rank's residuals to the mean, over all elements of the model."""
     worker = job.connection.worker
     worker.roll_back()
-    total = torch.zeros(sum(t.numel for t in worker.job.tensors), dtype=torch.float64)
-    starts = [sum(t.numel for t in worker.job.tensors[:number]) for number in range(len(worker.job.tensors))]
-    for bucket in worker.buckets:
-        for debt in bucket.ledger.residuals():
-            at = starts[debt.tensor] + debt.start
-            total[at : at + len(debt.values)] += torch.as_tensor(debt.values).double() / world
-    return total
+    return torch.cat(by_tensor(slices_of(worker), [t.numel for t in worker.job.tensors])) / world
 
 
 def saved(rank: int, address: str, folder: str) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support import ROOT
 from support.cuda import COMPILER, DEVICE, SHIM, Shim, build, running
 from support.rank_pool import pool
+from support.residuals import slices_of
 from support.workers import job, step
 
 from commlayer.cluster.processes.collectives import Groups
@@ -19,7 +21,6 @@ from commlayer.compressors import parse, wrap
 from commlayer.engine.worker.worker import Worker
 from commlayer.records import Bucket, Plan, Slice
 
-ROOT = Path(__file__).resolve().parents[2]
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 FAULTS = {
@@ -139,8 +140,7 @@ def trained(rank: int, text: str, codec: str, device: torch.device) -> tuple[lis
                 put[5][7] = float("nan")
             mine = [None if g is None else g.to(device) for g in put]
             averages.append([None if t is None else t.cpu() for t in step(worker, mine, 60.0, device)])
-        residuals = [residual for bucket in worker.buckets for residual in bucket.ledger.residuals()]
-        return averages, [torch.as_tensor(residual.values).cpu().clone() for residual in residuals]
+        return averages, [torch.as_tensor(residual.values).cpu().clone() for residual in slices_of(worker)]
     finally:
         worker.close()
         groups.close()

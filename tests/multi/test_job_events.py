@@ -13,7 +13,7 @@ import torch
 from msgspec import structs
 from support import rank_pool
 from support.attached import data, mlp
-from support.coordinators import WAIT_S, Failures, quick, until
+from support.coordinators import WAIT_S, Failures, Opened, quick, until
 from support.keys import Folders
 from support.membership import running, several, worker
 from support.rank_pool import Servers, pool, ranks_first
@@ -161,10 +161,9 @@ def test_sizes_are_checked_when_a_heartbeat_is_decoded(sent: tuple[bytes, ...]) 
         messages.unpack(data, messages.Heartbeat, "w1")
 
 
-def joined(opened: list[Any], count: int = 2, **fields: Any) -> tuple[Coordinator, list[client.Membership]]:
+def joined(opened: Opened, count: int = 2, **fields: Any) -> tuple[Coordinator, list[client.Membership]]:
     config = quick(**fields)
-    coordinator = Coordinator(config, workers=count)
-    opened.append(coordinator)
+    coordinator = opened.add(Coordinator(config, workers=count))
     with ThreadPoolExecutor(count) as threads:
         requests = [messages.worker_request("job", rank, count, plan=b"a plan") for rank in range(count)]
         seats = [threads.submit(client.join, coordinator.address, request, config, Failures()) for request in requests]
@@ -173,7 +172,7 @@ def joined(opened: list[Any], count: int = 2, **fields: Any) -> tuple[Coordinato
     return coordinator, members
 
 
-def test_events_are_sent_to_clients_with_the_secret(opened: list[Any]) -> None:
+def test_events_are_sent_to_clients_with_the_secret(opened: Opened) -> None:
     coordinator, members = joined(opened)
     log = EventLog(1)
     members[1].report.events = log
@@ -196,9 +195,8 @@ def test_events_are_sent_to_clients_with_the_secret(opened: list[Any]) -> None:
         until(lambda: bool(steps()) and any(isinstance(e, MemberEvent) and e.state == "left" for e in got), "and leaves")
 
 
-def test_clients_without_the_secret_get_no_events(opened: list[Any]) -> None:
-    coordinator = Coordinator(quick(token="a-good-secret"), workers=2)
-    opened.append(coordinator)
+def test_clients_without_the_secret_get_no_events(opened: Opened) -> None:
+    coordinator = opened.add(Coordinator(quick(token="a-good-secret"), workers=2))
     for token in ("", "another-secret"):
         with contextlib.closing(EventClient(quick(join=coordinator.address, **({"token": token} if token else {})))) as reader:
             with pytest.raises(Refused) as refused:
@@ -206,7 +204,7 @@ def test_clients_without_the_secret_get_no_events(opened: list[Any]) -> None:
             assert refused.value.code == "E-SECRET"
 
 
-def test_silent_member_is_named_with_the_remaining_seconds(opened: list[Any]) -> None:
+def test_silent_member_is_named_with_the_remaining_seconds(opened: Opened) -> None:
     coordinator, members = joined(opened, dead_after_s=20.0, reconnect_s=20.0)
     members[1].close()
     view = JobView()
@@ -228,19 +226,17 @@ def test_silent_member_is_named_with_the_remaining_seconds(opened: list[Any]) ->
     ("no name", "E-ADDRESS"), ("data port", "E-ADDRESS"),
 ])
 def test_top_needs_valid_keys(
-    commlayer: Any, opened: list[Any], folders: Folders, folder: str, code: str, monkeypatch: pytest.MonkeyPatch,
+    commlayer: Any, opened: Opened, folders: Folders, folder: str, code: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client without them gets one line with a code."""
     secret = (folders.server / "token").read_text().strip()
     monkeypatch.setenv("COMMLAYER_TOKEN_FILE" if folder == "none" else "COMMLAYER_INSECURE",
                        str(folders.server / "token") if folder == "none" else "1")
     plain = folder == "data port"
-    coordinator = Coordinator(quick(token=secret, **({} if plain else {"keys": str(folders.server)})), workers=2)
-    opened.append(coordinator)
+    coordinator = opened.add(Coordinator(quick(token=secret, **({} if plain else {"keys": str(folders.server)})), workers=2))
     address = {"nowhere": "127.0.0.1:9", "no name": "no-such-host.invalid:7000"}.get(folder, coordinator.address)
     if plain:
-        serving = DataServer("127.0.0.1", 0, quick(token=secret))
-        opened.append(serving)
+        serving = opened.add(DataServer("127.0.0.1", 0, quick(token=secret)))
         address = serving.address
         monkeypatch.setenv("COMMLAYER_TOKEN", secret)
     keys = [] if folder == "none" or plain else ["--keys", str(getattr(folders, folder, folders.worker))]

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support import ROOT
 
 from commlayer.cluster.calls import messages
 from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "commlayer"
 
 BOTTOM = {"codec_spec", "errors", "files", "records", "native", "config", "gpu"}

@@ -19,6 +19,7 @@ from support import rank_pool
 from support.attached import assert_refused, data, outcome, plan_or_codec, same, sync_of
 from support.jobs import distributed_job
 from support.rank_pool import Servers, pool
+from support.residuals import by_tensor, slices_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -209,10 +210,7 @@ def one_fragment_not_finite(rank: int, address: str, codec: str) -> tuple[Any, A
         put[masks[turn]] += 0 if spoilt else since[masks[turn]]
         since[masks[turn]] = 0
     training.session.flush()
-    residuals = np.zeros((TENSORS, SIZE))
-    for bucket in distributed_job(training.session).worker.buckets:
-        for residual in bucket.ledger.residuals():
-            residuals[residual.tensor, residual.start : residual.stop] += np.asarray(residual.values)
+    residuals = np.stack(by_tensor(slices_of(distributed_job(training.session).worker), [SIZE] * TENSORS))
     applied = first - training.weights()
     training.session.close()
     return put + since, applied, residuals

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
-from support.attached import data, mlp, plan_of, plan_or_codec
+from support.attached import data, mlp, plan_of, plan_or_codec, train_step
 from support.rank_pool import Servers, pool, quick
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -89,10 +89,7 @@ def coded(rank: int, address: str, plan: str, stale: bool) -> list[str]:
     with commlayer.attach(model, optimizer, plan=layout, config=quick(join=address, drift="end", drift_steps=1)) as session:
         for step in range(8):
             session.weight(1 + rank + step % 2)
-            optimizer.zero_grad()
-            x, y = data(rank, step)
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+            train_step(model, optimizer, rank, step)
         return session.inspect.decisions()
 
 

@@ -5,13 +5,13 @@ same bits, and applied + residuals = input.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from support.attached import assert_refused, outcome
 from support.rank_pool import Servers, pool, quick
+from support.residuals import by_tensor, slices_of
 from support.workers import job, step
 from torch.distributed import distributed_c10d
 
@@ -44,12 +44,8 @@ def gradients(shapes: Shapes, rank: int, number: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=draw) for shape in shapes]
 
 
-def residuals_of(shapes: Shapes, parts: Iterable[Any]) -> list[torch.Tensor]:
-    """By tensor."""
-    result = [torch.zeros(shape).view(-1) for shape in shapes]
-    for part in parts:
-        result[part.tensor][part.start : part.stop] += torch.as_tensor(part.values)
-    return result
+def flat(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.view(-1).float() for t in tensors]
 
 
 def account(worker: Worker, shapes: Shapes, rank: int, steps: int, broken: bool = False) -> dict[str, Any]:
@@ -60,8 +56,7 @@ def account(worker: Worker, shapes: Shapes, rank: int, steps: int, broken: bool 
         if broken and (number, rank) == BROKEN:
             put = [g.fill_(float("inf")) for g in put]
         applied.append(step(worker, [*put]))
-    return {"applied": applied,
-            "residuals": residuals_of(shapes, (part for bucket in worker.buckets for part in bucket.ledger.residuals()))}
+    return {"applied": applied, "residuals": flat(by_tensor(slices_of(worker), shapes))}
 
 
 COLLECTIVES = [path for kind in ("flat", "two-level", "sum") for path in tree.kind(kind, ("cpu",))]  # type: ignore[arg-type]
@@ -193,7 +188,7 @@ def served(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     with Servers(WORLD, SERVERS) as servers:
         ranks = pool(WORLD).call(attached, servers.address, request.param)
         parts = [part for serving in servers.serving for ops in serving._ops.values() for part in ops.residuals()]
-        return [*ranks, {"residuals": residuals_of(SHAPES, parts)}]
+        return [*ranks, {"residuals": flat(by_tensor(parts, SHAPES))}]
 
 
 @pytest.mark.parametrize("name", CODINGS)

@@ -12,10 +12,9 @@ import pytest
 import torch
 from msgspec import structs
 from support import rank_pool
-from support.attached import assert_refused, data, mlp, outcome, plan_of, sync_of
+from support.attached import assert_refused, mlp, outcome, plan_of, sync_of, train_step
 from support.jobs import FakeJob
 from support.rank_pool import Servers, pool, quick
-from torch import nn
 
 import commlayer
 from commlayer import plan_file, records
@@ -118,10 +117,7 @@ def follow(rank: int, address: str, planned: Plan, how: dict[str, Any]) -> dict[
     session = commlayer.attach(model, optimizer, plan=planned, config=rank_pool.quick(join=address),
                                sync=sync_of(**how))
     for step in range(9):
-        optimizer.zero_grad()
-        x, y = data(rank, step)
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
+        train_step(model, optimizer, rank, step)
     session.flush()
     weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     results = {"plan": session.inspect.plan, "weights": weights, "stats": session.metrics()}
@@ -292,10 +288,7 @@ def train(rank: int, address: str, predicted_s: float) -> tuple[list[StalePlan],
     with commlayer.attach(model, optimizer, plan=plan_of(model, nbytes=(1 << 20, 1 << 20), step_s=predicted_s),
                           config=quick(join=address)) as session:
         for step in range(PATIENCE + 1):
-            optimizer.zero_grad()
-            x, y = data(rank, step)
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+            train_step(model, optimizer, rank, step)
         return session.inspect.events(), session.inspect.decisions()
 
 

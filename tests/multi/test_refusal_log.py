@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.attached import outcome
 from support.coordinators import WAIT_S, quick, until
 from support.internals import asker_of, known_connections, send_unchecked
 from support.keys import (
@@ -28,7 +29,7 @@ from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.servers.data_server import DataServer
 from commlayer.config import host_port
 from commlayer.doctor import server
-from commlayer.errors import CommError, Refused, SentNothing
+from commlayer.errors import Refused, SentNothing
 from commlayer.records import Record
 from commlayer.transport.connection import shut_down
 from commlayer.transport.endpoint import Settings, StreamTransport
@@ -110,10 +111,7 @@ def test_protocol_violator_is_named_by_its_certificate_and_disconnected(
     assert f"ipv4:{address}" not in known_connections(keyed), "its own end's address, not the front's"
     with pytest.raises(Exception, match="does not prove"):  # nothing that comes by that connection is read any more
         send_unchecked(bad, "Heartbeat", b"", WAIT_S)
-    until = time.monotonic() + WAIT_S
-    while where in {one.where for one in known_connections(keyed).copy().values()}:
-        assert time.monotonic() < until, "its connection is still there"
-        time.sleep(0.02)
+    until(lambda: where not in {one.where for one in known_connections(keyed).copy().values()}, "its connection is closed")
     assert good.call("Heartbeat", messages.Heartbeat("unknown"), messages.HeartbeatReply, WAIT_S).unknown_token
     for each in (bad, good):
         each.close()
@@ -173,13 +171,7 @@ def test_reconnected_member_is_not_logged_as_refused(
     assert link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).unknown_token
     for connection in list(known_connections(coordinator).values()):
         shut_down(connection.sock)
-    until = time.monotonic() + WAIT_S
-    while True:
-        try:
-            assert link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).unknown_token
-            break
-        except CommError:
-            assert time.monotonic() < until
+    until(lambda: not outcome(lambda: link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S)), "it is answered again")
     assert "refused" not in caplog.text
     # A connection that continues without a proof is logged once.
     forged = bytes(40)

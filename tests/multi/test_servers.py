@@ -28,6 +28,7 @@ from support.coordinators import (
     ROOT,
     WAIT_S,
     Failures,
+    Opened,
     quick,
 )
 from support.internals import core_of, state_of
@@ -63,7 +64,7 @@ DATA = records.encode(PLAN)
 class Asked:
     """A server of three; worker 0 reports that worker 2 is gone. `told`: the coordinator reports it, too."""
 
-    def __init__(self, opened: list[Any], *, told: bool = True, stays: bool = False) -> None:
+    def __init__(self, opened: Opened, *, told: bool = True, stays: bool = False) -> None:
         self.serving = DataServer("127.0.0.1", 0, quick(heartbeat_s=0.05))
         opened.append(self.serving)
         self.epoch = epoch_of(DATA, self.serving, 3)
@@ -86,7 +87,7 @@ class Asked:
         return core.generation != 1 or any(cell.ended for cell in core.cells.values())
 
 
-def test_server_enters_the_epoch_of_the_coordinator(opened: list[Any]) -> None:
+def test_server_enters_the_epoch_of_the_coordinator(opened: Opened) -> None:
     requested = Asked(opened)
     for _ in range(2):
         assert requested.answer(requested.next) == "", "a repeated request has no further effect"
@@ -100,7 +101,7 @@ def test_server_enters_the_epoch_of_the_coordinator(opened: list[Any]) -> None:
     (records.encode(changed(codec="zip()")), True, "codec 'zip()'"),
 ])
 def test_invalid_epoch_is_refused_before_the_old_one_ends(
-    plan: bytes, told: bool, line: str, opened: list[Any],
+    plan: bytes, told: bool, line: str, opened: Opened,
 ) -> None:
     requested = Asked(opened, told=told)
     assert line in requested.answer(requested.next, plan)
@@ -136,7 +137,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("fields", "generation", "line"), WRONG)
 def test_members_cannot_change_the_membership(
-    fields: dict[str, Any], generation: int, line: str, opened: list[Any], caplog: pytest.LogCaptureFixture,
+    fields: dict[str, Any], generation: int, line: str, opened: Opened, caplog: pytest.LogCaptureFixture,
 ) -> None:
     requested = Asked(opened)
     if "members" in fields:
@@ -149,7 +150,7 @@ def test_members_cannot_change_the_membership(
     assert not requested.changed
 
 
-def test_plan_of_another_membership_is_refused_in_a_fixed_job(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_plan_of_another_membership_is_refused_in_a_fixed_job(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
     requested = Asked(opened, stays=True)
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
         requested.answer(requested.next)
@@ -258,9 +259,8 @@ UNFIT = [
 
 @pytest.mark.parametrize(("plan", "code", "line"), UNFIT)
 def test_unsupported_plan_is_one_line_for_the_server_and_its_workers(plan: bytes, code: str,
-                                                                     line: str, opened: list[Any]) -> None:
-    serving = DataServer("127.0.0.1", 0, quick())
-    opened.append(serving)
+                                                                     line: str, opened: Opened) -> None:
+    serving = opened.add(DataServer("127.0.0.1", 0, quick()))
     with pytest.raises(InvalidInput) as caught:
         serving.start(epoch_of(plan, serving), plan, 0)
     assert caught.value.what.startswith(line)
@@ -273,9 +273,8 @@ def test_unsupported_plan_is_one_line_for_the_server_and_its_workers(plan: bytes
     assert (refused.value.peer, refused.value.code) == ("server 0", code)
 
 
-def test_only_members_of_the_epoch_are_admitted(opened: list[Any]) -> None:
-    serving = DataServer("127.0.0.1", 0, quick())
-    opened.append(serving)
+def test_only_members_of_the_epoch_are_admitted(opened: Opened) -> None:
+    serving = opened.add(DataServer("127.0.0.1", 0, quick()))
     plan = records.encode(PLAN)
     serving.start(epoch_of(plan, serving), plan, 0)
     for rank in (0, 2, SERVER_BASE + 1):
@@ -288,7 +287,7 @@ def test_only_members_of_the_epoch_are_admitted(opened: list[Any]) -> None:
             assert_refused(line, "E-RANK", "server 0: ", "2 workers")
 
 
-def test_credit_limits_what_a_peer_sends_ahead(opened: list[Any]) -> None:
+def test_credit_limits_what_a_peer_sends_ahead(opened: Opened) -> None:
     local, present = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", 1))
     opened.extend((local, present))
     local.limit_kept(1500)
@@ -300,9 +299,8 @@ def test_credit_limits_what_a_peer_sends_ahead(opened: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(("address", "code"), [("10.1.2.3:7000", "E-PLAIN-TEXT"), ("nowhere", "E-ADDRESS")])
-def test_workers_do_not_dial_servers_where_plain_text_is_forbidden(address: str, code: str, opened: list[Any]) -> None:
-    coordinator = Coordinator(quick(), servers=1)
-    opened.append(coordinator)
+def test_workers_do_not_dial_servers_where_plain_text_is_forbidden(address: str, code: str, opened: Opened) -> None:
+    coordinator = opened.add(Coordinator(quick(), servers=1))
     request = messages.worker_request("job", 0, 1, plan=records.encode(PLAN))
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(client.join, coordinator.address, messages.server_request(address), quick(), Failures())
@@ -317,7 +315,7 @@ def test_workers_do_not_dial_servers_where_plain_text_is_forbidden(address: str,
 
 @pytest.mark.parametrize("exchanges", [0, 1])
 def test_wait_notice_contains_the_exchanges_of_a_member_that_left(
-        exchanges: int, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        exchanges: int, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's notice that it waits for a member may be older than that member's last message, so it proves nothing alone.
     """
     monkeypatch.setattr("commlayer.cluster.servers.summation_server.REPEAT_S", 0.05)
@@ -334,7 +332,7 @@ def test_wait_notice_contains_the_exchanges_of_a_member_that_left(
     assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges), "so does a worker that switches to another plan"
 
 
-def test_verdict_of_the_coordinator_reaches_later_followers(opened: list[Any]) -> None:
+def test_verdict_of_the_coordinator_reaches_later_followers(opened: Opened) -> None:
     """The coordinator sends it once. The worker that received it may be entering another epoch and no longer need it."""
     job = Pair(opened)
     assert job.ups[1]._membership is not None
@@ -345,7 +343,7 @@ def test_verdict_of_the_coordinator_reaches_later_followers(opened: list[Any]) -
     assert [error.peer for error in after.errors] == ["worker 0"]
 
 
-def test_state_may_be_larger_than_all_payloads(opened: list[Any]) -> None:
+def test_state_may_be_larger_than_all_payloads(opened: Opened) -> None:
     complete = Job((TensorInfo("weight", (6 << 20,)),))
     plan = default_plan(complete, codec="topk(ratio=0.01)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096,
                         cut_nbytes=32 << 20)
@@ -355,7 +353,7 @@ def test_state_may_be_larger_than_all_payloads(opened: list[Any]) -> None:
     up.put_state(0, 0, 0, state)
 
 
-def test_server_failure_reaches_its_workers_with_the_reason(opened: list[Any]) -> None:
+def test_server_failure_reaches_its_workers_with_the_reason(opened: Opened) -> None:
     job = Pair(opened)
     server: Any = job.serving._server
     server._send_stalled(1, Stalled(0, 3, (), failed="failed: MemoryError: no room"))
@@ -466,11 +464,10 @@ class Served:
 @pytest.mark.commit(1)
 @pytest.mark.parametrize(("codec", "together"), [("topk(ratio=0.1)", False), ("powersgd(rank=2)", True)],
                          ids=["a server", "with its coordinator"])
-def test_server_killed_inside_a_step_resumes_there(codec: str, together: bool, opened: list[Any], tmp_path: Path) -> None:
+def test_server_killed_inside_a_step_resumes_there(codec: str, together: bool, opened: Opened, tmp_path: Path) -> None:
     layout, chance = plan(codec), random.Random(codec)
     expected = undisturbed(layout)
-    served = Served(layout, tmp_path / "journal", together=together)
-    opened.append(served)
+    served = opened.add(Served(layout, tmp_path / "journal", together=together))
     results: list[Any] = []
     trains = threading.Thread(target=lambda: results.extend(on_ranks(WORLD, served.train, 90.0)))
     trains.start()
@@ -496,9 +493,8 @@ def test_server_killed_inside_a_step_resumes_there(codec: str, together: bool, o
     assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == ["lock"], "the job is over"
 
 
-def test_server_killed_after_a_plan_change_resumes_the_new_plan(opened: list[Any], tmp_path: Path) -> None:
-    served = Served(plan("topk(ratio=0.1)"), tmp_path / "journal", together=False)
-    opened.append(served)
+def test_server_killed_after_a_plan_change_resumes_the_new_plan(opened: Opened, tmp_path: Path) -> None:
+    served = opened.add(Served(plan("topk(ratio=0.1)"), tmp_path / "journal", together=False))
     for generation, codec in ((2, "int8()"), (3, "topk(ratio=0.2)")):
         served.ups[0].send_plan(0, records.encode(plan(codec)), generation, {})
     for _ in range(2):

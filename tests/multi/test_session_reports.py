@@ -6,7 +6,6 @@ import functools
 import logging
 import re
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +30,7 @@ from support.attached import (
     train_step,
 )
 from support.components import Calls
+from support.coordinators import until
 from support.jobs import FakeJob, distributed_job
 from support.rank_pool import Servers, pool, quick, ranks_first
 from torch import nn
@@ -307,13 +307,6 @@ def test_session_attributes_are_few_and_the_rest_is_under_inspect() -> None:
 LIMIT_S = 60.0
 
 
-def until(present: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not present():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def waited(rank: int, where: str, folder: str) -> list[str]:
     """Rank 0's wait notices. Rank 1 starts once rank 0 has logged one."""
     lines: list[str] = []
@@ -337,13 +330,13 @@ def waited(rank: int, where: str, folder: str) -> list[str]:
             if where == "join":
                 with session.join():
                     if rank == 1:
-                        until(seen.exists)
+                        until(seen.exists, "rank 0 has logged its wait", LIMIT_S)
             else:
                 if rank == 1:
-                    until(seen.exists)
+                    until(seen.exists, "rank 0 has logged its wait", LIMIT_S)
                 session.checkpoint(folder, model=False)
             if rank == 0:
-                until(lambda: len(lines) > 1)
+                until(lambda: len(lines) > 1, "the end of the wait is logged", LIMIT_S)
     finally:
         log.removeHandler(handler)
     return lines
@@ -380,10 +373,7 @@ def traced(rank: int, address: str, file: str, changes: dict[int, str], steps: i
             if what == "switch":
                 assert session.inspect.plan is not None
                 session.switch(msgspec.structs.replace(session.inspect.plan, step_s=1.0))
-            optimizer.zero_grad()
-            x, y = data(rank, done)
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+            train_step(model, optimizer, rank, done)
             if not session.inspect.components.of(trace.Tracer):
                 return done + 1
     return 0

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from support.attached import assert_refused, outcome
 from support.coordinators import (
     WAIT_S,
+    Opened,
     quick,
     until,
 )
@@ -226,7 +227,7 @@ def test_job_may_start_with_another_number_after_a_failed_start() -> None:
     assert membership.join(of_two, messages.worker_request("job", 0, 5), 0.0)[1].error.endswith("[E-WORKERS]")
 
 
-def test_elastic_jobs_have_a_default_maximum(opened: list[Any]) -> None:
+def test_elastic_jobs_have_a_default_maximum(opened: Opened) -> None:
     opened.append(coordinator := Coordinator(quick(min_workers=2)))
     assert status_of(coordinator).workers == MAX_WORKERS
 
@@ -322,7 +323,7 @@ def test_large_reply_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyP
     assert_refused(outcome(lambda: store.values([("a", 0), ("b", 0)])), "E-FRAME", "CorruptFrame: ", "12 bytes", "10 ")
 
 
-def test_every_collective_equals_that_of_gloo(opened: list[Any]) -> None:
+def test_every_collective_equals_that_of_gloo(opened: Opened) -> None:
     def act(group: RelayedGroup, rank: int) -> list[Any]:
         mine, seen = torch.tensor([1.0 + rank, -rank]), []
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
@@ -350,7 +351,7 @@ def test_every_collective_equals_that_of_gloo(opened: list[Any]) -> None:
     assert together(met(opened)[1], act) == [expected] * HOMES
 
 
-def test_large_tensors_are_chunked_and_freed_after_delivery(opened: list[Any]) -> None:
+def test_large_tensors_are_chunked_and_freed_after_delivery(opened: Opened) -> None:
     parts = 5 * PARTS_IN_FLIGHT
     numel = parts * PART_NBYTES // 8 - 3
 
@@ -367,7 +368,7 @@ def test_large_tensors_are_chunked_and_freed_after_delivery(opened: list[Any]) -
     assert kept < HOMES * 2 * PARTS_IN_FLIGHT * 1024, "a few empty parts"
 
 
-def test_store_implements_the_torch_interface(opened: list[Any]) -> None:
+def test_store_implements_the_torch_interface(opened: Opened) -> None:
     desks = met(opened, 2)[1]
     stores = [WorldStore(desk, 20.0) for desk in desks]
     plain = [dist.PrefixStore("a", store) for store in stores]
@@ -381,7 +382,7 @@ def test_store_implements_the_torch_interface(opened: list[Any]) -> None:
     assert not plain[1].check(["key"])
 
 
-def test_silent_site_is_named_and_the_others_do_not_hang(opened: list[Any]) -> None:
+def test_silent_site_is_named_and_the_others_do_not_hang(opened: Opened) -> None:
     def act(group: RelayedGroup, rank: int) -> str:
         if rank == 1:
             return ""
@@ -396,7 +397,7 @@ def test_silent_site_is_named_and_the_others_do_not_hang(opened: list[Any]) -> N
     assert re.search(r"\b0\.5 s from rank 1\b.*E-DEADLINE", told[0])
 
 
-def test_ended_coordinator_is_named_before_the_deadline(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_coordinator_is_named_before_the_deadline(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site_client, "CALL_S", 0.3)
     desk, *_ = met(opened, 1)[1]
     opened[0].close()
@@ -406,7 +407,7 @@ def test_ended_coordinator_is_named_before_the_deadline(opened: list[Any], monke
     assert time.monotonic() - begin < 20.0
 
 
-def test_waits_for_a_departed_site_end_immediately(opened: list[Any]) -> None:
+def test_waits_for_a_departed_site_end_immediately(opened: Opened) -> None:
     desks = met(opened, 2)[1]
     begin = time.monotonic()
     heard: list[str] = []
@@ -425,13 +426,12 @@ def test_waits_for_a_departed_site_end_immediately(opened: list[Any]) -> None:
     assert time.monotonic() - begin < 20.0
 
 
-def test_unreachable_coordinator_and_missing_sites_are_one_line(opened: list[Any]) -> None:
+def test_unreachable_coordinator_and_missing_sites_are_one_line(opened: Opened) -> None:
     said: list[str] = []
     line = outcome(lambda: SiteLease("127.0.0.1:9", quick(join_deadline_s=0.3), asked("a"), said.append).meet(5.0))
     assert_refused(line, "E-DEADLINE", "DeadlineExceeded: ", "127.0.0.1:9", "0.3 s")
     assert said == ["waiting for the coordinator at 127.0.0.1:9 to answer, 0 of 0.3 s"]
-    coordinator = Coordinator(quick(token="secret-of-the-job"), workers=2)
-    opened.append(coordinator)
+    coordinator = opened.add(Coordinator(quick(token="secret-of-the-job"), workers=2))
     line = outcome(lambda: SiteLease(coordinator.address, quick(token="another-secret"), asked("a"), said.append).meet(5.0))
     assert_refused(line, "E-SECRET")
     alone = SiteLease(coordinator.address, quick(token="secret-of-the-job"), asked("a"), said.append)
@@ -440,19 +440,17 @@ def test_unreachable_coordinator_and_missing_sites_are_one_line(opened: list[Any
     alone.close("it gave up")
 
 
-def test_site_of_another_version_is_refused_before_its_script_starts(opened: list[Any]) -> None:
-    coordinator = Coordinator(quick(), workers=1)
-    opened.append(coordinator)
+def test_site_of_another_version_is_refused_before_its_script_starts(opened: Opened) -> None:
+    coordinator = opened.add(Coordinator(quick(), workers=1))
     another = msgspec.structs.replace(asked("a"), version="0.0")
     with pytest.raises(Refused, match=r"home a \(pid \d+\): .*0\.0\b.*E-VERSION"):
         SiteLease(coordinator.address, quick(), another, lambda _: None).meet(5.0)
 
 
 def test_mismatched_keys_are_one_line(
-    opened: list[Any], folders: Folders, capfd: pytest.CaptureFixture[str],
+    opened: Opened, folders: Folders, capfd: pytest.CaptureFixture[str],
 ) -> None:
-    coordinator = Coordinator(quick(keys=str(folders.server)), workers=1)
-    opened.append(coordinator)
+    coordinator = opened.add(Coordinator(quick(keys=str(folders.server)), workers=1))
     for keys, code in ((folders.foreign, "E-CERTIFICATE-CA"), (folders.revoked, "E-CERTIFICATE-REVOKED"), ("", "E-TLS")):
         held = quick(keys=str(keys)) if keys else quick(token="secret-of-another")
         refused = SiteLease(coordinator.address, held, asked("a"), lambda _: None)
@@ -465,9 +463,8 @@ def test_mismatched_keys_are_one_line(
     good.close("the test is over")
 
 
-def test_worker_started_without_join_gets_a_hint(opened: list[Any]) -> None:
-    coordinator = Coordinator(quick(), workers=3)
-    opened.append(coordinator)
+def test_worker_started_without_join_gets_a_hint(opened: Opened) -> None:
+    coordinator = opened.add(Coordinator(quick(), workers=3))
     line = outcome(lambda: client.join(coordinator.address, messages.worker_request("job", 0, 1), quick(), lambda _: None))
     assert_refused(line, "E-WORKERS", "1 workers", "3: ", "`commlayer join`")
 
@@ -493,7 +490,7 @@ def test_sites_end_immediately_after_a_coordinator_restart() -> None:
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_leave_reply_contains_whether_the_job_had_started(opened: list[Any], begins: bool) -> None:
+def test_leave_reply_contains_whether_the_job_had_started(opened: Opened, begins: bool) -> None:
     opened.append(coordinator := Coordinator(quick(min_workers=1), workers=1))
     lease = SiteLease(coordinator.address, quick(), asked("a"), lambda _: None)
     lease.meet(WAIT_S)
@@ -520,7 +517,7 @@ def there(desk: KvClient, *keys: messages.StoreKey) -> list[bool]:
     return [value is not None for value in results]
 
 
-def test_wait_error_names_the_departed_site_and_not_the_coordinator(opened: list[Any]) -> None:
+def test_wait_error_names_the_departed_site_and_not_the_coordinator(opened: Opened) -> None:
     coordinator, desks = met(opened, 3, min_workers=2)
     members = joined(opened, coordinator, 3)
     members[2].leave("it breaks off")
@@ -532,7 +529,7 @@ def test_wait_error_names_the_departed_site_and_not_the_coordinator(opened: list
     assert another.value.peer == f"coordinator {coordinator.address}", "its own row is there"
 
 
-def test_finished_site_is_reported_as_finished(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_finished_site_is_reported_as_finished(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
     """At the end of a job one site is always the first to leave: no failure."""
     coordinator, _ = met(opened, 3, min_workers=1)
     with caplog.at_level(logging.INFO, "commlayer"):
@@ -543,7 +540,7 @@ def test_finished_site_is_reported_as_finished(opened: list[Any], caplog: pytest
         "continuing with 2 workers; left: worker 1 (finished)", "continuing with 1 workers; left: worker 2"]
 
 
-def test_values_of_an_epoch_are_kept_until_all_members_entered_the_next(opened: list[Any]) -> None:
+def test_values_of_an_epoch_are_kept_until_all_members_entered_the_next(opened: Opened) -> None:
     coordinator, desks = met(opened, 3, min_workers=2)
     members = joined(opened, coordinator, 3)
     soon = time.monotonic() + WAIT_S
@@ -574,7 +571,7 @@ def test_values_of_an_epoch_are_kept_until_all_members_entered_the_next(opened: 
     assert store_of(coordinator).nbytes.total() < 2 * PART_NBYTES
 
 
-def test_query_for_a_free_place_in_a_running_job(opened: list[Any]) -> None:
+def test_query_for_a_free_place_in_a_running_job(opened: Opened) -> None:
     coordinator, _ = met(opened, 3, min_workers=1)
     assert (status_of(coordinator).free_seats, status_of(coordinator).closed_reason) == (0, ""), "it has not begun"
     members = joined(opened, coordinator, 3)
@@ -589,7 +586,7 @@ def test_query_for_a_free_place_in_a_running_job(opened: list[Any]) -> None:
     assert (status_of(coordinator).free_seats, status_of(coordinator).closed_reason) == (0, "the job is over")
 
 
-def test_running_job_without_sites_has_no_free_place(opened: list[Any]) -> None:
+def test_running_job_without_sites_has_no_free_place(opened: Opened) -> None:
     opened.append(coordinator := Coordinator(quick(min_workers=1), workers=2))
     joined(opened, coordinator, 2, elastic=False)
     assert "admits no new members: worker 0, worker 1 cannot" in status_of(coordinator).closed_reason
@@ -600,7 +597,7 @@ def test_running_job_without_sites_has_no_free_place(opened: list[Any]) -> None:
 
 
 def test_store_quota_of_a_site_leaves_others_theirs(
-        opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 4 * (PART_NBYTES + 1024))
     monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
     _, desks = met(opened, 2)
@@ -726,7 +723,7 @@ def waiting(desks: Iterable[tuple[Any, int]], name: str, rank: int) -> tuple[lis
     return threads, errors
 
 
-def test_waiting_members_are_notified_that_the_hung_member_is_dropped(opened: list[Any]) -> None:
+def test_waiting_members_are_notified_that_the_hung_member_is_dropped(opened: Opened) -> None:
     # A late heartbeat of a busy machine is no death.
     coordinator, desks = met(opened, 3, min_workers=2, deadline_s=0.2, reconnect_s=0.1, dead_after_s=WAIT_S)
     members = joined(opened, coordinator, 3)
@@ -740,7 +737,7 @@ def test_waiting_members_are_notified_that_the_hung_member_is_dropped(opened: li
     assert [m.rank for m in members[0].newest.members] == [0, 1]
 
 
-def test_fixed_membership_ignores_waits(opened: list[Any]) -> None:
+def test_fixed_membership_ignores_waits(opened: Opened) -> None:
     coordinator, desks = met(opened, 2)
     assert desks[0].request(time.monotonic() + WAIT_S, want=[("a", 1)], wait=False, rank=0, limit_s=0.1).values == (None,)
     assert rendezvous_of(coordinator).pending_waits() == []
@@ -767,7 +764,7 @@ def test_wait_lasts_while_reported_and_until_the_key_exists() -> None:
     assert service.pending_waits() == []
 
 
-def test_site_cannot_report_waits_of_another(opened: list[Any]) -> None:
+def test_site_cannot_report_waits_of_another(opened: Opened) -> None:
     coordinator, desks = met(opened, 3, min_workers=1, deadline_s=0.2, reconnect_s=0.1)
     joined(opened, coordinator, 3)
     waiting([(desks[0], 0), (desks[0], 1)], "group/0", 2)
@@ -776,7 +773,7 @@ def test_site_cannot_report_waits_of_another(opened: list[Any]) -> None:
     assert {rank for one in rendezvous_of(coordinator).pending_waits() for rank in one.waited_s} == {0}
 
 
-def test_arrival_during_the_second_check_is_in_time(opened: list[Any]) -> None:
+def test_arrival_during_the_second_check_is_in_time(opened: Opened) -> None:
     coordinator, desks = met(opened, 3, min_workers=2, deadline_s=0.2, reconnect_s=0.1)
     joined(opened, coordinator, 3)
     coordinator._config = msgspec.structs.replace(coordinator._config, heartbeat_s=WAIT_S)

@@ -6,7 +6,6 @@ import contextlib
 import random
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.attached import assert_refused, outcome
+from support.coordinators import until
 from support.internals import connections_of, socket_of
 from support.meshes import FAR, PATIENCE_S, data, far_pair, frame, raw_peer, soon
 from support.workers import Rig, job, on_ranks, step
@@ -146,10 +146,8 @@ def test_urgent_body_overtakes_the_one_in_transmission(pair: tuple[StreamTranspo
     with not_reading(a, b):
         arrived = [b.recv(0) for _ in range(3)]
         a.send(1, data(0, bucket=1, order=9), bulk)
-        sock, until = socket_of(connections_of(a)[1]), soon()
-        while not credit.waiting_nbytes(sock):
-            assert time.monotonic() < until, "the large body does not begin"
-            time.sleep(0.001)
+        sock = socket_of(connections_of(a)[1])
+        until(lambda: credit.waiting_nbytes(sock) > 0, "the large body has begun")
         a.send(1, data(0, bucket=2, order=3), urgent)
         a.send(1, data(0, bucket=3, order=9), b"behind")
     got = [b.wait(handle, soon()) for handle in arrived]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.attached import assert_refused, outcome
-from support.coordinators import WAIT_S, Failures, quick
+from support.coordinators import WAIT_S, Failures, quick, until
 from support.internals import connections_of, socket_of
 from support.meshes import WIRES, exchange_pair, keys, soon
 
@@ -250,9 +250,8 @@ def test_idle_streams_send_empty_messages(
     ends: list[Any] = opened.enter_context(WIRES["grpc"].mesh(2))
     for end, other in (ends, reversed(ends)):
         (one,) = connections_of(end).values()
-        report, last_s = socket_of(one), socket_of(one)._rate.last_s
-        with report._changed:
-            assert report._changed.wait_for(lambda report=report, last_s=last_s: report._rate.last_s > last_s, WAIT_S)
+        last_s = socket_of(one)._rate.last_s
+        until(lambda one=one, last_s=last_s: socket_of(one)._rate.last_s > last_s, "an empty message has arrived")
         assert exchange_pair(end, other)
 
 
@@ -291,7 +290,4 @@ def test_closed_stream_closes_its_connection() -> None:
     """Not only when its next empty message would be due."""
     with WIRES["grpc"].mesh(2):
         held = len(os.listdir("/proc/self/fd"))
-    until = soon()
-    while len(os.listdir("/proc/self/fd")) > held - 3:  # its two ends and the listener
-        threading.Event().wait(0.01)
-        assert time.monotonic() < until
+    until(lambda: len(os.listdir("/proc/self/fd")) <= held - 3, "its two ends and the listener are closed")

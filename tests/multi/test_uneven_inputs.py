@@ -292,7 +292,7 @@ def one_enters(rank: int, how: str, drift_steps: int, address: str) -> str:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     config = quick(ranks_per_node=WORLD if how == "allreduce" else 1, join=address, drift_steps=drift_steps,
-                   deadline_s=FAR_S if drift_steps or rank else 4.0)
+                   deadline_s=FAR_S if drift_steps or rank else 2.0, dead_after_s=2.5)
 
     def run() -> None:
         with session.join() if rank == 0 else contextlib.nullcontext():

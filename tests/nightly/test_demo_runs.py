@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+from support import ROOT
 
-ROOT = Path(__file__).parents[2]
 WAIT_S = 150.0
 SHORT = ("--homes", "2", "--links", "50/50Mb", "--seconds", "10")
 FP16_NBYTES = 2 * 1_822_944

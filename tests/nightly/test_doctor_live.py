@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support import ROOT
 from support.coordinators import Failures, quick
 from support.keys import (
     Folders,
@@ -40,7 +41,6 @@ from commlayer.transport import own_address
 
 SECRET = "correct-horse-battery"
 LIMIT_S = 100.0
-ROOT = Path(__file__).parents[2]
 
 
 def check(config: Any) -> list[Finding]:

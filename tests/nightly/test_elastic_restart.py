@@ -15,14 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import rank_pool
-from support.attached import data, mlp
+from support import ROOT, rank_pool
+from support.attached import mlp, train_step
 from support.rank_pool import pool
-from torch import nn
 
 import commlayer
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "torchrun.md").read_text("utf-8")
 WORLD, SAVED, KILLED, STEPS = 2, 4, 6, 9
 LIMIT_S = 110.0
@@ -40,10 +38,7 @@ def train(rank: int, folder: str, *, killed: int = -1) -> dict[str, Any]:
                 session.checkpoint(folder)
             if step == KILLED and rank == killed and first == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            optimizer.zero_grad()
-            x, y = data(rank, step)
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+            train_step(model, optimizer, rank, step)
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     return {"rank": rank, "first": first, "digest": digest}
 

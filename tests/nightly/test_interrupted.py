@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 from support import processes, rank_pool
 from support.attached import mlp
+from support.coordinators import until
 
 import commlayer
 from commlayer.engine.start import interrupted
@@ -37,11 +37,8 @@ def started(folder: Path) -> tuple[Any, list[int]]:
                str(folder)]
     process = subprocess.Popen(command, env=processes.clean_environment(), start_new_session=True, text=True,
                                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + LIMIT_S
     files = [folder / str(rank) for rank in range(WORLD)]
-    while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: all(file.exists() and file.read_text() for file in files), "all ranks train", LIMIT_S)
     return process, [int(file.read_text()) for file in files]
 
 

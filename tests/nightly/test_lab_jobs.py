@@ -9,10 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support import ROOT
 from support.lab import needs_lab
 from support.processes import clean_environment
 from support.scripts.broken_worker import digest, gradients, plan
@@ -20,7 +20,6 @@ from support.workers import Rig, on_ranks, step
 
 from bench.lab import Lab
 
-ROOT = Path(__file__).parents[2]
 STEPS = 40
 TOKEN = "a-job's-secret"
 SETTINGS = {"heartbeat_s": 0.5, "token": TOKEN}

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from support import ROOT
 from support.coordinators import until
 from support.lab import needs_lab
 
@@ -20,8 +20,6 @@ from bench.lab.__main__ import main
 from bench.lab.namespaces import present
 from bench.ranks import RankFailed, launch_hosts
 from bench.worker import command
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @needs_lab

@@ -14,6 +14,7 @@ from support.attached import sync_of
 from support.forward import Held
 from support.jobs import distributed_job
 from support.rank_pool import pool
+from support.residuals import by_tensor, slices_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,11 +79,7 @@ def residuals_of(session: Any) -> list[torch.Tensor]:
     """Residuals of this rank, per tensor, after a rollback of what was not applied."""
     worker = session.inspect.context.worker
     worker.roll_back()
-    owed = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
-    for bucket in worker.buckets:
-        for debt in bucket.ledger.residuals():
-            owed[debt.tensor].view(-1)[debt.start : debt.stop] += torch.as_tensor(debt.values).double()
-    return owed
+    return by_tensor(slices_of(worker), SIZES)
 
 
 class Script:

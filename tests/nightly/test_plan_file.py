@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support.attached import data, mlp, weights
+from support.attached import data, mlp, train_step, weights
 from support.jobs import distributed_job
 from support.rank_pool import Servers, pool, quick
 from torch import nn
@@ -173,10 +173,7 @@ def under_ddp(rank: int, plan: str, address: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with commlayer.attach(model, optimizer, plan=plan, config=quick(join=address)) as session:
         for step in range(3):
-            optimizer.zero_grad()
-            x, y = data(rank, step)
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+            train_step(model, optimizer, rank, step)
         assert session.inspect.plan is not None
         return {"weights": weights(model), "slices": [len(b.slices) for b in session.inspect.plan.buckets]}
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from support import site_training
+from support.coordinators import until
 from support.keys import Folders
 from support.site_training import torchrun_digests
 from support.sites import WAIT_S, Process, Sites, all_ended, ended, next_row, switch_off
@@ -113,15 +114,9 @@ def test_interrupted_site_is_named_at_the_site_that_waits_for_it(
     reader = threading.Thread(target=lambda: lines.extend(line.rstrip() for line in read), daemon=True)
     reader.start()
 
-    def until(text: str) -> None:
-        deadline = time.monotonic() + 1.5 * WAIT_S
-        while not any(text in line for line in lines):
-            assert time.monotonic() < deadline, lines
-            time.sleep(0.1)
-
-    until("waiting for worker 1")
+    until(lambda: any("waiting for worker 1" in line for line in lines), "the wait is logged", 1.5 * WAIT_S)
     (tmp_path / "go").touch()
-    until("continues after")
+    until(lambda: any("continues after" in line for line in lines), "its end is logged", 1.5 * WAIT_S)
     second.send_signal(signal.SIGINT)
     (end,) = all_ended([second], 130)
     reader.join(WAIT_S)

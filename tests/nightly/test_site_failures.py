@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
+from support.coordinators import until
 from support.site_job import (
     COARSE,
     DEADLINE_S,
@@ -196,9 +196,7 @@ def test_site_joining_during_a_death_between_steps_is_refused(
     script = Script(COARSE if between == "switch" else EXACT, events, {"every": 3} if between == "drain" else {},
                     between=between, folder=str(tmp_path))
     _, processes = start(sites, 4, script)
-    until = time.monotonic() + WAIT_S
-    while not joiner_waits(tmp_path).exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    until(joiner_waits(tmp_path).exists, "a site is about to die", WAIT_S)
     late = run(sites, replace(script, events=()), 5)
     _, reports = outcome(processes, script)
     assert [one["worlds"] for one in reports] == [[len(step) for step in members(steps)]] * 2

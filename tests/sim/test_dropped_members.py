@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.coordinators import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
+from support.coordinators import WAIT_S, Failures, Opened, all_opened, quick  # noqa: F401  (a fixture)
 from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
 from support.membership import beat, elastic, members, running, server, ticked, worker
 from support.meshes import soon
@@ -38,7 +38,7 @@ WRONG_CODEC = ("got codec 99, weight 1.0 and total weight 0.0; the codec must be
 # ---- who is blamed
 
 
-def test_who_is_only_slow_is_not_blamed_beside_one_that_was_dropped(hub: Any) -> None:
+def test_slow_member_is_not_blamed_for_a_dropped_one(hub: Any) -> None:
     ends = served(hub, Doubles(), stall_s=0.0)
     bad = push(1, 1.0, codec=99)
     ends[0].send(SERVER_BASE, push(0, 1.0).header, push(0, 1.0).body)
@@ -54,8 +54,8 @@ def test_who_is_only_slow_is_not_blamed_beside_one_that_was_dropped(hub: Any) ->
     (False, {}, []),
     (True, {0: "noise"}, []),
 ])
-def test_a_worker_names_who_was_dropped_alone_and_leaves_it_to_the_coordinator_where_others_may_go_on(
-        regroups: bool, dropped: dict[int, str], errors: list[tuple[Any, ...]], opened: list[Any]) -> None:
+def test_worker_names_the_dropped_member_unless_the_job_is_elastic(
+        regroups: bool, dropped: dict[int, str], errors: list[tuple[Any, ...]], opened: Opened) -> None:
     job = Pair(opened)
     job.ups[1]._elastic = regroups
     sent: Any = job.serving._server
@@ -105,7 +105,7 @@ class Served:
         return [(gone.peer, gone.reason) for gone in self.serving.report()["dropped"]]
 
 
-def test_a_drop_is_told_and_logged_at_once(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_dropped_member_is_reported_and_logged_immediately(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
     assert Served(opened).dropped() == [("worker 1", WRONG_CODEC)]
     assert [r.getMessage() for r in caplog.records if "dropped worker 1: " in r.getMessage()]
 
@@ -117,38 +117,38 @@ def says(teller: str, peer: str, state: Any) -> Any:
     return membership.heartbeat(state, teller, 1.0, Heartbeat(teller, dropped=(PeerExit(peer, "noise"),)))[0]
 
 
-def test_a_servers_word_ends_a_seat_and_the_others_go_on() -> None:
+def test_report_of_a_server_ends_a_registration_and_the_others_continue() -> None:
     state = epoch_change.next_epoch(says("s0", "worker 1", elastic()))
     assert state.registrations["w1"].dead == "was dropped (by server 0): noise"
     assert members(state) == (2, [0, 2, 3])
     assert epoch_change.next_epoch(says("s0", "worker 1", state)) == state, "said again it changes nothing"
 
 
-def test_where_all_must_stay_all_hear_who_was_dropped() -> None:
+def test_dropped_member_is_a_failure_for_all_with_fixed_members() -> None:
     _, pulse = membership.heartbeat(says("s0", "worker 1", running(3)), "w0", 2.0)
     assert pulse.failed == (PeerExit("worker 1", "was dropped (by server 0): noise"),)
 
 
 @pytest.mark.parametrize(("teller", "peer"), [
     ("w2", "worker 1"), ("s0", "server 0"), ("s0", "server 1"), ("stranger", "worker 1")])
-def test_nobody_else_can_send_anyone_away(teller: str, peer: str) -> None:
+def test_only_servers_can_report_a_dropped_worker(teller: str, peer: str) -> None:
     state = says(teller, peer, running(3, servers=2))
     assert not any(place.dead for place in state.registrations.values())
 
 
-def test_a_server_that_is_gone_has_no_say() -> None:
+def test_reports_of_a_departed_server_are_ignored() -> None:
     dead = ticked(beat(ticked(running(2), 0.0, 9.0), "w0", "w1", now=9.0), 10.0, 10.0)
     left = membership.leave(running(2), "s0", FINISHED)
     for state in (dead, left):
         assert not says("s0", "worker 1", state).registrations["w1"].dead
 
 
-def test_what_a_server_quotes_stands_in_one_line() -> None:
+def test_quoted_reason_is_one_line() -> None:
     state, _ = membership.heartbeat(running(2), "s0", 1.0, Heartbeat("s0", dropped=(PeerExit("worker 1", "a\nb"),)))
     assert state.registrations["w1"].dead == "was dropped (by server 0): a\\nb"
 
 
-def test_a_certificate_that_is_for_diallers_alone_takes_no_servers_seat() -> None:
+def test_client_certificate_cannot_register_as_a_server() -> None:
     state = membership.State(2, 1)
     refused = membership.join(state, server(0, certificate="anna", dials_only=True), 0.0)[1]
     assert re.search(r"anna\b.*E-CERTIFICATE-USE", refused.error)
@@ -156,10 +156,9 @@ def test_a_certificate_that_is_for_diallers_alone_takes_no_servers_seat() -> Non
     assert membership.join(state, worker(1, certificate="anna", dials_only=True), 0.0)[1].error == ""
 
 
-def test_under_the_rank_of_another_node_nobody_comes_in_to_be_dropped(
-        folders: Folders, opened: list[Any], tmp_path: Path) -> None:
-    serving = DataServer("127.0.0.1", 0, quick(token="of-this-job", keys=str(folders.server)))
-    opened.append(serving)
+def test_data_connection_under_the_rank_of_another_node_is_refused(
+        folders: Folders, opened: Opened, tmp_path: Path) -> None:
+    serving = opened.add(DataServer("127.0.0.1", 0, quick(token="of-this-job", keys=str(folders.server))))
     (mine, *rest), names = (epoch_of(DATA, serving).members), [Keys(str(f)).own.name for f in (folders.worker, folders.second)]
     mine = msgspec.structs.replace(mine, certificate=names[0])
     epoch = msgspec.structs.replace(epoch_of(DATA, serving), members=(mine, *rest))
@@ -172,7 +171,7 @@ def test_under_the_rank_of_another_node_nobody_comes_in_to_be_dropped(
     own.dial(SERVER_BASE, host_port(serving.address), soon())
 
 
-def test_the_coordinator_sees_itself_whose_certificate_that_is(folders: Folders) -> None:
+def test_coordinator_checks_the_certificate_itself(folders: Folders) -> None:
     """Whatever the request says."""
     coordinator = Coordinator(quick(token="of-this-job", keys=str(folders.server)), workers=1, servers=1)
     request = messages.server_request("127.0.0.1:1")

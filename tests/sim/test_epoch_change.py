@@ -32,7 +32,7 @@ def without(state: State, *ranks: int) -> State:
     return epoch_change.next_epoch(membership.tick(state, DEAD_AFTER_S + 1.0, DEAD_AFTER_S))
 
 
-def test_those_who_are_left_make_a_view_as_long_as_they_are_enough() -> None:
+def test_remaining_members_form_an_epoch_while_they_are_enough() -> None:
     state = without(elastic(), 0)
     assert members(state) == (2, [1, 2, 3])
     state, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", generation=1))
@@ -59,7 +59,7 @@ def waits(state: State, now: float = 10.0) -> bool:
     return bool(epoch_change.admission(state, now, 3.0, 60.0).retry_reason)
 
 
-def test_a_home_waits_at_a_full_job_while_a_worker_is_silent() -> None:
+def test_site_waits_at_a_full_job_while_a_worker_is_silent() -> None:
     assert not waits(heard(elastic(2, 1), "w0", "w1", now=9.0))
     assert waits(heard(elastic(2, 1), "w0", now=9.0))
     assert waits(heard(elastic(2, 0), "w0", now=9.0)), "with this one's death the job ends"
@@ -72,7 +72,7 @@ def test_a_site_is_admitted_where_one_of_the_remaining_workers_responds() -> Non
     assert not waits(heard(left, "w0", now=98.0), 99.0)
 
 
-def test_a_home_waits_for_the_next_job_where_this_one_fails_and_not_where_it_finishes() -> None:
+def test_site_waits_for_the_next_job_only_after_a_failed_one() -> None:
     ends = epoch_change.next_epoch(membership.leave(elastic(2, 2), "w1", "an error"))
     assert (waits(ends), membership.failure(ends)) == (True, "")
     over = membership.leave(ends, "w0", FINISHED)
@@ -85,7 +85,7 @@ def test_a_home_waits_for_the_next_job_where_this_one_fails_and_not_where_it_fin
     assert membership.failure(without_the_dead) == "", "those who were left have finished"
 
 
-def test_an_end_is_told_until_the_one_who_hears_it_has_gone_over_to_a_view_without() -> None:
+def test_departure_is_repeated_until_the_member_enters_an_epoch_without_it() -> None:
     state = epoch_change.next_epoch(membership.leave(elastic(), "w3", FINISHED, 7))
 
     def departures(state: State, token: str, **known: int) -> list[str]:
@@ -99,7 +99,7 @@ def test_an_end_is_told_until_the_one_who_hears_it_has_gone_over_to_a_view_witho
     assert (departures(state, "s0", generation=1), departures(state, "s0", generation=2)) == (["worker 3"], [])
 
 
-def test_homes_that_come_and_go_for_weeks_make_no_heartbeat_and_no_journal_grow() -> None:
+def test_heartbeats_and_journal_do_not_grow_with_past_members() -> None:
     state, sizes = elastic(), list[tuple[int, int]]()
     first = state.registrations["w0"].join
     state = epoch_change.next_epoch(membership.leave(state, "w3", FINISHED, 1))
@@ -121,7 +121,7 @@ def test_homes_that_come_and_go_for_weeks_make_no_heartbeat_and_no_journal_grow(
     assert not pulse.unknown_token, "the last of them are known still"
 
 
-def test_too_few_hear_who_is_gone_and_what_to_do() -> None:
+def test_too_few_remaining_members_receive_the_reason_and_the_remedy() -> None:
     state = without(elastic(3, 3), 1)
     assert members(state) == (1, [0, 1, 2])
     state, pulse = membership.heartbeat(state, "w0", 12.0)
@@ -131,7 +131,7 @@ def test_too_few_hear_who_is_gone_and_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("state", [elastic(least=0), elastic(unable=3)])
-def test_all_must_stay_where_nobody_said_otherwise_or_some_cannot_go_on_alone(state: State) -> None:
+def test_members_are_fixed_unless_min_workers_is_set_and_all_are_elastic(state: State) -> None:
     state = without(state, 0)
     assert members(state) == (1, [0, 1, 2, 3])
     state, pulse = membership.heartbeat(state, "w1", 12.0)
@@ -150,7 +150,7 @@ def newcomer(rank: int, **fields: Any) -> Join:
     return msgspec.structs.replace(worker(rank, world=0, plan=b"", plan_digest=""), elastic=True, **fields)
 
 
-def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> None:
+def test_joining_member_gets_the_last_position_and_an_unused_rank() -> None:
     state = without(elastic(), 0)
     assert epoch_change.admission(state).size == 3
     state, seat = epoch_change.admit(state, newcomer(4), 12.0)
@@ -160,7 +160,7 @@ def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> N
     assert members(state) == (4, [1, 2, 3])
 
 
-def test_a_job_that_began_with_two_grows_to_its_largest_number() -> None:
+def test_job_of_two_grows_to_its_maximum() -> None:
     state = msgspec.structs.replace(elastic(2), max_workers=4)
     for rank, size in ((2, 2), (3, 3)):
         assert (epoch_change.admission(state).closed_reason, epoch_change.admission(state).size) == ("", size)
@@ -181,7 +181,7 @@ def test_a_job_that_began_with_two_grows_to_its_largest_number() -> None:
     (without(elastic(), 0), newcomer(4, job="another", gradients=7), " (7 trained tensors here, 5 there)"),
     (without(elastic(), 0), newcomer(4, version="0.0"), "runs commlayer 0.0, but the job runs 1.0"),
 ])
-def test_who_cannot_join_is_told_why_and_nothing_changes(state: State, join: Join, line: str) -> None:
+def test_refused_join_has_a_reason_and_no_effect(state: State, join: Join, line: str) -> None:
     taken = epoch_change.admit(state, join, 12.0)
     assert line in taken[1].error
     assert ("--min-workers" in taken[1].error) == ("--min-workers" in line)
@@ -189,7 +189,7 @@ def test_who_cannot_join_is_told_why_and_nothing_changes(state: State, join: Joi
 
 
 @pytest.mark.parametrize("complete", [False, True])
-def test_a_server_takes_back_what_it_emitted_of_the_step_and_throws_away_what_it_had_added(complete: bool) -> None:
+def test_server_rolls_back_results_and_discards_contributions_of_the_step(complete: bool) -> None:
     core, ops = service(2)
     for sender in (0, 1):
         core.push(push(sender, 0.1), 0.0)
@@ -205,7 +205,7 @@ def test_a_server_takes_back_what_it_emitted_of_the_step_and_throws_away_what_it
     assert ops.residual == pytest.approx(owed, abs=1e-15)
 
 
-def test_nobody_waits_for_what_names_a_view_that_has_ended() -> None:
+def test_waits_for_messages_of_an_ended_epoch_fail() -> None:
     box = Mailbox()
     old, new = (key(Header(Kind.RESULT, generation, 3, 5)) for generation in (1, 65537))
     waits = box.recv(9, old), box.recv(9, new), box.recv(9, None)
@@ -216,7 +216,7 @@ def test_nobody_waits_for_what_names_a_view_that_has_ended() -> None:
     assert not box.recv(8, None).done(), "what came for it is forgotten"
 
 
-def test_collectives_of_scripts_go_on_without_a_home_that_has_left(opened: list[Any]) -> None:
+def test_collectives_of_scripts_continue_without_a_departed_site(opened: list[Any]) -> None:
     """The same for early and late ranks. What a rank sent before it left counts for both."""
     _, desks = met(opened)
     opened[0]._rendezvous.begin()

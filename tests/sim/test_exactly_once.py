@@ -14,7 +14,7 @@ from tests.sim.simulated_sums import Sums, World
 LONG_S, LEAST = 6.0, 300
 
 
-def test_every_contribution_counts_once_whatever_becomes_of_frames() -> None:
+def test_every_contribution_counts_once_under_any_faults() -> None:
     begin, seed, breaks, kills = time.monotonic(), 0, 0, 0
     while seed < LEAST or time.monotonic() - begin < LONG_S:
         world = World(seed)
@@ -26,7 +26,7 @@ def test_every_contribution_counts_once_whatever_becomes_of_frames() -> None:
 
 @pytest.mark.parametrize("wrong", ["a contribution that counts twice", "one that is not asked for again",
                                    "a sum that is not kept"])
-def test_what_must_not_be_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_detects_each_mutation(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if wrong == "a contribution that counts twice":
         emit = Sums.emit
         monkeypatch.setattr(Sums, "emit", lambda self, r, acc, out: (self._under_way.append(self._under_way[0]),

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.coordinators import Failures, all_opened, quick, until  # noqa: F401  (a fixture)
+from support.coordinators import Failures, Opened, all_opened, quick, until  # noqa: F401  (a fixture)
 from support.membership import PATIENCE_S, elastic, members, several, worker
 from support.serving import PLAN, epoch_of
 from support.summation import Doubles, hub_of_a_test, push  # noqa: F401  (a fixture)
@@ -67,14 +67,14 @@ TWICE = [
 
 
 @pytest.mark.parametrize(("reports", "blamed"), [row[1:] for row in TWICE], ids=[row[0] for row in TWICE])
-def test_blamed_is_who_is_missing_in_the_earliest_step_and_is_said_twice(
+def test_member_missing_in_the_earliest_step_of_two_reports_is_blamed(
         reports: list[tuple[str, int | None, tuple[int, ...]]], blamed: list[int]) -> None:
     state = hears(several(), *reports)
     assert gone(state) == blamed
     assert members(state) == (1 + bool(blamed), [rank for rank in range(4) if rank not in blamed])
 
 
-def test_its_seat_ends_with_a_line_that_it_hears_itself() -> None:
+def test_blamed_member_receives_the_reason_of_its_end() -> None:
     state = hears(elastic(), ("s0", 7, (2,)), ("s0", 7, (2,)))
     assert state.registrations["w2"].dead == WHY
     _, pulse = membership.heartbeat(state, "w2", 2.0)
@@ -83,16 +83,16 @@ def test_its_seat_ends_with_a_line_that_it_hears_itself() -> None:
 
 
 @pytest.mark.parametrize("state", [several(least=0), several(unable=3), several(least=4)], ids=["all", "unable", "least"])
-def test_where_all_must_stay_nobody_is_blamed(state: State) -> None:
+def test_no_member_is_blamed_with_fixed_members(state: State) -> None:
     assert gone(hears(state, ("s0", 7, (2,)), ("s0", 7, (2,)))) == []
 
 
-def test_who_died_meanwhile_counts_as_gone_and_not_as_left() -> None:
+def test_member_that_died_in_the_meantime_does_not_count_as_remaining() -> None:
     state = membership.evict(several(least=3), ["w0"], "its home was switched off")
     assert gone(hears(state, ("s0", 7, (0, 2)), ("s0", 7, (0, 2)))) == [0]
 
 
-def test_a_server_that_is_gone_holds_nobody_up() -> None:
+def test_departed_server_delays_no_verdict() -> None:
     state = membership.evict(hears(several(), ("s1", 6, ())), ["s1"], "killed")
     assert 2 in gone(hears(state, ("s0", 7, (2,)), ("s0", 7, (2,))))
 
@@ -110,7 +110,7 @@ def joining(active_generation: int = 1) -> State:
 
 @pytest.mark.parametrize(("missing", "active_generation", "blamed"), [
     ((0, 2), 1, [2]), ((0,), 1, []), ((2,), 1, [2]), ((0,), 2, [0])])
-def test_the_first_that_waits_for_all_to_let_somebody_in_is_not_blamed_for_that(
+def test_first_rank_is_not_blamed_while_it_waits_to_admit_a_member(
         missing: tuple[int, ...], active_generation: int, blamed: list[int]) -> None:
     """It keeps its part of the step back until all have come to it."""
     state = joining(active_generation)
@@ -132,7 +132,7 @@ HELD = [
 
 
 @pytest.mark.parametrize(("reports", "blamed"), [row[1:] for row in HELD], ids=[row[0] for row in HELD])
-def test_the_first_is_blamed_when_all_others_have_come_and_wait_for_it_alone(
+def test_first_rank_is_blamed_once_all_others_wait_for_it(
         reports: list[tuple[float, str, int | None, tuple[int, ...]]], blamed: list[int]) -> None:
     state = joining()
     for now, token, step, missing in reports:
@@ -172,27 +172,26 @@ SENT = [
 
 
 @pytest.mark.parametrize(("sent", "reports"), [row[1:] for row in SENT], ids=[row[0] for row in SENT])
-def test_a_server_says_who_has_let_a_sum_of_the_earliest_step_wait_past_the_limit(
+def test_server_reports_members_overdue_in_the_earliest_step(
         hub: Any, sent: list[tuple[int, int, int, float]], reports: Any) -> None:
     assert Sums(hub).sent(*sent).server.overdue(300.0) == reports
 
 
-def test_of_whom_a_server_has_dropped_it_tells_by_that_alone(hub: Any) -> None:
+def test_dropped_member_is_not_also_reported_as_overdue(hub: Any) -> None:
     sums = Sums(hub).sent((0, 0, 5, 900.0), (1, 0, 5, 900.0))
     sums.server._drop(CorruptFrame("another step", peer="worker 2"))
     assert sums.server.overdue(300.0) == (0, ())
 
 
-def test_beside_one_that_was_dropped_another_may_hang(hub: Any) -> None:
+def test_another_member_may_be_overdue_after_one_was_dropped(hub: Any) -> None:
     sums = Sums(hub).sent((0, 0, 5, 900.0))
     sums.server._drop(CorruptFrame("noise", peer="worker 1"))
     assert sums.server.overdue(300.0) == (0, (2,))
 
 
-def test_under_local_steps_the_limit_is_that_of_as_many(opened: list[Any]) -> None:
+def test_limit_is_multiplied_by_the_number_of_local_steps(opened: Opened) -> None:
     for steps in (1, 4):
-        serving = DataServer("127.0.0.1", 0, quick(deadline_s=0.001))
-        opened.append(serving)
+        serving = opened.add(DataServer("127.0.0.1", 0, quick(deadline_s=0.001)))
         data = records.encode(msgspec.structs.replace(PLAN, local_steps=steps))
         serving.start(epoch_of(data, serving, 3), data, 0)
         assert serving.report().get("overdue") is None
@@ -203,10 +202,9 @@ def test_under_local_steps_the_limit_is_that_of_as_many(opened: list[Any]) -> No
         assert serving.report()["overdue"] == Overdue(5, (2,), 0.001 * steps)
 
 
-def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
+def test_overdue_report_of_a_server_heartbeat_evicts_the_worker(opened: Opened) -> None:
     """The coordinator evicts the worker after the second report."""
-    coordinator = Coordinator(quick(min_workers=1), workers=2, servers=1)
-    opened.append(coordinator)
+    coordinator = opened.add(Coordinator(quick(min_workers=1), workers=2, servers=1))
     workers = (messages.worker_request("job", rank, 2, plan=b"plan", elastic=True) for rank in range(2))
     requests = [messages.server_request("127.0.0.1:1"), *workers]
     with ThreadPoolExecutor(3) as pool:

@@ -63,7 +63,7 @@ def bits(values: list[float]) -> list[str]:
 
 
 @pytest.mark.timeout(200)
-def test_the_loop_stays_within_its_arrays_and_is_its_twin(driver: Path) -> None:
+def test_native_loop_stays_within_its_arrays_and_equals_the_portable_one(driver: Path) -> None:
     text, expected = [], []
     for seed in range(PROBLEMS):
         problem, rng = random_problem(seed), random.Random(seed)
@@ -86,7 +86,7 @@ def test_the_loop_stays_within_its_arrays_and_is_its_twin(driver: Path) -> None:
         assert bits(mine) == bits(known)
 
 
-def test_a_circle_of_tasks_ends_with_an_error(driver: Path) -> None:
+def test_cycle_of_tasks_is_an_error(driver: Path) -> None:
     circle = (Task((("up:a", 1.0),), (1,)), Task((("up:a", 1.0),), (0,)))
     problem = flatten([Load((circle, chain(("up:a", 1.0))))], one_node((0.0,), 0.0))
     (bad, *_), (good, *_) = answers(driver, [*fields(problem), line("run", [0]), line("run", [1])])

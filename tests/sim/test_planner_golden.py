@@ -151,7 +151,7 @@ def checked(case: Case) -> tuple[Plan, float]:
 
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in cases()])
-def test_no_plan_takes_longer_to_a_loss_than_the_stored_one(name: str) -> None:
+def test_no_plan_is_slower_to_a_loss_than_the_stored_one(name: str) -> None:
     best, found_s = checked(cases()[name])
     assert found_s <= WORSE * json.loads(FIGURES.read_text())[name], best.local_steps
 

@@ -29,18 +29,18 @@ def times(problem: Problem) -> tuple[float, list[tuple[float, float]]]:
     return step_s, list(zip(starts, ends, strict=True))
 
 
-def test_a_chain_begins_when_its_gradient_is_ready() -> None:
+def test_chain_begins_when_its_gradient_is_ready() -> None:
     problem = flatten([load(*chain(("cpu:a", 1.0), ("up:a", 2.0)))], one_node((1.0,), 2.0))
     assert times(problem) == (4.0, [(1.0, 2.0), (2.0, 4.0)])
 
 
-def test_a_lane_serves_one_task_at_a_time() -> None:
+def test_lane_runs_one_task_at_a_time() -> None:
     problem = flatten([load(*chain(("up:a", 2.0))), load(*chain(("up:a", 2.0)))], one_node((0.0, 1.0), 1.0))
     assert times(problem) == (4.0, [(0.0, 2.0), (2.0, 4.0)])
 
 
 @pytest.mark.parametrize(("priority", "expected"), [(True, [(2.0, 3.0), (3.0, 4.0)]), (False, [(3.0, 4.0), (2.0, 3.0)])])
-def test_waiting_tasks_go_by_urgency_or_by_readiness(priority: bool, expected: list[tuple[float, float]]) -> None:
+def test_waiting_tasks_run_by_urgency_or_by_readiness(priority: bool, expected: list[tuple[float, float]]) -> None:
     """Instances stand by urgency: the blocker, then the one that is ready last, then the one that is ready first."""
     loads = [
         load(*chain(("up:a", 2.0)), urgency=0), load(*chain(("up:a", 1.0)), urgency=2), load(*chain(("up:a", 1.0)), urgency=1),
@@ -49,7 +49,7 @@ def test_waiting_tasks_go_by_urgency_or_by_readiness(priority: bool, expected: l
     assert spans == [(0.0, 2.0), *expected]
 
 
-def test_a_codec_on_the_gpu_delays_the_gradients_behind_it() -> None:
+def test_codec_on_the_gpu_delays_later_gradients() -> None:
     loads = [load(*chain(("compute:a", 0.5))), load(*chain(("up:a", 1.0)))]
     assert times(flatten(loads, one_node((1.0, 2.0), 3.0))) == (3.5, [(1.0, 1.5), (2.5, 3.5)])
 
@@ -61,7 +61,7 @@ def push(*lanes: tuple[str, float], latency_s: float = 0.0) -> tuple[Task]:
     return (Task(lanes, latency_s=latency_s, op="net.push"),)
 
 
-def test_a_transfer_is_through_when_its_slowest_lane_is() -> None:
+def test_transfer_ends_with_its_slowest_lane() -> None:
     """The receiver's fast down-link serves it by the way; latency comes behind both."""
     loads = [load(*push(("up:a", 2.0), ("down:b", 0.5), latency_s=0.1)), load(*push(("up:a", 1.0), ("down:b", 1.0)), urgency=1)]
     step_s, spans = times(flatten(loads, ENDS))
@@ -75,7 +75,7 @@ def test_connections_share_a_link() -> None:
     assert times(flatten(loads, ENDS))[1] == [(0.0, 2.0), (0.0, 3.0)]
 
 
-def test_what_goes_and_what_comes_are_two_connections() -> None:
+def test_upload_and_download_are_separate_connections() -> None:
     """Of one connection the more urgent bucket goes first; a result going the same way has a connection of its own."""
     pull = (Task((("up:a", 1.0), ("down:b", 1.0)), op="net.pull"),)
     loads = [load(*push(("up:a", 1.0), ("down:b", 1.0)), urgency=i) for i in (1, 0)] + [load(*pull, urgency=2)]
@@ -83,20 +83,20 @@ def test_what_goes_and_what_comes_are_two_connections() -> None:
     assert times(flatten(loads, paces))[1] == [(0.0, 2.0), (2.0, 3.0), (0.0, 2.0)]
 
 
-def test_a_task_of_one_node_waits_for_that_node_alone() -> None:
+def test_task_of_one_node_waits_only_for_that_node() -> None:
     loads = [load(*chain(("up:a", 1.0))), load(Task((("up:a", 1.0), ("up:b", 1.0))), urgency=1)]
     _, spans = times(flatten(loads, (Pace("a", (0.0, 0.0), 0.0), Pace("b", (5.0, 5.0), 5.0))))
     assert spans == [(0.0, 1.0), (5.0, 6.0)]
 
 
-def test_a_stale_bucket_is_due_at_the_end_of_the_next_step() -> None:
+def test_stale_bucket_is_due_at_the_end_of_the_next_step() -> None:
     """Computing takes 2 s and the transfer 2 s, ready at 2 s: in step it costs 4 s a step, a step late 2 s."""
     transfer = chain(("up:a", 2.0))
     assert times(flatten([load(*transfer)], one_node((2.0,), 2.0)))[0] == 4.0
     assert times(flatten([load(*transfer, stale=True)], one_node((2.0,), 2.0)))[0] == 2.0
 
 
-def test_late_transfers_that_lengthen_every_other_step_are_priced_by_the_mean() -> None:
+def test_transfers_that_lengthen_every_other_step_are_priced_by_the_mean() -> None:
     """Steps take 6 s and 16 s alternately."""
     loads = [load(*chain(("up:a", 2.0), ("down:a", 6.0)), urgency=1, stale=True), load(*chain(("down:a", 4.0)), urgency=3),
              load(*chain(("up:a", 1.0)), urgency=3)]
@@ -134,7 +134,7 @@ def no_shorter_than(problem: Problem, choice: list[int]) -> list[tuple[str, floa
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6))
-def test_no_step_is_shorter_than_its_busiest_lane_or_its_longest_chain(seed: int) -> None:
+def test_step_is_at_least_its_busiest_lane_and_its_longest_chain(seed: int) -> None:
     problem = random_problem(seed)
     problem = problem._replace(stale=0 * problem.stale, steps=1)
     choice = choice_of(problem, seed)
@@ -145,7 +145,7 @@ def test_no_step_is_shorter_than_its_busiest_lane_or_its_longest_chain(seed: int
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([0.25, 2.0, 1024.0]))
-def test_time_has_no_scale_and_a_simulation_no_memory(seed: int, factor: float) -> None:
+def test_times_scale_exactly_and_simulations_are_independent(seed: int, factor: float) -> None:
     """Powers of two change no rounding, so times change by them to the bit; what ran before changes nothing."""
     problem = random_problem(seed)
     choice, other = choice_of(problem, seed), choice_of(problem, seed + 1)
@@ -162,7 +162,7 @@ def test_time_has_no_scale_and_a_simulation_no_memory(seed: int, factor: float) 
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_tasks_in_a_circle_are_refused(loop: type) -> None:
+def test_cyclic_tasks_are_refused(loop: type) -> None:
     circle = (Task((("up:a", 1.0),), (1,)), Task((("up:a", 1.0),), (0,)))
     with pytest.raises(ValueError, match="in a circle"):
         loop(flatten([load(*circle)], one_node((0.0,), 0.0))).run([0])
@@ -171,8 +171,9 @@ def test_tasks_in_a_circle_are_refused(loop: type) -> None:
 @pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")
 @settings(max_examples=150, deadline=None)
 @example(367)  # a step of no seconds, which a limit of none is not above
+@example(41643)  # a step of exactly the limit, which is above it once rounded
 @given(st.integers(0, 10**6))
-def test_the_native_loop_is_its_twin_bit_for_bit(seed: int) -> None:
+def test_native_loop_equals_the_portable_one_bit_for_bit(seed: int) -> None:
     problem = random_problem(seed)
     rng = random.Random(seed)
     choice = choice_of(problem, seed)
@@ -185,13 +186,13 @@ def test_the_native_loop_is_its_twin_bit_for_bit(seed: int) -> None:
     swept = native.sweep(choice, [0], limit, rng.choice((math.nan, ours[0])))
     for mine, other in zip(swept, twin.sweep(choice, [0], limit), strict=True):
         assert mine == other or (mine == math.inf and other > limit * (1 - 1e-8))
-    assert native.run(choice, limit) == ours[0] or limit < ours[0]
+    assert native.run(choice, limit) == ours[0] or limit < ours[0] * (1 + 1e-8)
 
 
 @pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
-def test_a_sweep_tells_what_it_was_asked_for(seed: int, late: bool) -> None:
+def test_sweep_returns_the_shortest_requested_options(seed: int, late: bool) -> None:
     """The shortest few among some options, right to the bit."""
     problem = random_problem(seed)
     if not late:

@@ -22,7 +22,7 @@ from tests.sim.simulated_member import Member
 LEAST = 150
 
 
-def test_those_who_are_left_go_on_alike_whoever_dies_when() -> None:
+def test_remaining_members_continue_equally_under_any_deaths() -> None:
     counts = Counter[str]()
     for seed in range(LEAST):
         world = Agreement(seed)
@@ -70,8 +70,8 @@ def deaf(member: Member) -> None:
     (epoch_change, "next_epoch", lambda state: state, "are left", 0),
     (Member, "_follows", deaf, "further", 500),
 ])
-def test_what_must_not_be_is_found(where: Any, name: str, wrong: Callable[..., Any], line: str, seed: int,
-                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_detects_each_mutation(where: Any, name: str, wrong: Callable[..., Any], line: str, seed: int,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(where, name, wrong)
     assert any(line in problem for n in range(seed, seed + 60) for problem in Agreement(n).run())
 
@@ -87,7 +87,7 @@ def epoch(generation: int, *ranks: int, servers: int = 0) -> Epoch:
 BEFORE, AFTER, LAST = epoch(1, 0, 1, 2, 3), epoch(2, 0, 1, 2), epoch(3, 0, 1)
 
 
-def test_a_second_vote_binds_in_one_view() -> None:
+def test_second_vote_binds_in_one_epoch() -> None:
     """After it others may wait for this member without a vote, so it must continue once it has all of its step."""
     bound, _ = agreement.second(VoterState(), AFTER, Vote(5), [Vote(5)] * 3, complete=False)
     assert not agreement.first(bound, AFTER, Vote(5)).ends

@@ -18,7 +18,7 @@ from tests.sim.simulated_members import Members
 LEAST = 120
 
 
-def test_all_hear_of_one_view_whatever_becomes_of_processes_and_calls() -> None:
+def test_all_members_learn_the_same_epoch_under_any_faults() -> None:
     counts = Counter[str]()
     for seed in range(LEAST):
         world = Members(seed)
@@ -87,7 +87,7 @@ def boundless(state: State, *now: float) -> AdmissionState:
     (coordinator_journal, "journaled_part", lambda _: (), "does not know"),
     (membership, "over", lambda _: False, "has not heard that the job is over"),
 ])
-def test_what_must_not_be_is_found(where: Any, name: str, wrong: Callable[..., Any], line: str,
-                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_detects_each_mutation(where: Any, name: str, wrong: Callable[..., Any], line: str,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(where, name, wrong)
     assert any(line in problem for seed in range(60) for problem in Members(seed).run())

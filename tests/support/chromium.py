@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import json
@@ -107,10 +106,6 @@ class Browser:
             assert time.monotonic() < end, f"{what}; the page: {text}; {self.problems}"
             time.sleep(0.05)
         return text
-
-    def picture(self, path: Path, *, whole: bool = True) -> None:
-        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     def close(self) -> None:
         with contextlib.suppress(OSError, TimeoutError):

@@ -10,22 +10,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+from support import ROOT
 from support.internals import sidecar_of
 
-ROOT = Path(__file__).parents[2]
+T = TypeVar("T")
 WAIT_S = 30.0
 """Bounds every wait of these tests; none should take long."""
 
 
+class Opened(list[Any]):
+    """What a test opens, newest last."""
+
+    def add(self, thing: T) -> T:
+        self.append(thing)
+        return thing
+
+
 @pytest.fixture(name="opened")
-def all_opened() -> Iterator[list[Any]]:
-    """What a test opens, newest last; closed in the reverse order."""
-    things: list[Any] = []
+def all_opened() -> Iterator[Opened]:
+    """What a test opens is closed in the reverse order."""
+    things = Opened()
     yield things
     for thing in reversed(things):
         thing.close()

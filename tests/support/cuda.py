@@ -24,10 +24,9 @@ from commlayer.compressors.device import kernels as device
 from commlayer.engine.buckets.bucket_layout import BucketMemory
 from commlayer.gpu import launch
 from commlayer.gpu.launch import Argument, Launcher
-from support import native_builds
+from support import ROOT, native_builds
 from support.native_builds import bits
 
-ROOT = Path(__file__).resolve().parents[2]
 SHIM = ROOT / "tests" / "cuda_shim"
 CUDA = ROOT / "cuda"
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")

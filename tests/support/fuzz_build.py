@@ -7,7 +7,8 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from support import ROOT
+
 NATIVE = ROOT / "native"
 CORPUS = ROOT / "tests" / "corpus" / "kernels.txt"
 """One input of the libFuzzer target a line, in hex: together they reach what fuzzing has reached."""

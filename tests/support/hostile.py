@@ -47,6 +47,7 @@ from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.keys.secret import bound, make_proof, new_nonce
 from commlayer.transport.keys.tls import DATA, TlsSocket
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, binding_of, key
+from support import ROOT
 from support.coordinators import WAIT_S, Failures, quick
 from support.internals import asker_of
 from support.serving import PLAN
@@ -69,7 +70,6 @@ __all__ = [
     "joined",
     "usage_of",
 ]
-ROOT = Path(__file__).parents[2]
 SECRET = "secret-of-this-test"
 QUICK = {"COMMLAYER_HEARTBEAT_S": "0.5", "COMMLAYER_DEAD_AFTER_S": "10", "OMP_NUM_THREADS": "1"}
 CALL_EVERY_S = 0.05
@@ -99,7 +99,7 @@ class Growth:
     cpu_s = seconds = 0.0
 
 
-class Victim:
+class Victim(contextlib.AbstractContextManager["Victim"]):
     """`commlayer serve` as a process: a coordinator and a summation server. Reads of its output and waits have deadlines."""
 
     def __init__(self, *options: str, folders: Folders | None = None, environment: dict[str, str] | None = None,
@@ -161,9 +161,6 @@ class Victim:
             if pipe is not None:
                 pipe.close()
 
-    def __enter__(self) -> Victim:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -177,9 +174,9 @@ class Member:
         folder = None if victim.folders is None else (victim.folders.worker, victim.folders.second)[rank % 2]
         self.victim, self.rank, self.plan, self.config = victim, rank, plan, victim.config(folder)
         self.link = coordinator_channel.CoordinatorChannel(victim.address, self.config.token, self.keys, own=True)
-        self._lease = site_client.SiteLease(victim.address, self.config, messages.site_request(1, rank), lambda _: None)
-        self.home = self._lease.request.token
-        self._lease.meet(WAIT_S)
+        self.lease = site_client.SiteLease(victim.address, self.config, messages.site_request(1, rank), lambda _: None)
+        self.home = self.lease.request.token
+        self.lease.meet(WAIT_S)
         self.request = msgspec.structs.replace(
             messages.worker_request(plan.job, rank, world, node=rank, plan=records.encode(plan), elastic=True,
                                     tensors=1 + max(s.tensor for b in plan.buckets for s in b.slices),
@@ -204,7 +201,7 @@ class Member:
     def close(self) -> None:
         self.link.close()
         self.membership.close()
-        self._lease.close("the test is over")
+        self.lease.close("the test is over")
 
 
 class HonestMember(Member):
@@ -367,7 +364,7 @@ class DataConnection:
         close_channel(self.sock)
 
 
-class StalledRelay:
+class StalledRelay(contextlib.AbstractContextManager["StalledRelay"]):
     """A relay to the server that stops reading the server's replies when `hearing` is cleared.
 
     The client's bytes are forwarded.
@@ -402,9 +399,6 @@ class StalledRelay:
                     sink.sendall(data)
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_RDWR)
-
-    def __enter__(self) -> StalledRelay:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()

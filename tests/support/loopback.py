@@ -84,7 +84,7 @@ class Loopback:
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub, self._rank = hub, rank
-        self._mailbox = Mailbox()
+        self.mailbox = Mailbox()
         self._lock = threading.Lock()
         self._wires: dict[int, _Wire] = {}
         self._others: dict[int, Loopback] = {}
@@ -96,13 +96,13 @@ class Loopback:
     @property
     def peers(self) -> tuple[int, ...]:
         with self._lock:
-            return tuple(sorted(peer for peer in self._wires if self._mailbox.failure(peer) is None))
+            return tuple(sorted(peer for peer in self._wires if self.mailbox.failure(peer) is None))
 
     def connect(self, other: Loopback) -> None:
         with self._lock:
-            self._wires[other.rank] = _Wire(self._rank, other._mailbox)
+            self._wires[other.rank] = _Wire(self._rank, other.mailbox)
             self._others[other.rank] = other
-        self._mailbox.admit(other.rank)
+        self.mailbox.admit(other.rank)
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         data = bytes(body)  # copies, as a socket does
@@ -113,7 +113,7 @@ class Loopback:
         operation = mailbox.sending(peer, header)
         with self._lock:
             wire = self._wires.get(peer)
-        error = self._mailbox.failure(peer)
+        error = self.mailbox.failure(peer)
         if error is None and wire is None:
             error = PeerLost("not connected", peer=peer_name(peer))
         if error is not None:
@@ -123,7 +123,7 @@ class Loopback:
         return operation
 
     def recv(self, peer: int, match: Key | None = None) -> Handle:
-        return self._mailbox.recv(peer, match)
+        return self.mailbox.recv(peer, match)
 
     def wait(self, handle: Handle, deadline: float) -> Message:
         return handle.wait(deadline)
@@ -131,14 +131,14 @@ class Loopback:
     def abort(self, reason: CommError, peer: int | None = None) -> None:
         with self._lock:
             peers = [other for rank, other in self._others.items() if peer in (None, rank)]
-        self._mailbox.abort(reason, peer)
+        self.mailbox.abort(reason, peer)
         for other in peers:
-            other._mailbox.end(PeerLost("connection closed", peer=peer_name(self._rank)), self._rank)
+            other.mailbox.end(PeerLost("connection closed", peer=peer_name(self._rank)), self._rank)
 
     def close(self, flush_s: float | None = None) -> None:
         self._hub.leave(self._rank)
         with self._lock:
             wires, self._wires = self._wires, {}
-        self._mailbox.abort(CommError("this end of the transport was closed", code="E-SESSION-CLOSED"))
+        self.mailbox.abort(CommError("this end of the transport was closed", code="E-SESSION-CLOSED"))
         for wire in wires.values():
             wire.put(None, Header(0), memoryview(b""))

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from support import ROOT
+
 PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "commlayer.session", "commlayer.ddp"]
 
 

@@ -158,7 +158,7 @@ def quick(**fields: Any) -> dict[str, Any]:
             "fuse_nbytes": 2048, "cut_nbytes": 4096} | fields
 
 
-class Servers:
+class Servers(contextlib.AbstractContextManager["Servers"]):
     """A coordinator and its servers as threads of this process: what `commlayer serve` runs, with their state in reach."""
 
     def __init__(self, workers: int, servers: int = 1, **fields: Any) -> None:
@@ -222,9 +222,6 @@ class Servers:
         self._coordinator.close()
         if self._failures:
             raise self._failures[0]
-
-    def __enter__(self) -> Servers:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

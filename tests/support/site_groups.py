@@ -11,7 +11,7 @@ from commlayer.cluster.calls.site_client import KvClient, SiteLease
 from commlayer.cluster.membership import client
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.processes.relayed_group import RelayedGroup
-from support.coordinators import WAIT_S, Failures, quick
+from support.coordinators import WAIT_S, Failures, Opened, quick
 
 HOMES = 3
 
@@ -28,15 +28,14 @@ class _Leaving:
         self._attendance.close(why)
 
 
-def leave(opened: list[Any], desk: KvClient, why: str = "the test is over") -> None:
+def leave(opened: Opened, desk: KvClient, why: str = "the test is over") -> None:
     """That site leaves the job."""
     next(thing for thing in opened if isinstance(thing, _Leaving) and thing.desk is desk).close(why)
 
 
-def met(opened: list[Any], workers: int = HOMES, **settings: Any) -> tuple[Coordinator, list[KvClient]]:
+def met(opened: Opened, workers: int = HOMES, **settings: Any) -> tuple[Coordinator, list[KvClient]]:
     """A coordinator, and a store client of each site, by rank."""
-    coordinator = Coordinator(quick(**settings), workers=workers)
-    opened.append(coordinator)
+    coordinator = opened.add(Coordinator(quick(**settings), workers=workers))
 
     def one(name: str) -> tuple[int, KvClient]:
         attendance = SiteLease(coordinator.address, quick(), asked(name), lambda _: None)
@@ -49,7 +48,7 @@ def met(opened: list[Any], workers: int = HOMES, **settings: Any) -> tuple[Coord
     return coordinator, [desks[rank] for rank in range(workers)]
 
 
-def joined(opened: list[Any], coordinator: Coordinator, workers: int, *, elastic: bool = True) -> list[client.Membership]:
+def joined(opened: Opened, coordinator: Coordinator, workers: int, *, elastic: bool = True) -> list[client.Membership]:
     def one(rank: int) -> client.Membership:
         request = messages.worker_request("job", rank, workers, plan=b"a plan", elastic=elastic)
         return client.join(coordinator.address, request, quick(), Failures())

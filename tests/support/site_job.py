@@ -43,6 +43,7 @@ from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 from support.attached import Raises, sync_of
 from support.components import Calls
 from support.jobs import distributed_job
+from support.residuals import by_tensor, slices_of
 from support.sites import KILLED, WAIT_S, Ended, Process, Sites, all_ended
 
 STEPS, SIZES = 12, [(40, 30), (700,), (3, 5, 7)]
@@ -162,17 +163,14 @@ def expected(steps: Sequence[Sequence[int]], momentum: bool = False) -> tuple[li
 
 def residuals_of(connection: Any) -> list[torch.Tensor]:
     """Residuals of this worker and, on rank 0, of the servers, per unit of the weights; between two steps."""
-    total = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
     undone = connection.worker.roll_back()
-    parts = [part for bucket in connection.worker.buckets for part in bucket.ledger.residuals()]
+    parts = slices_of(connection.worker)
     if connection.rank == 0:
         for bucket in connection.plan.buckets:
             state = load(connection.uplink.fetch_state(bucket.server, bucket.id, undone.get(bucket.id, 0)))
             parts += [part for name, x in state.items() if "residual" in name
                       for part in split_by_tensor(bucket.slices, 0, x.view(-1))]
-    for part in parts:
-        total[part.tensor].view(-1)[part.start : part.stop] += torch.as_tensor(part.values).double() / connection.world
-    return total
+    return [total / connection.world for total in by_tensor(parts, SIZES)]
 
 
 def one_save(folder: Path) -> tuple[int, int]:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[2]
+from support import ROOT
+
 TOKEN = "secret-of-this-test"
 WAIT_S = 100.0
 Process = subprocess.Popen[str]

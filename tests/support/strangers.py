@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -27,12 +26,12 @@ from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.secret import new_nonce
 from commlayer.transport.keys.tls import DATA
 from commlayer.transport.protocol import Header, Kind
+from support import ROOT
 
-ROOT = Path(__file__).parents[2]
 WAIT_S = 30.0
 
 
-class Stranger:
+class Stranger(contextlib.AbstractContextManager["Stranger"]):
     """A process without the secret that opens connections from `source`, or from several, with commas. `how`, what it does on
     each of them:
 
@@ -62,9 +61,6 @@ class Stranger:
             out, _ = self.process.communicate(timeout=WAIT_S)
             self.report = json.loads(out.splitlines()[-1])
         return self.report
-
-    def __enter__(self) -> Stranger:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -17,6 +17,7 @@ from commlayer.planner import default_plan
 from commlayer.records import Job, Plan
 from support import rank_pool
 from support.attached import data, sync_of
+from support.residuals import by_tensor, slices_of
 
 WORLD = 2
 MODES: dict[str, dict[str, Any]] = {
@@ -129,8 +130,4 @@ class Training:
         return [t.detach().clone() for t in tensors if t.is_floating_point()]
 
     def residuals(self) -> torch.Tensor:
-        tensors = [torch.zeros(p.numel()) for p in self.model.parameters()]
-        for bucket in self.connection.worker.buckets:
-            for residual in bucket.ledger.residuals():
-                tensors[residual.tensor][residual.start : residual.stop] += torch.as_tensor(residual.values)
-        return torch.cat(tensors)
+        return torch.cat(by_tensor(slices_of(self.connection.worker), [p.numel() for p in self.model.parameters()]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ def job(shapes: list[tuple[int, ...]] | None = None, buffers: int = 0) -> Job:
     return Job(tuple(TensorInfo(f"t{i}", s, buffer=i >= len(sizes) - buffers) for i, s in enumerate(sizes)))
 
 
-class Rig:
+class Rig(contextlib.AbstractContextManager["Rig"]):
     """`world` workers and the plan's servers in one process."""
 
     def __init__(self, world: int, codec: str, *, servers: int = 1, shapes: list[tuple[int, ...]] | None = None,
@@ -62,9 +63,6 @@ class Rig:
             transport.close()
         for server in self.servers:
             server.close()
-
-    def __enter__(self) -> Rig:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

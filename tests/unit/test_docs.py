@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed.run
 import typer
-from support import matrix
+from support import ROOT, matrix
 
 from bench.__main__ import MEASUREMENTS, parser_of
 from commlayer.cli.main import app
 from commlayer.compressors import parse
 from commlayer.compressors.plan_codecs import FACTORIES
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KEPT = ("commlayer", "native", "cuda", "bench", "tests", "examples", "docs")
 THERE = [f"/{path.relative_to(ROOT)}{'/' * path.is_dir()}" for top in KEPT for path in [ROOT / top, *(ROOT / top).rglob("*")]]
@@ -133,6 +132,10 @@ def _of_commlayer(line: Line) -> str:
     return _unknown(words, known)
 
 
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    return {*parser._option_string_actions}
+
+
 def _of_bench(line: Line) -> str:
     name, *words = line.words
     if name not in MEASUREMENTS:
@@ -145,7 +148,7 @@ def _of_bench(line: Line) -> str:
         except argparse.ArgumentError as error:
             return str(error)
         return f"no option {more[0]}" if more else ""
-    return _unknown(words, {*parser._option_string_actions})
+    return _unknown(words, options_of(parser))
 
 
 def _unknown(words: list[str], known: set[str]) -> str:
@@ -197,7 +200,7 @@ def options() -> set[str]:
         commands += getattr(command, "commands", {}).values()
         results |= {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     for parser in (*map(parser_of, MEASUREMENTS), torch.distributed.run.get_args_parser()):
-        results |= {*parser._option_string_actions}
+        results |= options_of(parser)
     return results
 
 

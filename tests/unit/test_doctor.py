@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support import ROOT
 
 from commlayer.cli.output import finding_lines
 from commlayer.cluster.calls import messages
@@ -24,7 +25,6 @@ from commlayer.records import Bucket, Plan, ServerInfo, Slice
 from commlayer.transport import framing
 
 GIB = 1 << 30
-ROOT = Path(__file__).parents[2]
 ETH, WIFI, LO = Interface("eth0", "10.0.0.5"), Interface("wlan0", "192.168.1.7"), Interface("lo", "127.0.0.1")
 DOCKER = Interface("docker0", "172.17.0.1")
 GPU = Torch("2.13.0+cu126", "12.6", gpus=("NVIDIA RTX 3060 (12 GiB)",) * 2, cupy="cupy-cuda12x 14.2.0", driver=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support import ROOT
 
 from commlayer import errors
 from commlayer.cluster.processes.bounded_calls import ANY_PEER
@@ -26,8 +26,6 @@ from commlayer.errors import (
     code_of,
 )
 from commlayer.observe.log_lines import LogLines
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_table_lists_exactly_the_codes_of_the_source() -> None:

@@ -19,6 +19,7 @@ import torch
 from msgspec.structs import replace
 from support import workers as kit
 from support.jobs import FakeJob
+from support.residuals import by_tensor, slices_of
 
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.codec import Codec
@@ -220,15 +221,12 @@ def residual_sums(r: kit.Rig) -> list[torch.Tensor]:
     """Residuals of workers and servers, after everything that was not applied has been rolled back."""
     words = [worker.roll_back() for worker in r.workers]
     assert all(word == words[0] for word in words), "ranks must agree on what was not applied"
-    rest = [debt for worker in r.workers for bucket in worker.buckets for debt in bucket.ledger.residuals()]
+    rest = [part for worker in r.workers for part in slices_of(worker)]
     for core in r.sums:
         for bucket, cell in core.cells.items():
             cell.ops.undo(words[0].get(bucket, 0))
             rest += cell.ops.residuals()
-    total = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
-    for debt in rest:
-        total[debt.tensor].view(-1)[debt.start : debt.stop] += torch.as_tensor(debt.values).double()
-    return total
+    return by_tensor(rest, SHAPES)
 
 
 @pytest.mark.commit(10)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import ROOT
 from support.gpt import GPT
 from torch import nn
 from torch.nn import functional
@@ -26,7 +27,6 @@ from commlayer.planner.models import builtin
 from commlayer.planner.tables import gpus, job_limit, job_speed
 from commlayer.records import Job
 
-ROOT = Path(__file__).parents[2]
 Made = tuple[nn.Module, Callable[[], torch.Tensor]]
 
 
