@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import numpy as np
 
+from commlayer.codec_spec import RULES, check_arguments
 from commlayer.compressors import payload
 from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out, on_device
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     import torch
 
 NAN = float("nan")
+FLOATS = {"ratio", "beta"}
+"""Arguments of codecs that may be given as whole numbers."""
 
 State = dict[str, Any]
 """A codec's data that persists from step to step, by name. Values are arrays, plain numbers or nested states, so a checkpoint
@@ -84,6 +87,12 @@ class Codec(msgspec.Struct, frozen=True):
     """True: the payload is the header followed by the unchanged input, so the input may be stored inside its own payload."""
     most: ClassVar[float] = math.inf
     """Largest magnitude that the codec can send. Error feedback clamps larger numbers, and the residual keeps the rest."""
+
+    def __post_init__(self) -> None:
+        rules = RULES.get(self.name, {})
+        check_arguments(self.name, **{name: getattr(self, name) for name in rules if name != "inner"})
+        for name in FLOATS & rules.keys():  # topk(ratio=1) is spelled topk(ratio=1.0)
+            msgspec.structs.force_setattr(self, name, float(getattr(self, name)))
 
     def __str__(self) -> str:
         """Returns `name(argument=value, ...)` with every argument: a later change of a default must not change a plan's

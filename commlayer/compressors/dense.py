@@ -115,13 +115,4 @@ def of_means(codec: Codec) -> bool:
     return isinstance(codec, Identity)
 
 
-def identity() -> Identity:
-    return Identity()
-
-
-def fp16() -> Fp16:
-    return Fp16()
-
-
-def bf16() -> Bf16:
-    return Bf16()
+identity, fp16, bf16 = Identity, Fp16, Bf16

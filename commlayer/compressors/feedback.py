@@ -20,7 +20,6 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec.structs
 import numpy as np
 
-from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import (
     NAN,
@@ -40,7 +39,8 @@ from commlayer.records import Slice, Spec
 
 
 class ErrorFeedback(CodecWrapper, frozen=True):
-    """Adds error feedback to a codec; the payloads are those of the inner codec.
+    """Adds error feedback to a codec of one round, or to a codec of several rounds that has `sent()`. The payloads are those of
+    the inner codec.
 
     State: the float32 residual, the inner state, and under `_sent` the last payload as a view of the caller's memory. The
     caller leaves that memory unchanged until the next `start` (`emit`) or `undo` (`undo_server`). Between the rounds of a step
@@ -55,7 +55,20 @@ class ErrorFeedback(CodecWrapper, frozen=True):
     keeps: ClassVar[bool] = True
 
     lr_correction: bool = False
-    """True: the input is in units of weight updates (gradient times learning rate); see `in_updates`."""
+    """True: the input is in units of weight updates (gradient times learning rate), so each step's contribution to a residual
+    keeps the learning rate of its step (Zheng et al. 2019), on workers and servers; see `in_updates`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = ""
+        if not isinstance(self.inner, Codec) or isinstance(self.inner, ErrorFeedback):
+            wrong = "but it must be a codec other than error_feedback"
+        elif isinstance(self.inner, Momentum):  # a residual around it would be added to the input as if it were a gradient
+            wrong = "but momentum changes the input; put momentum around error_feedback instead"
+        elif self.inner.keeps:
+            wrong = "which already keeps a residual or velocity; put error_feedback inside it instead"
+        if wrong:
+            raise InvalidInput("E-CODEC-ARGUMENT", f"error_feedback: inner is {self.inner}, {wrong}")
 
     def __str__(self) -> str:
         # Omitted if False, since older plans without this option must keep their spelling.
@@ -156,27 +169,6 @@ class ErrorFeedback(CodecWrapper, frozen=True):
         return nbytes
 
 
-def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
-    """Adds error feedback to a codec of one round, or to a codec of several rounds that has `sent()`.
-
-    `lr_correction` True: each step's contribution to a residual keeps the learning rate of its step (Zheng et al. 2019), on
-    workers and servers.
-    """
-    if not isinstance(inner, Codec) or isinstance(inner, ErrorFeedback):
-        raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"error_feedback: inner is {inner}, but it must be a codec other than error_feedback")
-    if isinstance(inner, Momentum):  # a residual around it would be added to the input as if it were a gradient
-        raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"error_feedback: inner is {inner}, but momentum changes the input; put momentum around "
-                           "error_feedback instead")
-    if inner.keeps:
-        raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"error_feedback: inner is {inner}, which already keeps a residual or velocity; put error_feedback "
-                           "inside it instead")
-    check_arguments("error_feedback", lr_correction=lr_correction)
-    return ErrorFeedback(inner, lr_correction)
-
-
 def _end_undo(state: State, back: Array, elements: Ranges) -> None:
     """Ends an undo. `back`: the change of the residual, or the new residual itself if all elements are undone."""
     if elements is None:
@@ -210,13 +202,18 @@ def in_updates(codec: Any) -> bool:
 
 
 class Momentum(CodecWrapper, frozen=True):
-    """Sends the velocity, velocity = beta * velocity + x, instead of the input x. If x is not finite, x is sent instead, so it
-    is flagged, and the velocity stays unchanged."""
+    """Sends the velocity, velocity = beta * velocity + x, instead of the input x. A plan adds error feedback to the inner codec
+    if that codec needs it. If x is not finite, x is sent instead, so it is flagged, and the velocity stays unchanged."""
 
     name: ClassVar[str] = "momentum"
     keeps: ClassVar[bool] = True
 
-    beta: float
+    beta: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.inner, Codec):
+            raise InvalidInput("E-CODEC-ARGUMENT", f"momentum: inner is {self.inner!r}, but it must be a codec")
 
     def init(self, spec: Spec) -> State:
         return {"velocity": np.zeros(spec.numel, np.float32), "inner": self.inner.init(spec), "_moved": False}
@@ -248,12 +245,7 @@ class Momentum(CodecWrapper, frozen=True):
             state["_moved"] = elements is not None
 
 
-def momentum(inner: Codec, beta: float = 0.9) -> Momentum:
-    """Adds momentum before any codec. A plan adds error feedback to the inner codec if that codec needs it."""
-    check_arguments("momentum", beta=beta)
-    if not isinstance(inner, Codec):
-        raise InvalidInput("E-CODEC-ARGUMENT", f"momentum: inner is {inner!r}, but it must be a codec")
-    return Momentum(inner, float(beta))
+error_feedback, momentum = ErrorFeedback, Momentum
 
 
 class ResidualSlice(NamedTuple):

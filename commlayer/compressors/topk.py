@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload, selection
 from commlayer.compressors.codec import FusedCodec, State, as_array, check_numel
 from commlayer.compressors.entries import (
@@ -34,14 +33,15 @@ HEADER = payload.HEADER_NBYTES
 
 
 class TopK(FusedCodec, frozen=True):
-    """Sends about ratio * numel entries per payload, never zeros. For large tensors the number varies by up to 10 %."""
+    """Sends the `ratio` of all entries with the largest magnitudes, never zeros. For large tensors the number varies by up to
+    10 %; exact=True sorts tensors of any size, which costs several passes."""
 
     name: ClassVar[str] = "topk"
     biased: ClassVar[bool] = True
 
-    ratio: float
-    values: str
-    exact: bool
+    ratio: float = 0.01
+    values: str = "int8"
+    exact: bool = False
 
     def bound(self, spec: Spec) -> int:
         cap = self.capacity(spec.numel)
@@ -126,23 +126,16 @@ class TopK(FusedCodec, frozen=True):
         return middle + nbytes
 
 
-def topk(ratio: float = 0.01, values: str = "int8", exact: bool = False) -> TopK:
-    """Creates the top-k codec, which sends the `ratio` of all entries with the largest magnitudes. exact=True sorts tensors of
-    any size, which costs several passes."""
-    check_arguments("topk", ratio=ratio, values=values, exact=exact)
-    return TopK(float(ratio), values, exact)
-
-
 class BlockThreshold(FusedCodec, frozen=True):
-    """Sends about ratio * numel entries per payload, in runs, never a run of zeros. For large tensors the number varies by up
-    to 10 %."""
+    """Sends the runs of `run` neighbors with the largest sums of magnitudes, until `ratio` of all entries is sent, never a run
+    of zeros. For large tensors the number varies by up to 10 %."""
 
     name: ClassVar[str] = "block_threshold"
     biased: ClassVar[bool] = True
 
-    ratio: float
-    run: int
-    values: str
+    ratio: float = 0.01
+    run: int = 16
+    values: str = "int8"
 
     def bound(self, spec: Spec) -> int:
         runs = self._runs(spec.numel)
@@ -200,8 +193,4 @@ class BlockThreshold(FusedCodec, frozen=True):
         return -(-numel // self.run)
 
 
-def block_threshold(ratio: float = 0.01, run: int = 16, values: str = "int8") -> BlockThreshold:
-    """Creates the block-threshold codec. It sends the runs of `run` neighbors with the largest sums of magnitudes, until
-    `ratio` of all entries is sent."""
-    check_arguments("block_threshold", ratio=ratio, run=run, values=values)
-    return BlockThreshold(float(ratio), run, values)
+topk, block_threshold = TopK, BlockThreshold
