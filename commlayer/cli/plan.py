@@ -168,14 +168,12 @@ class _Planned(NamedTuple):
     def judged(self) -> tuple[tuple[Baseline, ...], Gains]:
         """The plan and its alternatives, and the gains over one machine alone. If the noise scale is unknown, the alternatives
         are those of a small one."""
-        from commlayer.planner.baselines import against_alone, baselines, gains, noise_range, one_machine
+        from commlayer.planner.baselines import baselines, gains, noise_range, one_machine, planned_rows
         from commlayer.planner.inputs import checked_inputs
 
-        costs, limits, _ = checked_inputs(self.job, self.machines, *self.inputs.costs())
-        low, high = noise_range(self.job, costs, limits)
-        rows = baselines(self.plan, low, self.machines, costs, limits, self.synchronous)
-        most = [*against_alone(self.plan, high, self.machines, costs, limits, self.synchronous),
-                *one_machine(high, self.machines, costs, limits)] if high is not low else ()
+        low, high = noise_range(checked_inputs(self.job, self.machines, *self.inputs.costs()))
+        rows = baselines(self.plan, low, self.synchronous)
+        most = [*planned_rows(self.plan, high, self.synchronous), *one_machine(high)] if high is not low else ()
         return rows, gains(rows, most)
 
     def headline(self, gain: Gains) -> str:

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from commlayer.errors import InvalidInput
 from commlayer.planner.convergence import NONE, Excess, Recipe, excess
-from commlayer.planner.model import ZERO, Cluster, CodecCost, Group, Line, Node, Policy, Profile, bare, fold
+from commlayer.planner.model import ZERO, Cluster, CodecCost, Group, Line, Node, Profile, Question, bare, fold
 from commlayer.planner.noise import noise_of
 from commlayer.planner.problem import Network, Task, Template
 from commlayer.planner.tree import CODING, Op, Path, parse, served, spell
@@ -441,16 +441,18 @@ class Excesses:
                               loss_high=loss + max(0.0, measured.loss_high - plain.loss_high))
 
 
-def recipe_of(plan: Plan, job: Job, cluster: Cluster, policy: Policy) -> Recipe:
+def recipe_of(plan: Plan, question: Question) -> Recipe:
     """The settings of a plan that affect convergence, with `late` False."""
-    return Recipe(policy.optimizer, plan.codes, plan.local_steps, plan.overlap, False, cluster.ranks, plan.fragments,
-                  job.numel, noise_of(job))
+    job = question.job
+    return Recipe(question.policy.optimizer, plan.codes, plan.local_steps, plan.overlap, False, question.cluster.ranks,
+                  plan.fragments, job.numel, noise_of(job))
 
 
-def plan_excess(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> Excess:
-    known, recipe = Excesses(profile), recipe_of(plan, job, cluster, policy)
+def plan_excess(plan: Plan, question: Question) -> Excess:
+    """The convergence cost of a plan, whatever the plan itself predicts."""
+    known, recipe = Excesses(question.profile), recipe_of(plan, question)
     each = [known.of(b.by_node or (b.codec,), b.down, recipe._replace(late=b.stale)) for b in plan.buckets]
-    return summed(weights(job, [b.slices for b in plan.buckets], profile.energy), each)
+    return summed(weights(question.job, [b.slices for b in plan.buckets], question.profile.energy), each)
 
 
 def weights(job: Job, groups: Sequence[tuple[Slice, ...]], energy: Sequence[float] = ()) -> list[float]:

@@ -46,13 +46,12 @@ class Alternatives(NamedTuple):
 
 def explained(priced: PricedPlan) -> Plan:
     """The plan with its predicted times and each bucket's reason filled in."""
-    plan, (job, _, cluster, _, profile, policy, _) = priced.plan, priced.scenario.inputs
-    timeline = simulate(plan, job, cluster, profile, policy, spans=False)
-    more = plan_excess(plan, job, cluster, profile, policy)
+    plan, question = priced.plan, priced.scenario.question
+    timeline, more = simulate(plan, *question, spans=False), plan_excess(plan, question)
     others = {b: _alternatives(b, priced) for b in dict.fromkeys(priced.origins)}
     buckets = tuple(structs.replace(bucket, why=_why(bucket, others[b], priced, timeline))
                     for bucket, b in zip(plan.buckets, priced.origins, strict=True))
-    steps = {"steps": 1 + more.steps, "steps_high": 1 + more.high} if profile.learning else {}
+    steps = {"steps": 1 + more.steps, "steps_high": 1 + more.high} if question.profile.learning else {}
     return structs.replace(plan, buckets=buckets, step_s=timeline.step_s / plan.local_steps, **steps)
 
 
@@ -77,13 +76,13 @@ def _alternatives(b: int, priced: PricedPlan) -> Alternatives:
 def _why(bucket: Bucket, others: Alternatives, priced: PricedPlan, timeline: Timeline) -> Why:
     now, runner = others.now, min(others.dense, others.coded, key=lambda price: price.to_loss_s)
     runner = now if runner.to_loss_s == math.inf else runner
-    inputs = priced.scenario.inputs
+    question = priced.scenario.question
     return Why(
         seconds=max(0.0, timeline.done_s[bucket.id] - timeline.ready_s[bucket.id]),
-        nbytes=round(others.nbytes * nonzero_numel(inputs.job, bucket.slices)),
-        reason=_reason(bucket, others, inputs.job, timeline, count=inputs.steps_count),
+        nbytes=round(others.nbytes * nonzero_numel(question.job, bucket.slices)),
+        reason=_reason(bucket, others, question.job, timeline, count=question.steps_count),
         runner_up=runner.option, runner_up_s=runner.step_s - now.step_s,
-        runner_up_later=runner.to_loss_s / now.to_loss_s - 1 if inputs.steps_count and now.to_loss_s else 0.0,
+        runner_up_later=runner.to_loss_s / now.to_loss_s - 1 if question.steps_count and now.to_loss_s else 0.0,
     )
 
 

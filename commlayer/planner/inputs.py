@@ -18,9 +18,9 @@ from commlayer.codec_spec import spec_error
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner import tables
 from commlayer.planner.convergence import row_problem
-from commlayer.planner.model import Cluster, Link, Node, Policy, Profile, bare
+from commlayer.planner.model import Cluster, Link, Node, Policy, Profile, Question, bare
 from commlayer.planner.tables import DEFAULT_CODECS, gpus, profile_from_tables
-from commlayer.records import Job, Record, Timing
+from commlayer.records import Job, Record
 
 T = TypeVar("T")
 
@@ -31,22 +31,20 @@ LEAST = {"up_bps": 1000.0, "down_bps": 1000.0, "speed": 1e-9, "rounds": 1, "batc
 Mb/s: 20 Mb/s is 20e6."""
 
 
-def checked_inputs(
-    job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None,
-) -> tuple[Profile, Policy, Timing]:
+def checked_inputs(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Question:
     """Validates the inputs and fills in defaults: a profile from the tables, the default policy. Raises the first problem as
     InvalidInput."""
     policy = Policy() if policy is None else policy
     problems = [*job_problems(job), *cluster_problems(cluster), *policy_problems(policy)]
-    if not problems and profile is None:
-        profile = tables_profile(cluster, policy)
-    problems += [] if profile is None else profile_problems(profile, cluster)
-    if profile is not None and len(profile.energy) not in (0, len(job.tensors)):
-        problems.append(f"profile {profile.source!r}: energy has {len(profile.energy)} values for {len(job.tensors)} tensors: "
-                        "measure energy on this job, or remove the field")
-    if problems:
+    if not problems:
+        profile = profile or tables_profile(cluster, policy)
+        problems += profile_problems(profile, cluster)
+        if len(profile.energy) not in (0, len(job.tensors)):
+            problems.append(f"profile {profile.source!r}: energy has {len(profile.energy)} values for {len(job.tensors)} "
+                            "tensors: measure energy on this job, or remove the field")
+    if profile is None or problems:
         raise InvalidInput("E-PLAN-INPUT", problems[0])
-    return profile or tables_profile(cluster, policy), policy, job.timed
+    return Question(job, cluster, profile, policy)
 
 
 def tables_profile(cluster: Cluster, policy: Policy) -> Profile:

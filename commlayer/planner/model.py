@@ -10,7 +10,7 @@ from msgspec import structs
 from commlayer.codec_spec import CodecSpec, parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner.convergence import LearningRow
-from commlayer.records import Job, Plan, Record, over_server
+from commlayer.records import Job, Plan, Record, Timing, over_server
 
 NO_LIMIT = 1e9
 """A limit on loss that excludes no plan."""
@@ -190,11 +190,29 @@ class PlanInputs(Record, frozen=True):
     policy: Policy | None = None
 
     @property
-    def complete(self) -> tuple[Profile, Policy]:
-        """Profile and policy. Raises InvalidInput if one of them is None."""
+    def complete(self) -> Question:
+        """The inputs with profile and policy. Raises InvalidInput if one of them is None."""
         if self.profile is None or self.policy is None:
             raise InvalidInput("E-PLAN-INPUT", "the plan's inputs lack a profile or a policy")
-        return self.profile, self.policy
+        return Question(self.job, self.cluster, self.profile, self.policy)
+
+
+class Question(NamedTuple):
+    """The planner's inputs without gaps: a job with its timing, the machines, the costs and what a plan may choose."""
+
+    job: Job
+    cluster: Cluster
+    profile: Profile
+    policy: Policy
+
+    @property
+    def timing(self) -> Timing:
+        return self.job.timed
+
+    @property
+    def steps_count(self) -> bool:
+        """True: the objective counts convergence factors, which are known."""
+        return self.policy.objective == "loss" and bool(self.profile.learning)
 
 
 class Basis(NamedTuple):

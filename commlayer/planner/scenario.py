@@ -11,13 +11,13 @@ from commlayer.planner import buckets
 from commlayer.planner.buckets import Limits, Sort, least_spread_nbytes
 from commlayer.planner.choices import Choice, Space, search, uniform
 from commlayer.planner.convergence import Recipe
-from commlayer.planner.costs import Prices, hidden, weights
-from commlayer.planner.model import DENSE, Cluster, Option, Policy, Profile
+from commlayer.planner.costs import Prices, weights
+from commlayer.planner.model import DENSE, Option, Question
 from commlayer.planner.options import Catalog
 from commlayer.planner.placement import Part, parts
-from commlayer.planner.simulation import Simulation, exact_s, fragments, locally, urgent
+from commlayer.planner.simulation import Simulation, exact_s, fragments, locally, prices_of, urgent
 from commlayer.planner.tensors import nonzero_numel, shaped, unrounded
-from commlayer.records import Bucket, Job, Plan, Slice, Timing
+from commlayer.records import Bucket, Job, Plan, Slice
 
 SHARED, FINER = 4, (8, 16, 32)
 """Numbers of parts per server into which the model is cut: SHARED by default, since fewer parts could be unbalanced, and the
@@ -32,27 +32,17 @@ Kind = tuple[Sort, int]
 """A bucket's contents, and log2 of its size rounded up. Buckets of one kind have the same options."""
 
 
-class Inputs(NamedTuple):
-    job: Job
-    timing: Timing
-    cluster: Cluster
-    searched: Cluster
-    """The cluster with similar nodes made equal."""
-    profile: Profile
-    policy: Policy
-    placed: dict[tuple[tuple[int, ...], bool], Prices]
-    """Cached costs for complete plans. The key is the server hosts, and True if exchanges overlap local steps."""
+class StepTimes:
+    """Predicts the step times of complete plans. Plans with the same servers share their costs."""
 
-    def exact_s(self, plan: Plan) -> float:
-        """Predicted seconds of one step of a plan."""
+    def __init__(self) -> None:
+        self._prices: dict[tuple[tuple[int, ...], bool], Prices] = {}
+
+    def seconds(self, plan: Plan, question: Question) -> float:
         key = plan.hosts, plan.overlap == "round"
-        if key not in self.placed:
-            self.placed[key] = Prices(hidden(self.cluster) if key[1] else self.cluster, self.profile, plan.hosts)
-        return exact_s(plan, self.job, self.cluster, self.profile, self.policy, self.placed[key])
-
-    @property
-    def steps_count(self) -> bool:
-        return self.policy.objective == "loss" and bool(self.profile.learning)
+        if key not in self._prices:
+            self._prices[key] = prices_of(plan, question)
+        return exact_s(plan, question, self._prices[key])
 
 
 class Piece(NamedTuple):
@@ -73,11 +63,11 @@ class Layout(NamedTuple):
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def of(cls, job: Job, timing: Timing, limits: Limits) -> Layout:
+    def of(cls, job: Job, limits: Limits) -> Layout:
         groups = buckets.groups(job, limits)
         sizes = [sum(s.numel for s in group) for group in groups]
         return cls(job, limits, tuple(
-            Piece(group, nonzero_numel(job, group), urgent(timing, group), (buckets.sort_of(job, group), size.bit_length()))
+            Piece(group, nonzero_numel(job, group), urgent(job.timed, group), (buckets.sort_of(job, group), size.bit_length()))
             for group, size in zip(groups, sizes, strict=True)))
 
 
@@ -85,18 +75,18 @@ class Scenario:
     """The search's input for one sync mode, one division into buckets and one set of server hosts. `useful[b]` lists the
     catalog numbers of bucket b's options; a `Choice` has one index into each of these lists."""
 
-    def __init__(self, inputs: Inputs, catalog: Catalog, layout: Layout, recipe: Recipe) -> None:
-        self.inputs, self.layout, self.recipe = inputs, layout, recipe
+    def __init__(self, question: Question, times: StepTimes, catalog: Catalog, layout: Layout, recipe: Recipe) -> None:
+        self.question, self.times, self.layout, self.recipe = question, times, layout, recipe
         self.catalog = catalog.hidden if recipe.overlap == "round" else catalog
         plain = Recipe(recipe.optimizer, workers=recipe.workers, numel=recipe.numel)
         self.useful = [self.catalog.useful(*piece.kind, plain) for piece in layout.pieces]
-        ranks = {node.ranks for node in inputs.cluster.nodes if node.ranks}
+        ranks = {node.ranks for node in question.cluster.nodes if node.ranks}
         self.ranks_per_node = ranks.pop() if len(ranks) == 1 else 1
         self._placed: dict[tuple[int, ...], PricedPlan] = {}
 
     @cached_property
     def space(self) -> Space:
-        job, timing, _, _, profile, policy, _ = self.inputs
+        job, _, profile, policy = self.question
         pieces = self.layout.pieces
         priced = [self.catalog.load(mine, piece.numel, piece.urgency) for mine, piece in zip(self.useful, pieces, strict=True)]
         part = weights(job, [piece.slices for piece in pieces], profile.energy)
@@ -108,8 +98,7 @@ class Scenario:
         for b, (piece, mine) in enumerate(zip(pieces, self.useful, strict=True)):
             members.setdefault((piece.kind, mine), []).append(b)
         groups = [members[key] for key in sorted(members, key=lambda key: -key[0][1])]
-        parts = fragments(job, timing, pieces, [load for load, _ in priced], self.catalog.prices, self.recipe,
-                          priority=policy.priority)
+        parts = fragments(self.question, pieces, [load for load, _ in priced], self.catalog.prices, self.recipe)
         least_s = sum(float(each.problem.ready.reshape(each.problem.nodes, -1)[:, -1].max()) for each in parts)
         return Space(Simulation(parts), loss, excess, burden, groups, policy.max_loss, least_s)
 
@@ -152,13 +141,13 @@ class Scenario:
         if choice.options not in self._placed:
             parts = self._parts(choice, SHARED)
             plan = self._plan(parts)
-            step_s = self.inputs.exact_s(plan)
+            step_s = self.times.seconds(plan, self.question)
             for finely in FINER if plan.servers else ():
                 if step_s * self.recipe.every - PART_S <= choice.step_s:
                     break  # even the search's lower bound would not save enough
                 other = self._parts(choice, finely)
                 if len(other) > len(parts):
-                    other_s = self.inputs.exact_s(finer := self._plan(other))
+                    other_s = self.times.seconds(finer := self._plan(other), self.question)
                     if other_s < step_s - PART_S * (len(other) - len(parts)) / self.recipe.every:
                         parts, plan, step_s = other, finer, other_s
             self._placed[choice.options] = PricedPlan(self, choice, plan, tuple(part.origin for part in parts),
@@ -172,7 +161,7 @@ class Scenario:
                      least_nbytes=least_spread_nbytes(fine=self.recipe.fragments > 1 or finely > SHARED))
 
     def _plan(self, parts: Sequence[Part]) -> Plan:
-        job, result = self.inputs.job, []
+        job, result = self.question.job, []
         for i, part in enumerate(parts):
             o = self.catalog.options[part.option]
             codec, shape = shaped(o.codec, job, part.slices)

@@ -20,7 +20,7 @@ from commlayer.planner.buckets import default_plan
 from commlayer.planner.choices import Space, search, uniform
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Excesses, hidden, plan_excess, weights
-from commlayer.planner.model import Cluster, Policy
+from commlayer.planner.model import Cluster, Policy, Question
 from commlayer.planner.plan_rules import verify
 from commlayer.planner.search import MOST_LOCAL_STEPS, PAYS, plan, searched_local_steps
 from commlayer.planner.simulation import native_schedule, simulate
@@ -95,7 +95,7 @@ def test_shortest_step_is_not_the_shortest_training() -> None:
     assert by_step.step_s < to_loss.step_s
     assert price(to_loss) < price(by_step)
     profile = learnt(machines)
-    more = plan_excess(to_loss, toy_job(), machines, profile, Policy())
+    more = plan_excess(to_loss, Question(toy_job(), machines, profile, Policy()))
     assert (to_loss.steps, to_loss.steps_high) == pytest.approx((1 + more.steps, 1 + more.high))
     assert price(made_for(machines, Policy(optimizer="sgd"))) < price(to_loss), "it tolerates more than an unknown one"
 

@@ -133,19 +133,19 @@ NIGHTLY = {
 
 
 def seconds(best: Plan, case: Case) -> float:
-    profile, policy, _ = checked_inputs(case.job, case.cluster, None, case.policy)
-    step_s = simulate(best, case.job, case.cluster, profile, policy, spans=False).step_s / best.local_steps
-    by_loss = policy.objective == "loss"
-    return step_s * (1 + by_loss * plan_excess(best, case.job, case.cluster, profile, policy).high)
+    question = checked_inputs(case.job, case.cluster, None, case.policy)
+    step_s = simulate(best, *question, spans=False).step_s / best.local_steps
+    by_loss = question.policy.objective == "loss"
+    return step_s * (1 + by_loss * plan_excess(best, question).high)
 
 
 def checked(case: Case) -> tuple[Plan, float]:
     best = plan(case.job, case.cluster, None, case.policy)
-    profile, policy, _ = checked_inputs(case.job, case.cluster, None, case.policy)
-    problems = [line for line in lint(best, case.job, case.cluster, profile) if "sent uncompressed" not in line]
+    question = checked_inputs(case.job, case.cluster, None, case.policy)
+    problems = [line for line in lint(best, case.job, case.cluster, question.profile) if "sent uncompressed" not in line]
     assert problems == []
-    lost = plan_excess(best, case.job, case.cluster, profile, policy).loss_high
-    assert lost <= policy.max_loss + 1e-9
+    lost = plan_excess(best, question).loss_high
+    assert lost <= question.policy.max_loss + 1e-9
     return best, seconds(best, case)
 
 

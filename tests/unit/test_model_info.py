@@ -13,7 +13,7 @@ from torch import nn
 from commlayer.autotune.measure.model_info import ModelWatch
 from commlayer.autotune.measure.step_times import timed_job
 from commlayer.engine.model.model_tensors import job_of
-from commlayer.planner.baselines import Gains, against_alone, gains, noise_range, one_machine
+from commlayer.planner.baselines import Gains, gains, noise_range, one_machine, planned_rows
 from commlayer.planner.inputs import checked_inputs, cluster_of_homes
 from commlayer.planner.memory import accumulated, memory_of
 from commlayer.planner.model import Policy
@@ -46,11 +46,9 @@ def shown(model: nn.Module, *shape: int, integer: bool = False) -> ModelInfo:
 def gain(job: Job) -> Gains:
     machines, policy = cluster_of_homes("3xrtx3060@100/20Mb", "1Gb"), Policy(exact=False, optimizer="adam", fragments=False)
     machines = structs.replace(machines, nodes=tuple(structs.replace(node, speed=0.2) for node in machines.nodes))
-    costs, limits, _ = checked_inputs(job, machines, None, policy)
-    best = plan(job, machines, costs, limits)
-    low, high = noise_range(job, costs, limits)
-    return gains(*([*against_alone(best, each, machines, costs, limits), *one_machine(each, machines, costs, limits)]
-                   for each in (low, high)))
+    question = checked_inputs(job, machines, None, policy)
+    best = plan(*question)
+    return gains(*([*planned_rows(best, each), *one_machine(each)] for each in noise_range(question)))
 
 
 def test_gpt2_from_a_file_is_priced_like_the_built_in_one() -> None:

@@ -111,7 +111,7 @@ def test_servers_beside_training_nodes_match_the_closed_form() -> None:
 
 def test_written_placement_keeps_the_parts() -> None:
     job, cluster = toy_job(), machines(*["fiber-100"] * 3, "fiber-150")
-    profile, policy, _ = checked_inputs(job, cluster, None, DENSE_ONLY)
+    _, _, profile, policy = checked_inputs(job, cluster, None, DENSE_ONLY)
     fitted = next(hosts for hosts in host_sets(cluster) if len(set(hosts.parts)) > 1)
     prices = Prices(cluster, profile, fitted.places, spread=fitted.parts)
     catalog = Catalog(prices, options(prices, policy))

@@ -38,7 +38,7 @@ from commlayer.planner.choices import search, uniform
 from commlayer.planner.convergence import Recipe, excess
 from commlayer.planner.costs import Prices, hidden, plan_excess
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import DENSE, Cluster, Line, Link, Node, PlanInputs, Policy, Profile
+from commlayer.planner.model import DENSE, Cluster, Line, Link, Node, PlanInputs, Policy, Profile, Question
 from commlayer.planner.options import options
 from commlayer.planner.plan_lint import lint
 from commlayer.planner.plan_rules import lower, sync_mode
@@ -90,7 +90,7 @@ CLUSTERS = {
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_plans_are_legal_and_between_the_bound_and_the_dense_plan(name: str) -> None:
     job, machines = toy_job(), CLUSTERS[name]
-    profile, policy, _ = checked_inputs(job, machines, None, None)
+    _, _, profile, policy = checked_inputs(job, machines)
     result = plan(job, machines)
     assert lint(result, job, machines, profile) == []
     dense = plan(job, machines, None, DENSE_ONLY)
@@ -132,9 +132,9 @@ def test_more_bandwidth_is_never_slower(bps: float, factor: float) -> None:
 def test_loss_budget_holds(max_loss: float) -> None:
     job, machines = toy_job(), CLUSTERS["homes"]
     for objective in ("loss", "step"):
-        profile, policy, _ = checked_inputs(job, machines, learnt(machines), Policy(max_loss=max_loss, objective=objective))
-        result = plan(job, machines, profile, policy)
-        lost = plan_excess(result, job, machines, profile, policy).loss_high
+        question = checked_inputs(job, machines, learnt(machines), Policy(max_loss=max_loss, objective=objective))
+        result = plan(*question)
+        lost = plan_excess(result, question).loss_high
         assert lost <= max_loss + 1e-9
         assert lost > 0.2 * max_loss or objective == "loss" or not max_loss, "and uses it where only the step counts"
 
@@ -198,7 +198,8 @@ def test_codec_without_a_price_is_named() -> None:
 def test_non_finite_numbers_are_named_in_every_field(value: float) -> None:
     """Python objects can hold values that files cannot."""
     job, machines = toy_job(), cluster(2, "1g")
-    profile, policy, timing = checked_inputs(job, machines, None, None)
+    _, _, profile, policy = checked_inputs(job, machines)
+    timing = job.timed
     node = machines.nodes[0]
 
     def with_link(**fields: float) -> Cluster:
@@ -410,7 +411,7 @@ def test_outer_step_is_bounded_by_compute_bytes_and_fragment_latencies(
         end = max(s.end_s for s in timeline.spans if s.bucket in places)
         assert edge_s <= begin + 1e-9
         edge_s = end
-    assert exact_s(chosen, SMALL, machines, profile, Policy()) == pytest.approx(timeline.step_s / every)
+    assert exact_s(chosen, Question(SMALL, machines, profile, Policy())) == pytest.approx(timeline.step_s / every)
 
 
 @pytest.mark.parametrize("bps", [3e6, 1e7, 1e8, 1e10])
