@@ -27,7 +27,7 @@ from commlayer.errors import InvalidInput, cause_of
 from commlayer.files import write_whole
 from commlayer.optim.outer import family_of
 from commlayer.planner.convergence import ALONE, ALONE_AMONG
-from commlayer.planner.tables import LearningTable, Provenance, written
+from commlayer.planner.data.tables import LearningTable, Provenance, written
 
 CODECS = ("int4()", "topk(ratio=0.1)", "topk(ratio=0.01)")
 LOCAL_STEPS = (4, 16)

@@ -22,14 +22,14 @@ from bench.lab import Lab, LabUnavailable, check, sound
 from bench.ranks import launch_hosts, median_step_s
 from bench.report import Result
 from bench.worker import command
-from commlayer.planner import models, tables
 from commlayer.planner.buckets import Sort
-from commlayer.planner.choices import Space, search, uniform
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Prices
+from commlayer.planner.data import models, tables
 from commlayer.planner.model import Cluster, Link, Policy
-from commlayer.planner.options import Catalog, options
-from commlayer.planner.search import plan
+from commlayer.planner.search.choices import Space, search, uniform
+from commlayer.planner.search.options import Catalog, options
+from commlayer.planner.search.plan_search import plan
 from commlayer.planner.simulation import native_schedule
 from commlayer.records import Job, Plan, TensorInfo, Timing
 

@@ -15,9 +15,9 @@ from commlayer.balance.loss_model import LossModel
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner import model
 from commlayer.planner.convergence import LearningRow
+from commlayer.planner.data.tables import learning_rows, profile_from_tables
 from commlayer.planner.inputs import remedy
 from commlayer.planner.model import Basis, Node, Policy, Profile
-from commlayer.planner.tables import learning_rows, profile_from_tables
 from commlayer.records import SCHEMA, Bucket, Plan
 
 

@@ -21,7 +21,7 @@ from bench.learning.store import Store
 from bench.learning.tasks import TASKS
 from commlayer.files import between, write_whole
 from commlayer.planner.convergence import ALONE, LearningRow
-from commlayer.planner.tables import SHIPPED, LearningTable, Provenance, read, written
+from commlayer.planner.data.tables import SHIPPED, LearningTable, Provenance, read, written
 
 PAGE = report.ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"

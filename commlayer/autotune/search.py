@@ -20,8 +20,8 @@ from commlayer.planner.baselines import one_machine
 from commlayer.planner.buckets import COLLECTIVE_NBYTES
 from commlayer.planner.convergence import Recipe, excess
 from commlayer.planner.model import DENSE, Basis, Cluster, Node, PlanInputs
-from commlayer.planner.scenario import PricedPlan
-from commlayer.planner.search import PlanSearch
+from commlayer.planner.search.plan_search import PlanSearch
+from commlayer.planner.search.scenario import PricedPlan
 from commlayer.records import Plan, with_updates
 
 NEARLY = 0.03

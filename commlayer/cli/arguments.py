@@ -22,10 +22,10 @@ from commlayer import records
 from commlayer.config import MOST_LOSS
 from commlayer.errors import InvalidInput
 from commlayer.plan_file import text_of
-from commlayer.planner import models
+from commlayer.planner.data import models
+from commlayer.planner.data.tables import LearningTable, shipped, table_in
 from commlayer.planner.inputs import cluster_from_line, cluster_of, cluster_of_homes, profile_of
 from commlayer.planner.model import Cluster, Profile, bare
-from commlayer.planner.tables import LearningTable, shipped, table_in
 from commlayer.records import Job
 
 if TYPE_CHECKING:

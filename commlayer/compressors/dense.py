@@ -78,12 +78,16 @@ class _Half(OneRound, frozen=True):
 
 
 class Fp16(_Half, frozen=True):
+    """Casts each element to half precision: magnitudes from 6e-8 to 65504."""
+
     name: ClassVar[str] = "fp16"
     kernel: ClassVar[str] = "f16"
     most: ClassVar[float] = kernels.MOST["fp16"]
 
 
 class Bf16(_Half, frozen=True):
+    """Casts each element to bfloat16, which has the range of float32."""
+
     name: ClassVar[str] = "bf16"
     kernel: ClassVar[str] = "bf16"
     most: ClassVar[float] = kernels.MOST["bf16"]

@@ -12,8 +12,8 @@ import numpy as np
 
 from commlayer.codec_spec import VALUE_BITS
 from commlayer.compressors import kernels
-from commlayer.compressors.fallback import ef_nbytes
 from commlayer.compressors.kernels import Array
+from commlayer.compressors.kernels.fallback import ef_nbytes
 from commlayer.compressors.payload import Buffer, Out, expect
 from commlayer.errors import CorruptPayload
 

@@ -67,9 +67,9 @@ class TopK(FusedCodec, frozen=True):
     def start_fused(self, x: Array, residual: Array | None, state: State, out: Out) -> int:
         n, k = len(x), self.wanted(len(x))
         if on_device(out) and not self.few(n):
-            from commlayer.compressors.device import topk as queued_topk  # loads torch
+            from commlayer.compressors import topk_on_device  # loads torch
 
-            nbytes, picked = queued_topk.start(self.id, VALUE_KINDS[self.values], k, x, residual, state, out)
+            nbytes, picked = topk_on_device.start(self.id, VALUE_KINDS[self.values], k, x, residual, state, out)
             if picked is None:
                 return nbytes
         else:

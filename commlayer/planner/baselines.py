@@ -13,13 +13,13 @@ from commlayer.errors import InvalidInput
 from commlayer.planner.buckets import default_plan
 from commlayer.planner.convergence import NONE, alone, measured_noise
 from commlayer.planner.costs import Prices, plan_excess
+from commlayer.planner.data.noise import noise_of
+from commlayer.planner.data.tables import gpus, job_speed
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Line, Link, Node, Policy, Profile, Question
-from commlayer.planner.noise import noise_of
 from commlayer.planner.plan_rules import main_codec, sync_mode
-from commlayer.planner.search import PAYS, plan
+from commlayer.planner.search.plan_search import PAYS, plan
 from commlayer.planner.simulation import bucket_template, exact_s, hosts_of
-from commlayer.planner.tables import gpus, job_speed
 from commlayer.planner.tensors import sent_numel
 from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record, Timing
 

@@ -15,8 +15,8 @@ from msgspec import structs
 
 from commlayer.errors import InvalidInput
 from commlayer.planner.convergence import NONE, Excess, Recipe, excess
+from commlayer.planner.data.noise import noise_of
 from commlayer.planner.model import ZERO, Cluster, CodecCost, Group, Line, Node, Profile, Question, bare, fold
-from commlayer.planner.noise import noise_of
 from commlayer.planner.problem import Network, Task, Template
 from commlayer.planner.tree import CODING, Op, Path, parse, served, spell
 from commlayer.records import Job, Plan, Slice

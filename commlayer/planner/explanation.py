@@ -10,7 +10,7 @@ from msgspec import structs
 from commlayer.errors import InvalidInput
 from commlayer.planner.costs import plan_excess
 from commlayer.planner.model import DENSE, Cluster, Policy, Profile
-from commlayer.planner.scenario import PricedPlan
+from commlayer.planner.search.scenario import PricedPlan
 from commlayer.planner.simulation import Span, Timeline, simulate
 from commlayer.planner.tensors import DOUBLE, is_sparse, nonzero_numel
 from commlayer.records import Bucket, Job, Plan, Record, Why

@@ -16,10 +16,10 @@ from msgspec import structs
 
 from commlayer.codec_spec import spec_error
 from commlayer.errors import InvalidInput, RecordError
-from commlayer.planner import tables
 from commlayer.planner.convergence import row_problem
+from commlayer.planner.data import tables
+from commlayer.planner.data.tables import DEFAULT_CODECS, gpus, profile_from_tables
 from commlayer.planner.model import Cluster, Link, Node, Policy, Profile, Question, bare
-from commlayer.planner.tables import DEFAULT_CODECS, gpus, profile_from_tables
 from commlayer.records import Job, Record
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from commlayer.planner.tables import gpu
+from commlayer.planner.data.tables import gpu
 from commlayer.records import Job
 
 STATES_NBYTES = {"adam": 8, "sgd": 4, "muon": 4, "lion": 4, "": 8}

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 from commlayer.codec_spec import CodecSpec, spec_error
 from commlayer.planner import tree
+from commlayer.planner.data.tables import learning_rows
 from commlayer.planner.inputs import cluster_problems, job_problems, profile_problems
 from commlayer.planner.model import DENSE, Cluster, Profile, bare
 from commlayer.planner.plan_rules import codecs_of, late_and_sparse, verify, verify_alone
 from commlayer.planner.simulation import hosts_of
-from commlayer.planner.tables import learning_rows
 from commlayer.planner.tensors import untouched
 from commlayer.planner.tree import Promise, misfits, on_gpus, parse, promise_of
 from commlayer.records import SCHEMA, Bucket, Job, Plan

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import structs
 
 from commlayer.codec_spec import ELEMENT_NBYTES, CodecSpec, parse_spec, spec_error
-from commlayer.planner.codec_sizes import touch
+from commlayer.planner.data.codec_sizes import touch
 from commlayer.planner.model import Option
 from commlayer.records import Bucket, Job, Plan, Slice
 

@@ -28,7 +28,7 @@ from commlayer.engine.start.rendezvous import Start
 from commlayer.engine.worker.worker import Worker
 from commlayer.optim import OuterSGD
 from commlayer.planner import lower, tree
-from commlayer.planner import tables as machines
+from commlayer.planner.data import tables as machines
 from commlayer.planner.model import Cluster
 from commlayer.planner.tree import spell
 from commlayer.records import Bucket, Plan, Slice, Spec

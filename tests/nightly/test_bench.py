@@ -12,7 +12,7 @@ import pytest
 import bench.__main__ as front
 from bench import Unmeasurable, balance, check, report
 from bench.learning import table
-from commlayer.planner.tables import SHIPPED, read
+from commlayer.planner.data.tables import SHIPPED, read
 
 RESULT: report.Result = {
     "rows": [{"what": "first", "gain": 1.5, "steps": 3}, {"what": "second", "extra": True}],

@@ -12,10 +12,10 @@ from msgspec import structs
 
 from commlayer.planner.baselines import baselines
 from commlayer.planner.costs import plan_excess
+from commlayer.planner.data.models import published
 from commlayer.planner.inputs import checked_inputs, cluster_from_line
 from commlayer.planner.model import Cluster, Policy, Profile, Question
-from commlayer.planner.models import published
-from commlayer.planner.search import PAYS, plan
+from commlayer.planner.search.plan_search import PAYS, plan
 from commlayer.planner.simulation import exact_s
 from commlayer.records import Bucket, Job, Plan
 

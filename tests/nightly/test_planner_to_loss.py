@@ -15,16 +15,16 @@ from support.planner import at, price, random_space
 from support.plans import toy_job
 
 from commlayer.codec_spec import parse_spec
-from commlayer.planner import choices
 from commlayer.planner.buckets import default_plan
-from commlayer.planner.choices import Space, search, uniform
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Excesses, hidden, plan_excess, weights
+from commlayer.planner.data.tables import learning_rows as shipped_rows
 from commlayer.planner.model import Cluster, Policy, Question
 from commlayer.planner.plan_rules import verify
-from commlayer.planner.search import MOST_LOCAL_STEPS, PAYS, plan, searched_local_steps
+from commlayer.planner.search import choices
+from commlayer.planner.search.choices import Space, search, uniform
+from commlayer.planner.search.plan_search import MOST_LOCAL_STEPS, PAYS, plan, searched_local_steps
 from commlayer.planner.simulation import native_schedule, simulate
-from commlayer.planner.tables import learning_rows as shipped_rows
 from commlayer.records import Plan, Slice
 
 FREE = Policy(exact=False)

@@ -13,11 +13,11 @@ from oracle.espresso import KEEP, cpu_pass, gpu_pass
 from oracle.fifo import Played, play, timed
 from oracle.ugatit import ugatit
 
-from commlayer.planner import models
 from commlayer.planner.costs import Prices
+from commlayer.planner.data import models
+from commlayer.planner.data.tables import PCIE_COPY, links
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
 from commlayer.planner.problem import Task
-from commlayer.planner.tables import PCIE_COPY, links
 from commlayer.planner.tree import Path, encodes, options
 from commlayer.records import Job
 

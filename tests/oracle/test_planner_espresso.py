@@ -12,7 +12,7 @@ from oracle.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, Model, clu
 from oracle.fifo import Played, TimedTask, play
 
 from commlayer.planner.model import Policy
-from commlayer.planner.search import plan
+from commlayer.planner.search.plan_search import plan
 from commlayer.planner.tree import check
 
 

@@ -20,11 +20,11 @@ import pytest
 from msgspec import structs
 
 from commlayer.planner.costs import plan_excess
+from commlayer.planner.data.models import builtin, published
 from commlayer.planner.inputs import checked_inputs, cluster_from_line, cluster_of_homes
 from commlayer.planner.model import Cluster, Link, Node, Policy
-from commlayer.planner.models import builtin, published
 from commlayer.planner.plan_lint import lint
-from commlayer.planner.search import plan
+from commlayer.planner.search.plan_search import plan
 from commlayer.planner.simulation import simulate
 from commlayer.records import Job, Plan, TensorInfo, Timing
 

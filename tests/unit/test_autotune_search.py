@@ -35,10 +35,10 @@ from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes, with_m
 from commlayer.errors import InvalidInput, InvalidState
 from commlayer.planner import default_plan, simulate
 from commlayer.planner.convergence import LearningRow
+from commlayer.planner.data.models import builtin, published
+from commlayer.planner.data.tables import node, profile_from_tables
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Cluster, Line, Link, Node, PlanInputs, Policy, Profile
-from commlayer.planner.models import builtin, published
-from commlayer.planner.tables import node, profile_from_tables
 from commlayer.records import Epoch, Plan, ServerInfo
 
 ROWS = tuple(

@@ -17,9 +17,10 @@ from rich.console import Console
 from support.commands import assert_error
 
 from commlayer import plan_file, records
-from commlayer.cli import output, plan_report
+from commlayer.cli import output
 from commlayer.cli.arguments import counted_job, function_of, job_named, made_by, timed_job
 from commlayer.cli.main import run
+from commlayer.cli.plan import report as plan_report
 from commlayer.demo import report, screen
 from commlayer.demo.report import Progress
 from commlayer.demo.settings import DemoSettings, Event
@@ -27,10 +28,10 @@ from commlayer.engine.epochs.membership_change import unfit
 from commlayer.planner import builtin, plan
 from commlayer.planner.baselines import Curve, one_machine, what_if
 from commlayer.planner.convergence import ALONE
+from commlayer.planner.data.tables import device_named, profile_from_tables
 from commlayer.planner.explanation import diff, explain
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Policy, Question
-from commlayer.planner.tables import device_named, profile_from_tables
 from commlayer.records import Plan
 
 NODES = "2xrtx3060@100/20Mb,rtx4090@1Gb"

@@ -31,7 +31,7 @@ from commlayer.config import Config
 from commlayer.engine.start.plan_choice import settle
 from commlayer.errors import InvalidInput, RecordError, code_of
 from commlayer.plan_file import inputs_of
-from commlayer.planner import builtin, tables
+from commlayer.planner import builtin
 from commlayer.planner.convergence import (
     ALONE,
     LONG_NUMEL,
@@ -46,8 +46,9 @@ from commlayer.planner.convergence import (
     local_step_excess,
     steps_alone,
 )
-from commlayer.planner.tables import LearningTable, Provenance, read, written
-from commlayer.planner.tables import learning_rows as shipped_rows
+from commlayer.planner.data import tables
+from commlayer.planner.data.tables import LearningTable, Provenance, read, written
+from commlayer.planner.data.tables import learning_rows as shipped_rows
 
 
 def row(codec: str, steps: float = 0.0, *, high: float | None = None, loss: float = 0.0, **fields: Any) -> LearningRow:

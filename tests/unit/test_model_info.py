@@ -14,12 +14,12 @@ from commlayer.autotune.measure.model_info import ModelWatch
 from commlayer.autotune.measure.step_times import timed_job
 from commlayer.engine.model.model_tensors import job_of
 from commlayer.planner.baselines import Gains, gains, noise_range, one_machine, planned_rows
+from commlayer.planner.data.models import builtin, timing
+from commlayer.planner.data.noise import law_of, noise_of
 from commlayer.planner.inputs import checked_inputs, cluster_of_homes
 from commlayer.planner.memory import accumulated, memory_of
 from commlayer.planner.model import Policy
-from commlayer.planner.models import builtin, timing
-from commlayer.planner.noise import law_of, noise_of
-from commlayer.planner.search import plan
+from commlayer.planner.search.plan_search import plan
 from commlayer.records import Job, ModelInfo, TensorInfo, Timing
 
 

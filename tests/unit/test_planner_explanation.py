@@ -9,7 +9,7 @@ from support.plans import cluster, toy_job
 from commlayer.planner.baselines import Curve, Point, at_rate, break_even, point, what_if
 from commlayer.planner.explanation import bucket_of, diff, explain, tensor_names
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.search import plan
+from commlayer.planner.search.plan_search import plan
 from commlayer.planner.simulation import simulate
 
 HOMES = cluster(3, "home-100/20", reachable=False)

@@ -11,13 +11,14 @@ from msgspec import structs
 from support.planner import DENSE
 from support.plans import closed_form, toy_job
 
-from commlayer.planner import buckets, tables
+from commlayer.planner import buckets
 from commlayer.planner.costs import Prices
+from commlayer.planner.data import tables
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import Cluster, Link, Node, Policy
-from commlayer.planner.options import Catalog, options
-from commlayer.planner.placement import assign, host_sets, parts, shares
-from commlayer.planner.search import plan
+from commlayer.planner.search.options import Catalog, options
+from commlayer.planner.search.placement import assign, host_sets, parts, shares
+from commlayer.planner.search.plan_search import plan
 
 M, BPS = 100e6, 10e9
 RATES = st.floats(1e7, 1e10)

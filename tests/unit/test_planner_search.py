@@ -31,21 +31,22 @@ from commlayer.compressors import codec_of, parse
 from commlayer.compressors.feedback import wrap
 from commlayer.engine.job.plan_checks import promise_of, unsuited
 from commlayer.engine.worker.worker import Worker
-from commlayer.planner import choices, default_plan, verify
-from commlayer.planner import tables as machines
+from commlayer.planner import default_plan, verify
 from commlayer.planner.buckets import fragments_of
-from commlayer.planner.choices import search, uniform
 from commlayer.planner.convergence import Recipe, excess
 from commlayer.planner.costs import Prices, hidden, plan_excess
+from commlayer.planner.data import tables as machines
+from commlayer.planner.data.tables import learning_rows as shipped_rows
+from commlayer.planner.data.tables import profile_from_tables
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import DENSE, Cluster, Line, Link, Node, PlanInputs, Policy, Profile, Question
-from commlayer.planner.options import options
 from commlayer.planner.plan_lint import lint
 from commlayer.planner.plan_rules import lower, sync_mode
-from commlayer.planner.search import plan
+from commlayer.planner.search import choices
+from commlayer.planner.search.choices import search, uniform
+from commlayer.planner.search.options import options
+from commlayer.planner.search.plan_search import plan
 from commlayer.planner.simulation import Fragment, Simulation, exact_s, simulate
-from commlayer.planner.tables import learning_rows as shipped_rows
-from commlayer.planner.tables import profile_from_tables
 from commlayer.planner.tensors import keeps_zeros, sent_numel
 from commlayer.planner.tree import Promise, misfits, summing
 from commlayer.planner.tree import parse as path_of

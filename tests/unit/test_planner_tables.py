@@ -14,11 +14,11 @@ from support.plans import cluster
 from commlayer import records
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner import data
-from commlayer.planner import tables as machines
+from commlayer.planner.data import tables as machines
+from commlayer.planner.data.models import built_in, builtin, layers, preset_of, published
+from commlayer.planner.data.tables import at_job_speed, gpu, link, links, node, profile_from_tables
 from commlayer.planner.inputs import cluster_from_line, cluster_of, link_of, nodes_of, profile_of, rate_of
 from commlayer.planner.model import Cluster, Link
-from commlayer.planner.models import built_in, builtin, layers, preset_of, published
-from commlayer.planner.tables import at_job_speed, gpu, link, links, node, profile_from_tables
 from commlayer.records import Job, Work
 
 SIZES = {

@@ -15,9 +15,9 @@ from commlayer.compressors import build, wrap
 from commlayer.config import Config
 from commlayer.engine.sync.sync_modes import RequestedModes
 from commlayer.errors import InvalidInput
-from commlayer.planner import tables as machines
 from commlayer.planner.buckets import ELEMENT_NBYTES, LEAST_FRAGMENT_NBYTES, most_fragments
 from commlayer.planner.convergence import Recipe, excess
+from commlayer.planner.data import tables as machines
 from commlayer.planner.model import Basis
 from commlayer.planner.tensors import untouched
 from commlayer.records import Job, Plan

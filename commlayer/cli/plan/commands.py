@@ -14,11 +14,11 @@ from commlayer.cli.output import Commands, Notes, Part, Report, check_out, publi
 from commlayer.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from commlayer.cli.plan_report import Unfit
+    from commlayer.cli.plan.report import Unfit
     from commlayer.plan_file import PlanFileInputs
     from commlayer.planner.baselines import Baseline, Gains
+    from commlayer.planner.data.tables import LearningTable
     from commlayer.planner.model import Cluster, Policy, Profile
-    from commlayer.planner.tables import LearningTable
     from commlayer.records import Job, Plan
 
 app = typer.Typer(no_args_is_help=True, help="Plan a job's communication from tables or measurements: no GPU needed.")
@@ -56,10 +56,11 @@ def estimate(
     verbose: Annotated[bool, typer.Option("-v", help="Also print the sources of the factors, and the buckets.")] = False,
 ) -> None:
     """Estimate how much faster training is on these machines than on the fastest one alone."""
-    from commlayer.cli import arguments, plan_report
+    from commlayer.cli import arguments
+    from commlayer.cli.plan import report as plan_report
     from commlayer.planner.baselines import Verdict, training_costs
     from commlayer.planner.convergence import measured_local_steps
-    from commlayer.planner.tables import learning_rows
+    from commlayer.planner.data.tables import learning_rows
 
     server, price = arguments.server_price(server, steps)
     machines = arguments.cluster_named(cluster, nodes, homes, server)
@@ -161,7 +162,7 @@ class _Planned(NamedTuple):
 
     @property
     def unfit(self) -> Unfit | None:
-        from commlayer.cli import plan_report
+        from commlayer.cli.plan import report as plan_report
 
         return plan_report.unfit(self.job, self.machines, self.policy.optimizer)
 
@@ -184,7 +185,7 @@ class _Planned(NamedTuple):
         return verdict(gain) if unfit is None else coded("E-PLAN-MEMORY", f"DOES NOT FIT: {unfit.why}: {unfit.remedy}")
 
     def assumptions(self, model: str, *, named: bool) -> tuple[str, ...]:
-        from commlayer.cli import plan_report
+        from commlayer.cli.plan import report as plan_report
 
         return tuple(plan_report.assumptions(model, self.job, self.machines, self.policy, self.shares, named=named))
 
@@ -192,9 +193,9 @@ class _Planned(NamedTuple):
               table: LearningTable | None, buckets: bool, verbose: bool = False) -> Iterator[Part]:
         """The alternatives, the plan and the assumptions. `names`: what to call an alternative; `steps`: length of the
         training, 0 if unknown."""
-        from commlayer.cli import plan_report
+        from commlayer.cli.plan import report as plan_report
+        from commlayer.planner.data.tables import learning_rows
         from commlayer.planner.simulation import simulate
-        from commlayer.planner.tables import learning_rows
         from commlayer.planner.tensors import untouched
 
         (costs, limits), known = self.inputs.costs(), self.plan.steps > 0
@@ -220,10 +221,11 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
     speed get shares of the batch by their speed."""
     from commlayer import plan_file
     from commlayer.balance import loss_model
-    from commlayer.cli import arguments, plan_report
+    from commlayer.cli import arguments
+    from commlayer.cli.plan import report as plan_report
+    from commlayer.planner.data.tables import at_job_speed, gpus, learning_rows
     from commlayer.planner.memory import accumulated
-    from commlayer.planner.search import PlanSearch
-    from commlayer.planner.tables import at_job_speed, gpus, learning_rows
+    from commlayer.planner.search.plan_search import PlanSearch
 
     job = arguments.with_noise(arguments.job_named(model, batch), noise_scale)
     if job.timing is not None:
@@ -270,7 +272,7 @@ def explain(
 ) -> None:
     """Explain a bucket: path, codec, cost and runner-up."""
     from commlayer import plan_file
-    from commlayer.cli import plan_report
+    from commlayer.cli.plan import report as plan_report
     from commlayer.planner.explanation import bucket_of
     from commlayer.planner.explanation import explain as explained
 
@@ -288,7 +290,7 @@ def diff(
 ) -> None:
     """Show the differences of two plans by tensor. Exit code 1 if they differ."""
     from commlayer import plan_file
-    from commlayer.cli import plan_report
+    from commlayer.cli.plan import report as plan_report
     from commlayer.planner.explanation import diff as differ
 
     beside = plan_file.sidecar(before)
@@ -309,10 +311,10 @@ def whatif(
 ) -> None:
     """Plan the same job on other machines; print the gains, and the link rate below which compression is faster."""
     from commlayer import plan_file
-    from commlayer.cli import plan_report
+    from commlayer.cli.plan import report as plan_report
     from commlayer.planner.baselines import what_if
+    from commlayer.planner.data.tables import at_job_speed
     from commlayer.planner.inputs import nodes_of, rate_of
-    from commlayer.planner.tables import at_job_speed
 
     values = {"--add": add, "--bandwidth": bandwidth, "--count": count, "--gpu": gpu}
     options = [name for name, value in values.items() if value]

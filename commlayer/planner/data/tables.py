@@ -23,9 +23,9 @@ from msgspec import structs
 
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput, RecordError
-from commlayer.planner.codec_sizes import touch
 from commlayer.planner.convergence import LearningRow, row_problem
 from commlayer.planner.data import FOLDER, NotNegative, Positive, load
+from commlayer.planner.data.codec_sizes import touch
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
 from commlayer.records import Record, Timing, Work, decode, encode
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from commlayer import native
-from commlayer.compressors import fallback
+from commlayer.compressors.kernels import fallback
 from commlayer.errors import CorruptPayload, InvalidInput
 from commlayer.gpu.launch import MOST_BLOCKS, THREADS, each, start
 from commlayer.gpu.launch import serves as serves

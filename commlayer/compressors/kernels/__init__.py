@@ -2,7 +2,7 @@
 
 On the host, arrays are numpy arrays and payload bytes are memoryviews of any alignment. On a CUDA device both are torch
 tensors. Arrays are float32 or int32, contiguous and one-dimensional. `of(memory)` returns the kernels for some memory: on a
-CUDA device those in cuda/, on the host the native core, or fallback.py if it is not built. All have the same names, arguments
+CUDA device those of cuda.py, on the host the native core, or fallback.py if it is not built. All have the same names, arguments
 and results, and produce the same bytes. native/include/commlayer.h specifies each kernel.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from commlayer import native
 from commlayer.codec_spec import CodecSpec
-from commlayer.compressors import fallback
+from commlayer.compressors.kernels import fallback
 from commlayer.compressors.payload import Buffer, on_device
 from commlayer.errors import InvalidInput
 
@@ -89,10 +89,8 @@ def of(memory: Array | Buffer) -> ModuleType:
 @functools.cache
 def device() -> ModuleType:
     """Returns the kernels for CUDA. Loads torch."""
-    return importlib.import_module("commlayer.compressors.device.kernels")
+    return importlib.import_module("commlayer.compressors.kernels.cuda")
 
-
-# ---- memory
 
 LEAST_NBYTES = 1 << 16
 """Buffers smaller than this are allocated and freed normally, since a system call would cost more than it saves."""

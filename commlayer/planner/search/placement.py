@@ -12,7 +12,7 @@ from commlayer.errors import InvalidInput
 from commlayer.planner import buckets
 from commlayer.planner.buckets import ELEMENT_NBYTES, fragments_of, spread
 from commlayer.planner.model import ZERO, Cluster, Node
-from commlayer.planner.options import Catalog
+from commlayer.planner.search.options import Catalog
 from commlayer.planner.tensors import nonzero_numel
 from commlayer.records import Job, Slice
 

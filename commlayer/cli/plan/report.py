@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from commlayer.cli.output import Part, Table
-from commlayer.planner import models, tables
 from commlayer.planner.baselines import ALONE, PLAN, SYNCHRONOUS, Baseline, Curve, Gains, TrainingCost, break_even, rate, times
 from commlayer.planner.convergence import (
     FAMILIES,
@@ -25,13 +24,14 @@ from commlayer.planner.convergence import (
     measured_noise,
     published_cost,
 )
+from commlayer.planner.data import models, tables
+from commlayer.planner.data.noise import law_of, noise_of
+from commlayer.planner.data.tables import LAUNCH_S, LearningTable, gpu, gpus, job_limit, job_speed, peak_tflops, stream_bytes_s
 from commlayer.planner.explanation import Difference, Explanation, spelled
 from commlayer.planner.memory import RESERVED_GBYTES, Memory, memory_of
 from commlayer.planner.model import Cluster, Node, Policy
-from commlayer.planner.noise import law_of, noise_of
 from commlayer.planner.plan_rules import codecs_of, sync_mode
 from commlayer.planner.simulation import Timeline
-from commlayer.planner.tables import LAUNCH_S, LearningTable, gpu, gpus, job_limit, job_speed, peak_tflops, stream_bytes_s
 from commlayer.records import Bucket, Job, Plan, Why
 
 BAR = 12

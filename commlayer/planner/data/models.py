@@ -16,7 +16,7 @@ from msgspec import structs
 
 from commlayer.errors import InvalidInput
 from commlayer.planner.data import NotNegative, load
-from commlayer.planner.tables import gpus, job_speed, speed, stream_bytes_s
+from commlayer.planner.data.tables import gpus, job_speed, speed, stream_bytes_s
 from commlayer.records import Job, ModelInfo, Record, TensorInfo, Timing, Work
 
 

@@ -9,12 +9,12 @@ from typing import Literal, NamedTuple, cast
 
 from commlayer.planner import buckets
 from commlayer.planner.buckets import Limits, Sort, least_spread_nbytes
-from commlayer.planner.choices import Choice, Space, search, uniform
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Prices, weights
 from commlayer.planner.model import DENSE, Option, Question
-from commlayer.planner.options import Catalog
-from commlayer.planner.placement import Part, parts
+from commlayer.planner.search.choices import Choice, Space, search, uniform
+from commlayer.planner.search.options import Catalog
+from commlayer.planner.search.placement import Part, parts
 from commlayer.planner.simulation import Simulation, exact_s, fragments, locally, prices_of, urgent
 from commlayer.planner.tensors import nonzero_numel, shaped, unrounded
 from commlayer.records import Bucket, Job, Plan, Slice
