@@ -23,13 +23,13 @@ from commlayer.planner.buckets import ELEMENT_NBYTES, LEAST_FRAGMENT_NBYTES, Lim
 from commlayer.planner.convergence import Recipe, late_allowed, late_measured, measured_local_steps
 from commlayer.planner.costs import Prices, plan_excess, weights
 from commlayer.planner.data.noise import noise_of
-from commlayer.planner.explanation import explained
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Policy, Profile, bare, condensed
 from commlayer.planner.plan_rules import codecs_of
 from commlayer.planner.search.choices import Choice, uniform
 from commlayer.planner.search.options import Catalog, allowed_codecs, criteria, options
 from commlayer.planner.search.placement import Hosts, even, host_sets
+from commlayer.planner.search.reasons import explained
 from commlayer.planner.search.scenario import Layout, PricedPlan, Scenario, StepTimes
 from commlayer.planner.simulation import locally, slowest
 from commlayer.planner.tensors import full
