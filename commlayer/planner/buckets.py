@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
@@ -10,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
-from commlayer.planner.tensors import DOUBLE, is_sparse, row_of, shaped, unrounded
+from commlayer.planner.tensors import DOUBLE, is_buffer, is_sparse, row_of, shaped, unrounded
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
 
 ELEMENT_NBYTES = 4
@@ -83,7 +84,7 @@ def default_plan(
     groups = list(fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective,
                         MAX_BUCKET_NBYTES if matrices else 0, spread_nbytes))
     # A bucket is ready when its last tensor is; buckets of buffers are ready when backward ends.
-    groups.sort(key=lambda group: (_buffer(job, group), -min(part.tensor for part in group)))
+    groups.sort(key=lambda group: (is_buffer(job, group), -min(part.tensor for part in group)))
     sizes = [sum(s.numel for s in group) for group in groups]
     service = path == "service"
     hosts = [0] * len(sizes)
@@ -92,14 +93,10 @@ def default_plan(
     owners = spread(sizes, ranks_per_node) if service else [0] * len(sizes)
     buckets = []
     for i, group in enumerate(groups):
-        buffer = _buffer(job, group)
+        buffer = is_buffer(job, group)
         mine, shape = shaped(BUFFER_CODEC if buffer else codec, job, group)
         buckets.append(Bucket(i, group, path, mine, hosts[i], owners[i], shape, down="" if buffer else down))
     return unrounded(Plan(job.digest(), tuple(buckets), servers if service else 0, ranks_per_node), job)
-
-
-def _buffer(job: Job, group: Sequence[Slice]) -> bool:
-    return job.tensors[group[0].tensor].buffer
 
 
 def _first_needed(sizes: Sequence[int], hosts: int) -> list[int]:
@@ -110,11 +107,7 @@ def _first_needed(sizes: Sequence[int], hosts: int) -> list[int]:
     ([0, 1, 1, 1, 0], [0, 0, 1, 1, 1])
     """
     last = sum(1 for done in accumulate(reversed(sizes)) if 2 * done <= sum(sizes))
-    order = [*range(len(sizes))[::-1][:last], *sorted(range(len(sizes) - last), key=lambda place: -sizes[place])]
-    chosen = [0] * len(sizes)
-    for place, host in zip(order, spread([sizes[place] for place in order], hosts), strict=True):
-        chosen[place] = host
-    return chosen
+    return _spread_in([*range(len(sizes))[::-1][:last], *_largest_first(sizes[: len(sizes) - last])], sizes, hosts)
 
 
 def _in_turns(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], hosts: int, fragments: int) -> list[int]:
@@ -143,21 +136,39 @@ def shared(sizes: Sequence[int], hosts: int) -> list[int]:
     >>> shared([5, 1, 1, 5, 5], 3), spread([4, 4, 4, 4, 14, 4], 2), shared([4, 4, 4, 4, 14, 4], 2)
     ([0, 0, 1, 1, 2], [0, 1, 0, 1, 0, 1], [1, 1, 1, 1, 0, 0])
     """
-    chosen = [0] * len(sizes)
-    ordered = sorted(range(len(sizes)), key=lambda place: -sizes[place])
-    for place, host in zip(ordered, spread([sizes[place] for place in ordered], hosts), strict=True):
-        chosen[place] = host
-    return chosen
+    return _spread_in(_largest_first(sizes), sizes, hosts)
+
+
+def _largest_first(sizes: Sequence[int]) -> list[int]:
+    return sorted(range(len(sizes)), key=lambda place: -sizes[place])
+
+
+def _spread_in(order: Sequence[int], sizes: Sequence[int], hosts: int) -> list[int]:
+    """Chooses a host for each size, like `spread`, but in this order of their indices."""
+    host_of = dict(zip(order, spread([sizes[place] for place in order], hosts), strict=True))
+    return [host_of[place] for place in range(len(sizes))]
 
 
 def spread(sizes: Sequence[int], hosts: int) -> list[int]:
     """Chooses a host for each size in the given order: the host with the smallest sum so far, ties to the lowest number."""
-    loads = [0] * hosts
+    return assign(sizes, [1.0] * hosts)
+
+
+def assign(sizes: Sequence[float], weights: Sequence[float], loads: list[float] | None = None) -> list[int]:
+    """Chooses a host for each size in the given order: the host with the least sum relative to its weight. Hosts of weight 0
+    get none. `loads`: earlier sums, to which sizes are added.
+
+    Ties go to the lower number. Every prefix of the sizes is balanced: with n hosts, a host exceeds its part by at most (n - 1)
+    times that part of its last size.
+    """
+    if not any(w > 0 for w in weights) or any(not w >= 0 or math.isinf(w) for w in weights):
+        raise InvalidInput("E-PLAN-INPUT", f"weights of servers: got {list(weights)}, allowed: 0 or more, at least one above 0")
+    loads = [0.0] * len(weights) if loads is None else loads
+    able = [host for host, weight in enumerate(weights) if weight > 0]
     chosen = []
     for size in sizes:
-        host = min(range(hosts), key=loads.__getitem__)
-        loads[host] += size
-        chosen.append(host)
+        chosen.append(min(able, key=lambda host: ((loads[host] + size) / weights[host], host)))
+        loads[chosen[-1]] += size
     return chosen
 
 
@@ -270,7 +281,7 @@ def groups(job: Job, limit: Limits) -> list[tuple[Slice, ...]]:
                                            group[0].start))
 
 
-def between(group: tuple[Slice, ...], start: int, stop: int) -> tuple[Slice, ...]:
+def between(group: Sequence[Slice], start: int, stop: int) -> tuple[Slice, ...]:
     """Slices of elements [start, stop) of a bucket.
 
     >>> between((Slice(3, 0, 10), Slice(4, 5, 9)), 8, 13)
@@ -287,10 +298,6 @@ def between(group: tuple[Slice, ...], start: int, stop: int) -> tuple[Slice, ...
         if at >= stop:
             break
     return tuple(parts)
-
-
-def is_buffer(job: Job, group: tuple[Slice, ...]) -> bool:
-    return job.tensors[group[0].tensor].buffer
 
 
 def sort_of(job: Job, group: tuple[Slice, ...]) -> Sort:

@@ -413,23 +413,6 @@ LADDER = ("bf16", "int8", "int4", "onebit")
 """Codecs in descending order of bits per element; each costs at least as many steps as the one before."""
 FREE_KINDS = ("bf16", "int8", "int4")
 """Codecs that cost large models no additional steps."""
-PUBLISHED: Mapping[str, str] = {
-    "bits": "4 bits with error feedback cost no steps at 1 B parameters (Streaming DiLoCo, 2501.18512), nor at 150 M to 3 B, "
-            "with AdamW and Muon (MuLoCo, 2505.23725)",
-    "sparse": "1 to 3 % of the entries with 2 bits cost no steps under local steps (SparseLoCo, 2508.15706; 72 B parameters: "
-              "Covenant, 2603.08163)",
-    "late": "staleness amplifies the error of compression exponentially (DeCo-SGD, 2507.17346); one step of delay costs AdamW "
-            "more than Muon (2606.30634)",
-}
-"""Published costs of groups of codecs, and of one-step-late averages, for display beside measured rows."""
-
-
-def published_cost(codec: str) -> str:
-    """What is published on the cost of a codec; empty if nothing is, or if the codec costs nothing."""
-    kind, _ = place_of(codec, 1)
-    return "" if kind == DENSE else PUBLISHED.get(_group(kind), "")
-
-
 FULL_RANK = 256
 """The rank at which powersgd counts as dense."""
 
@@ -472,7 +455,7 @@ def _kind(core: CodecSpec) -> tuple[str, float]:
     return " ".join([family, *extra]), core.ratio or 1.0
 
 
-def _group(kind: str) -> str:
+def group_of(kind: str) -> str:
     family = kind.partition(" ")[0]
     return "sparse" if family in SPARSE else "low rank" if family == "powersgd" else "bits"
 
@@ -509,7 +492,7 @@ class Curves:
         points, kinds, waited = dict(own), self._points[place], self._waited(place)
         waited_kinds = {} if waited is None else self._points[waited]
         ys = sorted({y for of_kind in (*kinds.values(), *waited_kinds.values()) for _, y in of_kind})
-        if _group(kind) != "bits":  # ratio 1 equals dense
+        if group_of(kind) != "bits":  # ratio 1 equals dense
             points |= {(0.0, y): self._curve(place, DENSE)((0.0, y)) for y in ys if DENSE in kinds}
         others = [*self._relatives(kind, {k: v for k, v in kinds.items() if k != DENSE}), kinds.get(DENSE, {})]
         plain = None if waited is None else self._curve(waited, kind)
@@ -523,7 +506,7 @@ class Curves:
         return grid if plain is None else functools.partial(_no_less, grid, plain, raised)
 
     def _relatives(self, kind: str, here: Mapping[str, Points]) -> list[Points]:
-        group = [points for other, points in here.items() if _group(other) == _group(kind)]
+        group = [points for other, points in here.items() if group_of(other) == group_of(kind)]
         return group or list(here.values())
 
     def _unmeasured(self, place: Place, kind: str) -> Curve:
@@ -534,7 +517,7 @@ class Curves:
         family = kind.partition(" ")[0]
         coarser = [k for k in LADDER[LADDER.index(kind) + 1 :] if k in kinds] if kind in LADDER else []
         near = (coarser[:1] or [k for k in kinds if k.partition(" ")[0] == family]
-                or [k for k in kinds if _group(k) == _group(kind)] or kinds)
+                or [k for k in kinds if group_of(k) == group_of(kind)] or kinds)
         worst = [self._curve(place, k) for k in near]
         waited = self._waited(place)
         if kind == DENSE:  # costs at most as much as a codec that sends less

@@ -7,7 +7,7 @@ time).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,19 +34,18 @@ def _rounds(n: int) -> int:
     return (n - 1).bit_length()
 
 
-MOVES: Mapping[str, Callable[[int], Moves]] = {
-    "allreduce": lambda n: Moves(2 * (n - 1), 2 * (n - 1) / n),
-    "reduce_scatter": lambda n: Moves(n - 1, (n - 1) / n),
-    "allgather": lambda n: Moves(n - 1, n - 1),
-    "alltoall": lambda n: Moves(n - 1, (n - 1) / n),
-    "reduce": lambda n: Moves(_rounds(n), min(n - 1, 1)),
-    "broadcast": lambda n: Moves(_rounds(n), min(n - 1, 1)),
-    "gather": lambda n: Moves(_rounds(n), n - 1),
-}
-
-
 def moves(name: str, n: int) -> Moves:
-    return MOVES[name](n)
+    match name:
+        case "allreduce":
+            return Moves(2 * (n - 1), 2 * (n - 1) / n)
+        case "reduce_scatter" | "alltoall":
+            return Moves(n - 1, (n - 1) / n)
+        case "allgather":
+            return Moves(n - 1, n - 1)
+        case "gather":
+            return Moves(_rounds(n), n - 1)
+        case _:  # reduce, broadcast
+            return Moves(_rounds(n), min(n - 1, 1))
 
 
 def crossing(name: str, n: int, per_node: int) -> float:

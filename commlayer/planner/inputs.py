@@ -154,25 +154,6 @@ GROUP = re.compile(r"(?:(\d{1,4})(?:\s*[x\u00d7]\s*|\s+))?(?:(\d{1,4})\s*\*\s*)?
 GROUP_FORM = '"3xrtx3060@100/20Mb" (3 machines, down/up), "rtx4090@1Gb", "2x8*v100@25g" (2 machines of 8 GPUs)'
 MOST_NODES = 1024
 
-EXAMPLE = """\
-# The machines of the job. Rates in bit/s and seconds, or links by name: "home-DOWN/UP" and "fiber-BOTH" in Mb/s, "10g", "100m".
-reachable = false             # true: nodes can connect to each other; over the internet usually false
-
-[[node]]
-name = "anna"
-device = "rtx3060"            # a known GPU, or "cpu"
-link = "fiber-200"
-server = true                 # true: others can connect to it, so it can host a summation server
-
-[[node]]
-name = "home"
-count = 2                     # home-0 and home-1
-device = "rtx3060"
-link = { up_bps = 20e6, down_bps = 100e6, alpha_s = 0.01 }
-server = false
-"""
-
-
 class WrittenNode(Record, frozen=True):
     """A node in a cluster file: like `Node`, but most fields have defaults."""
 
@@ -309,15 +290,12 @@ def _nodes(written: WrittenNode, place: int, what: str) -> Iterator[Node]:
     if written.count < 1:
         raise InvalidInput("E-PLAN-INPUT", f"{what}: node {name}: count is {written.count}, allowed: 1 or more")
     try:
-        link = tables.link(written.link) if isinstance(written.link, str) else written.link
-        speed = written.speed or tables.speed(written.device)
-        if written.intra not in tables.links().intra:
-            raise InvalidInput("E-PLAN-INPUT", f"intra {written.intra!r}: allowed are {', '.join(tables.links().intra)}")
+        node = tables.node(name, written.device, written.link, ranks=written.ranks, intra=written.intra, server=written.server,
+                           relative_speed=written.speed)
     except ValueError as error:
         raise InvalidInput("E-PLAN-INPUT", f"{what}: node {name}: {error}") from None
-    intra_bps, intra_alpha_s = tables.intra_of(written.intra, written.ranks)
-    node = Node(name, written.ranks, written.device, link, written.intra_bps or intra_bps,
-                written.intra_alpha_s or intra_alpha_s, speed, written.server)
+    node = structs.replace(node, intra_bps=written.intra_bps or node.intra_bps,
+                           intra_alpha_s=written.intra_alpha_s or node.intra_alpha_s)
     for i in range(written.count):
         yield structs.replace(node, name=f"{name}-{i}") if written.count > 1 else node
 

@@ -11,7 +11,7 @@ from commlayer.planner.inputs import cluster_problems, job_problems, profile_pro
 from commlayer.planner.model import DENSE, Cluster, Profile, bare
 from commlayer.planner.plan_rules import codecs_of, late_and_sparse, verify, verify_alone
 from commlayer.planner.simulation import hosts_of
-from commlayer.planner.tensors import untouched
+from commlayer.planner.tensors import is_buffer, untouched
 from commlayer.planner.tree import Promise, misfits, on_gpus, parse, promise_of
 from commlayer.records import SCHEMA, Bucket, Job, Plan
 
@@ -70,9 +70,7 @@ def _bucket(
     families = {_bare(codec).family for codec in bucket.by_node}
     if len(families) > 1:
         yield f"by_node mixes {', '.join(sorted(families))}: a server decodes one family only"
-    buffer = job is not None and any(
-        job.tensors[s.tensor].buffer for s in bucket.slices if 0 <= s.tensor < len(job.tensors)
-    )
+    buffer = job is not None and is_buffer(job, bucket.slices)
     if buffer and {*codecs} != {DENSE}:
         yield f"holds buffers, which are averaged uncompressed: codec must be {DENSE!r}, not {bucket.codec!r}"
     if buffer and bucket.stale:

@@ -11,6 +11,7 @@ from msgspec import structs
 from commlayer.codec_spec import parse_spec, spec_error
 from commlayer.errors import InvalidInput, coded
 from commlayer.planner import tree
+from commlayer.planner.buckets import between
 from commlayer.planner.convergence import LATE_RATIO, LearningRow, late_allowed
 from commlayer.planner.tensors import rounded
 from commlayer.planner.tree import parse, spell
@@ -230,16 +231,7 @@ def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
 def cut(slices: Sequence[Slice], parts: int) -> list[tuple[Slice, ...]]:
     """Cuts slices into `parts` lists of nearly equal numbers of elements; a list may be empty."""
     numel = sum(s.numel for s in slices)
-    runs = []
-    for low, high in pairwise(numel * i // parts for i in range(parts + 1)):
-        run, at = [], 0
-        for s in slices:
-            first, last = max(low, at), min(high, at + s.numel)
-            if first < last:
-                run.append(Slice(s.tensor, s.start + first - at, s.start + last - at))
-            at += s.numel
-        runs.append(tuple(run))
-    return runs
+    return [between(slices, start, stop) for start, stop in pairwise(numel * i // parts for i in range(parts + 1))]
 
 
 def together(buckets: Sequence[Bucket], ranks_per_node: int) -> list[range]:

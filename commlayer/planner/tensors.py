@@ -107,7 +107,7 @@ def shaped(codec: str, job: Job, group: Sequence[Slice]) -> tuple[str, Shape]:
 
 def untouched(plan: Plan, job: Job | None = None) -> Iterator[str]:
     """Reports a codec that should compress but leaves most of the model uncompressed, in one line."""
-    gradients = [b for b in plan.buckets if not spec_error(b.codec) and not (job is not None and _buffer(job, b))]
+    gradients = [b for b in plan.buckets if not spec_error(b.codec) and not (job is not None and is_buffer(job, b.slices))]
     total = sum(b.numel for b in gradients)
     uncompressed_numel: dict[str, int] = {}
     for bucket in gradients:
@@ -141,8 +141,9 @@ def _gains(shape: Shape, rank: int) -> bool:
     return min(rank, rows, row) * (rows + row) < rows * row
 
 
-def _buffer(job: Job, bucket: Bucket) -> bool:
-    return any(job.tensors[s.tensor].buffer for s in bucket.slices if 0 <= s.tensor < len(job.tensors))
+def is_buffer(job: Job, slices: Sequence[Slice]) -> bool:
+    """True: these are slices of buffers, such as running statistics, not of gradients."""
+    return any(job.tensors[s.tensor].buffer for s in slices if 0 <= s.tensor < len(job.tensors))
 
 
 DOUBLE = "float64"

@@ -12,12 +12,13 @@ from support.planner import DENSE
 from support.plans import closed_form, toy_job
 
 from commlayer.planner import buckets
+from commlayer.planner.buckets import assign
 from commlayer.planner.costs import Prices
 from commlayer.planner.data import tables
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import Cluster, Link, Node, Policy
 from commlayer.planner.search.options import Catalog, options
-from commlayer.planner.search.placement import assign, host_sets, parts, shares
+from commlayer.planner.search.placement import host_sets, parts, shares
 from commlayer.planner.search.plan_search import plan
 
 M, BPS = 100e6, 10e9

@@ -364,11 +364,11 @@ def init(
     out: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("cluster.toml"),
 ) -> None:
     """Write an example cluster file for you to edit."""
-    from commlayer.planner.inputs import EXAMPLE
+    from commlayer.planner.data import FOLDER
 
     if out.exists():
         raise InvalidInput("E-CLI-OPTION", f"{out} exists: choose another file")
-    write({out: EXAMPLE})
+    write({out: (FOLDER / "cluster.toml").read_text("utf-8")})
     typer.echo(f"wrote {out}: edit it, then run `commlayer estimate MODEL --cluster {out}`")
 
 

@@ -9,22 +9,23 @@ from typing import NamedTuple
 from commlayer.cli.output import Part, Table
 from commlayer.planner.baselines import ALONE, PLAN, SYNCHRONOUS, Baseline, Curve, Gains, TrainingCost, break_even, rate, times
 from commlayer.planner.convergence import (
+    DENSE,
     FAMILIES,
     LIKE,
     LONG_NUMEL,
     MUON,
-    PUBLISHED,
     PUBLISHED_NUMEL,
     SHORT_NUMEL,
     LearningRow,
     Recipe,
     alone,
     excess,
+    group_of,
     local_step_excess,
     measured_noise,
-    published_cost,
+    place_of,
 )
-from commlayer.planner.data import models, tables
+from commlayer.planner.data import load, models, tables
 from commlayer.planner.data.noise import law_of, noise_of
 from commlayer.planner.data.tables import LAUNCH_S, LearningTable, gpu, gpus, job_limit, job_speed, peak_tflops, stream_bytes_s
 from commlayer.planner.explanation import Difference, Explanation, spelled
@@ -225,12 +226,15 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
         like = f"like {OPTIMIZER[LIKE[optimizer]]}, whose steps have one size as well" if optimizer in LIKE else \
             "like the worse of the measured optimizers"
         yield f"{optimizer}: codecs and delays were not measured with it, so they count {like}"
+    published = load("published", dict[str, str])
     for codec in dict.fromkeys(codec for bucket in plan.buckets for codec in codecs_of(bucket)):
-        if published := published_cost(codec):
+        kind = place_of(codec, 1)[0]
+        if kind != DENSE and group_of(kind) in published:
             own = excess(rows, codec, Recipe(optimizer, workers=workers))
-            yield f"{codec}: x {factor(1 + own.steps, 1 + own.high)} in every step of small models; published: {published}"
+            yield (f"{codec}: x {factor(1 + own.steps, 1 + own.high)} in every step of small models; published: "
+                   f"{published[group_of(kind)]}")
     if any(bucket.stale for bucket in plan.buckets):
-        yield f"one step late, published: {PUBLISHED['late']}"
+        yield f"one step late, published: {published['late']}"
 
 
 def by_decision(plan: Plan, job: Job) -> Table:

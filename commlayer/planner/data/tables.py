@@ -207,18 +207,16 @@ def link(name: str) -> Link:
     return result
 
 
-def node(name: str, device: str, net: str | Link, *, ranks: int = 1, intra: str = "pcie3", server: bool = True) -> Node:
-    inside = intra_of(intra, ranks)
-    net = link(net) if isinstance(net, str) else net
-    return Node(name, ranks, device, net, *inside, speed(device), server)
-
-
-def intra_of(name: str, ranks: int) -> tuple[float, float]:
-    """Bandwidth and seconds per message between the ranks of a node; zeros for a single rank."""
-    if name not in links().intra:
-        raise InvalidInput("E-LINK-NAME", f"intra {name!r}: allowed are {', '.join(links().intra)}")
-    inside = links().intra[name]
-    return (inside.bps, inside.alpha_s) if ranks > 1 else (0.0, 0.0)
+def node(
+    name: str, device: str, net: str | Link, *, ranks: int = 1, intra: str = "pcie3", server: bool = True,
+    relative_speed: float = 0.0,
+) -> Node:
+    """A node with the tables' link and connection between its ranks. `relative_speed`: to a V100; 0: the table's value."""
+    if intra not in links().intra:
+        raise InvalidInput("E-LINK-NAME", f"intra {intra!r}: allowed are {', '.join(links().intra)}")
+    inside, net = links().intra[intra], link(net) if isinstance(net, str) else net
+    bps, alpha_s = (inside.bps, inside.alpha_s) if ranks > 1 else (0.0, 0.0)
+    return Node(name, ranks, device, net, bps, alpha_s, relative_speed or speed(device), server)
 
 
 def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS) -> Profile:

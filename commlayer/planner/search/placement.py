@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner import buckets
-from commlayer.planner.buckets import ELEMENT_NBYTES, fragments_of, spread
+from commlayer.planner.buckets import ELEMENT_NBYTES, assign, fragments_of, spread
 from commlayer.planner.model import ZERO, Cluster, Node
 from commlayer.planner.search.options import Catalog
 from commlayer.planner.tensors import nonzero_numel
@@ -118,25 +117,6 @@ def _room(node: Node, n: int, seconds: float, bits: float) -> float:
         # The node's link is busy for 1 - share + (n-1) share passes, which does not grow with share if n <= 2.
         return 1.0 if passes >= n - 1 else 0.0
     return min(1.0, max(0.0, (passes - 1) / (n - 2)))
-
-
-def assign(sizes: Sequence[float], weights: Sequence[float], loads: list[float] | None = None) -> list[int]:
-    """Chooses a server for each bucket in order: the server with the least load relative to its weight. Servers of weight 0 get
-    no buckets. `loads`: earlier loads, to which sizes are added.
-
-    Ties go to the lower number. Every prefix of the buckets is balanced: with n servers, a server exceeds its part by at most
-    (n - 1) times that part of its last bucket.
-    """
-    if not any(w > 0 for w in weights) or any(not w >= 0 or math.isinf(w) for w in weights):
-        raise InvalidInput("E-PLAN-INPUT", f"weights of servers: got {list(weights)}, allowed: 0 or more, at least one above 0")
-    loads = [0.0] * len(weights) if loads is None else loads
-    able = [s for s, w in enumerate(weights) if w > 0]
-    chosen = [0] * len(sizes)
-    for bucket, size in enumerate(sizes):
-        server = min(able, key=lambda s: ((loads[s] + size) / weights[s], s))
-        loads[server] += size
-        chosen[bucket] = server
-    return chosen
 
 
 class Part(NamedTuple):
