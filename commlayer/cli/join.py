@@ -17,12 +17,11 @@ import typer
 from typer.core import TyperCommand
 
 from commlayer.cli.doctor import examine
-from commlayer.cli.options import Insecure, Keys, fetched_keys, parse_line, stored_keys
+from commlayer.cli.options import Insecure, Keys, config_of, config_with_secret, fetched_keys, parse_line, stored_keys
 from commlayer.cluster.keys import home_keys
 from commlayer.cluster.keys.home_keys import HomeLine
-from commlayer.config import JOIN_AGAIN, Config, Launch, home_environment, read_config
+from commlayer.config import JOIN_AGAIN, Config, Launch, home_environment
 from commlayer.errors import CommError, InvalidInput, RecordError, without_code
-from commlayer.transport.keys.secret import REMEDY
 
 if TYPE_CHECKING:
     from commlayer.cluster.calls.site_client import SiteLease
@@ -66,10 +65,7 @@ def join(
         keys, address = str(fetched_keys(home, _say)), home.address
     else:
         address, keys = stored_keys(address, keys, insecure=insecure)
-    options: dict[str, Any] = {"join": address, "insecure": insecure, "keys": keys}
-    config = read_config({name: value for name, value in options.items() if value})
-    if not config.token:
-        raise InvalidInput("E-SECRET", f"joining {config.join} needs the job's secret: {REMEDY}")
+    config = config_with_secret("joining", join=address, insecure=insecure, keys=keys)
     _check_script(script)
     settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else ""}
     line = ["traceback" if full else "line", str(script), *(args or [])]
@@ -293,7 +289,7 @@ def look(script: str) -> Facts:
 
     (home,) = facts.homes
     try:
-        with contextlib.closing(server.open_channel(read_config({"join": home.address, "keys": str(home.folder)}))) as channel:
+        with contextlib.closing(server.open_channel(config_of(join=home.address, keys=str(home.folder)))) as channel:
             status = channel.call("Status", StatusRequest(), StatusReply, server.CALL_S)
     except (CommError, RecordError, InvalidInput) as error:
         return facts._replace(problem=without_code(error))
