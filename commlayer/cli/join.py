@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -87,7 +87,7 @@ def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: 
     lease = SiteLease(config.join, config, messages.site_request(nproc_per_node, node_rank), _say)
     reason = "it was interrupted"
     try:
-        with _leaves_on_signals():
+        with _interrupts_call(signal.default_int_handler):  # so that a home that waits leaves in order
             reply = lease.meet(wait)
         first = _first_rank(reply, nproc_per_node)
         last = first + nproc_per_node - 1
@@ -167,7 +167,8 @@ def _start(line: Sequence[str], home: str, reply: Any, local: int, workers: int,
 def _wait(children: Sequence[Child], lease: SiteLease) -> tuple[int, str]:
     """Waits for all workers. Returns the exit code of the first failure (130 after Ctrl-C) and the reason for log lines."""
     code, reason, until = 0, "finished", 0.0
-    with _interrupts() as interrupted:
+    interrupted: list[int] = []
+    with _interrupts_call(lambda number, _: interrupted.append(number)):
         while any(child.poll() is None for child in children):
             failed = [child.returncode for child in children if child.returncode]
             if not until and interrupted:
@@ -206,27 +207,14 @@ def _signal(children: Sequence[Child], number: signal.Signals) -> None:
 
 
 @contextlib.contextmanager
-def _leaves_on_signals() -> Iterator[None]:
-    """Raises KeyboardInterrupt on SIGINT and SIGTERM, so that a home that waits leaves in order."""
-    before = {one: signal.signal(one, signal.default_int_handler) for one in (signal.SIGINT, signal.SIGTERM)}
+def _interrupts_call(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Calls `handler` on SIGINT and SIGTERM. It takes no lock, because one signal may interrupt the handler of another."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM in a list. The handlers take no lock, because one signal may interrupt the handler of
-    another."""
-    signals: list[int] = []
-    before = {one: signal.signal(one, lambda number, _: signals.append(number)) for one in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 class Facts(NamedTuple):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -46,15 +46,21 @@ State = dict[str, Any]
 can save them."""
 
 
+def states(state: State, prefix: str = "") -> Iterator[tuple[str, State]]:
+    """Yields the state and all states inside it, each with the beginning of its values' paths, for example "inner."."""
+    yield prefix, state
+    for name, value in state.items():
+        if isinstance(value, dict):
+            yield from states(value, f"{prefix}{name}.")
+
+
 def place(state: State, device: torch.device) -> None:
     """Moves a state that `init` created, including temporary memory, to the device where the codec will run."""
     import torch
 
-    for name, value in state.items():
-        if isinstance(value, dict):
-            place(value, device)
-        elif isinstance(value, np.ndarray):
-            state[name] = torch.from_numpy(value).to(device)
+    for _, owner in states(state):
+        owner.update({name: torch.from_numpy(value).to(device) for name, value in owner.items()
+                      if isinstance(value, np.ndarray)})
 
 
 Ranges = Sequence[tuple[int, int]] | None

@@ -31,6 +31,7 @@ from commlayer.compressors.codec import (
     as_array,
     check_numel,
     ranges,
+    states,
 )
 from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out
@@ -262,12 +263,7 @@ class ResidualSlice(NamedTuple):
 
 def residual_of(state: State) -> Array | None:
     """Returns the residual in a codec's state; None if the codec keeps no residual."""
-    for name, value in state.items():
-        if name == "residual":
-            return value
-        if isinstance(value, dict) and (residual := residual_of(value)) is not None:
-            return residual
-    return None
+    return next((owner["residual"] for _, owner in states(state) if "residual" in owner), None)
 
 
 def split_by_tensor(slices: Sequence[Slice], start: int, values: Array) -> Iterator[ResidualSlice]:
