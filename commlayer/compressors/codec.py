@@ -108,6 +108,11 @@ class Codec(msgspec.Struct, frozen=True):
         return f"{self.name}({', '.join(parts)})"
 
     @property
+    def parts(self) -> dict[str, Codec]:
+        """The codecs in this one's arguments, by the argument's name."""
+        return {name: part for name in self.__struct_fields__ if isinstance(part := getattr(self, name), Codec)}
+
+    @property
     def id(self) -> int:
         """The codec's number in payload headers. A wrapper has the number of its inner codec, since their bytes are the
         same."""

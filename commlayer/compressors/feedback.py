@@ -191,15 +191,13 @@ def wrap(codec: Codec) -> Codec:
     return error_feedback(codec) if codec.biased else codec
 
 
-def in_updates(codec: Any) -> bool:
+def in_updates(codec: Codec) -> bool:
     """Returns True if the codec's input must be gradient times learning rate, so its sum must be divided by that rate again.
 
     With such input, residuals contain the learning rate of their own step, also on servers, and a change of the rate needs no
     message.
     """
-    if isinstance(codec, ErrorFeedback) and codec.lr_correction:
-        return True
-    return any(in_updates(part) for part in msgspec.structs.astuple(codec) if isinstance(part, msgspec.Struct))
+    return (isinstance(codec, ErrorFeedback) and codec.lr_correction) or any(map(in_updates, codec.parts.values()))
 
 
 class Momentum(CodecWrapper, frozen=True):

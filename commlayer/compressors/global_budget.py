@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import CodecWrapper, State, place
+from commlayer.compressors.codec import Codec, CodecWrapper, State, place
 from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out, on_device
 from commlayer.compressors.selection import ENOUGH, HUGE, SLOPES, clamp_threshold
@@ -163,14 +163,15 @@ class BudgetedTopK(CodecWrapper, frozen=True):
         return min(spec.numel, max(1, math.ceil(ratio * spec.numel)))
 
 
-def with_budget(codec: Any, mean_ratio: float | None, *, steps: int, shared: bool) -> Any:
-    """Wraps the innermost codec in BudgetedTopK if its number of entries can vary. Wrappers around it stay.
+def with_budget(codec: Codec, mean_ratio: float | None, *, steps: int, shared: bool) -> Codec:
+    """Wraps the innermost codecs in BudgetedTopK if their number of entries can vary. Wrappers around them stay.
 
     `mean_ratio`: the mean ratio of the payloads that a server receives; None if they have no ratio. `steps`: length of the
     warm-up. `shared`: True if buckets share a budget.
     """
-    if isinstance(codec, CodecWrapper):
-        return msgspec.structs.replace(codec, inner=with_budget(codec.inner, mean_ratio, steps=steps, shared=shared))
+    if codec.parts:
+        parts = {name: with_budget(part, mean_ratio, steps=steps, shared=shared) for name, part in codec.parts.items()}
+        return msgspec.structs.replace(codec, **parts)
     shared = shared and isinstance(codec, TopK)
     if not isinstance(codec, TopK | BlockThreshold) or not (steps or shared):
         return codec

@@ -119,26 +119,12 @@ def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) 
         _check_alike(bucket, codec, wrap(parse(text)))
     if node is not None and bucket.by_node:
         codec = wrap(parse(bucket.by_node[node]))
-    both = two_way(codec, wrap(parse(bucket.down))) if bucket.down else codec
-    return _with_budget(both, bucket, plan)
-
-
-def _with_budget(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
-    """Wraps the codec in BudgetedTopK if the number of entries varies by step and a server sums the bucket.
-
-    Collectives reserve the largest size in every step and send it, so they would gain nothing.
-    """
-    if bucket.path != "service":
-        alone: Codec = codec
-        return alone
-    steps, shared = (0, False) if plan is None else (plan.warmup, plan.ratio_over == "plan")
-    ratios = [parse_spec(text).ratio for text in bucket.by_node or (bucket.codec,)]
-    mean_ratio = None if None in ratios else fmean(ratio for ratio in ratios if ratio is not None)
-    if isinstance(codec, TwoWay):
-        up, down = (with_budget(codec_, mean_ratio, steps=steps, shared=shared) for codec_ in (codec.up, codec.down))
-        return TwoWay(up, down)
-    result: Codec = with_budget(codec, mean_ratio, steps=steps, shared=shared)
-    return result
+    codec = two_way(codec, wrap(parse(bucket.down))) if bucket.down else codec
+    # Collectives reserve the largest size in every step and send it, so they would gain nothing from a changing size.
+    if bucket.path != "service" or plan is None:
+        return codec
+    ratios = [ratio for text in bucket.by_node or (bucket.codec,) if (ratio := parse_spec(text).ratio) is not None]
+    return with_budget(codec, fmean(ratios) if ratios else None, steps=plan.warmup, shared=plan.ratio_over == "plan")
 
 
 def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:

@@ -83,8 +83,6 @@ GPU_AND_CPU: tuple[Device, ...] = ("gpu", "cpu")
 
 FLOAT_PAIRS = (("reduce_scatter", "allgather"), ("reduce", "broadcast"))
 PAYLOAD_PAIRS = (("alltoall", "allgather"), ("gather", "broadcast"))
-SECOND = dict(FLOAT_PAIRS + PAYLOAD_PAIRS)
-"""Maps the first collective of a pair to the second."""
 
 Paths = tuple[Path, ...]
 
