@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commlayer.cli.options import Json, Out
-from commlayer.cli.output import Part, Report, Table, check_out, publish, write
+from commlayer.cli.output import Part, Report, Table, check_out, ms, publish, write
 
 if TYPE_CHECKING:
     from commlayer.observe.trace_files import Comparison
@@ -41,8 +41,6 @@ def trace(
 
 
 def _parts(comparison: Comparison) -> Iterator[Part]:
-    from commlayer.cli.plan.report import ms
-
     yield (f"{comparison.steps} steps from step {comparison.first_step} on, {comparison.ranks} ranks on "
            f"{comparison.nodes} nodes, plan {comparison.plan}")
     if comparison.note:

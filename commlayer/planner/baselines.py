@@ -4,7 +4,7 @@ clusters."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec import structs
@@ -337,14 +337,17 @@ def what_if(
     """Plans for several clusters that differ in one of: link rates (of every training node, both directions, in bit/s), nodes
     added one by one, the number of nodes (copies of the last node), the GPU of all nodes. A profile must cover all clusters."""
     question = checked_inputs(job, cluster, profile, policy)
-    given = {"bandwidth": bandwidths, "add_node": add_nodes, "nodes": counts, "gpu": gpus}
-    clusters = {"bandwidth": _at_rates(cluster, bandwidths), "add_node": _grown(cluster, add_nodes),
-                "nodes": _counted(cluster, counts), "gpu": _with_gpus(cluster, gpus, job.timing)}
-    swept = [name for name, values in given.items() if values]
+    variants = {
+        "bandwidth": [(rate(bps), bps, at_rate(cluster, bps)) for bps in bandwidths],
+        "add_node": _grown(cluster, add_nodes) if add_nodes else [],
+        "nodes": [(f"{count} nodes", float(count), _counted(cluster, count)) for count in counts],
+        "gpu": [(name, float(i), _with_gpu(cluster, name, job.timing)) for i, name in enumerate(gpus)],
+    }
+    swept = [name for name, each in variants.items() if each]
     if len(swept) != 1:
         raise InvalidInput("E-PLAN-QUESTION",
                            f"what_if sweeps one thing at a time: bandwidths, add_nodes, counts or gpus; got {len(swept)}")
-    points = tuple(point(label, x, checked_inputs(job, machines, profile, policy)) for label, x, machines in clusters[swept[0]])
+    points = tuple(point(label, x, checked_inputs(job, machines, profile, policy)) for label, x, machines in variants[swept[0]])
     return Curve(swept[0], points, _break_even(points, question) if swept[0] == "bandwidth" else None)
 
 
@@ -372,35 +375,28 @@ def at_rate(cluster: Cluster, bps: float) -> Cluster:
     return structs.replace(cluster, nodes=nodes)
 
 
-def _at_rates(cluster: Cluster, bandwidths: Sequence[float]) -> Iterator[tuple[str, float, Cluster]]:
-    for bps in bandwidths:
-        yield rate(bps), bps, at_rate(cluster, bps)
+def _grown(cluster: Cluster, added: Sequence[Node]) -> list[tuple[str, float, Cluster]]:
+    """The cluster, then with one more of these nodes at a time."""
+    grown = [("unchanged", cluster)] + [
+        (f"+ {node.device} {rate(node.link.up_bps)} up", structs.replace(cluster, nodes=(*cluster.nodes, *added[: n + 1])))
+        for n, node in enumerate(added)]
+    return [(label, float(sum(1 for node in each.nodes if node.ranks)), each) for label, each in grown]
 
 
-def _grown(cluster: Cluster, added: Sequence[Node]) -> Iterator[tuple[str, float, Cluster]]:
-    for n in range(len(added) + 1):
-        nodes = cluster.nodes + tuple(added[:n])
-        label = "unchanged" if n == 0 else f"+ {added[n - 1].device} {rate(added[n - 1].link.up_bps)} up"
-        yield label, float(sum(1 for node in nodes if node.ranks)), structs.replace(cluster, nodes=nodes)
-
-
-def _counted(cluster: Cluster, counts: Sequence[int]) -> Iterator[tuple[str, float, Cluster]]:
-    """Yields clusters of each number of training nodes; nodes that only host servers stay."""
+def _counted(cluster: Cluster, count: int) -> Cluster:
+    """The cluster with this number of training nodes; nodes that only host servers stay."""
+    if count < 1:
+        raise InvalidInput("E-PLAN-QUESTION", f"nodes: got {count}, allowed: 1 or more")
     trained = [i for i, node in enumerate(cluster.nodes) if node.ranks]
-    for n in counts:
-        if n < 1:
-            raise InvalidInput("E-PLAN-QUESTION", f"nodes: got {n}, allowed: 1 or more")
-        left_out, last = set(trained[n:]), cluster.nodes[trained[-1]]
-        kept = tuple(node for i, node in enumerate(cluster.nodes) if i not in left_out)
-        copies = tuple(structs.replace(last, name=f"{last.name}+{i}") for i in range(n - len(trained)))
-        yield f"{n} nodes", float(n), structs.replace(cluster, nodes=kept + copies)
+    left_out, last = set(trained[count:]), cluster.nodes[trained[-1]]
+    kept = tuple(node for i, node in enumerate(cluster.nodes) if i not in left_out)
+    copies = tuple(structs.replace(last, name=f"{last.name}+{i}") for i in range(count - len(trained)))
+    return structs.replace(cluster, nodes=kept + copies)
 
 
-def _with_gpus(cluster: Cluster, gpus: Sequence[str], timing: Timing | None) -> Iterator[tuple[str, float, Cluster]]:
-    for i, name in enumerate(gpus):
-        nodes = tuple(structs.replace(node, device=name, speed=job_speed(name, timing)) if node.ranks else node
-                      for node in cluster.nodes)
-        yield name, float(i), structs.replace(cluster, nodes=nodes)
+def _with_gpu(cluster: Cluster, name: str, timing: Timing | None) -> Cluster:
+    return structs.replace(cluster, nodes=tuple(
+        structs.replace(node, device=name, speed=job_speed(name, timing)) if node.ranks else node for node in cluster.nodes))
 
 
 def break_even(curve: Curve) -> str:

@@ -71,7 +71,7 @@ def estimate(
     planned = _planned(model, machines, batch, optimizer, policy, measured, noise_scale=noise_scale, shares=True)
     rows, gain = planned.judged()
     assumptions = planned.assumptions(model, named=bool(optimizer))
-    costs = training_costs(rows, planned.machines, steps, price) if steps else ()
+    costs = training_costs(rows, planned.inputs.cluster, steps, price) if steps else ()
     headline, unfit = planned.headline(gain), planned.unfit
     result = Verdict(headline, *((gain.plan, gain.cautious, gain.high, gain.step) if unfit is None else (0.0,) * 4), rows,
                      assumptions, planned.plan, costs)
@@ -146,9 +146,8 @@ class _Planned(NamedTuple):
     """A plan with its inputs."""
 
     inputs: PlanFileInputs
-    machines: Cluster
     shared: Cluster
-    """The machines with the speeds at which they compute their shares of the batch; equals `machines` if shares are equal."""
+    """The machines with the speeds at which they compute their shares of the batch; `inputs.cluster` if shares are equal."""
     shares: tuple[int, ...]
     """Each worker's samples; empty if all have the same number."""
     policy: Policy
@@ -164,7 +163,7 @@ class _Planned(NamedTuple):
     def unfit(self) -> Unfit | None:
         from commlayer.cli.plan import report as plan_report
 
-        return plan_report.unfit(self.job, self.machines, self.policy.optimizer)
+        return plan_report.unfit(self.job, self.inputs.cluster, self.policy.optimizer)
 
     def judged(self) -> tuple[tuple[Baseline, ...], Gains]:
         """The plan and its alternatives, and the gains over one machine alone. If the noise scale is unknown, the alternatives
@@ -172,7 +171,7 @@ class _Planned(NamedTuple):
         from commlayer.planner.baselines import baselines, gains, noise_range, one_machine, planned_rows
         from commlayer.planner.inputs import checked_inputs
 
-        low, high = noise_range(checked_inputs(self.job, self.machines, *self.inputs.costs()))
+        low, high = noise_range(checked_inputs(self.job, self.inputs.cluster, *self.inputs.costs()))
         rows = baselines(self.plan, low, self.synchronous)
         most = [*planned_rows(self.plan, high, self.synchronous), *one_machine(high)] if high is not low else ()
         return rows, gains(rows, most)
@@ -187,7 +186,7 @@ class _Planned(NamedTuple):
     def assumptions(self, model: str, *, named: bool) -> tuple[str, ...]:
         from commlayer.cli.plan import report as plan_report
 
-        return tuple(plan_report.assumptions(model, self.job, self.machines, self.policy, self.shares, named=named))
+        return tuple(plan_report.assumptions(model, self.job, self.inputs.cluster, self.policy, self.shares, named=named))
 
     def parts(self, rows: tuple[Baseline, ...], assumptions: tuple[str, ...], names: Mapping[str, str], steps: int = 0, *,
               table: LearningTable | None, buckets: bool, verbose: bool = False) -> Iterator[Part]:
@@ -203,13 +202,13 @@ class _Planned(NamedTuple):
         yield from plan_report.to_a_loss(rows, known, names, steps)
         if known and buckets:
             yield plan_report.spread(table, self.policy.optimizer, self.job)
-        yield plan_report.title(self.plan, self.job, self.machines)
-        yield plan_report.summary(self.plan, self.job, self.machines, timeline)
+        yield plan_report.title(self.plan, self.job, self.inputs.cluster)
+        yield plan_report.summary(self.plan, self.job, self.inputs.cluster, timeline)
         yield Notes("assumed", assumptions)
         if verbose:
             learning = costs.learning if costs is not None else learning_rows()
             yield Notes("sources of the convergence factors", tuple(plan_report.provenance(
-                self.job, self.policy.optimizer, self.machines.ranks, self.plan, learning)))
+                self.job, self.policy.optimizer, self.inputs.cluster.ranks, self.plan, learning)))
         if buckets:
             yield plan_report.by_decision(self.plan, self.job)
             yield from untouched(self.plan, self.job)
@@ -245,7 +244,7 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
     search = PlanSearch(job, shared, *inputs.costs())
     result = search.explained(search.best(exact=policy.exact))
     synchronous = None if plan_report.is_synchronous(result) else search.explained(search.best(exact=True))
-    return _Planned(inputs, machines, shared, by_speed, policy, result, synchronous)
+    return _Planned(inputs, shared, by_speed, policy, result, synchronous)
 
 
 def _by_speed(job: Job, machines: Cluster) -> tuple[Cluster, tuple[int, ...]]:

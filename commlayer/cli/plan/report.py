@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from commlayer.cli.output import Part, Table
+from commlayer.cli.output import Part, Table, ms, nbytes
 from commlayer.planner.baselines import ALONE, PLAN, SYNCHRONOUS, Baseline, Curve, Gains, TrainingCost, break_even, rate, times
 from commlayer.planner.convergence import (
     DENSE,
@@ -41,17 +41,6 @@ SEEN_S = 5e-5
 """Seconds below which a difference is shown as "same step time", since it would print as 0.0 ms."""
 NAME = 16
 """Number of characters of a tensor's name in a table."""
-
-
-def ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f}" if seconds < 100 else f"{seconds * 1e3:,.0f}"
-
-
-def nbytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def elements(count: int) -> str:
