@@ -418,7 +418,6 @@ FULL_RANK = 256
 
 Point = tuple[float, float]
 Points = dict[Point, float]
-Curve = Callable[[Point], float]
 
 
 class Place(NamedTuple):
@@ -468,93 +467,85 @@ class Curves:
         for (place, kind, point), value in measured.items():
             if (place, kind, point) != (GRADIENTS, DENSE, (0.0, 0.0)):
                 self._points.setdefault(place, {}).setdefault(kind, {})[point] = value
-        self._made: dict[tuple[Place, str], Curve] = {}
+        self._grids: dict[tuple[Place, str], _Grid] = {}
 
     def at(self, place: Place, kind: str, point: Point) -> float:
         if place not in self._points:
             return max(self.at(other, kind, point) for other in self._points)
-        return self._curve(place, kind)(point)
+        return (self._measured if kind in self._points[place] else self._unmeasured)(place, kind, point)
 
-    def _curve(self, place: Place, kind: str) -> Curve:
-        key = place, kind
-        if key not in self._made:
-            own = self._points[place].get(kind)
-            self._made[key] = self._unmeasured(place, kind) if own is None else self._measured(place, kind, own)
-        return self._made[key]
-
-    def _waited(self, place: Place) -> Place | None:
+    def _blocking(self, place: Place) -> Place | None:
         """The place with blocking exchanges, if it was measured and differs from `place`. Delayed results never cost less than
         blocking ones."""
-        waited = place._replace(overlap="", late=False)
-        return waited if waited != place and waited in self._points else None
+        blocking = place._replace(overlap="", late=False)
+        return blocking if blocking != place and blocking in self._points else None
 
-    def _measured(self, place: Place, kind: str, own: Points) -> Curve:
-        points, kinds, waited = dict(own), self._points[place], self._waited(place)
-        waited_kinds = {} if waited is None else self._points[waited]
-        ys = sorted({y for of_kind in (*kinds.values(), *waited_kinds.values()) for _, y in of_kind})
+    def _measured(self, place: Place, kind: str, point: Point) -> float:
+        """The interpolated value, but at least that of blocking exchanges, which never raises it above the measured value of a
+        harder point."""
+        grid, blocking, (x, y) = self._grid(place, kind), self._blocking(place), point
+        if blocking is None:
+            return grid(point)
+        most = min((v for (a, b), v in grid.points.items() if a >= x and b >= y), default=math.inf)
+        return max(grid(point), min(self.at(blocking, kind, point), most))
+
+    def _grid(self, place: Place, kind: str) -> _Grid:
+        if (place, kind) in self._grids:
+            return self._grids[place, kind]
+        kinds, blocking = self._points[place], self._blocking(place)
+        points, blocking_kinds = dict(kinds[kind]), {} if blocking is None else self._points[blocking]
+        ys = sorted({y for of_kind in (*kinds.values(), *blocking_kinds.values()) for _, y in of_kind})
         if group_of(kind) != "bits":  # ratio 1 equals dense
-            points |= {(0.0, y): self._curve(place, DENSE)((0.0, y)) for y in ys if DENSE in kinds}
+            points |= {(0.0, y): self.at(place, DENSE, (0.0, y)) for y in ys if DENSE in kinds}
         others = [*self._relatives(kind, {k: v for k, v in kinds.items() if k != DENSE}), kinds.get(DENSE, {})]
-        plain = None if waited is None else self._curve(waited, kind)
 
         def growth(x: float, before: float, after: float) -> float:
             among = _growth(others, kinds.values(), before, after)
-            return among if plain is None else max(among, _over(plain((x, after)), plain((x, before))))
+            if blocking is None:
+                return among
+            return max(among, _over(self.at(blocking, kind, (x, after)), self.at(blocking, kind, (x, before))))
 
-        raised = _raised(points)
-        grid = _Grid(raised, ys, growth)
-        return grid if plain is None else functools.partial(_no_less, grid, plain, raised)
+        self._grids[place, kind] = _Grid(_raised(points), ys, growth)
+        return self._grids[place, kind]
 
     def _relatives(self, kind: str, here: Mapping[str, Points]) -> list[Points]:
         group = [points for other, points in here.items() if group_of(other) == group_of(kind)]
         return group or list(here.values())
 
-    def _unmeasured(self, place: Place, kind: str) -> Curve:
+    def _unmeasured(self, place: Place, kind: str, point: Point) -> float:
         """Estimates an unmeasured codec kind by the first of these that was measured at this place: the next coarser kind, the
-        worst kind of its family, of its group, of all. The estimate is at least the cost without overlap, or the cost for
+        worst kind of its family, of its group, of all. The estimate is at least the cost of blocking exchanges, or the cost for
         gradients, scaled as for related kinds."""
-        kinds = [k for k in self._points[place] if k != DENSE] or [DENSE]
+        kinds, blocking, (x, y) = self._points[place], self._blocking(place), point
+        near = self._near(kind, [k for k in kinds if k != DENSE] or [DENSE])
+        if kind == DENSE:  # costs at most as much as a codec that sends less
+            least = min(self.at(place, k, (0.0, y)) for k in near)
+            return least if blocking is None else max(least, self.at(blocking, kind, point))
+        highest = max(self.at(place, k, point) for k in near)
+        if blocking is not None:
+            base = self.at(blocking, kind, point)
+            ratios = [_over(self.at(place, k, at), self.at(blocking, k, at))
+                      for k in near if k in self._points[blocking] for at in kinds[k]]
+        elif place != GRADIENTS:
+            base = self.at(GRADIENTS, kind, (x, 0.0))
+            ratios = [_over(self.at(place, k, (at_x, y)), self.at(GRADIENTS, k, (at_x, 0.0)))
+                      for k in near if k in self._points[GRADIENTS] for at_x, _ in kinds[k]]
+        else:
+            return highest
+        return max(highest, (1 + base) * max([1.0, *ratios]) - 1)
+
+    def _near(self, kind: str, kinds: list[str]) -> list[str]:
         family = kind.partition(" ")[0]
         coarser = [k for k in LADDER[LADDER.index(kind) + 1 :] if k in kinds] if kind in LADDER else []
-        near = (coarser[:1] or [k for k in kinds if k.partition(" ")[0] == family]
+        return (coarser[:1] or [k for k in kinds if k.partition(" ")[0] == family]
                 or [k for k in kinds if group_of(k) == group_of(kind)] or kinds)
-        worst = [self._curve(place, k) for k in near]
-        waited = self._waited(place)
-        if kind == DENSE:  # costs at most as much as a codec that sends less
-            plain = None if waited is None else self._curve(waited, kind)
-            return lambda point: max(min(curve((0.0, point[1])) for curve in worst), plain(point) if plain else 0.0)
-        if waited is not None:
-            return self._as_elsewhere(place, waited, kind, near)
-        base = self._curve(GRADIENTS, kind) if place != GRADIENTS else None
-        both = [(self._curve(place, k), self._curve(GRADIENTS, k), [x for x, _ in self._points[place][k]])
-                for k in near if k in self._points[GRADIENTS]]
-
-        def at(point: Point) -> float:
-            x, y = point
-            highest = max(curve(point) for curve in worst)
-            if base is None:
-                return highest
-            ratios = [_over(placed((at_x, y)), before((at_x, 0.0))) for placed, before, xs in both for at_x in xs]
-            grown = max(ratios, default=1.0)
-            return max(highest, (1 + base((x, 0.0))) * max(1.0, grown) - 1)
-
-        return at
-
-    def _as_elsewhere(self, place: Place, waited: Place, kind: str, near: list[str]) -> Curve:
-        """The kind's cost without overlap, increased by the worst factor measured at this place, and at least the cost of
-        related kinds at this place."""
-        kinds, plain = self._points[place], self._curve(waited, kind)
-        worst = [self._curve(place, k) for k in near]
-        later = [_over(self._curve(place, k)(at), self._curve(waited, k)(at))
-                 for k in near if k in self._points[waited] for at in kinds[k]]
-        more = max([1.0, *later])
-        return lambda point: max(*(curve(point) for curve in worst), (1 + plain(point)) * more - 1)
 
 
 class _Grid:
     """Interpolates linearly between measured points, made monotonic, over x = -ln(ratio) and y = log2(local steps)."""
 
     def __init__(self, points: Points, ys: Iterable[float], growth: Callable[[float, float, float], float]) -> None:
+        self.points = points
         self._xs, self._ys = sorted({x for x, _ in points}), list(ys)
         self._at: Points = {}
         for i, x in enumerate(self._xs):
@@ -610,14 +601,6 @@ def _raised(points: Points) -> Points:
 
 def _over(there: float, before: float) -> float:
     return (1 + there) / (1 + before)
-
-
-def _no_less(grid: Curve, plain: Curve, measured: Points, point: Point) -> float:
-    """The interpolated value, but at least `plain`, the value without overlap. The result never exceeds the measured value of a
-    harder point."""
-    (x, y), value = point, grid(point)
-    most = min((v for (a, b), v in measured.items() if a >= x and b >= y), default=math.inf)
-    return max(value, min(plain(point), most))
 
 
 def _growth(relatives: Iterable[Points], everybody: Collection[Points], before: float, after: float) -> float:
