@@ -7,6 +7,7 @@ as training; a module is imported without this check.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import math
@@ -261,7 +262,7 @@ def timed_job(make: Callable[..., Any], text: str, batch: int | None) -> Job:
     from commlayer.autotune.measure import step_times
 
     model, loss_of = _model_of(make, text)
-    return of_user(f"{text}: a step", lambda: step_times.timed_job(model, loss_of, batch=batch, name=text))
+    return of_user(f"{text}: a step", step_times.timed_job, model, loss_of, batch=batch, name=text)
 
 
 def counted_job(text: str, batch: int | None) -> Job:
@@ -270,9 +271,9 @@ def counted_job(text: str, batch: int | None) -> Job:
 
     with shape_tensors.on_a_gpu():
         make = made_by(text)
-    model, loss_of = shape_tensors.without_values(lambda: _model_of(make, text))
-    job, reason = of_user(f"{text}: a step", lambda: step_counts.counted_job(
-        model, loss_of, lambda: _model_of(make, text), batch=batch, name=text))
+    made = functools.partial(_model_of, make, text)
+    model, loss_of = shape_tensors.without_values(made)
+    job, reason = of_user(f"{text}: a step", step_counts.counted_job, model, loss_of, made, batch=batch, name=text)
     if reason:
         typer.echo(f"commlayer: {text}: counted while this machine computed a step, because the step reads values ({reason})",
                    err=True)
@@ -295,11 +296,11 @@ def _model_of(make: Callable[..., Any], text: str) -> tuple[nn.Module, Callable[
     return model, loss_of
 
 
-def of_user(what: str, call: Callable[[], T]) -> T:
-    """Runs a user's function and converts an exception to a one-line error. The user gets a full traceback by running the
-    function directly."""
+def of_user(what: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Calls a user's function, or one that calls it, and converts an exception to a one-line error. The user gets a full
+    traceback by running the function directly."""
     try:
-        return call()
+        return call(*arguments, **options)
     except InvalidInput as error:
         raise InvalidInput(error.code, f"{what}: {error.what}") from None
     except (Exception, SystemExit) as error:

@@ -113,7 +113,7 @@ def untouched(plan: Plan, job: Job | None = None) -> Iterator[str]:
     for bucket in gradients:
         core = parse_spec(bucket.codec).core
         uncompressed_numel[str(core)] = uncompressed_numel.get(str(core), 0) + _as_it_is(bucket, parse_spec(bucket.codec))
-    codec = max(uncompressed_numel, key=lambda name: uncompressed_numel[name], default="")
+    codec = max(uncompressed_numel, key=uncompressed_numel.__getitem__, default="")
     if codec and uncompressed_numel[codec] > REPORTED_ABOVE * total:
         yield (f"{uncompressed_numel[codec] / total:.0%} of the model's elements are sent uncompressed by {codec}: "
                + ("it compresses only complete matrices, or those in powersgd(shapes=...), that are larger than their factors"

@@ -142,7 +142,7 @@ def job_speed(device: str, timing: Timing | None) -> float:
 def job_limit(device: str, timing: Timing) -> str:
     """The field of `Work` that limits this step on a device; empty if it is unknown."""
     limits_s = {"": 0.0} if timing.work is None else _limits_s(device, timing.work, half=timing.half)
-    return max(limits_s, key=lambda each: limits_s[each])
+    return max(limits_s, key=limits_s.__getitem__)
 
 
 def _limits_s(device: str, work: Work, *, half: bool) -> dict[str, float]:

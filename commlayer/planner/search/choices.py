@@ -8,7 +8,7 @@ smaller convergence factor is better, then a smaller loss, then less busy time o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import permutations, product
 from operator import getitem
 from typing import NamedTuple
@@ -67,6 +67,14 @@ class Choice(NamedTuple):
         return self.price, self.excess, self.loss, self.burden, self.options
 
 
+def _order(choice: Choice) -> tuple[object, ...]:
+    return choice.order
+
+
+def cheapest(choices: Iterable[Choice]) -> Choice:
+    return min(choices, key=_order)
+
+
 def uniform(space: Space, starts: Sequence[Sequence[int]] = ()) -> list[Choice]:
     """Evaluates the choices in `starts` that are within the loss budget, and the choice with the least loss. Without `starts`,
     evaluates each option for all buckets."""
@@ -86,8 +94,7 @@ def search(space: Space, starts: Sequence[Choice]) -> Choice:
     there are few combinations, tries all."""
     if math.prod(map(len, space.loss)) <= FEW:
         return _refined(space, _all(space))
-    best = min((_passed(space, start, _groups(space)) for start in sorted(starts, key=lambda start: start.order)[:STARTS]),
-                key=lambda choice: choice.order)
+    best = cheapest(_passed(space, start, _groups(space)) for start in sorted(starts, key=_order)[:STARTS])
     single = [(b,) for members in space.groups if len(members) > 1 for b in members][:MOST_SINGLE]
     best = _passed(space, best, [*single, *_groups(space)])
     while len(best.options) <= SMALL and (paired := _paired(space, best)) != best:
@@ -109,7 +116,7 @@ def _paired(space: Space, best: Choice) -> Choice:
 def _all(space: Space) -> Choice:
     """The best of all combinations of options within the loss budget."""
     every = (_priced(space, options) for options in product(*(range(len(losses)) for losses in space.loss)))
-    return min((choice for choice in every if choice.loss <= _within(space)), key=lambda choice: choice.order)
+    return cheapest(choice for choice in every if choice.loss <= _within(space))
 
 
 def _groups(space: Space) -> list[Sequence[int]]:

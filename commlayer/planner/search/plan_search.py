@@ -160,7 +160,7 @@ class PlanSearch:
                  for every in local_steps(most) for overlap in (("", "round") if freely else ("",))
                  for count in (fragment_counts(every, parts) if overlap else [1])]
         prices = {recipe: self._estimate(recipe) for recipe in local}
-        best = sorted(local, key=lambda recipe: prices[recipe])[:FINALISTS]
+        best = sorted(local, key=prices.__getitem__)[:FINALISTS]
         return recipes + [recipe for recipe in best if prices[recipe] < self.synchronous.price]
 
     def _estimate(self, recipe: Recipe) -> float:

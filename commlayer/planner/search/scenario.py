@@ -12,7 +12,7 @@ from commlayer.planner.buckets import Limits, Sort, least_spread_nbytes
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Prices, weights
 from commlayer.planner.model import DENSE, Option, Question
-from commlayer.planner.search.choices import Choice, Space, search, uniform
+from commlayer.planner.search.choices import Choice, Space, cheapest, search, uniform
 from commlayer.planner.search.options import Catalog
 from commlayer.planner.search.placement import Part, parts
 from commlayer.planner.simulation import Simulation, exact_s, fragments, locally, prices_of, urgent
@@ -116,13 +116,13 @@ class Scenario:
     @cached_property
     def quick(self) -> Choice:
         """The best choice in which all buckets use the same option."""
-        return min(self.uniform, key=lambda choice: choice.order)
+        return cheapest(self.uniform)
 
     @cached_property
     def dense(self) -> Choice:
         """The best choice without compression in which all buckets use the same option."""
         plain = [choice for choice in self.uniform if all(o.codec == DENSE for o in self.used(choice))]
-        return min(plain or self.uniform[:1], key=lambda choice: choice.order)
+        return cheapest(plain or self.uniform[:1])
 
     def used(self, choice: Choice) -> set[Option]:
         return {self.catalog.options[mine[place]] for mine, place in zip(self.useful, choice.options, strict=True)}
