@@ -22,7 +22,7 @@ from bench.lab import Lab, LabUnavailable, check, sound
 from bench.ranks import launch_hosts, median_step_s
 from bench.report import Result
 from bench.worker import command
-from commlayer.planner.buckets import Sort
+from commlayer.planner.buckets import Contents
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Prices
 from commlayer.planner.data import models, tables
@@ -116,7 +116,7 @@ def _gap(seed: int) -> float:
     sizes = [int(10 ** rng.uniform(4, 7)) for _ in range(rng.randint(2, 4))]
     useful = []
     for size in sizes:
-        kept = catalog.useful(Sort.GRADIENTS, size.bit_length(), Recipe())
+        kept = catalog.useful(Contents.GRADIENTS, size.bit_length(), Recipe())
         most = int(rng.uniform(4, MOST_OPTIONS))
         least = min(kept, key=lambda o: (losses[o], o))
         others = [o for o in kept if o != least]

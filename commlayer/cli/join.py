@@ -62,7 +62,7 @@ def join(
     if home_keys.is_line(address):
         home = parse_line(address, keys)
         _check_script(script)  # before the token is used
-        keys, address = str(fetched_keys(home, _say)), home.address
+        keys, address = str(fetched_keys(home, _log)), home.address
     else:
         address, keys = stored_keys(address, keys, insecure=insecure)
     config = config_with_secret("joining", join=address, insecure=insecure, keys=keys)
@@ -73,7 +73,7 @@ def join(
         code = _train(config, line, nproc_per_node, node_rank, wait, settings)
         if code != JOIN_AGAIN:
             break
-        _say("this home had not joined that job yet: joining again")
+        _log("this home had not joined that job yet: joining again")
     raise typer.Exit(code)
 
 
@@ -84,7 +84,7 @@ def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: 
     from commlayer.cluster.calls import messages
     from commlayer.cluster.calls.site_client import SiteLease
 
-    lease = SiteLease(config.join, config, messages.site_request(nproc_per_node, node_rank), _say)
+    lease = SiteLease(config.join, config, messages.site_request(nproc_per_node, node_rank), _log)
     reason = "it was interrupted"
     try:
         with _interrupts_call(signal.default_int_handler):  # so that a home that waits leaves in order
@@ -93,11 +93,11 @@ def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: 
         last = first + nproc_per_node - 1
         ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
         if reply.joins:
-            _say(f"joining the running job with {ranks} of {reply.world}; other homes log this home as worker {reply.rank}")
+            _log(f"joining the running job with {ranks} of {reply.world}; other homes log this home as worker {reply.rank}")
         else:
             workers = f"{reply.world} worker{'s' * (reply.world > 1)}"
             start = f"starting with {workers}" if reply.min_workers else "all homes have joined"
-            _say(f"{start}: this home has {ranks} of {reply.world}")
+            _log(f"{start}: this home has {ranks} of {reply.world}")
         settings = {**settings, "min_workers": str(reply.min_workers)}
         children = [_start(line, lease.request.token, reply, local, nproc_per_node, settings)
                     for local in range(nproc_per_node)]
@@ -109,7 +109,7 @@ def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: 
         lease.close(reason)
     if code and code != JOIN_AGAIN and not lease.ended.is_set():
         others = f"continue if they have {reply.min_workers} workers" if reply.min_workers and lease.begun else "end, too"
-        _say(f"{reason}; the other homes {others}")
+        _log(f"{reason}; the other homes {others}")
     return code
 
 
@@ -148,7 +148,7 @@ def in_order(words: Sequence[str], valued: Collection[str]) -> list[str]:
     return [*options, *places, *rest]
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(f"commlayer join: {line}", file=sys.stderr, flush=True)
 
 
@@ -173,13 +173,13 @@ def _wait(children: Sequence[Child], lease: SiteLease) -> tuple[int, str]:
             failed = [child.returncode for child in children if child.returncode]
             if not until and interrupted:
                 code, reason, until = 130, "this home was interrupted", time.monotonic() + END_S
-                _say(f"interrupted: this home tells the others and leaves, within {END_S:g} s")
+                _log(f"interrupted: this home tells the others and leaves, within {END_S:g} s")
                 _signal(children, signal.SIGINT)
             elif not until and failed:
                 until = time.monotonic() + END_S
-                code, reason = _code(failed[0]), _said(failed[0])
+                code, reason = _exit_code(failed[0]), _failure_text(failed[0])
             elif not until and lease.ended.is_set():
-                _say(lease.why)
+                _log(lease.why)
                 code, reason, until = 2, lease.why, time.monotonic() + END_S
             elif until and time.monotonic() > until:
                 _signal(children, signal.SIGKILL)
@@ -187,14 +187,14 @@ def _wait(children: Sequence[Child], lease: SiteLease) -> tuple[int, str]:
     failed = [child.returncode for child in children if child.returncode]
     if JOIN_AGAIN in failed:
         return JOIN_AGAIN, reason
-    return (_code(failed[0]), _said(failed[0])) if failed and not code else (code, reason)
+    return (_exit_code(failed[0]), _failure_text(failed[0])) if failed and not code else (code, reason)
 
 
-def _code(returned: int) -> int:
+def _exit_code(returned: int) -> int:
     return returned if returned > 0 else 128 - returned
 
 
-def _said(returned: int) -> str:
+def _failure_text(returned: int) -> str:
     how = f"exit code {returned}" if returned > 0 else f"signal {signal.Signals(-returned).name}"
     return f"a worker of this home ended with {how}"
 
@@ -258,7 +258,7 @@ def up(
     args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", metavar="ARGS")] = None,
 ) -> None:
     """Join with the keys of this machine's home, or say what to do next. Exit code 2 if a script was not started."""
-    facts = look(str(script or ""))
+    facts = facts_about(str(script or ""))
     if line := next_step(facts):
         print(f"commlayer up: {line}")
         raise typer.Exit(2 if script else 0)
@@ -266,7 +266,7 @@ def up(
     join(str(facts.homes[0]), script, args)
 
 
-def look(script: str) -> Facts:
+def facts_about(script: str) -> Facts:
     """Collects the facts. Asks the server only if there is one home."""
     facts = Facts(home_keys.stored_lines(), (Path("keys") / "ca.key").exists(), script)
     if len(facts.homes) != 1:

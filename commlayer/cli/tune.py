@@ -52,7 +52,7 @@ def tune(
     trial_store = Store(store, search)
     _show(tuner.tune(proxy, trial_store, search, engine, trials), trial_store, search, trials)
     loss_model.write(out, tuner.loss_model(trial_store.trials))
-    _tell(trial_store, search, out)
+    _print_best(trial_store, search, out)
 
 
 def read_space(
@@ -120,7 +120,7 @@ def inexact(settings: Settings) -> str:
     return steps + (", a step late" if settings.get("stale") else "")
 
 
-def _tell(store: Store, search: Search, out: Path) -> None:
+def _print_best(store: Store, search: Search, out: Path) -> None:
     best, dense = tuner.best(store.trials, search.budget), store.trials[0]
     settings = spelled(best.settings)
     typer.echo(f"best within {search.budget:.2%}: {settings['codec']}, batch {settings['batch']}{inexact(settings)}: "

@@ -112,7 +112,7 @@ def check_dense(head: payload.Head, numel: int, nbytes: int) -> None:
     payload.expect("bytes of body", head.body.nbytes, nbytes)
 
 
-def of_means(codec: Codec) -> bool:
+def averages_buffers(codec: Codec) -> bool:
     """True: servers average model buffers that are sent with this codec. With other codecs, buffers are sent as parts of a
     sum."""
     return isinstance(codec, Identity)

@@ -242,10 +242,10 @@ def share_budget(demands: Sequence[Demand]) -> list[int]:
         reached = np.exp(np.minimum(np.maximum(base + slope * (level - middle), low), high)).sum()
         below, above = (middle, above) if reached > total else (below, middle)
     wanted = np.exp(np.minimum(np.maximum(base + slope * (level - above), low), high))
-    return _whole(wanted, demands, total)
+    return _rounded(wanted, demands, total)
 
 
-def _whole(wanted: Floats, demands: Sequence[Demand], total: int) -> list[int]:
+def _rounded(wanted: Floats, demands: Sequence[Demand], total: int) -> list[int]:
     """Rounds to integers with the given total. The remaining entries are given to the largest remainders first, then to buckets
     below their limit."""
     counts = np.floor(wanted + ROUNDING).astype(int)
@@ -265,22 +265,22 @@ FIRST_RATIO = 0.25
 """Ratio of the first step of a warm-up."""
 
 
-def stages_of(ratio: float) -> int:
+def stage_count(ratio: float) -> int:
     """Returns the number of warm-up stages before the last one, which has the ratio itself. 0 if the ratio is not below
     FIRST_RATIO."""
     return max(0, math.ceil(math.log2(FIRST_RATIO / ratio)))
 
 
-def ratio_of(ratio: float, stage: int) -> float:
+def stage_ratio(ratio: float, stage: int) -> float:
     """Returns the ratio in a stage of a warm-up that ends at `ratio`.
 
     >>> [round(ratio_of(0.02, stage), 3) for stage in range(stages_of(0.02) + 1)]
     [0.25, 0.133, 0.071, 0.038, 0.02]
     """
-    stages = stages_of(ratio)
+    stages = stage_count(ratio)
     return ratio if stage == stages else FIRST_RATIO * (ratio / FIRST_RATIO) ** (stage / stages)
 
 
 def ratio_at(ratio: float, steps: int, step: int) -> float:
     """Returns the ratio in step `step` of a warm-up over `steps` steps; with 0 steps there is no warm-up."""
-    return ratio_of(ratio, min(stages_of(ratio), step * stages_of(ratio) // steps)) if step < steps else ratio
+    return stage_ratio(ratio, min(stage_count(ratio), step * stage_count(ratio) // steps)) if step < steps else ratio

@@ -76,7 +76,7 @@ def restore(state: State, arrays: Mapping[str, Array]) -> None:
             owner[name] = type(value)(arrays[path].item())
 
 
-def remembered(state: State) -> dict[str, Array]:
+def server_snapshot(state: State) -> dict[str, Array]:
     """Returns a server's snapshot plus the data for `undo_server`, so a restarted server can resume from its journal."""
     arrays = snapshot(state)
     for path, owner in states(state):
@@ -87,9 +87,9 @@ def remembered(state: State) -> dict[str, Array]:
     return arrays
 
 
-def recall(state: State, arrays: Mapping[str, Array], sent: Any) -> None:
-    """Restores the state that `remembered` returned. `sent`: the complete last result, whose memory must stay unchanged until
-    the next `emit`."""
+def restore_server(state: State, arrays: Mapping[str, Array], sent: Any) -> None:
+    """Restores the state that `server_snapshot` returned. `sent`: the complete last result, whose memory must stay unchanged
+    until the next `emit`."""
     restore(state, {path: value for path, value in arrays.items() if path.rsplit(".", 1)[-1] not in ("_sent", "_added")})
     for path, owner in states(state):
         if "_added" in owner:

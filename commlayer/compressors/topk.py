@@ -64,7 +64,7 @@ class _Largest(FusedCodec, frozen=True):
 
     def capacity(self, numel: int) -> int:
         """Returns the maximum number of runs of a payload."""
-        return selection.room(self.runs(numel), self.wanted(numel), self.few(numel))
+        return selection.capacity(self.runs(numel), self.wanted(numel), self.few(numel))
 
     def bound(self, spec: Spec) -> int:
         cap, runs = self.capacity(spec.numel), self.runs(spec.numel)

@@ -36,7 +36,7 @@ def start(
     """Returns (nbytes, None) with the payload in `out`, or (0, the selected entries) if nothing was written."""
     n, scratch = x.numel(), state["_scratch"]
     idx, val = scratch["idx"], scratch["val"]
-    begin, room = selection.rotation(n, state), selection.room(n, k, False)
+    begin, room = selection.rotation(n, state), selection.capacity(n, k, False)
     sizes = (CONTROL, 1 + cuda.tiles(n, begin), cuda.trim_words(idx.numel()))
     control, scan, trim = torch.zeros(sum(sizes), dtype=torch.int64, device=x.device).split(sizes)
     cut = torch.empty(1, device=x.device)

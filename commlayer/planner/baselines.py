@@ -11,7 +11,7 @@ from msgspec import structs
 
 from commlayer.errors import InvalidInput
 from commlayer.planner.buckets import default_plan
-from commlayer.planner.convergence import NONE, alone, measured_noise
+from commlayer.planner.convergence import NONE, measured_noise, one_worker_factor
 from commlayer.planner.costs import Prices, plan_excess
 from commlayer.planner.data.noise import noise_of
 from commlayer.planner.data.tables import gpus, job_speed
@@ -19,7 +19,7 @@ from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Line, Link, Node, Policy, Profile, Question
 from commlayer.planner.plan_rules import main_codec, sync_mode
 from commlayer.planner.search.plan_search import PAYS, plan
-from commlayer.planner.simulation import bucket_template, exact_s, hosts_of
+from commlayer.planner.simulation import bucket_template, hosts_of, step_seconds
 from commlayer.planner.tensors import sent_numel
 from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record, Timing
 
@@ -107,7 +107,8 @@ class Gains(NamedTuple):
     plan: float
     cautious: float
     high: float
-    """The plan's if the gradient noise scale is large, `plan` being with a small one; equal to `plan` if it is known."""
+    """The gain with a large gradient noise scale, while `plan` is the gain with a small one. Equal to `plan` if the noise scale
+    is known."""
     step: float
     """That of the best plan that averages gradients in every step."""
     step_high: float
@@ -149,18 +150,18 @@ def verdict(gain: Gains) -> str:
         return "one machine: nothing to exchange"
     if gain.high <= 1:
         least = "" if gain.known else "at least "
-        faster = "as fast" if times(1 / gain.high) == "1.0x" else f"{least}{times(1 / gain.high)} faster"
+        faster = "as fast" if times_text(1 / gain.high) == "1.0x" else f"{least}{times_text(1 / gain.high)} faster"
         return f"NOT WORTH IT: {alone} is {faster}; try a larger batch or faster links"
     if not gain.known:
         unsure, how = ("", "faster than") if gain.plan > 1 else ("UNSURE: ", "as fast as")
-        return f"{unsure}{times(gain.plan, gain.high)} {how} {alone}: the noise scale of your training is unknown"
+        return f"{unsure}{times_text(gain.plan, gain.high)} {how} {alone}: the noise scale of your training is unknown"
     if gain.cautious <= 1:
-        return f"UNSURE: {times(gain.plan)} faster than {alone}, {times(gain.cautious)} by the cautious estimate"
-    spread = f" ({times(gain.cautious)} by the cautious estimate)" if times(gain.cautious) != times(gain.plan) else ""
-    return f"{times(gain.plan)} faster than {alone}{spread}"
+        return f"UNSURE: {times_text(gain.plan)} faster than {alone}, {times_text(gain.cautious)} by the cautious estimate"
+    median, cautious = times_text(gain.plan), times_text(gain.cautious)
+    return f"{median} faster than {alone}" + (f" ({cautious} by the cautious estimate)" if cautious != median else "")
 
 
-def times(factor: float, high: float = 0.0) -> str:
+def times_text(factor: float, high: float = 0.0) -> str:
     """
     >>> times(0.581), times(2.42), times(1.3, 2.2), times(1.31, 1.32)
     ('0.58x', '2.4x', '1.3x to 2.2x', '1.3x')
@@ -235,7 +236,7 @@ def one_machine(question: Question) -> list[Baseline]:
         if 0 < node.ranks < cluster.ranks:
             computing_s, others = (timing.forward_s + timing.backward_s) / node.speed, cluster.ranks / node.ranks
             candidates.append(Baseline(ALONE, computing_s * others + timing.update_s / node.speed, node=node.name))
-            steps = alone(profile.learning, policy.optimizer, others, noise_of(job), job.numel)
+            steps = one_worker_factor(profile.learning, policy.optimizer, others, noise_of(job), job.numel)
             if steps and policy.objective == "loss":
                 candidates.append(Baseline(ALONE, computing_s + timing.update_s / node.speed, steps, steps, node.name))
     return [min(candidates, key=lambda one: one.to_loss_s)] if candidates else []
@@ -249,7 +250,7 @@ def ddp_fp16_s(question: Question) -> float:
     halved = {name: Line(line.floor_s, line.slope_s / 2, line.error)
               for name, line in (("inside", profile.inside), ("across", profile.across))}
     faster = question._replace(cluster=structs.replace(cluster, nodes=nodes), profile=structs.replace(profile, **halved))
-    return exact_s(_ddp_plan(question), faster)
+    return step_seconds(_ddp_plan(question), faster)
 
 
 def _ddp_plan(question: Question) -> Plan:
@@ -338,7 +339,7 @@ def what_if(
     added one by one, the number of nodes (copies of the last node), the GPU of all nodes. A profile must cover all clusters."""
     question = checked_inputs(job, cluster, profile, policy)
     variants = {
-        "bandwidth": [(rate(bps), bps, at_rate(cluster, bps)) for bps in bandwidths],
+        "bandwidth": [(rate_text(bps), bps, at_rate(cluster, bps)) for bps in bandwidths],
         "add_node": _grown(cluster, add_nodes) if add_nodes else [],
         "nodes": [(f"{count} nodes", float(count), _counted(cluster, count)) for count in counts],
         "gpu": [(name, float(i), _with_gpu(cluster, name, job.timing)) for i, name in enumerate(gpus)],
@@ -378,7 +379,7 @@ def at_rate(cluster: Cluster, bps: float) -> Cluster:
 def _grown(cluster: Cluster, added: Sequence[Node]) -> list[tuple[str, float, Cluster]]:
     """The cluster, then with one more of these nodes at a time."""
     grown = [("unchanged", cluster)] + [
-        (f"+ {node.device} {rate(node.link.up_bps)} up", structs.replace(cluster, nodes=(*cluster.nodes, *added[: n + 1])))
+        (f"+ {node.device} {rate_text(node.link.up_bps)} up", structs.replace(cluster, nodes=(*cluster.nodes, *added[: n + 1])))
         for n, node in enumerate(added)]
     return [(label, float(sum(1 for node in each.nodes if node.ranks)), each) for label, each in grown]
 
@@ -406,13 +407,13 @@ def break_even(curve: Curve) -> str:
     otherwise = any(p.mode for p, such in zip(curve.points, pays, strict=True) if such)
     what = "a mode other than a dense exchange in every step" if otherwise else "compression"
     if curve.break_even_bps is not None:
-        return f"{what} pays below {rate(float(f'{curve.break_even_bps:.2g}'))}"
+        return f"{what} pays below {rate_text(float(f'{curve.break_even_bps:.2g}'))}"
     if any(pays) and not all(pays):
         return f"{what} pays at some of these rates; sweep more rates to find the limit"
     return f"{what} pays at {'all' if any(pays) else 'none'} of these rates"
 
 
-def rate(bps: float) -> str:
+def rate_text(bps: float) -> str:
     """
     >>> rate(20e6), rate(2.5e9)
     ('20 Mb/s', '2.5 Gb/s')

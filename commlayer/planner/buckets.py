@@ -1,4 +1,5 @@
-"""Makes the default plan, before anything is measured: buckets by size only, one codec and one path for all buckets."""
+"""Cuts a model into buckets, divides buckets among servers and fragments, and makes the default plan: buckets by size only, one
+codec and one path, before anything is measured."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
-from commlayer.planner.tensors import DOUBLE, is_buffer, is_sparse, row_of, shaped, unrounded
+from commlayer.planner.tensors import DOUBLE, codec_and_shape, is_buffer, is_sparse, row_of, with_exact_doubles
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
 
 ELEMENT_NBYTES = 4
@@ -94,9 +95,9 @@ def default_plan(
     buckets = []
     for i, group in enumerate(groups):
         buffer = is_buffer(job, group)
-        mine, shape = shaped(BUFFER_CODEC if buffer else codec, job, group)
+        mine, shape = codec_and_shape(BUFFER_CODEC if buffer else codec, job, group)
         buckets.append(Bucket(i, group, path, mine, hosts[i], owners[i], shape, down="" if buffer else down))
-    return unrounded(Plan(job.digest(), tuple(buckets), servers if service else 0, ranks_per_node), job)
+    return with_exact_doubles(Plan(job.digest(), tuple(buckets), servers if service else 0, ranks_per_node), job)
 
 
 def _first_needed(sizes: Sequence[int], hosts: int) -> list[int]:
@@ -118,7 +119,7 @@ def _in_turns(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], hosts: 
     # Callers check that the plan has enough buckets for its fragments.
     for places in fragments_of(pieces, min(fragments, len(pieces))):
         order = sorted(range(hosts), key=loads.__getitem__)
-        for place, number in zip(places, shared([sizes[i] for i in places], hosts), strict=True):
+        for place, number in zip(places, balanced([sizes[i] for i in places], hosts), strict=True):
             chosen[place] = order[number]
             loads[order[number]] += sizes[place]
     return chosen
@@ -129,7 +130,7 @@ class _Piece(NamedTuple):
     numel: int
 
 
-def shared(sizes: Sequence[int], hosts: int) -> list[int]:
+def balanced(sizes: Sequence[int], hosts: int) -> list[int]:
     """Chooses a host for each size: the largest size first, each to the host with the smallest sum so far. Balance matters
     because a step waits for the host with the largest sum.
 
@@ -240,7 +241,7 @@ class Limits(NamedTuple):
     """For codecs that need matrices: matrices up to this many bytes are not cut."""
 
 
-class Sort(IntEnum):
+class Contents(IntEnum):
     """Kind of a bucket's contents. Only gradients are compressed. Every path except all-reduce rounds doubles to float32.
     SPARSE: mostly zero gradients, whose zeros are not sent unless a sparse codec selects entries."""
 
@@ -300,12 +301,12 @@ def between(group: Sequence[Slice], start: int, stop: int) -> tuple[Slice, ...]:
     return tuple(parts)
 
 
-def sort_of(job: Job, group: tuple[Slice, ...]) -> Sort:
+def contents_of(job: Job, group: tuple[Slice, ...]) -> Contents:
     if job.tensors[group[0].tensor].dtype == DOUBLE:
-        return Sort.DOUBLES
+        return Contents.DOUBLES
     if is_buffer(job, group):
-        return Sort.BUFFERS
-    return Sort.SPARSE if is_sparse(job, group[0].tensor) else Sort.GRADIENTS
+        return Contents.BUFFERS
+    return Contents.SPARSE if is_sparse(job, group[0].tensor) else Contents.GRADIENTS
 
 
 def readiness(job: Job, group: tuple[Slice, ...]) -> float:

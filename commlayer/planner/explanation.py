@@ -100,12 +100,12 @@ def _by_tensor(plan: Plan) -> dict[int, str]:
     spellings: dict[int, list[str]] = {}
     for bucket in plan.buckets:
         for part in bucket.slices:
-            spellings.setdefault(part.tensor, []).append(spelled(bucket))
+            spellings.setdefault(part.tensor, []).append(how_sent(bucket))
     return {tensor: "; ".join(text if len(each) == 1 else f"{each.count(text)} x {text}" for text in dict.fromkeys(each))
             for tensor, each in spellings.items()}
 
 
-def spelled(bucket: Bucket) -> str:
+def how_sent(bucket: Bucket) -> str:
     """Describes in one line how a bucket is sent."""
     parts = [bucket.codec, "over", bucket.path]
     parts += [f"down {bucket.down}"] if bucket.down else []

@@ -16,7 +16,7 @@ from commlayer.planner.data.models import as_in_paper
 from commlayer.planner.inputs import checked_inputs, cluster_from_line
 from commlayer.planner.model import Cluster, Policy, Profile, Question
 from commlayer.planner.search.plan_search import PAYS, plan
-from commlayer.planner.simulation import exact_s
+from commlayer.planner.simulation import step_seconds
 from commlayer.records import Bucket, Job, Plan
 
 LADDER = ("topk(ratio=0.001)", "topk(ratio=0.01)", "topk(ratio=0.1)", "int4()", "int8()", "fp16()")
@@ -52,7 +52,7 @@ def priced(result: Plan, job: Job, machines: Cluster, profile: Profile, policy: 
     """Seconds to a loss for each step of dense training, and how many times as many steps, cautiously."""
     question = Question(job, machines, profile, policy)
     steps = 1 + plan_excess(result, question).high
-    return exact_s(result, question) * steps, steps
+    return step_seconds(result, question) * steps, steps
 
 
 @pytest.mark.parametrize(("model", "optimizer"), [("resnet50", "adam"), ("lstm", "sgd"), ("bert-base", "adam")])

@@ -40,10 +40,10 @@ from commlayer.planner.convergence import (
     Excess,
     LearningRow,
     Recipe,
-    alone,
     excess,
     late_allowed,
     local_step_excess,
+    one_worker_factor,
     steps_alone,
 )
 from commlayer.planner.data import tables
@@ -145,10 +145,11 @@ def test_single_machine_has_its_own_rows_and_loses_more_to_more_workers() -> Non
     for known, optimizer, workers, factor in ((table, "adam", 4, 1.9), (table, "sgd", 4, 3.0), (table, "", 4, 1.9),
                                               (table, "lion", 4, 1.9), (table, "muon", 4, 1.9),
                                               (table, "adam", 16, 2.452), (table, "adam", 1, 1.0), (TABLE, "adam", 4, 0.0)):
-        assert alone(known, optimizer, workers) == pytest.approx(factor, abs=1e-3)
+        assert one_worker_factor(known, optimizer, workers) == pytest.approx(factor, abs=1e-3)
     # A noise scale of as many batches as workers halves what they save; a large one leaves them all.
     for noise, workers, factor in ((4.0, 4, 2.5), (1.0, 2, 4 / 3), (1e9, 8, 8.0)):
-        assert alone(table, "adam", workers, noise) == alone(TABLE, "", workers, noise) == pytest.approx(factor)
+        own = one_worker_factor(table, "adam", workers, noise)
+        assert own == one_worker_factor(TABLE, "", workers, noise) == pytest.approx(factor)
 
 
 @pytest.mark.parametrize(("numel", "workers", "every", "low", "high"), [

@@ -34,7 +34,7 @@ from commlayer.engine.worker.worker import Worker
 from commlayer.planner import default_plan, verify
 from commlayer.planner.buckets import fragments_of
 from commlayer.planner.convergence import Recipe, excess
-from commlayer.planner.costs import Prices, hidden, plan_excess
+from commlayer.planner.costs import Prices, plan_excess, with_hidden_rates
 from commlayer.planner.data import tables as machines
 from commlayer.planner.data.tables import learning_rows as shipped_rows
 from commlayer.planner.data.tables import profile_from_tables
@@ -46,9 +46,9 @@ from commlayer.planner.search import choices
 from commlayer.planner.search.choices import search, uniform
 from commlayer.planner.search.options import options
 from commlayer.planner.search.plan_search import plan
-from commlayer.planner.simulation import Fragment, Simulation, exact_s, simulate
+from commlayer.planner.simulation import Fragment, Simulation, simulate, step_seconds
 from commlayer.planner.tensors import keeps_zeros, sent_numel
-from commlayer.planner.tree import Promise, misfits, summing
+from commlayer.planner.tree import Promise, misfits, sums_payloads
 from commlayer.planner.tree import parse as path_of
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, Timing
 
@@ -337,7 +337,7 @@ def test_unsuitable_codecs_of_a_path_are_named(
     lines = list(misfits(path_of(path), [up], down=down, by_node=by_node, gpus=gpus))
     assert len(lines) == bool(text)
     assert text in "".join(lines)
-    assert summing(path_of(path)) == (path == SUMMED)
+    assert sums_payloads(path_of(path)) == (path == SUMMED)
 
 
 SMALL = toy_job(numel=125_000, step_s=0.03)
@@ -412,7 +412,7 @@ def test_outer_step_is_bounded_by_compute_bytes_and_fragment_latencies(
         end = max(s.end_s for s in timeline.spans if s.bucket in places)
         assert edge_s <= begin + 1e-9
         edge_s = end
-    assert exact_s(chosen, Question(SMALL, machines, profile, Policy())) == pytest.approx(timeline.step_s / every)
+    assert step_seconds(chosen, Question(SMALL, machines, profile, Policy())) == pytest.approx(timeline.step_s / every)
 
 
 @pytest.mark.parametrize("bps", [3e6, 1e7, 1e8, 1e10])
@@ -426,7 +426,7 @@ def test_outer_step_is_the_sum_of_fragments_each_bounded_by_exchange_or_compute(
     expected = 0.0
     for places in fragments_of(chosen.buckets, count):
         kept = tuple(structs.replace(waited.buckets[b], id=i) for i, b in enumerate(places))
-        alone = simulate(structs.replace(waited, buckets=kept), SMALL, hidden(machines), profile)
+        alone = simulate(structs.replace(waited, buckets=kept), SMALL, with_hidden_rates(machines), profile)
         expected += max(fragment_s, alone.step_s - 8 * step_s(SMALL))
     result = simulate(chosen, SMALL, machines, profile).step_s
     assert result == pytest.approx(expected)

@@ -195,13 +195,13 @@ class _Planned(NamedTuple):
         from commlayer.cli.plan import report as plan_report
         from commlayer.planner.data.tables import learning_rows
         from commlayer.planner.simulation import simulate
-        from commlayer.planner.tensors import untouched
+        from commlayer.planner.tensors import uncompressed_notices
 
         (costs, limits), known = self.inputs.costs(), self.plan.steps > 0
         timeline = simulate(self.plan, self.job, self.shared, costs, limits)
-        yield from plan_report.to_a_loss(rows, known, names, steps)
+        yield from plan_report.alternatives(rows, known, names, steps)
         if known and buckets:
-            yield plan_report.spread(table, self.policy.optimizer, self.job)
+            yield plan_report.factor_error(table, self.policy.optimizer, self.job)
         yield plan_report.title(self.plan, self.job, self.inputs.cluster)
         yield plan_report.summary(self.plan, self.job, self.inputs.cluster, timeline)
         yield Notes("assumed", assumptions)
@@ -211,7 +211,7 @@ class _Planned(NamedTuple):
                 self.job, self.policy.optimizer, self.inputs.cluster.ranks, self.plan, learning)))
         if buckets:
             yield plan_report.by_decision(self.plan, self.job)
-            yield from untouched(self.plan, self.job)
+            yield from uncompressed_notices(self.plan, self.job)
 
 
 def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, policy: Policy, profile: Profile | None = None,
@@ -223,7 +223,7 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
     from commlayer.cli import arguments
     from commlayer.cli.plan import report as plan_report
     from commlayer.planner.data.tables import at_job_speed, gpus, learning_rows
-    from commlayer.planner.memory import accumulated
+    from commlayer.planner.memory import with_micro_batches
     from commlayer.planner.search.plan_search import PlanSearch
 
     job = arguments.with_noise(arguments.job_named(model, batch), noise_scale)
@@ -232,7 +232,7 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
         if info is not None and (info.tokens or info.image_side):
             job = structs.replace(job, batch=job.batch or info.samples)
         devices = [node.device for node in machines.nodes if node.ranks and node.device in gpus()]
-        job = accumulated(job, devices, policy.optimizer)
+        job = with_micro_batches(job, devices, policy.optimizer)
     machines = structs.replace(machines, nodes=at_job_speed(machines.nodes, job.timing))
     shared, by_speed = _by_speed(job, machines) if shares else (machines, ())
     # Homes of equal speed may leave (--min-workers), which requires exchanges of the whole model. Shares of the batch by speed

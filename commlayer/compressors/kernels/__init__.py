@@ -67,7 +67,7 @@ def use(backend: ModuleType) -> Iterator[None]:
 def check_supported(spec: CodecSpec) -> None:
     """Raises InvalidInput if the host's backend has no kernels for this codec. The inner codec is not checked."""
     if _chosen[0] is fallback and (spec.family not in fallback.FAMILIES or spec.get("values") == "int4"):
-        raise fallback.refusal(f"codec {spec}")
+        raise fallback.unsupported(f"codec {spec}")
 
 
 def threads(count: int) -> None:

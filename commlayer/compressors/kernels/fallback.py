@@ -31,10 +31,10 @@ Array = npt.NDArray[Any]
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
-    raise refusal(name)
+    raise unsupported(name)
 
 
-def refusal(what: str) -> InvalidInput:
+def unsupported(what: str) -> InvalidInput:
     return InvalidInput("E-CODEC-BACKEND", f"{what} needs the native core, which is not installed. Without it only these "
                                            f"codecs are available: {', '.join(FAMILIES)}. Install a C++ compiler and reinstall "
                                            "commlayer")
@@ -157,7 +157,7 @@ def _unscaled(levels: Array, scales: Array, block: int) -> Array:
 def linear_encode(q: Any, scale: Any, x: Any, residual: Any, block: int, bits: int, euclidean: bool, dither: bool,
                   key: int = 0, step: int = 0) -> bool:
     if bits != 4 or euclidean or dither:
-        raise refusal("qsgd")
+        raise unsupported("qsgd")
 
     def code(rows: Array) -> Array:
         size = _largest(rows) / F32(INT4_LEVELS)
@@ -177,7 +177,7 @@ def linear_encode(q: Any, scale: Any, x: Any, residual: Any, block: int, bits: i
 
 def linear_decode(acc: Any, q: Any, scale: Any, block: int, bits: int, assign: bool = False) -> None:
     if bits != 4:
-        raise refusal("qsgd")
+        raise unsupported("qsgd")
     n, packed = _view(acc, F32).size, _view(q, U8)
     codes = np.stack([packed & 15, packed >> 4], 1).reshape(-1)[:n].astype(np.int16)
     levels = np.where(codes > 7, codes - 16, codes).astype(F32)

@@ -25,7 +25,7 @@ from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner.convergence import LearningRow, row_problem
 from commlayer.planner.data import FOLDER, NotNegative, Positive, load
-from commlayer.planner.data.codec_sizes import touch
+from commlayer.planner.data.codec_sizes import bytes_per_element
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
 from commlayer.records import Record, Timing, Work, decode, encode
 
@@ -236,7 +236,7 @@ def learning_rows(own: str = "") -> tuple[LearningRow, ...]:
 
 
 def _cost(name: str, device: str, bytes_s: float, floor_s: float) -> CodecCost:
-    touched = touch(parse_spec(name))
+    touched = bytes_per_element(parse_spec(name))
     return CodecCost(
         name, device, Line(floor_s, touched.encode / bytes_s), Line(floor_s / 2, touched.decode / bytes_s),
         Line(PAYLOAD_HEADER_NBYTES, touched.sent), sums=touched.sums,

@@ -38,7 +38,7 @@ def host_sets(cluster: Cluster) -> list[Hosts]:
     if len(able) < 2:
         return [Hosts(tuple(able))]
     evenly = Hosts(tuple(able), (1 / len(able),) * len(able))
-    owned = shares(cluster).shares
+    owned = link_shares(cluster).shares
     parts = {i: part for i, part in enumerate(owned) if part >= LEAST_PART * max(owned)}
     fitted = Hosts(tuple(parts), tuple(part / sum(parts.values()) for part in parts.values()) if len(parts) > 1 else ())
     alike = fitted.places == evenly.places and max(fitted.parts) <= min(fitted.parts) * (1 + EVEN)
@@ -46,7 +46,7 @@ def host_sets(cluster: Cluster) -> list[Hosts]:
     return list(dict.fromkeys([evenly, evenly if alike else fitted, fastest]))
 
 
-def even(cluster: Cluster) -> bool:
+def equal_links(cluster: Cluster) -> bool:
     rates = [_bps(node) for node in cluster.nodes if node.server]
     return not rates or max(rates) <= min(rates) * (1 + EVEN)
 
@@ -64,7 +64,7 @@ def _bps(node: Node) -> float:
     return min(node.link.up_bps, node.link.down_bps)
 
 
-def shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
+def link_shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
     """The fastest split if every training node sends and receives `nbytes`. A node without a server has fraction 0."""
     n = sum(1 for node in cluster.nodes if node.ranks)
     hosts = [node for node in cluster.nodes if node.server]
@@ -135,7 +135,7 @@ ANY = -1
 """Placeholder for the server of a part that has not been assigned to a server yet."""
 
 
-def parts(
+def cut_and_place(
     job: Job, groups: Sequence[tuple[Slice, ...]], options: Sequence[int], catalog: Catalog, finely: int, *,
     fragments: int, ranks_per_node: int, last_first: bool, least_nbytes: int,
 ) -> list[Part]:

@@ -21,18 +21,18 @@ from commlayer.errors import InvalidInput
 from commlayer.planner import buckets
 from commlayer.planner.buckets import ELEMENT_NBYTES, LEAST_FRAGMENT_NBYTES, Limits
 from commlayer.planner.convergence import Recipe, late_allowed, late_measured, measured_local_steps
-from commlayer.planner.costs import Prices, plan_excess, weights
+from commlayer.planner.costs import Prices, bucket_weights, plan_excess
 from commlayer.planner.data.noise import noise_of
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Policy, Profile, bare, condensed
+from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Policy, Profile, bare, with_few_kinds
 from commlayer.planner.plan_rules import codecs_of
 from commlayer.planner.search.choices import Choice, uniform
 from commlayer.planner.search.options import Catalog, allowed_codecs, criteria, options
-from commlayer.planner.search.placement import Hosts, even, host_sets
+from commlayer.planner.search.placement import Hosts, equal_links, host_sets
 from commlayer.planner.search.reasons import explained
 from commlayer.planner.search.scenario import Layout, PricedPlan, Scenario, StepTimes
-from commlayer.planner.simulation import locally, slowest
-from commlayer.planner.tensors import full
+from commlayer.planner.simulation import slowest_speed, steps_locally
+from commlayer.planner.tensors import with_dense_gradients
 from commlayer.records import Job, Plan
 
 FRAGMENT_CUT_NBYTES = 4 << 20
@@ -82,7 +82,7 @@ class PlanSearch:
         question = checked_inputs(job, cluster, profile, policy)
         # Zeros are omitted only between a node's only rank and a server.
         sparse = any(node.server for node in cluster.nodes) and max(node.ranks for node in cluster.nodes) == 1
-        self.question = question if sparse else question._replace(job=full(job))
+        self.question = question if sparse else question._replace(job=with_dense_gradients(job))
         self.policy = question.policy
         self._times = StepTimes()
         self._recipe = Recipe(self.policy.optimizer, workers=cluster.ranks, numel=job.numel, noise=noise_of(job))
@@ -93,22 +93,22 @@ class PlanSearch:
         """The best plan with an exchange of gradients in every step."""
         tried: list[Scenario] = []
         layouts, question = self._layouts(), self.question
-        searched = condensed(question.cluster)
+        searched = with_few_kinds(question.cluster)
         for i, hosts in enumerate((Hosts(()), *host_sets(searched))):
-            if i > 1 and even(question.cluster) and not any(c.catalog.prices.hosts for c in _best(tried)):
+            if i > 1 and equal_links(question.cluster) and not any(c.catalog.prices.hosts for c in _best_scenarios(tried)):
                 break
             # Buckets are assigned to servers in rotation; spreading each bucket over all servers approximates this.
             prices = Prices(searched, question.profile, hosts.places, spread=hosts.parts)
             catalog = Catalog(prices, options(prices, self.policy), steps_count=question.steps_count,
                               budget=self.policy.max_loss < NO_LIMIT)
             tried += [Scenario(question, self._times, catalog, layout, self._recipe) for layout in layouts if catalog.options]
-            layouts = list(dict.fromkeys(scenario.layout for scenario in _best(tried))) if i else layouts
+            layouts = list(dict.fromkeys(scenario.layout for scenario in _best_scenarios(tried))) if i else layouts
         if not tried:
             raise InvalidInput("E-PLAN-CODEC-COST", f"profile {question.profile.source!r} has no cost of {DENSE}: "
                                "plans over servers need it for buffers and uncompressed buckets")
-        priced = _soonest([(c, choice) for c in _best(tried) for choice in (c.searched, c.quick)])
+        priced = _best_plan([(c, choice) for c in _best_scenarios(tried) for choice in (c.searched, c.quick)])
         densest = min(tried, key=lambda c: c.dense.price)
-        return _soonest([(densest, densest.dense)], priced, by=-PAYS)
+        return _best_plan([(densest, densest.dense)], priced, by=-PAYS)
 
     def _layouts(self) -> list[Layout]:
         """The layouts to try: the first of each set of layouts with nearly equal numbers of buckets."""
@@ -139,7 +139,7 @@ class PlanSearch:
         measured = freely and late_measured(self.question.profile.learning, policy.optimizer)
         if measured if policy.staleness is None else policy.staleness:
             best = min([plain, *self._stale(plain)], key=lambda priced: priced.price)
-        best = _soonest([pair for recipe in self._recipes(policy, freely) for pair in self._choices(recipe)], best)
+        best = _best_plan([pair for recipe in self._recipes(policy, freely) for pair in self._choices(recipe)], best)
         # The forward overlap does not change training, so it needs no minimum saving.
         return best if best.scenario.recipe.overlap == "forward" or best.price < plain.price * (1 - PAYS) else plain
 
@@ -168,7 +168,7 @@ class PlanSearch:
         takes as long as after a single step, and that each fragment adds its own latencies."""
         timing, every = self.question.timing, recipe.every
         prices = self.synchronous.scenario.catalog.prices
-        computing_s = (timing.forward_s + timing.backward_s + timing.update_s) / slowest(prices)
+        computing_s = (timing.forward_s + timing.backward_s + timing.update_s) / slowest_speed(prices)
         excess, loss = self.synchronous.scenario.catalog.costs(recipe)
         seconds = [math.inf]
         for exchange in self._exchanges[recipe.overlap]:
@@ -190,7 +190,7 @@ class PlanSearch:
             scenario = self._scenario(updates)
             if overlap:
                 scenario = Scenario(scenario.question, self._times, scenario.catalog.hidden, scenario.layout, updates)
-            part = weights(scenario.question.job, [piece.slices for piece in scenario.layout.pieces],
+            part = bucket_weights(scenario.question.job, [piece.slices for piece in scenario.layout.pieces],
                            self.question.profile.energy)
             result[overlap] = []
             for choice in uniform(scenario.space._replace(max_loss=math.inf), scenario.starts):
@@ -204,8 +204,8 @@ class PlanSearch:
     def _scenario(self, recipe: Recipe) -> Scenario:
         """The search's input for a sync mode: buckets, options and hosts, with large tensors cut for the mode's fragments."""
         plain, question = self.synchronous.scenario, self.question
-        if locally(recipe):
-            question = question._replace(job=full(question.job))
+        if steps_locally(recipe):
+            question = question._replace(job=with_dense_gradients(question.job))
         most = question.job.numel * ELEMENT_NBYTES // recipe.fragments
         limits = Limits(*(min(limit, most) for limit in plain.layout.limits))
         if recipe.fragments > 1:
@@ -258,7 +258,7 @@ class TypicalExchange(NamedTuple):
     """Maps the option's number to the fraction of the model that uses it."""
 
 
-def _best(tried: Sequence[Scenario]) -> list[Scenario]:
+def _best_scenarios(tried: Sequence[Scenario]) -> list[Scenario]:
     """The cheapest scenarios, and the cheapest with other server hosts. Without the second group, hosts with equal parts, which
     are simpler to search, would exclude the others."""
     ranked = sorted(tried, key=lambda c: c.price(c.quick))
@@ -266,7 +266,7 @@ def _best(tried: Sequence[Scenario]) -> list[Scenario]:
     return list(dict.fromkeys([*ranked[: FINALISTS - 1], *others[:FINALISTS]]))
 
 
-def _soonest(choices: Sequence[tuple[Scenario, Choice]], best: PricedPlan | None = None, *, by: float = 0.0) -> PricedPlan:
+def _best_plan(choices: Sequence[tuple[Scenario, Choice]], best: PricedPlan | None = None, *, by: float = 0.0) -> PricedPlan:
     """The best of these choices as a complete plan, or `best` unless the gain exceeds the fraction `by`. Choices that cannot
     win are not turned into plans."""
     ranked = sorted(choices, key=lambda pair: pair[0].price(pair[1]))

@@ -8,15 +8,15 @@ from functools import cached_property
 from typing import Literal, NamedTuple, cast
 
 from commlayer.planner import buckets
-from commlayer.planner.buckets import Limits, Sort, least_spread_nbytes
+from commlayer.planner.buckets import Contents, Limits, least_spread_nbytes
 from commlayer.planner.convergence import Recipe
-from commlayer.planner.costs import Prices, weights
+from commlayer.planner.costs import Prices, bucket_weights
 from commlayer.planner.model import DENSE, Option, Question
 from commlayer.planner.search.choices import Choice, Space, cheapest, search, uniform
 from commlayer.planner.search.options import Catalog
-from commlayer.planner.search.placement import Part, parts
-from commlayer.planner.simulation import Simulation, exact_s, fragments, locally, prices_of, urgent
-from commlayer.planner.tensors import nonzero_numel, shaped, unrounded
+from commlayer.planner.search.placement import Part, cut_and_place
+from commlayer.planner.simulation import Simulation, fragments, needed_after_s, prices_of, step_seconds, steps_locally
+from commlayer.planner.tensors import codec_and_shape, nonzero_numel, with_exact_doubles
 from commlayer.records import Bucket, Job, Plan, Slice
 
 SHARED, FINER = 4, (8, 16, 32)
@@ -28,7 +28,7 @@ worker and 0.2 ms at the server, in addition to the predicted costs."""
 CODES = 1e6
 """Penalty for compressing a bucket, in the comparison of equally fast options: larger than any number of seconds."""
 
-Kind = tuple[Sort, int]
+Kind = tuple[Contents, int]
 """A bucket's contents, and log2 of its size rounded up. Buckets of one kind have the same options."""
 
 
@@ -42,7 +42,7 @@ class StepTimes:
         key = plan.hosts, plan.overlap == "round"
         if key not in self._prices:
             self._prices[key] = prices_of(plan, question)
-        return exact_s(plan, question, self._prices[key])
+        return step_seconds(plan, question, self._prices[key])
 
 
 class Piece(NamedTuple):
@@ -64,11 +64,11 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, limits: Limits) -> Layout:
-        groups = buckets.groups(job, limits)
-        sizes = [sum(s.numel for s in group) for group in groups]
-        return cls(job, limits, tuple(
-            Piece(group, nonzero_numel(job, group), urgent(job.timed, group), (buckets.sort_of(job, group), size.bit_length()))
-            for group, size in zip(groups, sizes, strict=True)))
+        pieces = []
+        for group in buckets.groups(job, limits):
+            kind = buckets.contents_of(job, group), sum(s.numel for s in group).bit_length()
+            pieces.append(Piece(group, nonzero_numel(job, group), needed_after_s(job.timed, group), kind))
+        return cls(job, limits, tuple(pieces))
 
 
 class Scenario:
@@ -89,7 +89,7 @@ class Scenario:
         job, _, profile, policy = self.question
         pieces = self.layout.pieces
         priced = [self.catalog.load(mine, piece.numel, piece.urgency) for mine, piece in zip(self.useful, pieces, strict=True)]
-        part = weights(job, [piece.slices for piece in pieces], profile.energy)
+        part = bucket_weights(job, [piece.slices for piece in pieces], profile.energy)
         excess, loss = ([[of[o] * mine for o in options] for options, mine in zip(self.useful, part, strict=True)]
                         for of in self.catalog.costs(self.recipe))
         burden = [[seconds + CODES * (self.catalog.options[o].codec != DENSE) for o, seconds in zip(mine, held_s, strict=True)]
@@ -156,20 +156,21 @@ class Scenario:
 
     def _parts(self, choice: Choice, finely: int) -> list[Part]:
         chosen = [mine[place] for mine, place in zip(self.useful, choice.options, strict=True)]
-        return parts(self.layout.job, [piece.slices for piece in self.layout.pieces], chosen, self.catalog, finely,
-                     fragments=self.recipe.fragments, ranks_per_node=self.ranks_per_node, last_first=not locally(self.recipe),
-                     least_nbytes=least_spread_nbytes(fine=self.recipe.fragments > 1 or finely > SHARED))
+        return cut_and_place(
+            self.layout.job, [piece.slices for piece in self.layout.pieces], chosen, self.catalog, finely,
+            fragments=self.recipe.fragments, ranks_per_node=self.ranks_per_node, last_first=not steps_locally(self.recipe),
+            least_nbytes=least_spread_nbytes(fine=self.recipe.fragments > 1 or finely > SHARED))
 
     def _plan(self, parts: Sequence[Part]) -> Plan:
         job, result = self.question.job, []
         for i, part in enumerate(parts):
             o = self.catalog.options[part.option]
-            codec, shape = shaped(o.codec, job, part.slices)
+            codec, shape = codec_and_shape(o.codec, job, part.slices)
             result.append(Bucket(i, part.slices, o.path, codec, part.server, part.owner, shape, o.down, o.by_node))
         hosts = self.catalog.prices.hosts if any(bucket.served for bucket in result) else ()
-        return unrounded(Plan(
+        return with_exact_doubles(Plan(
             job.digest(), tuple(result), len(hosts), self.ranks_per_node, self.recipe.every,
-            "updates" if locally(self.recipe) else "gradients",
+            "updates" if steps_locally(self.recipe) else "gradients",
             cast(Literal["", "round", "forward"], self.recipe.overlap), self.recipe.fragments, hosts=hosts), job)
 
 
