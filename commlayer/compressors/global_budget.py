@@ -274,7 +274,7 @@ def stage_count(ratio: float) -> int:
 def stage_ratio(ratio: float, stage: int) -> float:
     """Returns the ratio in a stage of a warm-up that ends at `ratio`.
 
-    >>> [round(ratio_of(0.02, stage), 3) for stage in range(stages_of(0.02) + 1)]
+    >>> [round(stage_ratio(0.02, stage), 3) for stage in range(stage_count(0.02) + 1)]
     [0.25, 0.133, 0.071, 0.038, 0.02]
     """
     stages = stage_count(ratio)

@@ -163,7 +163,7 @@ def verdict(gain: Gains) -> str:
 
 def times_text(factor: float, high: float = 0.0) -> str:
     """
-    >>> times(0.581), times(2.42), times(1.3, 2.2), times(1.31, 1.32)
+    >>> times_text(0.581), times_text(2.42), times_text(1.3, 2.2), times_text(1.31, 1.32)
     ('0.58x', '2.4x', '1.3x to 2.2x', '1.3x')
     """
     low, most = (f"{value:.2f}x" if value < 1 else f"{value:.1f}x" for value in (factor, high or factor))
@@ -415,7 +415,7 @@ def break_even(curve: Curve) -> str:
 
 def rate_text(bps: float) -> str:
     """
-    >>> rate(20e6), rate(2.5e9)
+    >>> rate_text(20e6), rate_text(2.5e9)
     ('20 Mb/s', '2.5 Gb/s')
     """
     return f"{bps / 1e9:g} Gb/s" if bps >= 1e9 else f"{bps / 1e6:g} Mb/s"

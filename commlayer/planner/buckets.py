@@ -102,9 +102,9 @@ def default_plan(
 
 def _first_needed(sizes: Sequence[int], hosts: int) -> list[int]:
     """Chooses a host for each size, if the next forward pass waits for the last sizes first: whatever part of the last half it
-    waits for, all hosts have about equal parts of it. The others follow by size, like `shared`, for nearly equal sums.
+    waits for, all hosts have about equal parts of it. The others follow by size, like `balanced`, for nearly equal sums.
 
-    >>> _first_needed([9, 3, 3, 5, 5], 2), shared([9, 3, 3, 5, 5], 2)
+    >>> _first_needed([9, 3, 3, 5, 5], 2), balanced([9, 3, 3, 5, 5], 2)
     ([0, 1, 1, 1, 0], [0, 0, 1, 1, 1])
     """
     last = sum(1 for done in accumulate(reversed(sizes)) if 2 * done <= sum(sizes))
@@ -112,7 +112,7 @@ def _first_needed(sizes: Sequence[int], hosts: int) -> list[int]:
 
 
 def _in_turns(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], hosts: int, fragments: int) -> list[int]:
-    """Chooses a host for each group, like `shared`, but for each fragment separately. Ties go to the host with the fewest
+    """Chooses a host for each group, like `balanced`, but for each fragment separately. Ties go to the host with the fewest
     elements so far."""
     pieces = [_Piece(group, size) for group, size in zip(groups, sizes, strict=True)]
     chosen, loads = [0] * len(sizes), [0] * hosts
@@ -134,7 +134,7 @@ def balanced(sizes: Sequence[int], hosts: int) -> list[int]:
     """Chooses a host for each size: the largest size first, each to the host with the smallest sum so far. Balance matters
     because a step waits for the host with the largest sum.
 
-    >>> shared([5, 1, 1, 5, 5], 3), spread([4, 4, 4, 4, 14, 4], 2), shared([4, 4, 4, 4, 14, 4], 2)
+    >>> balanced([5, 1, 1, 5, 5], 3), spread([4, 4, 4, 4, 14, 4], 2), balanced([4, 4, 4, 4, 14, 4], 2)
     ([0, 0, 1, 1, 2], [0, 1, 0, 1, 0, 1], [1, 1, 1, 1, 0, 0])
     """
     return _spread_in(_largest_first(sizes), sizes, hosts)

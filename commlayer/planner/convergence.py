@@ -1,7 +1,7 @@
 """The convergence model: how many more steps a training recipe needs to the same loss than dense synchronous training.
 
     excess(rows, "topk(ratio=0.01)", Recipe("adam", every=4)).high     # 0.2: a cautious fifth more steps than dense needs
-    alone(rows, "adam", 3, noise=85)                                   # 2.9: steps of one worker alone relative to 3 workers
+    one_worker_factor(rows, "adam", 3, noise=85)                       # 2.9: steps of one worker alone relative to 3 workers
 
 It has three parts, each with its own source.
 

@@ -469,7 +469,7 @@ def bucket_weights(job: Job, groups: Sequence[tuple[Slice, ...]], energy: Sequen
 
 def weighted_sum(parts: Sequence[float], each: Sequence[Excess]) -> Excess:
     """
-    >>> summed((0.5, 0.5), (Excess(0.1, 0.2), Excess(0.3, 0.4))).steps
+    >>> weighted_sum((0.5, 0.5), (Excess(0.1, 0.2), Excess(0.3, 0.4))).steps
     0.2
     """
     if not each:

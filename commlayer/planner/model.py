@@ -299,7 +299,7 @@ def with_few_kinds(cluster: Cluster) -> Cluster:
     """The cluster with similar nodes made equal: each takes the slowest rates of its kind, until at most KINDS kinds remain.
 
     >>> links = [Link(1e8 * (1 + i / 100), 1e9, 0.01) for i in range(20)]
-    >>> few_kinds = condensed(Cluster(tuple(Node(f"n{i}", 1, "cpu", link) for i, link in enumerate(links))))
+    >>> few_kinds = with_few_kinds(Cluster(tuple(Node(f"n{i}", 1, "cpu", link) for i, link in enumerate(links))))
     >>> [round(bps / 1e6) for bps in sorted({node.link.up_bps for node in few_kinds.nodes})]
     [100, 106, 112, 118]
     """

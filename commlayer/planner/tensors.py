@@ -88,9 +88,9 @@ def codec_and_shape(codec: str, job: Job, group: Sequence[Slice]) -> tuple[str, 
 
     >>> from commlayer.records import TensorInfo
     >>> job = Job((TensorInfo("weight", (64, 32)), TensorInfo("bias", (64,))))
-    >>> shaped("error_feedback(powersgd())", job, [Slice(0, 0, 2048), Slice(1, 0, 64)])
+    >>> codec_and_shape("error_feedback(powersgd())", job, [Slice(0, 0, 2048), Slice(1, 0, 64)])
     ('error_feedback(powersgd(shapes=((64, 32), (64,))))', ())
-    >>> shaped("powersgd()", job, [Slice(0, 0, 2048)])
+    >>> codec_and_shape("powersgd()", job, [Slice(0, 0, 2048)])
     ('powersgd()', (64, 32))
     """
     shape = shape_of(job, group[0]) if len(group) == 1 else ()

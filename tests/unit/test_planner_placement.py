@@ -119,7 +119,7 @@ def test_written_placement_keeps_the_parts() -> None:
     catalog = Catalog(prices, options(prices, policy))
     groups = buckets.groups(job, buckets.limits(job)[0])
     placed = cut_and_place(job, groups, [0] * len(groups), catalog, 4, fragments=1, ranks_per_node=1, last_first=True,
-                   least_nbytes=buckets.least_spread_nbytes(fine=False))
+                           least_nbytes=buckets.least_spread_nbytes(fine=False))
     for server, part in enumerate(fitted.parts):
         assert sum(each.numel for each in placed if each.server == server) == pytest.approx(part * job.numel, rel=0.02)
 

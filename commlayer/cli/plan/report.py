@@ -303,7 +303,7 @@ def with_runner_up(why: Why) -> str:
 
 def time_bar(start: float, end: float) -> str:
     """
-    >>> bar(0.5, 1.0)
+    >>> time_bar(0.5, 1.0)
     '......######'
     """
     first = min(BAR - 1, int(start * BAR))

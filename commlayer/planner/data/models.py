@@ -157,7 +157,7 @@ class Gpt2(Record, frozen=True, tag_field="family", tag="gpt2"):
                     yield norm(f"{name}.{part}", width)
                     continue
                 layer = layer_of(f"{name}.{part}", float(inside * outside * width**2), weight=(inside * width, outside * width),
-                               bias=(outside * width,))
+                                 bias=(outside * width,))
                 yield _attended(layer, seen, width) if part == "attn.c_proj" else layer
         yield norm("transformer.ln_f", width)
         yield Layer((), float(width * words))

@@ -48,8 +48,8 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
     for (promise, priced), names in alike.items() if dense else ():
         devices = [device for device in policy.devices if device in priced]
         paths = [path for path in tree.usable_paths(cluster, devices=devices, max_encodes=policy.max_encodes, sums=promise.sums,
-                                               kinds=kinds if served else (*kinds, "sum"), dense=False,
-                                               servers="cpu" in priced)
+                                                    kinds=kinds if served else (*kinds, "sum"), dense=False,
+                                                    servers="cpu" in priced)
                  if fits(path, [promise], gpus=on_gpus(cluster) and not policy.whole_tree)]
         kept = dict.fromkeys(path for name in dict.fromkeys((names[0], names[-1])) for path in best_paths(prices, paths, name))
         result += [Option(_name(path, cluster), name) for path in kept for name in names]

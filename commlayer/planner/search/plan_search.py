@@ -191,7 +191,7 @@ class PlanSearch:
             if overlap:
                 scenario = Scenario(scenario.question, self._times, scenario.catalog.hidden, scenario.layout, updates)
             part = bucket_weights(scenario.question.job, [piece.slices for piece in scenario.layout.pieces],
-                           self.question.profile.energy)
+                                  self.question.profile.energy)
             result[overlap] = []
             for choice in uniform(scenario.space._replace(max_loss=math.inf), scenario.starts):
                 parts: dict[int, float] = {}

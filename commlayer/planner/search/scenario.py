@@ -151,7 +151,7 @@ class Scenario:
                     if other_s < step_s - PART_S * (len(other) - len(parts)) / self.recipe.every:
                         parts, plan, step_s = other, finer, other_s
             self._placed[choice.options] = PricedPlan(self, choice, plan, tuple(part.origin for part in parts),
-                                                step_s * (1 + choice.excess), choice.excess)
+                                                      step_s * (1 + choice.excess), choice.excess)
         return self._placed[choice.options]
 
     def _parts(self, choice: Choice, finely: int) -> list[Part]:
