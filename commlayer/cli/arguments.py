@@ -24,7 +24,7 @@ from commlayer.config import MOST_LOSS
 from commlayer.errors import InvalidInput
 from commlayer.plan_file import text_of
 from commlayer.planner.data import models
-from commlayer.planner.data.tables import LearningTable, shipped, table_in
+from commlayer.planner.data.tables import LearningTable, shipped_table, table_of_file
 from commlayer.planner.inputs import cluster_from_line, cluster_of, cluster_of_homes, profile_of
 from commlayer.planner.model import Cluster, Profile, bare
 from commlayer.records import Job
@@ -142,8 +142,8 @@ def optimizer_named(name: str) -> str:
 def learning_table(file: str, profile: Profile | None) -> LearningTable | None:
     """The table from which plans take convergence factors, as in `PlanFileInputs`. None: the profile contains its own rows."""
     if file:
-        return table_in(Path(file))
-    return None if profile is not None and profile.learning and profile.learning != shipped().rows else shipped()
+        return table_of_file(Path(file))
+    return None if profile is not None and profile.learning and profile.learning != shipped_table().rows else shipped_table()
 
 
 def function_of(text: str, default: str, what: str) -> Callable[..., Any]:

@@ -83,6 +83,7 @@ GPU_AND_CPU: tuple[Device, ...] = ("gpu", "cpu")
 
 FLOAT_PAIRS = (("reduce_scatter", "allgather"), ("reduce", "broadcast"))
 PAYLOAD_PAIRS = (("alltoall", "allgather"), ("gather", "broadcast"))
+"""Two collectives that sum together: the first divides or gathers floats or payloads, the second returns the sum."""
 
 Paths = tuple[Path, ...]
 
@@ -123,20 +124,20 @@ class _Tree:
     def flat(self) -> Iterator[Path]:
         yield (Op("allreduce", "all"),)
         for first, second in FLOAT_PAIRS:
-            yield from _rows([_op(first, "all")], self.last("all", second))
+            yield from _rows([_op(first, "all")], self.last_collective("all", second))
         yield from _rows(self.C, [_op("allgather", "all")], self.D)
         for first, second in PAYLOAD_PAIRS:
-            yield from _rows(self.C, [_op(first, "all")], self.last_coded("all", second))
+            yield from _rows(self.C, [_op(first, "all")], self.last_of_payloads("all", second))
 
     def two_level(self) -> Iterator[Path]:
-        for second, floats in self.inside():
+        for second, floats in self.sums_inside_nodes():
             if floats:
-                yield from _rows(floats, self.between(second))
-                yield from _rows(floats, self.C, self.between_coded(second))
-        for (_, second), merged, forwarded in self.inside_coded():
-            yield from _rows(forwarded, self.between_coded(second))
-            yield from _rows(merged, self.between(second))
-            yield from _rows(merged, self.C, self.between_coded(second))
+                yield from _rows(floats, self.between_nodes(second))
+                yield from _rows(floats, self.C, self.payloads_between_nodes(second))
+        for (_, second), merged, forwarded in self.payloads_inside_nodes():
+            yield from _rows(forwarded, self.payloads_between_nodes(second))
+            yield from _rows(merged, self.between_nodes(second))
+            yield from _rows(merged, self.C, self.payloads_between_nodes(second))
 
     def service(self) -> Iterator[Path]:
         """Yields paths over a server. A server adds one payload per rank and bucket, so sums inside a node are encoded before
@@ -152,39 +153,39 @@ class _Tree:
 
     def _middle(self, between: Path) -> Iterator[Path]:
         """Sums floats inside each node, runs `between` on payloads of the sums, and returns floats to the node."""
-        for second, floats in self.inside():
+        for second, floats in self.sums_inside_nodes():
             yield from _rows(floats, self.C, [between], self.D, [_op(second, "node")])
 
-    def inside(self) -> Iterator[tuple[str, Paths]]:
+    def sums_inside_nodes(self) -> Iterator[tuple[str, Paths]]:
         for first, second in FLOAT_PAIRS:
             yield second, (_op(first, "node"),)
 
-    def inside_coded(self) -> Iterator[tuple[tuple[str, str], Paths, Paths]]:
+    def payloads_inside_nodes(self) -> Iterator[tuple[tuple[str, str], Paths, Paths]]:
         """Yields first collectives of payloads inside the node: decoded and summed, or forwarded unchanged."""
         for first, second in PAYLOAD_PAIRS:
             forwarded = tuple(_rows(self.C, [_op(first, "node")]))
             yield (first, second), tuple(_rows(forwarded, self.D)), forwarded
 
-    def last(self, scope: Scope, second: str) -> Paths:
+    def last_collective(self, scope: Scope, second: str) -> Paths:
         return (_op(second, scope), *_rows(self.C, [_op(second, scope)], self.D))
 
-    def last_coded(self, scope: Scope, second: str) -> Paths:
-        return (*_rows([_op(second, scope)], self.D), *_rows(self.D, self.last(scope, second)))
+    def last_of_payloads(self, scope: Scope, second: str) -> Paths:
+        return (*_rows([_op(second, scope)], self.D), *_rows(self.D, self.last_collective(scope, second)))
 
-    def between(self, inner: str) -> Iterator[Path]:
-        yield from _rows([_op("allreduce", "net")], self.last("node", inner))
+    def between_nodes(self, inner: str) -> Iterator[Path]:
+        yield from _rows([_op("allreduce", "net")], self.last_collective("node", inner))
         for first, second in FLOAT_PAIRS:
-            yield from _rows([_op(first, "net")], self.between_second(second, inner))
+            yield from _rows([_op(first, "net")], self.second_between_nodes(second, inner))
 
-    def between_coded(self, inner: str) -> Iterator[Path]:
-        yield from _rows([_op("allgather", "net")], self.last_coded("node", inner))
+    def payloads_between_nodes(self, inner: str) -> Iterator[Path]:
+        yield from _rows([_op("allgather", "net")], self.last_of_payloads("node", inner))
         for first, second in PAYLOAD_PAIRS:
-            yield from _rows([_op(first, "net")], [_op(second, "net")], self.last_coded("node", inner))
-            yield from _rows([_op(first, "net")], self.D, self.between_second(second, inner))
+            yield from _rows([_op(first, "net")], [_op(second, "net")], self.last_of_payloads("node", inner))
+            yield from _rows([_op(first, "net")], self.D, self.second_between_nodes(second, inner))
 
-    def between_second(self, second: str, inner: str) -> Iterator[Path]:
-        yield from _rows([_op(second, "net")], self.last("node", inner))
-        yield from _rows(self.C, [_op(second, "net")], self.last_coded("node", inner))
+    def second_between_nodes(self, second: str, inner: str) -> Iterator[Path]:
+        yield from _rows([_op(second, "net")], self.last_collective("node", inner))
+        yield from _rows(self.C, [_op(second, "net")], self.last_of_payloads("node", inner))
 
 
 def _op(name: str, scope: Scope) -> Path:

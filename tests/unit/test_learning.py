@@ -47,7 +47,7 @@ from commlayer.planner.convergence import (
     steps_alone,
 )
 from commlayer.planner.data import tables
-from commlayer.planner.data.tables import LearningTable, Provenance, read, written
+from commlayer.planner.data.tables import LearningTable, Provenance, encoded_table, read_table
 from commlayer.planner.data.tables import learning_rows as shipped_rows
 
 
@@ -312,17 +312,17 @@ def test_tasks_with_equal_ranking_predict_each_other() -> None:
 def test_unusable_table_is_reported_in_one_line(change: tuple[bytes, bytes], text: str, tmp_path: Path) -> None:
     source = tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash")
     result = tables.LearningTable(source, shared_rows(measured("int4()", 1.0)))
-    data = tables.written(result)
+    data = tables.encoded_table(result)
     assert change[0] in data
     (tmp_path / "t.json").write_bytes(data.replace(*change))
     with pytest.raises(RecordError, match=text) as caught:
-        tables.read(tmp_path / "t.json")
+        tables.read_table(tmp_path / "t.json")
     assert str(tmp_path / "t.json") in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_shipped_table() -> None:
-    table = tables.shipped()
+    table = tables.shipped_table()
     assert {row.optimizer for row in table.rows if row.workers == ALONE} == {"adam", "sgd"}
     assert tables.learning_rows() is tables.learning_rows() is table.rows
     assert table.provenance.runs >= sum(row.runs for row in table.rows if row.workers == 0)
@@ -396,7 +396,7 @@ def test_rows_measured_on_the_users_task_are_used_for_plans(
     options = ["--steps", "24", "--codec", "int4()", "--local-steps", "2"]
     assert own_learning.main([str(task_file(tmp_path)), str(out), *options]) == 0
     output = capsys.readouterr().out
-    result = read(out)
+    result = read_table(out)
     assert [(row.optimizer, row.codes, row.codec, row.every, row.overlap) for row in result.rows] == [
         ("adam", "gradients", "int4()", 1, ""), ("adam", "updates", "int4()", 1, ""), ("adam", "updates", "int4()", 1, "round"),
         ("adam", "updates", "int4()", 2, ""), ("adam", "updates", "int4()", 2, "round"),
@@ -419,7 +419,8 @@ def table(path: Path, **costs: float) -> Path:
     """Of the first steps' codecs alone, by their loss."""
     rows = tuple(LearningRow("adam", "gradients", codec, 1, "", False, 0, 1 + cost, 1 + cost, cost, cost, 1, 1)
                  for codec, cost in (("int4()", costs["int4"]), ("int8()", costs["int8"])))
-    path.write_bytes(written(LearningTable(Provenance("2026-01-02", "commlayer tune", 2, ("your proxy",), "2.6", "x"), rows)))
+    provenance = Provenance("2026-01-02", "commlayer tune", 2, ("your proxy",), "2.6", "x")
+    path.write_bytes(encoded_table(LearningTable(provenance, rows)))
     return path
 
 
@@ -469,7 +470,7 @@ def test_malformed_table_is_one_line_with_a_remedy(text: str, line: str, tmp_pat
     path = tmp_path / "rows.json"
     path.write_text(text, "utf-8")
     with pytest.raises(ValueError, match=f"learning table {path}: .*{line}.*{path}.*E-LEARNING-TABLE") as told:
-        read(path)
+        read_table(path)
     assert "\n" not in str(told.value)
 
 

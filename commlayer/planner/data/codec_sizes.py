@@ -45,7 +45,7 @@ class Plain(Record, frozen=True, tag_field="kind", tag="plain"):
     sent: Positive
     sums: bool = False
 
-    def touch(self, name: CodecSpec) -> BytesPerElement:
+    def bytes_per_element(self, name: CodecSpec) -> BytesPerElement:
         return BytesPerElement(self.encode, self.decode, self.sent, sums=self.sums)
 
 
@@ -56,7 +56,7 @@ class Quantized(Record, frozen=True, tag_field="kind", tag="quantized"):
     scale_nbytes: Positive
     bits: NotNegative = 0.0
 
-    def touch(self, name: CodecSpec) -> BytesPerElement:
+    def bytes_per_element(self, name: CodecSpec) -> BytesPerElement:
         code = (self.bits or LEVEL_BITS[name.get("levels")]) / 8
         return BytesPerElement((STREAMED_NBYTES + code) / self.speed, 8 + code, code + self.scale_nbytes / name.get("block"))
 
@@ -67,7 +67,7 @@ class Selected(Record, frozen=True, tag_field="kind", tag="selected"):
     speed: Positive
     positions: Literal["entry", "run", "seed"]
 
-    def touch(self, name: CodecSpec) -> BytesPerElement:
+    def bytes_per_element(self, name: CodecSpec) -> BytesPerElement:
         ratio, seeded = float(name.get("ratio")), self.positions == "seed"
         entry_nbytes = VALUE_BITS[name.get("values")] / 8
         if not seeded:
@@ -82,7 +82,7 @@ def bytes_per_element(name: CodecSpec) -> BytesPerElement:
     if core.family not in families:
         raise InvalidInput("E-PLAN-CODEC-COST", f"codec {core.family}() has no default cost (known: {', '.join(families)}); "
                            "measure it with `commlayer profile`")
-    base = families[core.family].touch(core)
+    base = families[core.family].bytes_per_element(core)
     layers = tuple(name.bare.layers())
     more = MEMORY_NBYTES * sum(layer.family == "momentum" for layer in layers)
     return structs.replace(base, encode=base.encode + more, answers=base.answers and len(layers) == 1)

@@ -232,7 +232,7 @@ def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS
 def learning_rows(own: str = "") -> tuple[LearningRow, ...]:
     """Measured convergence costs: from the user's table in file `own`, else the shipped table. Repeated calls return the same
     object."""
-    return (table_in(Path(own)) if own else shipped()).rows
+    return (table_of_file(Path(own)) if own else shipped_table()).rows
 
 
 def _cost(name: str, device: str, bytes_s: float, floor_s: float) -> CodecCost:
@@ -277,7 +277,7 @@ class _Version(Record, frozen=True, forbid_unknown_fields=False):
     version: int
 
 
-def read(path: Path) -> LearningTable:
+def read_table(path: Path) -> LearningTable:
     """Reads a table of measured convergence costs; raises a one-line error for an invalid file."""
     what, data = f"learning table {path}", path.read_bytes()
     remedy = "python -m bench.learning.table" if path == SHIPPED else f"python -m bench.own_learning TASK {path}"
@@ -295,7 +295,7 @@ def read(path: Path) -> LearningTable:
     return table
 
 
-def written(table: LearningTable) -> bytes:
+def encoded_table(table: LearningTable) -> bytes:
     """Encodes the table as a file with one line per row, for readable diffs."""
     head = encode(table.provenance).decode()
     lines = ",\n".join(encode(structs.replace(row, numel=0)).decode().replace(',"numel":0', "") for row in table.rows)
@@ -303,10 +303,10 @@ def written(table: LearningTable) -> bytes:
 
 
 @functools.cache
-def table_in(path: Path) -> LearningTable:
+def table_of_file(path: Path) -> LearningTable:
     """Reads a table with its provenance; repeated calls return the same object."""
     try:
-        table = read(path)
+        table = read_table(path)
     except OSError as error:
         problem = f"{error.strerror}; `python -m bench.own_learning TASK {path}` writes one"
         raise InvalidInput("E-LEARNING-TABLE", f"learning table {path}: {problem}") from None
@@ -317,5 +317,5 @@ def table_in(path: Path) -> LearningTable:
 
 
 @functools.cache
-def shipped() -> LearningTable:
-    return read(SHIPPED)
+def shipped_table() -> LearningTable:
+    return read_table(SHIPPED)
