@@ -253,7 +253,7 @@ class _Local:
         plan = plan_of(way, task.model)
         self._sums = _Sums(VirtualWorkers(job_of(task.model), plan, way.workers), plan, way.fragments)
         # Without overlap, an exchange is completed directly after its start.
-        self._locals = [OuterSteps(list(model.parameters()), way.every, outer_of(way), StepWeights(1.0, None),
+        self._locals = [OuterSteps(list(model.parameters()), way.every, outer_of(way), StepWeights(1.0),
                                    fragments=way.fragments, overlap=True, norms=self._sums.lengths(rank))
                         for rank, model in enumerate(self._models)]
 
@@ -344,7 +344,7 @@ class _Rank:
 
     def __init__(self, sums: _Sums, rank: int, world: int) -> None:
         self._sums, self._rank, self.fragments = sums, rank, sums.fragments
-        self.units = Units(world, shared=False)  # all batches weigh the same
+        self.units = Units(world)  # all batches weigh the same
         self.not_finite = -1
 
     def send(self, changes: Mapping[int, torch.Tensor], fragment: int = 0) -> None:

@@ -47,18 +47,18 @@ class HookState:
         """Python ids of the parameters of the attached module."""
         self._saved: dict[str, Any] = {}
         """Codec state (residuals, momenta) from a copied or pickled HookState. The first backward pass restores it."""
-        self._weight: tuple[float, float | None] | None = None
+        self._weight: float | None = None
         self._error: BaseException | None = None
 
     @property
     def context(self) -> JobContext:
         return JobContext() if self.session is None else self.session.inspect.context
 
-    def weight(self, n: float, total: float | None = None) -> None:
+    def weight(self, n: float) -> None:
         """Sets the weight of this worker's gradients from the next step on, as Session.weight does."""
-        self._weight = n, total
+        self._weight = n
         if self.session is not None:
-            self.session.weight(n, total)
+            self.session.weight(n)
 
     def take(self, bucket: GradBucket) -> torch.Tensor:
         """Receives one gradient bucket from DDP. The last bucket of the first backward pass also attaches the module and
@@ -85,7 +85,7 @@ class HookState:
             if isinstance(job, DistributedJob):
                 checkpoint.restore_worker(job, self._saved)
                 if self._weight is not None:
-                    session.weight(*self._weight)
+                    session.weight(self._weight)
                 session.synchronize()
             elif self._own["optimizer"] is None:
                 job.count_step()  # without an optimizer, backward passes count as training steps

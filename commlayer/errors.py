@@ -141,7 +141,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-STEP-IN-BACKWARD": ("An optimizer steps inside the backward pass.", "Step after backward()."),
     "E-COMPILED": ("Backward runs under compiled autograd, which has no gradient hooks.",
                    "Compile the model, not the backward pass."),
-    "E-WEIGHT": ("The weight of a step is invalid.", "Give a finite number from 0, and the sum over all workers as total."),
+    "E-WEIGHT": ("The weight of a step is invalid.", "Give a finite number, 0 or more."),
     "E-CLIP": ("clip_grad_norm cannot clip these gradients.", "The message names another place to clip."),
     "E-CALLS-DIFFER": ("Ranks made different calls, for example session.join() on some ranks only.",
                        "Make the same calls on all ranks, in the same order."),

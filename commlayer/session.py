@@ -86,24 +86,15 @@ class Session:
         """
         return self._driver.join()
 
-    def weight(self, n: float, total: float | None = None) -> None:
+    def weight(self, n: float) -> None:
         """Sets the weight of this worker's gradients from now on: its number of samples or tokens, in the same unit on all
         workers.
 
         The weight is divided by the setting `batch`, so that encoded values stay in the range of gradients. If n is large and
-        gradients are sent as fp16, set `batch` to the planned batch size. `total` is the sum over all workers, if the script
-        knows it. Without `total`, when the sum differs from that of the previous step, buckets with residuals are sent twice.
+        gradients are sent as fp16, set `batch` to the planned batch size. Weights may change in every step: nothing is sent
+        or encoded twice.
         """
-        own, summed = _amount("weight", n), None if total is None else _amount("total", total)
-        if summed is not None and summed < own:
-            raise InvalidInput("E-WEIGHT",
-                               f"total {summed:g} is less than this worker's own weight, {own:g}; give the sum over all "
-                               "workers")
-        if summed is not None and self._driver.in_join:
-            raise InvalidInput("E-UNEVEN-INPUTS",
-                               "weight(total=...) is not supported inside session.join(): the sum changes when a rank runs "
-                               "out of batches; leave total out")
-        self._driver.weight(own, summed)
+        self._driver.weight(_amount(n))
 
     def log_loss(self, loss: float | torch.Tensor) -> None:
         """Passes a step's training loss to the event stream (`commlayer top`), and to the quality guard, which compares later
@@ -376,11 +367,11 @@ def attach_module(
     return Session(driver, replica, clipping(named, optimizer, norm))
 
 
-def _amount(what: str, value: Any) -> float:
+def _amount(value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = -1.0
     if not 0 <= number < float("inf"):
-        raise InvalidInput("E-WEIGHT", f"{what}: got {value!r}, but it must be a finite number, 0 or more")
+        raise InvalidInput("E-WEIGHT", f"weight: got {value!r}, but it must be a finite number, 0 or more")
     return number

@@ -82,8 +82,8 @@ def filled_of(worker: Worker, workers: int) -> tuple[float, ...]:
         at = 0
         for s in bucket.slices:
             part = 1.0 if bucket.buffer else _nonzero(bucket.x[at : at + s.numel])
-            # Unless `in_means`, the result has overwritten the gradient.
-            up_part, down_part = (part, min(1.0, workers * part)) if bucket.in_means else (part / workers, part)
+            # Unless the codec keeps its input, the result has overwritten the gradient.
+            up_part, down_part = (part, min(1.0, workers * part)) if bucket.keeps else (part / workers, part)
             nonzero[s.tensor] += s.numel * (1.0 if part == 1.0 else (up_part + down_part) / 2)
             at += s.numel
     parts = tuple(part / info.numel if info.numel else 1.0 for part, info in zip(nonzero, worker.job.tensors, strict=True))

@@ -51,7 +51,7 @@ class TrainingSession(Protocol):
     @property
     def step(self) -> int: ...
 
-    def weight(self, n: float, total: float | None = None) -> None: ...
+    def weight(self, n: float) -> None: ...
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
@@ -71,8 +71,6 @@ class DrawnBatch(NamedTuple):
     last: bool
     computed: int
     """Number of samples in the batch, including repeats."""
-    step_samples: int
-    """Number of samples of all workers in the step."""
 
 
 class StepAssignment:
@@ -91,17 +89,14 @@ class StepAssignment:
         self._local, self._steps_before = False, 0.0
 
     def run(self, batches: Sequence[tuple[Any, DrawnBatch]], session: TrainingSession | None,
-            weigh: Callable[[Any], float] | None, *, all_present: bool = True) -> Iterator[Any]:
-        """Yields a step's batches; gradients are synchronized only in the last one. `all_present`: True: every worker that was
-        assigned samples of the step is still in the job."""
+            weigh: Callable[[Any], float] | None) -> Iterator[Any]:
+        """Yields a step's batches; gradients are synchronized only in the last one."""
         weights = [_weight(batch, part, weigh) for batch, part in batches]
         total = sum(weights)
         self.samples = sum(part.samples for _, part in batches)
         self.computed = sum(part.computed for _, part in batches)
         if session is not None:
-            # With sample counts as weights, all workers know the total, so the session need not exchange it for short last
-            # batches.
-            session.weight(total, float(batches[0][1].step_samples) if weigh is None and all_present else None)
+            session.weight(total)
         plan = None if session is None else session.inspect.plan
         self.session, self._local = session, plan is not None and plan.steps_locally
         self._steps_before = _steps(session, local=self._local)
@@ -139,18 +134,18 @@ def split(samples: int, cap: int) -> list[int]:
 
 
 def drawn_batches(
-    step: int, own: list[T], nothing: list[T], *, step_samples: int, least: int, cap: int
+    step: int, own: list[T], nothing: list[T], *, least: int, cap: int
 ) -> Iterator[tuple[DrawnBatch, list[T]]]:
     """Splits a worker's samples of a step into batches. `own`: these samples; a worker without any still takes part, with the
-    batch `nothing` at weight zero. `step_samples`: number of samples of all workers in the step."""
+    batch `nothing` at weight zero."""
     if not own:
-        yield DrawnBatch(step, 0, 1, True, len(nothing), step_samples), nothing
+        yield DrawnBatch(step, 0, 1, True, len(nothing)), nothing
         return
     start, sizes = 0, split(len(own), cap)
     for i, samples in enumerate(sizes):
         # Repeat every sample equally often in a batch that is too small: this keeps the mean.
         repeats = -(-least // samples)
-        part = DrawnBatch(step, samples, repeats, i == len(sizes) - 1, samples * repeats, step_samples)
+        part = DrawnBatch(step, samples, repeats, i == len(sizes) - 1, samples * repeats)
         yield part, own[start : start + samples] * repeats
         start += samples
 

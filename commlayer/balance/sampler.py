@@ -197,7 +197,7 @@ class Sampler:
                 step = self._assignment.step = self.step
                 if session is not None:
                     self._membership.session_steps[step] = session.step
-                yield from self._assignment.run(parts, session, weigh, all_present=step >= self._membership.mixed_until)
+                yield from self._assignment.run(parts, session, weigh)
                 if session is not None and session.inspect.may_leave:
                     # All workers must learn of departures after the same step. At the end of the epoch all steps are
                     # exchanged: a worker that leaves in the next epoch then takes no samples of this one with it.
@@ -284,7 +284,7 @@ class Sampler:
     def _join_state(self) -> str:
         """Returns the state that a joining worker needs, as JSON."""
         membership = self._membership
-        return text_of(JoinState(self._state(), list(membership.numbers), sorted(membership.departed), membership.mixed_until,
+        return text_of(JoinState(self._state(), list(membership.numbers), sorted(membership.departed),
                                  self._membership.session_steps, self._assignment.pending))
 
     def _received_state(self, session: TrainingSession | None) -> JoinState | None:
@@ -307,10 +307,7 @@ class Sampler:
             raise InvalidInput("E-SAMPLER-FOLLOW",
                                f"follow: got epoch {self.epoch}, the running job is in epoch {given.state.epoch}; "
                                "begin with sampler.epoch_of(session)")
-        # A worker that left in the current step was still assigned a part of it, and the others have not processed its
-        # departure.
-        mixed_until = max(given.mixed_until, given.state.step + given.mid_step)
-        self._membership = SamplerMembership(given.numbers, given.departed, mixed_until)
+        self._membership = SamplerMembership(given.numbers, given.departed)
         self._schedule, self._world, self.rank = SharesSchedule.of(given.state.schedule), given.state.world, -1
         log = ConsumedLog.of(given.state.consumed)
         self._begin(log if self.epoch == given.state.epoch else ConsumedLog(self.length), given.state.step)
@@ -332,8 +329,7 @@ class Sampler:
             step = ahead.step
             given = ahead.advance(self._keep_from)
             own, nothing = self._indices.at(given.get(self.rank, [])), self._indices.at([(0, self.least)])
-            step_samples = sum(stop - start for spans in given.values() for start, stop in spans)
-            for part, indices in drawn_batches(step, own, nothing, step_samples=step_samples, least=self.least, cap=self.cap):
+            for part, indices in drawn_batches(step, own, nothing, least=self.least, cap=self.cap):
                 self._queue.append(part)
                 yield indices
 
@@ -463,8 +459,6 @@ class JoinState(Record, frozen=True):
     state: SamplerState
     numbers: list[int]
     departed: list[int]
-    mixed_until: int
-    """See SamplerMembership.mixed_until."""
     session_steps: dict[int, int]
     """See SamplerMembership.session_steps."""
     mid_step: bool

@@ -158,14 +158,12 @@ batches in advance than this: a loader that does is rejected."""
 class SamplerMembership:
     """Which workers take part in the sampler's job. Equal on all workers after the same step."""
 
-    def __init__(self, numbers: Sequence[int] = (), departed: Sequence[int] = (), mixed_until: int = 0) -> None:
+    def __init__(self, numbers: Sequence[int] = (), departed: Sequence[int] = ()) -> None:
         self.numbers = tuple(numbers)
         """Maps the sampler's worker numbers, as indices, to the session's member numbers. Empty while the members are not
         known."""
         self.departed = frozenset(departed)
         """The sampler's numbers of the workers that left."""
-        self.mixed_until = mixed_until
-        """Steps before this one may have samples that are assigned to workers that have left."""
         self.session_steps: dict[int, int] = {}
         """If workers may leave: maps the sampler's step to the session's step, for steps that were not exchanged at the last
         check."""
@@ -194,8 +192,6 @@ class SamplerMembership:
         departed = frozenset(worker for worker, member in enumerate(self.numbers) if member not in members)
         lost, self.departed, self.changed = departed - self.departed, departed, True
         begin = step + 1 + CHANGE_DELAY_STEPS
-        if lost:
-            self.mixed_until = begin
         left = {worker: share for worker, share in shares.items() if worker not in departed}
         first = {worker: lost_from(self.numbers[worker]) for worker in lost}
         return Announcement(begin, with_joined(left, joined, batch, least), first)

@@ -89,6 +89,10 @@ class Codec(msgspec.Struct, frozen=True):
     keeps: ClassVar[bool] = False
     """True: a step's payload affects later steps, for example through a residual. An aborted step must then be rolled back with
     `undo`."""
+    residual: ClassVar[bool] = False
+    """True: workers keep a residual, so `reweigh` can correct what they have sent."""
+    server_residual: ClassVar[bool] = False
+    """True: the server keeps a residual of its sum."""
     in_place: ClassVar[bool] = False
     """True: the payload is the header followed by the unchanged input, so the input may be stored inside its own payload."""
     most: ClassVar[float] = math.inf
@@ -158,6 +162,15 @@ class Codec(msgspec.Struct, frozen=True):
         `x` is the unchanged argument of that `start`, and the payload is unchanged too. Undoing all elements is idempotent. If
         only some elements are undone, name each element at most once.
         """
+
+    def reweigh(self, state: State, share: float, more: Array) -> None:
+        """Corrects the state after the result of the last `start` has arrived, if the true total weight differs from the one
+        by which `x` was divided. The server has applied `share` times the payload, and the argument of `start` should have been
+        x + `more`. The residual keeps the difference, so applied + residual is as if the total had been known.
+
+        Called at most once for each `start`, only if the result is finite and `residual` is True.
+        """
+        raise NotImplementedError
 
     def undo_server(self, state: State, elements: Ranges = None) -> None:
         """Rolls back the last `emit` for elements to which the result was not applied. (Each worker rolls back its own
@@ -299,6 +312,14 @@ class CodecWrapper(Codec, frozen=True):
     def keeps(self) -> bool:  # type: ignore[override]
         return bool(self.inner.keeps)
 
+    @property
+    def residual(self) -> bool:  # type: ignore[override]
+        return bool(self.inner.residual)
+
+    @property
+    def server_residual(self) -> bool:  # type: ignore[override]
+        return bool(self.inner.server_residual)
+
     def bound(self, spec: Spec) -> int:
         return int(self.inner.bound(spec))
 
@@ -319,6 +340,9 @@ class CodecWrapper(Codec, frozen=True):
 
     def undo(self, state: State, x: Array, elements: Ranges = None) -> None:
         self.inner.undo(state["inner"], x, elements)
+
+    def reweigh(self, state: State, share: float, more: Array) -> None:
+        self.inner.reweigh(state["inner"], share, more)
 
     def undo_server(self, state: State, elements: Ranges = None) -> None:
         self.inner.undo_server(state["inner"], elements)

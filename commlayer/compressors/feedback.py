@@ -46,7 +46,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
     State: the float32 residual, the inner state, and under `_sent` the last payload as a view of the caller's memory. The
     caller leaves that memory unchanged until the next `start` (`emit`) or `undo` (`undo_server`). Between the rounds of a step
     `_sent` is empty, since nothing has been sent yet. A server's state also refers to the last accumulator, which must stay
-    unchanged until `undo_server` or the next `add`.
+    unchanged until `undo_server` or the next `add`. `_reweighed` has the arguments of `reweigh`, if it was called.
 
     Undo computes the old residual as residual + sent - x, which is exact up to rounding, instead of keeping a copy.
     """
@@ -54,6 +54,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
     name: ClassVar[str] = "error_feedback"
     biased: ClassVar[bool] = False
     keeps: ClassVar[bool] = True
+    residual: ClassVar[bool] = True
 
     lr_correction: bool = False
     """True: the input is in units of weight updates (gradient times learning rate), so each step's contribution to a residual
@@ -71,24 +72,30 @@ class ErrorFeedback(CodecWrapper, frozen=True):
         if wrong:
             raise InvalidInput("E-CODEC-ARGUMENT", f"error_feedback: inner is {self.inner}, {wrong}")
 
+    @property
+    def server_residual(self) -> bool:  # type: ignore[override]
+        """True if a server compresses its sum again, as for GATHER codecs. A server sends the sum of a SUM codec unchanged."""
+        return self.rounds == (Reduction.GATHER,)
+
     def __str__(self) -> str:
         # Omitted if False, since older plans without this option must keep their spelling.
         return super().__str__() if self.lr_correction else f"{self.name}({self.inner})"
 
     def init(self, spec: Spec) -> State:
         n = check_numel(spec)
-        state: State = {"residual": kernels.fresh_zeros(n), "inner": self.inner.init(spec), "_sent": None}
+        state: State = {"residual": kernels.fresh_zeros(n), "inner": self.inner.init(spec), "_sent": None, "_reweighed": None}
         if not hasattr(self.inner, "start_fused"):
             state["_scratch"] = np.empty(n, np.float32)
         return state
 
     def init_server(self, spec: Spec) -> State:
-        if self._lossy_emit():
+        if self.server_residual:
             return {**self.init(spec), "inner": self.inner.init_server(spec), "_added": None}
         return {"inner": self.inner.init_server(spec)}
 
     def start(self, x: Array, state: State, out: Out) -> int:
-        state["_sent"] = None  # the last payload was applied, so undo must not roll it back if this step fails
+        # The last payload was applied, so undo must not roll it back if this step fails.
+        state["_sent"] = state["_reweighed"] = None
         nbytes = self._start(as_array(self.name, "x", x, len(state["residual"]), state["residual"]), state, out)
         state["_sent"] = out[: nbytes if len(self.rounds) == 1 else 0]
         return nbytes
@@ -111,13 +118,34 @@ class ErrorFeedback(CodecWrapper, frozen=True):
         residual = state["residual"]
         x = as_array(self.name, "x", x, len(residual), residual)
         back = residual if elements is None else 0.0 * residual
-        if len(self.rounds) == 1:
-            self.inner.add_to(state["_sent"], back)
-        elif len(state["_sent"]):
-            self.inner.sent(state["inner"], state["_scratch"])
-            back += state["_scratch"]
+        if (reweighed := state["_reweighed"]) is None:
+            self._add_sent(state, back)
+        else:
+            share, more = reweighed
+            back -= more
+            back += share * self._sent(state)
         kernels.add_finite(back, -x)  # non-finite elements never entered the residual
         _end_undo(state, back, elements)
+
+    def reweigh(self, state: State, share: float, more: Array) -> None:
+        residual = state["residual"]
+        residual += more
+        residual += (1.0 - share) * self._sent(state)
+        state["_reweighed"] = share, more
+
+    def _sent(self, state: State) -> Array:
+        """Returns what the last payload has sent."""
+        sent = 0.0 * state["residual"]
+        self._add_sent(state, sent)
+        return sent
+
+    def _add_sent(self, state: State, out: Array) -> None:
+        """Adds what the last payload has sent to `out`."""
+        if len(self.rounds) == 1:
+            self.inner.add_to(state["_sent"], out)
+        elif len(state["_sent"]):
+            self.inner.sent(state["inner"], state["_scratch"])
+            out += state["_scratch"]
 
     def undo_server(self, state: State, elements: Ranges = None) -> None:
         if state.get("_sent") is None:
@@ -130,7 +158,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
             state["_added"] = None
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
-        if not self._lossy_emit():
+        if not self.server_residual:
             return int(self.inner.emit(r, acc, state["inner"], out))
         state["_sent"] = state["_added"] = None
         total = acc["sum"]
@@ -143,11 +171,6 @@ class ErrorFeedback(CodecWrapper, frozen=True):
         else:
             state["_sent"], state["_added"] = out[:nbytes], total
         return nbytes
-
-    def _lossy_emit(self) -> bool:
-        """True: a server compresses its sum again and keeps a residual, as for GATHER codecs. A server sends the sum of a SUM
-        codec unchanged."""
-        return self.rounds == (Reduction.GATHER,)
 
     def _start(self, x: Array, state: State, out: Out) -> int:
         residual, inner = state["residual"], state["inner"]
@@ -173,7 +196,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
 def _end_undo(state: State, back: Array, elements: Ranges) -> None:
     """Ends an undo. `back`: the change of the residual, or the new residual itself if all elements are undone."""
     if elements is None:
-        state["_sent"] = None
+        state["_sent"] = state["_reweighed"] = None
     else:
         add_ranges(state["residual"], back, elements)
 
@@ -215,14 +238,15 @@ class Momentum(CodecWrapper, frozen=True):
             raise InvalidInput("E-CODEC-ARGUMENT", f"momentum: inner is {self.inner!r}, but it must be a codec")
 
     def init(self, spec: Spec) -> State:
-        return {"velocity": np.zeros(spec.numel, np.float32), "inner": self.inner.init(spec), "_moved": False}
+        return {"velocity": np.zeros(spec.numel, np.float32), "inner": self.inner.init(spec), "_moved": False,
+                "_more": None}
 
     @np.errstate(over="ignore")
     def start(self, x: Array, state: State, out: Out) -> int:
         velocity = state["velocity"]
         x = as_array(self.name, "x", x, len(velocity), velocity)
         k = kernels.of(x)
-        state["_moved"] = k.all_finite(x)
+        state["_moved"], state["_more"] = k.all_finite(x), None
         if state["_moved"]:
             velocity *= self.beta
             velocity += x
@@ -234,6 +258,9 @@ class Momentum(CodecWrapper, frozen=True):
     def undo(self, state: State, x: Array, elements: Ranges = None) -> None:
         velocity = state["velocity"]
         x = as_array(self.name, "x", x, len(velocity), velocity)
+        if state["_more"] is not None:
+            for start, stop in ranges(elements, len(velocity)):
+                velocity[start:stop] -= state["_more"][start:stop]
         self.inner.undo(state["inner"], velocity if state["_moved"] else x, elements)
         if state["_moved"]:
             # The rounding error grows by 1 / beta and shrinks by beta in the next step.
@@ -242,6 +269,12 @@ class Momentum(CodecWrapper, frozen=True):
                 part -= x[start:stop] if self.beta else part
                 part /= self.beta or 1.0
             state["_moved"] = elements is not None
+
+    def reweigh(self, state: State, share: float, more: Array) -> None:
+        velocity = state["velocity"]
+        velocity += more
+        state["_more"] = more
+        self.inner.reweigh(state["inner"], share, more)
 
 
 error_feedback, momentum = ErrorFeedback, Momentum

@@ -63,6 +63,14 @@ class TwoWay(Codec, frozen=True):
         return bool(self.up.keeps or self.down.keeps)
 
     @property
+    def residual(self) -> bool:  # type: ignore[override]
+        return bool(self.up.residual)
+
+    @property
+    def server_residual(self) -> bool:  # type: ignore[override]
+        return bool(self.down.server_residual)
+
+    @property
     def id(self) -> int:
         return int(self.up.id)
 
@@ -83,6 +91,9 @@ class TwoWay(Codec, frozen=True):
 
     def undo(self, state: State, x: Array, elements: Ranges = None) -> None:
         self.up.undo(state["up"], x, elements)
+
+    def reweigh(self, state: State, share: float, more: Array) -> None:
+        self.up.reweigh(state["up"], share, more)
 
     def undo_server(self, state: State, elements: Ranges = None) -> None:
         self.down.undo_server(state["down"], elements)

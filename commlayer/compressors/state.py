@@ -66,7 +66,7 @@ def restore(state: State, arrays: Mapping[str, Array]) -> None:
             raise InvalidInput("E-CODEC-STATE", f"codec state {path}: is {saved.item()}, but it must be {least} to {most}; use "
                                                 "an earlier checkpoint")
     for _, owner in states(state):  # nothing was sent from a restored state, so nothing can be undone
-        owner.update(dict.fromkeys({"_sent", "_added", "_moved"} & owner.keys()))
+        owner.update(dict.fromkeys({"_sent", "_added", "_moved", "_more", "_reweighed"} & owner.keys()))
     for path, owner, name, value in places:
         if on_device(value) and _is_array(value):
             value.copy_(value.new_tensor(arrays[path]))

@@ -6,7 +6,7 @@ same bytes, and keeping it costs no extra memory.
 
 from __future__ import annotations
 
-from commlayer.transport.protocol import ANSWERED_BY, KIND_NAMES, NUMBERED, Flag, Handle, Header, Key, Kind, answer_key, key
+from commlayer.transport.protocol import ANSWERED_BY, KIND_NAMES, NUMBERED, Handle, Header, Key, Kind, answer_key, key
 
 REPLAYED = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE))
 """Kinds of messages that are sent again after a reconnect."""
@@ -72,8 +72,6 @@ class InFlightRequests:
             return None
         if header.kind in _NUMBERED_ANSWERS and header.used != request.header.used:
             return None
-        if header.flags & request.header.flags & Flag.AGAIN:
-            return None  # repeats an earlier AGAIN, whose request the sender has already sent again
         del self._kept[slot]
         self._last_answers[_slot(header)] = header.generation, header.step
         if header.kind in _NUMBERED_ANSWERS:

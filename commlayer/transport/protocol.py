@@ -55,11 +55,10 @@ class Flag:
     microseconds."""
 
     NONE = 0
-    AGAIN = 1  # RESULT without body: encode round 0 again, for the total weight in the header. PUSH: was encoded again
     ABANDON = 2  # PUSH, RESULT: a worker aborted the step, so there is no sum; the body names the worker and the reason (UTF-8)
     MEAN = 16  # PUSH: the body counts `weight` times in a mean; the result is the mean, rounded once
     WITHOUT_ZEROS = 32  # PUSH, RESULT: the body is sent without its zero chunks. Set and removed by the transport
-    ALL = AGAIN | ABANDON | MEAN | WITHOUT_ZEROS
+    ALL = ABANDON | MEAN | WITHOUT_ZEROS
 
 
 KIND_NAMES = {int(kind): kind.name for kind in Kind}

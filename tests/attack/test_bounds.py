@@ -312,7 +312,7 @@ FRAMES = [kind.name for kind in Kind]
 NUMBERS: dict[str, tuple[Any, ...]] = {
     "generation": (2, 0xFFFFFFFF), "step": (7, 0xFFFFFFFF), "bucket": (9, 0xFFFFFFFF), "part": (1, 0xFFFF),
     "parts": (2, 0xFFFF), "round": (1, 0xFF), "codec": (0, 0xFF), "sender": (0, 0xFFFF), "order": (1, 0xFFFF),
-    "flags": (Flag.AGAIN, Flag.ABANDON, Flag.MEAN, Flag.WITHOUT_ZEROS, Flag.ALL), "used": (0, 7, (1 << 64) - 1),
+    "flags": (Flag.ABANDON, Flag.MEAN, Flag.WITHOUT_ZEROS, Flag.ALL), "used": (0, 7, (1 << 64) - 1),
     "undone": (1, (1 << 64) - 1), "weight": (-1.0, 3e38, float("inf"), float("nan")),
     "total": (-1.0, 3e38, float("inf"), float("nan")),
 }

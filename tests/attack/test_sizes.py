@@ -217,8 +217,8 @@ def test_state_for_a_joining_worker_is_bounded_by_its_model(
     named = b"\xc1" if size == "noise" else msgspec.msgpack.encode(100 if size == "longer" else size)
     hostile.request(soon, put=[(key_of(EPOCH, "state", 0), named), (key_of(EPOCH, "part0", 0), bytes(1000))])
     for rank, home in ((0, hostile), (2, other)):
-        home.request(soon, put=[(key_of(EPOCH, "window0", rank), msgspec.msgpack.encode(Vote(1, 1.0)))])
-    relay = StateRelay(EpochMessages(EPOCH, 0.0), EPOCH, 1, Vote(1, 1.0), WAIT_S, 0.0, most_nbytes)
+        home.request(soon, put=[(key_of(EPOCH, "window0", rank), msgspec.msgpack.encode(Vote(1)))])
+    relay = StateRelay(EpochMessages(EPOCH, 0.0), EPOCH, 1, Vote(1), WAIT_S, 0.0, most_nbytes)
     before = memory_nbytes("VmRSS")
     line = outcome(lambda: relay.take(lambda _: None) if how == "take" else relay.watch())
     assert_refused(line, "E-FRAME" if size == "noise" else "E-SIZE", "worker 0")

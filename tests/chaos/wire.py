@@ -56,7 +56,7 @@ class Seen:
 
     def frame(self, frame: Frame, rank: int) -> None:
         h = frame.header
-        place = h.generation, h.step, h.bucket, h.round, int(bool(h.flags & Flag.AGAIN))
+        place = h.generation, h.step, h.bucket, h.round
         if h.kind == Kind.PUSH:
             check = crc32c(frame.body)
             with self._lock:
@@ -64,7 +64,7 @@ class Seen:
                 before = self._pushed.setdefault((rank, *place), check)
             if before != check and not h.flags & Flag.ABANDON:
                 self._fault("payload", f"worker {rank} sent another payload than before for {_words(place)}")
-        elif h.kind == Kind.RESULT and not h.flags & (Flag.AGAIN | Flag.ABANDON):
+        elif h.kind == Kind.RESULT and not h.flags & Flag.ABANDON:
             result = crc32c(frame.body), h.weight
             with self._lock:
                 known = self._results.setdefault(place, result)
@@ -82,7 +82,7 @@ class Seen:
 
 
 def _words(place: Sequence[int]) -> str:
-    generation, step, bucket, r, _ = place
+    generation, step, bucket, r = place
     return f"generation {generation}, step {step}, bucket {bucket}, round {r}"
 
 

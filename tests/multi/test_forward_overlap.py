@@ -259,11 +259,11 @@ def synchronizes(t: Training) -> Seen:
 
 def weighs(t: Training) -> Seen:
     def backward(step: int) -> None:
-        t.session.weight(3 + t.rank + step % 2, 7 + 2 * (step % 2))  # without the total, rounding depends on timing
+        t.session.weight(3 + t.rank + step % 2)
         t.backward(step)
 
     train(t, backward)
-    t.session.weight(1, WORLD)
+    t.session.weight(1)
     return []
 
 

@@ -410,7 +410,7 @@ def run(rank: int, address: str, how: str, every: int, codec: str) -> dict[str, 
     rows, grads = [], []
     for step in range(ROUNDS * every):
         if "weighed" in how:
-            session.weight(*weights(rank, step))
+            session.weight(weights(step)[rank])
         stepped(wrapped, optimizer, scaler, rank, step, how, no_sync)
         rows.append(tensors(model))
         grads.append(model.head.weight.grad.clone())
@@ -423,9 +423,8 @@ def run(rank: int, address: str, how: str, every: int, codec: str) -> dict[str, 
     return report
 
 
-def weights(rank: int, step: int) -> tuple[float, float]:
-    both = [4.0, 2.0 + step % 3]
-    return both[rank], sum(both)
+def weights(step: int) -> list[float]:
+    return [4.0, 2.0 + step % 3]
 
 
 def shares(how: str, every: int) -> list[list[float]]:
@@ -433,7 +432,7 @@ def shares(how: str, every: int) -> list[list[float]]:
     if "weighed" not in how:
         return [[1 / WORLD] * WORLD] * ROUNDS
     steps = [range(every * r, every * r + every) for r in range(ROUNDS)]
-    return [[sum(weights(rank, s)[0] for s in mine) / sum(weights(0, s)[1] for s in mine) for rank in range(WORLD)]
+    return [[sum(weights(s)[rank] for s in mine) / sum(sum(weights(s)) for s in mine) for rank in range(WORLD)]
             for mine in steps]
 
 

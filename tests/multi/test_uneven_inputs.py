@@ -360,7 +360,6 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "a part": (lambda: entered(optimizer="a part"), "2.weight"),
     "a scaler that attach() was not given": (with_a_scaler, ""),
     "twice": (lambda: entered(again), "once"),
-    "weight": (lambda: entered(lambda session: session.weight(8, 16)), "leave total out"),
     "flush": (lambda: entered(lambda session: session.flush()), "flush()"),
     "checkpoint": (lambda: entered(lambda session: session.checkpoint("nowhere")), "checkpoint()"),
     "switch": (lambda: entered(lambda session: session.switch(session.inspect.plan)), "switch()"),

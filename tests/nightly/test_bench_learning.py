@@ -37,7 +37,7 @@ def over_loopback(way: Variant) -> list[torch.Tensor]:
             task, worker = tasks[rank], rig.workers[rank]
             parameters = list(task.model.parameters())
             optimizer, feed = optimizer_of(way, task.model, RATE), task.batches(rank, way.workers)
-            local = OuterSteps(parameters, way.every, outer_of(way), StepWeights(1.0, None), overlap=way.overlap == "round",
+            local = OuterSteps(parameters, way.every, outer_of(way), StepWeights(1.0), overlap=way.overlap == "round",
                                norms=rows.of(rank))
             for i in range(STEPS):
                 optimizer.param_groups[0]["lr"] = RATE * min(1.0, (i + 1) / WARMUP)

@@ -196,7 +196,7 @@ def skips(s: Script) -> None:
 def weights(s: Script) -> None:
     for n in range(STEPS):
         mine = [3.0, 3.0] if n == 5 else [64.0, 32.0]
-        s.session.weight(mine[s.rank], sum(mine) if n % 2 else None)
+        s.session.weight(mine[s.rank])
         s.backward(put=mine[s.rank] * WORLD / sum(mine))
         s.apply()
     s.session.weight(1.0)
@@ -271,8 +271,8 @@ def residuals_of_another_rank(s: Script) -> None:
         msgspec.structs.replace(b, codec="identity()", down="", shape=()) for b in turned.buckets)) if served else first
     for plan in (turned, first, bare, first):
         s.session.switch(plan)
-        for n, mine in enumerate(([3.0, 5.0], [2.0, 4.0])):
-            s.session.weight(mine[s.rank], sum(mine) if n else None)
+        for mine in ([3.0, 5.0], [2.0, 4.0]):
+            s.session.weight(mine[s.rank])
             s.backward(put=mine[s.rank] * WORLD / sum(mine))
             s.apply()
         s.session.weight(1.0)

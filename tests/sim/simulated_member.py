@@ -92,7 +92,8 @@ class Member:
         self.inflight = [InFlightRequests(SERVER_BASE + s) for s in range(servers)]
         self.error: Exception | None = None
         self._results: dict[tuple[int, int], int] = {}
-        self._tries = dict.fromkeys(job.buckets, 0)
+        self._totals = dict.fromkeys(job.buckets, 1.0)
+        """Total weight that the next contribution assumes: at first 1, which is wrong, then that of the last result."""
         self._owes = False
         """Whether the servers do not yet know that the previous step was not applied."""
         self._answers: dict[tuple[int, int], str] = {}
@@ -159,13 +160,12 @@ class Member:
             return
         if header.kind == Kind.PLAN_OK:
             self._answers[(server, header.generation)] = body.decode()
-        elif header.flags & Flag.AGAIN:
-            self._tries[header.bucket] += 1
-            self._push(header.bucket, 0, header.weight)
         elif header.generation == wire_generation(self.epoch):
             self._results[(header.bucket, header.round)] = number_of(body)
             if header.round + 1 < self._job.rounds:
                 self._push(header.bucket, header.round + 1)
+            else:
+                self._totals[header.bucket] = header.weight
 
     # ---- a step
 
@@ -190,7 +190,7 @@ class Member:
                 for bucket in self._job.buckets:
                     self.phase = "pushes"
                     yield True
-                    self._push(bucket, 0, 1.0)
+                    self._push(bucket, 0)
                 yield from self._waits()
                 break
             except Regroup:
@@ -205,15 +205,13 @@ class Member:
 
     def _begins(self) -> None:
         self._results.clear()
-        self._tries = dict.fromkeys(self._job.buckets, 0)
 
-    def _push(self, bucket: int, r: int, total: float = 1.0) -> None:
-        """Sends a contribution. The total is wrong at first; the server sends the true one."""
-        tries = self._tries[bucket] if r == 0 else 0
+    def _push(self, bucket: int, r: int) -> None:
+        """Sends a contribution."""
         generation = wire_generation(self.epoch)
         header = Header(Kind.PUSH, generation, self.step, bucket, round=r, codec=7, sender=self.rank, weight=1.0, used=1,
-                        total=total, flags=Flag.AGAIN if tries else Flag.NONE, undone=EVERYTHING * self._owes)
-        body = self._job.books.coded(Part(self.rank, generation, self.step, bucket, r, tries))
+                        total=self._totals[bucket], undone=EVERYTHING * self._owes)
+        body = self._job.books.coded(Part(self.rank, generation, self.step, bucket, r))
         self._asks(self._job.server_of(bucket), header, body)
 
     def _asks(self, server: int, header: Header, body: bytes) -> None:
@@ -276,7 +274,7 @@ class Member:
                 continue
 
     def _agrees(self, complete: Callable[[], bool] = lambda: False) -> Doing[None]:
-        mine = Vote(self.step, 1.0)
+        mine = Vote(self.step)
         while True:
             epoch = self.newest
             stay = agreement.staying(self.epoch, epoch)
@@ -313,6 +311,7 @@ class Member:
             unanswered.end(wire_generation(epoch))
         self._standing = self._standing.entered()
         self._begins()
+        self._totals = dict.fromkeys(self._job.buckets, 1.0)
         self._job.counts["gone over"] += 1
         self.phase = "has gone over"
         yield True
@@ -349,7 +348,7 @@ class Member:
             rows = [row for row in kept.values if row is not None]
             if len(rows) == len(want) or (says.ends and complete()):
                 self._said.add(own)
-                return [Vote(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in rows] \
+                return [Vote(*msgspec.msgpack.decode(row, type=tuple[int])) for row in rows] \
                     if len(rows) == len(want) else []
             if newer:
                 raise Newer

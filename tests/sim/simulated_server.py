@@ -26,7 +26,6 @@ class Part(NamedTuple):
     step: int
     bucket: int
     round: int
-    tries: int
 
 
 class Books:
@@ -59,7 +58,7 @@ def number_of(body: bytes | memoryview) -> int:
 class Ledger:
     """Codec operations of one bucket that record the emitted sums that were not rolled back."""
 
-    codec, bound, means = 7, 8, False
+    codec, bound, means, presumes = 7, 8, False, True
 
     def __init__(self, books: Books, rounds: int, *, in_means: bool, paid: Iterable[int] = ()) -> None:
         self.rounds, self.in_means, self._books = rounds, in_means, books
@@ -77,6 +76,8 @@ class Ledger:
         if first:
             acc.clear()
         acc.append(self._books.part(payload))
+
+    def scale(self, acc: list[Part], factor: float) -> None: ...
 
     def emit(self, r: int, acc: list[Part], out: memoryview) -> int:
         number = self._books.summed(acc, out)

@@ -13,7 +13,7 @@ from collections import Counter
 from commlayer.cluster.servers.bucket_sum import Reply
 from commlayer.cluster.servers.summation import Summation
 from commlayer.transport.inflight import InFlightRequests
-from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
 
 WORLD, BUCKETS, STEPS = 3, 2, 3
 BREAKS, KILLS = 0.08, 0.02
@@ -32,7 +32,7 @@ class Killed(Exception):
 class Sums:
     """Codec operations on one double per payload that record the contributions in each result."""
 
-    codec, bound, means = 7, 8, False
+    codec, bound, means, presumes = 7, 8, False, True
 
     def __init__(self, rounds: int, *, in_means: bool, bucket: int) -> None:
         self.rounds, self.in_means, self._bucket = rounds, in_means, bucket
@@ -50,6 +50,9 @@ class Sums:
         if first:
             self._under_way.clear()
         self._under_way.append((self._bucket, r, int(value)))
+
+    def scale(self, acc: list[float], factor: float) -> None:
+        acc[0] *= factor
 
     def emit(self, r: int, acc: list[float], out: memoryview) -> int:
         self.emitted += self._under_way
@@ -81,34 +84,31 @@ class Sums:
         return 0.0
 
 
-def value_of(rank: int, number: int, r: int, tries: int) -> float:
+def value_of(rank: int, number: int, r: int) -> float:
     """A value that is unique to the contribution."""
-    return float(((number * 8 + r) * 8 + tries) * 8 + rank)
+    return float((number * 8 + r) * 8 + rank)
 
 
 class Bucket:
-    """A worker's side of a bucket: one step and round at a time, coded again when the server requests it."""
+    """A worker's side of a bucket: one step and round at a time."""
 
     def __init__(self, rank: int, number: int, rounds: int) -> None:
         self.rank, self.number, self.rounds = rank, number, rounds
-        self.step = self.round = self.tries = 0
-        self.total = 1.0  # wrong at first, so that the server has to send the true total
+        self.step = self.round = 0
+        self.total = 1.0  # wrong at first, as after a change of members
         self.results: list[tuple[int, int, bytes]] = []
 
     def request(self) -> tuple[Header, bytes]:
         header = Header(Kind.PUSH, 1, self.step, self.number, round=self.round, codec=7, sender=self.rank, weight=1.0, used=1,
-                        total=self.total, flags=Flag.AGAIN if self.tries else Flag.NONE)
-        return header, _VALUE.pack(value_of(self.rank, self.step, self.round, self.tries))
+                        total=self.total)
+        return header, _VALUE.pack(value_of(self.rank, self.step, self.round))
 
     def hear(self, header: Header, body: bytes) -> bool:
         """Handles a result; returns whether another request follows."""
-        if header.flags & Flag.AGAIN:
-            self.tries, self.total = self.tries + 1, header.weight
-            return True
         self.results.append((header.step, header.round, body))
-        self.round, self.tries, self.total = self.round + 1, 0, 1.0
+        self.round += 1
         if self.round == self.rounds:
-            self.step, self.round = self.step + 1, 0
+            self.step, self.round, self.total = self.step + 1, 0, header.weight
         return self.step < STEPS
 
 
@@ -259,5 +259,5 @@ class World:
 
     def expected(self) -> set[Contribution]:
         """The contributions that results must contain: of a step that is coded again, the second coding."""
-        return {(b, r, int(value_of(rank, step, r, int(self.in_means and r == 0))))
+        return {(b, r, int(value_of(rank, step, r)))
                 for b in range(BUCKETS) for r in range(self.rounds) for step in range(STEPS) for rank in range(WORLD)}

@@ -68,7 +68,7 @@ def deaf(member: Member) -> None:
     (BucketSum, "end", lambda *_: None, "paid", 0),
     (epoch_change, "next_epoch", too_few, "are the least", 0),
     (epoch_change, "next_epoch", lambda state: state, "are left", 0),
-    (Member, "_follows", deaf, "further", 236),
+    (Member, "_follows", deaf, "further", 500),
 ])
 def test_what_must_not_be_is_found(where: Any, name: str, wrong: Callable[..., Any], line: str, seed: int,
                                    monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +89,10 @@ BEFORE, AFTER, LAST = epoch(1, 0, 1, 2, 3), epoch(2, 0, 1, 2), epoch(3, 0, 1)
 
 def test_a_second_vote_binds_in_one_view() -> None:
     """After it others may wait for this member without a vote, so it must continue once it has all of its step."""
-    bound, _ = agreement.second(VoterState(), AFTER, Vote(5, 1.0), [Vote(5, 1.0)] * 3, complete=False)
-    assert not agreement.first(bound, AFTER, Vote(5, 1.0)).ends
-    assert agreement.first(bound, LAST, Vote(5, 1.0)).ends
-    _, vote = agreement.second(bound, LAST, Vote(5, 1.0), [], complete=True)
+    bound, _ = agreement.second(VoterState(), AFTER, Vote(5), [Vote(5)] * 3, complete=False)
+    assert not agreement.first(bound, AFTER, Vote(5)).ends
+    assert agreement.first(bound, LAST, Vote(5)).ends
+    _, vote = agreement.second(bound, LAST, Vote(5), [], complete=True)
     assert vote is not None
     assert vote.vote.step == 6
 

@@ -182,7 +182,7 @@ class Failing:
 
     fragments = ((EncodedBucket(Bucket(0, (Slice(0, 0, 12),), "service", codec="int4()"), job([(12,)]), wrap(parse("int4()")),
                            torch.device("cpu"), 0),),)
-    units = Units(1, shared=False)
+    units = Units(1)
 
     def send(self, *_: object) -> None: ...
 
@@ -194,7 +194,7 @@ class Failing:
 
 def test_weights_survive_a_failed_exchange() -> None:
     p = nn.Parameter(torch.randn(12))
-    steps = OuterSteps([p], 2, OuterSGD(), StepWeights(1.0, None))
+    steps = OuterSteps([p], 2, OuterSGD(), StepWeights(1.0))
     steps.count()
     with torch.no_grad():
         p.add_(0.25)

@@ -33,18 +33,18 @@ class Desk:
             error = self.errors.pop(0)
             self._act()
             raise error
-        return SimpleNamespace(values=[msgspec.msgpack.encode((5, 1.0)) for _ in wanted["want"]])
+        return SimpleNamespace(values=[msgspec.msgpack.encode((5,)) for _ in wanted["want"]])
 
 
 def told(desk: Desk, words: EpochMessages, monkeypatch: pytest.MonkeyPatch) -> list[Vote]:
     monkeypatch.setattr(site_process_group, "kv_client", lambda: desk)
-    return words.exchange_votes(EPOCH, "step0", 7, Vote(5, 1.0), time.monotonic() + 30.0)
+    return words.exchange_votes(EPOCH, "step0", 7, Vote(5), time.monotonic() + 30.0)
 
 
 def test_unanswered_vote_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A restarted coordinator knows which votes it has answered."""
     desk = Desk(*AWAY, AWAY[0])
-    assert told(desk, EpochMessages(EPOCH, 0.0, 20.0), monkeypatch) == [Vote(5, 1.0)] * 2
+    assert told(desk, EpochMessages(EPOCH, 0.0, 20.0), monkeypatch) == [Vote(5)] * 2
     assert all(put and put == desk.puts[0] for put in desk.puts)
 
 
@@ -62,7 +62,7 @@ def test_only_an_answer_decides_whether_a_superseded_epoch_was_committed(
     words = EpochMessages(EPOCH, 0.0, 20.0)
     desk = Desk(AWAY[0], act=lambda: setattr(words, "newest", Epoch(3, EPOCH.members, ())))
     if result:
-        assert told(desk, words, monkeypatch) == [Vote(5, 1.0)] * 2
+        assert told(desk, words, monkeypatch) == [Vote(5)] * 2
     else:
         monkeypatch.setattr(msgspec.msgpack, "encode", lambda _: None)
         with pytest.raises(NewerEpoch):

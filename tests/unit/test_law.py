@@ -60,8 +60,6 @@ class Event(NamedTuple):
     """What happens in a few steps, the same for all codecs."""
 
     weights: Callable[[int], list[float]] = equal
-    total_known: bool = False
-    """Whether the script passes the sum of all weights."""
     unused: Callable[[int, int], set[int]] = nobody
     """Tensors without gradient on a rank."""
     cleared: Callable[[int], set[int]] = nobody
@@ -85,7 +83,13 @@ EVENTS = {
     "used by one rank alone": Event(unused=lambda step, rank: {0, 2} if rank != step % WORLD else set()),
     "unequal weights": Event(weights=lambda step: [1.0, 0.25, 3.0]),
     "a short last batch": Event(weights=lambda step: [3.0 if step == 4 else 64.0] * WORLD),
-    "a short last batch, foretold": Event(weights=lambda step: [3.0 if step == 4 else 64.0] * WORLD, total_known=True),
+    "totals of 1 and 10 in turns": Event(weights=lambda step: [10.0 if step % 2 else 1.0] * WORLD),
+    "weights 100 times smaller from one step on": Event(weights=lambda step: [0.01 if step > 2 else 1.0] * WORLD),
+    "a rank without samples": Event(weights=lambda step: [0.0 if step % 2 else 1.0, 1.0, 2.0]),
+    "reweighted, some averages discarded": Event(
+        weights=lambda step: [10.0 if step % 2 else 1.0] * WORLD, cleared=lambda step: {step % 5, 3}),
+    "reweighted, skipped and aborted": Event(weights=lambda step: [2.0**step] * WORLD, bad=2, broken=4,
+                                             scale=lambda step: 2.0 ** (10 - step)),
     "weights that change in every step": Event(weights=lambda step: [1.0 + step, 2.0, 0.5 * (step % 3)]),
     "a scaler that skips": Event(bad=3, scale=lambda step: 2.0 ** (10 - step)),
     "discarded averages": Event(cleared=lambda step: ALL if step % 2 else set()),
@@ -179,7 +183,7 @@ def go(r: kit.Rig, codec: str, event: Event, first: int, steps: range, accounts:
         for step in range(first + steps.start, first + steps.stop):
             n, weights = step - first, event.weights(step - first)
             scale = worker.units.scale = event.scale(n)
-            worker.units.weigh(weights[rank], sum(weights) if event.total_known else None)
+            worker.units.weight = weights[rank]
             mine: list[Any] = [None if t in event.unused(n, rank) else g for t, g in enumerate(gradients(rank, step))]
             if "momentum" in codec:
                 worker.roll_back()  # as the next gradients would do, so that velocities are what these meet
@@ -266,18 +270,6 @@ def check_law(r: kit.Rig, codec: str) -> None:
             if error > 1e-5 * most:
                 wrong.append(f"{name}: tensor {t} is off by {error / most:.1e} of what was put in")
     assert not wrong, "\n".join(wrong)
-
-
-def test_given_weight_total_is_accepted_if_all_results_are_stale() -> None:
-    """No result of the step shows whether the total was right, so none can be refused."""
-    with rig("topk(0.3)", late=True) as r:
-        def body(rank: int) -> bool:
-            for step in range(4):
-                r.workers[rank].units.weigh(2.0 + step, WORLD * (2.0 + step))
-                kit.step(r.workers[rank], list(gradients(rank, step)))
-            return True
-
-        assert kit.on_ranks(WORLD, body) == [True] * WORLD
 
 
 def test_learning_rate_changes_conserve_the_update() -> None:

@@ -87,7 +87,7 @@ def trained(
     with Rig(world, "", plan=plan, of=job) as rig:
         def body(rank: int) -> Any:
             parameters = [nn.Parameter(torch.zeros(shape[::-1]).t() if strided else torch.zeros(shape)) for shape in SHAPES]
-            local = OuterSteps(parameters, EVERY, outer, StepWeights(weights[rank], None), fragments=fragments, overlap=overlap,
+            local = OuterSteps(parameters, EVERY, outer, StepWeights(weights[rank]), fragments=fragments, overlap=overlap,
                                norms=rows.of(rank))
             results = []
             for step in range(STEPS):
@@ -231,7 +231,7 @@ def test_results_arrive_while_other_buckets_are_still_uploaded() -> None:
         rounds = []
         for worker in rig.workers:
             parameters = [nn.Parameter(torch.ones(1000)) for _ in range(BUCKETS)]
-            local = OuterSteps(parameters, 4, OuterSGD(), StepWeights(1.0, None), overlap=True)
+            local = OuterSteps(parameters, 4, OuterSGD(), StepWeights(1.0), overlap=True)
             for step in range(4):
                 local.count()
                 torch._foreach_mul_([p.data for p in parameters], 0.9 - 0.1 * step)

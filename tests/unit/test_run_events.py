@@ -26,7 +26,7 @@ class Rank:
     """A rank's event stream, and the counters that a worker would have."""
 
     def __init__(self) -> None:
-        self.stream, self.counters, self.units = RunEvents(), Counters(), Units(2, shared=False)
+        self.stream, self.counters, self.units = RunEvents(), Counters(), Units(2)
         self.stream.dense_nbytes = 400
         self.at, self.number = BEGIN, 0
 
@@ -95,7 +95,7 @@ def test_samples_and_shares_follow_the_weight() -> None:
     rank = Rank()
     rank.step(2.0)
     rank.stream.weigh(32.0)
-    rank.units.weigh(3.0, 4.0)
+    rank.units.weight, rank.units.total = 3.0, 4.0
     for _ in range(4):
         rank.step(0.5)
     assert [(event.samples, event.share) for event in rank.events()] == [(0.0, 0.5), (64.0, 0.75), (64.0, 0.75)]

@@ -120,21 +120,38 @@ def test_frames_of_an_ended_generation_are_only_counted() -> None:
         core.push(push(0, 1.0, generation=0)._replace(peer=1), 0.0)
 
 
-def test_reencode_request_is_repeated_for_a_member_that_missed_it() -> None:
-    class Means(Doubles):
-        in_means = True
+class Means(Doubles):
+    in_means = presumes = True
 
+    def scale(self, acc: Any, factor: float) -> None:
+        acc[0] *= factor
+
+
+def total_of(core: Summation, step: int, total: float, *weights: float) -> float:
+    for m, weight in enumerate(weights):
+        replies = core.push(push(m, 1.0, step=step, weight=weight, total=total), 0.0)
+    return value(replies[0])
+
+
+@pytest.mark.parametrize(("corrected", "shares"), [(True, [2 / 3, 1.0, 0.1, 1.5]), (False, [2 / 3, 1.0, 0.1, 10.0])])
+def test_sums_are_divided_by_the_true_total_weight(*, corrected: bool, shares: list[float]) -> None:
+    """`corrected`: workers keep what the limit of 1.5 leaves out."""
+    ops = Means()
+    ops.presumes = corrected
+    core, _ = service(2, ops=ops)
+    totals = [(2.0, 1.0, 2.0), (3.0, 2.0, 1.0), (3.0, 10.0, 20.0), (30.0, 1.0, 2.0)]
+    got = [total_of(core, step, total, *weights) for step, (total, *weights) in enumerate(totals)]
+    assert got == pytest.approx([2.0 * share for share in shares])
+
+
+@pytest.mark.parametrize("wrong", [0.0, 2.0, 4.0])
+def test_member_that_assumes_another_total_weight_is_named(wrong: float) -> None:
     core, ops = service(2, ops=Means())
-    for m in range(2):
-        replies = core.push(push(m, 1.0 + m, total=1.0), 0.0)
-    assert [reply.header.flags for reply in replies] == [Flag.AGAIN] * 2
-    (again,) = core.push(push(0, 1.0, total=1.0), 0.0)
-    assert (again.peer, again.header) == (0, replies[0].header)
-    assert core.push(push(0, 5.0, total=3.0, flags=Flag.AGAIN), 0.0) == []
-    (again,) = core.push(push(1, 2.0, total=1.0), 0.0)
-    assert again.peer == 1
-    assert [value(r) for r in core.push(push(1, 6.0, total=3.0, flags=Flag.AGAIN), 0.0)] == [11.0] * 2
-    assert ops.added == [1.0, 2.0, 5.0, 6.0]
+    total_of(core, 0, 2.0, 1.0, 2.0)
+    core.push(push(0, 1.0, step=1, total=3.0), 0.0)
+    with pytest.raises(CorruptFrame, match=r"worker 1: .*E-FRAME"):
+        core.push(push(1, 1.0, step=1, total=wrong), 0.0)
+    assert len(ops.added) == 3
 
 
 def test_undo_needs_all_members_and_happens_once() -> None:

@@ -19,7 +19,7 @@ from commlayer.transport.protocol import Flag, Header, Kind
 GOLDEN = Path(__file__).parents[1] / "golden" / "frames"
 
 FULL = Header(Kind.PUSH, generation=7, step=123456, bucket=42, part=2, parts=5, round=1, codec=9, sender=3, order=17,
-              flags=Flag.AGAIN, weight=0.75, used=(1 << 63) | 5, total=1.5, undone=(1 << 62) | 3)
+              flags=Flag.ABANDON, weight=0.75, used=(1 << 63) | 5, total=1.5, undone=(1 << 62) | 3)
 CASES = {
     "data-empty": (Header(Kind.DATA), b""),
     "push-full": (FULL, bytes(range(256))),
@@ -54,7 +54,7 @@ def test_golden_bytes(name: str) -> None:
 def test_documented_offsets() -> None:
     data = wire(FULL, b"abc")
     assert HEADER_NBYTES == 68
-    assert data[:8] == b"CML2" + bytes([framing.VERSION, Kind.PUSH, Flag.AGAIN, 1])
+    assert data[:8] == b"CML2" + bytes([framing.VERSION, Kind.PUSH, Flag.ABANDON, 1])
     assert struct.unpack_from("<IIIHHHH", data, 8) == (7, 123456, 42, 2, 5, 3, 17)
     assert data[28:32] == bytes([9, 0, 0, 0])
     assert struct.unpack_from("<QQff", data, 32) == ((1 << 63) | 5, (1 << 62) | 3, 0.75, 1.5)

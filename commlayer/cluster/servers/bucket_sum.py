@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commlayer.errors import CorruptFrame
@@ -18,6 +18,27 @@ if TYPE_CHECKING:
 def as_float32(weight: float) -> float:
     """Rounds the weight as a frame header does, so both ends compare the same number."""
     return struct.unpack("<f", struct.pack("<f", weight))[0]  # type: ignore[no-any-return]
+
+
+MOST_SHARE = 1.5
+"""Largest factor on the payloads of one exchange. Without this limit residuals diverge if the total weight alternates, for
+example between 1 and 10 (decision 0004)."""
+
+
+class Division(NamedTuple):
+    """How a sum is divided after its payloads were encoded for an assumed total weight."""
+
+    share: float
+    """The factor by which the server multiplies the sum of the payloads."""
+    ratio: float
+    """Assumed divided by true total weight: the factor that gradients lack. Workers keep the difference as a residual."""
+
+
+def divided_afterwards(assumed: float, weight: float, *, corrected: bool = True) -> Division:
+    """`assumed` and `weight` are total weights, rounded to float32. `corrected`: True if workers have residuals, which keep
+    what the limit of the share leaves out."""
+    ratio = assumed / weight if weight else 1.0
+    return Division(min(ratio, MOST_SHARE) if corrected else ratio, ratio)
 
 
 def breach_of(message: Message, what: str, code: str = "") -> CorruptFrame:
@@ -55,25 +76,20 @@ class RoundSum:
 
     def __init__(self, step: int, r: int, *, begun: bool = True) -> None:
         self.step, self.round, self.open = step, r, begun
-        self.next = self.summed = 0
-        """`next`: number of members, in member order, whose contributions were handled. `summed`: number of payloads that were
-        added."""
+        self.handled: list[int] = []
+        """Members whose contributions were handled, in that order."""
+        self.summed = 0
+        """Number of payloads that were added."""
         self.first: int | None = None
         """The member that contributed first."""
         self.early: dict[int, Message] = {}
         self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
-        self.totals: set[float] = set()
-        self.again_header: Header | None = None
-        """Header of the AGAIN message that asked the members to compress again; None if they were not asked."""
+        self.assumed = 0.0
+        """Total weight that the members assumed when they encoded their contributions; 0 if the codec needs none."""
         self.abandoned = b""
         """Text that says which member aborted the step and why; empty if none did."""
         self.resumed = False
         """True: the state comes from the journal, and no contribution has arrived since."""
-
-    @property
-    def expected(self) -> float:
-        """Total weight for which the server has asked the members to compress again; 0 if it has not asked."""
-        return 0.0 if self.again_header is None else as_float32(self.again_header.weight)
 
 
 class BucketSum:
@@ -81,6 +97,8 @@ class BucketSum:
 
     def __init__(self, bucket: int, ops: CodecOps, members: tuple[int, ...]) -> None:
         self.bucket, self.ops, self.members = bucket, ops, members
+        self.joining: dict[int, int] = {}
+        """Maps each member that will contribute later to its first step."""
         self.lock = threading.Lock()
         self.accs: list[Any] = [None] * ops.rounds
         # One buffer per kept step and round. A result stays valid until KEPT_STEPS later steps have begun.
@@ -91,6 +109,10 @@ class BucketSum:
         self.held: list[Message] = []
         """Payloads of the last result, in the order in which they were added, if the sum's memory was freed; otherwise
         empty."""
+        self.share = 1.0
+        """The factor on the payloads of the last result; see Division."""
+        self.assumed: float | None = None
+        """Total weight that the next contributions must assume: the last result's. None: the first contribution decides."""
         self.ended = False
         """True: the epoch has ended, so no contribution is added any more."""
         self.idle(None)
@@ -101,7 +123,30 @@ class BucketSum:
         self.awaited, self.sum = step, RoundSum(step or 0, 0, begun=False)
 
     def begin(self, step: int, r: int) -> None:
+        self.members = self.members_in(step)
+        self.joining = {member: first for member, first in self.joining.items() if member not in self.members}
         self.sum = RoundSum(step, r)
+
+    def members_in(self, step: int) -> tuple[int, ...]:
+        """Returns the members that must contribute to a step from now on, in the order in which they are added."""
+        joined = [member for member, first in self.joining.items() if first <= step]
+        return tuple(sorted({*self.members, *joined})) if joined else self.members
+
+    def remove(self, gone: Collection[int]) -> None:
+        """Ends the wait for members that have left the job. What they have contributed to the sum in progress counts."""
+        self.members = tuple(member for member in self.members if member not in gone)
+        self.joining = {member: first for member, first in self.joining.items() if member not in gone}
+
+    def following(self) -> Message | None:
+        """Takes the contribution that is added next, in member order; None if it has not arrived."""
+        current = self.sum
+        waiting = (*current.early, *(member for member in self.members if member not in current.handled))
+        return current.early.pop(min(waiting), None) if waiting else None
+
+    @property
+    def complete(self) -> bool:
+        """Returns True if all members have contributed to the sum in progress."""
+        return self.sum.open and self.contributors() >= set(self.members)
 
     def end(self, step: int, undone: int) -> None:
         """Ends the epoch in a step that all workers roll back. `undone`: slices of the previous step that the workers did not
@@ -125,14 +170,17 @@ class BucketSum:
         """Computes the last result's sum again from its payloads, equal bit for bit."""
         for number, message in enumerate(self.held):
             self.ops.add(0, message.body, self.accs[0], number == 0)
+        if self.held:
+            self.ops.scale(self.accs[0], self.share)
         self.held.clear()
 
     def forget_results(self) -> None:
+        self.assumed = None
         self.results.clear()
         self.held.clear()
 
     def contributors(self) -> set[int]:
-        return {*self.members[: self.sum.next], *self.sum.early} if self.sum.open else set()
+        return {*self.sum.handled, *self.sum.early} if self.sum.open else set()
 
     def out(self, step: int, r: int) -> memoryview:
         slot = (step % KEPT_STEPS, r)
@@ -146,14 +194,14 @@ ENTRY_HEADER_NBYTES = 1024
 
 
 class SumEntry(Record, frozen=True):
-    """Journaled state of one bucket's sum. The state is written before the server sends anything that depends on it: a result,
-    a request to compress again, or a state. Members repeat everything after that, since they have no reply to it yet."""
+    """Journaled state of one bucket's sum. The state is written before the server sends anything that depends on it: a result
+    or a state. Members repeat everything after that, since they have no reply to it yet."""
 
     step: int | None
     round: int
     open: bool
-    again_header: Header | None = None
-    """See BucketSum.again_header."""
+    assumed: float | None = None
+    """See BucketSum.assumed."""
     result: Header | None = None
     """Header of the last result; `body` is its payload."""
     body: bytes = b""

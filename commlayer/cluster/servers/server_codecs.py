@@ -40,7 +40,10 @@ class CodecOps:
         weight updates are summed instead of gradients. Residuals can be inherited only between equal units."""
         self.rounds, self.codec, self.bound = len(codec.rounds), codec.id, codec.bound(self._spec)
         self.max_state_nbytes = parse_spec(bucket.codec).max_state_nbytes(bucket.numel)
-        self.in_means = codec.keeps
+        self.in_means = codec.residual or codec.server_residual
+        """True: members divide their contributions by an assumed total weight, which the sum corrects."""
+        self.presumes = codec.residual
+        """True: the total of the last result is assumed, and members correct their residuals when it has changed."""
         self.means = buffers and averages_buffers(codec)
         self._undone = 0
         self._alone: Any = None
@@ -71,6 +74,10 @@ class CodecOps:
                 acc["sum"][:] = mean.total / (mean.weight or 1.0)
         return self._codec.emit(r, acc, self._state, out)
 
+    def scale(self, acc: Any, factor: float) -> None:
+        if factor != 1.0:
+            acc["sum"] *= np.float32(factor)
+
     def undo(self, slices: int) -> bool:
         """Rolls back slices of the last result. `slices` has one bit per slice. Rolling a slice back again has no effect.
         Returns whether any slice was rolled back."""
@@ -87,7 +94,7 @@ class CodecOps:
     def worth_giving_back(self, members: int) -> bool:
         """Returns whether the server should keep the payloads of this many members instead of their sum. True if the payloads
         take at most half the memory of the sum, and the sum can be computed again from the payloads."""
-        return self.in_means and self.rounds == 1 and not self.means and members * self.bound <= 2 * self._spec.numel
+        return self._codec.keeps and self.rounds == 1 and not self.means and members * self.bound <= 2 * self._spec.numel
 
     def give_back(self, acc: Any) -> None:
         if "sum" in acc:

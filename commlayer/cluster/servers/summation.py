@@ -12,7 +12,7 @@ other error is the server's own fault, and the sum in progress is lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from commlayer.cluster.servers.bucket_sum import (
     WriteEntry,
     as_float32,
     breach_of,
+    divided_afterwards,
 )
 from commlayer.errors import CorruptFrame
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
@@ -45,6 +46,8 @@ class Summation:
         self.generation = generation
         self.fenced = 0
         """Number of messages of earlier epochs that were received and ignored."""
+        self.gone: set[int] = set()
+        """Members that have left the job. Nothing that arrives from them later is added."""
         self.cells = {bucket: BucketSum(bucket, o, senders[bucket]) for bucket, o in ops.items()}
 
     def remember(self, keep: WriteEntry | None) -> None:
@@ -62,7 +65,7 @@ class Summation:
         last = max(cell.results, default=None)
         header, body = cell.results[last] if last is not None else (None, b"")
         step = cell.sum.step if cell.sum.open else cell.awaited
-        entry = SumEntry(step, cell.sum.round, cell.sum.open, cell.sum.again_header, header, bytes(body))
+        entry = SumEntry(step, cell.sum.round, cell.sum.open, cell.assumed, header, bytes(body))
         self._keep(cell.bucket, msgspec.msgpack.encode(entry), cell.ops.remember())
 
     def recall(self, bucket: int, words: bytes, state: bytes) -> None:
@@ -78,9 +81,9 @@ class Summation:
         cell.ops.recall(state, body)
         if entry.open and entry.step is not None:
             cell.begin(entry.step, entry.round)
-            cell.sum.again_header = entry.again_header
         else:
             cell.idle(entry.step)
+        cell.assumed = entry.assumed
         cell.sum.resumed = True
 
     def forget(self, bucket: int) -> None:
@@ -99,8 +102,8 @@ class Summation:
         are unchecked, and a pool of buffers would keep one of each size.
         """
         h = message.header
-        if self._ended(message):
-            return []  # its sender sends the contribution again in the new epoch
+        if message.peer in self.gone or self._ended(message):
+            return []
         cell = self._cell(message)
         with cell.lock:
             if cell.ended:
@@ -110,8 +113,6 @@ class Summation:
             if result is not None:
                 return [Reply(message.peer, *result)]
             self._admit(cell, message)
-            if cell.sum.again_header is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
-                return [Reply(message.peer, cell.sum.again_header, b"")]  # the sender had not received the AGAIN yet
             contributors = cell.contributors()
             if message.peer in contributors:
                 return []  # a repeated message
@@ -119,6 +120,37 @@ class Summation:
                 cell.sum.since, cell.sum.first = now, message.peer
             cell.sum.early[message.peer] = message
             return self._advance(cell, release)
+
+    def remove(self, gone: Collection[int], release: Callable[[Message], None] = lambda _: None) -> list[Reply | CorruptFrame]:
+        """Ends all waits for members that have left the job. Returns the results of sums that are complete without them, and
+        the breaches of members whose contributions could only be checked now.
+
+        What the members have contributed to sums in progress counts, and results are final. Repeating a removal has no effect.
+        """
+        self.gone |= set(gone)
+        found: list[Reply | CorruptFrame] = []
+        for cell in self.cells.values():
+            with cell.lock:
+                cell.remove(gone)
+                if not cell.ended and cell.sum.open and cell.contributors() and cell.members:
+                    try:
+                        found += self._advance(cell, release)
+                    except CorruptFrame as error:
+                        found.append(error)
+        return found
+
+    def add(self, member: int, buckets: Collection[int], first: int) -> list[Reply]:
+        """Makes a member contribute to these buckets from step `first` on, which no member has begun yet. From now on it
+        receives all results. Returns the result of the step before `first` if it exists already."""
+        replies: list[Reply] = []
+        for bucket in () if member in self.gone else buckets:
+            cell = self.cells[bucket]
+            with cell.lock:
+                if member not in cell.members:
+                    cell.joining[member] = first
+                    results = (cell.results.get((first - 1, r)) for r in range(cell.ops.rounds))
+                    replies += [Reply(member, *result) for result in results if result is not None]
+        return replies
 
     def _ended(self, message: Message) -> bool:
         """Returns whether the message is of an earlier epoch or plan, in which the bucket number may have meant a different
@@ -145,7 +177,7 @@ class Summation:
 
     def _fits(self, cell: BucketSum, message: Message) -> None:
         h, ops = message.header, cell.ops
-        if message.peer not in cell.members:
+        if message.peer not in cell.members_in(h.step):
             raise breach_of(message, "its sender is not a member of this bucket's sum")
         if h.round >= ops.rounds or h.parts != 1 or h.part != 0:
             raise breach_of(message, f"got round {h.round}, part {h.part} of {h.parts}; this bucket has rounds 0 to "
@@ -197,17 +229,16 @@ class Summation:
         ops, current = cell.ops, cell.sum
         r = current.round
         lean = cell.recomputable and self._keep is None
-        if lean and current.next + len(current.early) < len(cell.members):
+        if lean and not cell.complete:
             return []  # the compressed payloads take less memory than their sum until all have arrived
         sum_of: list[Message] = []
         if cell.accs[r] is None:
             cell.accs[r] = ops.zeros(r)
-        while current.next < len(cell.members) and cell.members[current.next] in current.early:
-            message = current.early.pop(cell.members[current.next])
+        while (message := cell.following()) is not None:
             h = message.header
-            first = current.next == 0
+            first = not current.handled
             if not first and h.undone != current.undone:
-                raise breach_of(message, f"{_applied(h.undone)} of the previous step, but {peer_name(cell.members[0])} "
+                raise breach_of(message, f"{_applied(h.undone)} of the previous step, but {peer_name(current.handled[0])} "
                                        f"{_applied(current.undone)}: all workers must call step(), skip steps and clear "
                                        "gradients at the same steps",
                               "E-STEPS-DIFFER")
@@ -217,34 +248,30 @@ class Summation:
                 for held in cell.held:
                     release(held)
                 cell.held.clear()
-            if current.expected and h.total != current.expected and not h.flags & Flag.ABANDON:
-                raise breach_of(message, f"compressed for a total weight of {h.total:g}, expected {current.expected:g}")
             if h.flags & Flag.ABANDON:
                 current.abandoned = current.abandoned or bytes(message.body)
             else:
                 self._add(cell, message)
-            current.next += 1
+            current.handled.append(message.peer)
             current.order, current.undone = h.order, h.undone
             if lean:
                 sum_of.append(message)
             else:
                 release(message)
-        if current.next < len(cell.members):
+        if not cell.complete:
             return []
-        mismatch = self._weights_differ(cell)
-        if lean and not (current.abandoned or mismatch):
+        if lean and not current.abandoned:
             replies = self._emit(cell)
             cell.held = sum_of
             ops.give_back(cell.accs[0])
             return replies
         for message in sum_of:
             release(message)
-        if current.abandoned:
-            return self._abandon(cell)
-        return self._again(cell) if mismatch else self._emit(cell)
+        return self._abandon(cell) if current.abandoned else self._emit(cell)
 
     def _add(self, cell: BucketSum, message: Message) -> None:
         h = message.header
+        self._check_total(cell, message)
         try:
             if cell.ops.means:
                 cell.ops.weigh(message.body, h.weight, cell.sum.summed == 0)
@@ -253,7 +280,7 @@ class Summation:
         except (CorruptFrame, ValueError) as error:
             raise breach_of(message, str(error)) from None
         cell.sum.summed += 1
-        cell.sum.totals.add(h.total)
+        cell.sum.assumed = h.total
         cell.sum.weight += h.weight
         cell.sum.used |= h.used
 
@@ -264,24 +291,24 @@ class Summation:
         self._remember(cell)
         return replies
 
-    def _weights_differ(self, cell: BucketSum) -> bool:
-        """Returns whether a member compressed its contribution for a different total weight. Its residual would then be applied
-        with a wrong factor."""
-        total = as_float32(cell.sum.weight)
-        return cell.sum.round == 0 and cell.ops.in_means and total > 0 and cell.sum.totals != {total}
-
-    def _again(self, cell: BucketSum) -> list[Reply]:
-        """Asks all members to compress their contributions to this step again, with the correct total weight. No result has
-        been sent yet."""
-        header = self._header(cell, Flag.AGAIN)
-        cell.begin(cell.sum.step, 0)
-        cell.sum.again_header = header
-        self._remember(cell)
-        return [Reply(member, header, b"") for member in cell.members]
+    def _check_total(self, cell: BucketSum, message: Message) -> None:
+        """Checks the total weight by which the sender has divided its contribution. All members of a bucket must assume the
+        same one, since the sum is corrected as a whole."""
+        total, current = message.header.total, cell.sum
+        expected = current.assumed if current.summed else cell.assumed
+        if cell.ops.in_means and (not total or expected not in (None, total)):
+            allowed = f"{expected:g}, the last result's" if expected else "above 0"
+            raise breach_of(message, f"divided its contribution by a total weight of {total:g}, but it must be {allowed}")
 
     def _emit(self, cell: BucketSum) -> list[Reply]:
         ops, step, r = cell.ops, cell.sum.step, cell.sum.round
         out = cell.out(step, r)
+        if ops.in_means and r + 1 == ops.rounds:
+            weight = as_float32(cell.sum.weight)
+            cell.share = divided_afterwards(cell.sum.assumed, weight, corrected=ops.presumes).share
+            ops.scale(cell.accs[r], cell.share)
+            if ops.presumes and weight:
+                cell.assumed = weight
         replies = self._reply(cell, Flag.NONE, out[: ops.emit(r, cell.accs[r], out)].toreadonly())
         if r + 1 < ops.rounds:
             cell.begin(step, r + 1)
@@ -296,7 +323,7 @@ class Summation:
         cell.results[(cell.sum.step, cell.sum.round)] = header, body
         for old in [k for k in cell.results if k[0] <= cell.sum.step - KEPT_STEPS]:
             del cell.results[old]
-        return [Reply(member, header, body) for member in cell.members]
+        return [Reply(member, header, body) for member in (*cell.members, *cell.joining)]
 
     def _header(self, cell: BucketSum, flags: int) -> Header:
         return Header(Kind.RESULT, self.generation, cell.sum.step, cell.bucket, round=cell.sum.round, codec=cell.ops.codec,

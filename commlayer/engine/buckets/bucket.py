@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from commlayer.cluster.servers.bucket_sum import divided_afterwards
 from commlayer.compressors import kernels, seed
 from commlayer.compressors.codec import NAN, Codec, OneRound
 from commlayer.compressors.dense import averages_buffers
@@ -49,7 +50,8 @@ class BucketExchange:
     """Bit mask of the slices for which this worker had a gradient. After the result has arrived: for which any worker had one.
     """
     total: float = 0.0
-    """The assumed total weight of all workers, by which the gradients of this exchange were scaled."""
+    """The assumed total weight of all workers, by which the gradients of this exchange were scaled. If the result has another
+    total weight, the residual is corrected (`EncodedBucket.reweigh`)."""
     received_weight: float | None = None
     """The total weight of all workers, if the host received it separately from a sum that is on the device; else None."""
     scaled: float | torch.Tensor = 1.0
@@ -83,9 +85,13 @@ class WorkerBucket:
         self.buffer = job.tensors[planned.slices[0].tensor].buffer
         dense = planned.path == "allreduce"
         self.in_updates = not dense and in_updates(codec)
-        self.in_means = not dense and codec.keeps
-        """True: gradients are divided by the total weight before they are encoded. So a residual keeps its value when weights
-        change."""
+        self.keeps = not dense and codec.keeps
+        """True: a payload affects later steps, so the codec's input must stay unchanged until the next exchange."""
+        self.in_means = not dense and (codec.residual or codec.server_residual)
+        """True: what is encoded and summed are parts of the mean. So a residual keeps its value when weights change."""
+        self.assumed: float | None = None
+        """Total weight of the last result, by which `presumes` divides the next gradients. None: no result of this plan and
+        these members has arrived; the number of workers is assumed then."""
         self.layout, self.ledger, self.exchange = BucketLayout(planned, job), Ledger(planned.slices), BucketExchange()
         self.shared: SharedBuffers | None = None
 
@@ -169,9 +175,24 @@ class WorkerBucket:
         discarded."""
         self.ledger.discarded = self.ledger.all_slices & ~slices
         if slices and self.ledger.sent is not None:
-            # The share is not 1 if the total weight differs from the assumed one, which is the same on all ranks of a node.
-            weight = self.exchange.weight if self.served else float(self.memory.tail_y[-1])
-            self.ledger.applied(slices, self.exchange.total / max(weight, TINY))
+            self.ledger.applied(slices, self._share_of_inherited())
+
+    @property
+    def presumes(self) -> bool:
+        """Returns True if gradients are divided by an assumed total weight before they are encoded. The residual is corrected
+        when the result shows the true one."""
+        return self.served and self.codec.residual
+
+    def _share_of_inherited(self) -> float:
+        """Returns the fraction of the inherited residual that reached the mean. It is not 1 if the total weight differs from
+        the assumed one."""
+        weight = self.exchange.weight if self.served else float(self.memory.tail_y[-1])
+        return self.exchange.total / max(weight, TINY)
+
+    def learn(self, weight: float) -> None:
+        """Records the total weight of a result, as the assumption for the next exchange."""
+        if weight > 0.0:
+            self.assumed = weight
 
     def look(self) -> None:
         """Checks whether the received sum is finite, for paths without a decoder that reports it."""
@@ -217,6 +238,7 @@ class WorkerBucket:
         """Drops all records of the last exchange, which can then no longer be rolled back, because codec states were replaced.
         """
         self.ledger.forget()
+        self.assumed = None
 
     def release_memory(self) -> None:
         """Returns memory to the system between two exchanges, unless the last exchange might still be rolled back."""
@@ -297,6 +319,7 @@ class ServedBucket(WorkerBucket):
         exchange, tail = self.exchange, self.memory.tail_y
         exchange.weight, exchange.used = float(tail[-1]), _mask(tail[:-1])
         exchange.finite = not math.isnan(exchange.weight) and bool(torch.isfinite(self.y[:1]).all())
+        self.learn(exchange.weight)
 
 
 class EncodedBucket(ServedBucket):
@@ -329,7 +352,7 @@ class EncodedBucket(ServedBucket):
         dtype = torch.float64 if self.means else torch.float32
         every = host if on_host and not self.means else torch.empty(floats, dtype=dtype, device=device)
         host_y, every_y = host, every
-        if self.in_means:
+        if self.keeps:
             host_y = aligned(0, 4 * floats, pinned=not on_host).view(torch.float32) if on_host or on_copy else torch.empty(0)
             if on_host or on_device:
                 every_y = host_y if on_host else torch.empty(floats, device=device)
@@ -343,7 +366,7 @@ class EncodedBucket(ServedBucket):
     def keep_encoded(self, recycle: Callable[[memoryview], None]) -> None:
         """Keeps results encoded from now on, if the codec can decode them later. Called only on the single rank of a node,
         before its first step. `recycle` receives the buffers of results for reuse."""
-        if self._keeps_form and self.in_means and (codec := codec_of_results(self.codec)) is not None:
+        if self._keeps_form and self.keeps and (codec := codec_of_results(self.codec)) is not None:
             self._decoder, self._recycle = codec, recycle
             self._drop_y()
 
@@ -380,19 +403,20 @@ class EncodedBucket(ServedBucket):
         self.ledger.record(self.coder.undo)
         return self.coder.encode(self.exchange.step)
 
-    def restart(self, total: float) -> int:
-        """Encodes the first round again, because the total weight of all workers differs from the assumed weight. Returns the
-        payload's size in bytes.
+    def finish(self, weight: float, used: int) -> None:
+        """Records the total weight and the used slices of a decoded result, and corrects the residual if another total weight
+        was assumed."""
+        exchange = self.exchange
+        exchange.weight, exchange.used = weight, used
+        share, ratio = divided_afterwards(exchange.total, weight)
+        if self.presumes and exchange.finite and ratio != 1.0:
+            x, sent = self.coder.input, self.ledger.sent
+            self.coder.reweigh(share, (x if sent is None else x - sent.to(x.device)) * (ratio - 1.0))
+        self.learn(weight)
 
-        The send buffer also contains residuals of other ranks of this node, which are scaled, too. Each of those ranks keeps
-        the part that did not reach the mean (`Ledger.applied`).
-        """
-        self.coder.undo(None)
-        x = self.coder.input
-        sent = 0.0 if self.ledger.sent is None else self.ledger.sent.to(x.device)
-        x.sub_(sent).mul_(self.exchange.total / total).add_(sent)
-        self.exchange.total = total
-        return self.encode()
+    def _share_of_inherited(self) -> float:
+        # `finish` has corrected for the total weight. It cannot tell apart what other ranks of this node have inherited.
+        return 1.0 if self.presumes else super()._share_of_inherited()
 
     def decode(self, body: memoryview) -> bool:
         """Decodes the result of the codec's last round into the receive buffer, or keeps it in encoded or sparse form. Returns

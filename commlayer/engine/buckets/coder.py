@@ -71,6 +71,9 @@ class Coder:
     def undo(self, cut: Ranges) -> None:
         self.codec.undo(self.state, self.input if self.on_device else self.input.numpy(), cut)
 
+    def reweigh(self, share: float, more: torch.Tensor) -> None:
+        self.codec.reweigh(self.state, share, more if self.on_device else more.numpy())
+
     def encode(self, step: int) -> int:
         if self.entries is not None:
             self.entries.begin(step)

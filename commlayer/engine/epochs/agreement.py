@@ -23,11 +23,9 @@ class Vote(NamedTuple):
     """A message that a member sends during an epoch change: the step that it is in."""
 
     step: int
-    weight: float
-    """The weight of the member's gradients in that step."""
 
 
-AWAY = Vote(-2, 0.0)
+AWAY = Vote(-2)
 """Vote that tells a joining member that it cannot join now, because other members have left at a time when the job admits no
 new member."""
 

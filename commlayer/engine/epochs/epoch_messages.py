@@ -69,7 +69,7 @@ class EpochMessages:
         rows = self.read(epoch, [agreement.key_of(epoch, what, rank) for rank in ranks], until, step=vote.step, put=put,
                          complete=complete, waits=(mine, limit_s))
         self._sent.add(own)
-        return [Vote(*unpack(row, tuple[int, float], peer_name(rank), "a vote"))
+        return [Vote(*unpack(row, tuple[int], peer_name(rank), "a vote"))
                 for row, rank in zip(rows, ranks, strict=bool(rows))]
 
     def read(self, epoch: Epoch, want: Sequence[StoreKey], until: float, *, step: int,

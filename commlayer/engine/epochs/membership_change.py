@@ -168,7 +168,7 @@ class MembershipChange(FixedMembers):
 
     def _vote(self, worker: Worker, until: float, complete: Callable[[], bool], epoch: Epoch) -> AgreementOutcome:
         """Runs one round of votes."""
-        mine, voters = Vote(worker.step, worker.units.weight), agreement.staying(self._epoch, epoch)
+        mine, voters = Vote(worker.step), agreement.staying(self._epoch, epoch)
         # Other members might need as long as an outer step before they vote.
         limit_s = self._config.deadline_s * worker.plan.local_steps
 
@@ -216,7 +216,7 @@ class MembershipChange(FixedMembers):
         for server in agreement.servers_to_notify(context.id, former, epoch):
             self._send(context.uplink, server.id, change, generation)
         mine = votes[place]
-        votes = self._exchange_votes(epoch, "ready", mine, begin + self._patience_s)
+        self._exchange_votes(epoch, "ready", mine, begin + self._patience_s)
         if new:
             relay = StateRelay(self._messages, epoch, context.id, mine, self._config.deadline_s, judged_s(self._config),
                                self._replica.most_nbytes)
@@ -230,7 +230,6 @@ class MembershipChange(FixedMembers):
         context.terms.basis = context.terms.price = None
         new_worker = context.worker_for(plan, old.job, old.device, generation)
         context.hand_on(old, new_worker)
-        new_worker.units.regroup(sum(vote.weight for vote in votes))
         context.uplink.switch_epoch(epoch)
         context.follow(new_worker)
         old.close()

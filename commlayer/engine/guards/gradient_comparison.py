@@ -72,7 +72,7 @@ def exact(worker: Worker, of: SampledPiece) -> torch.Tensor:
             first = s.start - at  # the source contains all elements of the tensor
             gradients[low - of.start : high - of.start] = source.detach().reshape(-1)[first + low : first + high]
         at += s.numel
-    return gradients.mul_(worker.units.factor(bucket))
+    return gradients.mul_(worker.units.factor(bucket, bucket.exchange.weight or worker.units.total))
 
 
 def here(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:

@@ -90,10 +90,6 @@ class UnevenInputs:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join() is not supported if workers of this job can leave (min_workers), because "
                                "all ranks then need the same number of batches; use commlayer.balance.Sampler")
-        if context.worker.units.weight_known:
-            raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join(): weight(total=...) was given, and that sum changes when a rank runs out of "
-                               "batches; leave total out")
         if self._optimizer is None:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join() copies the optimizer's state to ranks that run out of batches, but attach() "
@@ -198,14 +194,13 @@ class UnevenInputs:
         """Gives this rank's gradients the weight 0. Returns a function that restores the weight."""
         worker = self._context.worker
         units, recorder = worker.units, worker.recorder
-        weight, total, given = units.weight, units.total, units.weight_known
-        units.weigh(0.0, None)
+        weight, units.weight = units.weight, 0.0
         worker.now.recorder = Recorder()  # discards the record of the unfinished step
 
         def restore() -> None:
             worker.now.recorder = recorder
             recorder.restart()
-            units.weigh(weight, total if given else None)
+            units.weight = weight
 
         return restore
 

@@ -43,7 +43,7 @@ CHANGED = 0.15
 """Relative change of the speed over one machine alone that has an event."""
 STEP_S, LINK_S = 1.0, 5.0
 """Shortest time in seconds between two events about steps, and between two about the link."""
-NO_UNITS = Units(1, shared=False)
+NO_UNITS = Units(1)
 
 
 class Totals(NamedTuple):

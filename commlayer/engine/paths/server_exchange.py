@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket
 from commlayer.engine.buckets.current_step import BROKEN, Step
-from commlayer.engine.paths.lanes import Lane, Urgency
+from commlayer.engine.paths.lanes import Lane
 from commlayer.engine.paths.staging import Staging
 from commlayer.errors import CorruptFrame, DeadlineExceeded
 from commlayer.observe.step_trace import EXCHANGE
@@ -28,9 +28,6 @@ from commlayer.transport.protocol import (
     send_request,
 )
 
-AGAIN = 1 << 30
-"""Number added to the position of a bucket that is encoded again, so that the bucket follows all buckets that have not been
-encoded yet."""
 Fill = Callable[[EncodedBucket], float]
 """Function that fills a bucket's send buffer on the encode lane, and sets weight and used slices. It returns the
 time.perf_counter() when it began to fill."""
@@ -41,8 +38,6 @@ class _Running(NamedTuple):
 
     bucket: EncodedBucket
     done: Callable[[EncodedBucket], None]
-    urgency: Urgency
-    """Priority on the encode lane and on the network; smaller tuples come first."""
 
 
 class ServerExchange:
@@ -72,8 +67,8 @@ class ServerExchange:
         `in_order`: encodes in the order of the calls of `put`. All ranks of a node then use the same order, because `fill`
         calls collectives of the node.
         """
-        run = _Running(bucket, done, () if in_order else (self._step.number, bucket.order))
-        self._encode.put(lambda: self._push(run, fill), run.urgency)
+        run = _Running(bucket, done)
+        self._encode.put(lambda: self._push(run, fill), () if in_order else (self._step.number, bucket.order))
 
     def _push(self, run: _Running, fill: Fill) -> None:
         """Fills and encodes a bucket and sends its payload. Runs on the encode lane."""
@@ -110,7 +105,7 @@ class ServerExchange:
         header = Header(
             Kind.PUSH, step.generation, exchange.step, bucket.id, round=r, codec=bucket.codec.id, sender=step.rank,
             order=bucket.order, flags=flags, weight=exchange.weight, used=exchange.used,
-            total=exchange.total if bucket.in_means else 0.0, undone=undone,
+            total=step.units.divisor(bucket), undone=undone,
         )
         step.counters.carried(len(body), 0)  # counted before sending, because the step can end right after it
         begin = time.perf_counter()
@@ -118,32 +113,15 @@ class ServerExchange:
         answer.on_done(lambda handle: self._answered(run, r, handle, begin))
 
     def _answered(self, run: _Running, r: int, handle: Handle, begin: float) -> None:
-        """Decodes a server's answer, or queues another encoding. Runs on a receive thread."""
+        """Decodes a server's answer. Runs on a receive thread."""
         if (error := handle.error()) is not None:
             self._step.latch(error)
             return
         self._step.recorder.add(EXCHANGE, run.bucket.id, begin)
-        message = handle.message()
-        if message.header.flags & Flag.AGAIN:
-            # It follows all buckets that are not encoded yet. Otherwise network timing would decide which of them use the new
-            # weight.
-            urgency = run.urgency and (run.urgency[0], AGAIN + run.urgency[1])
-            self._encode.put(lambda: self._code_again(run, message.header.weight), urgency)
-            return
         try:
-            self._take(run, r, message)
+            self._take(run, r, handle.message())
         except BaseException as failure:
             self._step.latch(failure)
-
-    def _code_again(self, run: _Running, total: float) -> None:
-        """Encodes a bucket again, because the total weight of all workers differs from this worker's assumption. Runs on the
-        encode lane."""
-        if self._step.error is not None:
-            return
-        self._step.units.receive(total)
-        with self._staging.lane(run.bucket):
-            nbytes = run.bucket.restart(total)
-        self._send(run, 0, run.bucket.coder.payload[:nbytes], Flag.AGAIN)
 
     def _take(self, run: _Running, r: int, message: Message) -> None:
         """Decodes a server's answer, and sends the codec's next round if there is one."""
@@ -174,7 +152,7 @@ class ServerExchange:
             else:
                 with self._staging.way_back(bucket):
                     kept = bucket.decode(message.body)
-                exchange.weight, exchange.used = message.header.weight, message.header.used
+                    bucket.finish(message.header.weight, message.header.used)
         except CorruptFrame as error:
             raise error.located(peer=peer_name(message.peer), step=exchange.step, bucket=bucket.id) from None
         if not kept:

@@ -47,7 +47,7 @@ def enter(
         link = WorkerClient(config, config.join, request)
         undo.callback(leave_job, link, (), "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s)
         log.warning("joining a running job as worker %d: waiting for the other workers to reach the end of a step", own)
-        epoch, ready, taken = _receive(replica, link, own, config, waits, check, begin)
+        epoch, taken = _receive(replica, link, own, config, waits, check, begin)
         given = taken.told
         if given.matched and not memory.matched:
             raise InvalidInput("E-RANKS-DIFFER",
@@ -63,7 +63,6 @@ def enter(
     context.passes = given.passes - int(taken.plan.steps_locally)  # local steps are counted at the end of their backward pass
     worker = context.worker
     worker.now.number, worker.counters.exchanges = given.step, given.counted
-    worker.units.regroup(sum(vote.weight for vote in ready))
     MembershipChange(context, config, home, replica)
     context.say(f"joined the running job as worker {own} with the weights, buffers and optimizer state of its workers, after "
                 f"{time.monotonic() - begin:.1f} s; this is rank {context.rank} of {context.world}, at step {context.passes}")
@@ -72,9 +71,9 @@ def enter(
 
 def _receive(
     replica: Replica, link: WorkerClient, own: int, config: Config, waits: WaitsFor, check: Callable[..., None], begin: float,
-) -> tuple[Epoch, list[Vote], TakenState]:
+) -> tuple[Epoch, TakenState]:
     """Waits until the other members reach a step in which this rank can join, and installs their state. Returns the epoch with
-    this rank, the votes of its members, and the state."""
+    this rank, and the state."""
     epochs = EpochMessages(link.epoch, waits.notice_s, reconnect_window_s(config))
 
     def offer(epoch: Epoch) -> None:
@@ -83,11 +82,11 @@ def _receive(
     link.subscribe_epochs(offer)
     dialled = False
 
-    def receive(epoch: Epoch) -> tuple[Epoch, list[Vote], TakenState] | None:
+    def receive(epoch: Epoch) -> tuple[Epoch, TakenState] | None:
         nonlocal dialled
         _check_givers(epoch, own, link)
         try:
-            ready = epochs.exchange_votes(epoch, "ready", own, Vote(-1, 1.0), time.monotonic() + config.deadline_s)
+            ready = epochs.exchange_votes(epoch, "ready", own, Vote(-1), time.monotonic() + config.deadline_s)
         except DeadlineExceeded:
             # The plan of the running job defines how long an exchange takes. The coordinator reports members that have
             # died.
@@ -102,9 +101,9 @@ def _receive(
         if not dialled:  # servers know this worker now
             link.dial(time.monotonic() + config.join_deadline_s)
             dialled = True
-        relay = StateRelay(epochs, epoch, own, Vote(-1, 1.0), config.deadline_s, judged_s(config), replica.most_nbytes)
+        relay = StateRelay(epochs, epoch, own, Vote(-1), config.deadline_s, judged_s(config), replica.most_nbytes)
         fits = functools.partial(check, workers=len(epoch.members))
-        return epoch, ready, relay.take(functools.partial(replica.take, check=fits))
+        return epoch, relay.take(functools.partial(replica.take, check=fits))
 
     while (received := epochs.in_newest_epoch(receive)) is None:
         pass

@@ -42,7 +42,7 @@ class Driver(Component, ABC):
     def join(self) -> AbstractContextManager[None]: ...
 
     @abstractmethod
-    def weight(self, n: float, total: float | None) -> None: ...
+    def weight(self, n: float) -> None: ...
 
     @abstractmethod
     def synchronize(self) -> None: ...
@@ -83,7 +83,7 @@ class SoloDriver(Driver):
         finally:
             self.in_join = False
 
-    def weight(self, n: float, total: float | None) -> None:
+    def weight(self, n: float) -> None:
         """Sets the number of samples in events. An average over one worker has no weights."""
         self.context.stream.weigh(n)
 

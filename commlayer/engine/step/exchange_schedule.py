@@ -181,7 +181,7 @@ class ExchangeSchedule(Component):
         plan, units = context.worker.plan, context.worker.units
         if not plan.steps_locally:
             if context.local is not None:
-                units.weigh(*context.local.weights.now)
+                units.weight = context.local.weights.weight
                 carry_pending(context.worker, context.local.pending_residuals.slices)
                 context.local = None
                 self._norms.end_plan()
@@ -190,7 +190,7 @@ class ExchangeSchedule(Component):
         before = 0 if context.local is None else context.local.every
         schedule: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
         if context.local is None:
-            weights = StepWeights(units.weight, units.total if units.weight_known else None)
+            weights = StepWeights(units.weight)
             context.local = OuterSteps(self._parameters, plan.local_steps, self._outer, weights, run=self._run,
                                        hold=context.members.invites, merged=self._merged)
             context.local.pending_residuals.inherit(context.worker.pending_residuals)
@@ -223,11 +223,6 @@ class ExchangeSchedule(Component):
         if self.local is not None and self.local.exchanges_norms:
             self._norms.agree(self.local.starts)
         return self._worker
-
-    def new_members(self) -> None:
-        """Drops the total weights of earlier steps, which are no longer valid because members have left or joined."""
-        if self.local is not None:
-            self.local.weights.regroup()
 
     def align(self) -> None:
         """Makes the weights from which the next outer step starts equal on all ranks, after members have left between two

@@ -154,11 +154,11 @@ class ModuleDriver(Driver):
         finally:
             self._uneven.end()
 
-    def weight(self, n: float, total: float | None) -> None:
+    def weight(self, n: float) -> None:
         if self._overlap is None:
-            self._loop.weigh(n, total)
+            self._loop.weigh(n)
         else:
-            self._overlap.then(lambda: self._loop.weigh(n, total))
+            self._overlap.then(lambda: self._loop.weigh(n))
 
     def synchronize(self) -> None:
         if not self._finish_overlap() and self._written != self._gradients():

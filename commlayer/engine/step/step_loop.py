@@ -223,10 +223,10 @@ class StepLoop(Component):
             finally:
                 self._passed()
 
-    def weigh(self, n: float, total: float | None) -> None:
-        local, batch = self.context.local, self._config.batch
+    def weigh(self, n: float) -> None:
+        local = self.context.local
         weights = self.worker.units if local is None else local.weights
-        weights.weigh(n / batch, None if total is None else total / batch)
+        weights.weight = n / self._config.batch
         self.context.stream.weigh(n)
 
     def flush(self, parameters: Sequence[nn.Parameter]) -> bool:

@@ -54,43 +54,27 @@ def _once(exchange: Callable[[], None]) -> None:
 class StepWeights:
     """Weight of a worker's change in an exchange: the mean weight of the batches in its steps since the last exchange."""
 
-    def __init__(self, weight: float, total: float | None) -> None:
-        self._now = weight, total
-        self._sum = [0.0, 0.0, 0.0, 0.0]
-        """Four sums over the steps since the last exchange: number of steps, this worker's weights, number of steps with a
-        known total weight, these total weights."""
-
-    def weigh(self, weight: float, total: float | None) -> None:
-        """Sets the weight of this worker's batches from now on, and the total of all workers' weights; see Units.weigh."""
-        self._now = weight, total
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        """The weight of this worker's batches from now on."""
+        self._steps, self._sum = 0.0, 0.0
+        """Number of steps since the last exchange, and the sum of this worker's weights in them."""
 
     def count(self) -> None:
-        weight, total = self._now
-        for i, term in enumerate((1.0, weight, float(total is not None), total or 0.0)):
-            self._sum[i] += term
+        self._steps += 1.0
+        self._sum += self.weight
 
-    @property
-    def now(self) -> tuple[float, float | None]:
-        return self._now
-
-    def regroup(self) -> None:
-        """Forgets the total weights of earlier steps, because the members have changed."""
-        self._now = self._now[0], None
-        self._sum[2] = 0.0
-
-    def take(self) -> tuple[float, float | None]:
-        """Returns this worker's weight and the total of all workers' weights for an exchange of the steps so far, and resets
-        the sums. The total is None unless it was known in all steps."""
-        (steps, weights, steps_with_total, totals), self._sum = self._sum, [0.0, 0.0, 0.0, 0.0]
-        if not steps:
-            return self._now
-        return weights / steps, totals / steps if steps_with_total == steps else None
+    def take(self) -> float:
+        """Returns this worker's weight for an exchange of the steps so far, and resets the sums."""
+        steps, total = self._steps, self._sum
+        self._steps = self._sum = 0.0
+        return total / steps if steps else self.weight
 
     def snapshot(self) -> torch.Tensor:
-        return torch.tensor(self._sum, dtype=torch.float64)
+        return torch.tensor([self._steps, self._sum], dtype=torch.float64)
 
     def restore(self, kept: torch.Tensor | None) -> None:
-        self._sum = [0.0, 0.0, 0.0, 0.0] if kept is None else kept.tolist()
+        self._steps, self._sum = (0.0, 0.0) if kept is None else kept.tolist()
 
 
 class PendingResiduals:
@@ -318,11 +302,11 @@ class OuterSteps:
     def _begin(self, worker: Worker, buffers: Sequence[torch.Tensor]) -> _Sent:
         if self._fragment == 0:
             worker.units.scale = worker.units.rate = 1.0  # the unit is that of the weights
-            worker.units.weigh(*self.weights.take())
+            worker.units.weight = self.weights.take()
             if self._idle != 1 + self._schedule.overlap:  # otherwise others began this exchange earlier
                 self._steps = self._steps[1], 0
         if self._idle:
-            worker.units.weigh(0.0, None)
+            worker.units.weight = 0.0
             for start, p in zip(self.starts, self._parameters, strict=True):
                 p.detach().copy_(start)
             self._idle -= 1

@@ -70,7 +70,7 @@ class Worker:
         """
         self.job, self.plan, self.device = job, plan, device
         self._components = Components() if components is None else components
-        self.units = Units(members or (groups.world if groups is not None else 1), shared=plan.ranks_per_node > 1)
+        self.units = Units(members or (groups.world if groups is not None else 1))
         self.now = Step(rank, generation, self.units, lambda complete: self._components.check_interrupts(complete),
                         eager=plan.overlap == "forward")
         on_device, last = device_buckets(plan, codecs, device), len(plan.buckets) - 1
@@ -86,7 +86,7 @@ class Worker:
         self.fragments = [[self.buckets[place] for place in places] for places in fragments_of(plan.buckets, plan.fragments)]
         """Lists of buckets that are exchanged together: a single list with all buckets, except for local steps in fragments."""
         self.late = LateResults(self.buckets)
-        self.tracked = any(bucket.in_means for bucket in self.buckets)
+        self.tracked = any(bucket.keeps for bucket in self.buckets)
         """True: averages of a step that are not applied must be rolled back in the residuals. The value is the same on all
         ranks."""
         self._looks = self.tracked or bool(self.late) or plan.steps_locally
@@ -277,11 +277,7 @@ class Worker:
     def end(self, *, finite: bool, computes: bool = True) -> None:
         """Ends the step after its averages are written. `computes`: True if the stopwatch starts to time the next step's
         computation."""
-        try:
-            self.units.learn(next((w for b in self.buckets if not b.late and (w := b.summed_weight())), 0.0))
-        except ValueError as error:
-            self.latch(error)
-            raise
+        self.units.learn(next((w for b in self.buckets if not b.late and (w := b.summed_weight())), 0.0))
         self.tentative = not finite
         self._finalize(finite=finite)
         # Recorded steps keep their memory: measurements read the last step's results.
