@@ -322,3 +322,12 @@ def loss_part(option: str, text: str, *, above_0: bool = False) -> float:
         allowed = f"above 0, up to {MOST_LOSS:g}" if above_0 else f"from 0 to {MOST_LOSS:g}"
         raise InvalidInput("E-CLI-OPTION", f"{option} {text}: allowed is a fraction of the loss {allowed}, such as 0.02, or 2%")
     return part
+
+
+def whole_numbers(option: str, text: str, such_as: str) -> list[int]:
+    """Parses the numbers of an option, with commas between them. `such_as`: an example, for the error."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 10 and int(part) for part in parts):
+        raise InvalidInput("E-CLI-OPTION",
+                           f"{option} {text!r}: allowed are whole numbers above 0, separated by commas, such as {such_as}")
+    return [int(part) for part in parts]

@@ -310,6 +310,7 @@ def whatif(
 ) -> None:
     """Plan the same job on other machines; print the gains, and the link rate below which compression is faster."""
     from commlayer import plan_file
+    from commlayer.cli.arguments import whole_numbers
     from commlayer.cli.plan import report as plan_report
     from commlayer.planner.baselines import what_if
     from commlayer.planner.data.tables import at_job_speed
@@ -328,8 +329,8 @@ def whatif(
     others = tuple(structs.replace(last, device=name) for name in _listed(gpu))
     curve = what_if(
         inputs.job, inputs.cluster, *inputs.costs((*grown, *others)), add_nodes=grown,
-        bandwidths=[rate_of(text) for text in _listed(bandwidth)], counts=[_whole(text) for text in _listed(count)],
-        gpus=_listed(gpu),
+        bandwidths=[rate_of(text) for text in _listed(bandwidth)],
+        counts=whole_numbers("--count", count, "2,4,8") if count else [], gpus=_listed(gpu),
     )
     publish(Report(curve, "", plan_report.curve(curve)), json)
 
@@ -392,9 +393,3 @@ def _refuse(plan: Plan, job: Job) -> None:
 
 def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9:
-        raise InvalidInput("E-CLI-OPTION", f"--count: got {text!r}, allowed: whole numbers such as 2,4,8")
-    return int(text)
