@@ -155,7 +155,7 @@ def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:
 def scales_valid(src: Buffer, most: np.floating[Any] = MOST_SCALE) -> bool:
     """Returns True if every float32 scale in `src` is from 0 to `most`."""
     if on_device(src):
-        return bool(device().within(src, float(most)))
+        return bool(device().scales_within(src, float(most)))
     scales = np.frombuffer(src, np.float32)
     return scales.size == 0 or bool(scales.min() >= 0 and scales.max() <= most)
 
