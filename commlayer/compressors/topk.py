@@ -58,13 +58,13 @@ class _Largest(FusedCodec, frozen=True):
         """Returns the number of runs to send: k."""
         return min(self.runs(numel), max(1, math.ceil(self.ratio * numel / self.run_length)))
 
-    def few(self, numel: int) -> bool:
+    def compares_all(self, numel: int) -> bool:
         """True: all runs are compared."""
         return self.runs(numel) <= self.few_runs
 
     def capacity(self, numel: int) -> int:
         """Returns the maximum number of runs of a payload."""
-        return selection.capacity(self.runs(numel), self.wanted(numel), self.few(numel))
+        return selection.capacity(self.runs(numel), self.wanted(numel), self.compares_all(numel))
 
     def bound(self, spec: Spec) -> int:
         cap, runs = self.capacity(spec.numel), self.runs(spec.numel)
@@ -74,7 +74,7 @@ class _Largest(FusedCodec, frozen=True):
         n = check_numel(spec)
         entries = min(n, self.run_length * self.capacity(n))
         memory = {name: np.empty(entries, np.float32) for name in (("error",) if self.run_length == 1 else ("values", "error"))}
-        memory |= selection.scratch(self.runs(n), self.wanted(n), self.few(n), self.run_length)
+        memory |= selection.scratch(self.runs(n), self.wanted(n), self.compares_all(n), self.run_length)
         return {**selection.threshold_state(), "_scratch": memory, "_numel": n}
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
@@ -123,12 +123,12 @@ class TopK(_Largest, frozen=True):
     values: str = "int8"
     exact: bool = False
 
-    def few(self, numel: int) -> bool:
-        return self.exact or super().few(numel)
+    def compares_all(self, numel: int) -> bool:
+        return self.exact or super().compares_all(numel)
 
     def start_fused(self, x: Array, residual: Array | None, state: State, out: Out) -> int:
         n, k = len(x), self.wanted(len(x))
-        if on_device(out) and not self.few(n):
+        if on_device(out) and not self.compares_all(n):
             from commlayer.compressors import topk_on_device  # loads torch
 
             nbytes, picked = topk_on_device.start(self.id, VALUE_KINDS[self.values], k, x, residual, state, out)
@@ -136,7 +136,7 @@ class TopK(_Largest, frozen=True):
                 return nbytes
         else:
             x = as_array(self.name, "x", x, state["_numel"], state["_scratch"]["val"])
-            picked = selection.pick(k, self.few(n), x, residual, state)
+            picked = selection.pick(k, self.compares_all(n), x, residual, state)
         idx, val, finite = picked
         if finite:
             return self.encode(n, idx, val, residual, state["_scratch"]["error"][: len(idx)], out)
@@ -188,7 +188,7 @@ class BlockThreshold(_Largest, frozen=True):
     def start_fused(self, x: Array, residual: Array | None, state: State, out: Out) -> int:
         n, memory = state["_numel"], state["_scratch"]
         x = as_array(self.name, "x", x, n, memory["val"])
-        ids, _, finite = selection.pick(self.wanted(n), self.few(n), x, residual, state, self.run)
+        ids, _, finite = selection.pick(self.wanted(n), self.compares_all(n), x, residual, state, self.run)
         if not finite:
             return payload.write_flagged(out, self.id, n)
         count = kernels.of(x).gather_runs(x if residual is None else residual, self.run, ids, memory["values"])
