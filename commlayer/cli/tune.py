@@ -47,7 +47,7 @@ def tune(
     # Imported late: these load numpy and scikit-optimize, and --help must be fast.
     from commlayer.balance.tuner import Engine
 
-    engine, proxy = Engine(space, 0, method), proxy_named(task)
+    engine, proxy = Engine(space, 0, method), load(task)
     search = Search(task, space, part)
     trial_store = Store(store, search)
     _show(tuner.tune(proxy, trial_store, search, engine, trials), trial_store, search, trials)
@@ -77,7 +77,7 @@ def read_space(
     return space
 
 
-def proxy_named(task: str) -> tuner.Proxy:
+def load(task: str) -> tuner.Proxy:
     if task not in BUILT_IN and not task.endswith(".py") and ":" not in task:
         raise InvalidInput("E-CLI-OPTION", f"{task}: allowed are {', '.join(BUILT_IN)}, a file.py, or module:function")
     return function_of(BUILT_IN.get(task, task), "proxy", "that takes settings and returns seconds and loss")

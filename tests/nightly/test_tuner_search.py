@@ -28,7 +28,7 @@ from commlayer.balance.tuner import (
     default_space,
     spelled,
 )
-from commlayer.cli.tune import proxy_named, read_space
+from commlayer.cli.tune import load, read_space
 from commlayer.demo import problem, tuning_tasks
 
 SPACE = default_space()
@@ -253,7 +253,7 @@ def test_command_searches_local_steps_and_staleness(commlayer: Any) -> None:
 
 
 def test_proxies_are_reproducible_and_learn() -> None:
-    proxy = proxy_named("digits")
+    proxy = load("digits")
     assert read_space(("int8()",), "0.01:0.1", "256").dimensions[2].choices == (256,)
     runs: list[Any] = [proxy({"codec": codec, "batch": 256}) for codec in (DENSE, DENSE, "topk(ratio=0.05,values='int8')")]
     assert runs[0] == runs[1]
