@@ -18,8 +18,8 @@ import torch
 from bench.report import Result, one_thread
 from commlayer.codec_spec import parse_spec
 from commlayer.compressors import Codec, kernels, parse, seed, wrap
-from commlayer.compressors.fallback import FAMILIES
 from commlayer.compressors.kernels import BACKENDS
+from commlayer.compressors.kernels.fallback import FAMILIES
 from commlayer.records import Spec
 
 CODECS = (

@@ -16,7 +16,7 @@ from bench.report import Result
 from commlayer.compressors import error_feedback, int8, place, topk
 from commlayer.compressors import kernels as host
 from commlayer.compressors.codec import Codec
-from commlayer.compressors.device import kernels
+from commlayer.compressors.kernels import cuda as kernels
 from commlayer.gpu.launch import launcher
 from commlayer.records import Spec
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from bench.report import Result, one_thread
-from commlayer.compressors import Codec, error_feedback, fallback, int8, kernels, onebit, topk
+from commlayer.compressors import Codec, error_feedback, int8, kernels, onebit, topk
+from commlayer.compressors.kernels import fallback
 from commlayer.native import core
 from commlayer.records import Spec
 

@@ -31,7 +31,8 @@ from bench import report, virtual_training
 from bench.learning import tasks as learning_tasks
 from bench.learning.training import optimizer_of
 from bench.virtual_training import Noise, Variant
-from commlayer.planner import convergence, tables
+from commlayer.planner import convergence
+from commlayer.planner.data import tables
 
 STORE = report.DATA / "longrun_runs.jsonl"
 STEPS, WARMUP, LOOKS = 2000, 100, 20

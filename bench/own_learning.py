@@ -27,7 +27,7 @@ from commlayer.errors import InvalidInput, cause_of
 from commlayer.files import write_whole
 from commlayer.optim.outer import family_of
 from commlayer.planner.convergence import ALONE, ALONE_AMONG
-from commlayer.planner.tables import LearningTable, Provenance, written
+from commlayer.planner.data.tables import LearningTable, Provenance, encoded_table
 
 CODECS = ("int4()", "topk(ratio=0.1)", "topk(ratio=0.01)")
 LOCAL_STEPS = (4, 16)
@@ -76,7 +76,7 @@ def run(
         count += 1
         print(f"{count:3}  {said(way):56} loss {loss:.4g}")
         if table is not None:  # written after each training, so that an interrupted run keeps its rows
-            write_whole({out: written(table)})
+            write_whole({out: encoded_table(table)})
 
     ways = list(ways_of(codecs, local_steps, late=staleness))
     table = measured(name, make, ways, tell, steps=steps, seeds=seeds)

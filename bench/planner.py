@@ -22,14 +22,14 @@ from bench.lab import Lab, LabUnavailable, check, sound
 from bench.ranks import launch_hosts, median_step_s
 from bench.report import Result
 from bench.worker import command
-from commlayer.planner import models, tables
-from commlayer.planner.buckets import Sort
-from commlayer.planner.choices import Space, search, uniform
+from commlayer.planner.buckets import Contents
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Prices
+from commlayer.planner.data import models, tables
 from commlayer.planner.model import Cluster, Link, Policy
-from commlayer.planner.options import Catalog, options
-from commlayer.planner.search import plan
+from commlayer.planner.search.choices import Space, search, uniform
+from commlayer.planner.search.options import Catalog, options
+from commlayer.planner.search.plan_search import plan
 from commlayer.planner.simulation import native_schedule
 from commlayer.records import Job, Plan, TensorInfo, Timing
 
@@ -74,9 +74,9 @@ def _planning(quick: bool, rows: list[dict[str, Any]]) -> Iterator[tuple[str, fl
         "plan_s_300_homes": ("300 tensors, all codecs, 4 homes", lambda: plan(_job(300), HOMES, None, full)),
         "plan_s_300_to_loss": ("the same by seconds to a loss, all ways", lambda: plan(_job(300), HOMES, None, free)),
         "plan_s_resnet50_32_unequal": ("ResNet-50, all codecs, 32 homes of 20 - 900 Mb/s",
-                                       lambda: plan(models.published("resnet50"), unequal(32, 20e6, 900e6), None, full)),
+                                       lambda: plan(models.as_in_paper("resnet50"), unequal(32, 20e6, 900e6), None, full)),
         "plan_s_resnet50_32_to_loss": ("the same by seconds to a loss, all ways",
-                                       lambda: plan(models.published("resnet50"), unequal(32, 20e6, 900e6), None, free)),
+                                       lambda: plan(models.as_in_paper("resnet50"), unequal(32, 20e6, 900e6), None, free)),
     }
     for key, (what, call) in cases.items():
         seconds, chosen = _least(call, 2 if quick else 5)
@@ -116,7 +116,7 @@ def _gap(seed: int) -> float:
     sizes = [int(10 ** rng.uniform(4, 7)) for _ in range(rng.randint(2, 4))]
     useful = []
     for size in sizes:
-        kept = catalog.useful(Sort.GRADIENTS, size.bit_length(), Recipe())
+        kept = catalog.useful(Contents.GRADIENTS, size.bit_length(), Recipe())
         most = int(rng.uniform(4, MOST_OPTIONS))
         least = min(kept, key=lambda o: (losses[o], o))
         others = [o for o in kept if o != least]

@@ -10,8 +10,8 @@ from msgspec import structs
 from commlayer.balance.loss_model import LossModel, family
 from commlayer.codec_spec import SPARSE, parse_spec
 from commlayer.errors import InvalidInput
+from commlayer.planner.data.tables import DEFAULT_CODECS, profile_from_tables
 from commlayer.planner.model import Cluster, Policy, Profile
-from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
 
 DENSE = "identity()"
 BUDGET = 0.05

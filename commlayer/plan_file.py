@@ -15,9 +15,9 @@ from commlayer.balance.loss_model import LossModel
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner import model
 from commlayer.planner.convergence import LearningRow
-from commlayer.planner.inputs import remedy
+from commlayer.planner.data.tables import learning_rows, profile_from_tables
+from commlayer.planner.inputs import remeasure_hint
 from commlayer.planner.model import Basis, Node, Policy, Profile
-from commlayer.planner.tables import learning_rows, profile_from_tables
 from commlayer.records import SCHEMA, Bucket, Plan
 
 
@@ -117,7 +117,7 @@ def inputs_of(path: Path) -> PlanFileInputs:
     try:
         return records.decode(text_of(beside, "inputs").encode(), PlanFileInputs, f"inputs {beside}")
     except RecordError as error:
-        raise RecordError("E-PLAN-FILE", f"{error.what}{remedy(error)}") from None
+        raise RecordError("E-PLAN-FILE", f"{error.what}{remeasure_hint(error)}") from None
 
 
 def basis_of(plan: Any) -> Basis | None:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(FOLDER.parent))
 from bench.tta.store import Store, usual  # noqa: E402
 from bench.tta.summary import Times, middle  # noqa: E402
 from commlayer import planner  # noqa: E402
-from commlayer.planner import tables  # noqa: E402
+from commlayer.planner.data import tables  # noqa: E402
 from commlayer.planner.model import Cluster  # noqa: E402
 
 IMAGES = FOLDER / "images"

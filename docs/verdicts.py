@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from commlayer.files import between
-from commlayer.planner.baselines import times
+from commlayer.planner.baselines import times_text
 
 HEADER = '| training | machines | `sync="auto"` | cautious | `sync="step"` | command |'
 BEGIN, END = "<!-- verdicts: begin -->", "<!-- verdicts: end -->"
@@ -67,8 +67,8 @@ def _gains(verdict: Mapping[str, Any]) -> tuple[str, str, str]:
     if not low:
         return verdict["verdict"].partition(":")[0].lower(), "", ""
     if high <= 1:
-        return "stay alone", "", times(step)
-    return times(low, high), times(verdict["gain_over_alone_cautious"]) if low == high else "", times(step)
+        return "stay alone", "", times_text(step)
+    return times_text(low, high), times_text(verdict["gain_over_alone_cautious"]) if low == high else "", times_text(step)
 
 
 def main() -> None:

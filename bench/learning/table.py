@@ -21,7 +21,7 @@ from bench.learning.store import Store
 from bench.learning.tasks import TASKS
 from commlayer.files import between, write_whole
 from commlayer.planner.convergence import ALONE, LearningRow
-from commlayer.planner.tables import SHIPPED, LearningTable, Provenance, read, written
+from commlayer.planner.data.tables import SHIPPED, LearningTable, Provenance, encoded_table, read_table
 
 PAGE = report.ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
@@ -86,11 +86,11 @@ def mode(row: LearningRow) -> str:
 def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(1)
     try:
-        shipped = read(SHIPPED) if "--page" in argv else table(Store(learning.STORE), datetime.date.today().isoformat())
+        shipped = read_table(SHIPPED) if "--page" in argv else table(Store(learning.STORE), datetime.date.today().isoformat())
     except Unmeasurable as reason:
         print(f"bench.learning.table: {reason}", file=sys.stderr)
         return 2
-    write_whole({SHIPPED: SHIPPED.read_bytes() if "--page" in argv else written(shipped),
+    write_whole({SHIPPED: SHIPPED.read_bytes() if "--page" in argv else encoded_table(shipped),
                  PAGE: page(PAGE.read_text("utf-8"), shipped).encode()})
     print(f"{SHIPPED.relative_to(report.ROOT)}: {len(shipped.rows)} rows of {shipped.provenance.runs} trainings")
     return 0

@@ -116,7 +116,7 @@ class Candidate(NamedTuple):
 
 def steps_of(plan: Plan, inputs: PlanInputs) -> float:
     """Returns a cautious estimate of a plan's convergence factor."""
-    return 1.0 + plan_excess(plan, inputs.job, inputs.cluster, *inputs.complete).high
+    return 1.0 + plan_excess(plan, inputs.complete).high
 
 
 class ReplanVerdict(NamedTuple):

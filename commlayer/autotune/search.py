@@ -20,8 +20,8 @@ from commlayer.planner.baselines import one_machine
 from commlayer.planner.buckets import COLLECTIVE_NBYTES
 from commlayer.planner.convergence import Recipe, excess
 from commlayer.planner.model import DENSE, Basis, Cluster, Node, PlanInputs
-from commlayer.planner.scenario import PricedPlan
-from commlayer.planner.search import PlanSearch
+from commlayer.planner.search.plan_search import PlanSearch
+from commlayer.planner.search.scenario import PricedPlan
 from commlayer.records import Plan, with_updates
 
 NEARLY = 0.03
@@ -69,7 +69,7 @@ class SearchResult(NamedTuple):
 
 def search(order: SearchOrder) -> SearchResult:
     """Finds the best plan, and predicts the active plan's step time from the same costs."""
-    job, cluster, (alone, policy) = order.inputs.job, order.inputs.cluster, order.inputs.complete
+    job, cluster, alone, policy = order.inputs.complete
     as_planned = order.known or on_hosts(order.current, order.server_nodes)
     # Recorded steps wait for their results, even if the active plan overlaps them with the next forward pass.
     recorded = structs.replace(as_planned, overlap="") if as_planned.overlap == "forward" else as_planned
@@ -172,7 +172,7 @@ def best_plan(
 ) -> Best:
     """Returns the best plan whose codecs have a convergence factor below MOST_STEPS; for a young job, one with FINE codecs if
     it is fast enough."""
-    profile, policy = made_from.complete
+    _, _, profile, policy = made_from.complete
     recipe = Recipe(policy.optimizer, workers=made_from.cluster.ranks, numel=made_from.job.numel)
     allowed = _narrowed(made_from, lambda codec: 1.0 + excess(profile.learning, codec, recipe).high < MOST_STEPS)
     finely = _narrowed(allowed, lambda codec: parse_spec(codec).core.family in FINE)
@@ -192,7 +192,7 @@ def best_plan(
 
 def _narrowed(made_from: PlanInputs, keeps: Callable[[str], bool]) -> PlanInputs:
     """Returns the inputs with the policy restricted to codecs for which `keeps` returns True; unchanged if there is none."""
-    profile, policy = made_from.complete
+    _, _, profile, policy = made_from.complete
     codecs = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
     fit = tuple(codec for codec in codecs if keeps(codec))
     return structs.replace(made_from, policy=structs.replace(policy, codecs=fit)) if 0 < len(fit) < len(codecs) else made_from
@@ -200,7 +200,7 @@ def _narrowed(made_from: PlanInputs, keeps: Callable[[str], bool]) -> PlanInputs
 
 def _alone_s(made_from: PlanInputs) -> float:
     """Returns the seconds that the fastest machine alone needs for the progress of one dense step; infinite if unknown."""
-    machines = one_machine(made_from.job, made_from.cluster, *made_from.complete)
+    machines = one_machine(made_from.complete)
     return min((machine.to_loss_s for machine in machines), default=math.inf)
 
 
@@ -218,8 +218,7 @@ def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: boo
     predicted as they would run. `suggests`: True: if the policy requires averaged gradients, reports how much faster local
     steps would be.
     """
-    job, cluster, (profile, policy) = made_from.job, made_from.cluster, made_from.complete
-    searched = PlanSearch(job, cluster, profile, policy)
+    searched, policy = PlanSearch(*made_from.complete), made_from.complete.policy
 
     def timed(option: PricedPlan) -> Plan:
         plan = _with_ratios(option.plan, current)

@@ -7,6 +7,7 @@ as training; a module is imported without this check.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import math
@@ -22,10 +23,10 @@ from commlayer import records
 from commlayer.config import MOST_LOSS
 from commlayer.errors import InvalidInput
 from commlayer.plan_file import text_of
-from commlayer.planner import models
+from commlayer.planner.data import models
+from commlayer.planner.data.tables import LearningTable, shipped_table, table_of_file
 from commlayer.planner.inputs import cluster_from_line, cluster_of, cluster_of_homes, profile_of
 from commlayer.planner.model import Cluster, Profile, bare
-from commlayer.planner.tables import LearningTable, shipped, table_in
 from commlayer.records import Job
 
 if TYPE_CHECKING:
@@ -141,8 +142,8 @@ def optimizer_named(name: str) -> str:
 def learning_table(file: str, profile: Profile | None) -> LearningTable | None:
     """The table from which plans take convergence factors, as in `PlanFileInputs`. None: the profile contains its own rows."""
     if file:
-        return table_in(Path(file))
-    return None if profile is not None and profile.learning and profile.learning != shipped().rows else shipped()
+        return table_of_file(Path(file))
+    return None if profile is not None and profile.learning and profile.learning != shipped_table().rows else shipped_table()
 
 
 def function_of(text: str, default: str, what: str) -> Callable[..., Any]:
@@ -261,7 +262,7 @@ def timed_job(make: Callable[..., Any], text: str, batch: int | None) -> Job:
     from commlayer.autotune.measure import step_times
 
     model, loss_of = _model_of(make, text)
-    return of_user(f"{text}: a step", lambda: step_times.timed_job(model, loss_of, batch=batch, name=text))
+    return of_user(f"{text}: a step", step_times.timed_job, model, loss_of, batch=batch, name=text)
 
 
 def counted_job(text: str, batch: int | None) -> Job:
@@ -270,9 +271,9 @@ def counted_job(text: str, batch: int | None) -> Job:
 
     with shape_tensors.on_a_gpu():
         make = made_by(text)
-    model, loss_of = shape_tensors.without_values(lambda: _model_of(make, text))
-    job, reason = of_user(f"{text}: a step", lambda: step_counts.counted_job(
-        model, loss_of, lambda: _model_of(make, text), batch=batch, name=text))
+    made = functools.partial(_model_of, make, text)
+    model, loss_of = shape_tensors.without_values(made)
+    job, reason = of_user(f"{text}: a step", step_counts.counted_job, model, loss_of, made, batch=batch, name=text)
     if reason:
         typer.echo(f"commlayer: {text}: counted while this machine computed a step, because the step reads values ({reason})",
                    err=True)
@@ -295,11 +296,11 @@ def _model_of(make: Callable[..., Any], text: str) -> tuple[nn.Module, Callable[
     return model, loss_of
 
 
-def of_user(what: str, call: Callable[[], T]) -> T:
-    """Runs a user's function and converts an exception to a one-line error. The user gets a full traceback by running the
-    function directly."""
+def of_user(what: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Calls a user's function, or one that calls it, and converts an exception to a one-line error. The user gets a full
+    traceback by running the function directly."""
     try:
-        return call()
+        return call(*arguments, **options)
     except InvalidInput as error:
         raise InvalidInput(error.code, f"{what}: {error.what}") from None
     except (Exception, SystemExit) as error:
@@ -321,3 +322,12 @@ def loss_part(option: str, text: str, *, above_0: bool = False) -> float:
         allowed = f"above 0, up to {MOST_LOSS:g}" if above_0 else f"from 0 to {MOST_LOSS:g}"
         raise InvalidInput("E-CLI-OPTION", f"{option} {text}: allowed is a fraction of the loss {allowed}, such as 0.02, or 2%")
     return part
+
+
+def whole_numbers(option: str, text: str, such_as: str) -> list[int]:
+    """Parses the numbers of an option, with commas between them. `such_as`: an example, for the error."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 10 and int(part) for part in parts):
+        raise InvalidInput("E-CLI-OPTION",
+                           f"{option} {text!r}: allowed are whole numbers above 0, separated by commas, such as {such_as}")
+    return [int(part) for part in parts]

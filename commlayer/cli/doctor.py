@@ -18,6 +18,7 @@ from commlayer.cli.options import (
     Json,
     Keys,
     Port,
+    config_of,
     fetched_keys,
     parse_line,
     split_bind,
@@ -25,7 +26,7 @@ from commlayer.cli.options import (
 )
 from commlayer.cli.output import Table, show, write_json
 from commlayer.cluster.keys import home_keys
-from commlayer.config import Config, read_config
+from commlayer.config import Config
 from commlayer.doctor.findings import Finding, of_error, run_checks, summary, usable
 from commlayer.errors import Coded, RecordError
 
@@ -78,9 +79,8 @@ def examine(
                 raise
             report(of_error("keys", error))
             enrolled, insecure = False, True  # the checks that need no keys are still useful
-    settings = {"join": join, "bind": bind, "port": port, "keys": keys, "journal": journal, "insecure": insecure}
     try:
-        config = read_config({name: value for name, value in settings.items() if value})
+        config = config_of(join=join, bind=bind, port=port, keys=keys, journal=journal, insecure=insecure)
     except RecordError as error:
         report(of_error("settings", error))
         config = Config(port=port, journal=journal, insecure=True)  # so one wrong setting does not hide other problems

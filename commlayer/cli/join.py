@@ -1,4 +1,5 @@
-"""`commlayer join`: starts a training script on a machine that accepts no connections, as torchrun does in a cluster."""
+"""`commlayer join` starts a training script on a machine that accepts no connections, as torchrun does in a cluster; `commlayer
+up` does so with the keys that the machine has, or says what to do next."""
 
 from __future__ import annotations
 
@@ -8,19 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand
 
 from commlayer.cli.doctor import examine
-from commlayer.cli.options import Insecure, Keys, fetched_keys, parse_line, stored_keys
+from commlayer.cli.options import Insecure, Keys, config_of, config_with_secret, fetched_keys, parse_line, stored_keys
 from commlayer.cluster.keys import home_keys
-from commlayer.config import JOIN_AGAIN, Config, Launch, home_environment, read_config
-from commlayer.errors import CommError, InvalidInput
-from commlayer.transport.keys.secret import REMEDY
+from commlayer.cluster.keys.home_keys import HomeLine
+from commlayer.config import JOIN_AGAIN, Config, Launch, home_environment
+from commlayer.errors import CommError, InvalidInput, RecordError, without_code
 
 if TYPE_CHECKING:
     from commlayer.cluster.calls.site_client import SiteLease
@@ -61,13 +62,10 @@ def join(
     if home_keys.is_line(address):
         home = parse_line(address, keys)
         _check_script(script)  # before the token is used
-        keys, address = str(fetched_keys(home, _say)), home.address
+        keys, address = str(fetched_keys(home, _log)), home.address
     else:
         address, keys = stored_keys(address, keys, insecure=insecure)
-    options: dict[str, Any] = {"join": address, "insecure": insecure, "keys": keys}
-    config = read_config({name: value for name, value in options.items() if value})
-    if not config.token:
-        raise InvalidInput("E-SECRET", f"joining {config.join} needs the job's secret: {REMEDY}")
+    config = config_with_secret("joining", join=address, insecure=insecure, keys=keys)
     _check_script(script)
     settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else ""}
     line = ["traceback" if full else "line", str(script), *(args or [])]
@@ -75,7 +73,7 @@ def join(
         code = _train(config, line, nproc_per_node, node_rank, wait, settings)
         if code != JOIN_AGAIN:
             break
-        _say("this home had not joined that job yet: joining again")
+        _log("this home had not joined that job yet: joining again")
     raise typer.Exit(code)
 
 
@@ -86,20 +84,20 @@ def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: 
     from commlayer.cluster.calls import messages
     from commlayer.cluster.calls.site_client import SiteLease
 
-    lease = SiteLease(config.join, config, messages.site_request(nproc_per_node, node_rank), _say)
+    lease = SiteLease(config.join, config, messages.site_request(nproc_per_node, node_rank), _log)
     reason = "it was interrupted"
     try:
-        with _leaves_on_signals():
+        with _interrupts_call(signal.default_int_handler):  # so that a home that waits leaves in order
             reply = lease.meet(wait)
         first = _first_rank(reply, nproc_per_node)
         last = first + nproc_per_node - 1
         ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
         if reply.joins:
-            _say(f"joining the running job with {ranks} of {reply.world}; other homes log this home as worker {reply.rank}")
+            _log(f"joining the running job with {ranks} of {reply.world}; other homes log this home as worker {reply.rank}")
         else:
             workers = f"{reply.world} worker{'s' * (reply.world > 1)}"
             start = f"starting with {workers}" if reply.min_workers else "all homes have joined"
-            _say(f"{start}: this home has {ranks} of {reply.world}")
+            _log(f"{start}: this home has {ranks} of {reply.world}")
         settings = {**settings, "min_workers": str(reply.min_workers)}
         children = [_start(line, lease.request.token, reply, local, nproc_per_node, settings)
                     for local in range(nproc_per_node)]
@@ -111,7 +109,7 @@ def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: 
         lease.close(reason)
     if code and code != JOIN_AGAIN and not lease.ended.is_set():
         others = f"continue if they have {reply.min_workers} workers" if reply.min_workers and lease.begun else "end, too"
-        _say(f"{reason}; the other homes {others}")
+        _log(f"{reason}; the other homes {others}")
     return code
 
 
@@ -150,7 +148,7 @@ def in_order(words: Sequence[str], valued: Collection[str]) -> list[str]:
     return [*options, *places, *rest]
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(f"commlayer join: {line}", file=sys.stderr, flush=True)
 
 
@@ -169,18 +167,19 @@ def _start(line: Sequence[str], home: str, reply: Any, local: int, workers: int,
 def _wait(children: Sequence[Child], lease: SiteLease) -> tuple[int, str]:
     """Waits for all workers. Returns the exit code of the first failure (130 after Ctrl-C) and the reason for log lines."""
     code, reason, until = 0, "finished", 0.0
-    with _interrupts() as interrupted:
+    interrupted: list[int] = []
+    with _interrupts_call(lambda number, _: interrupted.append(number)):
         while any(child.poll() is None for child in children):
             failed = [child.returncode for child in children if child.returncode]
             if not until and interrupted:
                 code, reason, until = 130, "this home was interrupted", time.monotonic() + END_S
-                _say(f"interrupted: this home tells the others and leaves, within {END_S:g} s")
+                _log(f"interrupted: this home tells the others and leaves, within {END_S:g} s")
                 _signal(children, signal.SIGINT)
             elif not until and failed:
                 until = time.monotonic() + END_S
-                code, reason = _code(failed[0]), _said(failed[0])
+                code, reason = _exit_code(failed[0]), _failure_text(failed[0])
             elif not until and lease.ended.is_set():
-                _say(lease.why)
+                _log(lease.why)
                 code, reason, until = 2, lease.why, time.monotonic() + END_S
             elif until and time.monotonic() > until:
                 _signal(children, signal.SIGKILL)
@@ -188,14 +187,14 @@ def _wait(children: Sequence[Child], lease: SiteLease) -> tuple[int, str]:
     failed = [child.returncode for child in children if child.returncode]
     if JOIN_AGAIN in failed:
         return JOIN_AGAIN, reason
-    return (_code(failed[0]), _said(failed[0])) if failed and not code else (code, reason)
+    return (_exit_code(failed[0]), _failure_text(failed[0])) if failed and not code else (code, reason)
 
 
-def _code(returned: int) -> int:
+def _exit_code(returned: int) -> int:
     return returned if returned > 0 else 128 - returned
 
 
-def _said(returned: int) -> str:
+def _failure_text(returned: int) -> str:
     how = f"exit code {returned}" if returned > 0 else f"signal {signal.Signals(-returned).name}"
     return f"a worker of this home ended with {how}"
 
@@ -208,24 +207,78 @@ def _signal(children: Sequence[Child], number: signal.Signals) -> None:
 
 
 @contextlib.contextmanager
-def _leaves_on_signals() -> Iterator[None]:
-    """Raises KeyboardInterrupt on SIGINT and SIGTERM, so that a home that waits leaves in order."""
-    before = {one: signal.signal(one, signal.default_int_handler) for one in (signal.SIGINT, signal.SIGTERM)}
+def _interrupts_call(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Calls `handler` on SIGINT and SIGTERM. It takes no lock, because one signal may interrupt the handler of another."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
-@contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM in a list. The handlers take no lock, because one signal may interrupt the handler of
-    another."""
-    signals: list[int] = []
-    before = {one: signal.signal(one, lambda number, _: signals.append(number)) for one in (signal.SIGINT, signal.SIGTERM)}
+class Facts(NamedTuple):
+    """What there is. The fields from `problem` on belong to the server of the only home."""
+
+    homes: Sequence[HomeLine]
+    """The homes whose keys this user has."""
+    has_ca: bool
+    """Whether the job's CA is in the current folder."""
+    script: str
+    problem: str = ""
+    """Why the server did not answer; "" if it did."""
+    begun: bool = False
+    workers: int = 0
+    free_seats: int = 0
+
+
+def next_step(facts: Facts) -> str:
+    """Returns what the user should do next; "" if this home should join now."""
+    if not facts.homes and facts.has_ca:
+        return "this folder has the job's CA, so this machine is its server: run `commlayer serve --bind HOST:PORT --workers N`"
+    if not facts.homes:
+        return ("this machine has no keys yet. Paste the line that the server's owner sends you: commlayer join "
+                "NAME@HOST:PORT#TOKEN SCRIPT. If there is no server yet: commlayer serve --bind HOST:PORT --workers N")
+    if len(facts.homes) > 1:
+        lines = " or ".join(f"commlayer join {home} {facts.script or 'SCRIPT'}" for home in facts.homes)
+        return f"this machine has keys of {len(facts.homes)} homes; run {lines}"
+    home = facts.homes[0]
+    if facts.problem:
+        return (f"the server at {home.address} cannot be used ({facts.problem}). Its owner runs `commlayer serve`; "
+                f"`commlayer doctor --join {home}` checks this machine")
+    if facts.begun and not facts.free_seats:
+        return f"the job is training with all its {facts.workers} workers; watch it with `commlayer top {home}`"
+    if not facts.script:
+        return f"{home.name} can join {home.address}: run `commlayer up SCRIPT`"
+    return ""
+
+
+def up(
+    script: Annotated[Path | None, typer.Argument(help="The training script.", metavar="[SCRIPT]", show_default=False)] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", metavar="ARGS")] = None,
+) -> None:
+    """Join with the keys of this machine's home, or say what to do next. Exit code 2 if a script was not started."""
+    facts = facts_about(str(script or ""))
+    if line := next_step(facts):
+        print(f"commlayer up: {line}")
+        raise typer.Exit(2 if script else 0)
+    assert script is not None
+    join(str(facts.homes[0]), script, args)
+
+
+def facts_about(script: str) -> Facts:
+    """Collects the facts. Asks the server only if there is one home."""
+    facts = Facts(home_keys.stored_lines(), (Path("keys") / "ca.key").exists(), script)
+    if len(facts.homes) != 1:
+        return facts
+    # Imported late: these load grpc, which --help does not need.
+    from commlayer.cluster.calls.messages import StatusReply, StatusRequest
+    from commlayer.doctor import server
+
+    (home,) = facts.homes
     try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        with contextlib.closing(server.open_channel(config_of(join=home.address, keys=str(home.folder)))) as channel:
+            status = channel.call("Status", StatusRequest(), StatusReply, server.CALL_S)
+    except (CommError, RecordError, InvalidInput) as error:
+        return facts._replace(problem=without_code(error))
+    return facts._replace(begun=status.begun, workers=status.workers, free_seats=status.free_seats)

@@ -7,17 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from commlayer.cli import keys, plan
+from commlayer.cli import keys
 from commlayer.cli.demo import demo
 from commlayer.cli.doctor import doctor
-from commlayer.cli.join import JoinCommand, join
+from commlayer.cli.join import JoinCommand, join, up
+from commlayer.cli.plan import commands as plan
 from commlayer.cli.profile import profile
-from commlayer.cli.report import report
+from commlayer.cli.runs import report, trace
 from commlayer.cli.serve import serve
 from commlayer.cli.top import top
-from commlayer.cli.trace import trace
 from commlayer.cli.tune import tune
-from commlayer.cli.up import up
 from commlayer.cluster.calls import messages
 from commlayer.errors import Coded, coded, line_of
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from commlayer.cli.output import check_json
 from commlayer.cluster.keys import home_keys
-from commlayer.config import host_port, read_config
+from commlayer.config import Config, host_port, read_config
 from commlayer.errors import InvalidInput, RecordError
+from commlayer.transport.keys.secret import REMEDY
 
 Json = Annotated[Path | None, typer.Option(
     "--json", callback=check_json, help="Also write the result to this file.", metavar="FILE")]
@@ -29,6 +30,19 @@ Journal = Annotated[str, typer.Option(help="Folder for the server's journal, to 
 
 
 Folder = Annotated[Path, typer.Option("--dir", help="The CA's folder; keep it on one machine.", metavar="DIR")]
+
+
+def config_of(**options: Any) -> Config:
+    """The settings of the options that the user set; the others come from the environment, a file or the defaults."""
+    return read_config({name: value for name, value in options.items() if value})
+
+
+def config_with_secret(what: str, **options: Any) -> Config:
+    """The settings for a connection to a job, which needs the job's secret. `what`: what the command does, for the error."""
+    config = config_of(**options)
+    if not config.token:
+        raise InvalidInput("E-SECRET", f"{what} {config.join} needs the job's secret: {REMEDY}")
+    return config
 
 
 def stored_keys(address: str, keys: str, *, insecure: bool) -> tuple[str, str]:

@@ -13,8 +13,8 @@ from commlayer.cli.arguments import check_batch, made_by, timed_job
 from commlayer.cli.options import Batch, Codecs, Out
 from commlayer.cli.output import Table, check_out, show, write
 from commlayer.errors import InvalidInput
+from commlayer.planner.data.tables import BUCKET_S, DEFAULT_CODECS, PCIE_COPY, SERVER_BYTE_S
 from commlayer.planner.model import CodecCost, Line, Profile
-from commlayer.planner.tables import BUCKET_S, DEFAULT_CODECS, PCIE_COPY, SERVER_BYTE_S
 from commlayer.records import Record
 
 SHOWN = 1 << 20

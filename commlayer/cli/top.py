@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from commlayer.cli.options import Insecure, Keys, stored_keys
-from commlayer.config import read_config
+from commlayer.cli.options import Insecure, Keys, config_with_secret, stored_keys
 from commlayer.errors import CommError, InvalidInput
-from commlayer.transport.keys.secret import REMEDY
 
 if TYPE_CHECKING:
     from commlayer.observe.events import Event
@@ -63,10 +61,7 @@ def top(
 
 def _watch_coordinator(address: str, keys: str, insecure: bool, *, once: bool) -> None:
     address, keys = stored_keys(address, keys, insecure=insecure)
-    options: dict[str, Any] = {"join": address, "insecure": insecure, "keys": keys}
-    config = read_config({name: value for name, value in options.items() if value})
-    if not config.token:
-        raise InvalidInput("E-SECRET", f"watching {config.join} needs the job's secret: {REMEDY}")
+    config = config_with_secret("watching", join=address, insecure=insecure, keys=keys)
     # Imported late: it loads grpc, which --help does not need.
     from commlayer.cluster.calls.event_client import EventClient
 

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from commlayer.cli.output import nbytes
 from commlayer.observe.events import Event
 from commlayer.observe.job_view import JobView, WorkerRow
 from commlayer.observe.link_monitor import megabits
@@ -89,7 +90,7 @@ def numbers(view: JobView) -> Iterator[str]:
     if view.samples_per_s:
         yield f"{view.samples_per_s:,.0f} samples/s"
     if view.sent_bytes:
-        yield f"sent {amount(view.sent_bytes)}, received {amount(view.received_bytes)}"
+        yield f"sent {nbytes(view.sent_bytes)}, received {nbytes(view.received_bytes)}"
     if view.checkpoint.step:
         yield f"checkpoint at step {view.checkpoint.step:,}"
     if view.noise_scale.batches:
@@ -144,14 +145,6 @@ def bar(exposed: float) -> Text:
 
 def megabits_of(bytes_per_s: float) -> str:
     return megabits(8 * bytes_per_s) if bytes_per_s else "-"
-
-
-def amount(nbytes: int) -> str:
-    """
-    >>> amount(3_456_000), amount(12_345_678_901)
-    ('3.46 MB', '12.3 GB')
-    """
-    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3g} MB"
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ import typer
 
 from commlayer.balance import loss_model, tuner
 from commlayer.balance.tuner import CODECS, Search, SearchSpace, Settings, Store, TuningTrial, default_space, spelled
-from commlayer.cli.arguments import function_of, loss_part
+from commlayer.cli.arguments import function_of, loss_part, whole_numbers
 from commlayer.cli.options import Codecs, Out
 from commlayer.errors import InvalidInput
 
@@ -52,7 +52,7 @@ def tune(
     trial_store = Store(store, search)
     _show(tuner.tune(proxy, trial_store, search, engine, trials), trial_store, search, trials)
     loss_model.write(out, tuner.loss_model(trial_store.trials))
-    _tell(trial_store, search, out)
+    _print_best(trial_store, search, out)
 
 
 def read_space(
@@ -63,8 +63,9 @@ def read_space(
         low, high = (float(part) for part in ratio.split(":"))
     except ValueError:
         raise InvalidInput("E-CLI-OPTION", f"--ratio {ratio!r}: allowed is LOW:HIGH, such as 0.001:0.3") from None
-    space = default_space(codecs=codecs, ratio=(low, high), batches=_numbers("--batches", batches, "64,128,256"),
-                         local_steps=_numbers("--local-steps", local_steps, "1,2,4"), staleness=staleness)
+    sizes, steps = (tuple(sorted(set(whole_numbers(option, text, such_as)))) for option, text, such_as in (
+        ("--batches", batches, "64,128,256"), ("--local-steps", local_steps, "1,2,4")))
+    space = default_space(codecs=codecs, ratio=(low, high), batches=sizes, local_steps=steps, staleness=staleness)
     # Imported late: it loads numpy, which --help does not need.
     from commlayer.compressors import parse
 
@@ -74,14 +75,6 @@ def read_space(
         except (TypeError, ValueError) as error:
             raise InvalidInput("E-CLI-OPTION", f"--codec: {error}") from None
     return space
-
-
-def _numbers(option: str, text: str, such_as: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise InvalidInput("E-CLI-OPTION",
-                           f"{option} {text!r}: allowed are whole numbers above 0, separated by commas, such as {such_as}")
-    return tuple(sorted({int(part) for part in parts}))
 
 
 def load(task: str) -> tuner.Proxy:
@@ -120,7 +113,7 @@ def inexact(settings: Settings) -> str:
     return steps + (", a step late" if settings.get("stale") else "")
 
 
-def _tell(store: Store, search: Search, out: Path) -> None:
+def _print_best(store: Store, search: Search, out: Path) -> None:
     best, dense = tuner.best(store.trials, search.budget), store.trials[0]
     settings = spelled(best.settings)
     typer.echo(f"best within {search.budget:.2%}: {settings['codec']}, batch {settings['batch']}{inexact(settings)}: "

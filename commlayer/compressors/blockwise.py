@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from commlayer.codec_spec import LEVEL_BITS, check_arguments
+from commlayer.codec_spec import LEVEL_BITS
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import FusedCodec, State, check_numel
 from commlayer.compressors.dense import check_dense
@@ -80,12 +80,14 @@ class Blockwise(FusedCodec, frozen=True):
 
 class Int8(Blockwise, frozen=True):
     """Rounds each element to the nearest of 255 levels, scaled by the largest magnitude of its block. The rounding is biased,
-    so use error feedback."""
+    so use error feedback. Smaller blocks are more accurate and cost 32 / block bits per element."""
 
     name: ClassVar[str] = "int8"
     biased: ClassVar[bool] = True
     scale_nbytes: ClassVar[int] = 4
     bits: ClassVar[int] = 8
+
+    block: int = 1024
 
     def encode(self, codes: Out, scales: Out, x: Array, residual: Array | None, state: State) -> bool:
         return bool(kernels.of(codes).int8_encode(codes, scales, x, residual, self.block))
@@ -98,16 +100,9 @@ class Int8(Blockwise, frozen=True):
         kernels.of(codes).int8_decode(out, codes, scales, self.block, assign)
 
 
-def int8(block: int = 1024) -> Int8:
-    """Creates the int8 codec, with one scale per `block` elements. Smaller blocks are more accurate and cost 32 / block bits
-    per element."""
-    check_arguments("int8", block=block)
-    return Int8(block)
-
-
 class Int4(Blockwise, frozen=True):
     """Rounds each element to the nearest of 15 levels, scaled by the largest magnitude of its block. The rounding is biased, so
-    use error feedback.
+    use error feedback. It costs 4 + 16 / block bits per element.
 
     Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit Optimizers via Block-wise Quantization (2022), with fewer bits.
     """
@@ -116,18 +111,19 @@ class Int4(Blockwise, frozen=True):
     biased: ClassVar[bool] = True
     bits: ClassVar[int] = 4
 
+    block: int = 64
+
     def encode(self, codes: Out, scales: Out, x: Array, residual: Array | None, state: State) -> bool:
         return bool(kernels.of(codes).linear_encode(codes, scales, x, residual, self.block, self.bits, False, False))
 
 
-def int4(block: int = 64) -> Int4:
-    """Creates the int4 codec, with one scale per `block` elements: 4 + 16 / block bits per element."""
-    check_arguments("int4", block=block)
-    return Int4(block)
-
-
 class Qsgd(Blockwise, frozen=True):
     """Rounds each element up or down at random, so the expected value of the result equals the input: unbiased.
+
+    There are `levels` levels on each side of zero. The highest one is the largest magnitude of `block` elements (norm="max") or
+    their Euclidean norm ("l2"). The codec needs no error feedback. If its variance exceeds its input, error feedback must not
+    be used, because the residual would grow from step to step. This is the case for levels=1, and for norm="l2" with blocks
+    much longer than the square of `levels`.
 
     If the input is not finite, nothing is sent, no random numbers are used and the step counter stays. Alistarh, Grubic, Li,
     Tomioka, Vojnovic: QSGD: Communication-Efficient SGD via Gradient Quantization (2017).
@@ -135,8 +131,9 @@ class Qsgd(Blockwise, frozen=True):
 
     name: ClassVar[str] = "qsgd"
 
-    levels: int
-    norm: str
+    block: int = 512
+    levels: int = 7
+    norm: str = "max"
 
     @property
     def bits(self) -> int:
@@ -153,20 +150,9 @@ class Qsgd(Blockwise, frozen=True):
         return bool(finite)
 
 
-def qsgd(block: int = 512, levels: int = 7, norm: str = "max") -> Qsgd:
-    """Creates the QSGD codec with `levels` levels on each side of zero. The highest level is the largest magnitude of `block`
-    elements (norm="max") or their Euclidean norm ("l2").
-
-    The codec is unbiased and needs no error feedback. If its variance exceeds its input, error feedback must not be used,
-    because the residual would grow from step to step. This is the case for levels=1, and for norm="l2" with blocks much longer
-    than the square of `levels`.
-    """
-    check_arguments("qsgd", block=block, levels=levels, norm=norm)
-    return Qsgd(block, levels, norm)
-
-
 class OneBit(Blockwise, frozen=True):
-    """Sends the sign of each element, and the mean magnitude of each block. The codec is biased, so use error feedback.
+    """Sends the sign of each element, and the mean magnitude of each block: 1 + 16 / block bits per element. The codec is
+    biased, so use error feedback.
 
     Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and other Gradient Compression Schemes (2019); blocks:
     Zheng, Huang, Kwok: Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback (2019).
@@ -176,6 +162,8 @@ class OneBit(Blockwise, frozen=True):
     biased: ClassVar[bool] = True
     bits: ClassVar[int] = 1
 
+    block: int = 512
+
     def encode(self, codes: Out, scales: Out, x: Array, residual: Array | None, state: State) -> bool:
         return bool(kernels.of(codes).onebit_encode(codes, scales, x, residual, self.block))
 
@@ -184,8 +172,4 @@ class OneBit(Blockwise, frozen=True):
         kernels.of(codes).onebit_decode(out, codes, scales, self.block, assign)
 
 
-def onebit(block: int = 512) -> OneBit:
-    """Creates the onebit codec: the mean magnitude of each `block` elements, and one sign per element. It costs 1 + 16 / block
-    bits per element."""
-    check_arguments("onebit", block=block)
-    return OneBit(block)
+int8, int4, qsgd, onebit = Int8, Int4, Qsgd, OneBit

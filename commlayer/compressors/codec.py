@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
 
+from commlayer.codec_spec import RULES, check_arguments
 from commlayer.compressors import payload
 from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out, on_device
@@ -37,21 +38,29 @@ if TYPE_CHECKING:
     import torch
 
 NAN = float("nan")
+FLOATS = {"ratio", "beta"}
+"""Arguments of codecs that may be given as whole numbers."""
 
 State = dict[str, Any]
 """A codec's data that persists from step to step, by name. Values are arrays, plain numbers or nested states, so a checkpoint
 can save them."""
 
 
+def states(state: State, prefix: str = "") -> Iterator[tuple[str, State]]:
+    """Yields the state and all states inside it, each with the beginning of its values' paths, for example "inner."."""
+    yield prefix, state
+    for name, value in state.items():
+        if isinstance(value, dict):
+            yield from states(value, f"{prefix}{name}.")
+
+
 def place(state: State, device: torch.device) -> None:
     """Moves a state that `init` created, including temporary memory, to the device where the codec will run."""
     import torch
 
-    for name, value in state.items():
-        if isinstance(value, dict):
-            place(value, device)
-        elif isinstance(value, np.ndarray):
-            state[name] = torch.from_numpy(value).to(device)
+    for _, owner in states(state):
+        owner.update({name: torch.from_numpy(value).to(device) for name, value in owner.items()
+                      if isinstance(value, np.ndarray)})
 
 
 Ranges = Sequence[tuple[int, int]] | None
@@ -89,12 +98,23 @@ class Codec(msgspec.Struct, frozen=True):
     most: ClassVar[float] = math.inf
     """Largest magnitude that the codec can send. Error feedback clamps larger numbers, and the residual keeps the rest."""
 
+    def __post_init__(self) -> None:
+        rules = RULES.get(self.name, {})
+        check_arguments(self.name, **{name: getattr(self, name) for name in rules if name != "inner"})
+        for name in FLOATS & rules.keys():  # topk(ratio=1) is spelled topk(ratio=1.0)
+            msgspec.structs.force_setattr(self, name, float(getattr(self, name)))
+
     def __str__(self) -> str:
         """Returns `name(argument=value, ...)` with every argument: a later change of a default must not change a plan's
         meaning."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         parts = [str(v) if isinstance(v, msgspec.Struct) else f"{name}={v!r}" for name, v in fields.items()]
         return f"{self.name}({', '.join(parts)})"
+
+    @property
+    def parts(self) -> dict[str, Codec]:
+        """The codecs in this one's arguments, by the argument's name."""
+        return {name: part for name in self.__struct_fields__ if isinstance(part := getattr(self, name), Codec)}
 
     @property
     def id(self) -> int:

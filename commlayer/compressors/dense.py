@@ -13,61 +13,28 @@ from commlayer.records import Spec
 HEADER = payload.HEADER_NBYTES
 
 
-class Identity(OneRound, frozen=True):
-    """Sends float32 unchanged. The input may be stored in its own payload, after the 16-byte header. An all-reduce could add
-    these payloads."""
-
-    name: ClassVar[str] = "identity"
-    rounds: ClassVar[tuple[Reduction, ...]] = (Reduction.SUM,)
-    in_place: ClassVar[bool] = True
-
-    def bound(self, spec: Spec) -> int:
-        return HEADER + 4 * spec.numel
-
-    def start(self, x: Array, state: State, out: Out) -> int:
-        n = len(x)
-        if not kernels.of(x).all_finite(x):
-            return payload.write_flagged(out, self.id, n)
-        payload.write(out, self.id, n, n)
-        kernels.store_f32(out[HEADER : HEADER + 4 * n], x)
-        return HEADER + 4 * n
-
-    def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
-        check_dense(head, numel, 4 * numel)
-        return (head.body,)
-
-    def apply(self, parts: tuple[Any, ...], out: Array, *, assign: bool) -> None:
-        if assign:
-            kernels.copy_f32(out, parts[0])
-        else:
-            kernels.of(parts[0]).add_f32(out, parts[0])
-
-    def decode(self, result: Buffer, state: State, out: Array) -> bool:
-        return super().decode(result, state, out) and finite_or_nan(out)
-
-
-class _Half(OneRound, frozen=True):
-    """Base class of the 16-bit casts, which round each element to the nearest number of the format.
-
-    The rounds are GATHER, not SUM: payloads are added in float32, and only the result is rounded. An all-reduce of the payloads
-    would round after each addition and could overflow. The codec counts as unbiased, since its error is a rounding error
-    relative to the element. If the cast makes an element infinite, the payload is flagged as not finite.
-    """
+class _Dense(OneRound, frozen=True):
+    """Base class of the codecs that send every element in one format. `kernel`: the format's name in kernels."""
 
     kernel: ClassVar[str]
+    element_nbytes: ClassVar[int] = 2
 
     def bound(self, spec: Spec) -> int:
-        return HEADER + 2 * spec.numel
+        return HEADER + self.element_nbytes * spec.numel
 
     def start(self, x: Array, state: State, out: Out) -> int:
         n = len(x)
-        if not getattr(kernels.of(out), f"f32_to_{self.kernel}")(out[HEADER : HEADER + 2 * n], x):
+        if not self.store(out[HEADER : self.element_nbytes * n + HEADER], x):
             return payload.write_flagged(out, self.id, n)
         payload.write(out, self.id, n, n)
-        return HEADER + 2 * n
+        return HEADER + self.element_nbytes * n
+
+    def store(self, body: Out, x: Array) -> bool:
+        """Writes the elements. Returns False if one of them is not finite in this format."""
+        return bool(getattr(kernels.of(body), f"f32_to_{self.kernel}")(body, x))
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
-        check_dense(head, numel, 2 * numel)
+        check_dense(head, numel, self.element_nbytes * numel)
         return (head.body,)
 
     def apply(self, parts: tuple[Any, ...], out: Array, *, assign: bool) -> None:
@@ -77,13 +44,49 @@ class _Half(OneRound, frozen=True):
         return super().decode(result, state, out) and finite_or_nan(out)
 
 
+class Identity(_Dense, frozen=True):
+    """Sends float32 unchanged. The input may be stored in its own payload, after the 16-byte header. An all-reduce could add
+    these payloads."""
+
+    name: ClassVar[str] = "identity"
+    rounds: ClassVar[tuple[Reduction, ...]] = (Reduction.SUM,)
+    in_place: ClassVar[bool] = True
+    kernel: ClassVar[str] = "f32"
+    element_nbytes: ClassVar[int] = 4
+
+    def store(self, body: Out, x: Array) -> bool:
+        finite = bool(kernels.of(x).all_finite(x))
+        if finite:
+            kernels.store_f32(body, x)
+        return finite
+
+    def apply(self, parts: tuple[Any, ...], out: Array, *, assign: bool) -> None:
+        if assign:
+            kernels.copy_f32(out, parts[0])
+        else:
+            super().apply(parts, out, assign=False)
+
+
+class _Half(_Dense, frozen=True):
+    """Base class of the 16-bit casts, which round each element to the nearest number of the format.
+
+    The rounds are GATHER, not SUM: payloads are added in float32, and only the result is rounded. An all-reduce of the payloads
+    would round after each addition and could overflow. The codec counts as unbiased, since its error is a rounding error
+    relative to the element. If the cast makes an element infinite, the payload is flagged as not finite.
+    """
+
+
 class Fp16(_Half, frozen=True):
+    """Casts each element to half precision: magnitudes from 6e-8 to 65504."""
+
     name: ClassVar[str] = "fp16"
     kernel: ClassVar[str] = "f16"
     most: ClassVar[float] = kernels.MOST["fp16"]
 
 
 class Bf16(_Half, frozen=True):
+    """Casts each element to bfloat16, which has the range of float32."""
+
     name: ClassVar[str] = "bf16"
     kernel: ClassVar[str] = "bf16"
     most: ClassVar[float] = kernels.MOST["bf16"]
@@ -109,19 +112,10 @@ def check_dense(head: payload.Head, numel: int, nbytes: int) -> None:
     payload.expect("bytes of body", head.body.nbytes, nbytes)
 
 
-def of_means(codec: Codec) -> bool:
+def averages_buffers(codec: Codec) -> bool:
     """True: servers average model buffers that are sent with this codec. With other codecs, buffers are sent as parts of a
     sum."""
     return isinstance(codec, Identity)
 
 
-def identity() -> Identity:
-    return Identity()
-
-
-def fp16() -> Fp16:
-    return Fp16()
-
-
-def bf16() -> Bf16:
-    return Bf16()
+identity, fp16, bf16 = Identity, Fp16, Bf16

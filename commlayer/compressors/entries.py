@@ -13,6 +13,7 @@ import numpy as np
 from commlayer.codec_spec import VALUE_BITS
 from commlayer.compressors import kernels
 from commlayer.compressors.kernels import Array
+from commlayer.compressors.kernels.fallback import ef_nbytes
 from commlayer.compressors.payload import Buffer, Out, expect
 from commlayer.errors import CorruptPayload
 
@@ -98,24 +99,18 @@ LEAST_FOR_BLOCKS = 16
 computation."""
 
 
-def elias_fano_nbytes(n: int, k: int) -> int:
-    """Returns the exact size in bytes of the Elias-Fano encoding of k >= 1 positions below n."""
-    low = max(0, (n // k).bit_length() - 1)
-    return (k * low + 7) // 8 + (k + (n >> low) + 1 + 7) // 8
-
-
 def bitmap_nbytes(n: int, k: int = 0) -> int:
     return (n + 7) // 8
 
 
-_NBYTES = {ELIAS_FANO: elias_fano_nbytes, BITMAP: bitmap_nbytes}
+_NBYTES = {ELIAS_FANO: ef_nbytes, BITMAP: bitmap_nbytes}
 _DECODERS = {ELIAS_FANO: "ef_decode", BITMAP: "bitmap_decode", BLOCKS: "blocks_decode"}
 
 
 def positions_bound(n: int, cap: int) -> int:
     """Returns the maximum size in bytes of up to `cap` positions below n. The size grows with the count, except for the
     rounding of its two parts."""
-    return 0 if n == 0 else min(elias_fano_nbytes(n, cap) + 2, bitmap_nbytes(n))
+    return 0 if n == 0 else min(ef_nbytes(n, cap) + 2, bitmap_nbytes(n))
 
 
 def encode_positions(out: Out, idx: Array, n: int) -> tuple[int, int]:
@@ -124,7 +119,7 @@ def encode_positions(out: Out, idx: Array, n: int) -> tuple[int, int]:
     k = len(idx)
     if k == 0:
         return ELIAS_FANO, 0
-    sparse, dense, on = elias_fano_nbytes(n, k), bitmap_nbytes(n), kernels.of(out)
+    sparse, dense, on = ef_nbytes(n, k), bitmap_nbytes(n), kernels.of(out)
     if k >= LEAST_FOR_BLOCKS and (blocks := on.blocks_nbytes(idx, n)) < min(sparse, dense):
         return BLOCKS, on.blocks_encode(out[:blocks], idx, n)
     if sparse < dense:

@@ -20,7 +20,6 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec.structs
 import numpy as np
 
-from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import (
     NAN,
@@ -32,6 +31,7 @@ from commlayer.compressors.codec import (
     as_array,
     check_numel,
     ranges,
+    states,
 )
 from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out
@@ -40,7 +40,8 @@ from commlayer.records import Slice, Spec
 
 
 class ErrorFeedback(CodecWrapper, frozen=True):
-    """Adds error feedback to a codec; the payloads are those of the inner codec.
+    """Adds error feedback to a codec of one round, or to a codec of several rounds that has `sent()`. The payloads are those of
+    the inner codec.
 
     State: the float32 residual, the inner state, and under `_sent` the last payload as a view of the caller's memory. The
     caller leaves that memory unchanged until the next `start` (`emit`) or `undo` (`undo_server`). Between the rounds of a step
@@ -56,7 +57,20 @@ class ErrorFeedback(CodecWrapper, frozen=True):
     residual: ClassVar[bool] = True
 
     lr_correction: bool = False
-    """True: the input is in units of weight updates (gradient times learning rate); see `in_updates`."""
+    """True: the input is in units of weight updates (gradient times learning rate), so each step's contribution to a residual
+    keeps the learning rate of its step (Zheng et al. 2019), on workers and servers; see `in_updates`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = ""
+        if not isinstance(self.inner, Codec) or isinstance(self.inner, ErrorFeedback):
+            wrong = "but it must be a codec other than error_feedback"
+        elif isinstance(self.inner, Momentum):  # a residual around it would be added to the input as if it were a gradient
+            wrong = "but momentum changes the input; put momentum around error_feedback instead"
+        elif self.inner.keeps:
+            wrong = "which already keeps a residual or velocity; put error_feedback inside it instead"
+        if wrong:
+            raise InvalidInput("E-CODEC-ARGUMENT", f"error_feedback: inner is {self.inner}, {wrong}")
 
     @property
     def server_residual(self) -> bool:  # type: ignore[override]
@@ -179,27 +193,6 @@ class ErrorFeedback(CodecWrapper, frozen=True):
         return nbytes
 
 
-def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
-    """Adds error feedback to a codec of one round, or to a codec of several rounds that has `sent()`.
-
-    `lr_correction` True: each step's contribution to a residual keeps the learning rate of its step (Zheng et al. 2019), on
-    workers and servers.
-    """
-    if not isinstance(inner, Codec) or isinstance(inner, ErrorFeedback):
-        raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"error_feedback: inner is {inner}, but it must be a codec other than error_feedback")
-    if isinstance(inner, Momentum):  # a residual around it would be added to the input as if it were a gradient
-        raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"error_feedback: inner is {inner}, but momentum changes the input; put momentum around "
-                           "error_feedback instead")
-    if inner.keeps:
-        raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"error_feedback: inner is {inner}, which already keeps a residual or velocity; put error_feedback "
-                           "inside it instead")
-    check_arguments("error_feedback", lr_correction=lr_correction)
-    return ErrorFeedback(inner, lr_correction)
-
-
 def _end_undo(state: State, back: Array, elements: Ranges) -> None:
     """Ends an undo. `back`: the change of the residual, or the new residual itself if all elements are undone."""
     if elements is None:
@@ -221,25 +214,28 @@ def wrap(codec: Codec) -> Codec:
     return error_feedback(codec) if codec.biased else codec
 
 
-def in_updates(codec: Any) -> bool:
+def in_updates(codec: Codec) -> bool:
     """Returns True if the codec's input must be gradient times learning rate, so its sum must be divided by that rate again.
 
     With such input, residuals contain the learning rate of their own step, also on servers, and a change of the rate needs no
     message.
     """
-    if isinstance(codec, ErrorFeedback) and codec.lr_correction:
-        return True
-    return any(in_updates(part) for part in msgspec.structs.astuple(codec) if isinstance(part, msgspec.Struct))
+    return (isinstance(codec, ErrorFeedback) and codec.lr_correction) or any(map(in_updates, codec.parts.values()))
 
 
 class Momentum(CodecWrapper, frozen=True):
-    """Sends the velocity, velocity = beta * velocity + x, instead of the input x. If x is not finite, x is sent instead, so it
-    is flagged, and the velocity stays unchanged."""
+    """Sends the velocity, velocity = beta * velocity + x, instead of the input x. A plan adds error feedback to the inner codec
+    if that codec needs it. If x is not finite, x is sent instead, so it is flagged, and the velocity stays unchanged."""
 
     name: ClassVar[str] = "momentum"
     keeps: ClassVar[bool] = True
 
-    beta: float
+    beta: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.inner, Codec):
+            raise InvalidInput("E-CODEC-ARGUMENT", f"momentum: inner is {self.inner!r}, but it must be a codec")
 
     def init(self, spec: Spec) -> State:
         return {"velocity": np.zeros(spec.numel, np.float32), "inner": self.inner.init(spec), "_moved": False,
@@ -281,12 +277,7 @@ class Momentum(CodecWrapper, frozen=True):
         self.inner.reweigh(state["inner"], share, more)
 
 
-def momentum(inner: Codec, beta: float = 0.9) -> Momentum:
-    """Adds momentum before any codec. A plan adds error feedback to the inner codec if that codec needs it."""
-    check_arguments("momentum", beta=beta)
-    if not isinstance(inner, Codec):
-        raise InvalidInput("E-CODEC-ARGUMENT", f"momentum: inner is {inner!r}, but it must be a codec")
-    return Momentum(inner, float(beta))
+error_feedback, momentum = ErrorFeedback, Momentum
 
 
 class ResidualSlice(NamedTuple):
@@ -303,12 +294,7 @@ class ResidualSlice(NamedTuple):
 
 def residual_of(state: State) -> Array | None:
     """Returns the residual in a codec's state; None if the codec keeps no residual."""
-    for name, value in state.items():
-        if name == "residual":
-            return value
-        if isinstance(value, dict) and (residual := residual_of(value)) is not None:
-            return residual
-    return None
+    return next((owner["residual"] for _, owner in states(state) if "residual" in owner), None)
 
 
 def split_by_tensor(slices: Sequence[Slice], start: int, values: Array) -> Iterator[ResidualSlice]:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import CodecWrapper, State, place
+from commlayer.compressors.codec import Codec, CodecWrapper, State, place
 from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out, on_device
 from commlayer.compressors.selection import ENOUGH, HUGE, SLOPES, clamp_threshold
@@ -163,14 +163,15 @@ class BudgetedTopK(CodecWrapper, frozen=True):
         return min(spec.numel, max(1, math.ceil(ratio * spec.numel)))
 
 
-def with_budget(codec: Any, mean_ratio: float | None, *, steps: int, shared: bool) -> Any:
-    """Wraps the innermost codec in BudgetedTopK if its number of entries can vary. Wrappers around it stay.
+def with_budget(codec: Codec, mean_ratio: float | None, *, steps: int, shared: bool) -> Codec:
+    """Wraps the innermost codecs in BudgetedTopK if their number of entries can vary. Wrappers around them stay.
 
     `mean_ratio`: the mean ratio of the payloads that a server receives; None if they have no ratio. `steps`: length of the
     warm-up. `shared`: True if buckets share a budget.
     """
-    if isinstance(codec, CodecWrapper):
-        return msgspec.structs.replace(codec, inner=with_budget(codec.inner, mean_ratio, steps=steps, shared=shared))
+    if codec.parts:
+        parts = {name: with_budget(part, mean_ratio, steps=steps, shared=shared) for name, part in codec.parts.items()}
+        return msgspec.structs.replace(codec, **parts)
     shared = shared and isinstance(codec, TopK)
     if not isinstance(codec, TopK | BlockThreshold) or not (steps or shared):
         return codec
@@ -241,10 +242,10 @@ def share_budget(demands: Sequence[Demand]) -> list[int]:
         reached = np.exp(np.minimum(np.maximum(base + slope * (level - middle), low), high)).sum()
         below, above = (middle, above) if reached > total else (below, middle)
     wanted = np.exp(np.minimum(np.maximum(base + slope * (level - above), low), high))
-    return _whole(wanted, demands, total)
+    return _rounded(wanted, demands, total)
 
 
-def _whole(wanted: Floats, demands: Sequence[Demand], total: int) -> list[int]:
+def _rounded(wanted: Floats, demands: Sequence[Demand], total: int) -> list[int]:
     """Rounds to integers with the given total. The remaining entries are given to the largest remainders first, then to buckets
     below their limit."""
     counts = np.floor(wanted + ROUNDING).astype(int)
@@ -264,22 +265,22 @@ FIRST_RATIO = 0.25
 """Ratio of the first step of a warm-up."""
 
 
-def stages_of(ratio: float) -> int:
+def stage_count(ratio: float) -> int:
     """Returns the number of warm-up stages before the last one, which has the ratio itself. 0 if the ratio is not below
     FIRST_RATIO."""
     return max(0, math.ceil(math.log2(FIRST_RATIO / ratio)))
 
 
-def ratio_of(ratio: float, stage: int) -> float:
+def stage_ratio(ratio: float, stage: int) -> float:
     """Returns the ratio in a stage of a warm-up that ends at `ratio`.
 
-    >>> [round(ratio_of(0.02, stage), 3) for stage in range(stages_of(0.02) + 1)]
+    >>> [round(stage_ratio(0.02, stage), 3) for stage in range(stage_count(0.02) + 1)]
     [0.25, 0.133, 0.071, 0.038, 0.02]
     """
-    stages = stages_of(ratio)
+    stages = stage_count(ratio)
     return ratio if stage == stages else FIRST_RATIO * (ratio / FIRST_RATIO) ** (stage / stages)
 
 
 def ratio_at(ratio: float, steps: int, step: int) -> float:
     """Returns the ratio in step `step` of a warm-up over `steps` steps; with 0 steps there is no warm-up."""
-    return ratio_of(ratio, min(stages_of(ratio), step * stages_of(ratio) // steps)) if step < steps else ratio
+    return stage_ratio(ratio, min(stage_count(ratio), step * stage_count(ratio) // steps)) if step < steps else ratio

@@ -8,7 +8,7 @@ is_summable() and is_separable() tell how payloads can be summed without a serve
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,16 +16,16 @@ import msgspec
 
 from commlayer.codec_spec import CodecSpec, parse_spec
 from commlayer.compressors import kernels
-from commlayer.compressors.blockwise import Int4, Int8, int4, int8, onebit, qsgd
+from commlayer.compressors.blockwise import Int4, Int8, OneBit, Qsgd
 from commlayer.compressors.codec import Codec, CodecWrapper, OneRound, Ranges, Reduction, State
-from commlayer.compressors.dense import Bf16, Fp16, Identity, bf16, fp16, identity
-from commlayer.compressors.feedback import ErrorFeedback, Momentum, error_feedback, in_updates, momentum, wrap
+from commlayer.compressors.dense import Bf16, Fp16, Identity
+from commlayer.compressors.feedback import ErrorFeedback, Momentum, in_updates, wrap
 from commlayer.compressors.global_budget import BudgetedTopK, with_budget
 from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out
-from commlayer.compressors.powersgd import powersgd
-from commlayer.compressors.randomk import RandomK, randomk
-from commlayer.compressors.topk import TopK, block_threshold, topk
+from commlayer.compressors.powersgd import PowerSGD
+from commlayer.compressors.randomk import RandomK
+from commlayer.compressors.topk import BlockThreshold, TopK
 from commlayer.errors import CorruptPayload, InvalidInput, without_code
 from commlayer.records import Bucket, Plan, Spec
 
@@ -41,13 +41,22 @@ _reported: set[str] = set()
 
 class TwoWay(Codec, frozen=True):
     """Compresses uploads with codec `up` and the server's sum (the download) with codec `down`. Workers and servers keep
-    separate residuals."""
+    separate residuals. Both codecs must have one round and a dense float32 sum, as most have. With topk(ratio=1.0) as `down`,
+    the server sends all nonzero entries of the sum."""
 
     name: ClassVar[str] = "two_way"
     rounds: ClassVar[tuple[Reduction, ...]] = (Reduction.GATHER,)
 
     up: Any
     down: Any
+
+    def __post_init__(self) -> None:
+        allowed = "but it must be a codec of one round with a dense float32 sum"
+        if not is_separable(self.up):
+            raise InvalidInput("E-CODEC-ARGUMENT", f"two_way: up is {self.up}, {allowed}")
+        if not is_download_codec(self.down):
+            raise InvalidInput("E-CODEC-ARGUMENT",
+                               f"two_way: down is {self.down}, {allowed}, with or without error_feedback")
 
     @property
     def keeps(self) -> bool:  # type: ignore[override]
@@ -99,18 +108,7 @@ class TwoWay(Codec, frozen=True):
         return int(self.down.emit(r, acc, state["down"], out))
 
 
-def two_way(up: Codec, down: Codec) -> TwoWay:
-    """Creates a codec with different compression of payloads to the server (`up`) and of results (`down`). Both codecs must
-    have one round and a dense float32 sum, as most have. With topk(ratio=1.0) as `down`, the server sends all nonzero entries
-    of the sum."""
-    if not is_separable(up):
-        raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"two_way: up is {up}, but it must be a codec of one round with a dense float32 sum")
-    if not is_download_codec(down):
-        raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"two_way: down is {down}, but it must be a codec of one round with a dense float32 sum, with or "
-                           "without error_feedback")
-    return TwoWay(up, down)
+two_way = TwoWay
 
 
 def is_download_codec(codec: Codec) -> bool:
@@ -132,26 +130,12 @@ def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) 
         _check_alike(bucket, codec, wrap(parse(text)))
     if node is not None and bucket.by_node:
         codec = wrap(parse(bucket.by_node[node]))
-    both = two_way(codec, wrap(parse(bucket.down))) if bucket.down else codec
-    return _with_budget(both, bucket, plan)
-
-
-def _with_budget(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
-    """Wraps the codec in BudgetedTopK if the number of entries varies by step and a server sums the bucket.
-
-    Collectives reserve the largest size in every step and send it, so they would gain nothing.
-    """
-    if bucket.path != "service":
-        alone: Codec = codec
-        return alone
-    steps, shared = (0, False) if plan is None else (plan.warmup, plan.ratio_over == "plan")
-    ratios = [parse_spec(text).ratio for text in bucket.by_node or (bucket.codec,)]
-    mean_ratio = None if None in ratios else fmean(ratio for ratio in ratios if ratio is not None)
-    if isinstance(codec, TwoWay):
-        up, down = (with_budget(codec_, mean_ratio, steps=steps, shared=shared) for codec_ in (codec.up, codec.down))
-        return TwoWay(up, down)
-    result: Codec = with_budget(codec, mean_ratio, steps=steps, shared=shared)
-    return result
+    codec = two_way(codec, wrap(parse(bucket.down))) if bucket.down else codec
+    # Collectives reserve the largest size in every step and send it, so they would gain nothing from a changing size.
+    if bucket.path != "service" or plan is None:
+        return codec
+    ratios = [ratio for text in bucket.by_node or (bucket.codec,) if (ratio := parse_spec(text).ratio) is not None]
+    return with_budget(codec, fmean(ratios) if ratios else None, steps=plan.warmup, shared=plan.ratio_over == "plan")
 
 
 def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:
@@ -186,21 +170,8 @@ def _bare(codec: Any) -> Any:
     return codec.inner if isinstance(codec, BudgetedTopK) else codec
 
 
-FACTORIES: Mapping[str, Callable[..., Codec]] = {
-    "identity": identity,
-    "fp16": fp16,
-    "bf16": bf16,
-    "int8": int8,
-    "topk": topk,
-    "int4": int4,
-    "qsgd": qsgd,
-    "onebit": onebit,
-    "block_threshold": block_threshold,
-    "randomk": randomk,
-    "powersgd": powersgd,
-    "error_feedback": error_feedback,
-    "momentum": momentum,
-}
+FACTORIES: Mapping[str, type[Codec]] = {kind.name: kind for kind in (
+    Identity, Fp16, Bf16, Int8, TopK, Int4, Qsgd, OneBit, BlockThreshold, RandomK, PowerSGD, ErrorFeedback, Momentum)}
 
 
 def parse(text: str) -> Codec:
@@ -209,8 +180,7 @@ def parse(text: str) -> Codec:
 
 
 def build(name: CodecSpec) -> Codec:
-    """Creates the codec of a parsed name. Raises InvalidInput for nestings that cannot work; the factories of the codecs check
-    that."""
+    """Creates the codec of a parsed name. Raises InvalidInput for nestings that cannot work."""
     arguments = {argument: build(value) if isinstance(value, CodecSpec) else value for argument, value in name.arguments}
     return FACTORIES[name.family](**arguments)
 

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import NAN, Codec, Reduction, State, accumulator, as_array, check_numel
 from commlayer.compressors.dense import finite_or_nan
@@ -52,14 +51,14 @@ class Factors(NamedTuple):
 
 
 class PowerSGD(Codec, frozen=True):
-    """Sends matrices as factors of low rank. A tensor with fewer elements than its factors is sent uncompressed. The codec
-    keeps no residual; error feedback calls `sent`."""
+    """Sends matrices as factors of low rank. A tensor with fewer elements than its factors is sent uncompressed, as is each
+    tensor of one dimension. The codec keeps no residual; error feedback calls `sent`."""
 
     name: ClassVar[str] = "powersgd"
     rounds: ClassVar[tuple[Reduction, ...]] = (Reduction.SUM, Reduction.SUM)
     biased: ClassVar[bool] = True
 
-    rank: int
+    rank: int = 4
     shapes: tuple[Shape, ...] | None = None
     """Shapes of the tensors in a fused bucket, in order. None: the bucket's own shape."""
 
@@ -204,11 +203,7 @@ class PowerSGD(Codec, frozen=True):
         return head.body
 
 
-def powersgd(rank: int = 4, shapes: tuple[Shape, ...] | None = None) -> PowerSGD:
-    """Creates the PowerSGD codec with factors of that rank. Only tensors of two or more dimensions become smaller. `shapes`:
-    the tensors of a fused bucket, in order."""
-    check_arguments("powersgd", rank=rank, shapes=shapes)
-    return PowerSGD(rank, shapes)
+powersgd = PowerSGD
 
 
 def _tensors(factors: list[Factors], first: Array, second: Array) -> Iterator[tuple[Factors, Any, Any]]:

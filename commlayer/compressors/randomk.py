@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import FusedCodec, Reduction, State, as_array, check_numel
 from commlayer.compressors.entries import VALUE_KINDS, decode_values, encode_values, values_nbytes
@@ -24,15 +23,15 @@ HEADER = payload.HEADER_NBYTES
 
 
 class RandomK(FusedCodec, frozen=True):
-    """Sends ratio * numel random entries per payload. If unbiased, each entry is multiplied by the size of its stratum, which
-    it represents."""
+    """Sends ratio * numel random entries per payload, the same entries for all members. If unbiased, each entry is multiplied
+    by the size of its stratum, which it represents; do not combine unbiased=True with error feedback."""
 
     name: ClassVar[str] = "randomk"
     rounds: ClassVar[tuple[Reduction, ...]] = (Reduction.SUM,)
 
-    ratio: float
-    values: str
-    unbiased: bool
+    ratio: float = 0.01
+    values: str = "fp32"
+    unbiased: bool = False
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
@@ -144,8 +143,4 @@ class RandomK(FusedCodec, frozen=True):
         return decode_values(kind, head.body, head.entries)
 
 
-def randomk(ratio: float = 0.01, values: str = "fp32", unbiased: bool = False) -> RandomK:
-    """Creates the random-k codec, whose entries are the same for all members. With unbiased=True entries are scaled by 1 /
-    ratio; do not combine unbiased=True with error feedback."""
-    check_arguments("randomk", ratio=ratio, values=values, unbiased=unbiased)
-    return RandomK(float(ratio), values, unbiased)
+randomk = RandomK

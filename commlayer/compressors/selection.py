@@ -43,7 +43,7 @@ class Picked(NamedTuple):
     finite: bool
 
 
-def room(n: int, k: int, few: bool) -> int:
+def capacity(n: int, k: int, few: bool) -> int:
     """Returns the maximum number of entries or runs that `pick` returns."""
     return k if few else min(n, k + max(1, k // 10))
 
@@ -51,7 +51,7 @@ def room(n: int, k: int, few: bool) -> int:
 def scratch(n: int, k: int, few: bool, run: int = 1) -> State:
     """Creates temporary memory for the selection of k of n entries or runs."""
     candidates = k if few else min(n, k + k // 2 + SPARE)
-    sample = (n if run > 1 else 0) if few else max(sample_sizes(n, aim(n, k)))
+    sample = (n if run > 1 else 0) if few else max(sample_sizes(n, target_count(n, k)))
     return {
         "idx": np.empty(candidates, np.int32),
         "val": np.empty(candidates, np.float32),
@@ -99,7 +99,7 @@ def complete(
             on.scatter_add(taken, idx[:count], -val[:count])
     if finite:
         update(k, n, count + overflow, tracked, state)
-        if count > room(n, k, False):
+        if count > capacity(n, k, False):
             count = on.trim(taken, n, idx, val, count, k, start, memory["words"])
     return Picked(idx[:count], val[:count], finite)
 
@@ -187,7 +187,7 @@ def threshold_state() -> State:
     return {"threshold": 0.0, "trend": 0.0, "slope": SLOPE_START, "doubt": DOUBT_START, "step": 0}
 
 
-def aim(n: int, k: int) -> int:
+def target_count(n: int, k: int) -> int:
     """Returns the number of entries that the threshold should select: k plus the sampling error, since too many entries cost
     less than too few."""
     expected = sample_sizes(n, k)[0] * k / n
@@ -216,7 +216,7 @@ class Sampling(NamedTuple):
 
 
 def sampling(n: int, k: int, state: State) -> Sampling:
-    k = aim(n, k)
+    k = target_count(n, k)
     usual, larger = sample_sizes(n, k)
     calm = state["doubt"] < CALM
     if calm:
@@ -256,7 +256,7 @@ def estimate(k: int, n: int, draw: Draw, state: State) -> Estimate:
 
 def estimate_lower(k: int, n: int, draw: Draw, state: State, estimated: Estimate, passed: int) -> Estimate:
     """Returns a lower threshold, after only `passed` magnitudes reached the first one."""
-    k = aim(n, k)
+    k = target_count(n, k)
     larger = sample_sizes(n, k)[1]
     magnitudes = state["_scratch"]["sample"][:larger]
     draw(rotation(n, state), magnitudes)
@@ -267,7 +267,7 @@ def estimate_lower(k: int, n: int, draw: Draw, state: State, estimated: Estimate
 
 def update(k: int, n: int, passed: int, estimated: Estimate, state: State) -> None:
     """Updates the state from the number of entries that reached the threshold, including those that did not fit."""
-    error = min(max(math.log(max(passed, 0.5) / aim(n, k)), -1.0), 1.0)
+    error = min(max(math.log(max(passed, 0.5) / target_count(n, k)), -1.0), 1.0)
     gain = GAIN
     if estimated.shift is None:
         state["trend"], gain = 0.0, 1.0

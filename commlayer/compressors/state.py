@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from commlayer.compressors.codec import State
+from commlayer.compressors.codec import State, states
 from commlayer.compressors.global_budget import BUDGET_LIMITS
 from commlayer.compressors.kernels import Array, to_host
 from commlayer.compressors.payload import on_device
@@ -65,7 +65,8 @@ def restore(state: State, arrays: Mapping[str, Array]) -> None:
         if not shape and not least <= saved.item() <= most:
             raise InvalidInput("E-CODEC-STATE", f"codec state {path}: is {saved.item()}, but it must be {least} to {most}; use "
                                                 "an earlier checkpoint")
-    _forget(state)
+    for _, owner in states(state):  # nothing was sent from a restored state, so nothing can be undone
+        owner.update(dict.fromkeys({"_sent", "_added", "_moved", "_more", "_reweighed"} & owner.keys()))
     for path, owner, name, value in places:
         if on_device(value) and _is_array(value):
             value.copy_(value.new_tensor(arrays[path]))
@@ -75,32 +76,25 @@ def restore(state: State, arrays: Mapping[str, Array]) -> None:
             owner[name] = type(value)(arrays[path].item())
 
 
-def remembered(state: State) -> dict[str, Array]:
+def server_snapshot(state: State) -> dict[str, Array]:
     """Returns a server's snapshot plus the data for `undo_server`, so a restarted server can resume from its journal."""
     arrays = snapshot(state)
-    for path, owner in _memories(state):
-        arrays[f"{path}_sent"] = number(int(owner["_sent"] is not None))
-        if owner["_added"] is not None:
-            arrays[f"{path}_added"] = _saved(owner["_added"])
+    for path, owner in states(state):
+        if "_added" in owner:
+            arrays[f"{path}_sent"] = number(int(owner["_sent"] is not None))
+            if owner["_added"] is not None:
+                arrays[f"{path}_added"] = _saved(owner["_added"])
     return arrays
 
 
-def recall(state: State, arrays: Mapping[str, Array], sent: Any) -> None:
-    """Restores the state that `remembered` returned. `sent`: the complete last result, whose memory must stay unchanged until
-    the next `emit`."""
+def restore_server(state: State, arrays: Mapping[str, Array], sent: Any) -> None:
+    """Restores the state that `server_snapshot` returned. `sent`: the complete last result, whose memory must stay unchanged
+    until the next `emit`."""
     restore(state, {path: value for path, value in arrays.items() if path.rsplit(".", 1)[-1] not in ("_sent", "_added")})
-    for path, owner in _memories(state):
-        owner["_sent"] = sent if int(arrays[f"{path}_sent"]) else None
-        owner["_added"] = arrays.get(f"{path}_added")
-
-
-def _memories(state: State, prefix: str = "") -> Iterator[tuple[str, State]]:
-    """Yields every state, including nested ones, that has data for `undo_server`, with its path."""
-    if "_added" in state and "_sent" in state:
-        yield prefix, state
-    for name, value in state.items():
-        if isinstance(value, dict):
-            yield from _memories(value, f"{prefix}{name}.")
+    for path, owner in states(state):
+        if "_added" in owner:
+            owner["_sent"] = sent if int(arrays[f"{path}_sent"]) else None
+            owner["_added"] = arrays.get(f"{path}_added")
 
 
 def number(value: float) -> Array:
@@ -116,39 +110,19 @@ def _is_array(value: Any) -> bool:
     return not isinstance(value, int | float)
 
 
-def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str, Any]]:
+def _walk(state: State) -> Iterator[tuple[str, State, str, Any]]:
     """Yields (path, dict that contains the value, key in that dict, value) for all arrays and numbers that are saved."""
-    for name, value in state.items():
-        if name.startswith("_"):
-            continue
-        if isinstance(value, dict):
-            yield from _walk(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, state, name, value
-
-
-def _forget(state: State) -> None:
-    """Clears the data for `undo`: nothing was sent from a restored state, so nothing can be undone."""
-    for name, value in state.items():
-        if name in ("_sent", "_added", "_moved", "_more", "_reweighed"):
-            state[name] = None
-        elif isinstance(value, dict):
-            _forget(value)
+    for prefix, owner in states(state):
+        for name, value in owner.items():
+            if not isinstance(value, dict) and "._" not in f".{prefix}{name}":
+                yield prefix + name, owner, name, value
 
 
 def seed(state: State, job: str, bucket: int, sender: int) -> None:
     """Sets the random keys in a new state and in its nested states. `job`: any text that is equal on all workers."""
     keys = {"shared": _key(f"{job} {bucket}"), "own": _key(f"{job} {bucket} {sender}")}
-    _set(state, keys)
-
-
-def _set(state: State, keys: dict[str, int]) -> None:
-    for name, value in state.items():
-        if isinstance(value, dict):
-            # Nested states under a number are alike, so each gets different keys.
-            _set(value, {which: _key(f"{key} {name}") for which, key in keys.items()} if name.isdigit() else keys)
-        elif name in keys:
-            state[name] = keys[name]
+    for _, owner in states(state):
+        owner.update({name: keys[name] for name in keys.keys() & owner.keys()})
 
 
 def _key(text: str) -> int:

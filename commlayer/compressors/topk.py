@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload, selection
 from commlayer.compressors.codec import FusedCodec, State, as_array, check_numel
 from commlayer.compressors.entries import (
@@ -33,53 +32,117 @@ from commlayer.records import Spec
 HEADER = payload.HEADER_NBYTES
 
 
-class TopK(FusedCodec, frozen=True):
-    """Sends about ratio * numel entries per payload, never zeros. For large tensors the number varies by up to 10 %."""
+class _Largest(FusedCodec, frozen=True):
+    """Base class of both codecs: sends the runs of neighbors with the largest sums of magnitudes; an entry is a run of one."""
 
-    name: ClassVar[str] = "topk"
     biased: ClassVar[bool] = True
+    few_runs: ClassVar[int] = selection.FEW_RUNS
+    """Number of runs up to which all are compared."""
 
-    ratio: float
-    values: str
-    exact: bool
+    @property
+    def ratio(self) -> float:
+        raise NotImplementedError
 
-    def bound(self, spec: Spec) -> int:
-        cap = self.capacity(spec.numel)
-        return HEADER + values_nbytes(self.values, cap) + positions_bound(spec.numel, cap)
+    @property
+    def values(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def run_length(self) -> int:
+        return 1
+
+    def runs(self, numel: int) -> int:
+        return -(-numel // self.run_length)
 
     def wanted(self, numel: int) -> int:
-        """Returns the number of entries to send: k."""
-        return min(numel, max(1, math.ceil(self.ratio * numel)))
+        """Returns the number of runs to send: k."""
+        return min(self.runs(numel), max(1, math.ceil(self.ratio * numel / self.run_length)))
+
+    def compares_all(self, numel: int) -> bool:
+        """True: all runs are compared."""
+        return self.runs(numel) <= self.few_runs
 
     def capacity(self, numel: int) -> int:
-        """Returns the maximum number of entries of a payload."""
-        return selection.room(numel, self.wanted(numel), self.few(numel))
+        """Returns the maximum number of runs of a payload."""
+        return selection.capacity(self.runs(numel), self.wanted(numel), self.compares_all(numel))
 
-    def few(self, numel: int) -> bool:
-        """True: all entries are compared, because the tensor is small or `exact` is set."""
-        return self.exact or numel <= selection.FEW_ENTRIES
+    def bound(self, spec: Spec) -> int:
+        cap, runs = self.capacity(spec.numel), self.runs(spec.numel)
+        return HEADER + values_nbytes(self.values, min(spec.numel, self.run_length * cap)) + positions_bound(runs, cap)
 
     def init(self, spec: Spec) -> State:
         n = check_numel(spec)
-        memory = selection.scratch(n, self.wanted(n), self.few(n)) | {"error": np.empty(self.capacity(n), np.float32)}
+        entries = min(n, self.run_length * self.capacity(n))
+        memory = {name: np.empty(entries, np.float32) for name in (("error",) if self.run_length == 1 else ("values", "error"))}
+        memory |= selection.scratch(self.runs(n), self.wanted(n), self.compares_all(n), self.run_length)
         return {**selection.threshold_state(), "_scratch": memory, "_numel": n}
+
+    def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
+        payload.expect("seed", head.seed, 0)
+        payload.expect("kind of values", head.aux >> 4, VALUE_KINDS[self.values])
+        count = head.entries
+        body, places = split_values(self.name, self.values, head.body, count)
+        ids = decode_positions(head.aux & 15, places, -(-count // self.run_length), self.runs(numel))
+        if count and self.run_length > 1:
+            short = numel % self.run_length if int(ids[-1]) == numel // self.run_length else 0
+            payload.expect("entries in the last run", (count - 1) % self.run_length + 1, short or self.run_length)
+        return ids, self.read_values(body, count)
+
+    def read_values(self, body: Buffer, count: int) -> Any:
+        """Returns the values in the form that `apply` needs."""
+        return decode_values(self.values, body, count)
+
+    def encode(self, n: int, ids: Array, val: Array, residual: Array | None, error: Array, out: Out) -> int:
+        """Writes the payload and its rounding errors, the latter to `error`. Returns the payload's size, or that of a flagged
+        payload if a value became infinite.
+
+        With a residual no value becomes infinite: fp16 sends its largest number and the residual keeps the rest.
+        """
+        middle = HEADER + values_nbytes(self.values, len(val))
+        if not encode_values(self.values, out[HEADER:middle], val, error, saturate=residual is not None):
+            return payload.write_flagged(out, self.id, n)
+        kind, nbytes = encode_positions(out[middle:], ids, self.runs(n))
+        payload.write(out, self.id, n, len(val), aux=VALUE_KINDS[self.values] << 4 | kind)
+        if residual is not None:
+            self.keep_error(residual, ids, error)
+        return middle + nbytes
+
+    def keep_error(self, residual: Array, ids: Array, error: Array) -> None:
+        """Stores the rounding errors of what was sent in the residual."""
+        raise NotImplementedError
+
+
+class TopK(_Largest, frozen=True):
+    """Sends the `ratio` of all entries with the largest magnitudes, never zeros. For large tensors the number varies by up to
+    10 %; exact=True sorts tensors of any size, which costs several passes."""
+
+    name: ClassVar[str] = "topk"
+    few_runs: ClassVar[int] = selection.FEW_ENTRIES
+
+    ratio: float = 0.01
+    values: str = "int8"
+    exact: bool = False
+
+    def compares_all(self, numel: int) -> bool:
+        return self.exact or super().compares_all(numel)
 
     def start_fused(self, x: Array, residual: Array | None, state: State, out: Out) -> int:
         n, k = len(x), self.wanted(len(x))
-        if on_device(out) and not self.few(n):
-            from commlayer.compressors.device import topk as queued_topk  # loads torch
+        if on_device(out) and not self.compares_all(n):
+            from commlayer.compressors import topk_on_device  # loads torch
 
-            nbytes, picked = queued_topk.start(self.id, VALUE_KINDS[self.values], k, x, residual, state, out)
+            nbytes, picked = topk_on_device.start(self.id, VALUE_KINDS[self.values], k, x, residual, state, out)
             if picked is None:
                 return nbytes
         else:
             x = as_array(self.name, "x", x, state["_numel"], state["_scratch"]["val"])
-            picked = selection.pick(k, self.few(n), x, residual, state)
+            picked = selection.pick(k, self.compares_all(n), x, residual, state)
         idx, val, finite = picked
-        if not finite and residual is not None:
+        if finite:
+            return self.encode(n, idx, val, residual, state["_scratch"]["error"][: len(idx)], out)
+        if residual is not None:
             kernels.of(residual).scatter_add(residual, idx, val)
-        nbytes = self._encode(n, idx, val, residual, state["_scratch"]["error"][: len(idx)], out) if finite else 0
-        return nbytes or payload.write_flagged(out, self.id, n)
+        return payload.write_flagged(out, self.id, n)
 
     def read(self, result: Buffer, numel: int) -> tuple[Array, Array] | None:
         """Returns the positions (increasing, uint32 stored as int32) and values that `decode` would write; all other elements
@@ -90,12 +153,8 @@ class TopK(FusedCodec, frozen=True):
         idx, val = self.check(head, numel)
         return idx, decode_values("int8", val, len(idx)) if self.values == "int8" else val
 
-    def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
-        payload.expect("seed", head.seed, 0)
-        payload.expect("kind of values", head.aux >> 4, VALUE_KINDS[self.values])
-        body, places = split_values(self.name, self.values, head.body, head.entries)
-        idx = decode_positions(head.aux & 15, places, head.entries, numel)
-        return idx, body if self.values == "int8" else decode_values(self.values, body, head.entries)
+    def read_values(self, body: Buffer, count: int) -> Any:
+        return body if self.values == "int8" else super().read_values(body, count)
 
     def apply(self, parts: tuple[Any, ...], out: Array, *, assign: bool) -> None:
         idx, val = parts
@@ -107,88 +166,33 @@ class TopK(FusedCodec, frozen=True):
         else:
             kernels.of(idx).scatter_add(out, idx, val)
 
-    def _encode(
-        self, n: int, idx: Array, val: Array, residual: Array | None, error: Array, out: Out
-    ) -> int:
-        """Writes the payload. Rounding errors of values are added to the residual. Returns the payload's size, or 0 if a value
-        became infinite.
-
-        With a residual no value becomes infinite: fp16 sends its largest number and the residual keeps the rest.
-        """
-        count = len(idx)
-        middle = HEADER + values_nbytes(self.values, count)
-        if not encode_values(self.values, out[HEADER:middle], val, error, saturate=residual is not None):
-            return 0
-        kind, nbytes = encode_positions(out[middle:], idx, n)
-        payload.write(out, self.id, n, count, aux=VALUE_KINDS[self.values] << 4 | kind)
-        if residual is not None and self.values != "fp32":
-            kernels.of(residual).scatter_add(residual, idx, error)
-        return middle + nbytes
+    def keep_error(self, residual: Array, ids: Array, error: Array) -> None:
+        if self.values != "fp32":
+            kernels.of(residual).scatter_add(residual, ids, error)
 
 
-def topk(ratio: float = 0.01, values: str = "int8", exact: bool = False) -> TopK:
-    """Creates the top-k codec, which sends the `ratio` of all entries with the largest magnitudes. exact=True sorts tensors of
-    any size, which costs several passes."""
-    check_arguments("topk", ratio=ratio, values=values, exact=exact)
-    return TopK(float(ratio), values, exact)
-
-
-class BlockThreshold(FusedCodec, frozen=True):
-    """Sends about ratio * numel entries per payload, in runs, never a run of zeros. For large tensors the number varies by up
-    to 10 %."""
+class BlockThreshold(_Largest, frozen=True):
+    """Sends the runs of `run` neighbors with the largest sums of magnitudes, until `ratio` of all entries is sent, never a run
+    of zeros. For large tensors the number varies by up to 10 %."""
 
     name: ClassVar[str] = "block_threshold"
-    biased: ClassVar[bool] = True
 
-    ratio: float
-    run: int
-    values: str
+    ratio: float = 0.01
+    run: int = 16
+    values: str = "int8"
 
-    def bound(self, spec: Spec) -> int:
-        runs = self._runs(spec.numel)
-        cap = selection.room(runs, self.wanted(spec.numel), runs <= selection.FEW_RUNS)
-        return HEADER + values_nbytes(self.values, min(spec.numel, self.run * cap)) + positions_bound(runs, cap)
-
-    def wanted(self, numel: int) -> int:
-        """Returns the number of runs to send."""
-        return min(self._runs(numel), max(1, math.ceil(self.ratio * numel / self.run)))
-
-    def init(self, spec: Spec) -> State:
-        n = check_numel(spec)
-        runs, k = self._runs(n), self.wanted(n)
-        few = runs <= selection.FEW_RUNS
-        entries = min(n, self.run * selection.room(runs, k, few))
-        memory = {"values": np.empty(entries, np.float32), "error": np.empty(entries, np.float32)}
-        return {**selection.threshold_state(), "_scratch": selection.scratch(runs, k, few, self.run) | memory, "_numel": n}
+    @property
+    def run_length(self) -> int:
+        return self.run
 
     def start_fused(self, x: Array, residual: Array | None, state: State, out: Out) -> int:
         n, memory = state["_numel"], state["_scratch"]
         x = as_array(self.name, "x", x, n, memory["val"])
-        few = self._runs(n) <= selection.FEW_RUNS
-        ids, _, finite = selection.pick(self.wanted(n), few, x, residual, state, self.run)
+        ids, _, finite = selection.pick(self.wanted(n), self.compares_all(n), x, residual, state, self.run)
         if not finite:
             return payload.write_flagged(out, self.id, n)
         count = kernels.of(x).gather_runs(x if residual is None else residual, self.run, ids, memory["values"])
-        val, error = memory["values"][:count], memory["error"][:count]
-        middle = HEADER + values_nbytes(self.values, count)
-        if not encode_values(self.values, out[HEADER:middle], val, error, saturate=residual is not None):
-            return payload.write_flagged(out, self.id, n)
-        kind, nbytes = encode_positions(out[middle:], ids, self._runs(n))
-        payload.write(out, self.id, n, count, aux=VALUE_KINDS[self.values] << 4 | kind)
-        if residual is not None:
-            kernels.of(ids).scatter_runs(residual, self.run, ids, error, True)
-        return middle + nbytes
-
-    def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
-        payload.expect("seed", head.seed, 0)
-        payload.expect("kind of values", head.aux >> 4, VALUE_KINDS[self.values])
-        count = head.entries
-        body, places = split_values(self.name, self.values, head.body, count)
-        ids = decode_positions(head.aux & 15, places, -(-count // self.run), self._runs(numel))
-        short = numel % self.run if len(ids) and int(ids[-1]) == numel // self.run else 0
-        if count:
-            payload.expect("entries in the last run", (count - 1) % self.run + 1, short or self.run)
-        return ids, decode_values(self.values, body, count)
+        return self.encode(n, ids, memory["values"][:count], residual, memory["error"][:count], out)
 
     def apply(self, parts: tuple[Any, ...], out: Array, *, assign: bool) -> None:
         ids, val = parts
@@ -196,12 +200,8 @@ class BlockThreshold(FusedCodec, frozen=True):
             out[:] = 0.0
         kernels.of(ids).scatter_runs(out, self.run, ids, val, False)
 
-    def _runs(self, numel: int) -> int:
-        return -(-numel // self.run)
+    def keep_error(self, residual: Array, ids: Array, error: Array) -> None:
+        kernels.of(ids).scatter_runs(residual, self.run, ids, error, True)
 
 
-def block_threshold(ratio: float = 0.01, run: int = 16, values: str = "int8") -> BlockThreshold:
-    """Creates the block-threshold codec. It sends the runs of `run` neighbors with the largest sums of magnitudes, until
-    `ratio` of all entries is sent."""
-    check_arguments("block_threshold", ratio=ratio, run=run, values=values)
-    return BlockThreshold(float(ratio), run, values)
+topk, block_threshold = TopK, BlockThreshold

@@ -4,22 +4,22 @@ clusters."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec import structs
 
 from commlayer.errors import InvalidInput
 from commlayer.planner.buckets import default_plan
-from commlayer.planner.convergence import NONE, alone, measured_noise
+from commlayer.planner.convergence import NONE, measured_noise, one_worker_factor
 from commlayer.planner.costs import Prices, plan_excess
+from commlayer.planner.data.noise import noise_of
+from commlayer.planner.data.tables import gpus, job_speed
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Line, Link, Node, Policy, Profile
-from commlayer.planner.noise import noise_of
+from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Line, Link, Node, Policy, Profile, Question
 from commlayer.planner.plan_rules import main_codec, sync_mode
-from commlayer.planner.search import PAYS, plan
-from commlayer.planner.simulation import bucket_template, exact_s, hosts_of
-from commlayer.planner.tables import gpus, job_speed
+from commlayer.planner.search.plan_search import PAYS, plan
+from commlayer.planner.simulation import bucket_template, hosts_of, step_seconds
 from commlayer.planner.tensors import sent_numel
 from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record, Timing
 
@@ -107,7 +107,8 @@ class Gains(NamedTuple):
     plan: float
     cautious: float
     high: float
-    """The plan's if the gradient noise scale is large, `plan` being with a small one; equal to `plan` if it is known."""
+    """The gain with a large gradient noise scale, while `plan` is the gain with a small one. Equal to `plan` if the noise scale
+    is known."""
     step: float
     """That of the best plan that averages gradients in every step."""
     step_high: float
@@ -149,70 +150,66 @@ def verdict(gain: Gains) -> str:
         return "one machine: nothing to exchange"
     if gain.high <= 1:
         least = "" if gain.known else "at least "
-        faster = "as fast" if times(1 / gain.high) == "1.0x" else f"{least}{times(1 / gain.high)} faster"
+        faster = "as fast" if times_text(1 / gain.high) == "1.0x" else f"{least}{times_text(1 / gain.high)} faster"
         return f"NOT WORTH IT: {alone} is {faster}; try a larger batch or faster links"
     if not gain.known:
         unsure, how = ("", "faster than") if gain.plan > 1 else ("UNSURE: ", "as fast as")
-        return f"{unsure}{times(gain.plan, gain.high)} {how} {alone}: the noise scale of your training is unknown"
+        return f"{unsure}{times_text(gain.plan, gain.high)} {how} {alone}: the noise scale of your training is unknown"
     if gain.cautious <= 1:
-        return f"UNSURE: {times(gain.plan)} faster than {alone}, {times(gain.cautious)} by the cautious estimate"
-    spread = f" ({times(gain.cautious)} by the cautious estimate)" if times(gain.cautious) != times(gain.plan) else ""
-    return f"{times(gain.plan)} faster than {alone}{spread}"
+        return f"UNSURE: {times_text(gain.plan)} faster than {alone}, {times_text(gain.cautious)} by the cautious estimate"
+    median, cautious = times_text(gain.plan), times_text(gain.cautious)
+    return f"{median} faster than {alone}" + (f" ({cautious} by the cautious estimate)" if cautious != median else "")
 
 
-def times(factor: float, high: float = 0.0) -> str:
+def times_text(factor: float, high: float = 0.0) -> str:
     """
-    >>> times(0.581), times(2.42), times(1.3, 2.2), times(1.31, 1.32)
+    >>> times_text(0.581), times_text(2.42), times_text(1.3, 2.2), times_text(1.31, 1.32)
     ('0.58x', '2.4x', '1.3x to 2.2x', '1.3x')
     """
     low, most = (f"{value:.2f}x" if value < 1 else f"{value:.1f}x" for value in (factor, high or factor))
     return low if low == most else f"{low} to {most}"
 
 
-def noise_range(job: Job, profile: Profile, policy: Policy) -> tuple[Job, Job]:
-    """The job with the noise scale of small models, and with an unlimited one, if its own is unknown; else the job twice."""
+def noise_range(question: Question) -> tuple[Question, Question]:
+    """The question with the noise scale of small models, and with an unlimited one, if the job's own is unknown; else the
+    question twice."""
+    job = question.job
     if noise_of(job):
-        return job, job
-    low, high = ((job.batch or 1) * noise for noise in (measured_noise(profile.learning, policy.optimizer), math.inf))
-    return (structs.replace(job, timing=structs.replace(job.timed, noise_scale=low)),
-            structs.replace(job, timing=structs.replace(job.timed, noise_scale=high)))
+        return question, question
+    least = measured_noise(question.profile.learning, question.policy.optimizer)
+    low, high = (structs.replace(job, timing=structs.replace(job.timed, noise_scale=(job.batch or 1) * noise))
+                 for noise in (least, math.inf))
+    return question._replace(job=low), question._replace(job=high)
 
 
-def baselines(
-    planned: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, synchronous: Plan | None = None,
-) -> tuple[Baseline, ...]:
+def baselines(planned: Plan, question: Question, synchronous: Plan | None = None) -> tuple[Baseline, ...]:
     """The plan first, then its baselines. `synchronous`: the best plan that averages gradients in every step, if `planned` is a
     different one."""
-    profile, policy, _ = checked_inputs(job, cluster, profile, policy)
-    dense = uncompressed(job, cluster, profile, policy)
-    fp16_plan = _ddp_plan(job, cluster)
-    return (*against_alone(planned, job, cluster, profile, policy, synchronous),
-            Baseline("dense fp32", dense.step_s, nbytes=busiest_nbytes(dense, job, cluster, profile)),
-            Baseline("DDP fp16", ddp_fp16_s(job, cluster, profile, policy),
-                     nbytes=busiest_nbytes(fp16_plan, job, cluster, profile) / 2),
-            *one_machine(job, cluster, profile, policy))
+    dense = uncompressed(question)
+    return (*planned_rows(planned, question, synchronous),
+            Baseline("dense fp32", dense.step_s, nbytes=busiest_nbytes(dense, question)),
+            Baseline("DDP fp16", ddp_fp16_s(question), nbytes=busiest_nbytes(_ddp_plan(question), question) / 2),
+            *one_machine(question))
 
 
-def against_alone(
-    planned: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy, synchronous: Plan | None = None,
-) -> list[Baseline]:
+def planned_rows(planned: Plan, question: Question, synchronous: Plan | None = None) -> list[Baseline]:
     """The plan, and the best one that averages gradients in every step, if that is a different one: with the convergence
     factors that follow from the job's noise scale."""
     rows = []
     for name, each in ((PLAN, planned), *(((SYNCHRONOUS, synchronous),) if synchronous else ())):
-        more = plan_excess(each, job, cluster, profile, policy) if each.steps else NONE
-        rows.append(Baseline(name, each.step_s, 1 + more.steps, 1 + more.high,
-                             nbytes=busiest_nbytes(each, job, cluster, profile)))
+        more = plan_excess(each, question) if each.steps else NONE
+        rows.append(Baseline(name, each.step_s, 1 + more.steps, 1 + more.high, nbytes=busiest_nbytes(each, question)))
     return rows
 
 
-def busiest_nbytes(plan: Plan, job: Job, cluster: Cluster, profile: Profile) -> float:
+def busiest_nbytes(plan: Plan, question: Question) -> float:
     """Bytes that the training machine with most traffic sends and receives per step, without headers."""
-    prices, nbytes = Prices(cluster, profile, hosts_of(plan, cluster)), dict[str, float]()
+    cluster, nbytes = question.cluster, dict[str, float]()
+    prices = Prices(cluster, question.profile, hosts_of(plan, cluster))
     links = {f"{end}:{node.name}": bps for node in cluster.nodes if node.ranks
              for end, bps in (("up", node.link.up_bps), ("down", node.link.down_bps))}
     for bucket in plan.buckets:
-        numel = sent_numel(plan, bucket, job)
+        numel = sent_numel(plan, bucket, question.job)
         for task in bucket_template(prices, bucket).tasks:
             for lane, seconds in task.lanes:
                 if lane in links:
@@ -223,41 +220,44 @@ def busiest_nbytes(plan: Plan, job: Job, cluster: Cluster, profile: Profile) -> 
     return max(nbytes.values(), default=0.0) / plan.local_steps
 
 
-def uncompressed(job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Plan:
+def uncompressed(question: Question) -> Plan:
     """The best plan without compression that exchanges in every step."""
-    policy = structs.replace(policy or Policy(), codecs=(DENSE,), objective="step", max_loss=NO_LIMIT)
-    return plan(job, cluster, profile, structs.replace(policy, exact=True, max_local_steps=1, staleness=False, forward=False))
+    job, cluster, profile, policy = question
+    return plan(job, cluster, profile, structs.replace(policy, codecs=(DENSE,), objective="step", max_loss=NO_LIMIT, exact=True,
+                                                       max_local_steps=1, staleness=False, forward=False))
 
 
-def one_machine(job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> list[Baseline]:
+def one_machine(question: Question) -> list[Baseline]:
     """The fastest machine alone: either with the global batch, or with its own batch and the additional steps that the gradient
     noise scale predicts. Empty if there is only one machine."""
+    job, cluster, profile, policy = question
     candidates, timing = [], job.timed
     for node in cluster.nodes:
         if 0 < node.ranks < cluster.ranks:
             computing_s, others = (timing.forward_s + timing.backward_s) / node.speed, cluster.ranks / node.ranks
             candidates.append(Baseline(ALONE, computing_s * others + timing.update_s / node.speed, node=node.name))
-            steps = alone(profile.learning, policy.optimizer, others, noise_of(job), job.numel)
+            steps = one_worker_factor(profile.learning, policy.optimizer, others, noise_of(job), job.numel)
             if steps and policy.objective == "loss":
                 candidates.append(Baseline(ALONE, computing_s + timing.update_s / node.speed, steps, steps, node.name))
     return [min(candidates, key=lambda one: one.to_loss_s)] if candidates else []
 
 
-def ddp_fp16_s(job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
+def ddp_fp16_s(question: Question) -> float:
     """Step time with an all-reduce of fp16 values, modeled as fp32 over links twice as fast. The conversion counts as free."""
+    cluster, profile = question.cluster, question.profile
     nodes = tuple(structs.replace(node, intra_bps=2 * node.intra_bps, link=structs.replace(
         node.link, up_bps=2 * node.link.up_bps, down_bps=2 * node.link.down_bps)) for node in cluster.nodes)
     halved = {name: Line(line.floor_s, line.slope_s / 2, line.error)
               for name, line in (("inside", profile.inside), ("across", profile.across))}
-    faster = structs.replace(cluster, nodes=nodes)
-    return exact_s(_ddp_plan(job, cluster), job, faster, structs.replace(profile, **halved), policy)
+    faster = question._replace(cluster=structs.replace(cluster, nodes=nodes), profile=structs.replace(profile, **halved))
+    return step_seconds(_ddp_plan(question), faster)
 
 
-def _ddp_plan(job: Job, cluster: Cluster) -> Plan:
+def _ddp_plan(question: Question) -> Plan:
     """All-reduces of fp32 values in DDP's buckets."""
-    ranks = {node.ranks for node in cluster.nodes if node.ranks}
+    ranks = {node.ranks for node in question.cluster.nodes if node.ranks}
     per_node = ranks.pop() if len(ranks) == 1 else 1
-    return default_plan(job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=per_node, fuse_nbytes=DDP_NBYTES,
+    return default_plan(question.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=per_node, fuse_nbytes=DDP_NBYTES,
                         cut_nbytes=MAX_BUCKET_NBYTES)
 
 
@@ -315,23 +315,20 @@ class Curve(Record, frozen=True):
     break_even_bps: float | None = None
 
 
-def point(
-    label: str, x: float, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None,
-) -> Point:
+def point(label: str, x: float, question: Question) -> Point:
     """Plans for one cluster and compares the plan with its baselines."""
-    profile, policy, _ = checked_inputs(job, cluster, profile, policy)
-    planned = plan(job, cluster, profile, policy)
-    dense = uncompressed(job, cluster, profile, policy)
+    job, cluster, _, policy = question
+    planned, dense = plan(*question), uncompressed(question)
     if policy.objective == "step":  # convergence does not count
         planned = structs.replace(planned, steps=0.0, steps_high=0.0)
     # The dense plan needs no codec and is always possible, but a search may miss it.
     if dense.step_s < planned.step_s * (planned.steps_high or 1.0):
         planned = structs.replace(dense, steps=float(planned.steps > 0), steps_high=float(planned.steps > 0))
     batch, plan_s = (job.batch or 0) * cluster.ranks, planned.step_s
-    alone_s = sum(one.to_loss_s for one in one_machine(job, cluster, profile, policy))
+    alone_s = sum(one.to_loss_s for one in one_machine(question))
     return Point(label, x, plan_s, dense.step_s, batch / plan_s if plan_s else 0.0, planned.steps, planned.steps_high,
                  planned.local_steps, sync_mode(planned), main_codec(planned),
-                 ddp_fp16_s(job, cluster, profile, policy), alone_s)
+                 ddp_fp16_s(question), alone_s)
 
 
 def what_if(
@@ -340,22 +337,22 @@ def what_if(
 ) -> Curve:
     """Plans for several clusters that differ in one of: link rates (of every training node, both directions, in bit/s), nodes
     added one by one, the number of nodes (copies of the last node), the GPU of all nodes. A profile must cover all clusters."""
-    checked_inputs(job, cluster, profile, policy)
-    given = {"bandwidth": bandwidths, "add_node": add_nodes, "nodes": counts, "gpu": gpus}
-    clusters = {"bandwidth": _at_rates(cluster, bandwidths), "add_node": _grown(cluster, add_nodes),
-                "nodes": _counted(cluster, counts), "gpu": _with_gpus(cluster, gpus, job.timing)}
-    swept = [name for name, values in given.items() if values]
+    question = checked_inputs(job, cluster, profile, policy)
+    variants = {
+        "bandwidth": [(rate_text(bps), bps, at_rate(cluster, bps)) for bps in bandwidths],
+        "add_node": _grown(cluster, add_nodes) if add_nodes else [],
+        "nodes": [(f"{count} nodes", float(count), _counted(cluster, count)) for count in counts],
+        "gpu": [(name, float(i), _with_gpu(cluster, name, job.timing)) for i, name in enumerate(gpus)],
+    }
+    swept = [name for name, each in variants.items() if each]
     if len(swept) != 1:
         raise InvalidInput("E-PLAN-QUESTION",
                            f"what_if sweeps one thing at a time: bandwidths, add_nodes, counts or gpus; got {len(swept)}")
-    points = tuple(point(label, x, job, machines, profile, policy) for label, x, machines in clusters[swept[0]])
-    pays = None
-    if swept[0] == "bandwidth":
-        pays = _break_even(points, lambda bps: point("", bps, job, at_rate(cluster, bps), profile, policy))
-    return Curve(swept[0], points, pays)
+    points = tuple(point(label, x, checked_inputs(job, machines, profile, policy)) for label, x, machines in variants[swept[0]])
+    return Curve(swept[0], points, _break_even(points, question) if swept[0] == "bandwidth" else None)
 
 
-def _break_even(points: Sequence[Point], priced: Callable[[float], Point]) -> float | None:
+def _break_even(points: Sequence[Point], question: Question) -> float | None:
     """Finds by bisection the rate between the fastest swept rate at which compression is faster and the next rate. None if
     compression is faster at all rates or at none."""
     points = sorted(points, key=lambda p: p.x)
@@ -365,7 +362,8 @@ def _break_even(points: Sequence[Point], priced: Callable[[float], Point]) -> fl
     low, high = points[paying[-1]].x, points[paying[-1] + 1].x
     for _ in range(HALVINGS):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if priced(middle).gain > 1 + PAYS else (low, middle)
+        pays = point("", middle, question._replace(cluster=at_rate(question.cluster, middle))).gain > 1 + PAYS
+        low, high = (middle, high) if pays else (low, middle)
     return math.sqrt(low * high)
 
 
@@ -378,35 +376,28 @@ def at_rate(cluster: Cluster, bps: float) -> Cluster:
     return structs.replace(cluster, nodes=nodes)
 
 
-def _at_rates(cluster: Cluster, bandwidths: Sequence[float]) -> Iterator[tuple[str, float, Cluster]]:
-    for bps in bandwidths:
-        yield rate(bps), bps, at_rate(cluster, bps)
+def _grown(cluster: Cluster, added: Sequence[Node]) -> list[tuple[str, float, Cluster]]:
+    """The cluster, then with one more of these nodes at a time."""
+    grown = [("unchanged", cluster)] + [
+        (f"+ {node.device} {rate_text(node.link.up_bps)} up", structs.replace(cluster, nodes=(*cluster.nodes, *added[: n + 1])))
+        for n, node in enumerate(added)]
+    return [(label, float(sum(1 for node in each.nodes if node.ranks)), each) for label, each in grown]
 
 
-def _grown(cluster: Cluster, added: Sequence[Node]) -> Iterator[tuple[str, float, Cluster]]:
-    for n in range(len(added) + 1):
-        nodes = cluster.nodes + tuple(added[:n])
-        label = "unchanged" if n == 0 else f"+ {added[n - 1].device} {rate(added[n - 1].link.up_bps)} up"
-        yield label, float(sum(1 for node in nodes if node.ranks)), structs.replace(cluster, nodes=nodes)
-
-
-def _counted(cluster: Cluster, counts: Sequence[int]) -> Iterator[tuple[str, float, Cluster]]:
-    """Yields clusters of each number of training nodes; nodes that only host servers stay."""
+def _counted(cluster: Cluster, count: int) -> Cluster:
+    """The cluster with this number of training nodes; nodes that only host servers stay."""
+    if count < 1:
+        raise InvalidInput("E-PLAN-QUESTION", f"nodes: got {count}, allowed: 1 or more")
     trained = [i for i, node in enumerate(cluster.nodes) if node.ranks]
-    for n in counts:
-        if n < 1:
-            raise InvalidInput("E-PLAN-QUESTION", f"nodes: got {n}, allowed: 1 or more")
-        left_out, last = set(trained[n:]), cluster.nodes[trained[-1]]
-        kept = tuple(node for i, node in enumerate(cluster.nodes) if i not in left_out)
-        copies = tuple(structs.replace(last, name=f"{last.name}+{i}") for i in range(n - len(trained)))
-        yield f"{n} nodes", float(n), structs.replace(cluster, nodes=kept + copies)
+    left_out, last = set(trained[count:]), cluster.nodes[trained[-1]]
+    kept = tuple(node for i, node in enumerate(cluster.nodes) if i not in left_out)
+    copies = tuple(structs.replace(last, name=f"{last.name}+{i}") for i in range(count - len(trained)))
+    return structs.replace(cluster, nodes=kept + copies)
 
 
-def _with_gpus(cluster: Cluster, gpus: Sequence[str], timing: Timing | None) -> Iterator[tuple[str, float, Cluster]]:
-    for i, name in enumerate(gpus):
-        nodes = tuple(structs.replace(node, device=name, speed=job_speed(name, timing)) if node.ranks else node
-                      for node in cluster.nodes)
-        yield name, float(i), structs.replace(cluster, nodes=nodes)
+def _with_gpu(cluster: Cluster, name: str, timing: Timing | None) -> Cluster:
+    return structs.replace(cluster, nodes=tuple(
+        structs.replace(node, device=name, speed=job_speed(name, timing)) if node.ranks else node for node in cluster.nodes))
 
 
 def break_even(curve: Curve) -> str:
@@ -416,15 +407,15 @@ def break_even(curve: Curve) -> str:
     otherwise = any(p.mode for p, such in zip(curve.points, pays, strict=True) if such)
     what = "a mode other than a dense exchange in every step" if otherwise else "compression"
     if curve.break_even_bps is not None:
-        return f"{what} pays below {rate(float(f'{curve.break_even_bps:.2g}'))}"
+        return f"{what} pays below {rate_text(float(f'{curve.break_even_bps:.2g}'))}"
     if any(pays) and not all(pays):
         return f"{what} pays at some of these rates; sweep more rates to find the limit"
     return f"{what} pays at {'all' if any(pays) else 'none'} of these rates"
 
 
-def rate(bps: float) -> str:
+def rate_text(bps: float) -> str:
     """
-    >>> rate(20e6), rate(2.5e9)
+    >>> rate_text(20e6), rate_text(2.5e9)
     ('20 Mb/s', '2.5 Gb/s')
     """
     return f"{bps / 1e9:g} Gb/s" if bps >= 1e9 else f"{bps / 1e6:g} Mb/s"

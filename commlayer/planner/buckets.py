@@ -1,7 +1,9 @@
-"""Makes the default plan, before anything is measured: buckets by size only, one codec and one path for all buckets."""
+"""Cuts a model into buckets, divides buckets among servers and fragments, and makes the default plan: buckets by size only, one
+codec and one path, before anything is measured."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
@@ -10,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
-from commlayer.planner.tensors import DOUBLE, is_sparse, row_of, shaped, unrounded
+from commlayer.planner.tensors import DOUBLE, codec_and_shape, is_buffer, is_sparse, row_of, with_exact_doubles
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
 
 ELEMENT_NBYTES = 4
@@ -83,7 +85,7 @@ def default_plan(
     groups = list(fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective,
                         MAX_BUCKET_NBYTES if matrices else 0, spread_nbytes))
     # A bucket is ready when its last tensor is; buckets of buffers are ready when backward ends.
-    groups.sort(key=lambda group: (_buffer(job, group), -min(part.tensor for part in group)))
+    groups.sort(key=lambda group: (is_buffer(job, group), -min(part.tensor for part in group)))
     sizes = [sum(s.numel for s in group) for group in groups]
     service = path == "service"
     hosts = [0] * len(sizes)
@@ -92,40 +94,32 @@ def default_plan(
     owners = spread(sizes, ranks_per_node) if service else [0] * len(sizes)
     buckets = []
     for i, group in enumerate(groups):
-        buffer = _buffer(job, group)
-        mine, shape = shaped(BUFFER_CODEC if buffer else codec, job, group)
+        buffer = is_buffer(job, group)
+        mine, shape = codec_and_shape(BUFFER_CODEC if buffer else codec, job, group)
         buckets.append(Bucket(i, group, path, mine, hosts[i], owners[i], shape, down="" if buffer else down))
-    return unrounded(Plan(job.digest(), tuple(buckets), servers if service else 0, ranks_per_node), job)
-
-
-def _buffer(job: Job, group: Sequence[Slice]) -> bool:
-    return job.tensors[group[0].tensor].buffer
+    return with_exact_doubles(Plan(job.digest(), tuple(buckets), servers if service else 0, ranks_per_node), job)
 
 
 def _first_needed(sizes: Sequence[int], hosts: int) -> list[int]:
     """Chooses a host for each size, if the next forward pass waits for the last sizes first: whatever part of the last half it
-    waits for, all hosts have about equal parts of it. The others follow by size, like `shared`, for nearly equal sums.
+    waits for, all hosts have about equal parts of it. The others follow by size, like `balanced`, for nearly equal sums.
 
-    >>> _first_needed([9, 3, 3, 5, 5], 2), shared([9, 3, 3, 5, 5], 2)
+    >>> _first_needed([9, 3, 3, 5, 5], 2), balanced([9, 3, 3, 5, 5], 2)
     ([0, 1, 1, 1, 0], [0, 0, 1, 1, 1])
     """
     last = sum(1 for done in accumulate(reversed(sizes)) if 2 * done <= sum(sizes))
-    order = [*range(len(sizes))[::-1][:last], *sorted(range(len(sizes) - last), key=lambda place: -sizes[place])]
-    chosen = [0] * len(sizes)
-    for place, host in zip(order, spread([sizes[place] for place in order], hosts), strict=True):
-        chosen[place] = host
-    return chosen
+    return _spread_in([*range(len(sizes))[::-1][:last], *_largest_first(sizes[: len(sizes) - last])], sizes, hosts)
 
 
 def _in_turns(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], hosts: int, fragments: int) -> list[int]:
-    """Chooses a host for each group, like `shared`, but for each fragment separately. Ties go to the host with the fewest
+    """Chooses a host for each group, like `balanced`, but for each fragment separately. Ties go to the host with the fewest
     elements so far."""
     pieces = [_Piece(group, size) for group, size in zip(groups, sizes, strict=True)]
     chosen, loads = [0] * len(sizes), [0] * hosts
     # Callers check that the plan has enough buckets for its fragments.
     for places in fragments_of(pieces, min(fragments, len(pieces))):
         order = sorted(range(hosts), key=loads.__getitem__)
-        for place, number in zip(places, shared([sizes[i] for i in places], hosts), strict=True):
+        for place, number in zip(places, balanced([sizes[i] for i in places], hosts), strict=True):
             chosen[place] = order[number]
             loads[order[number]] += sizes[place]
     return chosen
@@ -136,28 +130,46 @@ class _Piece(NamedTuple):
     numel: int
 
 
-def shared(sizes: Sequence[int], hosts: int) -> list[int]:
+def balanced(sizes: Sequence[int], hosts: int) -> list[int]:
     """Chooses a host for each size: the largest size first, each to the host with the smallest sum so far. Balance matters
     because a step waits for the host with the largest sum.
 
-    >>> shared([5, 1, 1, 5, 5], 3), spread([4, 4, 4, 4, 14, 4], 2), shared([4, 4, 4, 4, 14, 4], 2)
+    >>> balanced([5, 1, 1, 5, 5], 3), spread([4, 4, 4, 4, 14, 4], 2), balanced([4, 4, 4, 4, 14, 4], 2)
     ([0, 0, 1, 1, 2], [0, 1, 0, 1, 0, 1], [1, 1, 1, 1, 0, 0])
     """
-    chosen = [0] * len(sizes)
-    ordered = sorted(range(len(sizes)), key=lambda place: -sizes[place])
-    for place, host in zip(ordered, spread([sizes[place] for place in ordered], hosts), strict=True):
-        chosen[place] = host
-    return chosen
+    return _spread_in(_largest_first(sizes), sizes, hosts)
+
+
+def _largest_first(sizes: Sequence[int]) -> list[int]:
+    return sorted(range(len(sizes)), key=lambda place: -sizes[place])
+
+
+def _spread_in(order: Sequence[int], sizes: Sequence[int], hosts: int) -> list[int]:
+    """Chooses a host for each size, like `spread`, but in this order of their indices."""
+    host_of = dict(zip(order, spread([sizes[place] for place in order], hosts), strict=True))
+    return [host_of[place] for place in range(len(sizes))]
 
 
 def spread(sizes: Sequence[int], hosts: int) -> list[int]:
     """Chooses a host for each size in the given order: the host with the smallest sum so far, ties to the lowest number."""
-    loads = [0] * hosts
+    return assign(sizes, [1.0] * hosts)
+
+
+def assign(sizes: Sequence[float], weights: Sequence[float], loads: list[float] | None = None) -> list[int]:
+    """Chooses a host for each size in the given order: the host with the least sum relative to its weight. Hosts of weight 0
+    get none. `loads`: earlier sums, to which sizes are added.
+
+    Ties go to the lower number. Every prefix of the sizes is balanced: with n hosts, a host exceeds its part by at most (n - 1)
+    times that part of its last size.
+    """
+    if not any(w > 0 for w in weights) or any(not w >= 0 or math.isinf(w) for w in weights):
+        raise InvalidInput("E-PLAN-INPUT", f"weights of servers: got {list(weights)}, allowed: 0 or more, at least one above 0")
+    loads = [0.0] * len(weights) if loads is None else loads
+    able = [host for host, weight in enumerate(weights) if weight > 0]
     chosen = []
     for size in sizes:
-        host = min(range(hosts), key=loads.__getitem__)
-        loads[host] += size
-        chosen.append(host)
+        chosen.append(min(able, key=lambda host: ((loads[host] + size) / weights[host], host)))
+        loads[chosen[-1]] += size
     return chosen
 
 
@@ -229,7 +241,7 @@ class Limits(NamedTuple):
     """For codecs that need matrices: matrices up to this many bytes are not cut."""
 
 
-class Sort(IntEnum):
+class Contents(IntEnum):
     """Kind of a bucket's contents. Only gradients are compressed. Every path except all-reduce rounds doubles to float32.
     SPARSE: mostly zero gradients, whose zeros are not sent unless a sparse codec selects entries."""
 
@@ -270,7 +282,7 @@ def groups(job: Job, limit: Limits) -> list[tuple[Slice, ...]]:
                                            group[0].start))
 
 
-def between(group: tuple[Slice, ...], start: int, stop: int) -> tuple[Slice, ...]:
+def between(group: Sequence[Slice], start: int, stop: int) -> tuple[Slice, ...]:
     """Slices of elements [start, stop) of a bucket.
 
     >>> between((Slice(3, 0, 10), Slice(4, 5, 9)), 8, 13)
@@ -289,16 +301,12 @@ def between(group: tuple[Slice, ...], start: int, stop: int) -> tuple[Slice, ...
     return tuple(parts)
 
 
-def is_buffer(job: Job, group: tuple[Slice, ...]) -> bool:
-    return job.tensors[group[0].tensor].buffer
-
-
-def sort_of(job: Job, group: tuple[Slice, ...]) -> Sort:
+def contents_of(job: Job, group: tuple[Slice, ...]) -> Contents:
     if job.tensors[group[0].tensor].dtype == DOUBLE:
-        return Sort.DOUBLES
+        return Contents.DOUBLES
     if is_buffer(job, group):
-        return Sort.BUFFERS
-    return Sort.SPARSE if is_sparse(job, group[0].tensor) else Sort.GRADIENTS
+        return Contents.BUFFERS
+    return Contents.SPARSE if is_sparse(job, group[0].tensor) else Contents.GRADIENTS
 
 
 def readiness(job: Job, group: tuple[Slice, ...]) -> float:

@@ -1,7 +1,7 @@
 """The convergence model: how many more steps a training recipe needs to the same loss than dense synchronous training.
 
     excess(rows, "topk(ratio=0.01)", Recipe("adam", every=4)).high     # 0.2: a cautious fifth more steps than dense needs
-    alone(rows, "adam", 3, noise=85)                                   # 2.9: steps of one worker alone relative to 3 workers
+    one_worker_factor(rows, "adam", 3, noise=85)                       # 2.9: steps of one worker alone relative to 3 workers
 
 It has three parts, each with its own source.
 
@@ -120,7 +120,7 @@ class Excess(NamedTuple):
 NONE = Excess()
 
 
-def alone(rows: Iterable[LearningRow], optimizer: str, workers: float, noise: float = 0.0, numel: int = 0) -> float:
+def one_worker_factor(rows: Iterable[LearningRow], optimizer: str, workers: float, noise: float = 0.0, numel: int = 0) -> float:
     """Steps that one worker alone needs with its own batch, relative to `workers` workers together; 0: unknown.
 
     `noise`: the gradient noise scale in batches of one worker; 0: unknown, so the measured trainings' scale is used. An
@@ -231,10 +231,10 @@ def _known_as(optimizer: str, known: Collection[str]) -> str:
 
 def excess(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe = Recipe()) -> Excess:
     """Convergence cost of exchanging with `codec`, spelled as in plans. Zero if there are no rows."""
-    return _tables(_Same(rows)).look(codec, recipe) if rows else NONE
+    return _costs_of(_RowsById(rows)).look(codec, recipe) if rows else NONE
 
 
-def _between(numel: int, low: int, high: int) -> float:
+def _fraction_between(numel: int, low: int, high: int) -> float:
     """0 up to `low`, 1 from `high` on, and linear over the logarithm between them."""
     return min(1.0, max(0.0, math.log(numel / low) / math.log(high / low)))
 
@@ -283,7 +283,7 @@ def local_step_excess(recipe: Recipe) -> Excess:
     """
     if recipe.workers <= 1 or (recipe.every <= 1 and recipe.overlap != "round"):
         return NONE
-    workers, large = recipe.workers, _between(recipe.numel, LONG_NUMEL, PUBLISHED_NUMEL)
+    workers, large = recipe.workers, _fraction_between(recipe.numel, LONG_NUMEL, PUBLISHED_NUMEL)
     saved = math.log(steps_alone(recipe.noise or math.inf, workers, recipe.numel))
     if recipe.optimizer == "muon":
         saved *= MUON
@@ -298,7 +298,7 @@ def local_step_excess(recipe: Recipe) -> Excess:
     return Excess(*(math.expm1(log) for log in (steps, high, LOSS_EXPONENT * steps, LOSS_EXPONENT * high)))
 
 
-class _Same:
+class _RowsById:
     """Hashes and compares rows by identity: comparing hundreds of rows would take longer than the lookup."""
 
     def __init__(self, rows: tuple[LearningRow, ...]) -> None:
@@ -308,15 +308,15 @@ class _Same:
         return id(self.rows)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.rows is self.rows
+        return isinstance(other, _RowsById) and other.rows is self.rows
 
 
 @functools.lru_cache(8)
-def _tables(same: _Same) -> _Tables:
-    return _Tables(same.rows)
+def _costs_of(same: _RowsById) -> _Costs:
+    return _Costs(same.rows)
 
 
-class _Tables:
+class _Costs:
     """Interpolated convergence costs by optimizer and number of workers, built on first use."""
 
     def __init__(self, rows: tuple[LearningRow, ...]) -> None:
@@ -338,8 +338,8 @@ class _Tables:
             return Excess(*(max(of_field) for of_field in zip(*by_family, strict=True)))
         if recipe.overlap == "round" and recipe.fragments > 1:
             return self._sooner(codec, recipe)
-        part = place_of(codec, recipe.every)
-        place = Place(recipe.codes, recipe.overlap, recipe.late).plain(recipe.every)
+        part = kind_and_point(codec, recipe.every)
+        place = ExchangeMode(recipe.codes, recipe.overlap, recipe.late).plain(recipe.every)
         families = _families(self._rows, recipe.optimizer)
         each = [[curves.at(place, *part) for curves in self._of(name, recipe.workers)] for name in families]
         steps, high, loss, loss_high = (max(of_field) for of_field in zip(*each, strict=True))
@@ -349,7 +349,7 @@ class _Tables:
         """Convergence cost for a model larger than the measured ones, with the rows of one optimizer family."""
         small = recipe._replace(numel=0, optimizer=family)
         local = self.look(DENSE_CODEC, small._replace(late=False))
-        weight = _between(recipe.numel, self._numel, SHORT_NUMEL)
+        weight = _fraction_between(recipe.numel, self._numel, SHORT_NUMEL)
         # More local steps never lower the cost of a codec.
         extra = [max(of_field) for of_field in zip(*(
             self._extra(codec, small._replace(every=every), recipe.numel)
@@ -363,7 +363,7 @@ class _Tables:
         """For each field of `Excess`, ln of the factor that late averages and a codec add to dense exchanges."""
         if recipe.every > 1:  # dense exchanges of local steps were measured with this number of workers only
             recipe = recipe._replace(workers=ALONE_AMONG)
-        paid = 1 - _between(numel, self._numel, FREE_NUMEL) * (place_of(codec, 1)[0] in FREE_KINDS)
+        paid = 1 - _fraction_between(numel, self._numel, FREE_NUMEL) * (kind_and_point(codec, 1)[0] in FREE_KINDS)
         prompt, dense, coded = (self.look(DENSE_CODEC, recipe._replace(late=False)), self.look(DENSE_CODEC, recipe),
                                 self.look(codec, recipe))
         return tuple(
@@ -387,9 +387,9 @@ class _Tables:
         return self._curves[key]
 
 
-def _nearest(rows: Iterable[LearningRow], workers: int) -> dict[tuple[Place, str, Point], list[LearningRow]]:
+def _nearest(rows: Iterable[LearningRow], workers: int) -> dict[tuple[ExchangeMode, str, Point], list[LearningRow]]:
     """Groups rows by combination of settings. Of each group, keeps the rows for this number of workers, else the worst case."""
-    by: dict[tuple[Place, str, Point], list[LearningRow]] = {}
+    by: dict[tuple[ExchangeMode, str, Point], list[LearningRow]] = {}
     for row in rows:
         by.setdefault(_point(row), []).append(row)
     counts = (workers, 0)
@@ -397,9 +397,9 @@ def _nearest(rows: Iterable[LearningRow], workers: int) -> dict[tuple[Place, str
             for point, same in by.items()}
 
 
-def _point(row: LearningRow) -> tuple[Place, str, Point]:
-    kind, point = place_of(row.codec, row.every)
-    return Place(row.codes, row.overlap, row.late).plain(row.every), kind, point
+def _point(row: LearningRow) -> tuple[ExchangeMode, str, Point]:
+    kind, point = kind_and_point(row.codec, row.every)
+    return ExchangeMode(row.codes, row.overlap, row.late).plain(row.every), kind, point
 
 
 def _value(row: LearningRow, field: str) -> float:
@@ -413,49 +413,31 @@ LADDER = ("bf16", "int8", "int4", "onebit")
 """Codecs in descending order of bits per element; each costs at least as many steps as the one before."""
 FREE_KINDS = ("bf16", "int8", "int4")
 """Codecs that cost large models no additional steps."""
-PUBLISHED: Mapping[str, str] = {
-    "bits": "4 bits with error feedback cost no steps at 1 B parameters (Streaming DiLoCo, 2501.18512), nor at 150 M to 3 B, "
-            "with AdamW and Muon (MuLoCo, 2505.23725)",
-    "sparse": "1 to 3 % of the entries with 2 bits cost no steps under local steps (SparseLoCo, 2508.15706; 72 B parameters: "
-              "Covenant, 2603.08163)",
-    "late": "staleness amplifies the error of compression exponentially (DeCo-SGD, 2507.17346); one step of delay costs AdamW "
-            "more than Muon (2606.30634)",
-}
-"""Published costs of groups of codecs, and of one-step-late averages, for display beside measured rows."""
-
-
-def published_cost(codec: str) -> str:
-    """What is published on the cost of a codec; empty if nothing is, or if the codec costs nothing."""
-    kind, _ = place_of(codec, 1)
-    return "" if kind == DENSE else PUBLISHED.get(_group(kind), "")
-
-
 FULL_RANK = 256
 """The rank at which powersgd counts as dense."""
 
 Point = tuple[float, float]
 Points = dict[Point, float]
-Curve = Callable[[Point], float]
 
 
-class Place(NamedTuple):
+class ExchangeMode(NamedTuple):
     """What is compressed and when the result is applied. Each `Place` has its own measurements."""
 
     codes: str = "gradients"
     overlap: str = ""
     late: bool = False
 
-    def plain(self, every: int) -> Place:
+    def plain(self, every: int) -> ExchangeMode:
         """The canonical form of this place. Several local steps and overlapped outer steps always exchange updates;
         overlap="forward" is exact."""
         overlap = "" if self.overlap == "forward" else self.overlap
-        return Place("updates" if every > 1 or overlap else self.codes, overlap, self.late)
+        return ExchangeMode("updates" if every > 1 or overlap else self.codes, overlap, self.late)
 
 
-GRADIENTS = Place()
+GRADIENTS = ExchangeMode()
 
 
-def place_of(codec: str, every: int) -> tuple[str, Point]:
+def kind_and_point(codec: str, every: int) -> tuple[str, Point]:
     """Maps a codec and a number of local steps to the codec's kind and the coordinates -ln(ratio) and log2(every). Value types,
     blocks and wrappers are ignored."""
     kind, ratio = _kind(parse_spec(codec).core)
@@ -472,7 +454,7 @@ def _kind(core: CodecSpec) -> tuple[str, float]:
     return " ".join([family, *extra]), core.ratio or 1.0
 
 
-def _group(kind: str) -> str:
+def group_of(kind: str) -> str:
     family = kind.partition(" ")[0]
     return "sparse" if family in SPARSE else "low rank" if family == "powersgd" else "bits"
 
@@ -480,98 +462,90 @@ def _group(kind: str) -> str:
 class Curves:
     """Convergence costs (>= 0) of one field of `Excess`, by codec and by `Place` (what is compressed, and when applied)."""
 
-    def __init__(self, measured: Mapping[tuple[Place, str, Point], float]) -> None:
-        self._points: dict[Place, dict[str, Points]] = {GRADIENTS: {DENSE: {(0.0, 0.0): 0.0}}}
+    def __init__(self, measured: Mapping[tuple[ExchangeMode, str, Point], float]) -> None:
+        self._points: dict[ExchangeMode, dict[str, Points]] = {GRADIENTS: {DENSE: {(0.0, 0.0): 0.0}}}
         for (place, kind, point), value in measured.items():
             if (place, kind, point) != (GRADIENTS, DENSE, (0.0, 0.0)):
                 self._points.setdefault(place, {}).setdefault(kind, {})[point] = value
-        self._made: dict[tuple[Place, str], Curve] = {}
+        self._grids: dict[tuple[ExchangeMode, str], _Grid] = {}
 
-    def at(self, place: Place, kind: str, point: Point) -> float:
+    def at(self, place: ExchangeMode, kind: str, point: Point) -> float:
         if place not in self._points:
             return max(self.at(other, kind, point) for other in self._points)
-        return self._curve(place, kind)(point)
+        return (self._measured if kind in self._points[place] else self._unmeasured)(place, kind, point)
 
-    def _curve(self, place: Place, kind: str) -> Curve:
-        key = place, kind
-        if key not in self._made:
-            own = self._points[place].get(kind)
-            self._made[key] = self._unmeasured(place, kind) if own is None else self._measured(place, kind, own)
-        return self._made[key]
-
-    def _waited(self, place: Place) -> Place | None:
+    def _blocking(self, place: ExchangeMode) -> ExchangeMode | None:
         """The place with blocking exchanges, if it was measured and differs from `place`. Delayed results never cost less than
         blocking ones."""
-        waited = place._replace(overlap="", late=False)
-        return waited if waited != place and waited in self._points else None
+        blocking = place._replace(overlap="", late=False)
+        return blocking if blocking != place and blocking in self._points else None
 
-    def _measured(self, place: Place, kind: str, own: Points) -> Curve:
-        points, kinds, waited = dict(own), self._points[place], self._waited(place)
-        waited_kinds = {} if waited is None else self._points[waited]
-        ys = sorted({y for of_kind in (*kinds.values(), *waited_kinds.values()) for _, y in of_kind})
-        if _group(kind) != "bits":  # ratio 1 equals dense
-            points |= {(0.0, y): self._curve(place, DENSE)((0.0, y)) for y in ys if DENSE in kinds}
+    def _measured(self, place: ExchangeMode, kind: str, point: Point) -> float:
+        """The interpolated value, but at least that of blocking exchanges, which never raises it above the measured value of a
+        harder point."""
+        grid, blocking, (x, y) = self._grid(place, kind), self._blocking(place), point
+        if blocking is None:
+            return grid(point)
+        most = min((v for (a, b), v in grid.points.items() if a >= x and b >= y), default=math.inf)
+        return max(grid(point), min(self.at(blocking, kind, point), most))
+
+    def _grid(self, place: ExchangeMode, kind: str) -> _Grid:
+        if (place, kind) in self._grids:
+            return self._grids[place, kind]
+        kinds, blocking = self._points[place], self._blocking(place)
+        points, blocking_kinds = dict(kinds[kind]), {} if blocking is None else self._points[blocking]
+        ys = sorted({y for of_kind in (*kinds.values(), *blocking_kinds.values()) for _, y in of_kind})
+        if group_of(kind) != "bits":  # ratio 1 equals dense
+            points |= {(0.0, y): self.at(place, DENSE, (0.0, y)) for y in ys if DENSE in kinds}
         others = [*self._relatives(kind, {k: v for k, v in kinds.items() if k != DENSE}), kinds.get(DENSE, {})]
-        plain = None if waited is None else self._curve(waited, kind)
 
         def growth(x: float, before: float, after: float) -> float:
             among = _growth(others, kinds.values(), before, after)
-            return among if plain is None else max(among, _over(plain((x, after)), plain((x, before))))
+            if blocking is None:
+                return among
+            return max(among, _relative(self.at(blocking, kind, (x, after)), self.at(blocking, kind, (x, before))))
 
-        raised = _raised(points)
-        grid = _Grid(raised, ys, growth)
-        return grid if plain is None else functools.partial(_no_less, grid, plain, raised)
+        self._grids[place, kind] = _Grid(_monotonic(points), ys, growth)
+        return self._grids[place, kind]
 
     def _relatives(self, kind: str, here: Mapping[str, Points]) -> list[Points]:
-        group = [points for other, points in here.items() if _group(other) == _group(kind)]
+        group = [points for other, points in here.items() if group_of(other) == group_of(kind)]
         return group or list(here.values())
 
-    def _unmeasured(self, place: Place, kind: str) -> Curve:
+    def _unmeasured(self, place: ExchangeMode, kind: str, point: Point) -> float:
         """Estimates an unmeasured codec kind by the first of these that was measured at this place: the next coarser kind, the
-        worst kind of its family, of its group, of all. The estimate is at least the cost without overlap, or the cost for
+        worst kind of its family, of its group, of all. The estimate is at least the cost of blocking exchanges, or the cost for
         gradients, scaled as for related kinds."""
-        kinds = [k for k in self._points[place] if k != DENSE] or [DENSE]
+        kinds, blocking, (x, y) = self._points[place], self._blocking(place), point
+        near = self._near(kind, [k for k in kinds if k != DENSE] or [DENSE])
+        if kind == DENSE:  # costs at most as much as a codec that sends less
+            least = min(self.at(place, k, (0.0, y)) for k in near)
+            return least if blocking is None else max(least, self.at(blocking, kind, point))
+        highest = max(self.at(place, k, point) for k in near)
+        if blocking is not None:
+            base = self.at(blocking, kind, point)
+            ratios = [_relative(self.at(place, k, at), self.at(blocking, k, at))
+                      for k in near if k in self._points[blocking] for at in kinds[k]]
+        elif place != GRADIENTS:
+            base = self.at(GRADIENTS, kind, (x, 0.0))
+            ratios = [_relative(self.at(place, k, (at_x, y)), self.at(GRADIENTS, k, (at_x, 0.0)))
+                      for k in near if k in self._points[GRADIENTS] for at_x, _ in kinds[k]]
+        else:
+            return highest
+        return max(highest, (1 + base) * max([1.0, *ratios]) - 1)
+
+    def _near(self, kind: str, kinds: list[str]) -> list[str]:
         family = kind.partition(" ")[0]
         coarser = [k for k in LADDER[LADDER.index(kind) + 1 :] if k in kinds] if kind in LADDER else []
-        near = (coarser[:1] or [k for k in kinds if k.partition(" ")[0] == family]
-                or [k for k in kinds if _group(k) == _group(kind)] or kinds)
-        worst = [self._curve(place, k) for k in near]
-        waited = self._waited(place)
-        if kind == DENSE:  # costs at most as much as a codec that sends less
-            plain = None if waited is None else self._curve(waited, kind)
-            return lambda point: max(min(curve((0.0, point[1])) for curve in worst), plain(point) if plain else 0.0)
-        if waited is not None:
-            return self._as_elsewhere(place, waited, kind, near)
-        base = self._curve(GRADIENTS, kind) if place != GRADIENTS else None
-        both = [(self._curve(place, k), self._curve(GRADIENTS, k), [x for x, _ in self._points[place][k]])
-                for k in near if k in self._points[GRADIENTS]]
-
-        def at(point: Point) -> float:
-            x, y = point
-            highest = max(curve(point) for curve in worst)
-            if base is None:
-                return highest
-            ratios = [_over(placed((at_x, y)), before((at_x, 0.0))) for placed, before, xs in both for at_x in xs]
-            grown = max(ratios, default=1.0)
-            return max(highest, (1 + base((x, 0.0))) * max(1.0, grown) - 1)
-
-        return at
-
-    def _as_elsewhere(self, place: Place, waited: Place, kind: str, near: list[str]) -> Curve:
-        """The kind's cost without overlap, increased by the worst factor measured at this place, and at least the cost of
-        related kinds at this place."""
-        kinds, plain = self._points[place], self._curve(waited, kind)
-        worst = [self._curve(place, k) for k in near]
-        later = [_over(self._curve(place, k)(at), self._curve(waited, k)(at))
-                 for k in near if k in self._points[waited] for at in kinds[k]]
-        more = max([1.0, *later])
-        return lambda point: max(*(curve(point) for curve in worst), (1 + plain(point)) * more - 1)
+        return (coarser[:1] or [k for k in kinds if k.partition(" ")[0] == family]
+                or [k for k in kinds if group_of(k) == group_of(kind)] or kinds)
 
 
 class _Grid:
     """Interpolates linearly between measured points, made monotonic, over x = -ln(ratio) and y = log2(local steps)."""
 
     def __init__(self, points: Points, ys: Iterable[float], growth: Callable[[float, float, float], float]) -> None:
+        self.points = points
         self._xs, self._ys = sorted({x for x, _ in points}), list(ys)
         self._at: Points = {}
         for i, x in enumerate(self._xs):
@@ -620,28 +594,20 @@ def _last_slope(places: list[float], values: list[float]) -> float:
     return (values[-1] - values[-2]) / (places[-1] - places[-2]) if len(places) > 1 else 0.0
 
 
-def _raised(points: Points) -> Points:
+def _monotonic(points: Points) -> Points:
     """Raises each value to the maximum over easier points (smaller or equal x and y)."""
     return {(x, y): max(v for (a, b), v in points.items() if a <= x and b <= y) for x, y in points}
 
 
-def _over(there: float, before: float) -> float:
+def _relative(there: float, before: float) -> float:
     return (1 + there) / (1 + before)
-
-
-def _no_less(grid: Curve, plain: Curve, measured: Points, point: Point) -> float:
-    """The interpolated value, but at least `plain`, the value without overlap. The result never exceeds the measured value of a
-    harder point."""
-    (x, y), value = point, grid(point)
-    most = min((v for (a, b), v in measured.items() if a >= x and b >= y), default=math.inf)
-    return max(value, min(plain(point), most))
 
 
 def _growth(relatives: Iterable[Points], everybody: Collection[Points], before: float, after: float) -> float:
     """Factor by which the cost grows between two numbers of local steps: the largest among related kinds measured at both, else
     among all kinds; else the largest cost measured at `after`."""
     for some in (relatives, everybody):
-        ratios = [_over(_raised(points)[x, after], _raised(points)[x, before])
+        ratios = [_relative(_monotonic(points)[x, after], _monotonic(points)[x, before])
                   for points in some for x, y in points if y == after and (x, before) in points]
         if ratios:
             return max(1.0, *ratios)

@@ -7,7 +7,7 @@ time).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,10 +15,10 @@ from msgspec import structs
 
 from commlayer.errors import InvalidInput
 from commlayer.planner.convergence import NONE, Excess, Recipe, excess
-from commlayer.planner.model import ZERO, Cluster, CodecCost, Group, Line, Node, Policy, Profile, bare, fold
-from commlayer.planner.noise import noise_of
+from commlayer.planner.data.noise import noise_of
+from commlayer.planner.model import ZERO, Cluster, CodecCost, Group, Line, Node, Profile, Question, bare, node_groups
 from commlayer.planner.problem import Network, Task, Template
-from commlayer.planner.tree import CODING, Op, Path, parse, served, spell
+from commlayer.planner.tree import CODING, Op, Path, parse, spell, uses_server
 from commlayer.records import Job, Plan, Slice
 
 
@@ -34,19 +34,18 @@ def _rounds(n: int) -> int:
     return (n - 1).bit_length()
 
 
-MOVES: Mapping[str, Callable[[int], Moves]] = {
-    "allreduce": lambda n: Moves(2 * (n - 1), 2 * (n - 1) / n),
-    "reduce_scatter": lambda n: Moves(n - 1, (n - 1) / n),
-    "allgather": lambda n: Moves(n - 1, n - 1),
-    "alltoall": lambda n: Moves(n - 1, (n - 1) / n),
-    "reduce": lambda n: Moves(_rounds(n), min(n - 1, 1)),
-    "broadcast": lambda n: Moves(_rounds(n), min(n - 1, 1)),
-    "gather": lambda n: Moves(_rounds(n), n - 1),
-}
-
-
 def moves(name: str, n: int) -> Moves:
-    return MOVES[name](n)
+    match name:
+        case "allreduce":
+            return Moves(2 * (n - 1), 2 * (n - 1) / n)
+        case "reduce_scatter" | "alltoall":
+            return Moves(n - 1, (n - 1) / n)
+        case "allgather":
+            return Moves(n - 1, n - 1)
+        case "gather":
+            return Moves(_rounds(n), n - 1)
+        case _:  # reduce, broadcast
+            return Moves(_rounds(n), min(n - 1, 1))
 
 
 def crossing(name: str, n: int, per_node: int) -> float:
@@ -79,7 +78,7 @@ class PathCosts(NamedTuple):
 
 
 @dataclass
-class Held:
+class HeldData:
     """What each of `flows` ranks of a node holds of a bucket, while the path's operations are applied in order."""
 
     last: tuple[int, ...] = ()
@@ -103,7 +102,7 @@ class Held:
         return self.size * self.pieces if self.pieces else FLOATS.part(self.part)
 
 
-class Walk:
+class PathTasks:
     """Applies one path with one codec to all node groups of a cluster: `tasks` are the resulting tasks, `held` is each group's
     final state."""
 
@@ -123,7 +122,7 @@ class Walk:
         self.workers = [g for g, group in enumerate(groups) if group.workers]
         self.nodes = sum(groups[g].workers for g in self.workers)
         self.ranks = sum(groups[g].workers * groups[g].node.ranks for g in self.workers)
-        self.held = {g: Held(flows=groups[g].node.ranks) for g in self.workers}
+        self.held = {g: HeldData(flows=groups[g].node.ranks) for g in self.workers}
         self.tasks: list[Task] = []
         for place, op in enumerate(path):
             match op.name, op.where:
@@ -331,7 +330,7 @@ class Prices:
                 structs.replace(node, intra_bps=8 / profile.inside.slope_s, intra_alpha_s=profile.inside.floor_s)
                 for node in cluster.nodes))
         self.cluster, self.profile, self.hosts, self.spread = cluster, profile, tuple(hosts), tuple(spread)
-        self.groups = fold(cluster, self.hosts, spread=bool(spread))
+        self.groups = node_groups(cluster, self.hosts, spread=bool(spread))
         self.network = Network([group.name for group in self.groups if group.workers])
         self._costs = {(bare(c.codec), c.device): c for c in profile.codecs}
         self._node_of = [i for i, node in enumerate(cluster.nodes) if node.ranks]
@@ -349,9 +348,9 @@ class Prices:
 
     def walk(
         self, path: Path | str, codec: str, server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (),
-    ) -> Walk:
+    ) -> PathTasks:
         ops = parse(path, self._widest) if isinstance(path, str) else path
-        over_server = served(ops)
+        over_server = uses_server(ops)
         devices = sorted({op.where for op in ops if op.name in CODING})
         known: dict[tuple[str, str, bool], PathCosts] = {}
         costs = []
@@ -364,7 +363,7 @@ class Prices:
             costs.append(known[key])
         hosts = self._hosts(server) if over_server else {}
         emit = self.cost(down or codec, "cpu", self.groups[next(iter(hosts))].node) if over_server else None
-        return Walk(ops, self.groups, costs, emit, self.profile, hosts, owner)
+        return PathTasks(ops, self.groups, costs, emit, self.profile, hosts, owner)
 
     def cost(self, codec: str, device: str, node: Node) -> CodecCost:
         """Cost of a codec on this node's GPU or CPU, from the profile."""
@@ -409,7 +408,7 @@ their links. Plans that filled three quarters made steps 10 to 25 % longer, and 
 hidden: flows that share a long link leave part of it idle, at times for seconds. Blocking exchanges are not affected."""
 
 
-def hidden(cluster: Cluster) -> Cluster:
+def with_hidden_rates(cluster: Cluster) -> Cluster:
     """A copy of the cluster with link rates reduced to the fraction `FULL`, for exchanges hidden behind computing."""
     return structs.replace(cluster, nodes=tuple(
         structs.replace(node, link=structs.replace(node.link, up_bps=FULL * node.link.up_bps,
@@ -428,8 +427,8 @@ class Excesses:
         """The mean convergence cost of `codecs`, the nodes' upload codecs. `down`: the download codec, if it differs."""
         ups = [self._of(codec, recipe) for codec in dict.fromkeys(codecs)]
         parts = [codecs.count(codec) / len(codecs) for codec in dict.fromkeys(codecs)]
-        up = summed(parts, ups) if len(ups) > 1 else ups[0]
-        return summed((0.5, 0.5), (up, self._of(down, recipe))) if down else up
+        up = weighted_sum(parts, ups) if len(ups) > 1 else ups[0]
+        return weighted_sum((0.5, 0.5), (up, self._of(down, recipe))) if down else up
 
     def _of(self, codec: str, recipe: Recipe) -> Excess:
         measured = excess(self._rows, codec, recipe)
@@ -441,19 +440,21 @@ class Excesses:
                               loss_high=loss + max(0.0, measured.loss_high - plain.loss_high))
 
 
-def recipe_of(plan: Plan, job: Job, cluster: Cluster, policy: Policy) -> Recipe:
+def recipe_of(plan: Plan, question: Question) -> Recipe:
     """The settings of a plan that affect convergence, with `late` False."""
-    return Recipe(policy.optimizer, plan.codes, plan.local_steps, plan.overlap, False, cluster.ranks, plan.fragments,
-                  job.numel, noise_of(job))
+    job = question.job
+    return Recipe(question.policy.optimizer, plan.codes, plan.local_steps, plan.overlap, False, question.cluster.ranks,
+                  plan.fragments, job.numel, noise_of(job))
 
 
-def plan_excess(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> Excess:
-    known, recipe = Excesses(profile), recipe_of(plan, job, cluster, policy)
+def plan_excess(plan: Plan, question: Question) -> Excess:
+    """The convergence cost of a plan, whatever the plan itself predicts."""
+    known, recipe = Excesses(question.profile), recipe_of(plan, question)
     each = [known.of(b.by_node or (b.codec,), b.down, recipe._replace(late=b.stale)) for b in plan.buckets]
-    return summed(weights(job, [b.slices for b in plan.buckets], profile.energy), each)
+    return weighted_sum(bucket_weights(question.job, [b.slices for b in plan.buckets], question.profile.energy), each)
 
 
-def weights(job: Job, groups: Sequence[tuple[Slice, ...]], energy: Sequence[float] = ()) -> list[float]:
+def bucket_weights(job: Job, groups: Sequence[tuple[Slice, ...]], energy: Sequence[float] = ()) -> list[float]:
     """Weight of each group of slices in the whole model's convergence cost; all weights sum to 1. A weight is the mean of the
     group's fraction of elements and its fraction of gradient energy.
 
@@ -466,9 +467,9 @@ def weights(job: Job, groups: Sequence[tuple[Slice, ...]], energy: Sequence[floa
     return [sum([of[s.tensor] * s.numel for s in slices]) / 2 for slices in groups]
 
 
-def summed(parts: Sequence[float], each: Sequence[Excess]) -> Excess:
+def weighted_sum(parts: Sequence[float], each: Sequence[Excess]) -> Excess:
     """
-    >>> summed((0.5, 0.5), (Excess(0.1, 0.2), Excess(0.3, 0.4))).steps
+    >>> weighted_sum((0.5, 0.5), (Excess(0.1, 0.2), Excess(0.3, 0.4))).steps
     0.2
     """
     if not each:

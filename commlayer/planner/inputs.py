@@ -16,11 +16,11 @@ from msgspec import structs
 
 from commlayer.codec_spec import spec_error
 from commlayer.errors import InvalidInput, RecordError
-from commlayer.planner import tables
 from commlayer.planner.convergence import row_problem
-from commlayer.planner.model import Cluster, Link, Node, Policy, Profile, bare
-from commlayer.planner.tables import DEFAULT_CODECS, gpus, profile_from_tables
-from commlayer.records import Job, Record, Timing
+from commlayer.planner.data import tables
+from commlayer.planner.data.tables import DEFAULT_CODECS, gpus, profile_from_tables
+from commlayer.planner.model import Cluster, Link, Node, Policy, Profile, Question, bare
+from commlayer.records import Job, Record
 
 T = TypeVar("T")
 
@@ -31,22 +31,20 @@ LEAST = {"up_bps": 1000.0, "down_bps": 1000.0, "speed": 1e-9, "rounds": 1, "batc
 Mb/s: 20 Mb/s is 20e6."""
 
 
-def checked_inputs(
-    job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None,
-) -> tuple[Profile, Policy, Timing]:
+def checked_inputs(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Question:
     """Validates the inputs and fills in defaults: a profile from the tables, the default policy. Raises the first problem as
     InvalidInput."""
     policy = Policy() if policy is None else policy
     problems = [*job_problems(job), *cluster_problems(cluster), *policy_problems(policy)]
-    if not problems and profile is None:
-        profile = tables_profile(cluster, policy)
-    problems += [] if profile is None else profile_problems(profile, cluster)
-    if profile is not None and len(profile.energy) not in (0, len(job.tensors)):
-        problems.append(f"profile {profile.source!r}: energy has {len(profile.energy)} values for {len(job.tensors)} tensors: "
-                        "measure energy on this job, or remove the field")
-    if problems:
+    if not problems:
+        profile = profile or tables_profile(cluster, policy)
+        problems += profile_problems(profile, cluster)
+        if len(profile.energy) not in (0, len(job.tensors)):
+            problems.append(f"profile {profile.source!r}: energy has {len(profile.energy)} values for {len(job.tensors)} "
+                            "tensors: measure energy on this job, or remove the field")
+    if profile is None or problems:
         raise InvalidInput("E-PLAN-INPUT", problems[0])
-    return profile or tables_profile(cluster, policy), policy, job.timed
+    return Question(job, cluster, profile, policy)
 
 
 def tables_profile(cluster: Cluster, policy: Policy) -> Profile:
@@ -55,12 +53,12 @@ def tables_profile(cluster: Cluster, policy: Policy) -> Profile:
     return profile_from_tables(cluster, tuple(once.values()))
 
 
-def numbers(record: Record, path: str = "", of: str = "") -> Iterator[str]:
+def number_problems(record: Record, path: str = "", of: str = "") -> Iterator[str]:
     """Reports numbers that are too small or not finite, in a record and its nested records, with one line per field."""
     for field in record.__struct_fields__:
         value = getattr(record, field)
         if isinstance(value, Record):
-            yield from numbers(value, f"{path}{field}.", of)
+            yield from number_problems(value, f"{path}{field}.", of)
         elif isinstance(value, (int, float)) and not (value >= LEAST.get(field, 0) and math.isfinite(value)):
             yield f"{path}{field}{of} is {value}, allowed: {LEAST.get(field, 0):g} or more and finite"
 
@@ -68,13 +66,13 @@ def numbers(record: Record, path: str = "", of: str = "") -> Iterator[str]:
 def job_problems(job: Job) -> Iterator[str]:
     name = f"job {job.name!r}" if job.name else "job"
     names = [info.name for info in job.tensors]
-    yield from (f"{name}: two tensors are called {twice!r}; each needs a name of its own" for twice in _twice(names))
+    yield from (f"{name}: two tensors are called {twice!r}; each needs a name of its own" for twice in _duplicates(names))
     for info in job.tensors:
         if min(info.shape, default=0) < 0:
             yield f"{name}: shape of {info.name} is {list(info.shape)}, allowed: sizes of 0 or more"
     if job.numel > MOST_NUMEL:
         yield f"{name}: its tensors have {job.numel} elements, allowed: up to {MOST_NUMEL}"
-    yield from (f"{name}: {problem}" for problem in numbers(job))
+    yield from (f"{name}: {problem}" for problem in number_problems(job))
     timing = job.timing
     if timing is None:
         yield f"{name} has no timing: planning needs the time at which each gradient is ready; measure it or use a built-in job"
@@ -98,11 +96,11 @@ def job_problems(job: Job) -> Iterator[str]:
 
 def cluster_problems(cluster: Cluster) -> Iterator[str]:
     yield from (f"cluster: two nodes are called {name!r}; each needs a name of its own"
-                for name in _twice([node.name for node in cluster.nodes]))
+                for name in _duplicates([node.name for node in cluster.nodes]))
     if not any(node.ranks for node in cluster.nodes):
         yield "cluster: no node has ranks, so no node trains"
     for node in cluster.nodes:
-        yield from (f"node {node.name}: {problem}" for problem in numbers(node))
+        yield from (f"node {node.name}: {problem}" for problem in number_problems(node))
         if node.ranks > 1 and not node.intra_bps > 0:
             yield f"node {node.name}: intra_bps is {node.intra_bps:g} with {node.ranks} ranks, allowed: above 0"
     if not cluster.reachable and not any(node.server for node in cluster.nodes):
@@ -116,13 +114,13 @@ def profile_problems(profile: Profile, cluster: Cluster | None = None) -> Iterat
     if not profile.codecs:
         yield f"{name} has no codecs"
     yield from (f"{name}: {wrong}" for cost in profile.codecs if (wrong := spec_error(cost.codec)))
-    yield from (f"{name}: {codec} on {device} is listed twice" for codec, device in _twice(
+    yield from (f"{name}: {codec} on {device} is listed twice" for codec, device in _duplicates(
         [(str(bare(cost.codec)), cost.device) for cost in profile.codecs if not spec_error(cost.codec)]))
     for cost in profile.codecs:
-        yield from (f"{name}: {problem}" for problem in numbers(cost, of=f" of {cost.codec} on {cost.device}"))
+        yield from (f"{name}: {problem}" for problem in number_problems(cost, of=f" of {cost.codec} on {cost.device}"))
         if cost.nbytes.floor_s == cost.nbytes.slope_s == 0:
             yield f"{name}: nbytes of {cost.codec} on {cost.device} is 0 for every size, allowed: above 0"
-    yield from (f"{name}: {problem}" for problem in numbers(profile))
+    yield from (f"{name}: {problem}" for problem in number_problems(profile))
     if not all(0 <= part < math.inf for part in profile.energy) or (profile.energy and not sum(profile.energy) > 0):
         yield f"{name}: energy has a negative value, or only zeros; allowed: 0 or more, not all 0"
     known = {"gpu", "cpu", *gpus(), *(node.device for node in cluster.nodes)} if cluster else set()
@@ -143,7 +141,7 @@ def policy_problems(policy: Policy) -> Iterator[str]:
             yield f"policy: {field} is {getattr(policy, field)}, allowed: 0 or more"
 
 
-def _twice(names: Sequence[T]) -> list[T]:
+def _duplicates(names: Sequence[T]) -> list[T]:
     return [name for name, count in Counter(names).items() if count > 1]
 
 
@@ -155,25 +153,6 @@ GROUP = re.compile(r"(?:(\d{1,4})(?:\s*[x\u00d7]\s*|\s+))?(?:(\d{1,4})\s*\*\s*)?
                    re.IGNORECASE)
 GROUP_FORM = '"3xrtx3060@100/20Mb" (3 machines, down/up), "rtx4090@1Gb", "2x8*v100@25g" (2 machines of 8 GPUs)'
 MOST_NODES = 1024
-
-EXAMPLE = """\
-# The machines of the job. Rates in bit/s and seconds, or links by name: "home-DOWN/UP" and "fiber-BOTH" in Mb/s, "10g", "100m".
-reachable = false             # true: nodes can connect to each other; over the internet usually false
-
-[[node]]
-name = "anna"
-device = "rtx3060"            # a known GPU, or "cpu"
-link = "fiber-200"
-server = true                 # true: others can connect to it, so it can host a summation server
-
-[[node]]
-name = "home"
-count = 2                     # home-0 and home-1
-device = "rtx3060"
-link = { up_bps = 20e6, down_bps = 100e6, alpha_s = 0.01 }
-server = false
-"""
-
 
 class WrittenNode(Record, frozen=True):
     """A node in a cluster file: like `Node`, but most fields have defaults."""
@@ -204,14 +183,14 @@ def cluster_of(text: str, what: str, *, toml: bool) -> Cluster:
     else:
         written = _convert(data, WrittenCluster, what)
         cluster = Cluster(tuple(n for i, w in enumerate(written.node) for n in _nodes(w, i, what)), written.reachable)
-    _refuse(cluster_problems(cluster), what)
+    _raise_first(cluster_problems(cluster), what)
     return cluster
 
 
 def profile_of(text: str, what: str, *, toml: bool) -> Profile:
     profile = _convert(_read(text, what, toml), Profile, what)
     learning = (f"profile {profile.source!r}: learning: {wrong}" for row in profile.learning if (wrong := row_problem(row)))
-    _refuse([*profile_problems(profile), *learning], what)
+    _raise_first([*profile_problems(profile), *learning], what)
     return profile
 
 
@@ -310,16 +289,16 @@ def _nodes(written: WrittenNode, place: int, what: str) -> Iterator[Node]:
     name = written.name or f"{written.device}-{place}"
     if written.count < 1:
         raise InvalidInput("E-PLAN-INPUT", f"{what}: node {name}: count is {written.count}, allowed: 1 or more")
+    if written.intra not in tables.links().intra:
+        raise InvalidInput("E-PLAN-INPUT", f"{what}: node {name}: intra {written.intra!r}: allowed are "
+                                           f"{', '.join(tables.links().intra)}")
     try:
-        link = tables.link(written.link) if isinstance(written.link, str) else written.link
-        speed = written.speed or tables.speed(written.device)
-        if written.intra not in tables.links().intra:
-            raise InvalidInput("E-PLAN-INPUT", f"intra {written.intra!r}: allowed are {', '.join(tables.links().intra)}")
+        node = tables.node(name, written.device, written.link, ranks=written.ranks, intra=written.intra, server=written.server,
+                           relative_speed=written.speed)
     except ValueError as error:
         raise InvalidInput("E-PLAN-INPUT", f"{what}: node {name}: {error}") from None
-    intra_bps, intra_alpha_s = tables.intra_of(written.intra, written.ranks)
-    node = Node(name, written.ranks, written.device, link, written.intra_bps or intra_bps,
-                written.intra_alpha_s or intra_alpha_s, speed, written.server)
+    node = structs.replace(node, intra_bps=written.intra_bps or node.intra_bps,
+                           intra_alpha_s=written.intra_alpha_s or node.intra_alpha_s)
     for i in range(written.count):
         yield structs.replace(node, name=f"{name}-{i}") if written.count > 1 else node
 
@@ -335,16 +314,16 @@ def _convert(data: Any, kind: type[T], what: str) -> T:
     try:
         return msgspec.convert(data, kind)
     except msgspec.MsgspecError as error:
-        raise RecordError("E-PLAN-INPUT", f"{what}: {error}{remedy(error)}") from None
+        raise RecordError("E-PLAN-INPUT", f"{what}: {error}{remeasure_hint(error)}") from None
 
 
-def remedy(error: Exception) -> str:
+def remeasure_hint(error: Exception) -> str:
     """The remedy if an error shows that a profile has the former field `loss`. Its guesses from tables would now count as
     measured."""
     guessed = "unknown field `loss`" in str(error) and "codecs[" in str(error)
     return "; an earlier version made this profile: measure again (`commlayer profile`)" if guessed else ""
 
 
-def _refuse(problems: Iterable[str], what: str) -> None:
+def _raise_first(problems: Iterable[str], what: str) -> None:
     for problem in problems:
         raise InvalidInput("E-PLAN-INPUT", f"{what}: {problem}")

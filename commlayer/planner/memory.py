@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from commlayer.planner.tables import gpu
+from commlayer.planner.data.tables import gpu
 from commlayer.records import Job
 
 STATES_NBYTES = {"adam": 8, "sgd": 4, "muon": 4, "lion": 4, "": 8}
@@ -43,7 +43,7 @@ def memory_of(job: Job, device: str, optimizer: str) -> Memory:
                   timing.activation_nbytes / 1e9)
 
 
-def accumulated(job: Job, devices: list[str], optimizer: str) -> Job:
+def with_micro_batches(job: Job, devices: list[str], optimizer: str) -> Job:
     """The job with its batch divided into as few micro-batches as fit on all these GPUs, or into single samples if none fit;
     unchanged if batch or activations are unknown."""
     pieces = 1

@@ -10,7 +10,7 @@ from msgspec import structs
 from commlayer.codec_spec import CodecSpec, parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner.convergence import LearningRow
-from commlayer.records import Job, Plan, Record, over_server
+from commlayer.records import Job, Plan, Record, Timing, over_server
 
 NO_LIMIT = 1e9
 """A limit on loss that excludes no plan."""
@@ -190,11 +190,29 @@ class PlanInputs(Record, frozen=True):
     policy: Policy | None = None
 
     @property
-    def complete(self) -> tuple[Profile, Policy]:
-        """Profile and policy. Raises InvalidInput if one of them is None."""
+    def complete(self) -> Question:
+        """The inputs with profile and policy. Raises InvalidInput if one of them is None."""
         if self.profile is None or self.policy is None:
             raise InvalidInput("E-PLAN-INPUT", "the plan's inputs lack a profile or a policy")
-        return self.profile, self.policy
+        return Question(self.job, self.cluster, self.profile, self.policy)
+
+
+class Question(NamedTuple):
+    """The planner's inputs without gaps: a job with its timing, the machines, the costs and what a plan may choose."""
+
+    job: Job
+    cluster: Cluster
+    profile: Profile
+    policy: Policy
+
+    @property
+    def timing(self) -> Timing:
+        return self.job.timed
+
+    @property
+    def steps_count(self) -> bool:
+        """True: the objective counts convergence factors, which are known."""
+        return self.policy.objective == "loss" and bool(self.profile.learning)
 
 
 class Basis(NamedTuple):
@@ -248,7 +266,7 @@ class Group(NamedTuple):
         return self.nodes if self.node.ranks else 0
 
 
-def fold(cluster: Cluster, hosts: Sequence[int], *, spread: bool = False) -> tuple[Group, ...]:
+def node_groups(cluster: Cluster, hosts: Sequence[int], *, spread: bool = False) -> tuple[Group, ...]:
     """Groups equal nodes, in the order of their first nodes. `hosts`: indices of the nodes with servers.
 
     A node with a server is its own group, unless every bucket is `spread` over all servers. Nodes that neither train nor host
@@ -271,22 +289,22 @@ def fold(cluster: Cluster, hosts: Sequence[int], *, spread: bool = False) -> tup
 
 
 KINDS = 6
-"""Limit of distinct kinds of nodes in the search; `condensed` merges more kinds."""
+"""Limit of distinct kinds of nodes in the search; `with_few_kinds` merges more kinds."""
 ERROR = 0.05
-"""Initial tolerance: relative difference between two measurements of one link. `condensed` doubles it until at most KINDS kinds
-remain."""
+"""Initial tolerance: relative difference between two measurements of one link. `with_few_kinds` doubles it until at most KINDS
+kinds remain."""
 
 
-def condensed(cluster: Cluster) -> Cluster:
+def with_few_kinds(cluster: Cluster) -> Cluster:
     """The cluster with similar nodes made equal: each takes the slowest rates of its kind, until at most KINDS kinds remain.
 
     >>> links = [Link(1e8 * (1 + i / 100), 1e9, 0.01) for i in range(20)]
-    >>> few_kinds = condensed(Cluster(tuple(Node(f"n{i}", 1, "cpu", link) for i, link in enumerate(links))))
+    >>> few_kinds = with_few_kinds(Cluster(tuple(Node(f"n{i}", 1, "cpu", link) for i, link in enumerate(links))))
     >>> [round(bps / 1e6) for bps in sorted({node.link.up_bps for node in few_kinds.nodes})]
     [100, 106, 112, 118]
     """
     error, groups = ERROR, _groups(cluster.nodes, 0.0)
-    least = len({_sort(node) for node in cluster.nodes})
+    least = len({_fixed_properties(node) for node in cluster.nodes})
     while len(groups) > max(least, KINDS):
         groups, error = _groups(cluster.nodes, error), 2 * error
     nodes = list(cluster.nodes)
@@ -300,7 +318,7 @@ def condensed(cluster: Cluster) -> Cluster:
 def _groups(nodes: Sequence[Node], error: float) -> list[list[int]]:
     """Groups of node indices whose rates differ by at most the fraction `error`. Each group starts with the slowest remaining
     node."""
-    left = sorted(range(len(nodes)), key=lambda place: (_sort(nodes[place]), _rates(nodes[place]), place))
+    left = sorted(range(len(nodes)), key=lambda place: (_fixed_properties(nodes[place]), _rates(nodes[place]), place))
     groups = []
     while left:
         first = nodes[left[0]]
@@ -309,7 +327,8 @@ def _groups(nodes: Sequence[Node], error: float) -> list[list[int]]:
         for place in left[1:]:
             each = _rates(nodes[place])
             lower, higher = tuple(map(min, low, each)), tuple(map(max, high, each))
-            if _sort(nodes[place]) == _sort(first) and all(b <= a * (1 + error) for a, b in zip(lower, higher, strict=True)):
+            alike = _fixed_properties(nodes[place]) == _fixed_properties(first)
+            if alike and all(b <= a * (1 + error) for a, b in zip(lower, higher, strict=True)):
                 low, high = lower, higher
                 group.append(place)
         groups.append(group)
@@ -318,7 +337,7 @@ def _groups(nodes: Sequence[Node], error: float) -> list[list[int]]:
     return groups
 
 
-def _sort(node: Node) -> tuple[object, ...]:
+def _fixed_properties(node: Node) -> tuple[object, ...]:
     """Properties that all nodes of a kind have in common."""
     return node.device, node.ranks, node.server
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 
 from commlayer.codec_spec import CodecSpec, spec_error
 from commlayer.planner import tree
+from commlayer.planner.data.tables import learning_rows
 from commlayer.planner.inputs import cluster_problems, job_problems, profile_problems
 from commlayer.planner.model import DENSE, Cluster, Profile, bare
 from commlayer.planner.plan_rules import codecs_of, late_and_sparse, verify, verify_alone
 from commlayer.planner.simulation import hosts_of
-from commlayer.planner.tables import learning_rows
-from commlayer.planner.tensors import untouched
+from commlayer.planner.tensors import is_buffer, uncompressed_notices
 from commlayer.planner.tree import Promise, misfits, on_gpus, parse, promise_of
 from commlayer.records import SCHEMA, Bucket, Job, Plan
 
@@ -29,16 +29,17 @@ def lint(
     if plan.schema != SCHEMA:
         return problems
     problems += [] if job is None or job.timing is None else list(job_problems(job))
-    problems += [] if cluster is None else [*cluster_problems(cluster), *_places(plan, cluster)]
+    problems += [] if cluster is None else [*cluster_problems(cluster), *_host_problems(plan, cluster)]
     problems += [] if profile is None else profile_problems(profile)
-    problems += untouched(plan, job)
+    problems += uncompressed_notices(plan, job)
     problems += late_and_sparse(plan, learning_rows() if profile is None else profile.learning)
     for bucket in plan.buckets:
-        problems += [f"bucket {bucket.id}: {line}" for line in _bucket(plan, bucket, job, cluster, profile, codec_problem)]
+        lines = _bucket_problems(plan, bucket, job, cluster, profile, codec_problem)
+        problems += [f"bucket {bucket.id}: {line}" for line in lines]
     return list(dict.fromkeys(problems))  # verify also reports a path that is not in the tree
 
 
-def _bucket(
+def _bucket_problems(
     plan: Plan, bucket: Bucket, job: Job | None, cluster: Cluster | None, profile: Profile | None,
     codec_problem: Callable[[str], str] | None,
 ) -> Iterator[str]:
@@ -54,7 +55,7 @@ def _bucket(
     except ValueError as error:
         yield str(error)
         return
-    yield from (f"path {bucket.path!r}: {line}" for line in tree.check(path, cluster))
+    yield from (f"path {bucket.path!r}: {line}" for line in tree.path_problems(path, cluster))
     promises = {name: promise_of(cost) for name, cost in known.items()}
     up = [promises.get(_bare(codec), ANY) for codec in (bucket.codec, *bucket.by_node)]
     down = promises.get(_bare(bucket.down), ANY) if bucket.down else None
@@ -70,9 +71,7 @@ def _bucket(
     families = {_bare(codec).family for codec in bucket.by_node}
     if len(families) > 1:
         yield f"by_node mixes {', '.join(sorted(families))}: a server decodes one family only"
-    buffer = job is not None and any(
-        job.tensors[s.tensor].buffer for s in bucket.slices if 0 <= s.tensor < len(job.tensors)
-    )
+    buffer = job is not None and is_buffer(job, bucket.slices)
     if buffer and {*codecs} != {DENSE}:
         yield f"holds buffers, which are averaged uncompressed: codec must be {DENSE!r}, not {bucket.codec!r}"
     if buffer and bucket.stale:
@@ -84,7 +83,7 @@ def _bare(codec: str) -> CodecSpec:
     return CodecSpec(codec, ()) if spec_error(codec) else bare(codec)
 
 
-def _places(plan: Plan, cluster: Cluster) -> Iterator[str]:
+def _host_problems(plan: Plan, cluster: Cluster) -> Iterator[str]:
     if plan.hosts and len(plan.hosts) != plan.servers:
         yield f"hosts lists {len(plan.hosts)} nodes for {plan.servers} servers"
     for host in plan.hosts:

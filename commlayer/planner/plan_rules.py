@@ -11,8 +11,9 @@ from msgspec import structs
 from commlayer.codec_spec import parse_spec, spec_error
 from commlayer.errors import InvalidInput, coded
 from commlayer.planner import tree
+from commlayer.planner.buckets import between
 from commlayer.planner.convergence import LATE_RATIO, LearningRow, late_allowed
-from commlayer.planner.tensors import rounded
+from commlayer.planner.tensors import rounded_doubles
 from commlayer.planner.tree import parse, spell
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
 
@@ -32,8 +33,8 @@ def verify(plan: Plan, job: Job) -> list[str]:
     problems = verify_alone(plan)
     if plan.schema != SCHEMA:
         return problems
-    problems += [line for bucket in plan.buckets for line in _slices(job, bucket)]
-    return problems + list(rounded(plan, job)) + list(_buffers(plan, job)) + list(_coverage(plan, job))
+    problems += [line for bucket in plan.buckets for line in _slice_problems(job, bucket)]
+    return problems + list(rounded_doubles(plan, job)) + list(_buffer_problems(plan, job)) + list(_coverage_problems(plan, job))
 
 
 def verify_alone(plan: Plan, world: int = 0, tensors: int = -1, elements: int = -1) -> list[str]:
@@ -52,10 +53,10 @@ def verify_alone(plan: Plan, world: int = 0, tensors: int = -1, elements: int = 
                  if getattr(plan, name) < n]
     if plan.ratio_over not in ("bucket", "plan"):
         problems.append(f"ratio_over is {plan.ratio_over!r}, allowed: 'bucket' or 'plan'")
-    problems += [*_steps(plan)]
+    problems += [*_sync_problems(plan)]
     if not (math.isfinite(plan.step_s) and plan.step_s >= 0):
         problems.append(f"step_s is {plan.step_s}, allowed: seconds, 0 or more")
-    return problems + [line for place, bucket in enumerate(plan.buckets) for line in _bucket(plan, place, bucket)]
+    return problems + [line for place, bucket in enumerate(plan.buckets) for line in _bucket_problems(plan, place, bucket)]
 
 
 def _too_large(plan: Plan, world: int, tensors: int, elements: int) -> Iterator[str]:
@@ -83,7 +84,7 @@ def max_buckets(tensors: int, elements: int, ranks_per_node: int) -> int:
     return max(1, ranks_per_node) * (tensors + elements // LEAST_CUT_NUMEL) + FEW_BUCKETS
 
 
-def _steps(plan: Plan) -> Iterator[str]:
+def _sync_problems(plan: Plan) -> Iterator[str]:
     """Reports sync settings that exclude each other."""
     late = any(b.stale for b in plan.buckets)
     if plan.codes not in ("gradients", "updates"):
@@ -120,7 +121,7 @@ def late_and_sparse(plan: Plan, rows: Sequence[LearningRow], optimizer: str = ""
                   "the plan without staleness")] if wrong else []
 
 
-def _buffers(plan: Plan, job: Job) -> Iterator[str]:
+def _buffer_problems(plan: Plan, job: Job) -> Iterator[str]:
     """Reports buffers before gradients, because buffers are ready only when backward ends, and buckets that mix both, because
     buffers have no loss scale."""
     begun = False
@@ -133,12 +134,12 @@ def _buffers(plan: Plan, job: Job) -> Iterator[str]:
         begun = begun or True in kinds
 
 
-def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
+def _bucket_problems(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
     name = f"bucket {bucket.id}"
     if bucket.id != place:
         yield f"{name} is bucket number {place} of the plan: ids must count from 0 in the order of the buckets"
     try:
-        yield from (f"{name}: path {bucket.path!r}: {line}" for line in tree.check(tree.parse(bucket.path)))
+        yield from (f"{name}: path {bucket.path!r}: {line}" for line in tree.path_problems(tree.parse(bucket.path)))
     except ValueError as error:
         yield f"{name}: {error}"
     if bucket.coder not in ("", "gpu"):
@@ -161,7 +162,7 @@ def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
                "cut it into several")
 
 
-def _slices(job: Job, bucket: Bucket) -> Iterator[str]:
+def _slice_problems(job: Job, bucket: Bucket) -> Iterator[str]:
     name = f"bucket {bucket.id}"
     for part in bucket.slices:
         if not 0 <= part.tensor < len(job.tensors):
@@ -171,7 +172,7 @@ def _slices(job: Job, bucket: Bucket) -> Iterator[str]:
             yield f"{name}: elements {part.start}..{part.stop} of {info.name}, which has only {info.numel}"
 
 
-def _coverage(plan: Plan, job: Job) -> Iterator[str]:
+def _coverage_problems(plan: Plan, job: Job) -> Iterator[str]:
     parts: list[list[tuple[Slice, int]]] = [[] for _ in job.tensors]
     for bucket in plan.buckets:
         for part in bucket.slices:
@@ -230,19 +231,10 @@ def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
 def cut(slices: Sequence[Slice], parts: int) -> list[tuple[Slice, ...]]:
     """Cuts slices into `parts` lists of nearly equal numbers of elements; a list may be empty."""
     numel = sum(s.numel for s in slices)
-    runs = []
-    for low, high in pairwise(numel * i // parts for i in range(parts + 1)):
-        run, at = [], 0
-        for s in slices:
-            first, last = max(low, at), min(high, at + s.numel)
-            if first < last:
-                run.append(Slice(s.tensor, s.start + first - at, s.start + last - at))
-            at += s.numel
-        runs.append(tuple(run))
-    return runs
+    return [between(slices, start, stop) for start, stop in pairwise(numel * i // parts for i in range(parts + 1))]
 
 
-def together(buckets: Sequence[Bucket], ranks_per_node: int) -> list[range]:
+def shard_groups(buckets: Sequence[Bucket], ranks_per_node: int) -> list[range]:
     """Ranges of bucket indices that a node handles together, in order: the shards of one bucket of the unlowered plan, or a
     single bucket.
 

@@ -201,10 +201,10 @@ class Network:
             order=_ints(np.argsort([load.urgency for load in loads], kind="stable")), stale=stale,
             lane_node=_ints([self._owner(lane) if lane.startswith(COMPUTE) else -1 for lane in lanes]),
             lane_shared=_ints([lane.startswith(_SHARED) for lane in lanes]), tail=tail_s,
-            bucket_options=_edges(_ints(map(len, shapes))), option_tasks=_edges(tasks),
-            line_lanes=_edges(_ints(map(len, mine))), line_lane=line_lane, task_line=task_line, task_seconds=_edges(held),
+            bucket_options=_offsets(_ints(map(len, shapes))), option_tasks=_offsets(tasks),
+            line_lanes=_offsets(_ints(map(len, mine))), line_lane=line_lane, task_line=task_line, task_seconds=_offsets(held),
             seconds=_chained([load.seconds for load in loads]), latency=_chained([load.latency for load in loads]),
-            need=need, task_next=_edges(followed), next=following, task_gates=_edges(gated), gate=gate,
+            need=need, task_next=_offsets(followed), next=following, task_gates=_offsets(gated), gate=gate,
             most_tasks=sum([int(self._of(each)[0].max()) for each in shapes]))
 
     def _of(self, shapes: tuple[Shape, ...]) -> tuple[Ints, ...]:
@@ -241,7 +241,7 @@ def joined(templates: Sequence[Template]) -> Template:
                     _chained([each.seconds for each in templates]), _chained([each.latency for each in templates]))
 
 
-def awaited(network: Network, loads: Sequence[Load], seconds: Sequence[float]) -> list[Load]:
+def with_final_delays(network: Network, loads: Sequence[Load], seconds: Sequence[float]) -> list[Load]:
     """Adds a final delay of `seconds[b]` to all options of bucket b, during which no link, CPU or GPU is used."""
     return [load._replace(shapes=tuple([network.awaited(shape) for shape in load.shapes]),
                           latency=np.insert(load.latency, np.cumsum([len(shape.after) for shape in load.shapes]), latency_s))
@@ -264,7 +264,7 @@ def _numbered(values: Ints, count: int) -> tuple[list[int], Ints]:
         if count else values
 
 
-def _edges(counts: Ints) -> Ints:
+def _offsets(counts: Ints) -> Ints:
     return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
 
 

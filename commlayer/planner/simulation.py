@@ -13,10 +13,10 @@ from commlayer.native import core
 from commlayer.planner import buckets
 from commlayer.planner.buckets import Cut, fragments_of
 from commlayer.planner.convergence import Recipe
-from commlayer.planner.costs import Prices, hidden, recipe_of
+from commlayer.planner.costs import Prices, recipe_of, with_hidden_rates
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import Cluster, Policy, Profile
-from commlayer.planner.problem import Load, Problem, Template, awaited
+from commlayer.planner.model import Cluster, Policy, Profile, Question
+from commlayer.planner.problem import Load, Problem, Template, with_final_delays
 from commlayer.planner.tensors import sent_numel
 from commlayer.records import Bucket, Job, Plan, Record, Slice, Timing
 
@@ -59,7 +59,7 @@ def simulate(
     `prices`: costs for the cluster with the plan's servers, if the caller has them. `spans` False: the timeline has only times
     by bucket.
     """
-    laid = _lay_out(plan, job, cluster, profile, policy, prices)
+    laid = _lay_out(plan, checked_inputs(job, cluster, profile, policy), prices)
     step_s = compute_s = 0.0
     ready, done = [laid.begun_s] * len(plan.buckets), [laid.begun_s] * len(plan.buckets)
     all_spans: list[Span] = []
@@ -90,12 +90,10 @@ def simulate(
     return Timeline(step_s, compute_s, tuple(ready), tuple(done), tuple(all_spans))
 
 
-def exact_s(
-    plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy, prices: Prices | None = None,
-) -> float:
+def step_seconds(plan: Plan, question: Question, prices: Prices | None = None) -> float:
     """Predicted seconds of one step, without a timeline. The cost of an exchange is divided by the number of steps that share
     it."""
-    laid = _lay_out(plan, job, cluster, profile, policy, prices)
+    laid = _lay_out(plan, question, prices)
     return Simulation(laid.fragments).run([0] * len(plan.buckets)) / plan.local_steps
 
 
@@ -115,17 +113,20 @@ class _LaidOut(NamedTuple):
     """Seconds of the forward pass before the simulated problem begins."""
 
 
-def _lay_out(
-    plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, prices: Prices | None = None,
-) -> _LaidOut:
-    profile, policy, timing = checked_inputs(job, cluster, profile, policy)
-    prices = prices or Prices(hidden(cluster) if plan.overlap == "round" else cluster, profile, hosts_of(plan, cluster))
+def _lay_out(plan: Plan, question: Question, prices: Prices | None) -> _LaidOut:
+    prices = prices or prices_of(plan, question)
     templates = [bucket_template(prices, bucket) for bucket in plan.buckets]
-    recipe = recipe_of(plan, job, cluster, policy)
-    loads = [each.load(sent_numel(plan, bucket, job), urgent(timing, bucket.slices), stale=bucket.stale)
+    recipe, timing = recipe_of(plan, question), question.timing
+    loads = [each.load(sent_numel(plan, bucket, question.job), needed_after_s(timing, bucket.slices), stale=bucket.stale)
              for each, bucket in zip(templates, plan.buckets, strict=True)]
-    begun_s = timing.forward_s / slowest(prices) if recipe.overlap == "forward" else 0.0
-    return _LaidOut(fragments(job, timing, plan.buckets, loads, prices, recipe, priority=policy.priority), templates, begun_s)
+    begun_s = timing.forward_s / slowest_speed(prices) if recipe.overlap == "forward" else 0.0
+    return _LaidOut(fragments(question, plan.buckets, loads, prices, recipe), templates, begun_s)
+
+
+def prices_of(plan: Plan, question: Question) -> Prices:
+    """Costs with the plan's servers. Overlapped exchanges have only a part of the links' rates."""
+    cluster = question.cluster
+    return Prices(with_hidden_rates(cluster) if plan.overlap == "round" else cluster, question.profile, hosts_of(plan, cluster))
 
 
 def hosts_of(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
@@ -147,47 +148,49 @@ def bucket_template(prices: Prices, bucket: Bucket) -> Template:
         raise InvalidInput("E-PLAN-INPUT", f"bucket {bucket.id}: {error}") from None
 
 
-def urgent(timing: Timing, slices: Sequence[Slice]) -> float:
+def needed_after_s(timing: Timing, slices: Sequence[Slice]) -> float:
     """Seconds after which the next forward pass first needs a tensor of the bucket."""
     return min([timing.needed_s[s.tensor] for s in slices])
 
 
-def locally(recipe: Recipe) -> bool:
+def steps_locally(recipe: Recipe) -> bool:
     """True: each rank steps on its own gradients."""
     return recipe.every > 1 or recipe.codes == "updates"
 
 
-def slowest(prices: Prices) -> float:
+def slowest_speed(prices: Prices) -> float:
     """Relative speed of the slowest training node."""
     return min(group.node.speed for group in prices.groups if group.workers)
 
 
 def fragments(
-    job: Job, timing: Timing, cuts: Sequence[Cut], loads: Sequence[Load], prices: Prices, recipe: Recipe, *, priority: bool,
+    question: Question, cuts: Sequence[Cut], loads: Sequence[Load], prices: Prices, recipe: Recipe,
 ) -> list[Fragment]:
     """Divides an outer step's exchange into fragments, each with its simulation problem. ValueError if there are fewer buckets
     than fragments.
 
     Times start at the step's forward pass; with overlap="forward", at the step's backward pass.
     """
+    timing = question.timing
     step_s = timing.forward_s + timing.backward_s + timing.update_s
-    waits = not locally(recipe) and not recipe.overlap
+    waits = not steps_locally(recipe) and not recipe.overlap
     work_s = timing.forward_s + timing.backward_s if waits else step_s * (recipe.every // recipe.fragments)
     if recipe.overlap == "round":
         ready = [0.0] * len(cuts)
-    elif locally(recipe):
+    elif steps_locally(recipe):
         ready = [work_s] * len(cuts)
     else:
         before_s = 0.0 if recipe.overlap else timing.forward_s
-        ready = [before_s + buckets.readiness(job, cut.slices) for cut in cuts]
+        ready = [before_s + buckets.readiness(question.job, cut.slices) for cut in cuts]
     if recipe.overlap == "forward":  # the slowest node computes the rest of the period after it receives the average
-        loads = awaited(prices.network, loads, [(timing.forward_s - load.urgency) / slowest(prices) for load in loads])
+        rest_s = [(timing.forward_s - load.urgency) / slowest_speed(prices) for load in loads]
+        loads = with_final_delays(prices.network, loads, rest_s)
     speeds = np.array([group.node.speed for group in prices.groups if group.workers])
-    tail_s = timing.update_s / slowest(prices) if waits else 0.0
+    tail_s = timing.update_s / slowest_speed(prices) if waits else 0.0
     return [
         Fragment(places, prices.network.problem(
             [loads[b] for b in places], np.array([*[ready[b] for b in places], work_s])[None] / speeds[:, None],
-            tail_s=tail_s, priority=priority))
+            tail_s=tail_s, priority=question.policy.priority))
         for places in fragments_of(cuts, recipe.fragments)]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import structs
 
 from commlayer.codec_spec import ELEMENT_NBYTES, CodecSpec, parse_spec, spec_error
-from commlayer.planner.codec_sizes import touch
+from commlayer.planner.data.codec_sizes import bytes_per_element
 from commlayer.planner.model import Option
 from commlayer.records import Bucket, Job, Plan, Slice
 
@@ -51,7 +51,7 @@ def sent_numel(plan: Plan, bucket: Bucket, job: Job) -> int:
     return nonzero_numel(job, bucket.slices) if zeros else bucket.numel
 
 
-def full(job: Job) -> Job:
+def with_dense_gradients(job: Job) -> Job:
     """The job with dense gradients. Weight updates are dense even where gradients are sparse, if the optimizer has momentum."""
     return structs.replace(job, timing=structs.replace(job.timing, filled=())) if job.timing and job.timing.filled else job
 
@@ -82,15 +82,15 @@ def row_of(shape: Shape) -> int:
     return math.prod(shape[1:])
 
 
-def shaped(codec: str, job: Job, group: Sequence[Slice]) -> tuple[str, Shape]:
+def codec_and_shape(codec: str, job: Job, group: Sequence[Slice]) -> tuple[str, Shape]:
     """The codec and shape of a bucket with these slices. In a bucket of several slices, a codec that needs matrices
     gets the shape of each slice.
 
     >>> from commlayer.records import TensorInfo
     >>> job = Job((TensorInfo("weight", (64, 32)), TensorInfo("bias", (64,))))
-    >>> shaped("error_feedback(powersgd())", job, [Slice(0, 0, 2048), Slice(1, 0, 64)])
+    >>> codec_and_shape("error_feedback(powersgd())", job, [Slice(0, 0, 2048), Slice(1, 0, 64)])
     ('error_feedback(powersgd(shapes=((64, 32), (64,))))', ())
-    >>> shaped("powersgd()", job, [Slice(0, 0, 2048)])
+    >>> codec_and_shape("powersgd()", job, [Slice(0, 0, 2048)])
     ('powersgd()', (64, 32))
     """
     shape = shape_of(job, group[0]) if len(group) == 1 else ()
@@ -105,35 +105,35 @@ def shaped(codec: str, job: Job, group: Sequence[Slice]) -> tuple[str, Shape]:
     return str(name.with_core(lambda core: CodecSpec("powersgd", (("rank", core.get("rank")), ("shapes", shapes))))), ()
 
 
-def untouched(plan: Plan, job: Job | None = None) -> Iterator[str]:
+def uncompressed_notices(plan: Plan, job: Job | None = None) -> Iterator[str]:
     """Reports a codec that should compress but leaves most of the model uncompressed, in one line."""
-    gradients = [b for b in plan.buckets if not spec_error(b.codec) and not (job is not None and _buffer(job, b))]
+    gradients = [b for b in plan.buckets if not spec_error(b.codec) and not (job is not None and is_buffer(job, b.slices))]
     total = sum(b.numel for b in gradients)
-    uncompressed_numel: dict[str, int] = {}
+    numels: dict[str, int] = {}
     for bucket in gradients:
-        core = parse_spec(bucket.codec).core
-        uncompressed_numel[str(core)] = uncompressed_numel.get(str(core), 0) + _as_it_is(bucket, parse_spec(bucket.codec))
-    codec = max(uncompressed_numel, key=lambda name: uncompressed_numel[name], default="")
-    if codec and uncompressed_numel[codec] > REPORTED_ABOVE * total:
-        yield (f"{uncompressed_numel[codec] / total:.0%} of the model's elements are sent uncompressed by {codec}: "
+        codec = str(parse_spec(bucket.codec).core)
+        numels[codec] = numels.get(codec, 0) + _uncompressed_numel(bucket, parse_spec(bucket.codec))
+    codec = max(numels, key=numels.__getitem__, default="")
+    if codec and numels[codec] > REPORTED_ABOVE * total:
+        yield (f"{numels[codec] / total:.0%} of the model's elements are sent uncompressed by {codec}: "
                + ("it compresses only complete matrices, or those in powersgd(shapes=...), that are larger than their factors"
                   if parse_spec(codec).needs_shape else "its payloads are as large as uncompressed ones, or larger"))
 
 
-def _as_it_is(bucket: Bucket, name: CodecSpec) -> int:
+def _uncompressed_numel(bucket: Bucket, name: CodecSpec) -> int:
     """Number of elements of the bucket that the codec leaves uncompressed."""
     if bucket.path == "allreduce" or name.core.family == "identity":
         return 0
     if name.core.family == "powersgd":
         shapes = name.core.get("shapes") or (bucket.spec.shape,)
-        return sum(math.prod(shape) for shape in shapes if not _gains(shape, name.core.get("rank")))
+        return sum(math.prod(shape) for shape in shapes if not _factors_are_smaller(shape, name.core.get("rank")))
     try:
-        return bucket.numel if touch(name).sent >= WHOLE * ELEMENT_NBYTES else 0
+        return bucket.numel if bytes_per_element(name).sent >= WHOLE * ELEMENT_NBYTES else 0
     except ValueError:
         return 0
 
 
-def _gains(shape: Shape, rank: int) -> bool:
+def _factors_are_smaller(shape: Shape, rank: int) -> bool:
     """True: the matrix's low-rank factors have fewer elements than the matrix."""
     if len(shape) < 2 or 0 in shape:
         return False
@@ -141,15 +141,16 @@ def _gains(shape: Shape, rank: int) -> bool:
     return min(rank, rows, row) * (rows + row) < rows * row
 
 
-def _buffer(job: Job, bucket: Bucket) -> bool:
-    return any(job.tensors[s.tensor].buffer for s in bucket.slices if 0 <= s.tensor < len(job.tensors))
+def is_buffer(job: Job, slices: Sequence[Slice]) -> bool:
+    """True: these are slices of buffers, such as running statistics, not of gradients."""
+    return any(job.tensors[s.tensor].buffer for s in slices if 0 <= s.tensor < len(job.tensors))
 
 
 DOUBLE = "float64"
 EXACT = "allreduce"
 
 
-def unrounded(plan: Plan, job: Job) -> Plan:
+def with_exact_doubles(plan: Plan, job: Job) -> Plan:
     """The plan with every bucket of doubles on an uncompressed all-reduce. Unchanged if there are no doubles."""
     buckets = tuple(
         structs.replace(b, path=EXACT, codec="identity()", server=0, owner=0, down="", by_node=(), coder="", stale=False)
@@ -170,7 +171,7 @@ def doubles_notice(job: Job, nodes: int) -> str:
             "compression; model.float() makes them float32")
 
 
-def rounded(plan: Plan, job: Job) -> Iterator[str]:
+def rounded_doubles(plan: Plan, job: Job) -> Iterator[str]:
     """Reports buckets in which the plan would round doubles to float32, one line each."""
     for bucket in plan.buckets:
         if bucket.path != EXACT and (names := _doubles(bucket, job)):

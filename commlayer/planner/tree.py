@@ -83,8 +83,7 @@ GPU_AND_CPU: tuple[Device, ...] = ("gpu", "cpu")
 
 FLOAT_PAIRS = (("reduce_scatter", "allgather"), ("reduce", "broadcast"))
 PAYLOAD_PAIRS = (("alltoall", "allgather"), ("gather", "broadcast"))
-SECOND = dict(FLOAT_PAIRS + PAYLOAD_PAIRS)
-"""Maps the first collective of a pair to the second."""
+"""Two collectives that sum together: the first divides or gathers floats or payloads, the second returns the sum."""
 
 Paths = tuple[Path, ...]
 
@@ -93,11 +92,11 @@ def encodes(path: Path) -> int:
     return sum(op.name == "encode" for op in path)
 
 
-def served(path: Path) -> bool:
+def uses_server(path: Path) -> bool:
     return any(op.name == "push" for op in path)
 
 
-def summing(path: Path) -> bool:
+def sums_payloads(path: Path) -> bool:
     """True: an all-reduce adds payloads, which needs a codec whose payloads can be added."""
     return encodes(path) > 0 and any(op.name == "allreduce" for op in path)
 
@@ -108,7 +107,7 @@ def one_device(path: Path) -> bool:
 
 
 @cache
-def kind(name: Kind, devices: tuple[Device, ...] = GPU_AND_CPU) -> Paths:
+def paths_of_kind(name: Kind, devices: tuple[Device, ...] = GPU_AND_CPU) -> Paths:
     """All paths of one kind, in a fixed order."""
     tree = _Tree(devices)
     build = {"flat": tree.flat, "two-level": tree.two_level, "service": tree.service, "sum": tree.sums}[name]
@@ -125,20 +124,20 @@ class _Tree:
     def flat(self) -> Iterator[Path]:
         yield (Op("allreduce", "all"),)
         for first, second in FLOAT_PAIRS:
-            yield from _rows([_op(first, "all")], self.last("all", second))
+            yield from _rows([_op(first, "all")], self.last_collective("all", second))
         yield from _rows(self.C, [_op("allgather", "all")], self.D)
         for first, second in PAYLOAD_PAIRS:
-            yield from _rows(self.C, [_op(first, "all")], self.last_coded("all", second))
+            yield from _rows(self.C, [_op(first, "all")], self.last_of_payloads("all", second))
 
     def two_level(self) -> Iterator[Path]:
-        for second, floats in self.inside():
+        for second, floats in self.sums_inside_nodes():
             if floats:
-                yield from _rows(floats, self.between(second))
-                yield from _rows(floats, self.C, self.between_coded(second))
-        for (_, second), merged, forwarded in self.inside_coded():
-            yield from _rows(forwarded, self.between_coded(second))
-            yield from _rows(merged, self.between(second))
-            yield from _rows(merged, self.C, self.between_coded(second))
+                yield from _rows(floats, self.between_nodes(second))
+                yield from _rows(floats, self.C, self.payloads_between_nodes(second))
+        for (_, second), merged, forwarded in self.payloads_inside_nodes():
+            yield from _rows(forwarded, self.payloads_between_nodes(second))
+            yield from _rows(merged, self.between_nodes(second))
+            yield from _rows(merged, self.C, self.payloads_between_nodes(second))
 
     def service(self) -> Iterator[Path]:
         """Yields paths over a server. A server adds one payload per rank and bucket, so sums inside a node are encoded before
@@ -154,39 +153,39 @@ class _Tree:
 
     def _middle(self, between: Path) -> Iterator[Path]:
         """Sums floats inside each node, runs `between` on payloads of the sums, and returns floats to the node."""
-        for second, floats in self.inside():
+        for second, floats in self.sums_inside_nodes():
             yield from _rows(floats, self.C, [between], self.D, [_op(second, "node")])
 
-    def inside(self) -> Iterator[tuple[str, Paths]]:
+    def sums_inside_nodes(self) -> Iterator[tuple[str, Paths]]:
         for first, second in FLOAT_PAIRS:
             yield second, (_op(first, "node"),)
 
-    def inside_coded(self) -> Iterator[tuple[tuple[str, str], Paths, Paths]]:
+    def payloads_inside_nodes(self) -> Iterator[tuple[tuple[str, str], Paths, Paths]]:
         """Yields first collectives of payloads inside the node: decoded and summed, or forwarded unchanged."""
         for first, second in PAYLOAD_PAIRS:
             forwarded = tuple(_rows(self.C, [_op(first, "node")]))
             yield (first, second), tuple(_rows(forwarded, self.D)), forwarded
 
-    def last(self, scope: Scope, second: str) -> Paths:
+    def last_collective(self, scope: Scope, second: str) -> Paths:
         return (_op(second, scope), *_rows(self.C, [_op(second, scope)], self.D))
 
-    def last_coded(self, scope: Scope, second: str) -> Paths:
-        return (*_rows([_op(second, scope)], self.D), *_rows(self.D, self.last(scope, second)))
+    def last_of_payloads(self, scope: Scope, second: str) -> Paths:
+        return (*_rows([_op(second, scope)], self.D), *_rows(self.D, self.last_collective(scope, second)))
 
-    def between(self, inner: str) -> Iterator[Path]:
-        yield from _rows([_op("allreduce", "net")], self.last("node", inner))
+    def between_nodes(self, inner: str) -> Iterator[Path]:
+        yield from _rows([_op("allreduce", "net")], self.last_collective("node", inner))
         for first, second in FLOAT_PAIRS:
-            yield from _rows([_op(first, "net")], self.between_second(second, inner))
+            yield from _rows([_op(first, "net")], self.second_between_nodes(second, inner))
 
-    def between_coded(self, inner: str) -> Iterator[Path]:
-        yield from _rows([_op("allgather", "net")], self.last_coded("node", inner))
+    def payloads_between_nodes(self, inner: str) -> Iterator[Path]:
+        yield from _rows([_op("allgather", "net")], self.last_of_payloads("node", inner))
         for first, second in PAYLOAD_PAIRS:
-            yield from _rows([_op(first, "net")], [_op(second, "net")], self.last_coded("node", inner))
-            yield from _rows([_op(first, "net")], self.D, self.between_second(second, inner))
+            yield from _rows([_op(first, "net")], [_op(second, "net")], self.last_of_payloads("node", inner))
+            yield from _rows([_op(first, "net")], self.D, self.second_between_nodes(second, inner))
 
-    def between_second(self, second: str, inner: str) -> Iterator[Path]:
-        yield from _rows([_op(second, "net")], self.last("node", inner))
-        yield from _rows(self.C, [_op(second, "net")], self.last_coded("node", inner))
+    def second_between_nodes(self, second: str, inner: str) -> Iterator[Path]:
+        yield from _rows([_op(second, "net")], self.last_collective("node", inner))
+        yield from _rows(self.C, [_op(second, "net")], self.last_of_payloads("node", inner))
 
 
 def _op(name: str, scope: Scope) -> Path:
@@ -202,7 +201,7 @@ def _rows(*columns: Iterable[Path]) -> Iterator[Path]:
     yield from rows
 
 
-def options(
+def usable_paths(
     cluster: Cluster, *, devices: Sequence[str] = GPU_AND_CPU, max_encodes: int = 4, sums: bool = False, mixed: bool = False,
     kinds: Sequence[Kind] = KINDS, dense: bool = True, servers: bool = True,
 ) -> Paths:
@@ -216,13 +215,13 @@ def options(
     )
     return tuple(
         path for name in KINDS if name in kinds and (sums or name != "sum") and (servers or name != "service")
-        for path in kind(name, usable)
+        for path in paths_of_kind(name, usable)
         if encodes(path) <= max_encodes and (mixed or one_device(path)) and (dense or encodes(path))
         and not any(_cluster_breaks(path, cluster))
     )
 
 
-def check(path: Path, cluster: Cluster | None = None) -> list[str]:
+def path_problems(path: Path, cluster: Cluster | None = None) -> list[str]:
     """Reports where the path violates the grammar, else every rule of the cluster that it violates, one line each."""
     if path not in _every():
         return [_first_wrong(path)]
@@ -237,27 +236,27 @@ def _cluster_breaks(path: Path, cluster: Cluster) -> Iterator[str]:
     if len(workers) > 1 and not cluster.reachable and any(op.name in COLLECTIVES and op.where != "node" for op in path):
         yield ("a collective crosses nodes, but this cluster's nodes cannot reach each other: only net.push with net.pull or "
                "net.forward is possible")
-    if len(workers) == 1 and "net" in scopes and not served(path):
+    if len(workers) == 1 and "net" in scopes and not uses_server(path):
         yield "an exchange between nodes (net.*), but the cluster has one node"
     if inside and max(ranks, default=1) == 1:
         yield "an exchange inside nodes (node.*), but every node has one rank"
-    if served(path) and not inside and max(ranks, default=1) > 1:
+    if uses_server(path) and not inside and max(ranks, default=1) > 1:
         yield ("every rank would push separately: nodes of several ranks must sum inside first (node.reduce, "
                "node.reduce_scatter)")
     shards = any(op.where == "node" and op.name in ("reduce_scatter", "alltoall") for op in path)
-    if shards and len(ranks) > 1 and not served(path):
+    if shards and len(ranks) > 1 and not uses_server(path):
         yield (f"shards need the same number of ranks on every node, but nodes have {', '.join(map(str, sorted(ranks)))} "
                "ranks: sum onto one rank of each node, with node.reduce or node.gather")
     bare = next((node.name for node in workers if node.device == "cpu"), None)
     if bare is not None and any(op.name in CODING and op.where == "gpu" for op in path):
         yield f"encoding or decoding on a GPU, but node {bare} has none"
-    if served(path) and not any(node.server for node in cluster.nodes):
+    if uses_server(path) and not any(node.server for node in cluster.nodes):
         yield "a server is needed, but no node can host one"
 
 
 @cache
 def _every() -> frozenset[Path]:
-    return frozenset(path for name in KINDS for path in kind(name))
+    return frozenset(path for name in KINDS for path in paths_of_kind(name))
 
 
 def _first_wrong(path: Path) -> str:
@@ -297,7 +296,7 @@ def misfits(
     if not encodes(path):
         return
     ups = list(up)
-    if served(path):
+    if uses_server(path):
         forwards = any(op.name == "forward" for op in path)
         if (forwards or down is not None) and not all(codec.alone for codec in ups):
             yield "a server changes the encoding of the sum: codecs must need one exchange and sum in dense float32"
@@ -306,12 +305,12 @@ def misfits(
         return
     if down is not None or by_node:
         yield "`down` and `by_node` are for path 'service'; on other paths all payloads of a bucket have one codec"
-    elif summing(path) and not all(codec.sums for codec in ups):
+    elif sums_payloads(path) and not all(codec.sums for codec in ups):
         yield "an all-reduce adds payloads: the codec's payloads must be addable, such as those of identity()"
-    elif not summing(path) and not all(codec.alone for codec in ups):
+    elif not sums_payloads(path) and not all(codec.alone for codec in ups):
         yield ("every rank adds payloads to a dense sum: codecs must need one exchange and no server; "
                "use path 'service', or, if payloads can be added, 'encode@cpu all.allreduce decode@cpu'")
-    if gpus and summing(path):
+    if gpus and sums_payloads(path):
         yield "payloads can be added only in host memory: for a model on GPUs choose a path without an all-reduce of payloads"
 
 

@@ -46,15 +46,14 @@ ALLOWED: dict[str, set[str]] = {
 }
 ROOMS: dict[str, list[set[str]]] = {
     "planner": [
+        {"convergence", "model"},
         {"data"},
-        {"codec_sizes", "convergence", "noise", "tree", "tensors", "model", "buckets", "plan_rules"},
-        {"tables"},
-        {"memory", "models"},
+        {"tree", "tensors", "buckets", "plan_rules", "memory"},
         {"problem", "costs"},
         {"inputs"},
         {"simulation"},
-        {"choices", "explanation", "options", "placement", "scenario", "search"},
-        {"baselines", "plan_lint"},
+        {"search"},
+        {"explanation", "baselines", "plan_lint"},
     ],
     "engine": [{room} for room in ("components", "model", "hooks", "buckets", "paths", "worker", "sync", "job", "epochs",
                                    "observers", "checkpoints", "guards", "step", "start")],

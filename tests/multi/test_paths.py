@@ -28,7 +28,7 @@ from commlayer.engine.start.rendezvous import Start
 from commlayer.engine.worker.worker import Worker
 from commlayer.optim import OuterSGD
 from commlayer.planner import lower, tree
-from commlayer.planner import tables as machines
+from commlayer.planner.data import tables as machines
 from commlayer.planner.model import Cluster
 from commlayer.planner.tree import spell
 from commlayer.records import Bucket, Plan, Slice, Spec
@@ -59,8 +59,8 @@ def account(worker: Worker, shapes: Shapes, rank: int, steps: int, broken: bool 
     return {"applied": applied, "residuals": flat(by_tensor(slices_of(worker), shapes))}
 
 
-COLLECTIVES = [path for kind in ("flat", "two-level", "sum") for path in tree.kind(kind, ("cpu",))]  # type: ignore[arg-type]
-SUMS = tree.kind("sum", ("cpu",))
+COLLECTIVES = [path for kind in ("flat", "two-level", "sum") for path in tree.paths_of_kind(kind, ("cpu",))]  # type: ignore[arg-type]
+SUMS = tree.paths_of_kind("sum", ("cpu",))
 """Codecs whose payloads add up are all-reduced without being decoded."""
 STEPS = 4
 BROKEN = 1, 2
@@ -74,7 +74,7 @@ def over_collectives(codec: str, sums: bool) -> tuple[Plan, Shapes]:
     tensors = job(shapes)
     buckets = tuple(
         Bucket(i, (Slice(i, 0, info.numel),), spell(path), owner=i % PER_NODE, shape=info.shape if sums else (),
-               codec="identity()" if tree.summing(path) and not sums else codec)
+               codec="identity()" if tree.sums_payloads(path) and not sums else codec)
         for i, (path, info) in enumerate(zip(paths, tensors.tensors, strict=True)))
     plan = Plan(tensors.digest(), buckets, ranks_per_node=PER_NODE)
     return plan if sums else lower(plan), shapes
@@ -116,8 +116,8 @@ def test_collectives_apply_equal_bits_and_conserve_gradients(codec: str, sums: b
 
 
 def test_paths_under_test_are_in_the_tree() -> None:
-    every = {tuple(op.name for op in p) for p in tree.kind("two-level")}
-    assert {tuple(op.name for op in p) for p in tree.kind("two-level", ("cpu",))} == every
+    every = {tuple(op.name for op in p) for p in tree.paths_of_kind("two-level")}
+    assert {tuple(op.name for op in p) for p in tree.paths_of_kind("two-level", ("cpu",))} == every
     assert len(set(COLLECTIVES)) == len(COLLECTIVES) == 177
     assert len(SERVED) == 4, "two halves inside, pull and forward"
     assert len(CASES) == 2 * len(CODINGS) + 2 * 5
@@ -140,7 +140,7 @@ def test_different_random_draws_are_reported_on_all_ranks() -> None:
 
 SERVERS = 2
 NODES = Cluster(tuple(machines.node(f"n{i}", "cpu", "10g", ranks=PER_NODE) for i in range(WORLD // PER_NODE)))
-SERVED = [spell(path) for path in tree.options(NODES, kinds=("service",))]
+SERVED = [spell(path) for path in tree.usable_paths(NODES, kinds=("service",))]
 CODINGS: dict[str, dict[str, Any]] = {
     "dense": {"codec": "identity()"},
     "cast": {"codec": "fp16()"},

@@ -47,7 +47,8 @@ from commlayer.cluster.servers.data_server import DataServer
 from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.cluster.servers.server_journal import ServerIdentity, ServerJournal
 from commlayer.cluster.servers.summation_server import Stalled
-from commlayer.compressors import fallback, kernels
+from commlayer.compressors import kernels
+from commlayer.compressors.kernels import fallback
 from commlayer.compressors.plan_codecs import codec_of
 from commlayer.config import host_port, join_host
 from commlayer.engine.worker.worker import Worker

@@ -12,7 +12,7 @@ import pytest
 import bench.__main__ as front
 from bench import Unmeasurable, balance, check, report
 from bench.learning import table
-from commlayer.planner.tables import SHIPPED, read
+from commlayer.planner.data.tables import SHIPPED, read_table
 
 RESULT: report.Result = {
     "rows": [{"what": "first", "gain": 1.5, "steps": 3}, {"what": "second", "extra": True}],
@@ -89,4 +89,4 @@ def test_the_summary_holds_and_the_rows_are_there() -> None:
 
 def test_the_page_shows_the_shipped_convergence_factors() -> None:
     page = table.PAGE.read_text("utf-8")
-    assert page == table.page(page, read(SHIPPED)), "run `python -m bench.learning.table --page`"
+    assert page == table.page(page, read_table(SHIPPED)), "run `python -m bench.learning.table --page`"

@@ -128,7 +128,7 @@ def test_special_and_non_finite_numbers(codec: Codec) -> None:
 def seen_and_unseen(seen: float, unseen: float, *, equal: bool = False) -> torch.Tensor:
     """What the first step samples is `seen` times noise, the rest `unseen` times: so the first cut is wrong as wanted."""
     n, k = 120_000, 1200
-    larger = selection.sample_sizes(n, selection.aim(n, k))[1]
+    larger = selection.sample_sizes(n, selection.target_count(n, k))[1]
     x = noise(n, 5) * unseen if not equal else torch.full((n,), unseen)
     sample = torch.arange(larger)
     places = (sample // 4 * n // ((larger + 3) // 4 | 1) + sample % 4) % n

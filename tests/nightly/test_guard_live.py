@@ -25,9 +25,9 @@ from commlayer.compressors import parse, wrap
 from commlayer.engine.guards import gradient_comparison
 from commlayer.engine.job import codec_floor
 from commlayer.engine.job.plan_checks import unsuited
+from commlayer.planner.data.tables import DEFAULT_CODECS, profile_from_tables
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Policy
-from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
 
 WORLD, SERVERS = 2, 2

@@ -22,7 +22,7 @@ import commlayer
 from commlayer.engine.model.model_tensors import job_of
 from commlayer.errors import StepAbandoned
 from commlayer.planner import default_plan, lower
-from commlayer.planner.plan_rules import together
+from commlayer.planner.plan_rules import shard_groups
 from commlayer.records import Job, Plan
 
 WORLD, STEPS = 2, 8
@@ -66,7 +66,7 @@ def plan_of(job: Job, kind: str, per_node: int) -> Plan:
     late = {"all": {b.id for b in plan.buckets}, "some": {b.id for b in plan.buckets if b.id % 2}}.get(kind.split()[-1], set())
     buckets = (msgspec.structs.replace(b, stale=b.id in late, **changes) for b in plan.buckets)
     plan = lower(msgspec.structs.replace(plan, buckets=tuple(buckets)))
-    assert "shards" not in kind or any(len(run) > 1 for run in together(plan.buckets, per_node))
+    assert "shards" not in kind or any(len(run) > 1 for run in shard_groups(plan.buckets, per_node))
     return plan
 
 

@@ -14,11 +14,11 @@ from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel, LossPoint
 from commlayer.engine.start.plan_choice import FINE, LEAST_RATIO, SPARSE
 from commlayer.planner import plan
-from commlayer.planner import tables as machines
+from commlayer.planner.data import tables as machines
+from commlayer.planner.data.models import builtin
+from commlayer.planner.data.tables import profile_from_tables
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Cluster, Policy
-from commlayer.planner.models import builtin
-from commlayer.planner.tables import profile_from_tables
 
 MODEL = LossModel((LossPoint("topk", 0.1, 0.004), LossPoint("topk", 0.01, 0.03), LossPoint("int8", 1.0, 0.001),
                    LossPoint("int4", 1.0, 0.002), LossPoint("mine", 1.0, 0.0)))

@@ -12,11 +12,11 @@ from msgspec import structs
 
 from commlayer.planner.baselines import baselines
 from commlayer.planner.costs import plan_excess
+from commlayer.planner.data.models import as_in_paper
 from commlayer.planner.inputs import checked_inputs, cluster_from_line
-from commlayer.planner.model import Cluster, Policy, Profile
-from commlayer.planner.models import published
-from commlayer.planner.search import PAYS, plan
-from commlayer.planner.simulation import exact_s
+from commlayer.planner.model import Cluster, Policy, Profile, Question
+from commlayer.planner.search.plan_search import PAYS, plan
+from commlayer.planner.simulation import step_seconds
 from commlayer.records import Bucket, Job, Plan
 
 LADDER = ("topk(ratio=0.001)", "topk(ratio=0.01)", "topk(ratio=0.1)", "int4()", "int8()", "fp16()")
@@ -50,24 +50,26 @@ def with_finer(bucket: Bucket, coarse: str, fine: str) -> Bucket:
 
 def priced(result: Plan, job: Job, machines: Cluster, profile: Profile, policy: Policy) -> tuple[float, float]:
     """Seconds to a loss for each step of dense training, and how many times as many steps, cautiously."""
-    steps = 1 + plan_excess(result, job, machines, profile, policy).high
-    return exact_s(result, job, machines, profile, policy) * steps, steps
+    question = Question(job, machines, profile, policy)
+    steps = 1 + plan_excess(result, question).high
+    return step_seconds(result, question) * steps, steps
 
 
 @pytest.mark.parametrize(("model", "optimizer"), [("resnet50", "adam"), ("lstm", "sgd"), ("bert-base", "adam")])
 def test_compression_is_no_stronger_than_the_link_requires(model: str, optimizer: str) -> None:
     """Beyond half of what compression must win."""
-    job, results = published(model), []
+    job, results = as_in_paper(model), []
     for rate in RATES[model]:
         machines = cluster_from_line(f"4xrtx3060@{rate}Mb")
-        profile, policy, _ = checked_inputs(job, machines, None, Policy(exact=False, optimizer=optimizer))
+        question = checked_inputs(job, machines, None, Policy(exact=False, optimizer=optimizer))
+        _, _, profile, policy = question
         result = plan(job, machines, profile, policy)
         mine, steps = priced(result, job, machines, profile, policy)
         assert mine == pytest.approx(result.step_s * result.steps_high, rel=1e-6)
         for how, other in neighbours(result):
             theirs, needed = priced(other, job, machines, profile, policy)
             assert needed >= steps or theirs > mine * (1 - PAYS / 2), f"{rate} Mb/s: {how} would take no longer"
-        besides = {row.name: row.to_loss_s for row in baselines(result, job, machines, profile, policy)}
+        besides = {row.name: row.to_loss_s for row in baselines(result, question)}
         assert mine <= min(besides["DDP fp16"], besides["dense fp32"]) * SLACK, f"{rate} Mb/s"
         results.append((mine, steps))
     for (slow_s, slow), (fast_s, fast) in pairwise(results):
@@ -77,8 +79,8 @@ def test_compression_is_no_stronger_than_the_link_requires(model: str, optimizer
 
 @pytest.mark.parametrize("max_loss", [0.0, 0.005, 0.05])
 def test_loss_budget_is_met_without_a_loss_model(max_loss: float) -> None:
-    job = published("lstm")
+    job = as_in_paper("lstm")
     for rate, optimizer in ((3, "adam"), (100, "sgd")):
         machines = cluster_from_line(f"4xrtx3060@{rate}Mb")
-        profile, policy, _ = checked_inputs(job, machines, None, Policy(exact=False, optimizer=optimizer, max_loss=max_loss))
-        assert plan_excess(plan(job, machines, profile, policy), job, machines, profile, policy).loss_high <= max_loss + 1e-9
+        question = checked_inputs(job, machines, None, Policy(exact=False, optimizer=optimizer, max_loss=max_loss))
+        assert plan_excess(plan(*question), question).loss_high <= max_loss + 1e-9

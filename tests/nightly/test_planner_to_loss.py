@@ -15,16 +15,16 @@ from support.planner import at, price, random_space
 from support.plans import toy_job
 
 from commlayer.codec_spec import parse_spec
-from commlayer.planner import choices
 from commlayer.planner.buckets import default_plan
-from commlayer.planner.choices import Space, search, uniform
 from commlayer.planner.convergence import Recipe
-from commlayer.planner.costs import Excesses, hidden, plan_excess, weights
-from commlayer.planner.model import Cluster, Policy
+from commlayer.planner.costs import Excesses, bucket_weights, plan_excess, with_hidden_rates
+from commlayer.planner.data.tables import learning_rows as shipped_rows
+from commlayer.planner.model import Cluster, Policy, Question
 from commlayer.planner.plan_rules import verify
-from commlayer.planner.search import MOST_LOCAL_STEPS, PAYS, plan, searched_local_steps
+from commlayer.planner.search import choices
+from commlayer.planner.search.choices import Space, search, uniform
+from commlayer.planner.search.plan_search import MOST_LOCAL_STEPS, PAYS, plan, searched_local_steps
 from commlayer.planner.simulation import native_schedule, simulate
-from commlayer.planner.tables import learning_rows as shipped_rows
 from commlayer.records import Plan, Slice
 
 FREE = Policy(exact=False)
@@ -95,7 +95,7 @@ def test_shortest_step_is_not_the_shortest_training() -> None:
     assert by_step.step_s < to_loss.step_s
     assert price(to_loss) < price(by_step)
     profile = learnt(machines)
-    more = plan_excess(to_loss, toy_job(), machines, profile, Policy())
+    more = plan_excess(to_loss, Question(toy_job(), machines, profile, Policy()))
     assert (to_loss.steps, to_loss.steps_high) == pytest.approx((1 + more.steps, 1 + more.high))
     assert price(made_for(machines, Policy(optimizer="sgd"))) < price(to_loss), "it tolerates more than an unknown one"
 
@@ -117,7 +117,7 @@ def test_overlapped_outer_steps_take_the_longer_of_compute_and_exchange() -> Non
         profile = learnt(machines)
         plain = default_plan(job, **FP16)
         waited = structs.replace(plain, codes="updates", local_steps=every)
-        exchange_s = simulate(waited, job, hidden(machines), profile).step_s - every * computing_s
+        exchange_s = simulate(waited, job, with_hidden_rates(machines), profile).step_s - every * computing_s
         overlapped = simulate(structs.replace(waited, overlap="round"), job, machines, profile)
         assert overlapped.step_s == pytest.approx(max(every * computing_s, exchange_s))
         assert overlapped.compute_s == pytest.approx(every * computing_s)
@@ -176,12 +176,12 @@ def test_stale_results_are_used_only_if_measured(families: tuple[str, ...], opti
 def test_part_of_a_model_is_weighted_by_its_elements_and_its_energy() -> None:
     job = toy_job()
     results = [(Slice(i, 0, info.numel),) for i, info in enumerate(job.tensors)]
-    plain = weights(job, results)
+    plain = bucket_weights(job, results)
     assert plain == pytest.approx([info.numel / job.numel for info in job.tensors])
-    first = weights(job, results, [float(i == 0) for i in range(len(job.tensors))])
+    first = bucket_weights(job, results, [float(i == 0) for i in range(len(job.tensors))])
     assert first == pytest.approx([part / 2 + (i == 0) / 2 for i, part in enumerate(plain)])
     halves = [(Slice(0, 0, job.tensors[0].numel // 2),)]
-    assert weights(job, halves, [1.0] + [0.0] * (len(job.tensors) - 1)) == pytest.approx([first[0] / 2], rel=0.01)
+    assert bucket_weights(job, halves, [1.0] + [0.0] * (len(job.tensors) - 1)) == pytest.approx([first[0] / 2], rel=0.01)
 
 
 def test_measured_loss_of_the_users_task_holds_and_other_modes_add_to_it() -> None:

@@ -13,12 +13,12 @@ from oracle.espresso import KEEP, cpu_pass, gpu_pass
 from oracle.fifo import Played, play, timed
 from oracle.ugatit import ugatit
 
-from commlayer.planner import models
 from commlayer.planner.costs import Prices
+from commlayer.planner.data import models
+from commlayer.planner.data.tables import PCIE_COPY, links
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
 from commlayer.planner.problem import Task
-from commlayer.planner.tables import PCIE_COPY, links
-from commlayer.planner.tree import Path, encodes, options
+from commlayer.planner.tree import Path, encodes, usable_paths
 from commlayer.records import Job
 
 MACHINES, GPUS_EACH = 8, 8
@@ -86,7 +86,7 @@ def profile(codec: str, *, free: bool = False) -> Profile:
 
 
 def published(name: str) -> Job:
-    return ugatit() if name == "ugatit" else models.published(name)
+    return ugatit() if name == "ugatit" else models.as_in_paper(name)
 
 
 class Case(NamedTuple):
@@ -149,8 +149,8 @@ class Model:
         self.sizes = [job.tensors[i].numel for i in order]
         self._prices, self._codec = Prices(cluster, costs, ()), codec
         self._played: tuple[tuple[int, ...], Played] | None = None
-        dense = options(cluster, max_encodes=0)
-        coded = options(cluster, devices=("gpu",), dense=False)
+        dense = usable_paths(cluster, max_encodes=0)
+        coded = usable_paths(cluster, devices=("gpu",), dense=False)
         self.uniform: list[Path] = list(unbeaten(self._prices, coded, codec, min(self.sizes), max(self.sizes)))
         self._dense = min(dense, key=lambda path: self._uniform_s(path))
         self.ways = {size: self._ways(coded, size) for size in set(self.sizes)}

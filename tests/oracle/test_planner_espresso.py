@@ -12,8 +12,8 @@ from oracle.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, Model, clu
 from oracle.fifo import Played, TimedTask, play
 
 from commlayer.planner.model import Policy
-from commlayer.planner.search import plan
-from commlayer.planner.tree import check
+from commlayer.planner.search.plan_search import plan
+from commlayer.planner.tree import path_problems
 
 
 def send(seconds: float) -> list[TimedTask]:
@@ -112,7 +112,7 @@ def test_every_option_is_a_path_of_the_tree(name: str, codec: str) -> None:
     model = Model(published("lstm"), cluster, profile(codec), codec)
     for i, size in enumerate(model.sizes):
         ways = model.ways[size]
-        assert [way for way in ways if check(way, cluster)] == []
+        assert [way for way in ways if path_problems(way, cluster)] == []
         for option in range(1, model.options()[i]):
             other = model.cpu_of(i, option)
             assert other is not None

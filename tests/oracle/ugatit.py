@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlayer.planner.models import SGD_NBYTES, Layers, build, conv, layer_of, linear
+from commlayer.planner.data.models import SGD_NBYTES, Layers, build, conv, layer_of, linear
 from commlayer.records import Job
 
 BATCH, PASSES = 2, 4

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from commlayer.compressors.device import kernels as device
+from commlayer.compressors.kernels import cuda as device
 from commlayer.engine.buckets.bucket_layout import BucketMemory
 from commlayer.gpu import launch
 from commlayer.gpu.launch import Argument, Launcher

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from msgspec import structs
 
 from commlayer.planner.convergence import LearningRow
+from commlayer.planner.data.tables import profile_from_tables
 from commlayer.planner.model import Cluster, Profile
-from commlayer.planner.tables import profile_from_tables
 
 CODECS = {"int8()": 0.002, "int4()": 0.01, "onebit()": 0.3, "topk(ratio=0.1)": 0.12, "topk(ratio=0.01)": 0.6,
           "topk(ratio=0.001)": 2.0}

@@ -6,9 +6,9 @@ import random
 
 from msgspec import structs
 
-from commlayer.planner.choices import Space
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
 from commlayer.planner.problem import Problem
+from commlayer.planner.search.choices import Space
 from commlayer.planner.simulation import native_schedule
 from commlayer.records import Plan
 from support.plans import cluster

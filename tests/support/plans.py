@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlayer.planner import tables
+from commlayer.planner.data import tables
 from commlayer.planner.model import Cluster
 from commlayer.records import Job, TensorInfo, Timing
 

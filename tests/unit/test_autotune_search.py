@@ -35,10 +35,10 @@ from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes, with_m
 from commlayer.errors import InvalidInput, InvalidState
 from commlayer.planner import default_plan, simulate
 from commlayer.planner.convergence import LearningRow
+from commlayer.planner.data.models import as_in_paper, builtin
+from commlayer.planner.data.tables import node, profile_from_tables
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Cluster, Line, Link, Node, PlanInputs, Policy, Profile
-from commlayer.planner.models import builtin, published
-from commlayer.planner.tables import node, profile_from_tables
 from commlayer.records import Epoch, Plan, ServerInfo
 
 ROWS = tuple(
@@ -54,7 +54,7 @@ FAST = "100/100Gb"
 def inputs(links: str, **policy: Any) -> PlanInputs:
     cluster = cluster_from_line(f"2xrtx3060@{links}")
     profile: Profile = structs.replace(profile_from_tables(cluster), learning=ROWS)
-    return PlanInputs(published("resnet101") if links == FAST else JOB, cluster, profile, Policy(optimizer="adam", **policy))
+    return PlanInputs(as_in_paper("resnet101") if links == FAST else JOB, cluster, profile, Policy(optimizer="adam", **policy))
 
 
 @pytest.mark.parametrize(("links", "exact", "away"), [
@@ -223,7 +223,7 @@ def test_after_local_steps_only_local_step_plans_are_compared(links: str, exact:
 LINKS = [Link(1e8, 1e8, 0.01)] * 3
 ROWS_REPLAN = [RankMeasurement(0.1 * (1 + rank), 0.2, 1e8, 1e8, 0.01) for rank in range(3)]
 INSIDE = calibration.CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
-JOB_REPLAN = published("resnet50")
+JOB_REPLAN = as_in_paper("resnet50")
 
 
 def costs() -> Profile:
@@ -418,7 +418,7 @@ def test_contention_of_many_senders_is_fitted_by_simulation() -> None:
     assert factor(step_s(3.0), step_s) == pytest.approx(3.0, rel=0.05)
 
 
-JOB_PRICE = published("resnet50")
+JOB_PRICE = as_in_paper("resnet50")
 POLICY = Policy(devices=("cpu",))
 
 

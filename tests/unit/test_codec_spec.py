@@ -15,7 +15,6 @@ from commlayer.compressors import (
     Codec,
     codec_of,
     error_feedback,
-    fallback,
     identity,
     int8,
     kernels,
@@ -29,14 +28,15 @@ from commlayer.compressors import (
     wrap,
 )
 from commlayer.compressors.feedback import in_updates
+from commlayer.compressors.kernels import fallback
 from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.compressors.state import SERVER
 from commlayer.engine.job.plan_checks import promise_of
 from commlayer.errors import InvalidInput
 from commlayer.planner.costs import Prices
+from commlayer.planner.data.tables import node, profile_from_tables
 from commlayer.planner.model import Cluster, Policy
-from commlayer.planner.search import plan
-from commlayer.planner.tables import node, profile_from_tables
+from commlayer.planner.search.plan_search import plan
 from commlayer.records import Bucket, Slice, Spec
 
 NUMEL = 1 << 20

@@ -17,9 +17,10 @@ from rich.console import Console
 from support.commands import assert_error
 
 from commlayer import plan_file, records
-from commlayer.cli import output, plan_report
+from commlayer.cli import output
 from commlayer.cli.arguments import counted_job, function_of, job_named, made_by, timed_job
 from commlayer.cli.main import run
+from commlayer.cli.plan import report as plan_report
 from commlayer.demo import report, screen
 from commlayer.demo.report import Progress
 from commlayer.demo.settings import DemoSettings, Event
@@ -27,10 +28,10 @@ from commlayer.engine.epochs.membership_change import unfit
 from commlayer.planner import builtin, plan
 from commlayer.planner.baselines import Curve, one_machine, what_if
 from commlayer.planner.convergence import ALONE
+from commlayer.planner.data.tables import device_named, profile_from_tables
 from commlayer.planner.explanation import diff, explain
 from commlayer.planner.inputs import cluster_from_line
-from commlayer.planner.model import Policy
-from commlayer.planner.tables import device_named, profile_from_tables
+from commlayer.planner.model import Policy, Question
 from commlayer.records import Plan
 
 NODES = "2xrtx3060@100/20Mb,rtx4090@1Gb"
@@ -277,7 +278,7 @@ def test_single_machine_baseline_uses_its_own_batch_if_faster() -> None:
     shipped = profile_from_tables(machines)
     slow = structs.replace(shipped, learning=tuple(
         structs.replace(row, steps=5.0, steps_high=5.0) if row.workers == ALONE else row for row in shipped.learning))
-    own, together = (one_machine(job, machines, costs, policy)[0] for costs in (shipped, slow))
+    own, together = (one_machine(Question(job, machines, costs, policy))[0] for costs in (shipped, slow))
     assert own.steps == pytest.approx(next(
         row.steps for row in shipped.learning if row.workers == ALONE and row.optimizer == "adam"))
     assert together.steps == 1.0, "the whole batch is sooner than five times as many steps"

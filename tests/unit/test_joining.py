@@ -10,10 +10,9 @@ import pytest
 from support.site_groups import asked
 
 from commlayer.cli import serve
-from commlayer.cli.join import in_order
+from commlayer.cli.join import Facts, in_order, next_step
 from commlayer.cli.main import run
 from commlayer.cli.options import stored_keys
-from commlayer.cli.up import Facts, next_step
 from commlayer.cluster.keys import home_keys
 from commlayer.cluster.keys.home_keys import HomeLine, Token
 from commlayer.cluster.membership import sites

@@ -31,7 +31,7 @@ from commlayer.config import Config
 from commlayer.engine.start.plan_choice import settle
 from commlayer.errors import InvalidInput, RecordError, code_of
 from commlayer.plan_file import inputs_of
-from commlayer.planner import builtin, tables
+from commlayer.planner import builtin
 from commlayer.planner.convergence import (
     ALONE,
     LONG_NUMEL,
@@ -40,14 +40,15 @@ from commlayer.planner.convergence import (
     Excess,
     LearningRow,
     Recipe,
-    alone,
     excess,
     late_allowed,
     local_step_excess,
+    one_worker_factor,
     steps_alone,
 )
-from commlayer.planner.tables import LearningTable, Provenance, read, written
-from commlayer.planner.tables import learning_rows as shipped_rows
+from commlayer.planner.data import tables
+from commlayer.planner.data.tables import LearningTable, Provenance, encoded_table, read_table
+from commlayer.planner.data.tables import learning_rows as shipped_rows
 
 
 def row(codec: str, steps: float = 0.0, *, high: float | None = None, loss: float = 0.0, **fields: Any) -> LearningRow:
@@ -144,10 +145,11 @@ def test_single_machine_has_its_own_rows_and_loses_more_to_more_workers() -> Non
     for known, optimizer, workers, factor in ((table, "adam", 4, 1.9), (table, "sgd", 4, 3.0), (table, "", 4, 1.9),
                                               (table, "lion", 4, 1.9), (table, "muon", 4, 1.9),
                                               (table, "adam", 16, 2.452), (table, "adam", 1, 1.0), (TABLE, "adam", 4, 0.0)):
-        assert alone(known, optimizer, workers) == pytest.approx(factor, abs=1e-3)
+        assert one_worker_factor(known, optimizer, workers) == pytest.approx(factor, abs=1e-3)
     # A noise scale of as many batches as workers halves what they save; a large one leaves them all.
     for noise, workers, factor in ((4.0, 4, 2.5), (1.0, 2, 4 / 3), (1e9, 8, 8.0)):
-        assert alone(table, "adam", workers, noise) == alone(TABLE, "", workers, noise) == pytest.approx(factor)
+        own = one_worker_factor(table, "adam", workers, noise)
+        assert own == one_worker_factor(TABLE, "", workers, noise) == pytest.approx(factor)
 
 
 @pytest.mark.parametrize(("numel", "workers", "every", "low", "high"), [
@@ -310,17 +312,17 @@ def test_tasks_with_equal_ranking_predict_each_other() -> None:
 def test_unusable_table_is_reported_in_one_line(change: tuple[bytes, bytes], text: str, tmp_path: Path) -> None:
     source = tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash")
     result = tables.LearningTable(source, shared_rows(measured("int4()", 1.0)))
-    data = tables.written(result)
+    data = tables.encoded_table(result)
     assert change[0] in data
     (tmp_path / "t.json").write_bytes(data.replace(*change))
     with pytest.raises(RecordError, match=text) as caught:
-        tables.read(tmp_path / "t.json")
+        tables.read_table(tmp_path / "t.json")
     assert str(tmp_path / "t.json") in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_shipped_table() -> None:
-    table = tables.shipped()
+    table = tables.shipped_table()
     assert {row.optimizer for row in table.rows if row.workers == ALONE} == {"adam", "sgd"}
     assert tables.learning_rows() is tables.learning_rows() is table.rows
     assert table.provenance.runs >= sum(row.runs for row in table.rows if row.workers == 0)
@@ -394,7 +396,7 @@ def test_rows_measured_on_the_users_task_are_used_for_plans(
     options = ["--steps", "24", "--codec", "int4()", "--local-steps", "2"]
     assert own_learning.main([str(task_file(tmp_path)), str(out), *options]) == 0
     output = capsys.readouterr().out
-    result = read(out)
+    result = read_table(out)
     assert [(row.optimizer, row.codes, row.codec, row.every, row.overlap) for row in result.rows] == [
         ("adam", "gradients", "int4()", 1, ""), ("adam", "updates", "int4()", 1, ""), ("adam", "updates", "int4()", 1, "round"),
         ("adam", "updates", "int4()", 2, ""), ("adam", "updates", "int4()", 2, "round"),
@@ -417,7 +419,8 @@ def table(path: Path, **costs: float) -> Path:
     """Of the first steps' codecs alone, by their loss."""
     rows = tuple(LearningRow("adam", "gradients", codec, 1, "", False, 0, 1 + cost, 1 + cost, cost, cost, 1, 1)
                  for codec, cost in (("int4()", costs["int4"]), ("int8()", costs["int8"])))
-    path.write_bytes(written(LearningTable(Provenance("2026-01-02", "commlayer tune", 2, ("your proxy",), "2.6", "x"), rows)))
+    provenance = Provenance("2026-01-02", "commlayer tune", 2, ("your proxy",), "2.6", "x")
+    path.write_bytes(encoded_table(LearningTable(provenance, rows)))
     return path
 
 
@@ -467,7 +470,7 @@ def test_malformed_table_is_one_line_with_a_remedy(text: str, line: str, tmp_pat
     path = tmp_path / "rows.json"
     path.write_text(text, "utf-8")
     with pytest.raises(ValueError, match=f"learning table {path}: .*{line}.*{path}.*E-LEARNING-TABLE") as told:
-        read(path)
+        read_table(path)
     assert "\n" not in str(told.value)
 
 

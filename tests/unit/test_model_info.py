@@ -13,13 +13,13 @@ from torch import nn
 from commlayer.autotune.measure.model_info import ModelWatch
 from commlayer.autotune.measure.step_times import timed_job
 from commlayer.engine.model.model_tensors import job_of
-from commlayer.planner.baselines import Gains, against_alone, gains, noise_range, one_machine
+from commlayer.planner.baselines import Gains, gains, noise_range, one_machine, planned_rows
+from commlayer.planner.data.models import builtin, timing
+from commlayer.planner.data.noise import law_of, noise_of
 from commlayer.planner.inputs import checked_inputs, cluster_of_homes
-from commlayer.planner.memory import accumulated, memory_of
+from commlayer.planner.memory import memory_of, with_micro_batches
 from commlayer.planner.model import Policy
-from commlayer.planner.models import builtin, timing
-from commlayer.planner.noise import law_of, noise_of
-from commlayer.planner.search import plan
+from commlayer.planner.search.plan_search import plan
 from commlayer.records import Job, ModelInfo, TensorInfo, Timing
 
 
@@ -46,11 +46,9 @@ def shown(model: nn.Module, *shape: int, integer: bool = False) -> ModelInfo:
 def gain(job: Job) -> Gains:
     machines, policy = cluster_of_homes("3xrtx3060@100/20Mb", "1Gb"), Policy(exact=False, optimizer="adam", fragments=False)
     machines = structs.replace(machines, nodes=tuple(structs.replace(node, speed=0.2) for node in machines.nodes))
-    costs, limits, _ = checked_inputs(job, machines, None, policy)
-    best = plan(job, machines, costs, limits)
-    low, high = noise_range(job, costs, limits)
-    return gains(*([*against_alone(best, each, machines, costs, limits), *one_machine(each, machines, costs, limits)]
-                   for each in (low, high)))
+    question = checked_inputs(job, machines, None, policy)
+    best = plan(*question)
+    return gains(*([*planned_rows(best, each), *one_machine(each)] for each in noise_range(question)))
 
 
 def test_gpt2_from_a_file_is_priced_like_the_built_in_one() -> None:
@@ -127,7 +125,7 @@ def test_adapters_are_recognized_by_frozen_weights() -> None:
 
 def test_micro_batches_fit_the_smallest_gpu_and_keep_the_step_time() -> None:
     whole, devices = builtin("gpt2", 512), ["rtx4090", "rtx3060"]
-    job = accumulated(whole, devices, "adam")
+    job = with_micro_batches(whole, devices, "adam")
     size = -(-512 // job.timed.micro_batches)
     assert memory_of(job, "rtx3060", "adam").fits
     one_more = structs.replace(whole, timing=structs.replace(
@@ -137,8 +135,8 @@ def test_micro_batches_fit_the_smallest_gpu_and_keep_the_step_time() -> None:
     assert total == pytest.approx(whole.timed.forward_s + whole.timed.backward_s)
     assert max(job.timed.ready_s) == pytest.approx(job.timed.backward_s)
     assert noise_of(job) == noise_of(whole), "the optimizer sees the whole batch"
-    assert accumulated(whole, ["h200"], "adam").timed.micro_batches < job.timed.micro_batches
-    assert accumulated(builtin("gpt2"), devices, "adam") == builtin("gpt2"), "8 samples fit as they are"
-    assert not memory_of(accumulated(builtin("llama3.1-8b"), devices, "adam"), "rtx4090", "adam").fits
+    assert with_micro_batches(whole, ["h200"], "adam").timed.micro_batches < job.timed.micro_batches
+    assert with_micro_batches(builtin("gpt2"), devices, "adam") == builtin("gpt2"), "8 samples fit as they are"
+    assert not memory_of(with_micro_batches(builtin("llama3.1-8b"), devices, "adam"), "rtx4090", "adam").fits
     unknown = structs.replace(whole, tensors=(TensorInfo("t", (8,)),), timing=timing((), 1.0, 1.0, 0.0))
-    assert accumulated(unknown, devices, "adam") == unknown
+    assert with_micro_batches(unknown, devices, "adam") == unknown

@@ -19,16 +19,16 @@ from commlayer.engine.start import plan_choice
 from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes, with_modes
 from commlayer.errors import code_of
 from commlayer.plan_file import basis_of, written
-from commlayer.planner import tables as machines
 from commlayer.planner import verify
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.costs import Prices
+from commlayer.planner.data import tables as machines
+from commlayer.planner.data.tables import profile_from_tables
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import CodecCost, Line, Policy
 from commlayer.planner.plan_lint import lint
-from commlayer.planner.search import plan as planned
-from commlayer.planner.tables import profile_from_tables
-from commlayer.planner.tensors import untouched
+from commlayer.planner.search.plan_search import plan as planned
+from commlayer.planner.tensors import uncompressed_notices
 from commlayer.records import MAX_BUCKET_NBYTES, Bucket, Job, Plan, Slice, TensorInfo
 
 
@@ -153,7 +153,7 @@ def test_matrices_keep_their_shape_at_the_default_limits(model: str, codec: str)
     result = asked_for(codec, job)
     assert verify(result, job) == []
     assert unsuited(result, 2, 1) == []
-    assert list(untouched(result, job)) == []
+    assert list(uncompressed_notices(result, job)) == []
     sent = sum(codec_of(b).bound(b.spec) for b in result.buckets)
     assert sent < 0.15 * 4 * job.numel, "a payload of either round, headers included"
     assert max(b.numel for b in result.buckets) * 4 <= MAX_BUCKET_NBYTES

@@ -42,9 +42,9 @@ from commlayer.autotune.plan_policy import (
 from commlayer.observe.link_monitor import COST_MOST, EXPECTED_TRIPS, FIRST_S, PAYLOAD, SETTLED, Direction, Rates, Throughput
 from commlayer.observe.prediction_check import PATIENCE, StalePlan
 from commlayer.planner.convergence import LearningRow
+from commlayer.planner.data.tables import profile_from_tables
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Basis, Link, PlanInputs, Policy
-from commlayer.planner.tables import profile_from_tables
 
 JUDGED = TRIED + 1
 """Steps from a switch to its judgement."""

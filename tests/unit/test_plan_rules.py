@@ -14,17 +14,18 @@ from support.plans import cluster, toy_job
 from commlayer import records
 from commlayer.compressors import parse, wrap
 from commlayer.errors import code_of
-from commlayer.planner import default_plan, lower, simulate, tables, verify, verify_alone
+from commlayer.planner import default_plan, lower, simulate, verify, verify_alone
 from commlayer.planner.buckets import (
     COLLECTIVE_NBYTES,
     ELEMENT_NBYTES,
     FIRST_COLLECTIVE_NBYTES,
     fragments_of,
 )
+from commlayer.planner.data import tables
+from commlayer.planner.data.tables import profile_from_tables
 from commlayer.planner.model import Cluster, Link, Node
 from commlayer.planner.plan_lint import lint
-from commlayer.planner.search import plan
-from commlayer.planner.tables import profile_from_tables
+from commlayer.planner.search.plan_search import plan
 from commlayer.records import MAX_BUCKET_NBYTES, Bucket, Job, Plan, Slice, Spec, TensorInfo, Timing
 from commlayer.transport.framing import DEFAULT_MAX_NBYTES
 

@@ -12,7 +12,7 @@ from support.planner import DENSE, PROFILE, SHARED, SPARSE, codec, flat, home, t
 
 from commlayer.planner.costs import Prices
 from commlayer.planner.model import Cluster, Line, Node, Profile
-from commlayer.planner.tree import encodes, options, spell
+from commlayer.planner.tree import encodes, spell, usable_paths
 
 N = 1_000_000
 DENSE_NBYTES, SPARSE_NBYTES, SHARED_NBYTES = 4 * N + 16, N // 50 + 16, N // 25 + 16
@@ -171,7 +171,7 @@ def test_every_path_delivers_the_whole_bucket_to_all_ranks(cluster: Cluster) -> 
     is complete.
     """
     prices = Prices(cluster, PROFILE)
-    paths = options(cluster, mixed=True, sums=True)
+    paths = usable_paths(cluster, mixed=True, sums=True)
     for path in paths[:: 1 + len(paths) // 400]:
         walk = prices.walk(path, SHARED if encodes(path) else DENSE)
         for held in walk.held.values():

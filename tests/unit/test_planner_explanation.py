@@ -8,7 +8,8 @@ from support.plans import cluster, toy_job
 
 from commlayer.planner.baselines import Curve, Point, at_rate, break_even, point, what_if
 from commlayer.planner.explanation import bucket_of, diff, explain, tensor_names
-from commlayer.planner.search import plan
+from commlayer.planner.inputs import checked_inputs
+from commlayer.planner.search.plan_search import plan
 from commlayer.planner.simulation import simulate
 
 HOMES = cluster(3, "home-100/20", reachable=False)
@@ -72,7 +73,7 @@ def test_more_bandwidth_helps_and_compression_pays_below_the_break_even() -> Non
     assert curve.break_even_bps is not None
     assert 1e8 < curve.break_even_bps < 1e11
     for factor, pays in ((0.8, True), (1.25, False)):
-        assert (point("", 0, JOB, at_rate(machines, curve.break_even_bps * factor)).gain > 1.02) is pays
+        assert (point("", 0, checked_inputs(JOB, at_rate(machines, curve.break_even_bps * factor))).gain > 1.02) is pays
 
 
 def test_nodes_may_be_added_counted_and_changed() -> None:

@@ -11,13 +11,15 @@ from msgspec import structs
 from support.planner import DENSE
 from support.plans import closed_form, toy_job
 
-from commlayer.planner import buckets, tables
+from commlayer.planner import buckets
+from commlayer.planner.buckets import assign
 from commlayer.planner.costs import Prices
+from commlayer.planner.data import tables
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import Cluster, Link, Node, Policy
-from commlayer.planner.options import Catalog, options
-from commlayer.planner.placement import assign, host_sets, parts, shares
-from commlayer.planner.search import plan
+from commlayer.planner.search.options import Catalog, options
+from commlayer.planner.search.placement import cut_and_place, host_sets, link_shares
+from commlayer.planner.search.plan_search import plan
 
 M, BPS = 100e6, 10e9
 RATES = st.floats(1e7, 1e10)
@@ -31,7 +33,7 @@ def cluster(gpus: list[float], cpus: list[float], hosting: bool = True) -> Clust
 @pytest.mark.parametrize("n", [2, 3, 4, 8, 16])
 def test_bisection_reproduces_the_closed_form(n: int) -> None:
     for k in range(n + 1):
-        split = shares(cluster([BPS] * n, [BPS] * k), M)
+        split = link_shares(cluster([BPS] * n, [BPS] * k), M)
         other, own, passes = closed_form(n, k)
         assert split.seconds == pytest.approx(passes * 8 * M / BPS, rel=1e-9), (n, k)
         if n > 2:
@@ -58,7 +60,7 @@ def busy_s(nodes: Cluster, owned: list[float]) -> float:
 @given(st.lists(RATES, min_size=3, max_size=6), st.lists(RATES, max_size=4), st.integers(0, 2**32))
 def test_no_other_split_is_faster(gpus: list[float], cpus: list[float], seed: int) -> None:
     nodes = cluster(gpus, cpus)
-    split = shares(nodes, M)
+    split = link_shares(nodes, M)
     assert sum(split.shares) == pytest.approx(1)
     assert busy_s(nodes, list(split.shares)) == pytest.approx(split.seconds)
     assert split.seconds >= 8 * M / min(gpus) * (1 - 1e-9), "a training node sends all that it does not own"
@@ -91,7 +93,7 @@ def test_buckets_follow_the_shares(sizes: list[int], weights: list[float]) -> No
 ])
 def test_impossible_placements_are_refused(nodes: Cluster, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        shares(nodes)
+        link_shares(nodes)
 
 
 DENSE_ONLY = Policy(codecs=(DENSE,))
@@ -111,13 +113,13 @@ def test_servers_beside_training_nodes_match_the_closed_form() -> None:
 
 def test_written_placement_keeps_the_parts() -> None:
     job, cluster = toy_job(), machines(*["fiber-100"] * 3, "fiber-150")
-    profile, policy, _ = checked_inputs(job, cluster, None, DENSE_ONLY)
+    _, _, profile, policy = checked_inputs(job, cluster, None, DENSE_ONLY)
     fitted = next(hosts for hosts in host_sets(cluster) if len(set(hosts.parts)) > 1)
     prices = Prices(cluster, profile, fitted.places, spread=fitted.parts)
     catalog = Catalog(prices, options(prices, policy))
     groups = buckets.groups(job, buckets.limits(job)[0])
-    placed = parts(job, groups, [0] * len(groups), catalog, 4, fragments=1, ranks_per_node=1, last_first=True,
-                   least_nbytes=buckets.least_spread_nbytes(fine=False))
+    placed = cut_and_place(job, groups, [0] * len(groups), catalog, 4, fragments=1, ranks_per_node=1, last_first=True,
+                           least_nbytes=buckets.least_spread_nbytes(fine=False))
     for server, part in enumerate(fitted.parts):
         assert sum(each.numel for each in placed if each.server == server) == pytest.approx(part * job.numel, rel=0.02)
 

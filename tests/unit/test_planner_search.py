@@ -31,23 +31,24 @@ from commlayer.compressors import codec_of, parse
 from commlayer.compressors.feedback import wrap
 from commlayer.engine.job.plan_checks import promise_of, unsuited
 from commlayer.engine.worker.worker import Worker
-from commlayer.planner import choices, default_plan, verify
-from commlayer.planner import tables as machines
+from commlayer.planner import default_plan, verify
 from commlayer.planner.buckets import fragments_of
-from commlayer.planner.choices import search, uniform
 from commlayer.planner.convergence import Recipe, excess
-from commlayer.planner.costs import Prices, hidden, plan_excess
+from commlayer.planner.costs import Prices, plan_excess, with_hidden_rates
+from commlayer.planner.data import tables as machines
+from commlayer.planner.data.tables import learning_rows as shipped_rows
+from commlayer.planner.data.tables import profile_from_tables
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import DENSE, Cluster, Line, Link, Node, PlanInputs, Policy, Profile
-from commlayer.planner.options import options
+from commlayer.planner.model import DENSE, Cluster, Line, Link, Node, PlanInputs, Policy, Profile, Question
 from commlayer.planner.plan_lint import lint
 from commlayer.planner.plan_rules import lower, sync_mode
-from commlayer.planner.search import plan
-from commlayer.planner.simulation import Fragment, Simulation, exact_s, simulate
-from commlayer.planner.tables import learning_rows as shipped_rows
-from commlayer.planner.tables import profile_from_tables
+from commlayer.planner.search import choices
+from commlayer.planner.search.choices import search, uniform
+from commlayer.planner.search.options import options
+from commlayer.planner.search.plan_search import plan
+from commlayer.planner.simulation import Fragment, Simulation, simulate, step_seconds
 from commlayer.planner.tensors import keeps_zeros, sent_numel
-from commlayer.planner.tree import Promise, misfits, summing
+from commlayer.planner.tree import Promise, misfits, sums_payloads
 from commlayer.planner.tree import parse as path_of
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, Timing
 
@@ -90,7 +91,7 @@ CLUSTERS = {
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_plans_are_legal_and_between_the_bound_and_the_dense_plan(name: str) -> None:
     job, machines = toy_job(), CLUSTERS[name]
-    profile, policy, _ = checked_inputs(job, machines, None, None)
+    _, _, profile, policy = checked_inputs(job, machines)
     result = plan(job, machines)
     assert lint(result, job, machines, profile) == []
     dense = plan(job, machines, None, DENSE_ONLY)
@@ -132,9 +133,9 @@ def test_more_bandwidth_is_never_slower(bps: float, factor: float) -> None:
 def test_loss_budget_holds(max_loss: float) -> None:
     job, machines = toy_job(), CLUSTERS["homes"]
     for objective in ("loss", "step"):
-        profile, policy, _ = checked_inputs(job, machines, learnt(machines), Policy(max_loss=max_loss, objective=objective))
-        result = plan(job, machines, profile, policy)
-        lost = plan_excess(result, job, machines, profile, policy).loss_high
+        question = checked_inputs(job, machines, learnt(machines), Policy(max_loss=max_loss, objective=objective))
+        result = plan(*question)
+        lost = plan_excess(result, question).loss_high
         assert lost <= max_loss + 1e-9
         assert lost > 0.2 * max_loss or objective == "loss" or not max_loss, "and uses it where only the step counts"
 
@@ -198,7 +199,8 @@ def test_codec_without_a_price_is_named() -> None:
 def test_non_finite_numbers_are_named_in_every_field(value: float) -> None:
     """Python objects can hold values that files cannot."""
     job, machines = toy_job(), cluster(2, "1g")
-    profile, policy, timing = checked_inputs(job, machines, None, None)
+    _, _, profile, policy = checked_inputs(job, machines)
+    timing = job.timed
     node = machines.nodes[0]
 
     def with_link(**fields: float) -> Cluster:
@@ -335,7 +337,7 @@ def test_unsuitable_codecs_of_a_path_are_named(
     lines = list(misfits(path_of(path), [up], down=down, by_node=by_node, gpus=gpus))
     assert len(lines) == bool(text)
     assert text in "".join(lines)
-    assert summing(path_of(path)) == (path == SUMMED)
+    assert sums_payloads(path_of(path)) == (path == SUMMED)
 
 
 SMALL = toy_job(numel=125_000, step_s=0.03)
@@ -410,7 +412,7 @@ def test_outer_step_is_bounded_by_compute_bytes_and_fragment_latencies(
         end = max(s.end_s for s in timeline.spans if s.bucket in places)
         assert edge_s <= begin + 1e-9
         edge_s = end
-    assert exact_s(chosen, SMALL, machines, profile, Policy()) == pytest.approx(timeline.step_s / every)
+    assert step_seconds(chosen, Question(SMALL, machines, profile, Policy())) == pytest.approx(timeline.step_s / every)
 
 
 @pytest.mark.parametrize("bps", [3e6, 1e7, 1e8, 1e10])
@@ -424,7 +426,7 @@ def test_outer_step_is_the_sum_of_fragments_each_bounded_by_exchange_or_compute(
     expected = 0.0
     for places in fragments_of(chosen.buckets, count):
         kept = tuple(structs.replace(waited.buckets[b], id=i) for i, b in enumerate(places))
-        alone = simulate(structs.replace(waited, buckets=kept), SMALL, hidden(machines), profile)
+        alone = simulate(structs.replace(waited, buckets=kept), SMALL, with_hidden_rates(machines), profile)
         expected += max(fragment_s, alone.step_s - 8 * step_s(SMALL))
     result = simulate(chosen, SMALL, machines, profile).step_s
     assert result == pytest.approx(expected)

@@ -12,15 +12,28 @@ from support.planner import flat, home, tall
 
 from commlayer.planner import default_plan, lower, verify
 from commlayer.planner.model import Cluster, Node
-from commlayer.planner.plan_rules import cut, together
-from commlayer.planner.tree import KINDS, Kind, Op, Path, check, encodes, kind, options, parse, served, spell, summing
+from commlayer.planner.plan_rules import cut, shard_groups
+from commlayer.planner.tree import (
+    KINDS,
+    Kind,
+    Op,
+    Path,
+    encodes,
+    parse,
+    path_problems,
+    paths_of_kind,
+    spell,
+    sums_payloads,
+    usable_paths,
+    uses_server,
+)
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, over_server
 
 UNEVEN = Cluster((*tall(1, 4).nodes, *tall(1, 2).nodes))
 
 
 def test_path_counts_equal_those_of_espresso() -> None:
-    flat, two_level = kind("flat"), kind("two-level")
+    flat, two_level = paths_of_kind("flat"), paths_of_kind("two-level")
     assert (len(flat), len(two_level)) == (63, 4278)
     assert Counter(map(encodes, flat))[0] == 3
     assert len(set(flat + two_level)) == 4341
@@ -32,32 +45,32 @@ def test_path_counts_equal_those_of_espresso() -> None:
 
 
 def test_gpu_path_counts_equal_those_of_espresso() -> None:
-    paths = kind("flat", ("gpu",)) + kind("two-level", ("gpu",))
+    paths = paths_of_kind("flat", ("gpu",)) + paths_of_kind("two-level", ("gpu",))
     assert Counter(encodes(path) == 0 for path in paths) == {True: 9, False: 165}
-    assert len(kind("flat", ("gpu",))) == 12
+    assert len(paths_of_kind("flat", ("gpu",))) == 12
 
 
 def test_paths_beyond_espresso() -> None:
-    service, sums = kind("service"), kind("sum")
+    service, sums = paths_of_kind("service"), paths_of_kind("sum")
     assert len(service) == 8 + 2 * 2 * 2 * 2
     assert len(sums) == 4 + 2 * 2 * 2
-    assert all(served(path) for path in service)
-    assert all(summing(path) for path in sums)
-    every = kind("flat") + kind("two-level") + service + sums
+    assert all(uses_server(path) for path in service)
+    assert all(sums_payloads(path) for path in sums)
+    every = paths_of_kind("flat") + paths_of_kind("two-level") + service + sums
     assert len(set(every)) == len(every) == 4341 + 24 + 12
 
 
 def test_spelling_is_one_to_one() -> None:
-    every = kind("flat") + kind("two-level") + kind("service") + kind("sum")
+    every = paths_of_kind("flat") + paths_of_kind("two-level") + paths_of_kind("service") + paths_of_kind("sum")
     assert len({spell(path) for path in every}) == len(every)
     assert all(parse(spell(path)) == path for path in every)
 
 
 def test_spelling_marks_server_paths() -> None:
-    every = kind("flat") + kind("two-level") + kind("service") + kind("sum")
+    every = paths_of_kind("flat") + paths_of_kind("two-level") + paths_of_kind("service") + paths_of_kind("sum")
     assert {over_server(spell(path)) for path in every} == {True, False}
-    assert all(over_server(spell(path)) == served(path) for path in every)
-    assert [over_server(name) == served(parse(name)) for name in ("allreduce", "service")] == [True, True]
+    assert all(over_server(spell(path)) == uses_server(path) for path in every)
+    assert [over_server(name) == uses_server(parse(name)) for name in ("allreduce", "service")] == [True, True]
 
 
 def texts(paths: tuple[Path, ...]) -> set[str]:
@@ -66,9 +79,9 @@ def texts(paths: tuple[Path, ...]) -> set[str]:
 
 def test_internet_sites_have_only_server_paths() -> None:
     homes = Cluster(flat(3, home()).nodes, reachable=False)
-    assert texts(options(homes)) == {
+    assert texts(usable_paths(homes)) == {
         f"encode@{d} net.push net.{back} decode@{d}" for d in ("gpu", "cpu") for back in ("pull", "forward")}
-    assert texts(options(Cluster(flat(3, home(), "cpu").nodes, reachable=False))) == {
+    assert texts(usable_paths(Cluster(flat(3, home(), "cpu").nodes, reachable=False))) == {
         f"encode@cpu net.push net.{back} decode@cpu" for back in ("pull", "forward")}
 
 
@@ -82,25 +95,25 @@ def test_internet_sites_have_only_server_paths() -> None:
     ({"kinds": ("service",)}, 4),
 ])
 def test_options_among_nodes_of_one_rank(given: dict[str, Any], count: int) -> None:
-    assert len(options(flat(4), **given)) == count
+    assert len(usable_paths(flat(4), **given)) == count
 
 
 def test_options_among_nodes_of_several_ranks() -> None:
-    assert len(options(tall(2, 4), mixed=True, servers=False)) == 4341
-    assert len(options(tall(2, 4), servers=False)) == 174 + 165
-    assert len(options(tall(2, 4), devices=("gpu",), servers=False)) == 174
-    assert all(op.where != "net" or op.name in ("push", "pull", "forward") for p in options(tall(1, 4)) for op in p)
+    assert len(usable_paths(tall(2, 4), mixed=True, servers=False)) == 4341
+    assert len(usable_paths(tall(2, 4), servers=False)) == 174 + 165
+    assert len(usable_paths(tall(2, 4), devices=("gpu",), servers=False)) == 174
+    assert all(op.where != "net" or op.name in ("push", "pull", "forward") for p in usable_paths(tall(1, 4)) for op in p)
 
 
 def test_uneven_nodes_sum_onto_one_rank_before_collectives_between_them() -> None:
-    result = options(UNEVEN)
-    assert any(served(p) and p[0].name == "reduce_scatter" for p in result), "a server meets all pieces"
-    assert not any(p[0] == Op("reduce_scatter", "node") and not served(p) for p in result)
+    result = usable_paths(UNEVEN)
+    assert any(uses_server(p) and p[0].name == "reduce_scatter" for p in result), "a server meets all pieces"
+    assert not any(p[0] == Op("reduce_scatter", "node") and not uses_server(p) for p in result)
 
 
 @pytest.mark.parametrize("name", ["flat", "two-level", "service", "sum"])
 def test_tree_obeys_every_rule(name: Kind) -> None:
-    assert [spell(path) for path in kind(name) if check(path)] == []
+    assert [spell(path) for path in paths_of_kind(name) if path_problems(path)] == []
 
 
 @pytest.mark.parametrize(("text", "rule"), [
@@ -112,19 +125,19 @@ def test_tree_obeys_every_rule(name: Kind) -> None:
     ("net.allreduce", "at the beginning: got net.allreduce, allowed: all.allreduce, all.reduce, all.reduce_scatter, "),
 ])
 def test_invalid_path_names_the_rule(text: str, rule: str) -> None:
-    assert any(line.startswith(rule) for line in check(parse(text))), check(parse(text))
+    assert any(line.startswith(rule) for line in path_problems(parse(text))), path_problems(parse(text))
 
 
 def test_paths_outside_the_tree_are_refused() -> None:
     """Paths with one operation removed, doubled or replaced are in the tree or refused."""
-    every = {path for name in KINDS for path in kind(name)}
+    every = {path for name in KINDS for path in paths_of_kind(name)}
     ops = sorted({op for path in every for op in path})
     sample = random.Random(7).sample(sorted(every), 150)
     for path in sample:
         for place in range(len(path)):
             for changed in (path[:place] + path[place + 1 :], path[: place + 1] + path[place:],
                             path[:place] + (ops[(place * 5 + len(path)) % len(ops)],) + path[place + 1 :]):
-                assert (changed in every) == (not check(changed)), spell(changed)
+                assert (changed in every) == (not path_problems(changed)), spell(changed)
 
 
 @pytest.mark.parametrize(("text", "cluster", "rule"), [
@@ -137,8 +150,8 @@ def test_paths_outside_the_tree_are_refused() -> None:
     ("service", Cluster((Node("n0", 1, "cpu", home(), server=False),)), "a server is needed, but no node can host one"),
 ])
 def test_path_that_a_cluster_cannot_run_is_refused(text: str, cluster: Cluster, rule: str) -> None:
-    assert [line for line in check(parse(text), cluster) if rule in line]
-    assert parse(text) not in options(cluster)
+    assert [line for line in path_problems(parse(text), cluster) if rule in line]
+    assert parse(text) not in usable_paths(cluster)
 
 
 JOB = Job((TensorInfo("a", (50, 33)), TensorInfo("b", (7,)), TensorInfo("c", (1,)), TensorInfo("d", (4001,))))
@@ -150,7 +163,7 @@ def plan(path: str, ranks_per_node: int, codec: str = "topk(ratio=0.01)") -> Pla
     return msgspec.structs.replace(result, buckets=tuple(msgspec.structs.replace(b, path=path) for b in result.buckets))
 
 
-@pytest.mark.parametrize("path", [p for p in kind("service", ("cpu",)) if p[0].where != "node"])
+@pytest.mark.parametrize("path", [p for p in paths_of_kind("service", ("cpu",)) if p[0].where != "node"])
 def test_servers_of_single_ranks(path: tuple[object, ...]) -> None:
     lowered = lower(plan(spell(path), 1))  # type: ignore[arg-type]
     assert {b.path for b in lowered.buckets} == {"service"}
@@ -159,7 +172,7 @@ def test_servers_of_single_ranks(path: tuple[object, ...]) -> None:
     assert verify(lowered, JOB) == []
 
 
-@pytest.mark.parametrize("path", [spell(p) for p in kind("service", ("gpu",)) if p[0].where == "node"])
+@pytest.mark.parametrize("path", [spell(p) for p in paths_of_kind("service", ("gpu",)) if p[0].where == "node"])
 def test_servers_of_several_ranks(path: str) -> None:
     before = plan(path, 3)
     lowered = lower(before)
@@ -199,15 +212,15 @@ def buckets(*shards: Shard) -> list[Bucket]:
     ([(0, 0, 0, 5)], [(0,)]),
 ], ids=["two halves", "twice", "owners one after the other, from 0", "two tensors", "a gap", "unlike sizes", "one alone"])
 def test_shards_are_contiguous(shards: list[Shard], runs: list[tuple[int, ...]]) -> None:
-    assert [tuple(run) for run in together(buckets(*shards), 2)] == runs
+    assert [tuple(run) for run in shard_groups(buckets(*shards), 2)] == runs
 
 
 def test_buckets_of_single_rank_nodes_are_not_fused() -> None:
-    assert [*map(len, together(buckets((0, 0, 0, 5), (0, 0, 5, 10)), 1))] == [1, 1]
+    assert [*map(len, shard_groups(buckets((0, 0, 0, 5), (0, 0, 5, 10)), 1))] == [1, 1]
 
 
 def test_fused_bucket_is_cut_into_runs_of_equal_size() -> None:
     parts = cut((Slice(3, 0, 4), Slice(2, 10, 17)), 3)
     assert parts == [(Slice(3, 0, 3),), (Slice(3, 3, 4), Slice(2, 10, 13)), (Slice(2, 13, 17),)]
     results = [Bucket(i, part, "service", owner=i) for i, part in enumerate(parts)]
-    assert [*map(len, together(results, 3))] == [3]
+    assert [*map(len, shard_groups(results, 3))] == [3]

@@ -23,8 +23,8 @@ from commlayer.autotune.measure import step_counts
 from commlayer.autotune.measure.shape_tensors import without_values
 from commlayer.cli.arguments import counted_job
 from commlayer.errors import InvalidInput
-from commlayer.planner.models import builtin
-from commlayer.planner.tables import gpus, job_limit, job_speed
+from commlayer.planner.data.models import builtin
+from commlayer.planner.data.tables import gpus, job_limit, job_speed
 from commlayer.records import Job
 
 Made = tuple[nn.Module, Callable[[], torch.Tensor]]

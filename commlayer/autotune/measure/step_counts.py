@@ -19,8 +19,8 @@ from commlayer.autotune.measure.shape_tensors import Args, Kwargs, ShapeMode, Sh
 from commlayer.autotune.measure.step_times import DrawnLoss, PassClock, StepHooks, described_step, timing_at
 from commlayer.engine.model.model_tensors import job_of
 from commlayer.errors import InvalidInput
-from commlayer.planner.models import product_s, update_s
-from commlayer.planner.tables import LAUNCH_S, stream_bytes_s
+from commlayer.planner.data.models import product_s, update_s
+from commlayer.planner.data.tables import LAUNCH_S, stream_bytes_s
 from commlayer.records import Job, Work
 
 NO_KERNEL = {aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.empty, aten.empty_like,

@@ -18,7 +18,7 @@ from commlayer.engine.hooks.forward_order import before_forward
 from commlayer.engine.model.model_tensors import job_of, parameters_of
 from commlayer.errors import InvalidInput
 from commlayer.observe.step_trace import RecordedStep
-from commlayer.planner.tables import device_named
+from commlayer.planner.data.tables import device_named
 from commlayer.records import Job, Timing
 
 WARM_STEPS, STEPS = 2, 5

@@ -12,10 +12,10 @@ import safetensors.numpy
 from commlayer.codec_spec import parse_spec
 from commlayer.compressors import codec_of, restore, seed, snapshot
 from commlayer.compressors.codec import Codec
-from commlayer.compressors.dense import of_means
+from commlayer.compressors.dense import averages_buffers
 from commlayer.compressors.feedback import ResidualSlice, in_updates, ranges_of, residual_of, residual_on, split_by_tensor
 from commlayer.compressors.kernels import give_back
-from commlayer.compressors.state import SERVER, number, recall, remembered
+from commlayer.compressors.state import SERVER, number, restore_server, server_snapshot
 from commlayer.errors import InvalidInput
 from commlayer.records import Bucket, Plan, Slice
 
@@ -44,7 +44,7 @@ class CodecOps:
         """True: members divide their contributions by an assumed total weight, which the sum corrects."""
         self.presumes = codec.residual
         """True: the total of the last result is assumed, and members correct their residuals when it has changed."""
-        self.means = buffers and of_means(codec)
+        self.means = buffers and averages_buffers(codec)
         self._undone = 0
         self._alone: Any = None
         """An accumulator for decompressing a single payload; None until it is needed."""
@@ -134,7 +134,7 @@ class CodecOps:
 
     def remember(self) -> bytes:
         """Returns a snapshot of the state, including what is needed to roll back the last result."""
-        return safetensors.numpy.save(remembered(self._state) | {UNDONE: number(self._undone - (1 << 63))})
+        return safetensors.numpy.save(server_snapshot(self._state) | {UNDONE: number(self._undone - (1 << 63))})
 
     def recall(self, data: bytes, sent: memoryview) -> None:
         """Restores what remember() returned. `sent`: the payload of the last result."""
@@ -143,7 +143,7 @@ class CodecOps:
         if undone is None:
             raise InvalidInput("E-SERVER-STATE", "journaled codec state has no field for rollbacks, so a different version "
                                                  "may have written it")
-        recall(self._state, tensors, sent)
+        restore_server(self._state, tensors, sent)
         self._undone = int(undone.item()) + (1 << 63)
 
     def begin_anew(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from commlayer.cluster.servers.bucket_sum import divided_afterwards
 from commlayer.compressors import kernels, seed
 from commlayer.compressors.codec import NAN, Codec, OneRound
-from commlayer.compressors.dense import of_means
+from commlayer.compressors.dense import averages_buffers
 from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.plan_codecs import reader_of
 from commlayer.compressors.randomk import RandomK
@@ -300,7 +300,7 @@ class ServedBucket(WorkerBucket):
 
     def __init__(self, planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int) -> None:
         super().__init__(planned, job, codec, order)
-        self.means = self.buffer and of_means(codec)
+        self.means = self.buffer and averages_buffers(codec)
         self._allocate(job, device)
 
     def _allocate(self, job: Job, device: torch.device) -> None:

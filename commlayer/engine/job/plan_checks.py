@@ -55,7 +55,7 @@ def _bucket(plan: Plan, bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]
     if bucket.stale and bucket.path != "service":
         yield f"path {bucket.path!r} does not support results that are one step late: use the path 'service'"
     path = paths.parse(bucket.path)
-    if grammar.served(path) and bucket.path != "service":
+    if grammar.uses_server(path) and bucket.path != "service":
         yield f"path {bucket.path!r} must be written as 'service', because it uses a server (planner.lower converts it)"
         return
     up = [promise_of(wrap(parse(text))) for text in (bucket.codec, *bucket.by_node)]

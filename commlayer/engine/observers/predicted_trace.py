@@ -10,7 +10,7 @@ from msgspec import structs
 from commlayer.observe.step_trace import EXCHANGE, NO_BUCKET, Event
 from commlayer.observe.trace_files import STEP
 from commlayer.planner import lower
-from commlayer.planner.model import Basis, Group, fold
+from commlayer.planner.model import Basis, Group, node_groups
 from commlayer.planner.simulation import Span, Timeline, hosts_of, simulate
 from commlayer.records import Plan
 
@@ -27,7 +27,7 @@ def predict(basis: Basis) -> Prediction:
     plan, made_of = basis.plan, basis.inputs
     cluster = made_of.cluster
     timeline = simulate(plan, made_of.job, cluster, made_of.profile, made_of.policy)
-    groups = fold(cluster, hosts_of(plan, cluster))
+    groups = node_groups(cluster, hosts_of(plan, cluster))
     trained = [place for place, node in enumerate(cluster.nodes) if node.ranks]
     by_bucket: list[list[Span]] = [[] for _ in plan.buckets]
     for span in timeline.spans:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from commlayer.cluster.processes.bounded_calls import PendingCollective
 from commlayer.cluster.processes.channels import Channel
 from commlayer.engine.buckets.bucket import EncodedBucket, ServedBucket
-from commlayer.planner.plan_rules import together
+from commlayer.planner.plan_rules import shard_groups
 
 Error = Callable[[], BaseException | None]
 
@@ -92,5 +92,5 @@ def node_sums(buckets: Sequence[ServedBucket], ranks_per_node: int, local: int) 
     """Returns the sums inside a node that these buckets of a plan need, in order."""
     return [
         ShardedSum(buckets[run.start : run.stop], local) if len(run) > 1 else OwnedSum(buckets[run.start])
-        for run in together([bucket.planned for bucket in buckets], ranks_per_node)
+        for run in shard_groups([bucket.planned for bucket in buckets], ranks_per_node)
     ]

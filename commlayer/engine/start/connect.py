@@ -45,8 +45,8 @@ from commlayer.engine.sync.sync_modes import Forbids, RequestedModes, with_modes
 from commlayer.engine.worker.root_cause import WaitsFor
 from commlayer.errors import InvalidInput
 from commlayer.planner import tensors as float64
+from commlayer.planner.data.tables import learning_rows
 from commlayer.planner.plan_rules import late_and_sparse, summary_of
-from commlayer.planner.tables import learning_rows
 from commlayer.records import Job, Plan
 from commlayer.transport.keys import secret
 

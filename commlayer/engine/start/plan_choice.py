@@ -15,11 +15,11 @@ from commlayer.compressors import build, wrap
 from commlayer.config import Config
 from commlayer.engine.sync.sync_modes import RequestedModes
 from commlayer.errors import InvalidInput
-from commlayer.planner import tables as machines
 from commlayer.planner.buckets import ELEMENT_NBYTES, LEAST_FRAGMENT_NBYTES, most_fragments
 from commlayer.planner.convergence import Recipe, excess
+from commlayer.planner.data import tables as machines
 from commlayer.planner.model import Basis
-from commlayer.planner.tensors import untouched
+from commlayer.planner.tensors import uncompressed_notices
 from commlayer.records import Job, Plan
 
 FINE = ("int4()", "int8()")
@@ -119,7 +119,7 @@ def basis(plan: Any, tell: Tell) -> Basis | None:
 def with_server_nodes(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
     """Returns the plan with its servers on the nodes that the plan names, if servers can be started on these nodes. Otherwise
     reports the reason through `tell`."""
-    for line in untouched(plan):
+    for line in uncompressed_notices(plan):
         tell(line)
     planned = sum(1 for node in made_from.inputs.cluster.nodes if node.ranks) if made_from else nodes
     if planned != nodes:

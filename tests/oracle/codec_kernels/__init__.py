@@ -1,7 +1,7 @@
 """The reference for commlayer._core, with its names, arguments and results; slow and simple.
 
-Kernels of the default codecs are those of compressors/fallback.py, which shares no code with the native core; the others are
-in plain torch here. The bits are the same, except that a NaN may become another NaN.
+Kernels of the default codecs are those of compressors/kernels/fallback.py, which shares no code with the native core; the
+others are in plain torch here. The bits are the same, except that a NaN may become another NaN.
 """
 
 from oracle.codec_kernels.draws import draw_strata, draw_word, philox, take
@@ -16,7 +16,7 @@ from oracle.codec_kernels.quantisers import (
 )
 from oracle.codec_kernels.runs import gather_runs, scatter_runs, score_runs, select_runs
 
-from commlayer.compressors.fallback import (
+from commlayer.compressors.kernels.fallback import (
     add_bf16,
     add_f16,
     add_f32,

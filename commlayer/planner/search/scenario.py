@@ -8,16 +8,16 @@ from functools import cached_property
 from typing import Literal, NamedTuple, cast
 
 from commlayer.planner import buckets
-from commlayer.planner.buckets import Limits, Sort, least_spread_nbytes
-from commlayer.planner.choices import Choice, Space, search, uniform
+from commlayer.planner.buckets import Contents, Limits, least_spread_nbytes
 from commlayer.planner.convergence import Recipe
-from commlayer.planner.costs import Prices, hidden, weights
-from commlayer.planner.model import DENSE, Cluster, Option, Policy, Profile
-from commlayer.planner.options import Catalog
-from commlayer.planner.placement import Part, parts
-from commlayer.planner.simulation import Simulation, exact_s, fragments, locally, urgent
-from commlayer.planner.tensors import nonzero_numel, shaped, unrounded
-from commlayer.records import Bucket, Job, Plan, Slice, Timing
+from commlayer.planner.costs import Prices, bucket_weights
+from commlayer.planner.model import DENSE, Option, Question
+from commlayer.planner.search.choices import Choice, Space, cheapest, search, uniform
+from commlayer.planner.search.options import Catalog
+from commlayer.planner.search.placement import Part, cut_and_place
+from commlayer.planner.simulation import Simulation, fragments, needed_after_s, prices_of, step_seconds, steps_locally
+from commlayer.planner.tensors import codec_and_shape, nonzero_numel, with_exact_doubles
+from commlayer.records import Bucket, Job, Plan, Slice
 
 SHARED, FINER = 4, (8, 16, 32)
 """Numbers of parts per server into which the model is cut: SHARED by default, since fewer parts could be unbalanced, and the
@@ -28,31 +28,21 @@ worker and 0.2 ms at the server, in addition to the predicted costs."""
 CODES = 1e6
 """Penalty for compressing a bucket, in the comparison of equally fast options: larger than any number of seconds."""
 
-Kind = tuple[Sort, int]
+Kind = tuple[Contents, int]
 """A bucket's contents, and log2 of its size rounded up. Buckets of one kind have the same options."""
 
 
-class Inputs(NamedTuple):
-    job: Job
-    timing: Timing
-    cluster: Cluster
-    searched: Cluster
-    """The cluster with similar nodes made equal."""
-    profile: Profile
-    policy: Policy
-    placed: dict[tuple[tuple[int, ...], bool], Prices]
-    """Cached costs for complete plans. The key is the server hosts, and True if exchanges overlap local steps."""
+class StepTimes:
+    """Predicts the step times of complete plans. Plans with the same servers share their costs."""
 
-    def exact_s(self, plan: Plan) -> float:
-        """Predicted seconds of one step of a plan."""
+    def __init__(self) -> None:
+        self._prices: dict[tuple[tuple[int, ...], bool], Prices] = {}
+
+    def seconds(self, plan: Plan, question: Question) -> float:
         key = plan.hosts, plan.overlap == "round"
-        if key not in self.placed:
-            self.placed[key] = Prices(hidden(self.cluster) if key[1] else self.cluster, self.profile, plan.hosts)
-        return exact_s(plan, self.job, self.cluster, self.profile, self.policy, self.placed[key])
-
-    @property
-    def steps_count(self) -> bool:
-        return self.policy.objective == "loss" and bool(self.profile.learning)
+        if key not in self._prices:
+            self._prices[key] = prices_of(plan, question)
+        return step_seconds(plan, question, self._prices[key])
 
 
 class Piece(NamedTuple):
@@ -73,33 +63,33 @@ class Layout(NamedTuple):
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def of(cls, job: Job, timing: Timing, limits: Limits) -> Layout:
-        groups = buckets.groups(job, limits)
-        sizes = [sum(s.numel for s in group) for group in groups]
-        return cls(job, limits, tuple(
-            Piece(group, nonzero_numel(job, group), urgent(timing, group), (buckets.sort_of(job, group), size.bit_length()))
-            for group, size in zip(groups, sizes, strict=True)))
+    def of(cls, job: Job, limits: Limits) -> Layout:
+        pieces = []
+        for group in buckets.groups(job, limits):
+            kind = buckets.contents_of(job, group), sum(s.numel for s in group).bit_length()
+            pieces.append(Piece(group, nonzero_numel(job, group), needed_after_s(job.timed, group), kind))
+        return cls(job, limits, tuple(pieces))
 
 
 class Scenario:
     """The search's input for one sync mode, one division into buckets and one set of server hosts. `useful[b]` lists the
     catalog numbers of bucket b's options; a `Choice` has one index into each of these lists."""
 
-    def __init__(self, inputs: Inputs, catalog: Catalog, layout: Layout, recipe: Recipe) -> None:
-        self.inputs, self.layout, self.recipe = inputs, layout, recipe
+    def __init__(self, question: Question, times: StepTimes, catalog: Catalog, layout: Layout, recipe: Recipe) -> None:
+        self.question, self.times, self.layout, self.recipe = question, times, layout, recipe
         self.catalog = catalog.hidden if recipe.overlap == "round" else catalog
         plain = Recipe(recipe.optimizer, workers=recipe.workers, numel=recipe.numel)
         self.useful = [self.catalog.useful(*piece.kind, plain) for piece in layout.pieces]
-        ranks = {node.ranks for node in inputs.cluster.nodes if node.ranks}
+        ranks = {node.ranks for node in question.cluster.nodes if node.ranks}
         self.ranks_per_node = ranks.pop() if len(ranks) == 1 else 1
         self._placed: dict[tuple[int, ...], PricedPlan] = {}
 
     @cached_property
     def space(self) -> Space:
-        job, timing, _, _, profile, policy, _ = self.inputs
+        job, _, profile, policy = self.question
         pieces = self.layout.pieces
         priced = [self.catalog.load(mine, piece.numel, piece.urgency) for mine, piece in zip(self.useful, pieces, strict=True)]
-        part = weights(job, [piece.slices for piece in pieces], profile.energy)
+        part = bucket_weights(job, [piece.slices for piece in pieces], profile.energy)
         excess, loss = ([[of[o] * mine for o in options] for options, mine in zip(self.useful, part, strict=True)]
                         for of in self.catalog.costs(self.recipe))
         burden = [[seconds + CODES * (self.catalog.options[o].codec != DENSE) for o, seconds in zip(mine, held_s, strict=True)]
@@ -108,8 +98,7 @@ class Scenario:
         for b, (piece, mine) in enumerate(zip(pieces, self.useful, strict=True)):
             members.setdefault((piece.kind, mine), []).append(b)
         groups = [members[key] for key in sorted(members, key=lambda key: -key[0][1])]
-        parts = fragments(job, timing, pieces, [load for load, _ in priced], self.catalog.prices, self.recipe,
-                          priority=policy.priority)
+        parts = fragments(self.question, pieces, [load for load, _ in priced], self.catalog.prices, self.recipe)
         least_s = sum(float(each.problem.ready.reshape(each.problem.nodes, -1)[:, -1].max()) for each in parts)
         return Space(Simulation(parts), loss, excess, burden, groups, policy.max_loss, least_s)
 
@@ -127,13 +116,13 @@ class Scenario:
     @cached_property
     def quick(self) -> Choice:
         """The best choice in which all buckets use the same option."""
-        return min(self.uniform, key=lambda choice: choice.order)
+        return cheapest(self.uniform)
 
     @cached_property
     def dense(self) -> Choice:
         """The best choice without compression in which all buckets use the same option."""
         plain = [choice for choice in self.uniform if all(o.codec == DENSE for o in self.used(choice))]
-        return min(plain or self.uniform[:1], key=lambda choice: choice.order)
+        return cheapest(plain or self.uniform[:1])
 
     def used(self, choice: Choice) -> set[Option]:
         return {self.catalog.options[mine[place]] for mine, place in zip(self.useful, choice.options, strict=True)}
@@ -152,35 +141,36 @@ class Scenario:
         if choice.options not in self._placed:
             parts = self._parts(choice, SHARED)
             plan = self._plan(parts)
-            step_s = self.inputs.exact_s(plan)
+            step_s = self.times.seconds(plan, self.question)
             for finely in FINER if plan.servers else ():
                 if step_s * self.recipe.every - PART_S <= choice.step_s:
                     break  # even the search's lower bound would not save enough
                 other = self._parts(choice, finely)
                 if len(other) > len(parts):
-                    other_s = self.inputs.exact_s(finer := self._plan(other))
+                    other_s = self.times.seconds(finer := self._plan(other), self.question)
                     if other_s < step_s - PART_S * (len(other) - len(parts)) / self.recipe.every:
                         parts, plan, step_s = other, finer, other_s
             self._placed[choice.options] = PricedPlan(self, choice, plan, tuple(part.origin for part in parts),
-                                                step_s * (1 + choice.excess), choice.excess)
+                                                      step_s * (1 + choice.excess), choice.excess)
         return self._placed[choice.options]
 
     def _parts(self, choice: Choice, finely: int) -> list[Part]:
         chosen = [mine[place] for mine, place in zip(self.useful, choice.options, strict=True)]
-        return parts(self.layout.job, [piece.slices for piece in self.layout.pieces], chosen, self.catalog, finely,
-                     fragments=self.recipe.fragments, ranks_per_node=self.ranks_per_node, last_first=not locally(self.recipe),
-                     least_nbytes=least_spread_nbytes(fine=self.recipe.fragments > 1 or finely > SHARED))
+        return cut_and_place(
+            self.layout.job, [piece.slices for piece in self.layout.pieces], chosen, self.catalog, finely,
+            fragments=self.recipe.fragments, ranks_per_node=self.ranks_per_node, last_first=not steps_locally(self.recipe),
+            least_nbytes=least_spread_nbytes(fine=self.recipe.fragments > 1 or finely > SHARED))
 
     def _plan(self, parts: Sequence[Part]) -> Plan:
-        job, result = self.inputs.job, []
+        job, result = self.question.job, []
         for i, part in enumerate(parts):
             o = self.catalog.options[part.option]
-            codec, shape = shaped(o.codec, job, part.slices)
+            codec, shape = codec_and_shape(o.codec, job, part.slices)
             result.append(Bucket(i, part.slices, o.path, codec, part.server, part.owner, shape, o.down, o.by_node))
         hosts = self.catalog.prices.hosts if any(bucket.served for bucket in result) else ()
-        return unrounded(Plan(
+        return with_exact_doubles(Plan(
             job.digest(), tuple(result), len(hosts), self.ranks_per_node, self.recipe.every,
-            "updates" if locally(self.recipe) else "gradients",
+            "updates" if steps_locally(self.recipe) else "gradients",
             cast(Literal["", "round", "forward"], self.recipe.overlap), self.recipe.fragments, hosts=hosts), job)
 
 

@@ -17,7 +17,7 @@ from commlayer.planner.data import NotNegative, Positive, load
 from commlayer.records import Record
 
 
-class Touch(Record, frozen=True):
+class BytesPerElement(Record, frozen=True):
     """Bytes per element: read and written to encode, read and written to add one payload to a sum, and sent. The flags are the
     codec's properties of the same names."""
 
@@ -45,8 +45,8 @@ class Plain(Record, frozen=True, tag_field="kind", tag="plain"):
     sent: Positive
     sums: bool = False
 
-    def touch(self, name: CodecSpec) -> Touch:
-        return Touch(self.encode, self.decode, self.sent, sums=self.sums)
+    def bytes_per_element(self, name: CodecSpec) -> BytesPerElement:
+        return BytesPerElement(self.encode, self.decode, self.sent, sums=self.sums)
 
 
 class Quantized(Record, frozen=True, tag_field="kind", tag="quantized"):
@@ -56,9 +56,9 @@ class Quantized(Record, frozen=True, tag_field="kind", tag="quantized"):
     scale_nbytes: Positive
     bits: NotNegative = 0.0
 
-    def touch(self, name: CodecSpec) -> Touch:
+    def bytes_per_element(self, name: CodecSpec) -> BytesPerElement:
         code = (self.bits or LEVEL_BITS[name.get("levels")]) / 8
-        return Touch((STREAMED_NBYTES + code) / self.speed, 8 + code, code + self.scale_nbytes / name.get("block"))
+        return BytesPerElement((STREAMED_NBYTES + code) / self.speed, 8 + code, code + self.scale_nbytes / name.get("block"))
 
 
 class Selected(Record, frozen=True, tag_field="kind", tag="selected"):
@@ -67,22 +67,22 @@ class Selected(Record, frozen=True, tag_field="kind", tag="selected"):
     speed: Positive
     positions: Literal["entry", "run", "seed"]
 
-    def touch(self, name: CodecSpec) -> Touch:
+    def bytes_per_element(self, name: CodecSpec) -> BytesPerElement:
         ratio, seeded = float(name.get("ratio")), self.positions == "seed"
         entry_nbytes = VALUE_BITS[name.get("values")] / 8
         if not seeded:
             entry_nbytes += _position_nbytes(ratio) / (name.get("run") if self.positions == "run" else 1)
-        return Touch(STREAMED_NBYTES / self.speed, 4 + 64 * ratio, ratio * entry_nbytes, sums=seeded, alone=not seeded,
-                     answers=not seeded)
+        return BytesPerElement(STREAMED_NBYTES / self.speed, 4 + 64 * ratio, ratio * entry_nbytes, sums=seeded,
+                               alone=not seeded, answers=not seeded)
 
 
-def touch(name: CodecSpec) -> Touch:
+def bytes_per_element(name: CodecSpec) -> BytesPerElement:
     """Costs of a codec by its family's formula. InvalidInput if the family has none."""
     core, families = name.core, load("codecs", dict[str, Plain | Quantized | Selected])
     if core.family not in families:
         raise InvalidInput("E-PLAN-CODEC-COST", f"codec {core.family}() has no default cost (known: {', '.join(families)}); "
                            "measure it with `commlayer profile`")
-    base = families[core.family].touch(core)
+    base = families[core.family].bytes_per_element(core)
     layers = tuple(name.bare.layers())
     more = MEMORY_NBYTES * sum(layer.family == "momentum" for layer in layers)
     return structs.replace(base, encode=base.encode + more, answers=base.answers and len(layers) == 1)

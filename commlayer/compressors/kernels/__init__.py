@@ -2,7 +2,7 @@
 
 On the host, arrays are numpy arrays and payload bytes are memoryviews of any alignment. On a CUDA device both are torch
 tensors. Arrays are float32 or int32, contiguous and one-dimensional. `of(memory)` returns the kernels for some memory: on a
-CUDA device those in cuda/, on the host the native core, or fallback.py if it is not built. All have the same names, arguments
+CUDA device those of cuda.py, on the host the native core, or fallback.py if it is not built. All have the same names, arguments
 and results, and produce the same bytes. native/include/commlayer.h specifies each kernel.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from commlayer import native
 from commlayer.codec_spec import CodecSpec
-from commlayer.compressors import fallback
+from commlayer.compressors.kernels import fallback
 from commlayer.compressors.payload import Buffer, on_device
 from commlayer.errors import InvalidInput
 
@@ -67,7 +67,7 @@ def use(backend: ModuleType) -> Iterator[None]:
 def check_supported(spec: CodecSpec) -> None:
     """Raises InvalidInput if the host's backend has no kernels for this codec. The inner codec is not checked."""
     if _chosen[0] is fallback and (spec.family not in fallback.FAMILIES or spec.get("values") == "int4"):
-        raise fallback.refusal(f"codec {spec}")
+        raise fallback.unsupported(f"codec {spec}")
 
 
 def threads(count: int) -> None:
@@ -89,10 +89,8 @@ def of(memory: Array | Buffer) -> ModuleType:
 @functools.cache
 def device() -> ModuleType:
     """Returns the kernels for CUDA. Loads torch."""
-    return importlib.import_module("commlayer.compressors.device.kernels")
+    return importlib.import_module("commlayer.compressors.kernels.cuda")
 
-
-# ---- memory
 
 LEAST_NBYTES = 1 << 16
 """Buffers smaller than this are allocated and freed normally, since a system call would cost more than it saves."""
@@ -157,7 +155,7 @@ def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:
 def scales_valid(src: Buffer, most: np.floating[Any] = MOST_SCALE) -> bool:
     """Returns True if every float32 scale in `src` is from 0 to `most`."""
     if on_device(src):
-        return bool(device().within(src, float(most)))
+        return bool(device().scales_within(src, float(most)))
     scales = np.frombuffer(src, np.float32)
     return scales.size == 0 or bool(scales.min() >= 0 and scales.max() <= most)
 

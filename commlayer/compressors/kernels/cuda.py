@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from commlayer import native
-from commlayer.compressors import fallback
+from commlayer.compressors.kernels import fallback
 from commlayer.errors import CorruptPayload, InvalidInput
 from commlayer.gpu.launch import MOST_BLOCKS, THREADS, each, start
 from commlayer.gpu.launch import serves as serves
@@ -67,7 +67,7 @@ def all_finite(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
     return bool((x if residual is None else x + residual).isfinite().all())
 
 
-def within(scales: torch.Tensor, most: float) -> bool:
+def scales_within(scales: torch.Tensor, most: float) -> bool:
     """Returns True if every float32 in these bytes is from 0 to `most`."""
     numbers = scales.view(torch.float32)
     return bool(((numbers >= 0) & (numbers <= most)).all())
@@ -80,7 +80,7 @@ def largest(src: torch.Tensor, width: int) -> int:
     return int((src if width == 1 else src.view(torch.int16).to(torch.int32) & 0xFFFF).max())
 
 
-def yes(like: torch.Tensor) -> torch.Tensor:
+def true_flag(like: torch.Tensor) -> torch.Tensor:
     """Returns a flag tensor with value 1, which a kernel may clear."""
     return torch.ones(1, dtype=torch.int64, device=like.device)
 
@@ -99,7 +99,7 @@ def int8_encode(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, residual:
     n = x.numel()
     if n == 0:
         return True
-    blocks, finite = -(-n // block), yes(x)
+    blocks, finite = -(-n // block), true_flag(x)
     most = torch.zeros(blocks, dtype=torch.int32, device=x.device)
     warps = blocks * -(-block // SEGMENT)
     start("int8", "int8_most", min(-(-warps * 32 // THREADS), MOST_BLOCKS), most, x, residual, n, block, finite)
@@ -115,7 +115,7 @@ def linear_encode(
     q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, block: int, bits: int,
     euclidean: bool, dither: bool,
 ) -> bool:
-    n, finite = x.numel(), yes(x)
+    n, finite = x.numel(), true_flag(x)
     each("quantise", "linear_measure", 32 * -(-n // block), scale, x, residual, n, block, bits, finite)
     each("quantise", "linear_code", -(-n // 8), q, scale, x, residual, n, block, bits, finite)
     return finite_or_absorbed(finite, x, residual)
@@ -261,7 +261,7 @@ def bitmap_encode(out: torch.Tensor, idx: torch.Tensor, n: int) -> int:
 
 
 def _decode(idx: torch.Tensor, n: int, src: torch.Tensor, kind: int) -> None:
-    k, valid = idx.numel(), yes(idx)
+    k, valid = idx.numel(), true_flag(idx)
     grid = max(1, -(-src.numel() // UNPACK_TILE_NBYTES))
     state = torch.zeros(1 + grid, dtype=torch.int64, device=idx.device)
     start("positions", "unpack_positions", grid, idx, k, n, src, kind, state, valid)
@@ -281,7 +281,7 @@ def bitmap_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:
 
 
 def nibbles_encode(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, rest: torch.Tensor | None, block: int) -> bool:
-    n, finite = x.numel(), yes(x)
+    n, finite = x.numel(), true_flag(x)
     each("nibbles", "nibbles_measure", 32 * -(-n // block), scale, x, n, block, finite)
     each("nibbles", "nibbles_code", -(-n // 2), q, scale, x, rest, n, block, finite)
     return bool(finite.item())

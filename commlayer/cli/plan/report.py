@@ -6,32 +6,44 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from commlayer.cli.output import Part, Table
-from commlayer.planner import models, tables
-from commlayer.planner.baselines import ALONE, PLAN, SYNCHRONOUS, Baseline, Curve, Gains, TrainingCost, break_even, rate, times
+from commlayer.cli.output import Part, Table, ms, nbytes
+from commlayer.planner.baselines import (
+    ALONE,
+    PLAN,
+    SYNCHRONOUS,
+    Baseline,
+    Curve,
+    Gains,
+    TrainingCost,
+    break_even,
+    rate_text,
+    times_text,
+)
 from commlayer.planner.convergence import (
+    DENSE,
     FAMILIES,
     LIKE,
     LONG_NUMEL,
     MUON,
-    PUBLISHED,
     PUBLISHED_NUMEL,
     SHORT_NUMEL,
     LearningRow,
     Recipe,
-    alone,
     excess,
+    group_of,
+    kind_and_point,
     local_step_excess,
     measured_noise,
-    published_cost,
+    one_worker_factor,
 )
-from commlayer.planner.explanation import Difference, Explanation, spelled
+from commlayer.planner.data import load, models, tables
+from commlayer.planner.data.noise import law_of, noise_of
+from commlayer.planner.data.tables import LAUNCH_S, LearningTable, gpu, gpus, job_limit, job_speed, peak_tflops, stream_bytes_s
+from commlayer.planner.explanation import Difference, Explanation, how_sent
 from commlayer.planner.memory import RESERVED_GBYTES, Memory, memory_of
 from commlayer.planner.model import Cluster, Node, Policy
-from commlayer.planner.noise import law_of, noise_of
 from commlayer.planner.plan_rules import codecs_of, sync_mode
 from commlayer.planner.simulation import Timeline
-from commlayer.planner.tables import LAUNCH_S, LearningTable, gpu, gpus, job_limit, job_speed, peak_tflops, stream_bytes_s
 from commlayer.records import Bucket, Job, Plan, Why
 
 BAR = 12
@@ -40,17 +52,6 @@ SEEN_S = 5e-5
 """Seconds below which a difference is shown as "same step time", since it would print as 0.0 ms."""
 NAME = 16
 """Number of characters of a tensor's name in a table."""
-
-
-def ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f}" if seconds < 100 else f"{seconds * 1e3:,.0f}"
-
-
-def nbytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def elements(count: int) -> str:
@@ -109,9 +110,9 @@ def verdicts(gain: Gains, *, auto: bool, synchronous: bool) -> str:
     >>> verdicts(Gains(1.2, 1.1, 1.9, 1.2, 1.9), auto=True, synchronous=True)
     'sync="auto" and sync="step": 1.2x to 1.9x, one machine alone: 1x'
     """
-    modes = f"{AUTO}: {times(gain.plan, gain.high)}, {STEP}: " if auto and not synchronous else \
+    modes = f"{AUTO}: {times_text(gain.plan, gain.high)}, {STEP}: " if auto and not synchronous else \
         f"{AUTO} and {STEP}: " if auto else f"{STEP}: "
-    return f"{modes}{times(gain.step, gain.step_high)}, one machine alone: 1x"
+    return f"{modes}{times_text(gain.step, gain.step_high)}, one machine alone: 1x"
 
 
 def labels(*, exact: bool) -> Mapping[str, str]:
@@ -131,7 +132,7 @@ def next_lines(gain: Gains, rows: Sequence[Baseline], plan: Plan, shares: Sequen
         yield "commlayer.attach(model, optimizer)" if is_synchronous(plan) else f"commlayer.attach(model, optimizer, {AUTO})"
 
 
-def to_a_loss(rows: Sequence[Baseline], known: bool, names: Mapping[str, str], steps: int = 0) -> Iterator[Part]:
+def alternatives(rows: Sequence[Baseline], known: bool, names: Mapping[str, str], steps: int = 0) -> Iterator[Part]:
     """A table of the plan and its alternatives. If there is only one machine, speed is relative to training without
     compression. `names`: what to call a row; `steps`: length of the training, 0 if unknown."""
     alone = next((row for row in rows if row.name == ALONE), next(row for row in rows if row.name == "dense fp32"))
@@ -174,7 +175,7 @@ LAW_ERROR = 0.10
 longrun-law`) that the fit omits."""
 
 
-def spread(table: LearningTable | None, optimizer: str, job: Job) -> str:
+def factor_error(table: LearningTable | None, optimizer: str, job: Job) -> str:
     """A line on the error of the convergence factors. If the optimizer's family is unknown, the line has the largest error.
 
     `table`: the source of the factors; None if unknown.
@@ -199,7 +200,7 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
     yield ("batch size: training takes 1 + noise scale / batch times the steps of an unlimited batch (McCandlish et al., "
            "1812.06162); "
            f"with a noise scale of {_short(noise)} batches, one worker alone needs "
-           f"{alone(rows, optimizer, workers, noise_of(job), job.numel):.2f} x the steps of {workers}"
+           f"{one_worker_factor(rows, optimizer, workers, noise_of(job), job.numel):.2f} x the steps of {workers}"
            + ("; small models gain less than that law says, by our trainings" if 0 < measured < job.numel < LONG_NUMEL else ""))
     small = f"short runs of models of up to {measured:,} parameters at a constant learning rate"
     if not measured:
@@ -225,19 +226,22 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
         like = f"like {OPTIMIZER[LIKE[optimizer]]}, whose steps have one size as well" if optimizer in LIKE else \
             "like the worse of the measured optimizers"
         yield f"{optimizer}: codecs and delays were not measured with it, so they count {like}"
+    published = load("published", dict[str, str])
     for codec in dict.fromkeys(codec for bucket in plan.buckets for codec in codecs_of(bucket)):
-        if published := published_cost(codec):
+        kind = kind_and_point(codec, 1)[0]
+        if kind != DENSE and group_of(kind) in published:
             own = excess(rows, codec, Recipe(optimizer, workers=workers))
-            yield f"{codec}: x {factor(1 + own.steps, 1 + own.high)} in every step of small models; published: {published}"
+            yield (f"{codec}: x {factor(1 + own.steps, 1 + own.high)} in every step of small models; published: "
+                   f"{published[group_of(kind)]}")
     if any(bucket.stale for bucket in plan.buckets):
-        yield f"one step late, published: {PUBLISHED['late']}"
+        yield f"one step late, published: {published['late']}"
 
 
 def by_decision(plan: Plan, job: Job) -> Table:
     """A table with one row for all buckets that are sent in the same way, with the largest of these buckets."""
     alike: dict[str, list[Bucket]] = {}
     for bucket in plan.buckets:
-        alike.setdefault(spelled(bucket), []).append(bucket)
+        alike.setdefault(how_sent(bucket), []).append(bucket)
     rows = []
     for buckets in sorted(alike.values(), key=lambda each: -sum(b.numel for b in each)):
         first = max(buckets, key=lambda b: b.numel)
@@ -262,7 +266,7 @@ def explanation(result: Explanation) -> Iterator[Part]:
     bucket, why = result.bucket, result.bucket.why
     names = ", ".join(result.tensors[:6]) + (f" and {len(result.tensors) - 6} more" if len(result.tensors) > 6 else "")
     yield f"bucket {bucket.id}: {bucket.numel:,} elements ({nbytes(4 * bucket.numel)}) of {names}"
-    yield f"sent as {spelled(bucket)}" + (f", to server {bucket.server}" if bucket.served else "")
+    yield f"sent as {how_sent(bucket)}" + (f", to server {bucket.server}" if bucket.served else "")
     if why is not None:
         yield f"because: {why.reason}"
         if why.runner_up:
@@ -279,7 +283,7 @@ def explanation(result: Explanation) -> Iterator[Part]:
     end = max([result.step_s, *(span.end_s for span in result.spans)])
     yield Table("tasks", ("op", "lanes", ">from ms", ">to ms", ">bytes", ""), [
         [span.op, ", ".join(span.lanes), ms(span.start_s), ms(span.end_s), nbytes(span.nbytes) if span.nbytes else "",
-         bar(span.start_s / end, span.end_s / end)] for span in result.spans])
+         time_bar(span.start_s / end, span.end_s / end)] for span in result.spans])
 
 
 def with_runner_up(why: Why) -> str:
@@ -297,9 +301,9 @@ def with_runner_up(why: Why) -> str:
     return f"{100 * abs(why.runner_up_later):.2g} % {sign}, {step}"
 
 
-def bar(start: float, end: float) -> str:
+def time_bar(start: float, end: float) -> str:
     """
-    >>> bar(0.5, 1.0)
+    >>> time_bar(0.5, 1.0)
     '......######'
     """
     first = min(BAR - 1, int(start * BAR))
@@ -378,7 +382,7 @@ def assumptions(
 def _machines(cluster: Cluster) -> str:
     alike = Counter((node.device, node.ranks, node.link.down_bps, node.link.up_bps) for node in cluster.nodes if node.ranks)
     return "; ".join(
-        f"{count} with {f'{ranks} {device} each' if ranks > 1 else device}, {rate(down)} down and {rate(up)} up"
+        f"{count} with {f'{ranks} {device} each' if ranks > 1 else device}, {rate_text(down)} down and {rate_text(up)} up"
         for (device, ranks, down, up), count in alike.items())
 
 
@@ -482,5 +486,5 @@ def _network(cluster: Cluster) -> str:
     if rented and not any(node.server for node in cluster.nodes if node.ranks):
         slowest = min(min(node.link.up_bps, node.link.down_bps) for node in rented)
         what = "a rented machine" if len(rented) == 1 else f"{len(rented)} rented machines"
-        return f"homes behind NAT; all connect to a summation server on {what} with a link of {rate(slowest)}"
+        return f"homes behind NAT; all connect to a summation server on {what} with a link of {rate_text(slowest)}"
     return "nodes cannot reach each other; summation servers are on nodes that accept connections"

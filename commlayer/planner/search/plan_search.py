@@ -20,20 +20,20 @@ from msgspec import structs
 from commlayer.errors import InvalidInput
 from commlayer.planner import buckets
 from commlayer.planner.buckets import ELEMENT_NBYTES, LEAST_FRAGMENT_NBYTES, Limits
-from commlayer.planner.choices import Choice, uniform
 from commlayer.planner.convergence import Recipe, late_allowed, late_measured, measured_local_steps
-from commlayer.planner.costs import Prices, plan_excess, weights
-from commlayer.planner.explanation import explained
+from commlayer.planner.costs import Prices, bucket_weights, plan_excess
+from commlayer.planner.data.noise import noise_of
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Policy, Profile, bare, condensed
-from commlayer.planner.noise import noise_of
-from commlayer.planner.options import Catalog, allowed_codecs, criteria, options
-from commlayer.planner.placement import Hosts, even, host_sets
+from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Policy, Profile, bare, with_few_kinds
 from commlayer.planner.plan_rules import codecs_of
-from commlayer.planner.scenario import Inputs, Layout, PricedPlan, Scenario
-from commlayer.planner.simulation import locally, slowest
-from commlayer.planner.tensors import full
-from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan
+from commlayer.planner.search.choices import Choice, uniform
+from commlayer.planner.search.options import Catalog, allowed_codecs, criteria, options
+from commlayer.planner.search.placement import Hosts, equal_links, host_sets
+from commlayer.planner.search.reasons import explained
+from commlayer.planner.search.scenario import Layout, PricedPlan, Scenario, StepTimes
+from commlayer.planner.simulation import slowest_speed, steps_locally
+from commlayer.planner.tensors import with_dense_gradients
+from commlayer.records import Job, Plan
 
 FRAGMENT_CUT_NBYTES = 4 << 20
 """Largest part of a tensor in a fragment: larger ones would divide a fragment unevenly among servers."""
@@ -79,10 +79,12 @@ class PlanSearch:
 
     @_uncollected()
     def __init__(self, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> None:
-        profile, self.policy, timing = checked_inputs(job, cluster, profile, policy)
+        question = checked_inputs(job, cluster, profile, policy)
         # Zeros are omitted only between a node's only rank and a server.
         sparse = any(node.server for node in cluster.nodes) and max(node.ranks for node in cluster.nodes) == 1
-        self.inputs = Inputs(job if sparse else full(job), timing, cluster, condensed(cluster), profile, self.policy, {})
+        self.question = question if sparse else question._replace(job=with_dense_gradients(job))
+        self.policy = question.policy
+        self._times = StepTimes()
         self._recipe = Recipe(self.policy.optimizer, workers=cluster.ranks, numel=job.numel, noise=noise_of(job))
         self._by_recipe: dict[Recipe, list[tuple[Scenario, Choice]]] = {}
         self.synchronous = self._synchronous()
@@ -90,31 +92,31 @@ class PlanSearch:
     def _synchronous(self) -> PricedPlan:
         """The best plan with an exchange of gradients in every step."""
         tried: list[Scenario] = []
-        layouts = self._layouts()
-        for i, hosts in enumerate((Hosts(()), *host_sets(self.inputs.searched))):
-            if i > 1 and even(self.inputs.cluster) and not any(c.catalog.prices.hosts for c in _best(tried)):
+        layouts, question = self._layouts(), self.question
+        searched = with_few_kinds(question.cluster)
+        for i, hosts in enumerate((Hosts(()), *host_sets(searched))):
+            if i > 1 and equal_links(question.cluster) and not any(c.catalog.prices.hosts for c in _best_scenarios(tried)):
                 break
             # Buckets are assigned to servers in rotation; spreading each bucket over all servers approximates this.
-            prices = Prices(self.inputs.searched, self.inputs.profile, hosts.places, spread=hosts.parts)
-            catalog = Catalog(prices, options(prices, self.policy), steps_count=self.inputs.steps_count,
+            prices = Prices(searched, question.profile, hosts.places, spread=hosts.parts)
+            catalog = Catalog(prices, options(prices, self.policy), steps_count=question.steps_count,
                               budget=self.policy.max_loss < NO_LIMIT)
-            tried += [Scenario(self.inputs, catalog, layout, self._recipe) for layout in layouts if catalog.options]
-            layouts = list(dict.fromkeys(scenario.layout for scenario in _best(tried))) if i else layouts
+            tried += [Scenario(question, self._times, catalog, layout, self._recipe) for layout in layouts if catalog.options]
+            layouts = list(dict.fromkeys(scenario.layout for scenario in _best_scenarios(tried))) if i else layouts
         if not tried:
-            raise InvalidInput("E-PLAN-CODEC-COST", f"profile {self.inputs.profile.source!r} has no cost of {DENSE}: "
+            raise InvalidInput("E-PLAN-CODEC-COST", f"profile {question.profile.source!r} has no cost of {DENSE}: "
                                "plans over servers need it for buffers and uncompressed buckets")
-        priced = _soonest([(c, choice) for c in _best(tried) for choice in (c.searched, c.quick)])
+        priced = _best_plan([(c, choice) for c in _best_scenarios(tried) for choice in (c.searched, c.quick)])
         densest = min(tried, key=lambda c: c.dense.price)
-        return _soonest([(densest, densest.dense)], priced, by=-PAYS)
+        return _best_plan([(densest, densest.dense)], priced, by=-PAYS)
 
     def _layouts(self) -> list[Layout]:
         """The layouts to try: the first of each set of layouts with nearly equal numbers of buckets."""
         layouts: list[Layout] = []
-        allowed = [bare(codec) for codec in allowed_codecs(self.inputs.profile, self.policy) or (DENSE,)]
+        allowed = [bare(codec) for codec in allowed_codecs(self.question.profile, self.policy) or (DENSE,)]
         matrices = any(name.needs_shape for name in allowed)
-        small = self.policy.whole_tree
-        for limits in buckets.limits(self.inputs.job, MAX_BUCKET_NBYTES, matrices=matrices, small=small):
-            layout = Layout.of(self.inputs.job, self.inputs.timing, limits)
+        for limits in buckets.limits(self.question.job, matrices=matrices, small=self.policy.whole_tree):
+            layout = Layout.of(self.question.job, limits)
             if all(abs(len(layout.pieces) - len(other.pieces)) > ALIKE * len(other.pieces) for other in layouts):
                 layouts.append(layout)
         return layouts
@@ -130,14 +132,14 @@ class PlanSearch:
         if exact and not policy.exact:
             policy = structs.replace(policy, exact=True, max_local_steps=1, staleness=False)
         elif policy.exact and not exact:
-            policy = structs.replace(policy, exact=False, max_local_steps=measured_local_steps(self.inputs.profile.learning))
+            policy = structs.replace(policy, exact=False, max_local_steps=measured_local_steps(self.question.profile.learning))
         best = plain
         # Sync modes without measurements are used only if the policy names them.
-        freely = not policy.exact and self.inputs.steps_count
-        measured = freely and late_measured(self.inputs.profile.learning, policy.optimizer)
+        freely = not policy.exact and self.question.steps_count
+        measured = freely and late_measured(self.question.profile.learning, policy.optimizer)
         if measured if policy.staleness is None else policy.staleness:
             best = min([plain, *self._stale(plain)], key=lambda priced: priced.price)
-        best = _soonest([pair for recipe in self._recipes(policy, freely) for pair in self._choices(recipe)], best)
+        best = _best_plan([pair for recipe in self._recipes(policy, freely) for pair in self._choices(recipe)], best)
         # The forward overlap does not change training, so it needs no minimum saving.
         return best if best.scenario.recipe.overlap == "forward" or best.price < plain.price * (1 - PAYS) else plain
 
@@ -152,22 +154,21 @@ class PlanSearch:
         updates = self._recipe._replace(codes="updates")
         recipes = [self._recipe._replace(overlap="forward")] if policy.forward else []
         recipes += [updates._replace(overlap=overlap) for overlap in ("", "round")] if freely else []
-        most = policy.max_local_steps or (searched_local_steps(self.inputs.profile) if freely else 1)
-        job = full(self.inputs.job)
-        parts = max(1, job.numel * ELEMENT_NBYTES // LEAST_FRAGMENT_NBYTES) if policy.fragments else 1
+        most = policy.max_local_steps or (searched_local_steps(self.question.profile) if freely else 1)
+        parts = max(1, self.question.job.numel * ELEMENT_NBYTES // LEAST_FRAGMENT_NBYTES) if policy.fragments else 1
         local = [updates._replace(every=every, overlap=overlap, fragments=count)
                  for every in local_steps(most) for overlap in (("", "round") if freely else ("",))
                  for count in (fragment_counts(every, parts) if overlap else [1])]
         prices = {recipe: self._estimate(recipe) for recipe in local}
-        best = sorted(local, key=lambda recipe: prices[recipe])[:FINALISTS]
+        best = sorted(local, key=prices.__getitem__)[:FINALISTS]
         return recipes + [recipe for recipe in best if prices[recipe] < self.synchronous.price]
 
     def _estimate(self, recipe: Recipe) -> float:
         """Estimates the time to a loss of a local-step mode in which all buckets use the same option. Assumes that an exchange
         takes as long as after a single step, and that each fragment adds its own latencies."""
-        timing, every = self.inputs.timing, recipe.every
+        timing, every = self.question.timing, recipe.every
         prices = self.synchronous.scenario.catalog.prices
-        computing_s = (timing.forward_s + timing.backward_s + timing.update_s) / slowest(prices)
+        computing_s = (timing.forward_s + timing.backward_s + timing.update_s) / slowest_speed(prices)
         excess, loss = self.synchronous.scenario.catalog.costs(recipe)
         seconds = [math.inf]
         for exchange in self._exchanges[recipe.overlap]:
@@ -188,9 +189,9 @@ class PlanSearch:
         for overlap in ("", "round"):
             scenario = self._scenario(updates)
             if overlap:
-                scenario = Scenario(scenario.inputs, scenario.catalog.hidden, scenario.layout, updates)
-            part = weights(scenario.inputs.job, [piece.slices for piece in scenario.layout.pieces],
-                           self.inputs.profile.energy)
+                scenario = Scenario(scenario.question, self._times, scenario.catalog.hidden, scenario.layout, updates)
+            part = bucket_weights(scenario.question.job, [piece.slices for piece in scenario.layout.pieces],
+                                  self.question.profile.energy)
             result[overlap] = []
             for choice in uniform(scenario.space._replace(max_loss=math.inf), scenario.starts):
                 parts: dict[int, float] = {}
@@ -202,17 +203,17 @@ class PlanSearch:
 
     def _scenario(self, recipe: Recipe) -> Scenario:
         """The search's input for a sync mode: buckets, options and hosts, with large tensors cut for the mode's fragments."""
-        plain, inputs, timing = self.synchronous.scenario, self.inputs, self.inputs.timing
-        if locally(recipe):
-            inputs = inputs._replace(job=full(inputs.job))
-        most = inputs.job.numel * ELEMENT_NBYTES // recipe.fragments
+        plain, question = self.synchronous.scenario, self.question
+        if steps_locally(recipe):
+            question = question._replace(job=with_dense_gradients(question.job))
+        most = question.job.numel * ELEMENT_NBYTES // recipe.fragments
         limits = Limits(*(min(limit, most) for limit in plain.layout.limits))
         if recipe.fragments > 1:
             limits = limits._replace(cut_nbytes=min(limits.cut_nbytes, FRAGMENT_CUT_NBYTES))
         layout = plain.layout
-        if inputs.job is not self.inputs.job or limits != layout.limits:
-            layout = Layout.of(inputs.job, timing, limits)
-        return Scenario(inputs, plain.catalog, layout, recipe)
+        if question.job is not self.question.job or limits != layout.limits:
+            layout = Layout.of(question.job, limits)
+        return Scenario(question, self._times, plain.catalog, layout, recipe)
 
     def _choices(self, recipe: Recipe) -> list[tuple[Scenario, Choice]]:
         """The best choice in another sync mode; empty if no choice is within the loss budget."""
@@ -227,7 +228,7 @@ class PlanSearch:
     def _stale(self, plain: PricedPlan) -> Iterator[PricedPlan]:
         """Plans in which the buckets that are ready last (an eighth, a quarter, half, all of them) are applied one step
         late. If `plain` has codecs that are too sparse for that, they are derived from the best plan without these codecs."""
-        job, _, cluster, _, profile, policy, _ = self.inputs
+        job, cluster, profile, policy = self.question
         used = {codec for bucket in plain.plan.buckets for codec in codecs_of(bucket)}
         if not all(late_allowed(profile.learning, codec, policy.optimizer) for codec in used):
             fine = tuple(codec for codec in allowed_codecs(profile, policy)
@@ -240,10 +241,11 @@ class PlanSearch:
             stale = set(gradients[len(gradients) - -(-len(gradients) // share) :])
             changed = structs.replace(plain.plan, buckets=tuple(
                 structs.replace(b, stale=b.id in stale) for b in plain.plan.buckets))
-            more = plan_excess(changed, job, cluster, profile, policy)
+            more = plan_excess(changed, self.question)
             if more.loss_high <= policy.max_loss:
-                excess = more.high if self.inputs.steps_count else 0.0
-                yield plain._replace(plan=changed, price=self.inputs.exact_s(changed) * (1 + excess), excess=excess)
+                excess = more.high if self.question.steps_count else 0.0
+                step_s = self._times.seconds(changed, self.question)
+                yield plain._replace(plan=changed, price=step_s * (1 + excess), excess=excess)
 
 
 class TypicalExchange(NamedTuple):
@@ -256,7 +258,7 @@ class TypicalExchange(NamedTuple):
     """Maps the option's number to the fraction of the model that uses it."""
 
 
-def _best(tried: Sequence[Scenario]) -> list[Scenario]:
+def _best_scenarios(tried: Sequence[Scenario]) -> list[Scenario]:
     """The cheapest scenarios, and the cheapest with other server hosts. Without the second group, hosts with equal parts, which
     are simpler to search, would exclude the others."""
     ranked = sorted(tried, key=lambda c: c.price(c.quick))
@@ -264,7 +266,7 @@ def _best(tried: Sequence[Scenario]) -> list[Scenario]:
     return list(dict.fromkeys([*ranked[: FINALISTS - 1], *others[:FINALISTS]]))
 
 
-def _soonest(choices: Sequence[tuple[Scenario, Choice]], best: PricedPlan | None = None, *, by: float = 0.0) -> PricedPlan:
+def _best_plan(choices: Sequence[tuple[Scenario, Choice]], best: PricedPlan | None = None, *, by: float = 0.0) -> PricedPlan:
     """The best of these choices as a complete plan, or `best` unless the gain exceeds the fraction `by`. Choices that cannot
     win are not turned into plans."""
     ranked = sorted(choices, key=lambda pair: pair[0].price(pair[1]))

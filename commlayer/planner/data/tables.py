@@ -23,9 +23,9 @@ from msgspec import structs
 
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput, RecordError
-from commlayer.planner.codec_sizes import touch
 from commlayer.planner.convergence import LearningRow, row_problem
 from commlayer.planner.data import FOLDER, NotNegative, Positive, load
+from commlayer.planner.data.codec_sizes import bytes_per_element
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
 from commlayer.records import Record, Timing, Work, decode, encode
 
@@ -142,7 +142,7 @@ def job_speed(device: str, timing: Timing | None) -> float:
 def job_limit(device: str, timing: Timing) -> str:
     """The field of `Work` that limits this step on a device; empty if it is unknown."""
     limits_s = {"": 0.0} if timing.work is None else _limits_s(device, timing.work, half=timing.half)
-    return max(limits_s, key=lambda each: limits_s[each])
+    return max(limits_s, key=limits_s.__getitem__)
 
 
 def _limits_s(device: str, work: Work, *, half: bool) -> dict[str, float]:
@@ -207,18 +207,16 @@ def link(name: str) -> Link:
     return result
 
 
-def node(name: str, device: str, net: str | Link, *, ranks: int = 1, intra: str = "pcie3", server: bool = True) -> Node:
-    inside = intra_of(intra, ranks)
-    net = link(net) if isinstance(net, str) else net
-    return Node(name, ranks, device, net, *inside, speed(device), server)
-
-
-def intra_of(name: str, ranks: int) -> tuple[float, float]:
-    """Bandwidth and seconds per message between the ranks of a node; zeros for a single rank."""
-    if name not in links().intra:
-        raise InvalidInput("E-LINK-NAME", f"intra {name!r}: allowed are {', '.join(links().intra)}")
-    inside = links().intra[name]
-    return (inside.bps, inside.alpha_s) if ranks > 1 else (0.0, 0.0)
+def node(
+    name: str, device: str, net: str | Link, *, ranks: int = 1, intra: str = "pcie3", server: bool = True,
+    relative_speed: float = 0.0,
+) -> Node:
+    """A node with the tables' link and connection between its ranks. `relative_speed`: to a V100; 0: the table's value."""
+    if intra not in links().intra:
+        raise InvalidInput("E-LINK-NAME", f"intra {intra!r}: allowed are {', '.join(links().intra)}")
+    inside, net = links().intra[intra], link(net) if isinstance(net, str) else net
+    bps, alpha_s = (inside.bps, inside.alpha_s) if ranks > 1 else (0.0, 0.0)
+    return Node(name, ranks, device, net, bps, alpha_s, relative_speed or speed(device), server)
 
 
 def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS) -> Profile:
@@ -234,11 +232,11 @@ def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS
 def learning_rows(own: str = "") -> tuple[LearningRow, ...]:
     """Measured convergence costs: from the user's table in file `own`, else the shipped table. Repeated calls return the same
     object."""
-    return (table_in(Path(own)) if own else shipped()).rows
+    return (table_of_file(Path(own)) if own else shipped_table()).rows
 
 
 def _cost(name: str, device: str, bytes_s: float, floor_s: float) -> CodecCost:
-    touched = touch(parse_spec(name))
+    touched = bytes_per_element(parse_spec(name))
     return CodecCost(
         name, device, Line(floor_s, touched.encode / bytes_s), Line(floor_s / 2, touched.decode / bytes_s),
         Line(PAYLOAD_HEADER_NBYTES, touched.sent), sums=touched.sums,
@@ -279,7 +277,7 @@ class _Version(Record, frozen=True, forbid_unknown_fields=False):
     version: int
 
 
-def read(path: Path) -> LearningTable:
+def read_table(path: Path) -> LearningTable:
     """Reads a table of measured convergence costs; raises a one-line error for an invalid file."""
     what, data = f"learning table {path}", path.read_bytes()
     remedy = "python -m bench.learning.table" if path == SHIPPED else f"python -m bench.own_learning TASK {path}"
@@ -297,7 +295,7 @@ def read(path: Path) -> LearningTable:
     return table
 
 
-def written(table: LearningTable) -> bytes:
+def encoded_table(table: LearningTable) -> bytes:
     """Encodes the table as a file with one line per row, for readable diffs."""
     head = encode(table.provenance).decode()
     lines = ",\n".join(encode(structs.replace(row, numel=0)).decode().replace(',"numel":0', "") for row in table.rows)
@@ -305,10 +303,10 @@ def written(table: LearningTable) -> bytes:
 
 
 @functools.cache
-def table_in(path: Path) -> LearningTable:
+def table_of_file(path: Path) -> LearningTable:
     """Reads a table with its provenance; repeated calls return the same object."""
     try:
-        table = read(path)
+        table = read_table(path)
     except OSError as error:
         problem = f"{error.strerror}; `python -m bench.own_learning TASK {path}` writes one"
         raise InvalidInput("E-LEARNING-TABLE", f"learning table {path}: {problem}") from None
@@ -319,5 +317,5 @@ def table_in(path: Path) -> LearningTable:
 
 
 @functools.cache
-def shipped() -> LearningTable:
-    return read(SHIPPED)
+def shipped_table() -> LearningTable:
+    return read_table(SHIPPED)

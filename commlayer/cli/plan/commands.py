@@ -14,11 +14,11 @@ from commlayer.cli.output import Commands, Notes, Part, Report, check_out, publi
 from commlayer.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from commlayer.cli.plan_report import Unfit
+    from commlayer.cli.plan.report import Unfit
     from commlayer.plan_file import PlanFileInputs
     from commlayer.planner.baselines import Baseline, Gains
+    from commlayer.planner.data.tables import LearningTable
     from commlayer.planner.model import Cluster, Policy, Profile
-    from commlayer.planner.tables import LearningTable
     from commlayer.records import Job, Plan
 
 app = typer.Typer(no_args_is_help=True, help="Plan a job's communication from tables or measurements: no GPU needed.")
@@ -56,10 +56,11 @@ def estimate(
     verbose: Annotated[bool, typer.Option("-v", help="Also print the sources of the factors, and the buckets.")] = False,
 ) -> None:
     """Estimate how much faster training is on these machines than on the fastest one alone."""
-    from commlayer.cli import arguments, plan_report
+    from commlayer.cli import arguments
+    from commlayer.cli.plan import report as plan_report
     from commlayer.planner.baselines import Verdict, training_costs
     from commlayer.planner.convergence import measured_local_steps
-    from commlayer.planner.tables import learning_rows
+    from commlayer.planner.data.tables import learning_rows
 
     server, price = arguments.server_price(server, steps)
     machines = arguments.cluster_named(cluster, nodes, homes, server)
@@ -70,7 +71,7 @@ def estimate(
     planned = _planned(model, machines, batch, optimizer, policy, measured, noise_scale=noise_scale, shares=True)
     rows, gain = planned.judged()
     assumptions = planned.assumptions(model, named=bool(optimizer))
-    costs = training_costs(rows, planned.machines, steps, price) if steps else ()
+    costs = training_costs(rows, planned.inputs.cluster, steps, price) if steps else ()
     headline, unfit = planned.headline(gain), planned.unfit
     result = Verdict(headline, *((gain.plan, gain.cautious, gain.high, gain.step) if unfit is None else (0.0,) * 4), rows,
                      assumptions, planned.plan, costs)
@@ -145,9 +146,8 @@ class _Planned(NamedTuple):
     """A plan with its inputs."""
 
     inputs: PlanFileInputs
-    machines: Cluster
     shared: Cluster
-    """The machines with the speeds at which they compute their shares of the batch; equals `machines` if shares are equal."""
+    """The machines with the speeds at which they compute their shares of the batch; `inputs.cluster` if shares are equal."""
     shares: tuple[int, ...]
     """Each worker's samples; empty if all have the same number."""
     policy: Policy
@@ -161,21 +161,19 @@ class _Planned(NamedTuple):
 
     @property
     def unfit(self) -> Unfit | None:
-        from commlayer.cli import plan_report
+        from commlayer.cli.plan import report as plan_report
 
-        return plan_report.unfit(self.job, self.machines, self.policy.optimizer)
+        return plan_report.unfit(self.job, self.inputs.cluster, self.policy.optimizer)
 
     def judged(self) -> tuple[tuple[Baseline, ...], Gains]:
         """The plan and its alternatives, and the gains over one machine alone. If the noise scale is unknown, the alternatives
         are those of a small one."""
-        from commlayer.planner.baselines import against_alone, baselines, gains, noise_range, one_machine
+        from commlayer.planner.baselines import baselines, gains, noise_range, one_machine, planned_rows
         from commlayer.planner.inputs import checked_inputs
 
-        costs, limits, _ = checked_inputs(self.job, self.machines, *self.inputs.costs())
-        low, high = noise_range(self.job, costs, limits)
-        rows = baselines(self.plan, low, self.machines, costs, limits, self.synchronous)
-        most = [*against_alone(self.plan, high, self.machines, costs, limits, self.synchronous),
-                *one_machine(high, self.machines, costs, limits)] if high is not low else ()
+        low, high = noise_range(checked_inputs(self.job, self.inputs.cluster, *self.inputs.costs()))
+        rows = baselines(self.plan, low, self.synchronous)
+        most = [*planned_rows(self.plan, high, self.synchronous), *one_machine(high)] if high is not low else ()
         return rows, gains(rows, most)
 
     def headline(self, gain: Gains) -> str:
@@ -186,34 +184,34 @@ class _Planned(NamedTuple):
         return verdict(gain) if unfit is None else coded("E-PLAN-MEMORY", f"DOES NOT FIT: {unfit.why}: {unfit.remedy}")
 
     def assumptions(self, model: str, *, named: bool) -> tuple[str, ...]:
-        from commlayer.cli import plan_report
+        from commlayer.cli.plan import report as plan_report
 
-        return tuple(plan_report.assumptions(model, self.job, self.machines, self.policy, self.shares, named=named))
+        return tuple(plan_report.assumptions(model, self.job, self.inputs.cluster, self.policy, self.shares, named=named))
 
     def parts(self, rows: tuple[Baseline, ...], assumptions: tuple[str, ...], names: Mapping[str, str], steps: int = 0, *,
               table: LearningTable | None, buckets: bool, verbose: bool = False) -> Iterator[Part]:
         """The alternatives, the plan and the assumptions. `names`: what to call an alternative; `steps`: length of the
         training, 0 if unknown."""
-        from commlayer.cli import plan_report
+        from commlayer.cli.plan import report as plan_report
+        from commlayer.planner.data.tables import learning_rows
         from commlayer.planner.simulation import simulate
-        from commlayer.planner.tables import learning_rows
-        from commlayer.planner.tensors import untouched
+        from commlayer.planner.tensors import uncompressed_notices
 
         (costs, limits), known = self.inputs.costs(), self.plan.steps > 0
         timeline = simulate(self.plan, self.job, self.shared, costs, limits)
-        yield from plan_report.to_a_loss(rows, known, names, steps)
+        yield from plan_report.alternatives(rows, known, names, steps)
         if known and buckets:
-            yield plan_report.spread(table, self.policy.optimizer, self.job)
-        yield plan_report.title(self.plan, self.job, self.machines)
-        yield plan_report.summary(self.plan, self.job, self.machines, timeline)
+            yield plan_report.factor_error(table, self.policy.optimizer, self.job)
+        yield plan_report.title(self.plan, self.job, self.inputs.cluster)
+        yield plan_report.summary(self.plan, self.job, self.inputs.cluster, timeline)
         yield Notes("assumed", assumptions)
         if verbose:
             learning = costs.learning if costs is not None else learning_rows()
             yield Notes("sources of the convergence factors", tuple(plan_report.provenance(
-                self.job, self.policy.optimizer, self.machines.ranks, self.plan, learning)))
+                self.job, self.policy.optimizer, self.inputs.cluster.ranks, self.plan, learning)))
         if buckets:
             yield plan_report.by_decision(self.plan, self.job)
-            yield from untouched(self.plan, self.job)
+            yield from uncompressed_notices(self.plan, self.job)
 
 
 def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, policy: Policy, profile: Profile | None = None,
@@ -222,10 +220,11 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
     speed get shares of the batch by their speed."""
     from commlayer import plan_file
     from commlayer.balance import loss_model
-    from commlayer.cli import arguments, plan_report
-    from commlayer.planner.memory import accumulated
-    from commlayer.planner.search import PlanSearch
-    from commlayer.planner.tables import at_job_speed, gpus, learning_rows
+    from commlayer.cli import arguments
+    from commlayer.cli.plan import report as plan_report
+    from commlayer.planner.data.tables import at_job_speed, gpus, learning_rows
+    from commlayer.planner.memory import with_micro_batches
+    from commlayer.planner.search.plan_search import PlanSearch
 
     job = arguments.with_noise(arguments.job_named(model, batch), noise_scale)
     if job.timing is not None:
@@ -233,7 +232,7 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
         if info is not None and (info.tokens or info.image_side):
             job = structs.replace(job, batch=job.batch or info.samples)
         devices = [node.device for node in machines.nodes if node.ranks and node.device in gpus()]
-        job = accumulated(job, devices, policy.optimizer)
+        job = with_micro_batches(job, devices, policy.optimizer)
     machines = structs.replace(machines, nodes=at_job_speed(machines.nodes, job.timing))
     shared, by_speed = _by_speed(job, machines) if shares else (machines, ())
     # Homes of equal speed may leave (--min-workers), which requires exchanges of the whole model. Shares of the batch by speed
@@ -245,7 +244,7 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
     search = PlanSearch(job, shared, *inputs.costs())
     result = search.explained(search.best(exact=policy.exact))
     synchronous = None if plan_report.is_synchronous(result) else search.explained(search.best(exact=True))
-    return _Planned(inputs, machines, shared, by_speed, policy, result, synchronous)
+    return _Planned(inputs, shared, by_speed, policy, result, synchronous)
 
 
 def _by_speed(job: Job, machines: Cluster) -> tuple[Cluster, tuple[int, ...]]:
@@ -272,7 +271,7 @@ def explain(
 ) -> None:
     """Explain a bucket: path, codec, cost and runner-up."""
     from commlayer import plan_file
-    from commlayer.cli import plan_report
+    from commlayer.cli.plan import report as plan_report
     from commlayer.planner.explanation import bucket_of
     from commlayer.planner.explanation import explain as explained
 
@@ -290,7 +289,7 @@ def diff(
 ) -> None:
     """Show the differences of two plans by tensor. Exit code 1 if they differ."""
     from commlayer import plan_file
-    from commlayer.cli import plan_report
+    from commlayer.cli.plan import report as plan_report
     from commlayer.planner.explanation import diff as differ
 
     beside = plan_file.sidecar(before)
@@ -311,10 +310,11 @@ def whatif(
 ) -> None:
     """Plan the same job on other machines; print the gains, and the link rate below which compression is faster."""
     from commlayer import plan_file
-    from commlayer.cli import plan_report
+    from commlayer.cli.arguments import whole_numbers
+    from commlayer.cli.plan import report as plan_report
     from commlayer.planner.baselines import what_if
+    from commlayer.planner.data.tables import at_job_speed
     from commlayer.planner.inputs import nodes_of, rate_of
-    from commlayer.planner.tables import at_job_speed
 
     values = {"--add": add, "--bandwidth": bandwidth, "--count": count, "--gpu": gpu}
     options = [name for name, value in values.items() if value]
@@ -329,8 +329,8 @@ def whatif(
     others = tuple(structs.replace(last, device=name) for name in _listed(gpu))
     curve = what_if(
         inputs.job, inputs.cluster, *inputs.costs((*grown, *others)), add_nodes=grown,
-        bandwidths=[rate_of(text) for text in _listed(bandwidth)], counts=[_whole(text) for text in _listed(count)],
-        gpus=_listed(gpu),
+        bandwidths=[rate_of(text) for text in _listed(bandwidth)],
+        counts=whole_numbers("--count", count, "2,4,8") if count else [], gpus=_listed(gpu),
     )
     publish(Report(curve, "", plan_report.curve(curve)), json)
 
@@ -364,11 +364,11 @@ def init(
     out: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("cluster.toml"),
 ) -> None:
     """Write an example cluster file for you to edit."""
-    from commlayer.planner.inputs import EXAMPLE
+    from commlayer.planner.data import FOLDER
 
     if out.exists():
         raise InvalidInput("E-CLI-OPTION", f"{out} exists: choose another file")
-    write({out: EXAMPLE})
+    write({out: (FOLDER / "cluster.toml").read_text("utf-8")})
     typer.echo(f"wrote {out}: edit it, then run `commlayer estimate MODEL --cluster {out}`")
 
 
@@ -393,9 +393,3 @@ def _refuse(plan: Plan, job: Job) -> None:
 
 def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9:
-        raise InvalidInput("E-CLI-OPTION", f"--count: got {text!r}, allowed: whole numbers such as 2,4,8")
-    return int(text)

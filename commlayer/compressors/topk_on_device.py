@@ -12,7 +12,7 @@ import torch
 
 from commlayer.compressors import selection
 from commlayer.compressors.codec import State
-from commlayer.compressors.device import kernels
+from commlayer.compressors.kernels import cuda
 from commlayer.compressors.selection import Picked
 from commlayer.gpu.launch import each
 from commlayer.gpu.launch import start as launch
@@ -36,18 +36,18 @@ def start(
     """Returns (nbytes, None) with the payload in `out`, or (0, the selected entries) if nothing was written."""
     n, scratch = x.numel(), state["_scratch"]
     idx, val = scratch["idx"], scratch["val"]
-    begin, room = selection.rotation(n, state), selection.room(n, k, False)
-    sizes = (CONTROL, 1 + kernels.tiles(n, begin), kernels.trim_words(idx.numel()))
+    begin, room = selection.rotation(n, state), selection.capacity(n, k, False)
+    sizes = (CONTROL, 1 + cuda.tiles(n, begin), cuda.trim_words(idx.numel()))
     control, scan, trim = torch.zeros(sum(sizes), dtype=torch.int64, device=x.device).split(sizes)
     cut = torch.empty(1, device=x.device)
     _queue_cut(k, x, residual, state, begin, control, cut)
-    kernels.queue_scan(x, residual, cut, begin, (idx, val), control, scan)
+    cuda.queue_scan(x, residual, cut, begin, (idx, val), control, scan)
     _queue_trim(k, room, residual, scratch, control, trim)
     each("topk", "count_blocks", room, idx, control)
     launch("topk", "settle", 1, out, n, k, codec, values, control, threads=1)
-    blocks = -(-room // kernels.VALUES_BLOCK)
-    launch("topk", "pack_values", blocks, out, idx, val, residual, values, control, threads=kernels.VALUES_BLOCK)
-    kernels.queue_pack(out, idx, n, room, control[COUNT:], values, kernels.SMALLER)
+    blocks = -(-room // cuda.VALUES_BLOCK)
+    launch("topk", "pack_values", blocks, out, idx, val, residual, values, control, threads=cuda.VALUES_BLOCK)
+    cuda.queue_pack(out, idx, n, room, control[COUNT:], values, cuda.SMALLER)
     fields = control.cpu()
     passed, bad, _, kept, _, _, count, nbytes, shifted, infinite = fields[:CUT].tolist()
     threshold_, slope, shift = fields[CUT:].view(torch.float64).tolist()
@@ -67,7 +67,7 @@ def _queue_cut(
     n, sample = x.numel(), state["_scratch"]["sample"]
     usual, larger, rank, expected, calm = selection.sampling(n, k, state)
     tracked = torch.tensor([state["threshold"], state["slope"], state["doubt"]], dtype=torch.float64).to(x.device)
-    kernels.sample_abs(x, residual, offset, sample[:usual])
+    cuda.sample_abs(x, residual, offset, sample[:usual])
     numbers = (offset, sample, usual, larger, rank, int(calm), expected, tracked, control, cut)
     launch("topk", "cut_begin", 1, x, residual, n, *numbers, threads=CUT_THREADS)
 
@@ -75,10 +75,10 @@ def _queue_cut(
 def _queue_trim(
     k: int, room: int, residual: torch.Tensor | None, scratch: State, control: torch.Tensor, words: torch.Tensor
 ) -> None:
-    """Queues kernels.trim for the scan's entries in idx and val, if there are more than `room`; then restores position
+    """Queues cuda.trim for the scan's entries in idx and val, if there are more than `room`; then restores position
     order."""
     if "raw_idx" not in scratch:
         scratch["raw_idx"], scratch["raw_val"] = torch.empty_like(scratch["idx"]), torch.empty_like(scratch["val"])
     idx, val, raw_idx, raw_val = (scratch[name] for name in ("idx", "val", "raw_idx", "raw_val"))
-    kernels.queue_trim((raw_idx, raw_val), (idx, val), residual, k, room, control, words)
-    kernels.queue_rotate((idx, val), (raw_idx, raw_val), control[KEPT:], control[KEPT + 1 :])
+    cuda.queue_trim((raw_idx, raw_val), (idx, val), residual, k, room, control, words)
+    cuda.queue_rotate((idx, val), (raw_idx, raw_val), control[KEPT:], control[KEPT + 1 :])

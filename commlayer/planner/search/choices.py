@@ -8,7 +8,7 @@ smaller convergence factor is better, then a smaller loss, then less busy time o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import permutations, product
 from operator import getitem
 from typing import NamedTuple
@@ -67,49 +67,56 @@ class Choice(NamedTuple):
         return self.price, self.excess, self.loss, self.burden, self.options
 
 
+def _order(choice: Choice) -> tuple[object, ...]:
+    return choice.order
+
+
+def cheapest(choices: Iterable[Choice]) -> Choice:
+    return min(choices, key=_order)
+
+
 def uniform(space: Space, starts: Sequence[Sequence[int]] = ()) -> list[Choice]:
     """Evaluates the choices in `starts` that are within the loss budget, and the choice with the least loss. Without `starts`,
     evaluates each option for all buckets."""
     least = [min(range(len(losses)), key=lambda o: (losses[o], o)) for losses in space.loss]
-    if _total(space.loss, least) > _within(space):
+    if _total(space.loss, least) > _loss_limit(space):
         raise InvalidInput("E-PLAN-INPUT",
                            f"max_loss is {space.max_loss:g}, but no choice of these codecs keeps within it; the finest loses "
                            f"{_total(space.loss, least):.3g}: allow a little more than that, or finer codecs")
     most = max(map(len, space.loss), default=0)
     starts = starts or [[min(option, len(losses) - 1) for losses in space.loss] for option in range(most)]
     distinct = dict.fromkeys([tuple(least), *map(tuple, starts)])
-    return [_priced(space, options) for options in distinct if _total(space.loss, options) <= _within(space)]
+    return [_evaluated(space, options) for options in distinct if _total(space.loss, options) <= _loss_limit(space)]
 
 
 def search(space: Space, starts: Sequence[Choice]) -> Choice:
     """Improves the best starting choices in two passes: the first changes groups of buckets, the second also single buckets. If
     there are few combinations, tries all."""
     if math.prod(map(len, space.loss)) <= FEW:
-        return _refined(space, _all(space))
-    best = min((_passed(space, start, _groups(space)) for start in sorted(starts, key=lambda start: start.order)[:STARTS]),
-                key=lambda choice: choice.order)
+        return _without_useless_compression(space, _best_of_all(space))
+    best = cheapest(_improved(space, start, _groups(space)) for start in sorted(starts, key=_order)[:STARTS])
     single = [(b,) for members in space.groups if len(members) > 1 for b in members][:MOST_SINGLE]
-    best = _passed(space, best, [*single, *_groups(space)])
-    while len(best.options) <= SMALL and (paired := _paired(space, best)) != best:
+    best = _improved(space, best, [*single, *_groups(space)])
+    while len(best.options) <= SMALL and (paired := _best_pair(space, best)) != best:
         best = paired
-    return _refined(space, best)
+    return _without_useless_compression(space, best)
 
 
-def _paired(space: Space, best: Choice) -> Choice:
+def _best_pair(space: Space, best: Choice) -> Choice:
     """The best choice that differs from `best` in two buckets."""
     for a, b in permutations(range(len(best.options)), 2):
         for option in range(len(space.loss[a])):
-            first = _priced(space, _with(best.options, (a,), option))
-            other = _changed(space, first, (b,), best.price)
-            if other.price < best.price * (1 - EQUAL) and other.loss <= _within(space):
+            first = _evaluated(space, _replaced(best.options, (a,), option))
+            other = _best_change(space, first, (b,), best.price)
+            if other.price < best.price * (1 - EQUAL) and other.loss <= _loss_limit(space):
                 best = other
     return best
 
 
-def _all(space: Space) -> Choice:
+def _best_of_all(space: Space) -> Choice:
     """The best of all combinations of options within the loss budget."""
-    every = (_priced(space, options) for options in product(*(range(len(losses)) for losses in space.loss)))
-    return min((choice for choice in every if choice.loss <= _within(space)), key=lambda choice: choice.order)
+    every = (_evaluated(space, options) for options in product(*(range(len(losses)) for losses in space.loss)))
+    return cheapest(choice for choice in every if choice.loss <= _loss_limit(space))
 
 
 def _groups(space: Space) -> list[Sequence[int]]:
@@ -118,32 +125,32 @@ def _groups(space: Space) -> list[Sequence[int]]:
     return [part for parts in halves for part in (parts if len(parts[0]) > 1 else parts[:1])]
 
 
-def _passed(space: Space, best: Choice, moves: Sequence[Sequence[int]]) -> Choice:
+def _improved(space: Space, best: Choice, moves: Sequence[Sequence[int]]) -> Choice:
     for buckets in moves:
-        best = _changed(space, best, buckets)
+        best = _best_change(space, best, buckets)
     return best
 
 
-def _changed(space: Space, best: Choice, buckets: Sequence[int], price: float = math.inf) -> Choice:
+def _best_change(space: Space, best: Choice, buckets: Sequence[int], price: float = math.inf) -> Choice:
     """Gives all of these buckets the option with the lowest price. Returns `best` unchanged if no price is lower than both
     `best.price` and `price`."""
-    price = min(price, best.price) if best.loss <= _within(space) else price
+    price = min(price, best.price) if best.loss <= _loss_limit(space) else price
     now = best.options
     rest_excess = 1 + best.excess - sum(space.excess[b][now[b]] for b in buckets)
     rest_loss = best.loss - sum(space.loss[b][now[b]] for b in buckets)
     factors = [rest_excess + sum(each) for each in zip(*[space.excess[b] for b in buckets], strict=True)]
     only = [o for o, losses in enumerate(zip(*[space.loss[b] for b in buckets], strict=True))
-            if rest_loss + sum(losses) <= _within(space) and space.least_s * factors[o] < price * (1 - EQUAL)]
+            if rest_loss + sum(losses) <= _loss_limit(space) and space.least_s * factors[o] < price * (1 - EQUAL)]
     if not only:
         return best
     seconds = space.steps.sweep(list(now), list(buckets), price * (1 + 2 * EQUAL), best.step_s, 1, only, factors)
     option = min(only, key=lambda o: seconds[o] * factors[o])
     if seconds[option] * factors[option] >= price * (1 - EQUAL):
         return best
-    return _found(space, seconds[option], _with(now, buckets, option))
+    return _choice(space, seconds[option], _replaced(now, buckets, option))
 
 
-def _refined(space: Space, best: Choice) -> Choice:
+def _without_useless_compression(space: Space, best: Choice) -> Choice:
     """Gives each bucket, the coarsest first, the finest option that does not raise the price, so compression that saves no time
     is reverted."""
     limit = best.price * (1 + EQUAL)
@@ -154,20 +161,20 @@ def _refined(space: Space, best: Choice) -> Choice:
     for b in sorted(range(len(best.options)), key=lambda b: ([-x for x in coarse(b, best.options[b])], b)):
         finer = sorted(o for o in range(len(space.loss[b])) if coarse(b, o) < coarse(b, best.options[b]))
         for option in sorted(finer, key=lambda o: coarse(b, o))[:3]:
-            options = _with(best.options, (b,), option)
+            options = _replaced(best.options, (b,), option)
             factor = 1 + _total(space.excess, options)
             step_s = space.steps.run(list(options), limit * (1 + EQUAL) / factor)
-            if step_s * factor <= limit and _total(space.loss, options) <= _within(space):
-                best = _found(space, step_s, options)
+            if step_s * factor <= limit and _total(space.loss, options) <= _loss_limit(space):
+                best = _choice(space, step_s, options)
                 break
     return best
 
 
-def _priced(space: Space, options: tuple[int, ...]) -> Choice:
-    return _found(space, space.steps.run(list(options)), options)
+def _evaluated(space: Space, options: tuple[int, ...]) -> Choice:
+    return _choice(space, space.steps.run(list(options)), options)
 
 
-def _found(space: Space, step_s: float, options: tuple[int, ...]) -> Choice:
+def _choice(space: Space, step_s: float, options: tuple[int, ...]) -> Choice:
     return Choice(step_s, _total(space.loss, options), _total(space.burden, options), options, _total(space.excess, options))
 
 
@@ -175,11 +182,11 @@ def _total(of: Sequence[Sequence[float]], options: Sequence[int]) -> float:
     return sum(map(getitem, of, options))
 
 
-def _within(space: Space) -> float:
+def _loss_limit(space: Space) -> float:
     return space.max_loss * (1 + EQUAL) + 1e-12
 
 
-def _with(options: tuple[int, ...], buckets: Sequence[int], option: int) -> tuple[int, ...]:
+def _replaced(options: tuple[int, ...], buckets: Sequence[int], option: int) -> tuple[int, ...]:
     changed = list(options)
     for b in buckets:
         changed[b] = option

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -10,9 +9,9 @@ from typing import NamedTuple
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner import buckets
-from commlayer.planner.buckets import ELEMENT_NBYTES, fragments_of, spread
+from commlayer.planner.buckets import ELEMENT_NBYTES, assign, fragments_of, spread
 from commlayer.planner.model import ZERO, Cluster, Node
-from commlayer.planner.options import Catalog
+from commlayer.planner.search.options import Catalog
 from commlayer.planner.tensors import nonzero_numel
 from commlayer.records import Job, Slice
 
@@ -39,7 +38,7 @@ def host_sets(cluster: Cluster) -> list[Hosts]:
     if len(able) < 2:
         return [Hosts(tuple(able))]
     evenly = Hosts(tuple(able), (1 / len(able),) * len(able))
-    owned = shares(cluster).shares
+    owned = link_shares(cluster).shares
     parts = {i: part for i, part in enumerate(owned) if part >= LEAST_PART * max(owned)}
     fitted = Hosts(tuple(parts), tuple(part / sum(parts.values()) for part in parts.values()) if len(parts) > 1 else ())
     alike = fitted.places == evenly.places and max(fitted.parts) <= min(fitted.parts) * (1 + EVEN)
@@ -47,7 +46,7 @@ def host_sets(cluster: Cluster) -> list[Hosts]:
     return list(dict.fromkeys([evenly, evenly if alike else fitted, fastest]))
 
 
-def even(cluster: Cluster) -> bool:
+def equal_links(cluster: Cluster) -> bool:
     rates = [_bps(node) for node in cluster.nodes if node.server]
     return not rates or max(rates) <= min(rates) * (1 + EVEN)
 
@@ -65,7 +64,7 @@ def _bps(node: Node) -> float:
     return min(node.link.up_bps, node.link.down_bps)
 
 
-def shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
+def link_shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
     """The fastest split if every training node sends and receives `nbytes`. A node without a server has fraction 0."""
     n = sum(1 for node in cluster.nodes if node.ranks)
     hosts = [node for node in cluster.nodes if node.server]
@@ -120,25 +119,6 @@ def _room(node: Node, n: int, seconds: float, bits: float) -> float:
     return min(1.0, max(0.0, (passes - 1) / (n - 2)))
 
 
-def assign(sizes: Sequence[float], weights: Sequence[float], loads: list[float] | None = None) -> list[int]:
-    """Chooses a server for each bucket in order: the server with the least load relative to its weight. Servers of weight 0 get
-    no buckets. `loads`: earlier loads, to which sizes are added.
-
-    Ties go to the lower number. Every prefix of the buckets is balanced: with n servers, a server exceeds its part by at most
-    (n - 1) times that part of its last bucket.
-    """
-    if not any(w > 0 for w in weights) or any(not w >= 0 or math.isinf(w) for w in weights):
-        raise InvalidInput("E-PLAN-INPUT", f"weights of servers: got {list(weights)}, allowed: 0 or more, at least one above 0")
-    loads = [0.0] * len(weights) if loads is None else loads
-    able = [s for s, w in enumerate(weights) if w > 0]
-    chosen = [0] * len(sizes)
-    for bucket, size in enumerate(sizes):
-        server = min(able, key=lambda s: ((loads[s] + size) / weights[s], s))
-        loads[server] += size
-        chosen[bucket] = server
-    return chosen
-
-
 class Part(NamedTuple):
     """A bucket of the future plan: one bucket of the search, or a part of one."""
 
@@ -155,7 +135,7 @@ ANY = -1
 """Placeholder for the server of a part that has not been assigned to a server yet."""
 
 
-def parts(
+def cut_and_place(
     job: Job, groups: Sequence[tuple[Slice, ...]], options: Sequence[int], catalog: Catalog, finely: int, *,
     fragments: int, ranks_per_node: int, last_first: bool, least_nbytes: int,
 ) -> list[Part]:

@@ -31,10 +31,10 @@ Array = npt.NDArray[Any]
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
-    raise refusal(name)
+    raise unsupported(name)
 
 
-def refusal(what: str) -> InvalidInput:
+def unsupported(what: str) -> InvalidInput:
     return InvalidInput("E-CODEC-BACKEND", f"{what} needs the native core, which is not installed. Without it only these "
                                            f"codecs are available: {', '.join(FAMILIES)}. Install a C++ compiler and reinstall "
                                            "commlayer")
@@ -56,29 +56,27 @@ def _wide(bits: Array) -> Array:
     return (bits.astype(U32) << 16).view(F32)
 
 
-# ---- dense
-
-
 def all_finite(x: Any, residual: Any = None) -> bool:
     return bool(np.isfinite(_total(x, residual)).all())
 
 
 def add_f32(acc: Any, x: Any) -> None:
-    _add(acc, _view(x, F32))
+    _store(acc, _view(x, F32), assign=False)
 
 
 def add_f16(acc: Any, x: Any) -> None:
-    _add(acc, _view(x, np.float16).astype(F32))
+    _store(acc, _view(x, np.float16).astype(F32), assign=False)
 
 
 def add_bf16(acc: Any, x: Any) -> None:
-    _add(acc, _wide(_view(x, U16)))
+    _store(acc, _wide(_view(x, U16)), assign=False)
 
 
-def _add(acc: Any, values: Array) -> None:
+def _store(acc: Any, values: Array, *, assign: bool) -> None:
+    """Adds values to the accumulator, or overwrites it."""
     target = _view(acc, F32)
     with np.errstate(over="ignore", invalid="ignore"):
-        target += values
+        target[:] = values if assign else target + values
 
 
 def f32_to_f16(dst: Any, src: Any) -> bool:
@@ -102,9 +100,6 @@ def f16_to_f32(dst: Any, src: Any) -> None:
 
 def bf16_to_f32(dst: Any, src: Any) -> None:
     _view(dst, F32)[:] = _wide(_view(src, U16))
-
-
-# ---- blockwise
 
 
 def _rows(v: Array, block: int) -> Array:
@@ -138,14 +133,6 @@ def _levels(rows: Array, scales: Array, top: int) -> Array:
     return np.rint(levels).astype(np.int8)
 
 
-def _assign(acc: Any, values: Array, assign: bool) -> None:
-    target = _view(acc, F32)
-    if assign:
-        target[:] = values.reshape(-1)[: target.size]
-    else:
-        _add(acc, values.reshape(-1)[: target.size])
-
-
 def int8_encode(q: Any, scale: Any, x: Any, residual: Any, block: int) -> bool:
     def code(rows: Array) -> Array:
         most = _largest(rows)
@@ -159,14 +146,18 @@ def int8_encode(q: Any, scale: Any, x: Any, residual: Any, block: int) -> bool:
 
 
 def int8_decode(acc: Any, q: Any, scale: Any, block: int, assign: bool = False) -> None:
-    quanta = _view(q, np.int8).astype(F32)
-    _assign(acc, np.repeat(_view(scale, F32), block)[: quanta.size] * quanta, assign)
+    _store(acc, _unscaled(_view(q, np.int8).astype(F32), _view(scale, F32), block), assign=assign)
+
+
+def _unscaled(levels: Array, scales: Array, block: int) -> Array:
+    unscaled: Array = np.repeat(scales, block)[: levels.size] * levels
+    return unscaled
 
 
 def linear_encode(q: Any, scale: Any, x: Any, residual: Any, block: int, bits: int, euclidean: bool, dither: bool,
                   key: int = 0, step: int = 0) -> bool:
     if bits != 4 or euclidean or dither:
-        raise refusal("qsgd")
+        raise unsupported("qsgd")
 
     def code(rows: Array) -> Array:
         size = _largest(rows) / F32(INT4_LEVELS)
@@ -186,14 +177,11 @@ def linear_encode(q: Any, scale: Any, x: Any, residual: Any, block: int, bits: i
 
 def linear_decode(acc: Any, q: Any, scale: Any, block: int, bits: int, assign: bool = False) -> None:
     if bits != 4:
-        raise refusal("qsgd")
+        raise unsupported("qsgd")
     n, packed = _view(acc, F32).size, _view(q, U8)
     codes = np.stack([packed & 15, packed >> 4], 1).reshape(-1)[:n].astype(np.int16)
     levels = np.where(codes > 7, codes - 16, codes).astype(F32)
-    _assign(acc, np.repeat(_wide(_view(scale, U16)), block)[:n] * levels, assign)
-
-
-# ---- selection
+    _store(acc, _unscaled(levels, _wide(_view(scale, U16)), block), assign=assign)
 
 
 def _magnitudes(x: Array) -> Array:
@@ -248,23 +236,15 @@ def trim(residual: Any, n: int, idx: Any, val: Any, count: int, keep: int, start
 
 
 def scatter_add(acc: Any, idx: Any, val: Any) -> None:
-    _scatter(acc, idx, _view(val, F32))
-
-
-def scatter_add_int8(acc: Any, idx: Any, q: Any, scale: Any, block: int) -> None:
-    quanta = _view(q, np.int8).astype(F32)
-    _scatter(acc, idx, np.repeat(_view(scale, F32), block)[: quanta.size] * quanta)
-
-
-def _scatter(acc: Any, idx: Any, values: Array) -> None:
     where = _positions(idx)
     if not _increasing(where, _view(acc, F32).size):
         raise CorruptPayload(f"scatter_add: positions must increase and be below {_view(acc, F32).size}")
     with np.errstate(over="ignore", invalid="ignore"):
-        _view(acc, F32)[where] += values
+        _view(acc, F32)[where] += _view(val, F32)
 
 
-# ---- positions
+def scatter_add_int8(acc: Any, idx: Any, q: Any, scale: Any, block: int) -> None:
+    scatter_add(acc, idx, _unscaled(_view(q, np.int8).astype(F32), _view(scale, F32), block))
 
 
 def _positions(idx: Any) -> Array:
@@ -275,16 +255,13 @@ def _increasing(where: Array, n: int) -> bool:
     return bool((where < n).all() and (where[1:] > where[:-1]).all())
 
 
-def _corrupt(k: int, n: int) -> CorruptPayload:
-    return CorruptPayload(f"sparse payload: its bytes do not encode {k} increasing positions below {n}")
+def ef_nbytes(n: int, k: int) -> int:
+    """Returns the size in bytes of the Elias-Fano encoding of k >= 1 positions below n."""
+    return (k * _low_bits(n, k) + 7) // 8 + (k + (n >> _low_bits(n, k)) + 1 + 7) // 8
 
 
 def _low_bits(n: int, k: int) -> int:
     return max(0, (n // k).bit_length() - 1)
-
-
-def _ef_nbytes(n: int, k: int) -> int:
-    return (k * _low_bits(n, k) + 7) // 8 + (k + (n >> _low_bits(n, k)) + 1 + 7) // 8
 
 
 def _packed(bits: Array) -> Array:
@@ -293,25 +270,27 @@ def _packed(bits: Array) -> Array:
 
 def _ef_bytes(where: Array, n: int) -> Array:
     k = where.size
+    if k == 0:
+        return np.zeros(0, U8)
     low = _low_bits(n, k)
     upper = np.zeros(k + (n >> low) + 1, U8)
     upper[(where >> low) + np.arange(k)] = 1
     return np.concatenate([_packed(where[:, None] >> np.arange(low) & 1), _packed(upper)])
 
 
-def _ef_positions(octets: Array, n: int, k: int) -> Array:
-    if not 1 <= k <= n or octets.size != _ef_nbytes(n, k):
-        raise _corrupt(k, n)
+def _ef_positions(octets: Array, n: int, k: int) -> Array | None:
+    if k == octets.size == 0:
+        return np.zeros(0, np.int64)
+    if not 1 <= k <= n or octets.size != ef_nbytes(n, k):
+        return None
     low = _low_bits(n, k)
     middle = (k * low + 7) // 8
     lower, upper = (np.unpackbits(part, bitorder="little") for part in (octets[:middle], octets[middle:]))
     ones = np.flatnonzero(upper)
     if lower[k * low :].any() or upper[k + (n >> low) + 1 :].any() or ones.size != k:
-        raise _corrupt(k, n)
+        return None
     digits = lower[: k * low].reshape(k, low).astype(np.int64) << np.arange(low)
     where: Array = (ones - np.arange(k) << low) + digits.sum(1)
-    if not _increasing(where, n):
-        raise _corrupt(k, n)
     return where
 
 
@@ -321,78 +300,72 @@ def _bitmap_bytes(where: Array, n: int) -> Array:
     return _packed(bits)
 
 
-def _bitmap_positions(octets: Array, n: int, k: int) -> Array:
+def _bitmap_positions(octets: Array, n: int, k: int) -> Array | None:
     bits = np.unpackbits(octets, bitorder="little")
-    if octets.size != (n + 7) // 8 or bits[n:].any() or int(bits.sum()) != k:
-        raise _corrupt(k, n)
-    return np.flatnonzero(bits)
-
-
-def _write(out: Any, octets: Array) -> int:
-    _view(out, U8)[: octets.size] = octets
-    return octets.size
-
-
-def ef_encode(out: Any, idx: Any, n: int) -> int:
-    where = _positions(idx)
-    return _write(out, _ef_bytes(where, n)) if where.size else 0
-
-
-def ef_decode(idx: Any, n: int, src: Any) -> None:
-    k, octets = _view(idx, I32).size, _view(src, U8)
-    if k or octets.size:
-        _view(idx, U32)[:] = _ef_positions(octets, n, k)
-
-
-def bitmap_encode(out: Any, idx: Any, n: int) -> int:
-    return _write(out, _bitmap_bytes(_positions(idx), n))
-
-
-def bitmap_decode(idx: Any, n: int, src: Any) -> None:
-    _view(idx, U32)[:] = _bitmap_positions(_view(src, U8), n, _view(idx, I32).size)
+    return None if octets.size != (n + 7) // 8 or bits[n:].any() else np.flatnonzero(bits)
 
 
 def _numbers(n: int, count: int) -> tuple[int, bool, int]:
     """Returns the number of blocks below n, True if a bitmap encodes the block numbers (False: Elias-Fano), and the size of
     that encoding in bytes."""
     blocks = -(-n // RUN)
-    sparse, dense = _ef_nbytes(blocks, count), (blocks + 7) // 8
+    sparse, dense = ef_nbytes(blocks, count), (blocks + 7) // 8
     return blocks, dense <= sparse, min(sparse, dense)
 
 
-def blocks_nbytes(idx: Any, n: int) -> int:
-    count = np.unique(_positions(idx) // RUN).size
-    return 4 + _numbers(n, count)[2] + 2 * count if count else 0
-
-
-def blocks_encode(out: Any, idx: Any, n: int) -> int:
-    where = _positions(idx)
-    if where.size == 0:
-        return 0
+def _blocks_bytes(where: Array, n: int) -> Array:
     numbers, owner = np.unique(where // RUN, return_inverse=True)
+    if numbers.size == 0:
+        return np.zeros(0, U8)
     masks = np.zeros(numbers.size, np.int64)
     np.add.at(masks, owner, 1 << where % RUN)
     blocks, bitmap, _ = _numbers(n, numbers.size)
-    packed = _bitmap_bytes(numbers, blocks) if bitmap else _ef_bytes(numbers, blocks)
-    return _write(out, np.concatenate([np.array([numbers.size], U32).view(U8), packed, masks.astype(U16).view(U8)]))
+    packed = (_bitmap_bytes if bitmap else _ef_bytes)(numbers, blocks)
+    return np.concatenate([np.array([numbers.size], U32).view(U8), packed, masks.astype(U16).view(U8)])
 
 
-def blocks_decode(idx: Any, n: int, src: Any) -> None:
-    k, octets = _view(idx, I32).size, _view(src, U8)
-    if k == 0 and octets.size == 0:
-        return
+def _blocks_positions(octets: Array, n: int, k: int) -> Array | None:
+    if k == octets.size == 0:
+        return np.zeros(0, np.int64)
     count = int(octets[:4].copy().view(U32)[0]) if octets.size >= 4 else 0
     if not 1 <= count <= min(k, -(-n // RUN)):
-        raise _corrupt(k, n)
+        return None
     blocks, bitmap, middle = _numbers(n, count)
     if octets.size != 4 + middle + 2 * count:
-        raise _corrupt(k, n)
-    try:
-        numbers = (_bitmap_positions if bitmap else _ef_positions)(octets[4 : 4 + middle], blocks, count)
-    except CorruptPayload:
-        raise _corrupt(k, n) from None
+        return None
+    numbers = (_bitmap_positions if bitmap else _ef_positions)(octets[4 : 4 + middle], blocks, count)
     bits = octets[4 + middle :].copy().view(U16)[:, None] >> np.arange(RUN) & 1
-    where = (numbers[:, None] * RUN + np.arange(RUN))[bits == 1]
-    if not bits.any(1).all() or where.size != k or int(where[-1]) >= n:
-        raise _corrupt(k, n)
-    _view(idx, U32)[:] = where
+    if numbers is None or numbers.size != count or not _increasing(numbers, blocks) or not bits.any(1).all():
+        return None
+    where: Array = (numbers[:, None] * RUN + np.arange(RUN))[bits == 1]
+    return where
+
+
+def blocks_nbytes(idx: Any, n: int) -> int:
+    return _blocks_bytes(_positions(idx), n).size
+
+
+def _encoder(pack: Callable[[Array, int], Array]) -> Callable[[Any, Any, int], int]:
+    def encode(out: Any, idx: Any, n: int) -> int:
+        octets = pack(_positions(idx), n)
+        _view(out, U8)[: octets.size] = octets
+        return octets.size
+
+    return encode
+
+
+def _decoder(unpack: Callable[[Array, int, int], Array | None]) -> Callable[[Any, int, Any], None]:
+    """Makes a kernel of `unpack`, which returns None if the bytes have the wrong size or nonzero padding."""
+    def decode(idx: Any, n: int, src: Any) -> None:
+        k = _view(idx, I32).size
+        where = unpack(_view(src, U8), n, k)
+        if where is None or where.size != k or not _increasing(where, n):
+            raise CorruptPayload(f"sparse payload: its bytes do not encode {k} increasing positions below {n}")
+        _view(idx, U32)[:] = where
+
+    return decode
+
+
+ef_encode, ef_decode = _encoder(_ef_bytes), _decoder(_ef_positions)
+bitmap_encode, bitmap_decode = _encoder(_bitmap_bytes), _decoder(_bitmap_positions)
+blocks_encode, blocks_decode = _encoder(_blocks_bytes), _decoder(_blocks_positions)

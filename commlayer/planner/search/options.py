@@ -17,9 +17,9 @@ import numpy as np
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner import tree
-from commlayer.planner.buckets import Sort
+from commlayer.planner.buckets import Contents
 from commlayer.planner.convergence import Recipe
-from commlayer.planner.costs import Excesses, Prices, hidden
+from commlayer.planner.costs import Excesses, Prices, with_hidden_rates
 from commlayer.planner.model import DENSE, Cluster, Option, Policy, Profile, bare
 from commlayer.planner.problem import COMPUTE, Load, Reals, Template, joined
 from commlayer.planner.tensors import EXACT, keeps_zeros
@@ -38,7 +38,7 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
     codecs = {cost.codec: cost for cost in profile.codecs}
     floats: tuple[tree.Kind, ...] = ("flat", "two-level") if max(n.ranks for n in cluster.nodes) > 1 else ("flat",)
     kinds = ("service",) if served else floats
-    dense = best_paths(prices, [] if served and DENSE not in codecs else tree.options(
+    dense = best_paths(prices, [] if served and DENSE not in codecs else tree.usable_paths(
         cluster, devices=("cpu",), max_encodes=int(served), kinds=kinds, dense=not served), DENSE)
     result = [Option(_name(path, cluster)) for path in dense]
     alike: dict[tuple[Promise, tuple[str, ...]], list[str]] = {}
@@ -47,13 +47,13 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
             alike.setdefault((promise_of(codecs[name]), _devices(prices, name)), []).append(name)
     for (promise, priced), names in alike.items() if dense else ():
         devices = [device for device in policy.devices if device in priced]
-        paths = [path for path in tree.options(cluster, devices=devices, max_encodes=policy.max_encodes, sums=promise.sums,
-                                               kinds=kinds if served else (*kinds, "sum"), dense=False,
-                                               servers="cpu" in priced)
+        paths = [path for path in tree.usable_paths(cluster, devices=devices, max_encodes=policy.max_encodes, sums=promise.sums,
+                                                    kinds=kinds if served else (*kinds, "sum"), dense=False,
+                                                    servers="cpu" in priced)
                  if fits(path, [promise], gpus=on_gpus(cluster) and not policy.whole_tree)]
         kept = dict.fromkeys(path for name in dict.fromkeys((names[0], names[-1])) for path in best_paths(prices, paths, name))
         result += [Option(_name(path, cluster), name) for path in kept for name in names]
-        result += _uneven(cluster, names, promise, [path for path in kept if tree.served(path)])
+        result += _uneven(cluster, names, promise, [path for path in kept if tree.uses_server(path)])
     return result
 
 
@@ -152,7 +152,7 @@ class Catalog:
         self.prices, self.options, self.steps_count, self.budget = prices, tuple(options), steps_count, budget
         self._excesses = Excesses(prices.profile)
         self._costs: dict[Recipe, tuple[list[float], list[float]]] = {}
-        self._useful: dict[tuple[Sort, int], tuple[int, ...]] = {}
+        self._useful: dict[tuple[Contents, int], tuple[int, ...]] = {}
         self._criteria: list[Reals] = []
         self._joined: dict[tuple[int, ...], tuple[Template, list[int]]] = {}
 
@@ -160,8 +160,8 @@ class Catalog:
     def hidden(self) -> Catalog:
         """The catalog with link rates reduced to the usable fraction for overlapped exchanges."""
         prices = self.prices
-        reduced = Catalog(Prices(hidden(prices.cluster), prices.profile, prices.hosts, spread=prices.spread), self.options,
-                          steps_count=self.steps_count, budget=self.budget)
+        slower = Prices(with_hidden_rates(prices.cluster), prices.profile, prices.hosts, spread=prices.spread)
+        reduced = Catalog(slower, self.options, steps_count=self.steps_count, budget=self.budget)
         reduced._useful = self._useful
         return reduced
 
@@ -179,14 +179,14 @@ class Catalog:
                                    [of[key].loss_high for key in keys])
         return self._costs[recipe]
 
-    def useful(self, sort: Sort, octave: int, recipe: Recipe) -> tuple[int, ...]:
+    def useful(self, sort: Contents, octave: int, recipe: Recipe) -> tuple[int, ...]:
         """Options for buckets with these contents and a size of 2^(octave - 1) to 2^octave elements: all uncompressed ones and,
         for each level of convergence cost, those that are best by some criterion. Costs are linear, so an option that is best
         at both ends of the octave is best between them."""
         if (sort, octave) not in self._useful:
             dense = [o for o, option in enumerate(self.options) if option.codec == DENSE]
-            only = {Sort.DOUBLES: [o for o in dense if self.options[o].path == EXACT], Sort.BUFFERS: dense,
-                    Sort.SPARSE: [o for o, option in enumerate(self.options) if keeps_zeros(option)]}.get(sort, [])
+            only = {Contents.DOUBLES: [o for o in dense if self.options[o].path == EXACT], Contents.BUFFERS: dense,
+                    Contents.SPARSE: [o for o, option in enumerate(self.options) if keeps_zeros(option)]}.get(sort, [])
             self._useful[sort, octave] = tuple(only) or tuple(sorted({*dense, *self._best(octave, recipe)}))
         return self._useful[sort, octave]
 

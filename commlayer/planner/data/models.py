@@ -16,7 +16,7 @@ from msgspec import structs
 
 from commlayer.errors import InvalidInput
 from commlayer.planner.data import NotNegative, load
-from commlayer.planner.tables import gpus, job_speed, speed, stream_bytes_s
+from commlayer.planner.data.tables import gpus, job_speed, speed, stream_bytes_s
 from commlayer.records import Job, ModelInfo, Record, TensorInfo, Timing, Work
 
 
@@ -157,7 +157,7 @@ class Gpt2(Record, frozen=True, tag_field="family", tag="gpt2"):
                     yield norm(f"{name}.{part}", width)
                     continue
                 layer = layer_of(f"{name}.{part}", float(inside * outside * width**2), weight=(inside * width, outside * width),
-                               bias=(outside * width,))
+                                 bias=(outside * width,))
                 yield _attended(layer, seen, width) if part == "attn.c_proj" else layer
         yield norm("transformer.ln_f", width)
         yield Layer((), float(width * words))
@@ -379,7 +379,7 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
     published."""
     preset = _checked(name, batch).preset
     if preset is None:
-        return published(name, batch, device)
+        return as_in_paper(name, batch, device)
     model, batch = preset.model, batch or preset.batch
     parts, reads = layers(name, model.tokens), model.tokens or 1
     flops = 2 * sum(layer.macs for layer in parts) * reads * batch
@@ -395,7 +395,7 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
     return structs.replace(job, timing=timed.scaled(1 / job_speed(device, timed)))
 
 
-def published(name: str, batch: int | None = None, device: str = "v100") -> Job:
+def as_in_paper(name: str, batch: int | None = None, device: str = "v100") -> Job:
     """A job in FP32, with the batch and sequence length of the papers that measured it."""
     job = _checked(name, batch).published
     if job is None:

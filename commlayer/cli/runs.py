@@ -1,4 +1,4 @@
-"""`commlayer trace`: compares predicted and measured times of a trace file, for each operation."""
+"""`commlayer report` and `commlayer trace`: what a run has left in files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commlayer.cli.options import Json
-from commlayer.cli.output import Part, Report, Table, publish
+from commlayer.cli.options import Json, Out
+from commlayer.cli.output import Part, Report, Table, check_out, ms, publish, write
 
 if TYPE_CHECKING:
     from commlayer.observe.trace_files import Comparison
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder or file of the run's events.", metavar="RUN")],
+    out: Out = Path("report.html"),
+) -> None:
+    """Write one HTML file about a finished run: members, curves, plan changes and failures. A browser opens it from disk."""
+    from commlayer.observe.event_files import read_run
+    from commlayer.observe.pages.page import report as page_of
+
+    check_out(out, "--out ")
+    events = read_run(run)
+    write({out: page_of(events).decode()})
+    typer.echo(f"{out}: {len(events):,} events; open it in a browser")
 
 
 def trace(
@@ -27,8 +41,6 @@ def trace(
 
 
 def _parts(comparison: Comparison) -> Iterator[Part]:
-    from commlayer.cli.plan_report import ms
-
     yield (f"{comparison.steps} steps from step {comparison.first_step} on, {comparison.ranks} ranks on "
            f"{comparison.nodes} nodes, plan {comparison.plan}")
     if comparison.note:

@@ -1,0 +1,1 @@
+"""`commlayer estimate` and `commlayer plan`: the commands and their reports."""

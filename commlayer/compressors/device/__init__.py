@@ -1,1 +1,0 @@
-"""Codecs on CUDA devices."""
