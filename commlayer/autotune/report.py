@@ -20,7 +20,7 @@ from commlayer.observe.link_monitor import Direction, InterfaceCounters, Through
 from commlayer.records import Record
 
 if TYPE_CHECKING:
-    from commlayer.cluster.processes.rows import Rows
+    from commlayer.cluster.processes.rows import Section
 
 
 class Report(Record, frozen=True):
@@ -75,7 +75,7 @@ class Reports:
     """Exchanges the reports of all ranks. All ranks create one together and call it after the same steps: `step`, `read`, then
     `send` if it is `due`."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Section) -> None:
         self._rows = rows
         self.meter: InterfaceCounters | None = None
         """Reader of the node's interface counters; None on ranks that do not report the node's traffic."""

@@ -129,7 +129,7 @@ class ParameterDrift(Component):
     """Compares parameters between ranks when their parameters must be equal: after a step's exchange, before the optimizer's
     step."""
 
-    order = Order.PARAMETER_DRIFT
+    order = Order.CHECKS
 
     def __init__(
         self, context: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
@@ -141,7 +141,7 @@ class ParameterDrift(Component):
         self._tensors = [tensor for _, tensor in named]
         self._pieces, self._digests = pieces(self._tensors), Digests(self._tensors)
         self._fixed = max(0, config.drift_steps)
-        self._rows = context.rows.rows("parameters' digests")
+        self._rows = context.rows.section("parameters' digests")
         self._deadline_s = config.deadline_s
         self._held = held
         # A worker that joins under local steps enters in the middle of an exchange, where the others compare nothing.

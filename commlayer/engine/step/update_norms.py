@@ -26,7 +26,7 @@ class UpdateNorms:
 
     def __init__(self, context: DistributedJob, deadline_s: float) -> None:
         self._context, self._deadline_s = context, deadline_s
-        self._rows = context.rows.rows("lengths of changes")
+        self._rows = context.rows.section("lengths of changes")
         self._error: CommError | None = None
         self._agreement, self._logged = Agreement(), 0.0
         """Of the changes under the current plan, and the last logged agreement."""
@@ -50,6 +50,7 @@ class UpdateNorms:
         self._error = None  # of an exchange that is repeated
         try:
             self._rows.start(weight, square)
+            self._context.rows.send()
         except CommError as error:
             self._error = error
 
@@ -60,7 +61,7 @@ class UpdateNorms:
         try:
             if error is not None:
                 raise error
-            return self._rows.read(self._deadline_s, self._failed)
+            return self._rows.read(self._deadline_s)
         except CommError as failure:
             self._context.drop_call(failure)
             return []
@@ -76,11 +77,6 @@ class UpdateNorms:
         if not 0.5 < self._logged / seen < 2:
             self._logged = seen
             context.log(f"workers' changes over {plan.local_steps} local steps have a mean cosine of {agreement:.2f}")
-
-    def _failed(self) -> BaseException | None:
-        gone = self._context.members.departed(0.0)
-        left = CommError("members left while ranks exchanged norms of weight changes") if gone else None
-        return self._context.worker.error or left
 
     def agree(self, starts: Sequence[torch.Tensor]) -> None:
         """Makes `starts`, the weights from which the next outer step begins, equal on all ranks after members have changed.
