@@ -79,6 +79,8 @@ class DriftRow(NamedTuple):
     """Digest of the optimizer's settings."""
     digests: float
     """Checksum of the digests of all tensors; before the first optimizer step also of those of the optimizer's state."""
+    has_state: float
+    """1: this rank's optimizer has a state."""
     cost_s: float = 0.0
     """Seconds that the digests of a round cost."""
     step_s: float = 0.0
@@ -230,7 +232,7 @@ class ParameterDrift(Component):
         """Returns this rank's row with the checksum of `digests` and of the digests of the optimizer's state."""
         self._sent_digests = [*digests.take(), *states]
         checksum = zlib.crc32(array.array("q", self._sent_digests))
-        return DriftRow(digests.by_sums, digest(self._settings()), checksum)
+        return DriftRow(digests.by_sums, digest(self._settings()), checksum, bool(getattr(self._optimizer, "state", None)))
 
     def _start(self, row: Callable[[], DriftRow]) -> None:
         """Starts this rank's part of the next row."""
@@ -258,7 +260,7 @@ class ParameterDrift(Component):
         self._compare_steps(rows)
         if self._context.local is None:  # under local steps, a skipped step can delay a schedule
             self._compare_settings(rows)
-        self._react(differing(self._digests_of_all(rows)))
+        self._react(differing(self._digests_of_all(rows)), rows)
 
     def _digests_of_all(self, rows: Sequence[DriftRow]) -> list[list[int]]:
         """Returns the digests of all ranks, if checksums differ; otherwise only those of this rank."""
@@ -311,14 +313,14 @@ class ParameterDrift(Component):
         parts += [f"weights of {self._named_some(weights)} differ on {self._ranks(weights)}"] if weights else []
         if states:
             parts.append(f"the optimizer's state of {self._named_some(states)} differs on {self._ranks(states)}")
-        self._react_with("; ".join(parts), lambda groups: self._copy_all([*weights], groups, optimizer=bool(states or unlike)),
-                         unlike)
+        self._react_with("; ".join(parts), [parameters[number] for number in weights], unlike, optimizer=bool(states or unlike))
 
-    def _copy_all(self, numbers: Sequence[int], groups: Groups, *, optimizer: bool) -> None:
-        for number in numbers:
-            self._copy(self._named[number][1], groups)
+    def _copy_all(self, tensors: Iterable[torch.Tensor], *, optimizer: bool) -> None:
+        """Copies tensors, and the optimizer's state, from rank 0 to all ranks."""
+        for tensor in tensors:
+            self._copy(tensor, self._context.groups)
         if optimizer:
-            share_optimizer(self._optimizer, groups, self._deadline_s)
+            share_optimizer(self._optimizer, self._context.groups, self._deadline_s)
 
     def _settings(self) -> dict[str, str]:
         return settings_of(self._optimizer, self._named)
@@ -332,7 +334,7 @@ class ParameterDrift(Component):
         if before:
             raise CommError(f"step {self._step}: {what}, again after it was copied from rank 0: set it "
                             'to the same value on all ranks, or use drift="warn"', code="E-REPLICAS")
-        self._react_with(what, lambda groups: share_optimizer(self._optimizer, groups, self._deadline_s), unlike)
+        self._react_with(what, [], unlike, optimizer=True)
 
     def _differing_settings(self, rows: Sequence[DriftRow]) -> dict[str, list[str]]:
         """Returns each setting of the optimizers that differs between ranks, with its value on each rank."""
@@ -348,7 +350,10 @@ class ParameterDrift(Component):
             f"{value} on {', '.join(called(at) for at, other in enumerate(row) if other == value)}"
             for value in dict.fromkeys(row)) for name, row in [*unlike.items()][:NAMED]]
 
-    def _react_with(self, what: str, take: Callable[[Groups], None], unlike: dict[str, list[str]]) -> None:
+    def _react_with(self, what: str, tensors: Iterable[torch.Tensor], unlike: dict[str, list[str]], *, optimizer: bool
+                    ) -> None:
+        """Reacts to different settings, or to differences before the first optimizer step. `tensors`, `optimizer`: what to
+        copy."""
         if self._reaction == "warn":
             self._context.say(f'{what}. Training continues because drift="warn".')
             return
@@ -360,7 +365,7 @@ class ParameterDrift(Component):
             raise CommError(f"{at}{what}; ranks that differ in {bad[0]} cannot use rank 0's state: start "
                             'all ranks with the same, or use drift="warn"', code="E-REPLICAS")
         try:
-            take(self._context.groups)
+            self._copy_all(tensors, optimizer=optimizer)
         except ValueError as error:
             raise CommError(f"{at}{what}; rank 0's state cannot be copied: {error}", code="E-REPLICAS") from None
         self._context.say(f"{what}: all ranks continue with rank 0's state")
@@ -376,9 +381,9 @@ class ParameterDrift(Component):
         names = [self._names[number] for number in numbers]
         return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
-    def _react(self, differing: dict[int, list[int]]) -> None:
-        """Reacts to differences as the setting drift says. `differing` maps a tensor's number to the ranks whose tensor differs
-        from rank 0's; usually it is empty."""
+    def _react(self, differing: dict[int, list[int]], rows: Sequence[DriftRow]) -> None:
+        """Reacts to different weights of later steps as the setting drift says. `differing` maps a tensor's number to the ranks
+        whose tensor differs from rank 0's; usually it is empty."""
         context = self._context
         if not differing:
             self._reported = []
@@ -387,23 +392,20 @@ class ParameterDrift(Component):
         if self._reaction == "end":
             raise CommError(f"step {self._step}: {what}; drift=\"resync\" would copy rank 0's state", code="E-REPLICAS")
         if self._reaction == "resync":
-            what += ": all ranks continue with rank 0's weights, " + self._resync([*differing], context.groups)
+            what += ": all ranks continue with rank 0's weights, " + self._resync(differing, rows)
         else:
             what += ': training continues with different models; drift="resync" would copy rank 0 to all'
         if [*differing] != self._reported or self._reaction == "resync":
             self._context.say(what)
         self._reported = [*differing]
 
-    def _resync(self, numbers: Sequence[int], groups: Groups) -> str:
-        for number in numbers:
-            self._copy(self._tensors[number], groups)
-        if not all(row[0] for row in gather(groups, [bool(getattr(self._optimizer, "state", None))])):
-            return "without any optimizer's state"
+    def _resync(self, numbers: Iterable[int], rows: Sequence[DriftRow]) -> str:
+        has_state = all(row.has_state for row in rows)
         try:
-            share_optimizer(self._optimizer, groups, self._deadline_s)
+            self._copy_all([self._tensors[number] for number in numbers], optimizer=has_state)
         except ValueError as error:
             return f"but not the optimizer's state: {error}"
-        return "with the optimizer's state"
+        return "with the optimizer's state" if has_state else "without any optimizer's state"
 
     def _copy(self, tensor: torch.Tensor, groups: Groups) -> None:
         received = tensor.detach().to(groups.device).contiguous()
