@@ -74,17 +74,21 @@ def test_other_calls_of_a_rank_are_named(hub: Site) -> None:
         assert all(name in str(error.value) for name in ("exchange of join", "exchange of digests"))
 
 
-def test_missing_row_ends_at_the_deadline_or_with_the_failure_of_the_job(hub: Site) -> None:
+def test_missing_row_ends_at_the_deadline(hub: Site) -> None:
     rows = ranks(hub, timeout_s=0.05)[0]
     section = rows.section("digests")
     section.start(1.0)
     with pytest.raises(DeadlineExceeded, match="server 0.*exchange of digests"):
         section.read()
+
+
+def test_wait_for_a_row_ends_with_the_failure_of_the_job(hub: Site) -> None:
+    rows = ranks(hub)[0]
     rows.failed = lambda: CommError("worker 2 is lost")
-    section.start(1.0)
+    rows.section("digests").start(1.0)
     begin = time.monotonic()
     with pytest.raises(CommError, match="worker 2 is lost"):
-        section.read(20.0)
+        rows.section("digests").read()
     assert time.monotonic() - begin < 10.0
 
 

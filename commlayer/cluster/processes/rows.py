@@ -10,6 +10,7 @@ If the job has a server, the row is a bucket of server 0 (cluster/servers/served
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import zlib
 from collections.abc import Callable
@@ -46,28 +47,40 @@ class PendingRows(Protocol):
         ...
 
 
-class RowTransport(Protocol):
-    """Exchanges rows between all ranks. Rows are exchanged in the order of the calls of `start`."""
+class FailedRow:
+    """A row that could not be sent."""
 
-    timeout_s: float
+    def __init__(self, error: CommError) -> None:
+        self._error = error
+
+    def is_over(self) -> bool:
+        return True
+
+    def wait(self, deadline: float, failed: Failed) -> list[list[float]]:
+        raise self._error
+
+
+class RowTransport:
+    """Exchanges rows between all ranks, in the order of the calls of `start`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
 
     def start(self, row: list[float], what: str) -> PendingRows:
         """Sends this rank's row without waiting. `what`: for errors."""
-        ...
+        raise NotImplementedError
 
     def begin(self, generation: int) -> None:
         """Starts again for another plan or other members. Rows in flight are dropped."""
-        ...
 
     def regroup(self, members: Members) -> None:
         """Switches to other members. All new members call this together."""
-        ...
 
     def allow(self, late_s: float) -> None:
         """Sets, in seconds, how much later than the other ranks one rank may send a row from now on; `timeout_s` at least."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the exchange of rows."""
 
 
 class StepRows:
@@ -89,20 +102,23 @@ class StepRows:
         return self._next
 
     def send(self) -> None:
-        """Sends the sections that were started since the last row, as one row. Does nothing if there are none."""
+        """Sends the sections that were started since the last row, as one row. Does nothing if there are none. An error is
+        raised when the row is read."""
         if self._next.parts:
             row, self._next = self._next, _Row()
-            row.pending = self._transport.start(row.numbers(), row.what)
+            try:
+                row.pending = self._transport.start(row.numbers(), row.what)
+            except CommError as error:
+                row.pending = FailedRow(error)
             self._sent = [each for each in self._sent if each.pending and not each.pending.is_over()] + [row]
 
-    def received(self, row: _Row, patience_s: float | None) -> list[dict[Section, list[float]]]:
+    def received(self, row: _Row, patience_s: float = math.inf) -> list[dict[Section, list[float]]]:
         """Waits for a row, and returns the sections of each rank. Raises CommError if a rank has started other sections."""
         if row.pending is None:
             self.send()
         if not row.received:
             assert row.pending is not None
-            deadline = time.monotonic() + (self._transport.timeout_s if patience_s is None else patience_s)
-            rows = row.pending.wait(deadline, self.failed)
+            rows = row.pending.wait(time.monotonic() + min(patience_s, self._transport.timeout_s), self.failed)
             row.received = [self._sections_in(row, numbers, rank) for rank, numbers in
                             zip(self._members.ranks, rows, strict=True)]
         return row.received
@@ -127,7 +143,7 @@ class StepRows:
     def settle(self) -> None:
         """Waits until the rows in flight have arrived. Called before all ranks switch to another plan."""
         for row in self._sent:
-            self.received(row, None)
+            self.received(row)
 
     def regroup(self, members: Members) -> None:
         """Switches to other members. All new members call this together."""
@@ -192,21 +208,21 @@ class Section:
     def forget(self) -> None:
         self._row = None
 
-    def read(self, patience_s: float | None = None) -> list[list[float]]:
+    def read(self) -> list[list[float]]:
         """Waits for the row that was started, and returns the numbers of all ranks in rank order. Sends the row if this was not
-        done yet. `patience_s`: longest wait; None: the transport's timeout."""
+        done yet."""
         assert self._row is not None
         row, self._row = self._row, None
-        return [sections[self] for sections in self._rows.received(row, patience_s)]
+        return [sections[self] for sections in self._rows.received(row)]
 
 
-class GatheredRows:
+class GatheredRows(RowTransport):
     """Exchanges rows by all-gathers in a CPU process group. The group is separate from those of gradients, so rows neither wait
     for gradients nor change the order of gradient collectives. Creating it waits for every member."""
 
     def __init__(self, members: Members, timeout_s: float) -> None:
-        self._members, self.timeout_s = members, timeout_s
-        self._late_s = timeout_s
+        super().__init__(timeout_s)
+        self._members, self._late_s = members, timeout_s
         self._group: Any = members.group(timeout_s=timeout_s, backend="gloo")
 
     def start(self, row: list[float], what: str) -> PendingRows:
@@ -218,9 +234,6 @@ class GatheredRows:
                 work, rows = rows_of_all(mine, self._members.world, self._group)
             messages.append((PendingCollective(work, what, on_device=False), rows))
         return _GatheredRow(messages)
-
-    def begin(self, generation: int) -> None:
-        """Does nothing: a process group knows no plans, and `regroup` creates another one for other members."""
 
     def regroup(self, members: Members) -> None:
         self._members, self._group = members, members.group(timeout_s=self._late_s, backend="gloo")

@@ -13,20 +13,20 @@ from typing import Any
 
 from commlayer.cluster.calls import messages
 from commlayer.cluster.processes.bounded_calls import CHECK_S
-from commlayer.cluster.processes.process_groups import Members
-from commlayer.cluster.processes.rows import Failed, PendingRows
+from commlayer.cluster.processes.rows import Failed, PendingRows, RowTransport
 from commlayer.cluster.servers.gather import GATHER, ROW_BUCKET
 from commlayer.errors import CorruptFrame, DeadlineExceeded
 from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Kind, Message, Transport, peer_name, send_request
 
 
-class ServedRows:
+class ServedRows(RowTransport):
     """Exchanges rows over server 0. A server accepts only the next row of a bucket, so each row is sent when the result of the
     previous one has arrived."""
 
     def __init__(self, transport: Transport, member: int, timeout_s: float) -> None:
         """`member`: this rank's number in messages."""
-        self._transport, self._member, self.timeout_s = transport, member, timeout_s
+        super().__init__(timeout_s)
+        self._transport, self._member = transport, member
         self._lock = threading.Lock()
         self._queue: deque[_ServedRow] = deque()
         """The row in flight, and the rows after it."""
@@ -61,15 +61,6 @@ class ServedRows:
         with self._lock:
             self._queue.clear()
             self._generation, self._number = generation, 0
-
-    def regroup(self, members: Members) -> None:
-        """Does nothing: the servers know the members."""
-
-    def allow(self, late_s: float) -> None:
-        """Does nothing: each wait has its own deadline."""
-
-    def close(self) -> None:
-        """Does nothing: the connections belong to the job."""
 
 
 class _ServedRow:
