@@ -1,4 +1,4 @@
-"""The report that each rank sends to all ranks, and its exchange: one all-gather per reporting step.
+"""The report that each rank sends to all ranks, as a section of the step's row.
 
 A report is sent after a step and read after the next one, so no rank waits. If a step was slow on every rank and can decide
 that a link is slower, all ranks wait for the reports at once. All ranks act on the same reports after the same step.

@@ -92,6 +92,20 @@ def test_wait_for_a_row_ends_with_the_failure_of_the_job(hub: Site) -> None:
     assert time.monotonic() - begin < 10.0
 
 
+def test_rows_of_another_number_of_ranks_are_refused(hub: Site) -> None:
+    rows = ranks(hub)
+    for each in rows:
+        each.section("times").start(1.0)
+        each.send()
+    rows[0].regroup(SimpleNamespace(ranks=range(2)))  # type: ignore[arg-type]
+    rows[0].section("times").start(1.0)
+    for each in rows[1:]:
+        each.section("times").start(1.0)
+        each.send()
+    with pytest.raises(CorruptFrame, match="server 0: sends rows of 3 ranks, expected 2"):
+        rows[0].section("times").read()
+
+
 def test_oversized_row_is_refused_and_named() -> None:
     core = Summation(0, GENERATION, {ROW_BUCKET: GatherOps(1)}, {ROW_BUCKET: (0,)})
     header = Header(Kind.PUSH, GENERATION, 0, ROW_BUCKET, codec=GATHER, sender=0)

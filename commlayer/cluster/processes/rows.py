@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from commlayer.cluster.processes.bounded_calls import PendingCollective, torch_errors
 from commlayer.cluster.processes.process_groups import Members, rows_of_all
-from commlayer.errors import CommError
+from commlayer.errors import CommError, CorruptFrame
 
 CLOSE_S = 2.0
 """Longest wait for a row in flight, in seconds, when this rank leaves."""
@@ -119,6 +119,8 @@ class StepRows:
         if not row.received:
             assert row.pending is not None
             rows = row.pending.wait(time.monotonic() + min(patience_s, self._transport.timeout_s), self.failed)
+            if len(rows) != len(self._members.ranks):
+                raise CorruptFrame(f"sends rows of {len(rows)} ranks, expected {len(self._members.ranks)}", peer="server 0")
             row.received = [self._sections_in(row, numbers, rank) for rank, numbers in
                             zip(self._members.ranks, rows, strict=True)]
         return row.received
@@ -159,7 +161,8 @@ class StepRows:
 
     def finish(self) -> None:
         """Waits for the rows in flight, because other ranks may still need this rank's row."""
-        for row in self._sent:
+        sent, self._sent = self._sent, []
+        for row in sent:
             with contextlib.suppress(CommError):
                 self.received(row, CLOSE_S)
 
@@ -267,4 +270,5 @@ class _GatheredRow:
             rows = [row + message[1:] for row, message in zip(rows or [[] for _ in messages], messages, strict=True)]
             if len({message[0] for message in messages}) > 1:
                 break  # ranks with shorter rows send no further message
-        return [row[: int(message[0])] for row, message in zip(rows, messages, strict=True)]
+        lengths = [int(max(0, min(len(row), message[0]))) for row, message in zip(rows, messages, strict=True)]
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
