@@ -1,4 +1,4 @@
-"""The report that each rank sends to all ranks, and its exchange: one all-gather per reporting step.
+"""The report that each rank sends to all ranks, as a section of the step's row.
 
 A report is sent after a step and read after the next one, so no rank waits. If a step was slow on every rank and can decide
 that a link is slower, all ranks wait for the reports at once. All ranks act on the same reports after the same step.
@@ -20,7 +20,7 @@ from commlayer.observe.link_monitor import Direction, InterfaceCounters, Through
 from commlayer.records import Record
 
 if TYPE_CHECKING:
-    from commlayer.cluster.processes.rows import Rows
+    from commlayer.cluster.processes.rows import Section
 
 
 class Report(Record, frozen=True):
@@ -75,7 +75,7 @@ class Reports:
     """Exchanges the reports of all ranks. All ranks create one together and call it after the same steps: `step`, `read`, then
     `send` if it is `due`."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Section) -> None:
         self._rows = rows
         self.meter: InterfaceCounters | None = None
         """Reader of the node's interface counters; None on ranks that do not report the node's traffic."""

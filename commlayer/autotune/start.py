@@ -39,7 +39,7 @@ def _controller_of(context: DistributedJob, config: Config) -> TuningController 
     guard = guard_of(context, config)
     if not plans and guard is None:
         return None
-    actions, reports = JobActions(context), Reports(context.rows.rows())
+    actions, reports = JobActions(context), Reports(context.rows.section("measured times"))
     if plans:
         reports.meter = actions.count_traffic()
     controller = TuningController(context, actions, reports, guard, plans=plans, per_node=groups.ranks_per_node)
@@ -52,6 +52,6 @@ def reporting(context: DistributedJob) -> TuningController:
     """Returns the job's controller; if there is none, creates one that only exchanges reports. Collective."""
     for controller in context.components.of(TuningController):
         return controller
-    controller = TuningController(context, JobActions(context), Reports(context.rows.rows()), plans=False)
+    controller = TuningController(context, JobActions(context), Reports(context.rows.section("measured times")), plans=False)
     context.components.add(controller)
     return controller

@@ -60,7 +60,7 @@ def plan(groups: Groups, _: Path) -> None:
 
 def settings(groups: Groups, _: Path) -> None:
     drift = SimpleNamespace(_settings=lambda: {"lr": "0.1"}, _context=SimpleNamespace(groups=groups))
-    ParameterDrift._differing_settings(drift, [DriftRow(0, 1), DriftRow(0, 2)])  # type: ignore[arg-type]
+    ParameterDrift._differing_settings(drift, [DriftRow(0, 1, 0, 0), DriftRow(0, 2, 0, 0)])  # type: ignore[arg-type]
 
 
 def list_of_checkpoints(groups: Groups, folder: Path) -> None:

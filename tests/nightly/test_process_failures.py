@@ -24,7 +24,7 @@ def main(how: str, fail_on: int) -> None:
     from torch.utils.data import DataLoader
 
     import commlayer
-    from commlayer.cluster.processes.rows import RowChannel
+    from commlayer.cluster.processes.collectives import Groups
 
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
@@ -34,7 +34,7 @@ def main(how: str, fail_on: int) -> None:
     apart = {"compression": "topk(ratio=0.1)"}
     stages = {"plan": staged(model)} if how == "staged" else {}
     if how == "groups" and rank == fail_on:
-        RowChannel.__init__ = end  # type: ignore[method-assign]
+        Groups.__init__ = end  # type: ignore[method-assign]
     session = commlayer.attach(model, **stages or (together if how == "allreduce" else apart))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batches = DataLoader([data(rank, step) for step in range(20)], batch_size=None, num_workers=1, persistent_workers=True)

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from commlayer.cluster.membership import client
 from commlayer.cluster.processes.collectives import Groups
-from commlayer.cluster.processes.rows import RowChannel
+from commlayer.cluster.processes.rows import StepRows
 from commlayer.cluster.servers.worker_client import WorkerClient
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.feedback import split_by_tensor
@@ -218,7 +218,7 @@ class Faults:
 
     def install(self) -> None:
         """Wraps the functions at which this site can fail; before attach()."""
-        join, rows, expect, arrived = client.join, RowChannel.rows, Arrivals.expect, Arrivals.arrived
+        join, section, expect, arrived = client.join, StepRows.section, Arrivals.expect, Arrivals.arrived
 
         def watched_join(address: str, request: Any, config: Any, on_failure: Callable[[Any], None], **named: Any) -> Any:
             def failed(error: Any) -> None:
@@ -228,9 +228,9 @@ class Faults:
             self._memberships.append(join(address, request, config, failed, **named))
             return self._memberships[-1]
 
-        def lossy_rows(channel: Any, what: str = "measured times") -> Any:
+        def lossy_section(rows: Any, what: str) -> Any:
             """The exchange of norms in which another site seems to die."""
-            result = rows(channel, what)
+            result = section(rows, what)
             if what == "lengths of changes" and self.at("lose row"):
                 result.read = lost(result.read)
             return result
@@ -261,7 +261,7 @@ class Faults:
             arrived(arrivals)
 
         client.join = watched_join
-        RowChannel.rows, Arrivals.expect, Arrivals.arrived = lossy_rows, counted_expect, late_arrived
+        StepRows.section, Arrivals.expect, Arrivals.arrived = lossy_section, counted_expect, late_arrived
         for owner, name in ((Groups, "gather_all"), (Groups, "share_bytes"), (WorkerClient, "send_plan"),
                             (WorkerClient, "put_state"), (OuterSteps, "drain"), (OuterSteps, "exchange"), (Replica, "take")):
             self._watch(owner, name, after=owner is WorkerClient)

@@ -202,7 +202,7 @@ class LoadBalancer:
             raise InvalidInput("E-SHARES-ARGUMENT",
                                "LoadBalancer: workers may leave this job (min_workers), and shares follow measured times of "
                                "all; allowed: sampler.follow(loader, session), or a job in which all stay")
-        exchange = context.rows.rows("samplers")
+        exchange = context.rows.section("samplers")
         from_step, shares = sampler.announced
         line = self._line or LinearTime(1.0)
         with self._explained():

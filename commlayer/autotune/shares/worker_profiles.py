@@ -18,7 +18,7 @@ from commlayer.autotune.measure.batch_trial import BatchTrial, LossOf, batches_o
 from commlayer.balance import Sampler, SharePolicy
 from commlayer.balance.profile import InitialShares, SharesOf, WorkerProfile, initial_shares, ladder, profile
 from commlayer.cluster.processes.process_groups import Members
-from commlayer.cluster.processes.rows import RowChannel, Rows
+from commlayer.cluster.processes.rows import GatheredRows, Section, StepRows
 from commlayer.config import read_launch
 from commlayer.errors import CommError, InvalidInput
 from commlayer.session import Session
@@ -51,8 +51,9 @@ def together(
     if not dist.is_initialized() or dist.get_world_size() == 1:
         profiles, first = [run()], _free(sampler)
     else:
-        with contextlib.closing(RowChannel(_members(session), limit_s + SLACK_S)) as channel:
-            profiles, first = _exchanged(channel.rows("profiles"), run, session, sampler)
+        members = _members(session)
+        with contextlib.closing(StepRows(GatheredRows(members, limit_s + SLACK_S), members)) as rows:
+            profiles, first = _exchanged(rows.section("profiles"), run, session, sampler)
     least = max(policy.minimum, sampler.least)
     start = initial_shares(profiles, sampler.batch, sampler.announced[1], step=first, minimum=least, shares_of=shares_of)
     if profiles[sampler.rank].ended:
@@ -67,7 +68,7 @@ def _members(session: Session) -> Members:
 
 
 def _exchanged(
-    rows: Rows, run: Callable[[], WorkerProfile], session: Session, sampler: Sampler,
+    rows: Section, run: Callable[[], WorkerProfile], session: Session, sampler: Sampler,
 ) -> tuple[list[WorkerProfile], int]:
     """Exchanges the profiles. Returns all of them, and the first step for which every rank may announce shares. A rank whose
     model raised an error reports the error first."""

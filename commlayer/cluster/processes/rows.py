@@ -1,135 +1,274 @@
-"""Small rows of numbers, exchanged asynchronously between all ranks."""
+"""The row of a step: one record of numbers that each rank sends, and that all ranks receive in rank order.
+
+Each part of the session that needs numbers of the other ranks has a section of the row. What sections start in a step is sent
+as one row at the end of the step, and usually read after the next step, so no rank waits. A row that is needed earlier is sent
+and read at once. All ranks start the same sections between the same two rows, so they can read the same rows.
+
+If the job has a server, the row is a bucket of server 0 (cluster/servers/served_rows.py). Otherwise it is an all-gather.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from commlayer.cluster.processes.bounded_calls import PendingCollective, torch_errors
 from commlayer.cluster.processes.process_groups import Members, rows_of_all
-from commlayer.errors import CommError
+from commlayer.errors import CommError, CorruptFrame
 
 CLOSE_S = 2.0
-"""Seconds that close() waits for exchanges in flight."""
-HEAD, PART = 2, 62
-"""Numbers of values in each message of an exchange: what is exchanged and the row's length, then a part of the row. All
-messages of all users have this size: a Gloo process ends itself if a peer's message has another size than expected, so ranks
-that make different calls would not get an error."""
+"""Longest wait for a row in flight, in seconds, when this rank leaves."""
+PART = 63
+"""Numbers of a row in each message of the all-gather, after the row's length. All messages have this size: a Gloo process ends
+itself if a peer's message has another size than expected, so ranks that make different calls would not get an error."""
+HEAD = 2
+"""Numbers before those of a section: the section's own number and its length."""
+
+Failed = Callable[[], BaseException | None]
+"""Polled during a wait; an error that it returns is raised."""
 
 
-class RowChannel:
-    """Exchanges small rows of numbers between all ranks, asynchronously, over a separate CPU process group. The rows therefore
-    neither wait for gradients nor change the order of gradient collectives.
+class PendingRows(Protocol):
+    """The rows of all ranks, which are being exchanged."""
 
-    All ranks create the channel together at the start, since creating a group waits for every member. Each user gets a separate
-    `Rows`. All ranks must start exchanges in the same order, over all users.
-    """
+    def is_over(self) -> bool:
+        """Returns True if `wait` would return at once."""
+        ...
 
-    def __init__(self, members: Members, timeout_s: float) -> None:
-        self.members, self.timeout_s = members, timeout_s
-        self._late_s = timeout_s
-        self._group: Any = members.group(timeout_s=timeout_s, backend="gloo")
-        self._users: list[Rows] = []
+    def wait(self, deadline: float, failed: Failed) -> list[list[float]]:
+        """Returns all rows in rank order. Raises DeadlineExceeded after `deadline` (time.monotonic())."""
+        ...
 
-    def rows(self, what: str = "measured times") -> Rows:
-        self._users.append(Rows(self, what))
-        return self._users[-1]
+
+class FailedRow:
+    """A row that could not be sent."""
+
+    def __init__(self, error: CommError) -> None:
+        self._error = error
+
+    def is_over(self) -> bool:
+        return True
+
+    def wait(self, deadline: float, failed: Failed) -> list[list[float]]:
+        raise self._error
+
+
+class RowTransport:
+    """Exchanges rows between all ranks, in the order of the calls of `start`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+
+    def start(self, row: list[float], what: str) -> PendingRows:
+        """Sends this rank's row without waiting. `what`: for errors."""
+        raise NotImplementedError
+
+    def begin(self, generation: int) -> None:
+        """Starts again for another plan or other members. Rows in flight are dropped."""
 
     def regroup(self, members: Members) -> None:
-        """Switches to other members over a new process group. All new members must call this together. Exchanges in flight are
-        dropped."""
-        self.members, self._group = members, members.group(timeout_s=self._late_s, backend="gloo")
-        self.forget()
+        """Switches to other members. All new members call this together."""
 
     def allow(self, late_s: float) -> None:
-        """Sets, in seconds, how much later than the other ranks one rank may start an exchange from now on; `timeout_s` at
-        least."""
-        late_s = max(late_s, self.timeout_s)
-        if late_s != self._late_s:
-            self.members.allow(self._group, late_s)
-        self._late_s = late_s
+        """Sets, in seconds, how much later than the other ranks one rank may send a row from now on; `timeout_s` at least."""
 
-    def gather(self, row: tuple[float, ...], what: str) -> tuple[PendingCollective, torch.Tensor]:
-        """Starts an all-gather of this rank's row. Returns the pending collective and the tensor that it fills."""
-        mine = torch.tensor(row, dtype=torch.float64)
-        with torch_errors(what):
-            work, rows = rows_of_all(mine, self.members.world, self._group)
-        return PendingCollective(work, what, on_device=False), rows
+    def close(self) -> None:
+        """Ends the exchange of rows."""
 
-    def name_of(self, number: float) -> str:
-        """Returns what a rank exchanges, from the first value of its message."""
-        known = {float(zlib.crc32(rows.what.encode())): rows.what for rows in self._users}
-        return known.get(number, "exchange of other values")
+
+class StepRows:
+    """The rows of one job on one rank."""
+
+    def __init__(self, transport: RowTransport, members: Members, failed: Failed = lambda: None) -> None:
+        self._transport, self._members, self.failed = transport, members, failed
+        self._sections: dict[str, Section] = {}
+        self._next, self._sent = _Row(), list[_Row]()
+        """The row that sections fill now, and the rows in flight."""
+        self.allow, self.begin = transport.allow, transport.begin
+
+    def section(self, what: str) -> Section:
+        """Returns the section for `what`, which errors name."""
+        return self._sections.setdefault(what, Section(self, what))
+
+    def add(self, section: Section, numbers: tuple[float, ...]) -> _Row:
+        self._next.parts[section] = numbers
+        return self._next
+
+    def send(self) -> None:
+        """Sends the sections that were started since the last row, as one row. Does nothing if there are none. An error is
+        raised when the row is read."""
+        if self._next.parts:
+            row, self._next = self._next, _Row()
+            try:
+                row.pending = self._transport.start(row.numbers(), row.what)
+            except CommError as error:
+                row.pending = FailedRow(error)
+            self._sent = [each for each in self._sent if each.pending and not each.pending.is_over()] + [row]
+
+    def received(self, row: _Row, patience_s: float = math.inf) -> list[dict[Section, list[float]]]:
+        """Waits for a row, and returns the sections of each rank. Raises CommError if a rank has started other sections."""
+        if row.pending is None:
+            self.send()
+        if not row.received:
+            assert row.pending is not None
+            rows = row.pending.wait(time.monotonic() + min(patience_s, self._transport.timeout_s), self.failed)
+            if len(rows) != len(self._members.ranks):
+                raise CorruptFrame(f"sends rows of {len(rows)} ranks, expected {len(self._members.ranks)}", peer="server 0")
+            row.received = [self._sections_in(row, numbers, rank) for rank, numbers in
+                            zip(self._members.ranks, rows, strict=True)]
+        return row.received
+
+    def _sections_in(self, row: _Row, numbers: list[float], rank: int) -> dict[Section, list[float]]:
+        found, at = {}, 0
+        for section, mine in row.parts.items():
+            if numbers[at : at + HEAD] != [section.number, len(mine)]:
+                raise self._calls_differ(numbers[at : at + 1], section, rank)
+            found[section] = numbers[at + HEAD : at + HEAD + len(mine)]
+            at += HEAD + len(mine)
+        if at < len(numbers):
+            raise self._calls_differ(numbers[at : at + 1], section, rank)
+        return found
+
+    def _calls_differ(self, theirs: list[float], mine: Section, rank: int) -> CommError:
+        known = {section.number: section.what for section in self._sections.values()}
+        names = [known.get(number, "exchange of other values") for number in theirs] or ["next step"]
+        return CommError(f"is in the {names[0]}, but this rank is in the {mine.what}: make the same calls on all ranks, in the "
+                         "same order", peer=f"rank {rank}", code="E-CALLS-DIFFER")
+
+    def settle(self) -> None:
+        """Waits until the rows in flight have arrived. Called before all ranks switch to another plan."""
+        for row in self._sent:
+            self.received(row)
+
+    def regroup(self, members: Members) -> None:
+        """Switches to other members. All new members call this together."""
+        self._members = members
+        self.forget()
+        self._transport.regroup(members)
 
     def forget(self) -> None:
-        """Drops all exchanges in flight, without reading their results."""
-        for rows in self._users:
-            rows.forget()
+        """Drops all rows that were not read."""
+        self._next, self._sent = _Row(), []
+        for section in self._sections.values():
+            section.forget()
 
-    def close(self, patience_s: float = CLOSE_S) -> None:
-        for rows in self._users:
-            if rows.under_way:
-                # Other ranks may still need this rank's row, so the exchange is completed.
-                with contextlib.suppress(CommError):
-                    rows.read(patience_s)
+    def finish(self) -> None:
+        """Waits for the rows in flight, because other ranks may still need this rank's row."""
+        sent, self._sent = self._sent, []
+        for row in sent:
+            with contextlib.suppress(CommError):
+                self.received(row, CLOSE_S)
+
+    def close(self) -> None:
+        self.finish()
+        self._transport.close()
+
+
+class _Row:
+    """One row: the sections that this rank has started, and what all ranks have sent."""
+
+    def __init__(self) -> None:
+        self.parts: dict[Section, tuple[float, ...]] = {}
+        self.pending: PendingRows | None = None
+        self.received: list[dict[Section, list[float]]] = []
+
+    @property
+    def what(self) -> str:
+        return ", ".join(section.what for section in self.parts)
+
+    def numbers(self) -> list[float]:
+        return [number for section, mine in self.parts.items() for number in (section.number, len(mine), *mine)]
+
+
+class Section:
+    """The numbers of one part of the session in the rows, at most once per row."""
+
+    def __init__(self, rows: StepRows, what: str) -> None:
+        self._rows, self.what = rows, f"exchange of {what}"
+        self.number = float(zlib.crc32(self.what.encode()))
+        self._row: _Row | None = None
+
+    def start(self, *numbers: float) -> None:
+        """Adds this rank's numbers to its next row. All ranks call it before the same row, with equally many numbers."""
+        self._row = self._rows.add(self, numbers)
+
+    @property
+    def under_way(self) -> bool:
+        return self._row is not None
+
+    @property
+    def arrived(self) -> bool:
+        """True: all ranks have sent the row that was started, so `read` returns at once."""
+        return self._row is not None and self._row.pending is not None and self._row.pending.is_over()
+
+    def forget(self) -> None:
+        self._row = None
+
+    def read(self) -> list[list[float]]:
+        """Waits for the row that was started, and returns the numbers of all ranks in rank order. Sends the row if this was not
+        done yet."""
+        assert self._row is not None
+        row, self._row = self._row, None
+        return [sections[self] for sections in self._rows.received(row)]
+
+
+class GatheredRows(RowTransport):
+    """Exchanges rows by all-gathers in a CPU process group. The group is separate from those of gradients, so rows neither wait
+    for gradients nor change the order of gradient collectives. Creating it waits for every member."""
+
+    def __init__(self, members: Members, timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        self._members, self._late_s = members, timeout_s
+        self._group: Any = members.group(timeout_s=timeout_s, backend="gloo")
+
+    def start(self, row: list[float], what: str) -> PendingRows:
+        messages = []
+        for at in range(0, len(row), PART):
+            part = row[at : at + PART]
+            mine = torch.tensor([len(row), *part, *[0.0] * (PART - len(part))], dtype=torch.float64)
+            with torch_errors(what):
+                work, rows = rows_of_all(mine, self._members.world, self._group)
+            messages.append((PendingCollective(work, what, on_device=False), rows))
+        return _GatheredRow(messages)
+
+    def regroup(self, members: Members) -> None:
+        self._members, self._group = members, members.group(timeout_s=self._late_s, backend="gloo")
+
+    def allow(self, late_s: float) -> None:
+        late_s = max(late_s, self.timeout_s)
+        if late_s != self._late_s:
+            self._members.allow(self._group, late_s)
+        self._late_s = late_s
+
+    def close(self) -> None:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None  # frees the group's threads in this process; in a forked process that would hang
 
 
-class Rows:
-    """Exchanges of one user of a RowChannel, at most one in flight at a time."""
+class _GatheredRow:
+    """One row in flight: an all-gather for each of its messages."""
 
-    def __init__(self, channel: RowChannel, what: str) -> None:
-        self._channel, self.what = channel, f"exchange of {what}"
-        self._pending: list[tuple[PendingCollective, torch.Tensor]] = []
-        self._length = 0
+    def __init__(self, messages: list[tuple[PendingCollective, torch.Tensor]]) -> None:
+        self._messages = messages
 
-    @property
-    def _head(self) -> list[float]:
-        return [float(zlib.crc32(self.what.encode())), float(self._length)]
+    def is_over(self) -> bool:
+        return all(pending.is_over() for pending, _ in self._messages)
 
-    def start(self, *row: float) -> None:
-        """Starts an exchange of this rank's row. All ranks call it, with rows of equal length."""
-        self._length = len(row)
-        for at in range(0, max(len(row), 1), PART):
-            part = row[at : at + PART]
-            self._pending.append(self._channel.gather((*self._head, *part, *[0.0] * (PART - len(part))), self.what))
-
-    @property
-    def under_way(self) -> bool:
-        return bool(self._pending)
-
-    @property
-    def arrived(self) -> bool:
-        """True: all ranks have started the exchange in flight, so `read` returns at once."""
-        return all(pending.is_over() for pending, _ in self._pending)
-
-    def forget(self) -> None:
-        """Drops the exchange in flight, without reading its result."""
-        self._pending = []
-
-    def read(self, patience_s: float | None = None,
-             failed: Callable[[], BaseException | None] = lambda: None) -> list[list[float]]:
-        """Waits for the exchange in flight and returns all rows in rank order. Raises CommError if a rank exchanges something
-        else. `patience_s`: longest wait; None: the channel's timeout. `failed`: polled during the wait; an error that it
-        returns is raised."""
-        assert self._pending
-        messages, self._pending = self._pending, []
-        deadline = time.monotonic() + (self._channel.timeout_s if patience_s is None else patience_s)
-        rows: list[list[float]] = [[] for _ in self._channel.members.ranks]
-        for pending, parts in messages:
+    def wait(self, deadline: float, failed: Failed) -> list[list[float]]:
+        rows: list[list[float]] = []
+        for pending, parts in self._messages:
             pending.wait(deadline, failed)
-            for rank, row, part in zip(self._channel.members.ranks, rows, parts.tolist(), strict=True):
-                if part[:HEAD] != self._head:
-                    theirs = self._channel.name_of(part[0])
-                    raise CommError(f"is in the {theirs}, but this rank is in the {self.what}: make the same calls on all "
-                                    "ranks, in the same order", peer=f"rank {rank}", code="E-CALLS-DIFFER")
-                row += part[HEAD:]
-        return [row[: self._length] for row in rows]
+            messages = parts.tolist()
+            rows = [row + message[1:] for row, message in zip(rows or [[] for _ in messages], messages, strict=True)]
+            if len({message[0] for message in messages}) > 1:
+                break  # ranks with shorter rows send no further message
+        lengths = [int(max(0, min(len(row), message[0]))) for row, message in zip(rows, messages, strict=True)]
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]

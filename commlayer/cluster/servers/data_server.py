@@ -17,6 +17,7 @@ from commlayer.cluster.calls.grpc_port import GrpcPort, open_stream_port
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.membership.epoch_change import EpochChange, change_problem, wire_generation
 from commlayer.cluster.servers.bucket_sum import ENTRY_HEADER_NBYTES, KEPT_STEPS, MOST_REASON_NBYTES
+from commlayer.cluster.servers.gather import ROW_BUCKET, GatherOps
 from commlayer.cluster.servers.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
 from commlayer.cluster.servers.server_journal import ServerIdentity, ServerJournal
 from commlayer.cluster.servers.summation import Summation
@@ -44,6 +45,8 @@ from commlayer.transport.protocol import (
 )
 
 log = logging.getLogger("commlayer")
+
+BucketOps = CodecOps | GatherOps
 
 MESSAGES_SLACK = 64
 """Number of messages from or to one worker, in addition to those of two steps, that may be on their way at once."""
@@ -89,7 +92,7 @@ class DataServer:
         self.journal = ServerJournal(config.journal, required=config.journal_required) if config.journal else None
         """Journal with the state that a crashed server left, and that this server records; None without a journal folder."""
         self._token, self._reported_s = "", 0.0
-        self._ops: dict[int, CodecOps] = {}
+        self._ops: dict[int, BucketOps] = {}
         self._epoch: Epoch | None = None
         self._plan: Plan | None = None
         streams_port = port and port + (config.carrier != "grpc")
@@ -148,7 +151,7 @@ class DataServer:
         self._token = token
         try:
             self._plan = decoded = _checked_plan(former.plan if former else plan, epoch, "")
-            self._ops = ops_of(decoded, server, gradients=epoch.gradients)
+            self._ops = self._ops_for(decoded, server)
             core = self._core(decoded, server, former.generation if former else epoch.generation)
             if former is not None and self.journal is not None:
                 self._recall(core, self.journal)
@@ -203,7 +206,14 @@ class DataServer:
     def _core(self, plan: Plan, server: int, generation: int) -> Summation:
         senders = {bucket: tuple(self._members[place] for place in places)
                    for bucket, places in senders_of(plan, len(self._members)).items()}
-        return Summation(server, generation, dict(self._ops), senders)
+        return Summation(server, generation, dict(self._ops), senders | {ROW_BUCKET: self._members})
+
+    def _ops_for(self, plan: Plan, server: int, scale: float = 1.0) -> dict[int, BucketOps]:
+        """Returns the codec operations of the plan's buckets, and of the bucket of rows on server 0. They inherit residuals."""
+        assert self._epoch is not None
+        before = [ops for ops in self._ops.values() if isinstance(ops, CodecOps)]
+        rows: dict[int, BucketOps] = {ROW_BUCKET: GatherOps(len(self._members))} if server == 0 else {}
+        return rows | ops_of(plan, server, before, scale, gradients=self._epoch.gradients)
 
     def _set_limits(self, plan: Plan, server: int) -> None:
         """Sets the limits on what workers send, by the plan."""
@@ -276,7 +286,7 @@ class DataServer:
         epoch = self._epoch
         decoded = _checked_plan(plan, epoch, self._hello.job)
         server = self._hello.rank - SERVER_BASE
-        before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), scale, gradients=epoch.gradients)
+        before, self._ops = self._ops, self._ops_for(decoded, server, scale)
         try:
             core = self._core(decoded, server, generation)
             self._write_down(core, plan, server, epoch)

@@ -38,7 +38,7 @@ from commlayer.cluster.calls.site_client import KvClient
 from commlayer.cluster.membership.epoch_change import EpochChange, wire_generation
 from commlayer.cluster.processes import process_groups, site_process_group
 from commlayer.cluster.processes.collectives import Groups
-from commlayer.cluster.processes.rows import RowChannel
+from commlayer.cluster.processes.rows import StepRows
 from commlayer.cluster.servers.worker_client import WorkerClient
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine.components import EpochChanged
@@ -261,7 +261,7 @@ class MembershipChange(FixedMembers):
                         f"{context.rank}", event_level=logging.WARNING if gone else logging.INFO)
 
 
-def new_world(former: Groups, rows: RowChannel, config: Config, home: str, epoch: Epoch, own: int) -> Groups:
+def new_world(former: Groups, rows: StepRows, config: Config, home: str, epoch: Epoch, own: int) -> Groups:
     """Creates torch.distributed's process groups for the members of the epoch `epoch`. `own`: this member's initial rank."""
     ids = [m.rank for m in epoch.members]
     former.close()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commlayer.engine.buckets.bucket_layout import all_finite
-from commlayer.engine.components import Component
+from commlayer.engine.components import Component, Order
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.optimizers import HeldParameters, closure_of, watch
 from commlayer.errors import CommError
@@ -33,11 +33,13 @@ REMEDY = "check the data and the learning rate, and continue from the last check
 class FiniteSteps(Component):
     """Checks the gradients of one attached model for values that are not finite, before they are applied."""
 
+    order = Order.CHECKS
+
     def __init__(self, context: DistributedJob, parameters: Sequence[nn.Parameter], held: HeldParameters) -> None:
         """`parameters`: the averaged parameters, in the order of their numbers. `held`: returns which parameters belong to an
         optimizer."""
         self._context, self._parameters, self.held = context, parameters, held
-        self._rows = context.rows.rows("gradients that are not finite")
+        self._rows = context.rows.section("gradients that are not finite")
         self._found: str | None = None
         """Text that names the ranks and the tensor with non-finite gradients; "" if the averages in `.grad` are finite; None if
         that is not known yet."""
@@ -47,7 +49,7 @@ class FiniteSteps(Component):
         """Maps the smallest parameter number of an optimizer to the number of its steps that were dropped in a row."""
         self._spoilt = 0
         """Number of exchanges of weight changes that were dropped in a row."""
-        self._drops = context.rows.rows("dropped steps")
+        self._drops = context.rows.section("dropped steps")
         self._own_drops, self._first_dropped = 0, -1
         """Number of local steps that this rank has dropped and not reported yet, and the first tensor of the last one."""
         self._unshared = 0

@@ -1,9 +1,9 @@
-"""Checks for replica divergence: once per round of N steps, all ranks exchange a digest of each parameter.
+"""Checks for replica divergence: once per round of N steps, the rows of all ranks have a checksum of their parameters.
 
 Ranks might diverge because a script changes weights on one of them, optimizers have different states, or processors round
-differently. Then their gradients belong to different models, and no error shows it. Digests are computed during all steps of a
-round and read one step later, so ranks do not wait for them. All ranks read the same digests after the same step, and react
-alike.
+differently. Then their gradients belong to different models, and no error shows it. Digests of the parameters are computed
+during all steps of a round. The rows are read one step later, so ranks do not wait for them. All ranks read the same rows after
+the same step, and react alike. Only if checksums differ, ranks gather the digest of each parameter, and wait for them.
 
 If ranks make unequal numbers of backward passes per step, each rank's gradients are averaged with those of another step. So
 ranks also exchange a checksum of the exchanges after which the optimizer has stepped, and a digest of the optimizer's settings.
@@ -14,6 +14,7 @@ optimizer state, which scripts often load after attach().
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import math
 import time
@@ -70,12 +71,16 @@ def spacing(cost_s: float, step_s: float) -> int:
 
 
 class DriftRow(NamedTuple):
-    """What one rank tells the others. Numbers only, because ranks exchange them as tensors."""
+    """What one rank tells the others. Numbers only, because they are part of the step's row."""
 
     by_sums: float
     """Kind of the digests: 1 if they were computed on a GPU. Digests of different kinds cannot be compared."""
     settings: float
     """Digest of the optimizer's settings."""
+    digests: float
+    """Checksum of the digests of all tensors; before the first optimizer step also of those of the optimizer's state."""
+    has_state: float
+    """1: this rank's optimizer has a state."""
     cost_s: float = 0.0
     """Seconds that the digests of a round cost."""
     step_s: float = 0.0
@@ -83,25 +88,21 @@ class DriftRow(NamedTuple):
     """Number of optimizer steps in this round."""
     positions: float = 0.0
     """Checksum of the exchanges after which the optimizer has stepped."""
-    digests: tuple[float, ...] = ()
-    """Of each tensor; before the first optimizer step followed by those of the optimizer's state."""
-
-    def numbers(self) -> tuple[float, ...]:
-        return (*self[:-1], *self.digests)
-
-    @classmethod
-    def of(cls, numbers: Sequence[float]) -> DriftRow:
-        head = len(cls._fields) - 1
-        fields: Any = (*numbers[:head], tuple(numbers[head:]))
-        return cls(*fields)
 
 
-def differing(rows: Sequence[DriftRow], first: int, count: int) -> dict[int, list[int]]:
-    """Maps the number of each tensor that differs to the ranks whose digest differs from that of rank 0. `first`: index of the
-    first tensor's digest. Digests from CPUs and from GPUs cannot be compared, and then count as equal."""
-    if len({row.by_sums for row in rows}) > 1:
-        return {}
-    columns = enumerate(zip(*(row.digests[first : first + count] for row in rows), strict=True))
+FAILED = DriftRow(*[math.nan] * len(DriftRow._fields))
+"""The row of a rank whose part of the check has failed. All ranks then end the check."""
+
+
+def digests_differ(rows: Sequence[DriftRow]) -> bool:
+    """Returns True if some tensor differs between ranks. Digests from CPUs and from GPUs cannot be compared, and then count as
+    equal."""
+    return len({row.by_sums for row in rows}) == 1 and len({row.digests for row in rows}) > 1
+
+
+def differing(digests: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """Maps the number of each tensor that differs to the ranks whose digest differs from that of rank 0. `digests`: by rank."""
+    columns = enumerate(zip(*digests, strict=True))
     ranks_of = {number: [rank for rank, value in enumerate(column) if value != column[0]] for number, column in columns}
     return {number: ranks for number, ranks in ranks_of.items() if ranks}
 
@@ -129,7 +130,7 @@ class ParameterDrift(Component):
     """Compares parameters between ranks when their parameters must be equal: after a step's exchange, before the optimizer's
     step."""
 
-    order = Order.PARAMETER_DRIFT
+    order = Order.CHECKS
 
     def __init__(
         self, context: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
@@ -140,8 +141,10 @@ class ParameterDrift(Component):
         self._named, self._names = named, [name for name, _ in named]
         self._tensors = [tensor for _, tensor in named]
         self._pieces, self._digests = pieces(self._tensors), Digests(self._tensors)
+        self._sent_digests: list[int] = []
+        """The digests whose checksum is in this rank's last row."""
         self._fixed = max(0, config.drift_steps)
-        self._rows = context.rows.rows("parameters' digests")
+        self._rows = context.rows.section("parameters' digests")
         self._deadline_s = config.deadline_s
         self._held = held
         # A worker that joins under local steps enters in the middle of an exchange, where the others compare nothing.
@@ -181,19 +184,14 @@ class ParameterDrift(Component):
 
     def end_local_step(self) -> None:
         if not self._compared:
-            self._compare_at_start()
-
-    def _compare_at_start(self) -> None:
-        """Compares settings, weights and optimizer states before the first optimizer step."""
-        self._compared = True
-        self._compare_all()
+            self._compare_all()
 
     def end_exchange(self, *, early: bool) -> None:
         self.end_step()
 
     def end_step(self) -> None:
         if not self._compared:
-            self._compare_at_start()
+            self._compare_all()
             return
         begin = time.perf_counter()
         if self._rows.under_way:
@@ -227,15 +225,20 @@ class ParameterDrift(Component):
         self._costs_s.append(ended.cost_s)
         cost_s, step_s = min(self._costs_s), (now - ended.began) / self._span  # other load on the machine only adds time
         self._round = _Round(now)
-        self._start(len(self._tensors), lambda: DriftRow(
-            self._digests.by_sums, digest(self._settings()), cost_s, step_s, ended.optimizer_steps, ended.positions_digest,
-            tuple(self._digests.take())))
+        self._start(lambda: self._row(self._digests, [])._replace(
+            cost_s=cost_s, step_s=step_s, optimizer_steps=ended.optimizer_steps, positions=ended.positions_digest))
 
-    def _start(self, digests: int, row: Callable[[], DriftRow]) -> None:
-        """Sends this rank's row. If computing it has failed, the row has only NaN, so that all ranks end the check."""
-        numbers: tuple[float, ...] = (math.nan,) * (len(DriftRow._fields) - 1 + digests)
+    def _row(self, digests: Digests, states: Sequence[int]) -> DriftRow:
+        """Returns this rank's row with the checksum of `digests` and of the digests of the optimizer's state."""
+        self._sent_digests = [*digests.take(), *states]
+        checksum = zlib.crc32(array.array("q", self._sent_digests))
+        return DriftRow(digests.by_sums, digest(self._settings()), checksum, bool(getattr(self._optimizer, "state", None)))
+
+    def _start(self, row: Callable[[], DriftRow]) -> None:
+        """Starts this rank's part of the next row."""
+        numbers = FAILED
         try:
-            numbers = numbers if self._failed else row().numbers()
+            numbers = numbers if self._failed else row()
         except Exception as error:
             self._failed = True
             self._context.report_failure("the comparison of weights", error)
@@ -243,7 +246,7 @@ class ParameterDrift(Component):
 
     def _read(self) -> list[DriftRow]:
         """Returns the rows of all ranks; an empty list if the check has failed on one of them and therefore ends."""
-        rows = [DriftRow.of(numbers) for numbers in self._rows.read()]
+        rows = [DriftRow(*numbers) for numbers in self._rows.read()]
         if failed := [self._context.called(rank) for rank, row in enumerate(rows) if math.isnan(row.by_sums)]:
             self._ended = True
             self._context.say(f"the check for replica divergence ends, because it has failed on {', '.join(failed)}")
@@ -257,8 +260,11 @@ class ParameterDrift(Component):
         self._compare_steps(rows)
         if self._context.local is None:  # under local steps, a skipped step can delay a schedule
             self._compare_settings(rows)
-        if len({row.by_sums for row in rows}) == 1:
-            self._react(differing(rows, 0, len(self._tensors)))
+        self._react(differing(self._digests_of_all(rows)), rows)
+
+    def _digests_of_all(self, rows: Sequence[DriftRow]) -> list[list[int]]:
+        """Returns the digests of all ranks, if checksums differ; otherwise only those of this rank."""
+        return gather(self._context.groups, self._sent_digests) if digests_differ(rows) else [self._sent_digests]
 
     def _compare_steps(self, rows: Sequence[DriftRow]) -> None:
         """Reports ranks whose optimizers have stepped after different exchanges. If that continues, each sum mixes gradients of
@@ -280,10 +286,10 @@ class ParameterDrift(Component):
             self._context.say(what)
 
     def _compare_all(self) -> None:
-        """Compares settings, weights and optimizer states of all ranks. Under local steps, values of states differ by design,
-        but all ranks must have the same entries."""
-        context = self._context
-        local = context.local is not None
+        """Compares settings, weights and optimizer states of all ranks, before the first optimizer step. Under local steps,
+        values of states differ by design, but all ranks must have the same entries."""
+        self._compared = True
+        local = self._context.local is not None
         parameters = [tensor for _, tensor in self._named]
         count = len(parameters)
 
@@ -293,12 +299,13 @@ class ParameterDrift(Component):
                 digests.add(piece)
             mine = [0] * count if hasattr(self._optimizer, SHARDED) else \
                 state_digests(parameters, self._optimizer, moments=not local)
-            return DriftRow(digests.by_sums, digest(self._settings()), digests=(*digests.take(), *mine))
+            return self._row(digests, mine)
 
-        self._start(2 * count, own)
+        self._start(own)
         if not (rows := self._read()):
             return
-        weights, states = (differing(rows, first, count) for first in (0, count))
+        digests = self._digests_of_all(rows)
+        weights, states = (differing([row[first : first + count] for row in digests]) for first in (0, count))
         unlike = self._differing_settings(rows)
         if not (weights or states or unlike):
             return
@@ -306,14 +313,14 @@ class ParameterDrift(Component):
         parts += [f"weights of {self._named_some(weights)} differ on {self._ranks(weights)}"] if weights else []
         if states:
             parts.append(f"the optimizer's state of {self._named_some(states)} differs on {self._ranks(states)}")
-        self._react_with("; ".join(parts), lambda groups: self._copy_all([*weights], groups, optimizer=bool(states or unlike)),
-                         unlike)
+        self._react_with("; ".join(parts), [parameters[number] for number in weights], unlike, optimizer=bool(states or unlike))
 
-    def _copy_all(self, numbers: Sequence[int], groups: Groups, *, optimizer: bool) -> None:
-        for number in numbers:
-            self._copy(self._named[number][1], groups)
+    def _copy_all(self, tensors: Iterable[torch.Tensor], *, optimizer: bool) -> None:
+        """Copies tensors, and the optimizer's state, from rank 0 to all ranks."""
+        for tensor in tensors:
+            self._copy(tensor, self._context.groups)
         if optimizer:
-            share_optimizer(self._optimizer, groups, self._deadline_s)
+            share_optimizer(self._optimizer, self._context.groups, self._deadline_s)
 
     def _settings(self) -> dict[str, str]:
         return settings_of(self._optimizer, self._named)
@@ -327,7 +334,7 @@ class ParameterDrift(Component):
         if before:
             raise CommError(f"step {self._step}: {what}, again after it was copied from rank 0: set it "
                             'to the same value on all ranks, or use drift="warn"', code="E-REPLICAS")
-        self._react_with(what, lambda groups: share_optimizer(self._optimizer, groups, self._deadline_s), unlike)
+        self._react_with(what, [], unlike, optimizer=True)
 
     def _differing_settings(self, rows: Sequence[DriftRow]) -> dict[str, list[str]]:
         """Returns each setting of the optimizers that differs between ranks, with its value on each rank."""
@@ -343,7 +350,10 @@ class ParameterDrift(Component):
             f"{value} on {', '.join(called(at) for at, other in enumerate(row) if other == value)}"
             for value in dict.fromkeys(row)) for name, row in [*unlike.items()][:NAMED]]
 
-    def _react_with(self, what: str, take: Callable[[Groups], None], unlike: dict[str, list[str]]) -> None:
+    def _react_with(self, what: str, tensors: Iterable[torch.Tensor], unlike: dict[str, list[str]], *, optimizer: bool
+                    ) -> None:
+        """Reacts to different settings, or to differences before the first optimizer step. `tensors`, `optimizer`: what to
+        copy."""
         if self._reaction == "warn":
             self._context.say(f'{what}. Training continues because drift="warn".')
             return
@@ -355,7 +365,7 @@ class ParameterDrift(Component):
             raise CommError(f"{at}{what}; ranks that differ in {bad[0]} cannot use rank 0's state: start "
                             'all ranks with the same, or use drift="warn"', code="E-REPLICAS")
         try:
-            take(self._context.groups)
+            self._copy_all(tensors, optimizer=optimizer)
         except ValueError as error:
             raise CommError(f"{at}{what}; rank 0's state cannot be copied: {error}", code="E-REPLICAS") from None
         self._context.say(f"{what}: all ranks continue with rank 0's state")
@@ -371,9 +381,9 @@ class ParameterDrift(Component):
         names = [self._names[number] for number in numbers]
         return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
-    def _react(self, differing: dict[int, list[int]]) -> None:
-        """Reacts to differences as the setting drift says. `differing` maps a tensor's number to the ranks whose tensor differs
-        from rank 0's; usually it is empty."""
+    def _react(self, differing: dict[int, list[int]], rows: Sequence[DriftRow]) -> None:
+        """Reacts to different weights of later steps as the setting drift says. `differing` maps a tensor's number to the ranks
+        whose tensor differs from rank 0's; usually it is empty."""
         context = self._context
         if not differing:
             self._reported = []
@@ -382,23 +392,20 @@ class ParameterDrift(Component):
         if self._reaction == "end":
             raise CommError(f"step {self._step}: {what}; drift=\"resync\" would copy rank 0's state", code="E-REPLICAS")
         if self._reaction == "resync":
-            what += ": all ranks continue with rank 0's weights, " + self._resync([*differing], context.groups)
+            what += ": all ranks continue with rank 0's weights, " + self._resync(differing, rows)
         else:
             what += ': training continues with different models; drift="resync" would copy rank 0 to all'
         if [*differing] != self._reported or self._reaction == "resync":
             self._context.say(what)
         self._reported = [*differing]
 
-    def _resync(self, numbers: Sequence[int], groups: Groups) -> str:
-        for number in numbers:
-            self._copy(self._tensors[number], groups)
-        if not all(row[0] for row in gather(groups, [bool(getattr(self._optimizer, "state", None))])):
-            return "without any optimizer's state"
+    def _resync(self, numbers: Iterable[int], rows: Sequence[DriftRow]) -> str:
+        has_state = all(row.has_state for row in rows)
         try:
-            share_optimizer(self._optimizer, groups, self._deadline_s)
+            self._copy_all([self._tensors[number] for number in numbers], optimizer=has_state)
         except ValueError as error:
             return f"but not the optimizer's state: {error}"
-        return "with the optimizer's state"
+        return "with the optimizer's state" if has_state else "without any optimizer's state"
 
     def _copy(self, tensor: torch.Tensor, groups: Groups) -> None:
         received = tensor.detach().to(groups.device).contiguous()

@@ -52,7 +52,7 @@ class UnevenInputs:
     ) -> None:
         self._model, self._context, self._optimizer, self._scaler = model, context, optimizer, scaler
         self._deadline_s = deadline_s
-        self._rows = context.rows.rows("which ranks still have batches in session.join()")
+        self._rows = context.rows.section("which ranks still have batches in session.join()")
         self.inside = False
         """True: this rank is inside session.join(), where ranks can be at different positions in their scripts."""
         self._sent = False
@@ -133,10 +133,8 @@ class UnevenInputs:
             self._read()  # receives the rows of a step that was aborted
             self._sent = True
             bits, slices = self._context.worker.discarded()
-            try:
-                self._rows.start(float(active), *(float(bits >> at & (1 << BITS) - 1) for at in range(0, slices, BITS)))
-            except CommError as error:
-                self._context.drop_call(error)
+            self._rows.start(float(active), *(float(bits >> at & (1 << BITS) - 1) for at in range(0, slices, BITS)))
+            self._context.rows.send()
 
     def _read(self) -> None:
         worker = self._context.worker
@@ -144,7 +142,7 @@ class UnevenInputs:
             return
         try:
             with self._context.groups.waits("exchange of which ranks still have batches"):  # so that the wait is logged
-                flags = self._rows.read(self._deadline_s, worker.now.failed)
+                flags = self._rows.read()
         except CommError as error:
             if isinstance(error, DeadlineExceeded):
                 error.what += ": enter session.join() on all ranks, with the same sessions"

@@ -22,7 +22,7 @@ import torch
 from commlayer.cluster.processes import site_process_group
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.processes.collectives import Groups
-from commlayer.cluster.processes.rows import RowChannel
+from commlayer.cluster.processes.rows import StepRows
 from commlayer.cluster.servers.server_codecs import expected_nbytes
 from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.compressors import codec_of
@@ -32,6 +32,7 @@ from commlayer.engine.components import Components, EpochChanged, Pending
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.plan_terms import PlanTerms
+from commlayer.engine.job.row_sender import RowSender
 from commlayer.engine.job.run_events import NO_UNITS, RunEvents
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.sync.local_steps import OuterSteps
@@ -287,7 +288,7 @@ class DistributedJob(JobContext):
     plan: Plan
 
     def __init__(
-        self, terms: PlanTerms, own: int, groups: Groups, rows: RowChannel, uplink: WorkerClient, memory: OptimizerMemory,
+        self, terms: PlanTerms, own: int, groups: Groups, rows: StepRows, uplink: WorkerClient, memory: OptimizerMemory,
         plan: Plan, job: Job, *, generation: int = 1, logs: bool = True, waits: WaitsFor = WaitsFor(),
         embedded: Sequence[EmbeddedServer] = (), matched: bool = False, joined: JoinedState | None = None,
     ) -> None:
@@ -296,13 +297,15 @@ class DistributedJob(JobContext):
         self.id, self.groups, self.uplink, self.embedded, self.waits = own, groups, uplink, embedded, waits
         uplink.children = embedded
         self.rows = rows
-        """Exchanges rows of numbers between the components of all ranks, in the same order on each rank."""
+        """The rows of numbers that components of all ranks send to each other."""
+        rows.failed = weakly(self._row_failed)
         self.memory, self.matched, self.joined = memory, matched, joined
         self.members = FixedMembers()
         self.local: OuterSteps | None = None
         """Runs local steps and their exchanges; None unless the plan has local steps."""
         self._root_cause = RootCause(uplink, waits)
         self.components.add(self._root_cause)
+        self.components.add(RowSender(rows))
         self.stream.log.rank, self.stream.dense_nbytes = own, 4 * job.numel
         self.stream.rtt_s = lambda: uplink.membership.report.rtt_s
         uplink.membership.report.events = self.stream.log
@@ -372,6 +375,7 @@ class DistributedJob(JobContext):
         reports are also kept for `explain`."""
         self.worker = worker
         self.plan = worker.plan
+        self.rows.begin(worker.now.generation)
         self.uplink.limit_kept(max((expected_nbytes(worker.plan, n) for n in range(worker.plan.servers)), default=0))
 
         root_cause = self._root_cause
@@ -385,6 +389,11 @@ class DistributedJob(JobContext):
                 fail(error)
 
         self.uplink.subscribe(fail, worker.stalled, left, worker.now.generation)
+
+    def _row_failed(self) -> BaseException | None:
+        """Returns why no row of all ranks can arrive any more; None if there is no such reason."""
+        left = CommError("members left while ranks exchanged rows") if self.members.departed(0.0) else None
+        return self.worker.error or left
 
     def hand_on(self, old: Worker, new: Worker) -> None:
         """Transfers residuals and step number from worker `old` to worker `new`, which continues the job."""
@@ -459,6 +468,7 @@ class DistributedJob(JobContext):
         self.stream.left(reason)
         if reason:
             self.rows.forget()
+        self.rows.finish()
         leave_job(self.uplink, self.embedded, reason, worker.step, stay_s=self.waits.stay_s, notice_s=self.waits.notice_s)
 
     def close(self, reason: str = "") -> None:

@@ -17,8 +17,9 @@ from commlayer.cluster.calls import messages
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.process_groups import Members
-from commlayer.cluster.processes.rows import RowChannel
+from commlayer.cluster.processes.rows import GatheredRows, StepRows
 from commlayer.cluster.servers import worker_client
+from commlayer.cluster.servers.served_rows import ServedRows
 from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.compressors import kernels
 from commlayer.config import (
@@ -126,8 +127,6 @@ def _begin(
         with members.all_there(config.deadline_s):
             groups = Groups(per_node, config.deadline_s, device, members)
             undo.callback(groups.close)
-            rows = RowChannel(members, config.deadline_s)
-            undo.callback(rows.close)
         undo.callback(lambda: leave_job(link, servers, "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s))
         align_tensors(align, groups, config.deadline_s)
         terms.basis = plan_choice.basis(plan, notes.append) if first else None
@@ -148,10 +147,14 @@ def _begin(
             notes += late_and_sparse(agreed, learning_rows(config.learning), memory.family)
         if first and (note := float64.doubles_notice(job, nodes)):
             notes.append(note)
+        gathered = None if agreed.servers else GatheredRows(members, config.deadline_s)
+        if gathered is not None:
+            undo.callback(gathered.close)
         # Heartbeats are needed even without servers: a broken collective does not show which rank failed.
         config = _placed(config, met.address, notes.append if first else _ignore)
         link = _join(job, agreed, groups, servers, config, outbound_only=not met.reachable, elastic=elastic,
                      must_match=must_match if elastic else {})
+        rows = StepRows(gathered or ServedRows(link.transport, groups.rank, config.deadline_s), members)
         context = DistributedJob(terms, groups.rank, groups, rows, link, memory, agreed, job, logs=met.logs, waits=waits,
                                  embedded=servers, matched=met.matched)
         undo.pop_all()

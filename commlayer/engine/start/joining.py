@@ -14,7 +14,8 @@ from commlayer.cluster.calls import messages
 from commlayer.cluster.membership.epoch_change import wire_generation
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.process_groups import Members
-from commlayer.cluster.processes.rows import RowChannel
+from commlayer.cluster.processes.rows import StepRows
+from commlayer.cluster.servers.served_rows import ServedRows
 from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine.epochs.agreement import AWAY, Vote
@@ -42,8 +43,6 @@ def enter(
     with contextlib.ExitStack() as undo:
         groups = Groups(1, config.deadline_s, device, Members())
         undo.callback(lambda: groups.close())
-        rows = RowChannel(groups.members, config.deadline_s)
-        undo.callback(rows.close)
         link = WorkerClient(config, config.join, request)
         undo.callback(leave_job, link, (), "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s)
         log.warning("joining a running job as worker %d: waiting for the other workers to reach the end of a step", own)
@@ -54,6 +53,7 @@ def enter(
                                "sync: the job that this home joins uses norm-matched averaging (OuterSGD(matched=True)), but "
                                "this home does not; set it alike on all ranks")
         link.switch_epoch(epoch)
+        rows = StepRows(ServedRows(link.transport, own, config.deadline_s), groups.members)
         groups = new_world(groups, rows, config, home, epoch, own)
         terms.auto = given.automatic
         context = DistributedJob(

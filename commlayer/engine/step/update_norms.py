@@ -19,15 +19,13 @@ class UpdateNorms:
     """Exchanges the norms of weight changes between the ranks of one attached model, under successive plans. All ranks begin
     exchanges in the same order.
 
-    The rows of norms use the observers' channel, so a change of plans makes no new process group, which would take long on slow
-    links. Under local steps the channel allows waits as long as an outer step, because ranks differ in speed. A row is read
-    when all ranks have sent theirs, so a rank waits only for the transfer of a row.
+    Under local steps, rows allow waits as long as an outer step, because ranks differ in speed. A row is read when all ranks
+    have sent theirs, so a rank waits only for the transfer of a row.
     """
 
     def __init__(self, context: DistributedJob, deadline_s: float) -> None:
         self._context, self._deadline_s = context, deadline_s
-        self._rows = context.rows.rows("lengths of changes")
-        self._error: CommError | None = None
+        self._rows = context.rows.section("lengths of changes")
         self._agreement, self._logged = Agreement(), 0.0
         """Of the changes under the current plan, and the last logged agreement."""
 
@@ -47,22 +45,16 @@ class UpdateNorms:
         self._context.rows.allow(0.0)
 
     def start(self, weight: float, square: float) -> None:
-        self._error = None  # of an exchange that is repeated
-        try:
-            self._rows.start(weight, square)
-        except CommError as error:
-            self._error = error
+        self._rows.start(weight, square)
+        self._context.rows.send()
 
     def read(self) -> Sequence[Sequence[float]]:
         """Returns the rows that all ranks passed to their last `start`, in rank order; an empty list if members have left. The
         next exchange continues without these members, see `agree`."""
-        error, self._error = self._error, None
         try:
-            if error is not None:
-                raise error
-            return self._rows.read(self._deadline_s, self._failed)
-        except CommError as failure:
-            self._context.drop_call(failure)
+            return self._rows.read()
+        except CommError as error:
+            self._context.drop_call(error)
             return []
 
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
@@ -76,11 +68,6 @@ class UpdateNorms:
         if not 0.5 < self._logged / seen < 2:
             self._logged = seen
             context.log(f"workers' changes over {plan.local_steps} local steps have a mean cosine of {agreement:.2f}")
-
-    def _failed(self) -> BaseException | None:
-        gone = self._context.members.departed(0.0)
-        left = CommError("members left while ranks exchanged norms of weight changes") if gone else None
-        return self._context.worker.error or left
 
     def agree(self, starts: Sequence[torch.Tensor]) -> None:
         """Makes `starts`, the weights from which the next outer step begins, equal on all ranks after members have changed.

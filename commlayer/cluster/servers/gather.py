@@ -1,0 +1,64 @@
+"""The codec "gather" of the bucket of rows: the server sends all members the list of their payloads, in member order."""
+
+from __future__ import annotations
+
+import msgspec
+
+from commlayer.errors import InvalidInput
+
+ROW_BUCKET = (1 << 32) - 1
+"""Number of the bucket of rows, which no plan contains."""
+GATHER = 17
+"""Number of the codec "gather"."""
+ROW_NBYTES = 16 << 10
+"""Largest size of a member's row."""
+MESSAGE_NBYTES = 8
+"""Upper bound of the bytes that the result adds to each row, and to all rows together."""
+
+
+class GatherOps:
+    """Codec operations of the bucket of rows on the server; see CodecOps. The sum of rows is their list, in member order."""
+
+    rounds, codec, in_means, means, max_state_nbytes = 1, GATHER, False, False, 0
+
+    def __init__(self, members: int) -> None:
+        self.bound = self.memory_nbytes = (members + 1) * (ROW_NBYTES + MESSAGE_NBYTES)
+
+    def zeros(self, r: int) -> list[bytes]:
+        return []
+
+    def add(self, r: int, payload: memoryview, acc: list[bytes], first: bool) -> None:
+        if len(payload) > ROW_NBYTES:
+            raise InvalidInput("E-SIZE", f"a row has {len(payload)} bytes, allowed {ROW_NBYTES}")
+        if first:
+            acc.clear()
+        acc.append(bytes(payload))
+
+    def emit(self, r: int, acc: list[bytes], out: memoryview) -> int:
+        data = msgspec.msgpack.encode(acc)
+        out[: len(data)] = data
+        return len(data)
+
+    def undo(self, slices: int) -> bool:
+        return False
+
+    def skip(self) -> None:
+        """Does nothing: no state depends on earlier rows."""
+
+    def worth_giving_back(self, members: int) -> bool:
+        return False
+
+    def snapshot(self) -> bytes:
+        return b""
+
+    def restore(self, data: bytes | memoryview) -> None:
+        """Does nothing: there is no state."""
+
+    def remember(self) -> bytes:
+        return b""
+
+    def recall(self, data: bytes, sent: memoryview) -> None:
+        """Does nothing: there is no state."""
+
+    def begin_anew(self) -> None:
+        """Does nothing: there is no state."""

@@ -1,0 +1,25 @@
+"""Sends the row of each step, after all components have added their numbers."""
+
+from __future__ import annotations
+
+from commlayer.cluster.processes.rows import StepRows
+from commlayer.engine.components import Component, Order, Pending
+
+
+class RowSender(Component):
+    """The last component of a job. It sends what the others have started, as one row."""
+
+    order = Order.ROWS
+
+    def __init__(self, rows: StepRows) -> None:
+        self._rows = rows
+
+    def end_step(self) -> None:
+        self._rows.send()
+
+    def end_exchange(self, *, early: bool) -> None:
+        self._rows.send()
+
+    def complete(self, pending: Pending) -> None:
+        if pending >= Pending.ALL_STEPS:
+            self._rows.settle()
