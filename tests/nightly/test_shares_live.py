@@ -290,16 +290,6 @@ def test_changed_shares_are_reported_before_their_first_step() -> None:
                                    if one.from_step <= EPOCHS * -(-LENGTH // BATCH)]
 
 
-def test_lbb_as_published_moves_shares_once_per_window() -> None:
-    results = trained_alike(partial(script, memory=ROOM, slow_from=3, mode="lbb", batch=24, epochs=5), batch=24)
-    first, *later = decisions(results[0])
-    assert first.reason == "the profile"
-    (rapid,) = (one for one in later if one.reason == "LBB, rapid tuning")
-    assert rapid.effect >= 0.3
-    assert rapid.shares[0] < first.shares[0]
-    assert all(one is rapid or one.reason == "LBB, fine tuning" for one in later)
-
-
 def test_decisions_include_the_communication_time() -> None:
     runs = [play_all(partial(script, memory=ROOM, slow_from=3, price=price))[2]["events"] for price in (None, (0.05, 0.5))]
     free, priced = (next(e for e in events[1:] if isinstance(e, Decision)) for events in runs)

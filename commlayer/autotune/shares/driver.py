@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from msgspec import structs
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from commlayer.balance.profile import InitialShares
 
 
-Mode = Literal["makespan", "lbb"]
-"""Name of the balancing algorithm: the default ("makespan"), or LBB as published, for comparison."""
-
-
 class LoadBalancer:
     """Moves shares of the batch to the ranks that compute them fastest, while training runs.
 
@@ -48,20 +44,18 @@ class LoadBalancer:
     def __init__(
         self, session: Session, sampler: Sampler, *, policy: SharePolicy | None = None,
         line: LinearTime | None = None, lookahead: int | None = None,
-        measure: Callable[[int, int], float] | None = None, mode: Mode = "makespan",
+        measure: Callable[[int, int], float] | None = None,
     ) -> None:
         """All ranks create one with the same arguments, except for `line`: this rank's known speed before training.
 
         `lookahead`: batches that a loader draws in advance; derived from a DataLoader. `measure(step, samples)`: this rank's
         compute seconds, instead of the session's own measurement.
         """
-        if mode not in get_args(Mode):
-            raise InvalidInput("E-SHARES-ARGUMENT", f"mode: got {mode!r}, allowed: {', '.join(get_args(Mode))}")
         _check_plan(session)
         self.session, self.sampler = session, sampler
         self._policy = structs.replace(policy or SharePolicy(), minimum=max(policy.minimum if policy else 1, sampler.least))
         self._line, self._measure = line, measure
-        self._lookahead, self._mode = lookahead, mode
+        self._lookahead = lookahead
         self._opening: InitialShares | None = None
         self._state: SharesState | None = None
         """State of the balancing; None until the first step is over."""
@@ -101,13 +95,11 @@ class LoadBalancer:
             raise InvalidInput("E-SHARES-ARGUMENT",
                                "profile: training follows measured times already, allowed: before its first step")
         from commlayer.autotune.shares import worker_profiles
-        from commlayer.balance.lbb import LbbBalancer
 
         own, step = self._measure, self.sampler.step
         profiles, self._opening = worker_profiles.together(
             self.session, self.sampler, self._policy, model, loss_of, batches, limit_s=limit_s,
             measure=None if own is None else lambda samples: own(step, samples),
-            shares_of=LbbBalancer.begin if self._mode == "lbb" else None,
         )
         self._line = self._opening.lines[self.sampler.rank]
         for note in self._opening.notes:
@@ -209,8 +201,7 @@ class LoadBalancer:
             exchange.start(*RankStart(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
                                       self._line is not None, line.slope_s, line.intercept_s))
             rows = [RankStart(*row) for row in exchange.read()]
-        state = policy.begin(rows, shares, from_step, policy=self._policy,
-                             opening=self._opening, lbb=self._mode == "lbb")
+        state = policy.begin(rows, shares, from_step, policy=self._policy, opening=self._opening)
         reporting(context).shares = ShareMover(self._row, self._receive)
         return state
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from commlayer.autotune.measure.batch_trial import BatchTrial, LossOf, batches_of
 from commlayer.balance import Sampler, SharePolicy
-from commlayer.balance.profile import InitialShares, SharesOf, WorkerProfile, initial_shares, ladder, profile
+from commlayer.balance.profile import InitialShares, WorkerProfile, initial_shares, ladder, profile
 from commlayer.cluster.processes.process_groups import Members
 from commlayer.cluster.processes.rows import RowChannel, Rows
 from commlayer.config import read_launch
@@ -31,10 +31,9 @@ FINISHED, BROKE_OFF = 1.0, 0.0
 
 def together(
     session: Session, sampler: Sampler, policy: SharePolicy, model: nn.Module, loss_of: LossOf,
-    batches: Any, *, limit_s: float, measure: Callable[[int], float] | None = None, shares_of: SharesOf | None = None,
+    batches: Any, *, limit_s: float, measure: Callable[[int], float] | None = None,
 ) -> tuple[list[WorkerProfile], InitialShares]:
-    """Profiles all ranks. Returns every rank's profile and the first decision, and sets the sampler's cap and shares.
-    `shares_of` computes the shares."""
+    """Profiles all ranks. Returns every rank's profile and the first decision, and sets the sampler's cap and shares."""
     if not limit_s > 0:
         raise InvalidInput("E-SHARES-ARGUMENT", f"limit_s: got {limit_s}, allowed: more than 0 seconds")
     trial = BatchTrial(model, loss_of, batches_of(batches), measure=measure, sharing=read_launch().local_world)
@@ -54,7 +53,7 @@ def together(
         with contextlib.closing(RowChannel(_members(session), limit_s + SLACK_S)) as channel:
             profiles, first = _exchanged(channel.rows("profiles"), run, session, sampler)
     least = max(policy.minimum, sampler.least)
-    start = initial_shares(profiles, sampler.batch, sampler.announced[1], step=first, minimum=least, shares_of=shares_of)
+    start = initial_shares(profiles, sampler.batch, sampler.announced[1], step=first, minimum=least)
     if profiles[sampler.rank].ended:
         sampler.cap = profiles[sampler.rank].cap
     sampler.announce(first, start.decision.by_worker)
