@@ -102,7 +102,7 @@ OwnReport = tuple[TuningRequest, float, GradientError | None, WorkerTime, Throug
 
 
 class ShareMover(NamedTuple):
-    """Functions by which load balancing takes part in the ranks' reports: see shares/driver.py."""
+    """Functions by which load balancing takes part in the ranks' reports: see shares/load_balancer.py."""
 
     row: Callable[[], WorkerTime]
     """Returns this rank's measured times for its next report."""

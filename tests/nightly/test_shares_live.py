@@ -21,7 +21,7 @@ from support.rank_pool import PoolError, pool
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from commlayer.autotune.shares.driver import LoadBalancer
+from commlayer.autotune.shares.load_balancer import LoadBalancer
 from commlayer.autotune.start import reporting
 from commlayer.balance import Decision, LinearTime, Note, Outcome, Sampler, shares, solve
 from commlayer.engine.job.job import DistributedJob

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from msgspec import structs
@@ -16,12 +16,13 @@ from torch import nn
 
 from commlayer.autotune.measure.batch_trial import BatchTrial, LossOf, batches_of
 from commlayer.balance import Sampler, SharePolicy
+from commlayer.balance.assignment import TrainingSession
 from commlayer.balance.profile import InitialShares, WorkerProfile, initial_shares, ladder, profile
 from commlayer.cluster.processes.process_groups import Members
 from commlayer.cluster.processes.rows import RowChannel, Rows
 from commlayer.config import read_launch
+from commlayer.engine.observers.inspection import Inspection
 from commlayer.errors import CommError, InvalidInput
-from commlayer.session import Session
 from commlayer.transport.protocol import peer_name
 
 SLACK_S = 60.0
@@ -29,8 +30,15 @@ SLACK_S = 60.0
 FINISHED, BROKE_OFF = 1.0, 0.0
 
 
+class BalancedSession(TrainingSession, Protocol):
+    """The part of a session that load balancing needs."""
+
+    @property
+    def inspect(self) -> Inspection: ...
+
+
 def together(
-    session: Session, sampler: Sampler, policy: SharePolicy, model: nn.Module, loss_of: LossOf,
+    session: BalancedSession, sampler: Sampler, policy: SharePolicy, model: nn.Module, loss_of: LossOf,
     batches: Any, *, limit_s: float, measure: Callable[[int], float] | None = None,
 ) -> tuple[list[WorkerProfile], InitialShares]:
     """Profiles all ranks. Returns every rank's profile and the first decision, and sets the sampler's cap and shares."""
@@ -60,13 +68,13 @@ def together(
     return profiles, start
 
 
-def _members(session: Session) -> Members:
+def _members(session: BalancedSession) -> Members:
     groups = session.inspect.context.groups
     return Members() if groups is None else groups.members
 
 
 def _exchanged(
-    rows: Rows, run: Callable[[], WorkerProfile], session: Session, sampler: Sampler,
+    rows: Rows, run: Callable[[], WorkerProfile], session: BalancedSession, sampler: Sampler,
 ) -> tuple[list[WorkerProfile], int]:
     """Exchanges the profiles. Returns all of them, and the first step for which every rank may announce shares. A rank whose
     model raised an error reports the error first."""

@@ -18,15 +18,15 @@ from torch import nn
 
 from commlayer.autotune.controller import ShareMover
 from commlayer.autotune.measure.batch_trial import LossOf
-from commlayer.autotune.shares import policy
+from commlayer.autotune.shares import policy, worker_profiles
 from commlayer.autotune.shares.policy import RankStart, SharesState, WorkerTime, latest
+from commlayer.autotune.shares.worker_profiles import BalancedSession
 from commlayer.autotune.start import reporting
 from commlayer.balance import Decision, LinearTime, Outcome, Sampler, SharePolicy
 from commlayer.balance.balancer import Event, describe
 from commlayer.balance.profile import LIMIT_S, WorkerProfile
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import CommError, InvalidInput
-from commlayer.session import Session
 
 if TYPE_CHECKING:
     from commlayer.balance.profile import InitialShares
@@ -42,7 +42,7 @@ class LoadBalancer:
     """
 
     def __init__(
-        self, session: Session, sampler: Sampler, *, policy: SharePolicy | None = None,
+        self, session: BalancedSession, sampler: Sampler, *, policy: SharePolicy | None = None,
         line: LinearTime | None = None, lookahead: int | None = None,
         measure: Callable[[int, int], float] | None = None,
     ) -> None:
@@ -94,8 +94,6 @@ class LoadBalancer:
         if self._state is not None:
             raise InvalidInput("E-SHARES-ARGUMENT",
                                "profile: training follows measured times already, allowed: before its first step")
-        from commlayer.autotune.shares import worker_profiles
-
         own, step = self._measure, self.sampler.step
         profiles, self._opening = worker_profiles.together(
             self.session, self.sampler, self._policy, model, loss_of, batches, limit_s=limit_s,
@@ -206,7 +204,7 @@ class LoadBalancer:
         return state
 
 
-def _check_plan(session: Session | None) -> None:
+def _check_plan(session: BalancedSession | None) -> None:
     """Raises InvalidInput for plans with local steps or overlapped updates. The measured time runs from one averaging to the
     end of the next backward pass; such plans have no averaging in most steps, or it overlaps the next step."""
     plan = None if session is None else session.inspect.plan
