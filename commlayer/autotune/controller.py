@@ -36,7 +36,6 @@ from commlayer.autotune.plan_policy import (
     LinkState,
     LogLine,
     Notice,
-    ReplanVerdict,
     SearchRequest,
     Suggestion,
     TuningRequest,
@@ -120,13 +119,13 @@ class TuningController(Component):
     order = Order.CONTROLLER
 
     def __init__(
-        self, context: DistributedJob, actions: JobActions, reports: Reports | None, guard: QualityGuard | None = None, *,
-        plans: bool = True, per_node: int = 1, keep: bool = False,
+        self, context: DistributedJob, actions: JobActions, reports: Reports, guard: QualityGuard | None = None, *,
+        plans: bool = True, per_node: int = 1,
     ) -> None:
-        """`plans`: True: the controller chooses plans. `keep`: True: it searches for plans but never switches; `reports` is
-        None then. `per_node`: ranks per node; the first rank of a node reports the traffic of the node's link."""
+        """`plans`: True: the controller chooses plans. `per_node`: ranks per node; the first rank of a node reports the traffic
+        of the node's link."""
         self._context, self._do, self._reports, self.guard = context, actions, reports, guard
-        self._plans, self._per_node, self._keep = plans, per_node, keep
+        self._plans, self._per_node = plans, per_node
         self._lead = Lead() if plans and context.rank == 0 else None
         self._links: LinkState | None = None
         self._phase, self._until = Phase.WARMING, WARM_STEPS
@@ -153,11 +152,6 @@ class TuningController(Component):
         self._last = StepEnd()
         self._busy = False
         context.on_close.append(self._close)
-
-    @property
-    def verdicts(self) -> list[ReplanVerdict]:
-        """The outcome of each search. Filled on rank 0 only."""
-        return [] if self._lead is None else list(self._lead.verdicts)
 
     @property
     def phase(self) -> Phase:
@@ -247,10 +241,8 @@ class TuningController(Component):
 
     def _step_over(self, step_s: float, waited_s: float) -> None:
         self._steps += 1
-        rows: list[Report] = []
-        if self._reports is not None:
-            rows = self._reports.read()
-            self._reports.step(step_s, waited_s)
+        rows = self._reports.read()
+        self._reports.step(step_s, waited_s)
         if self._pauses(rows):
             return
         before = self._plan
@@ -277,7 +269,7 @@ class TuningController(Component):
         """True: plans are automatic now; the same on all ranks. False during a codec's warm-up, whose step times do not
         represent the plan."""
         context = self._context
-        if not self._plans or not (context.terms.auto or self._keep):
+        if not self._plans or not context.terms.auto:
             return False
         return context.worker.step >= context.worker.plan.warmup
 
@@ -351,15 +343,12 @@ class TuningController(Component):
     def _due(self, rows: Sequence[Report], *, entered: bool) -> bool:
         """Returns whether all ranks send reports after this step: every few steps while links are watched or load is balanced,
         after a comparison with exact gradients and after its reports, and after a change of plans."""
-        if self._reports is None:
-            return False
         compared = (self.guard is not None and self.guard.has_error) or any(row.compared for row in rows)
         wanted = self._watched is not None or self.shares is not None
         return entered or compared or (wanted and self._reports.due)
 
     def _send(self) -> None:
         """Sends this rank's report. Acts on the reports of all ranks at once if all ranks have waited for them."""
-        assert self._reports is not None
         rows = self._reports.send(*self._attempt(self._own, _NOTHING), failed=self._failure is not None)
         if not rows:
             return
@@ -377,7 +366,6 @@ class TuningController(Component):
             if self._lead is not None:
                 self._lead, request = plan_policy.next_request(self._lead, links, time.monotonic())
         alone = NOT_KNOWN if self._lead is None else plan_policy.over_alone(self._lead, self._active)
-        assert self._reports is not None
         return (request, decisive_s, None if self.guard is None else self.guard.take_error(),
                 WorkerTime() if self.shares is None else self.shares.row(), self._reports.traffic(), alone)
 
@@ -386,7 +374,7 @@ class TuningController(Component):
         self._take_results()
         if self._lead is not None and step_s:
             self._set(*plan_policy.step_over(self._lead, step_s, self._context.exchanges, self._active))
-        if self._lead is not None and self._links is not None and self._phase is Phase.WATCHING and not self._keep:
+        if self._lead is not None and self._links is not None and self._phase is Phase.WATCHING:
             self._set(plan_policy.on_faster_links(self._lead, self._links, self._active))
 
     def _decide(self, rows: Sequence[Report], *, changed: bool) -> None:
@@ -478,15 +466,14 @@ class TuningController(Component):
 
     def _reset(self) -> None:
         """Drops the observations of past steps, which do not apply to the next ones."""
-        if self._reports is not None:
-            self._reports.reset()
+        self._reports.reset()
 
     def _measure(self) -> None:
         """Measures steps and links, which is collective; then rank 0 starts a search."""
         soon, self._phase = self._phase is Phase.WARMING, Phase.WATCHING
         measured = self._do.measure(self._recorded_s)
         self._attempt(partial(self._measured, measured), None)
-        if soon and not self._keep:  # a slow step during the search would cost more than waiting for the search
+        if soon:  # a slow step during the search would cost more than waiting for the search
             self._await(WAITED_STEPS * measured.step_s)
 
     def _measured(self, measured: Measured) -> None:
@@ -548,7 +535,7 @@ class TuningController(Component):
     def _take_results(self) -> None:
         while self._results and self._lead is not None:
             order, candidate, why = self._results.popleft()
-            self._set(*plan_policy.end_search(self._lead, order, candidate, why, self._active, keep=self._keep))
+            self._set(*plan_policy.end_search(self._lead, order, candidate, why, self._active))
 
     def _await(self, most_s: float) -> bool:
         """Waits until rank 0's search has ended; collective. A search that takes longer than `most_s` continues while training
@@ -635,12 +622,11 @@ class TuningController(Component):
         if self._thread is not None:
             self._thread.join(SEARCH_S)
 
-    def settle(self, deadline_s: float) -> list[ReplanVerdict]:
-        """Waits up to `deadline_s` seconds for a search to end. Returns the outcomes of all searches."""
+    def settle(self, deadline_s: float) -> None:
+        """Waits up to `deadline_s` seconds for a search to end."""
         if self._thread is not None:
             self._thread.join(deadline_s)
         self._take_results()
-        return self.verdicts
 
     @property
     def _active(self) -> Plan:
