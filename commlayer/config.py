@@ -365,13 +365,6 @@ def child_environment(config: Config) -> dict[str, str]:
     return environment | {PREFIX + "CONFIG": ""} | {PREFIX + name.upper(): str(value) for name, value in fields.items()}
 
 
-def take_environment(wanted: Mapping[str, str]) -> None:
-    """Replaces all COMMLAYER_* variables of this process with `wanted`. Called in a forked process."""
-    for name in [name for name in os.environ if name.startswith(PREFIX)]:
-        del os.environ[name]
-    os.environ.update({PREFIX + "CONFIG": "", **wanted})
-
-
 def home_environment(launch: Launch, nodes: int, settings: Mapping[str, str]) -> dict[str, str]:
     """Environment variables for a worker of a site: torchrun's variables, and these settings as COMMLAYER_* variables."""
     launcher = {"RANK": launch.rank, "WORLD_SIZE": launch.world, "LOCAL_RANK": launch.local_rank, "GROUP_RANK": launch.node,

@@ -36,6 +36,7 @@ from commlayer.autotune.plan_policy import (
     LinkState,
     LogLine,
     Notice,
+    Proposal,
     SearchRequest,
     Suggestion,
     TuningRequest,
@@ -566,11 +567,14 @@ class TuningController(Component):
             self._say(f"kept the current plan: {error}")
             return
         if (lead := self._lead) is not None and proposal is not None:
-            self._attempt(lambda: self._set(*plan_policy.switched(lead, proposal, self._active, left)), None)
+            self._attempt(partial(self._switched, lead, proposal, left), None)
         back = proposal is not None and proposal.back
         self._context.note_plan("rollback" if back else "automatic")
         self._say(f"switched {'back ' if back else ''}to plan {digest(self._active)}: {summary_of(self._active)}")
         self._entered(own=True)
+
+    def _switched(self, lead: Lead, proposal: Proposal, left: Plan) -> None:
+        self._set(*plan_policy.switched(lead, proposal, self._active, left))
 
     def _change_codecs(self, guard: QualityGuard, change: CodecChange) -> bool:
         """Switches to finer or coarser codecs; collective. Returns whether the plan has changed."""

@@ -43,6 +43,10 @@ Left = Callable[[], float]
 """Function that returns the seconds until profiling must end."""
 
 
+def unlimited() -> float:
+    return math.inf
+
+
 class WorkerProfile(Record, frozen=True):
     """One worker's profile: measured points (batch, seconds), and the cap: the largest batch that fits into memory, 0 if none
     did."""
@@ -63,7 +67,7 @@ def ladder(total: int) -> list[int]:
 
 
 def profile(
-    run: Run, total: int, *, repeats: int = REPEATS, headroom: float = HEADROOM, left_s: Left = lambda: math.inf
+    run: Run, total: int, *, repeats: int = REPEATS, headroom: float = HEADROOM, left_s: Left = unlimited
 ) -> WorkerProfile:
     """Measures batches of 2, 4, 8, ... samples, up to `total`. If the time limit is reached before memory runs out, the memory
     limit stays unknown."""

@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -94,11 +95,10 @@ class LoadBalancer:
         if self._state is not None:
             raise InvalidInput("E-SHARES-ARGUMENT",
                                "profile: training follows measured times already, allowed: before its first step")
-        own, step = self._measure, self.sampler.step
+        measure = None if self._measure is None else partial(self._measure, self.sampler.step)
         profiles, self._opening = worker_profiles.together(
             self.session, self.sampler, self._policy, model, loss_of, batches, limit_s=limit_s,
-            measure=None if own is None else lambda samples: own(step, samples),
-        )
+            measure=measure)
         self._line = self._opening.lines[self.sampler.rank]
         for note in self._opening.notes:
             self._say(note)
