@@ -43,12 +43,12 @@ from commlayer.autotune.plan_policy import (
     rates_of,
 )
 from commlayer.autotune.quality import CodecChange, GradientError
-from commlayer.autotune.report import NO_TRAFFIC, NOT_KNOWN, Report, Reports
+from commlayer.autotune.report import Alone, Report, Reports
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.engine.components import Component, Order
 from commlayer.errors import CommError
 from commlayer.observe.events import AloneEvent, QualityEvent
-from commlayer.observe.link_monitor import LinkWatch, Rates, SeenStep, Throughput, differ, slower, spelled
+from commlayer.observe.link_monitor import LinkWatch, Rates, SeenStep, differ, slower, spelled
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner.model import Link
 from commlayer.planner.plan_rules import summary_of
@@ -98,9 +98,6 @@ class StepEnd(NamedTuple):
     exposed_s: float = 0.0
 
 
-OwnReport = tuple[TuningRequest, float, GradientError | None, WorkerTime, Throughput, tuple[float, float, float]]
-
-
 class ShareMover(NamedTuple):
     """Functions by which load balancing takes part in the ranks' reports: see shares/load_balancer.py."""
 
@@ -108,10 +105,6 @@ class ShareMover(NamedTuple):
     """Returns this rank's measured times for its next report."""
     receive: Callable[[list[WorkerTime], float], None]
     """Receives the measured times of all ranks, and the longest step time of any rank."""
-
-
-_NOTHING: OwnReport = (TuningRequest.NOTHING, math.inf, None, WorkerTime(), NO_TRAFFIC, NOT_KNOWN)
-"""The report of a rank whose decisions have failed."""
 
 
 class TuningController(Component):
@@ -350,7 +343,8 @@ class TuningController(Component):
 
     def _send(self) -> None:
         """Sends this rank's report. Acts on the reports of all ranks at once if all ranks have waited for them."""
-        rows = self._reports.send(*self._attempt(self._own, _NOTHING), failed=self._failure is not None)
+        report, decisive_s = self._attempt(self._own, (Report(), math.inf))
+        rows = self._reports.send(report._replace(failed=float(self._failure is not None)), decisive_s)
         if not rows:
             return
         changed = self._do_requested(rows)
@@ -358,17 +352,18 @@ class TuningController(Component):
         if self._reports.confirm(failed=self._failure is not None):
             self._do_agreed()
 
-    def _own(self) -> OwnReport:
-        """Returns what this rank reports: rank 0's request, the step time from which on a step is decisive, the comparison
-        with exact gradients, times, traffic, and the speed over one machine alone."""
+    def _own(self) -> tuple[Report, float]:
+        """Returns what this rank reports, and the step time from which on a step is decisive."""
         request, decisive_s, links = TuningRequest.NOTHING, math.inf, self._watched
         if links is not None:
             decisive_s = links.watch.decisive_s
             if self._lead is not None:
                 self._lead, request = plan_policy.next_request(self._lead, links, time.monotonic())
-        alone = NOT_KNOWN if self._lead is None else plan_policy.over_alone(self._lead, self._active)
-        return (request, decisive_s, None if self.guard is None else self.guard.take_error(),
-                WorkerTime() if self.shares is None else self.shares.row(), self._reports.traffic(), alone)
+        error = None if self.guard is None else self.guard.take_error()
+        return Report(
+            request=request, carried=self._reports.traffic(), compared=float(error is not None), error=error or GradientError(),
+            alone=Alone() if self._lead is None else Alone(*plan_policy.over_alone(self._lead, self._active)),
+            time=WorkerTime() if self.shares is None else self.shares.row()), decisive_s
 
     def _decide_plan(self, step_s: float) -> None:
         """Decides on plans, on rank 0."""
@@ -384,8 +379,8 @@ class TuningController(Component):
         step_s = median(row.step_s for row in rows)
         if self.shares is not None:
             self.shares.receive([row.time for row in rows], max(row.step_s for row in rows))
-        if rows[0].over_alone:
-            self._compare_alone(rows[0])
+        if rows[0].alone.over_alone:
+            self._compare_alone(rows[0].alone)
         if changed:
             return
         if rows[0].compared and self.guard is not None:
@@ -396,12 +391,12 @@ class TuningController(Component):
         if (links := self._watched) is not None and all(row.step_s for row in rows):
             self._watch(links, rows, step_s)
 
-    def _compare_alone(self, lead: Report) -> None:
-        """Says once on each node that one machine alone would be faster. `lead`: the report of rank 0, which knows."""
-        context, alone = self._context, (lead.over_alone, lead.forecast, lead.auto_times)
+    def _compare_alone(self, alone: Alone) -> None:
+        """Says once on each node that one machine alone would be faster."""
+        context = self._context
         if context.rank == 0:
-            context.stream.over_alone(AloneEvent(over_alone=alone[0], forecast=alone[1], auto_times=alone[2]))
-        if max(lead.over_alone, lead.forecast) < 1 and not context.terms.said_slower:
+            context.stream.over_alone(AloneEvent(**alone._asdict()))
+        if max(alone.over_alone, alone.forecast) < 1 and not context.terms.said_slower:
             context.terms.said_slower = True
             self._say(plan_policy.slower_line(*alone), logging.WARNING)
 
