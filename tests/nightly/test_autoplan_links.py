@@ -17,8 +17,7 @@ from support.autotuning import any_step_time
 from support.rank_pool import pool
 from torch import nn
 
-from commlayer.autotune import measuring
-from commlayer.autotune.measure import calibration
+from commlayer.autotune.measure import calibration, probes
 from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.observe.link_monitor import DOWN, PAYLOAD, SETTLED, UP
 from commlayer.planner.model import Line
@@ -59,7 +58,7 @@ def train(run: Run) -> dict[str, Any]:
     """Steps of 30 ms. Under the first plan they become slow until another plan is active; then they are fast again."""
     line, sent, decided, digests = Interface(HIGH_BPS), list[float](), list[int](), list[str]()
     with pytest.MonkeyPatch.context() as patch, any_step_time():
-        patch.setattr(measuring, "counters_of", lambda _interface: line.counters)
+        patch.setattr(probes, "counters_of", lambda _interface: line.counters)
         # A second each, so no plan uses them.
         patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: CollectiveCosts(Line(1.0), Line(1.0)))
         model = mlp()
