@@ -145,7 +145,7 @@ def initial_shares(
         return [in_pieces_s(models[worker], share, room[worker]) for worker, share in enumerate(of) if share]
 
     now = [before.get(worker, 0) for worker in range(len(profiles))]
-    decision = Decision(step, step, tuple(range(len(profiles))), shares, pieces, "the profile",
+    decision = Decision(step, step, shares, pieces, "the profile",
                         max(times_s(now), default=math.inf), max(times_s(shares)), straggler_effect(times_s(now)))
     at = [max(1, -(-share // max(1, parts))) for share, parts in zip(shares, pieces, strict=True)]
     lines = tuple(_local_line(measured, batch) for measured, batch in zip(points, at, strict=True))
