@@ -120,7 +120,9 @@ class TuningController(Component):
         of the node's link."""
         self._context, self._do, self._reports, self.guard = context, actions, reports, guard
         self._plans, self._per_node = plans, per_node
-        self._lead = Lead() if plans and context.rank == 0 else None
+        self._leads = plans and context.rank == 0
+        """True: this rank decides on plans."""
+        self._lead = Lead()
         self._links: LinkState | None = None
         self._phase, self._until = Phase.WARMING, WARM_STEPS
         self._steps = 0
@@ -152,7 +154,7 @@ class TuningController(Component):
         return self._phase
 
     @property
-    def lead(self) -> Lead | None:
+    def lead(self) -> Lead:
         return self._lead
 
     @property
@@ -163,7 +165,7 @@ class TuningController(Component):
         """Starts recording steps. Called before the first step, because the second step is sufficient if steps are slow."""
         if self._plans:
             self._record()
-            if self._lead is not None:
+            if self._leads:
                 self._do.prepare_search()
 
     def _record(self) -> None:
@@ -357,20 +359,20 @@ class TuningController(Component):
         request, decisive_s, links = TuningRequest.NOTHING, math.inf, self._watched
         if links is not None:
             decisive_s = links.watch.decisive_s
-            if self._lead is not None:
+            if self._leads:
                 self._lead, request = plan_policy.next_request(self._lead, links, time.monotonic())
         error = None if self.guard is None else self.guard.take_error()
         return Report(
             request=request, carried=self._reports.traffic(), compared=float(error is not None), error=error or GradientError(),
-            alone=Alone() if self._lead is None else Alone(*plan_policy.over_alone(self._lead, self._active)),
+            alone=Alone(*plan_policy.over_alone(self._lead, self._active)),
             time=WorkerTime() if self.shares is None else self.shares.row()), decisive_s
 
     def _decide_plan(self, step_s: float) -> None:
         """Decides on plans, on rank 0."""
         self._take_results()
-        if self._lead is not None and step_s:
+        if self._leads and step_s:
             self._set(*plan_policy.step_over(self._lead, step_s, self._context.exchanges, self._active))
-        if self._lead is not None and self._links is not None and self._phase is Phase.WATCHING:
+        if self._leads and self._links is not None and self._phase is Phase.WATCHING:
             self._set(plan_policy.on_faster_links(self._lead, self._links, self._active))
 
     def _decide(self, rows: Sequence[Report], *, changed: bool) -> None:
@@ -446,7 +448,7 @@ class TuningController(Component):
 
     def _plan_for(self, state: LinkState, links: tuple[Link, ...], step_s: float, waited_s: float) -> None:
         """Searches for a plan for links whose rates have changed. Codec and computing costs are not measured again."""
-        pace_s = 0.0 if self._lead is None else plan_policy.pace_since(self._lead, state.watch.slow_s)
+        pace_s = plan_policy.pace_since(self._lead, state.watch.slow_s)
         self._set_links(state.measured(links, time.monotonic()))
         self._search(step_s, pace_s)
         if _links_hold(step_s, waited_s):
@@ -479,17 +481,17 @@ class TuningController(Component):
         self._say(f"links carry {self._spelled(rates_of(measured.links))}")
         if line := _uneven(measured):
             self._say(line)
-        recent = () if self._lead is None else self._lead.recent
+        recent = self._lead.recent
         self._search(measured.step_s, median(recent) if recent else 0.0, checks=True)
 
     def _search(self, step_s: float, pace_s: float, *, checks: bool = False) -> None:
-        if self._lead is not None and self._links is not None:
+        if self._leads and self._links is not None:
             links = self._links.links
             self._set(plan_policy.begin_search(self._lead, self._active, links, step_s, pace_s, checks=checks))
 
     def _set(self, lead: Lead, lines: Sequence[Notice] = ()) -> None:
         """Sets rank 0's state, and carries out what has changed in that state."""
-        before, self._lead = self._lead or Lead(), lead
+        before, self._lead = self._lead, lead
         terms, context = self._context.terms, self._context
         if lead.basis is not before.basis or lead.price is not before.price:
             terms.basis, terms.price = lead.basis, lead.price
@@ -529,7 +531,7 @@ class TuningController(Component):
         self._thread.start()
 
     def _take_results(self) -> None:
-        while self._results and self._lead is not None:
+        while self._results:
             order, candidate, why = self._results.popleft()
             self._set(*plan_policy.end_search(self._lead, order, candidate, why, self._active))
 
@@ -549,27 +551,26 @@ class TuningController(Component):
         if self._thread is not None:
             self._thread.join(min(most_s, SEARCH_S))
             self._take_results()
-        return self._lead is not None and self._lead.proposal is not None
+        return self._lead.proposal is not None
 
     def _switch(self) -> None:
         """Switches to the plan that rank 0 proposes; collective."""
-        proposal, left = None if self._lead is None else self._lead.proposal, self._active
+        proposal, left = self._lead.proposal, self._active
         try:
             self._do.switch(None if proposal is None else proposal.candidate.runnable, by_itself=True)
         except ValueError as error:  # raised on all ranks, and nothing has changed
-            if self._lead is not None:
-                self._lead = plan_policy.refused(self._lead)
+            self._lead = plan_policy.refused(self._lead)
             self._say(f"kept the current plan: {error}")
             return
-        if (lead := self._lead) is not None and proposal is not None:
-            self._attempt(partial(self._switched, lead, proposal, left), None)
+        if proposal is not None:
+            self._attempt(partial(self._switched, proposal, left), None)
         back = proposal is not None and proposal.back
         self._context.note_plan("rollback" if back else "automatic")
         self._say(f"switched {'back ' if back else ''}to plan {digest(self._active)}: {summary_of(self._active)}")
         self._entered(own=True)
 
-    def _switched(self, lead: Lead, proposal: Proposal, left: Plan) -> None:
-        self._set(*plan_policy.switched(lead, proposal, self._active, left))
+    def _switched(self, proposal: Proposal, left: Plan) -> None:
+        self._set(*plan_policy.switched(self._lead, proposal, self._active, left))
 
     def _change_codecs(self, guard: QualityGuard, change: CodecChange) -> bool:
         """Switches to finer or coarser codecs; collective. Returns whether the plan has changed."""
@@ -601,7 +602,7 @@ class TuningController(Component):
         if self._links is not None:
             self._links = structs.replace(self._links, watch=LinkWatch(rates_of(self._links.links)))
         self._reset()
-        if self._lead is not None and not own:
+        if not own:
             self._set(plan_policy.replaced(self._lead))
         if self.guard is not None:
             change = self.guard.entered(self._steps, by_guard=by_guard)
@@ -636,7 +637,7 @@ class TuningController(Component):
 
     def shares_moved(self, part: float) -> None:
         """Records that work moves between ranks with the next step. `part`: by which fraction of a step's computing."""
-        if self._lead is not None and part >= plan_policy.SHARES_WORTH:
+        if part >= plan_policy.SHARES_WORTH:
             self._lead = structs.replace(self._lead, moved=True)
 
 
