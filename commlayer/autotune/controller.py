@@ -123,8 +123,9 @@ class TuningController(Component):
         self._leads = plans and context.rank == 0
         """True: this rank decides on plans."""
         self._lead = Lead()
-        self._links: LinkState | None = None
-        self._phase, self._until = Phase.WARMING, WARM_STEPS
+        self.links: LinkState | None = None
+        """The links; None before they are measured."""
+        self.phase, self._until = Phase.WARMING, WARM_STEPS
         self._steps = 0
         """Number of steps on averaged gradients and of exchanges of local steps."""
         self._planned_steps = 0
@@ -148,18 +149,6 @@ class TuningController(Component):
         self._last = StepEnd()
         self._busy = False
         context.on_close.append(self._close)
-
-    @property
-    def phase(self) -> Phase:
-        return self._phase
-
-    @property
-    def lead(self) -> Lead:
-        return self._lead
-
-    @property
-    def links(self) -> LinkState | None:
-        return self._links
 
     def start(self) -> None:
         """Starts recording steps. Called before the first step, because the second step is sufficient if steps are slow."""
@@ -272,7 +261,7 @@ class TuningController(Component):
     @property
     def _watched(self) -> LinkState | None:
         """The links, while ranks watch them; None before they are measured, and while they are measured again."""
-        return self._links if self._planning and self._phase is Phase.WATCHING else None
+        return self.links if self._planning and self.phase is Phase.WATCHING else None
 
     def _attempt(self, act: Callable[[], T], otherwise: T) -> T:
         """Runs `act`, which decides by itself or acts on this rank only. After an error this rank decides nothing more."""
@@ -311,14 +300,14 @@ class TuningController(Component):
         self._planned_steps += 1
         if step_s:
             self._recorded_s.append(step_s)
-        if self._phase is Phase.WATCHING or self._planned_steps < self._until:
+        if self.phase is Phase.WATCHING or self._planned_steps < self._until:
             return
-        if self._phase is Phase.MEASURING or (
-            self._links is None and _links_hold(*self._do.share_times(step_s, waited_s))  # the first steps were recorded
+        if self.phase is Phase.MEASURING or (
+            self.links is None and _links_hold(*self._do.share_times(step_s, waited_s))  # the first steps were recorded
         ):
             self._measure()
         else:
-            self._phase, self._until = Phase.MEASURING, self._planned_steps + MEASURED_STEPS + 1
+            self.phase, self._until = Phase.MEASURING, self._planned_steps + MEASURED_STEPS + 1
             self._record()
 
     def _do_requested(self, rows: Sequence[Report]) -> bool:
@@ -329,7 +318,7 @@ class TuningController(Component):
             case TuningRequest.SWITCH:
                 self._switch()
             case TuningRequest.MEASURE:
-                self._phase, self._until = Phase.WARMING, self._planned_steps + 1
+                self.phase, self._until = Phase.WARMING, self._planned_steps + 1
             case TuningRequest.PROBE:
                 self._probe(links, median(row.step_s for row in rows))
             case _:
@@ -372,8 +361,8 @@ class TuningController(Component):
         self._take_results()
         if self._leads and step_s:
             self._set(*plan_policy.step_over(self._lead, step_s, self._context.exchanges, self._active))
-        if self._leads and self._links is not None and self._phase is Phase.WATCHING:
-            self._set(plan_policy.on_faster_links(self._lead, self._links, self._active))
+        if self._leads and self.links is not None and self.phase is Phase.WATCHING:
+            self._set(plan_policy.on_faster_links(self._lead, self.links, self._active))
 
     def _decide(self, rows: Sequence[Report], *, changed: bool) -> None:
         """Decides from reports that all ranks have received, so all ranks decide alike. `changed`: True: the plan or the links
@@ -411,7 +400,7 @@ class TuningController(Component):
             own = traffic[groups.node]
             self._context.stream.rates(Rates(own.up.bps, own.down.bps), state.watch.planned[groups.node])
         watch, rates = state.watch.observe(SeenStep(step_s, waited_s, traffic))
-        self._links = state = structs.replace(state, watch=watch)
+        self.links = state = structs.replace(state, watch=watch)
         if rates is None:
             return
         links = state.with_rates(rates)
@@ -437,7 +426,7 @@ class TuningController(Component):
         # A short probe may measure too low a rate. Steps show whether a link has become slower.
         rates = [Rates(*map(max, zip(new, old, strict=True))) for new, old in zip(rates_of(links), planned, strict=True)]
         faster = differ(rates, planned)
-        self._links = state = structs.replace(state, reprobe=state.reprobe.probed(time.monotonic(), took_s, found=faster))
+        self.links = state = structs.replace(state, reprobe=state.reprobe.probed(time.monotonic(), took_s, found=faster))
         before = self._spelled(planned)
         self._say(f"probed the links in {1e3 * took_s:.0f} ms: "
                   + (f"{self._spelled(rates)} instead of {before}" if faster else f"no faster than {before}"))
@@ -458,7 +447,7 @@ class TuningController(Component):
         return spelled(rates, self._do.node_names())
 
     def _set_links(self, links: LinkState) -> None:
-        self._links = links
+        self.links = links
         self._do.pace(links.links)
         self._reset()
 
@@ -468,7 +457,7 @@ class TuningController(Component):
 
     def _measure(self) -> None:
         """Measures steps and links, which is collective; then rank 0 starts a search."""
-        soon, self._phase = self._phase is Phase.WARMING, Phase.WATCHING
+        soon, self.phase = self.phase is Phase.WARMING, Phase.WATCHING
         measured = self._do.measure(self._recorded_s)
         self._attempt(partial(self._measured, measured), None)
         if soon:  # a slow step during the search would cost more than waiting for the search
@@ -476,7 +465,7 @@ class TuningController(Component):
 
     def _measured(self, measured: Measured) -> None:
         now = time.monotonic()
-        links = LinkState.of(measured.links, now) if self._links is None else self._links.measured(measured.links, now)
+        links = LinkState.of(measured.links, now) if self.links is None else self.links.measured(measured.links, now)
         self._set_links(links)
         self._say(f"links carry {self._spelled(rates_of(measured.links))}")
         if line := _uneven(measured):
@@ -485,8 +474,8 @@ class TuningController(Component):
         self._search(measured.step_s, median(recent) if recent else 0.0, checks=True)
 
     def _search(self, step_s: float, pace_s: float, *, checks: bool = False) -> None:
-        if self._leads and self._links is not None:
-            links = self._links.links
+        if self._leads and self.links is not None:
+            links = self.links.links
             self._set(plan_policy.begin_search(self._lead, self._active, links, step_s, pace_s, checks=checks))
 
     def _set(self, lead: Lead, lines: Sequence[Notice] = ()) -> None:
@@ -593,14 +582,14 @@ class TuningController(Component):
         """Resets the statistics that depend on the plan. `own`: whether rank 0 proposed the new plan. `by_guard`: whether the
         quality guard made its codecs finer or coarser."""
         self._plan, self._agreed = self._context.plan, None
-        if self._phase is not Phase.WATCHING and self._plans:  # the recorded steps ran under another plan
-            self._phase, self._until = Phase.WARMING, self._planned_steps + WARM_STEPS
+        if self.phase is not Phase.WATCHING and self._plans:  # the recorded steps ran under another plan
+            self.phase, self._until = Phase.WARMING, self._planned_steps + WARM_STEPS
             self._record()
         self._attempt(partial(self._adapt, own=own, by_guard=by_guard), None)
 
     def _adapt(self, *, own: bool, by_guard: bool) -> None:
-        if self._links is not None:
-            self._links = structs.replace(self._links, watch=LinkWatch(rates_of(self._links.links)))
+        if self.links is not None:
+            self.links = structs.replace(self.links, watch=LinkWatch(rates_of(self.links.links)))
         self._reset()
         if not own:
             self._set(plan_policy.replaced(self._lead))

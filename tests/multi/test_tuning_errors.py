@@ -85,7 +85,7 @@ def all_schedules(run: Run) -> dict[str, Any]:
                 for _ in range(every // fragments):
                     train_step(model, optimizer, run.rank, next(number))
                 if exchange == 1 and controller.phase is Phase.WATCHING:  # as if rank 0 had requested to measure again
-                    controller._phase, controller._until = Phase.WARMING, controller._planned_steps + 1
+                    controller.phase, controller._until = Phase.WARMING, controller._planned_steps + 1
             session.flush()
             assert times == [MEASURED_STEPS + 1], (every, fragments, overlap)
         return {"failures": [event.text for event in failures(session)], "paused": controller.paused, "plan": connection.plan,
