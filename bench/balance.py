@@ -27,13 +27,12 @@ import commlayer
 from bench.balance_cluster import Disturbance, Equal, Mode, Ours, PlayedCluster, PlayedStep, moves, slow_after
 from bench.balance_cluster import run as run_mode
 from bench.lab import Lab, LabUnavailable, check, sound
+from bench.lbb import Cubic, Lbb, fit_cubic
 from bench.ranks import as_rank, launch_hosts, slowest_s
 from bench.report import Result
 from bench.worker import DEADLINE, host_config
 from commlayer.balance import Communication, LinearTime, Sampler, shares, solve
-from commlayer.balance.lbb import Lbb
 from commlayer.balance.profile import profile
-from commlayer.balance.time_models import Cubic, fit_cubic
 
 PAPER_MS = ((0.5931, 5.90), (0.5808, 7.15), (0.6023, 8.29), (2.6714, 50.98))
 """(ms per sample, launch overhead in ms) of the paper's M40, GTX 1070, GTX 1070 and GTX 750."""

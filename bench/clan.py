@@ -17,10 +17,10 @@ from torch import nn
 from bench import report
 from bench.virtual_training import VirtualWorkers
 from commlayer.compressors import parse, wrap
-from commlayer.demo import tuning_tasks
 from commlayer.engine.model.model_tensors import job_of
 from commlayer.optim import CLAN, LANS
 from commlayer.planner import default_plan
+from examples import tuning_tasks
 
 WORKERS, SAMPLES = 4, 16
 """WORKERS is the number of workers, SAMPLES the batch size of each worker."""

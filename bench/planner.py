@@ -177,9 +177,9 @@ def _measured(quick: bool) -> Iterator[dict[str, Any]]:
 def _priced(lab: Lab, net: Net, model: str, codec: str) -> dict[str, Any]:
     argv = command(f"priced:{codec}", model, warmup=PRICED_STEPS, steps=net.steps)
     replies = launch_hosts(lab, HOSTS, argv, deadline_s=400)
-    measured_s, verdict = median_step_s(replies), replies[0]["verdicts"][0]
+    measured_s, price = median_step_s(replies), replies[0]["prices"][0]
     return {
         "link": net.name, "model": model, "what": codec, "step_ms": measured_s * 1e3,
-        "predicted_ms": verdict["priced_s"] * 1e3, "error_pct": 100 * (verdict["priced_s"] / measured_s - 1),
-        "found_ms": verdict["found_s"] * 1e3,
+        "predicted_ms": price["priced_s"] * 1e3, "error_pct": 100 * (price["priced_s"] / measured_s - 1),
+        "found_ms": price["found_s"] * 1e3,
     }

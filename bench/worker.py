@@ -25,11 +25,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from bench.ranks import as_rank
-from commlayer.autotune.controller import TuningController
-from commlayer.autotune.job_actions import JobActions
+from commlayer.autotune.controller import MEASURED_STEPS, WARM_STEPS, TuningController
+from commlayer.autotune.job_actions import PROBE_S, JobActions
+from commlayer.autotune.plan_limits import PlanLimits
+from commlayer.autotune.plan_policy import Candidate, SearchRequest
+from commlayer.autotune.report import Reports
 from commlayer.engine.job.job import DistributedJob
+from commlayer.errors import InvalidState
 
 DEADLINE = timedelta(seconds=120)
+PRICED = WARM_STEPS + MEASURED_STEPS + 2
+"""After this step the active plan has been priced, and no probes follow."""
 
 MODELS = {
     "mlp_small": (256, 256, 10),  # 0.3 MB: for trying things out
@@ -45,8 +51,8 @@ class Trained(NamedTuple):
     close: Callable[[], None]
     decisions: Callable[[], list[str]] = list
     """Decisions that commlayer logged during training, one line each."""
-    verdicts: Callable[[], list[dict[str, float]]] = list
-    """The planner's verdicts on the current plan."""
+    prices: Callable[[], list[dict[str, float]]] = list
+    """Measured and predicted step times of the current plan."""
 
 
 def host_config(**fields: Any) -> dict[str, Any]:
@@ -75,21 +81,41 @@ def commlayer_service(model: nn.Module, optimizer: torch.optim.Optimizer, argume
     return Trained(model, session.close, session.inspect.decisions)
 
 
+class PricingActions(JobActions):
+    """Actions of a controller that prices the active plan: its searches find no plan to switch to."""
+
+    def __init__(self, job: DistributedJob, probe_s: float = PROBE_S) -> None:
+        super().__init__(job, probe_s)
+        self.prices: list[dict[str, float]] = []
+        """Seconds per step after each search: measured and predicted under the active plan, and predicted under the best plan
+        found."""
+
+    def search(self, request: SearchRequest, allowed: PlanLimits) -> Candidate:
+        found = super().search(request, allowed)
+        self.prices.append({"measured_s": request.step_s, "priced_s": found.uncontended_s, "found_s": found.plan.step_s})
+        raise InvalidState("E-ARGUMENT", "the active plan stays")
+
+
 def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
     """As mode `commlayer`; the plan is also priced from the first steps, as by "auto", but never replaced."""
     trained = commlayer_service(model, optimizer, argument)
     session: commlayer.Session = trained.close.__self__  # type: ignore[attr-defined]
     connection = session.inspect.context
     assert isinstance(connection, DistributedJob)
-    auto = TuningController(connection, JobActions(connection), None, keep=True)
+    actions = PricingActions(connection)
+    auto = TuningController(connection, actions, Reports(connection.rows.section("measurements")))
+    connection.terms.auto = True
     auto.start()
+    steps = itertools.count(1)
 
     def after_step(*_: object) -> None:
         auto.end_step()
         auto.settle(60.0)  # planning must not take CPU time from the measured steps
+        if next(steps) == PRICED:
+            auto.paused = True
 
     optimizer.register_step_post_hook(after_step)
-    return trained._replace(verdicts=lambda: [verdict._asdict() for verdict in auto.verdicts])
+    return trained._replace(prices=lambda: actions.prices)
 
 
 # A mode is called with the model, its optimizer and the ARGUMENT of "--mode NAME:ARGUMENT".
@@ -180,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
         "loss": result.loss[args.warmup :],
         "digest": digest(model),
         "decisions": trained.decisions(),
-        "verdicts": trained.verdicts(),
+        "prices": trained.prices(),
     }
     print(json.dumps(answer), flush=True)
     trained.close()

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from commlayer import compressors as compressors
     from commlayer import optim as optim
     from commlayer import planner as planner
-    from commlayer.autotune.shares.driver import LoadBalancer as LoadBalancer
+    from commlayer.autotune.shares.load_balancer import LoadBalancer as LoadBalancer
     from commlayer.config import Config as Config
     from commlayer.ddp import HookState as HookState
     from commlayer.ddp import comm_hook as comm_hook
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "Config": "commlayer.config",
     "CommError": "commlayer.errors",
-    "LoadBalancer": "commlayer.autotune.shares.driver",
+    "LoadBalancer": "commlayer.autotune.shares.load_balancer",
     "DiLoCo": "commlayer.engine.sync.sync_modes",
     "HookState": "commlayer.ddp",
     "LocalSteps": "commlayer.engine.sync.sync_modes",

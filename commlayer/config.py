@@ -163,10 +163,8 @@ GROUPS = {
     "Security": ("keys", "insecure", "token", "token_file"),
     "Fault tolerance": ("min_workers", "last_call_s", "deadline_s", "reconnect_s", "dead_after_s", "journal"),
     "Training": ("max_loss", "servers", "drift", "trace", "events"),
-    "Expert": ("carrier", "ranks_per_node", "node", "home", "batch", "join_deadline_s", "heartbeat_s", "journal_required",
-               "fuse_nbytes", "cut_nbytes", "ratio_over", "warmup", "backend", "codec_threads", "learning", "loss", "guard",
-               "drift_steps"),
 }
+GROUPS["Expert"] = tuple(name for name in Config.__struct_fields__ if all(name not in group for group in GROUPS.values()))
 """Names of settings by subject; few users need those of the last group."""
 ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps",
          "min_workers")
@@ -363,13 +361,6 @@ def child_environment(config: Config) -> dict[str, str]:
     fields = {name: getattr(config, name) for name in config.__struct_fields__ if not name.startswith("token")}
     # An empty CONFIG keeps the child from reading a commlayer.toml of its own.
     return environment | {PREFIX + "CONFIG": ""} | {PREFIX + name.upper(): str(value) for name, value in fields.items()}
-
-
-def take_environment(wanted: Mapping[str, str]) -> None:
-    """Replaces all COMMLAYER_* variables of this process with `wanted`. Called in a forked process."""
-    for name in [name for name in os.environ if name.startswith(PREFIX)]:
-        del os.environ[name]
-    os.environ.update({PREFIX + "CONFIG": "", **wanted})
 
 
 def home_environment(launch: Launch, nodes: int, settings: Mapping[str, str]) -> dict[str, str]:

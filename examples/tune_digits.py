@@ -2,14 +2,15 @@
 
 The tuner calls proxy(settings) with settings["codec"] (spelled as in plans), ["ratio"] and ["batch"] (over all workers). A
 proxy trains for a short time, the same way each time, and returns what it took and the loss it reached. This one trains on the
-digits of the demo, with four workers in one process, and counts the seconds that they would take at 5 Mb/s.
+digits of commlayer.demo, with four workers in one process, and counts the seconds that they would take at 5 Mb/s.
 """
 
 import functools
 from typing import Any
 
+from tuning_tasks import Batch, SimulatedCluster, TuningTask, picker, train
+
 from commlayer.demo.problem import Digits, digits, mlp
-from commlayer.demo.tuning_tasks import Batch, SimulatedCluster, TuningTask, picker, train
 
 
 @functools.cache

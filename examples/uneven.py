@@ -22,8 +22,8 @@ SPEED_MS = [(3.0, 0.4), (3.0, 0.4), (3.0, 0.8), (6.0, 2.4)]  # to begin a step, 
 SLOWER = 2.5  # worker 0, in the second third
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--modes", nargs="+", default=["equal", "balanced"], choices=["equal", "balanced", "lbb"], metavar="MODE",
-                    help="equal, balanced, lbb (as published); default: equal balanced")
+parser.add_argument("--modes", nargs="+", default=["equal", "balanced"], choices=["equal", "balanced"], metavar="MODE",
+                    help="equal, balanced; default: both")
 parser.add_argument("--epochs", type=int, default=6)
 parser.add_argument("--batch", type=int, default=96)
 parser.add_argument("--seed", type=int, default=1)
@@ -48,7 +48,7 @@ def train(mode: str, seed: int) -> tuple[float, float]:
 
         sampler = Sampler(len(data.train[0]), args.batch, seed=seed)
         loader = DataLoader(TensorDataset(*data.train), batch_sampler=sampler)
-        controller = commlayer.LoadBalancer(session, sampler, mode="lbb" if mode == "lbb" else "makespan")
+        controller = commlayer.LoadBalancer(session, sampler)
         shown, begin = 0, time.perf_counter()
         if mode != "equal":
             controller.profile(model, loss_of, loader, limit_s=2.0)

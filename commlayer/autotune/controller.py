@@ -36,19 +36,19 @@ from commlayer.autotune.plan_policy import (
     LinkState,
     LogLine,
     Notice,
-    ReplanVerdict,
+    Proposal,
     SearchRequest,
     Suggestion,
     TuningRequest,
     rates_of,
 )
 from commlayer.autotune.quality import CodecChange, GradientError
-from commlayer.autotune.report import NO_TRAFFIC, NOT_KNOWN, Report, Reports
+from commlayer.autotune.report import Alone, Report, Reports
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.engine.components import Component, Order
 from commlayer.errors import CommError
 from commlayer.observe.events import AloneEvent, QualityEvent
-from commlayer.observe.link_monitor import LinkWatch, Rates, SeenStep, Throughput, differ, slower, spelled
+from commlayer.observe.link_monitor import LinkWatch, Rates, SeenStep, differ, slower, spelled
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner.model import Link
 from commlayer.planner.plan_rules import summary_of
@@ -98,20 +98,13 @@ class StepEnd(NamedTuple):
     exposed_s: float = 0.0
 
 
-OwnReport = tuple[TuningRequest, float, GradientError | None, WorkerTime, Throughput, tuple[float, float, float]]
-
-
 class ShareMover(NamedTuple):
-    """Functions by which load balancing takes part in the ranks' reports: see shares/driver.py."""
+    """Functions by which load balancing takes part in the ranks' reports: see shares/load_balancer.py."""
 
     row: Callable[[], WorkerTime]
     """Returns this rank's measured times for its next report."""
     receive: Callable[[list[WorkerTime], float], None]
     """Receives the measured times of all ranks, and the longest step time of any rank."""
-
-
-_NOTHING: OwnReport = (TuningRequest.NOTHING, math.inf, None, WorkerTime(), NO_TRAFFIC, NOT_KNOWN)
-"""The report of a rank whose decisions have failed."""
 
 
 class TuningController(Component):
@@ -120,16 +113,19 @@ class TuningController(Component):
     order = Order.CONTROLLER
 
     def __init__(
-        self, context: DistributedJob, actions: JobActions, reports: Reports | None, guard: QualityGuard | None = None, *,
-        plans: bool = True, per_node: int = 1, keep: bool = False,
+        self, context: DistributedJob, actions: JobActions, reports: Reports, guard: QualityGuard | None = None, *,
+        plans: bool = True, per_node: int = 1,
     ) -> None:
-        """`plans`: True: the controller chooses plans. `keep`: True: it searches for plans but never switches; `reports` is
-        None then. `per_node`: ranks per node; the first rank of a node reports the traffic of the node's link."""
+        """`plans`: True: the controller chooses plans. `per_node`: ranks per node; the first rank of a node reports the traffic
+        of the node's link."""
         self._context, self._do, self._reports, self.guard = context, actions, reports, guard
-        self._plans, self._per_node, self._keep = plans, per_node, keep
-        self._lead = Lead() if plans and context.rank == 0 else None
-        self._links: LinkState | None = None
-        self._phase, self._until = Phase.WARMING, WARM_STEPS
+        self._plans, self._per_node = plans, per_node
+        self._leads = plans and context.rank == 0
+        """True: this rank decides on plans."""
+        self._lead = Lead()
+        self.links: LinkState | None = None
+        """The links; None before they are measured."""
+        self.phase, self._until = Phase.WARMING, WARM_STEPS
         self._steps = 0
         """Number of steps on averaged gradients and of exchanges of local steps."""
         self._planned_steps = 0
@@ -154,28 +150,11 @@ class TuningController(Component):
         self._busy = False
         context.on_close.append(self._close)
 
-    @property
-    def verdicts(self) -> list[ReplanVerdict]:
-        """The outcome of each search. Filled on rank 0 only."""
-        return [] if self._lead is None else list(self._lead.verdicts)
-
-    @property
-    def phase(self) -> Phase:
-        return self._phase
-
-    @property
-    def lead(self) -> Lead | None:
-        return self._lead
-
-    @property
-    def links(self) -> LinkState | None:
-        return self._links
-
     def start(self) -> None:
         """Starts recording steps. Called before the first step, because the second step is sufficient if steps are slow."""
         if self._plans:
             self._record()
-            if self._lead is not None:
+            if self._leads:
                 self._do.prepare_search()
 
     def _record(self) -> None:
@@ -247,10 +226,8 @@ class TuningController(Component):
 
     def _step_over(self, step_s: float, waited_s: float) -> None:
         self._steps += 1
-        rows: list[Report] = []
-        if self._reports is not None:
-            rows = self._reports.read()
-            self._reports.step(step_s, waited_s)
+        rows = self._reports.read()
+        self._reports.step(step_s, waited_s)
         if self._pauses(rows):
             return
         before = self._plan
@@ -277,14 +254,14 @@ class TuningController(Component):
         """True: plans are automatic now; the same on all ranks. False during a codec's warm-up, whose step times do not
         represent the plan."""
         context = self._context
-        if not self._plans or not (context.terms.auto or self._keep):
+        if not self._plans or not context.terms.auto:
             return False
         return context.worker.step >= context.worker.plan.warmup
 
     @property
     def _watched(self) -> LinkState | None:
         """The links, while ranks watch them; None before they are measured, and while they are measured again."""
-        return self._links if self._planning and self._phase is Phase.WATCHING else None
+        return self.links if self._planning and self.phase is Phase.WATCHING else None
 
     def _attempt(self, act: Callable[[], T], otherwise: T) -> T:
         """Runs `act`, which decides by itself or acts on this rank only. After an error this rank decides nothing more."""
@@ -323,14 +300,14 @@ class TuningController(Component):
         self._planned_steps += 1
         if step_s:
             self._recorded_s.append(step_s)
-        if self._phase is Phase.WATCHING or self._planned_steps < self._until:
+        if self.phase is Phase.WATCHING or self._planned_steps < self._until:
             return
-        if self._phase is Phase.MEASURING or (
-            self._links is None and _links_hold(*self._do.share_times(step_s, waited_s))  # the first steps were recorded
+        if self.phase is Phase.MEASURING or (
+            self.links is None and _links_hold(*self._do.share_times(step_s, waited_s))  # the first steps were recorded
         ):
             self._measure()
         else:
-            self._phase, self._until = Phase.MEASURING, self._planned_steps + MEASURED_STEPS + 1
+            self.phase, self._until = Phase.MEASURING, self._planned_steps + MEASURED_STEPS + 1
             self._record()
 
     def _do_requested(self, rows: Sequence[Report]) -> bool:
@@ -341,7 +318,7 @@ class TuningController(Component):
             case TuningRequest.SWITCH:
                 self._switch()
             case TuningRequest.MEASURE:
-                self._phase, self._until = Phase.WARMING, self._planned_steps + 1
+                self.phase, self._until = Phase.WARMING, self._planned_steps + 1
             case TuningRequest.PROBE:
                 self._probe(links, median(row.step_s for row in rows))
             case _:
@@ -351,16 +328,14 @@ class TuningController(Component):
     def _due(self, rows: Sequence[Report], *, entered: bool) -> bool:
         """Returns whether all ranks send reports after this step: every few steps while links are watched or load is balanced,
         after a comparison with exact gradients and after its reports, and after a change of plans."""
-        if self._reports is None:
-            return False
         compared = (self.guard is not None and self.guard.has_error) or any(row.compared for row in rows)
         wanted = self._watched is not None or self.shares is not None
         return entered or compared or (wanted and self._reports.due)
 
     def _send(self) -> None:
         """Sends this rank's report. Acts on the reports of all ranks at once if all ranks have waited for them."""
-        assert self._reports is not None
-        rows = self._reports.send(*self._attempt(self._own, _NOTHING), failed=self._failure is not None)
+        report, decisive_s = self._attempt(self._own, (Report(), math.inf))
+        rows = self._reports.send(report._replace(failed=float(self._failure is not None)), decisive_s)
         if not rows:
             return
         changed = self._do_requested(rows)
@@ -368,26 +343,26 @@ class TuningController(Component):
         if self._reports.confirm(failed=self._failure is not None):
             self._do_agreed()
 
-    def _own(self) -> OwnReport:
-        """Returns what this rank reports: rank 0's request, the step time from which on a step is decisive, the comparison
-        with exact gradients, times, traffic, and the speed over one machine alone."""
+    def _own(self) -> tuple[Report, float]:
+        """Returns what this rank reports, and the step time from which on a step is decisive."""
         request, decisive_s, links = TuningRequest.NOTHING, math.inf, self._watched
         if links is not None:
             decisive_s = links.watch.decisive_s
-            if self._lead is not None:
+            if self._leads:
                 self._lead, request = plan_policy.next_request(self._lead, links, time.monotonic())
-        alone = NOT_KNOWN if self._lead is None else plan_policy.over_alone(self._lead, self._active)
-        assert self._reports is not None
-        return (request, decisive_s, None if self.guard is None else self.guard.take_error(),
-                WorkerTime() if self.shares is None else self.shares.row(), self._reports.traffic(), alone)
+        error = None if self.guard is None else self.guard.take_error()
+        return Report(
+            request=request, carried=self._reports.traffic(), compared=float(error is not None), error=error or GradientError(),
+            alone=Alone(*plan_policy.over_alone(self._lead, self._active)),
+            time=WorkerTime() if self.shares is None else self.shares.row()), decisive_s
 
     def _decide_plan(self, step_s: float) -> None:
         """Decides on plans, on rank 0."""
         self._take_results()
-        if self._lead is not None and step_s:
+        if self._leads and step_s:
             self._set(*plan_policy.step_over(self._lead, step_s, self._context.exchanges, self._active))
-        if self._lead is not None and self._links is not None and self._phase is Phase.WATCHING and not self._keep:
-            self._set(plan_policy.on_faster_links(self._lead, self._links, self._active))
+        if self._leads and self.links is not None and self.phase is Phase.WATCHING:
+            self._set(plan_policy.on_faster_links(self._lead, self.links, self._active))
 
     def _decide(self, rows: Sequence[Report], *, changed: bool) -> None:
         """Decides from reports that all ranks have received, so all ranks decide alike. `changed`: True: the plan or the links
@@ -395,8 +370,8 @@ class TuningController(Component):
         step_s = median(row.step_s for row in rows)
         if self.shares is not None:
             self.shares.receive([row.time for row in rows], max(row.step_s for row in rows))
-        if rows[0].over_alone:
-            self._compare_alone(rows[0])
+        if rows[0].alone.over_alone:
+            self._compare_alone(rows[0].alone)
         if changed:
             return
         if rows[0].compared and self.guard is not None:
@@ -407,12 +382,12 @@ class TuningController(Component):
         if (links := self._watched) is not None and all(row.step_s for row in rows):
             self._watch(links, rows, step_s)
 
-    def _compare_alone(self, lead: Report) -> None:
-        """Says once on each node that one machine alone would be faster. `lead`: the report of rank 0, which knows."""
-        context, alone = self._context, (lead.over_alone, lead.forecast, lead.auto_times)
+    def _compare_alone(self, alone: Alone) -> None:
+        """Says once on each node that one machine alone would be faster."""
+        context = self._context
         if context.rank == 0:
-            context.stream.over_alone(AloneEvent(over_alone=alone[0], forecast=alone[1], auto_times=alone[2]))
-        if max(lead.over_alone, lead.forecast) < 1 and not context.terms.said_slower:
+            context.stream.over_alone(AloneEvent(**alone._asdict()))
+        if max(alone.over_alone, alone.forecast) < 1 and not context.terms.said_slower:
             context.terms.said_slower = True
             self._say(plan_policy.slower_line(*alone), logging.WARNING)
 
@@ -425,7 +400,7 @@ class TuningController(Component):
             own = traffic[groups.node]
             self._context.stream.rates(Rates(own.up.bps, own.down.bps), state.watch.planned[groups.node])
         watch, rates = state.watch.observe(SeenStep(step_s, waited_s, traffic))
-        self._links = state = structs.replace(state, watch=watch)
+        self.links = state = structs.replace(state, watch=watch)
         if rates is None:
             return
         links = state.with_rates(rates)
@@ -451,7 +426,7 @@ class TuningController(Component):
         # A short probe may measure too low a rate. Steps show whether a link has become slower.
         rates = [Rates(*map(max, zip(new, old, strict=True))) for new, old in zip(rates_of(links), planned, strict=True)]
         faster = differ(rates, planned)
-        self._links = state = structs.replace(state, reprobe=state.reprobe.probed(time.monotonic(), took_s, found=faster))
+        self.links = state = structs.replace(state, reprobe=state.reprobe.probed(time.monotonic(), took_s, found=faster))
         before = self._spelled(planned)
         self._say(f"probed the links in {1e3 * took_s:.0f} ms: "
                   + (f"{self._spelled(rates)} instead of {before}" if faster else f"no faster than {before}"))
@@ -462,7 +437,7 @@ class TuningController(Component):
 
     def _plan_for(self, state: LinkState, links: tuple[Link, ...], step_s: float, waited_s: float) -> None:
         """Searches for a plan for links whose rates have changed. Codec and computing costs are not measured again."""
-        pace_s = 0.0 if self._lead is None else plan_policy.pace_since(self._lead, state.watch.slow_s)
+        pace_s = plan_policy.pace_since(self._lead, state.watch.slow_s)
         self._set_links(state.measured(links, time.monotonic()))
         self._search(step_s, pace_s)
         if _links_hold(step_s, waited_s):
@@ -472,41 +447,40 @@ class TuningController(Component):
         return spelled(rates, self._do.node_names())
 
     def _set_links(self, links: LinkState) -> None:
-        self._links = links
+        self.links = links
         self._do.pace(links.links)
         self._reset()
 
     def _reset(self) -> None:
         """Drops the observations of past steps, which do not apply to the next ones."""
-        if self._reports is not None:
-            self._reports.reset()
+        self._reports.reset()
 
     def _measure(self) -> None:
         """Measures steps and links, which is collective; then rank 0 starts a search."""
-        soon, self._phase = self._phase is Phase.WARMING, Phase.WATCHING
+        soon, self.phase = self.phase is Phase.WARMING, Phase.WATCHING
         measured = self._do.measure(self._recorded_s)
         self._attempt(partial(self._measured, measured), None)
-        if soon and not self._keep:  # a slow step during the search would cost more than waiting for the search
+        if soon:  # a slow step during the search would cost more than waiting for the search
             self._await(WAITED_STEPS * measured.step_s)
 
     def _measured(self, measured: Measured) -> None:
         now = time.monotonic()
-        links = LinkState.of(measured.links, now) if self._links is None else self._links.measured(measured.links, now)
+        links = LinkState.of(measured.links, now) if self.links is None else self.links.measured(measured.links, now)
         self._set_links(links)
         self._say(f"links carry {self._spelled(rates_of(measured.links))}")
         if line := _uneven(measured):
             self._say(line)
-        recent = () if self._lead is None else self._lead.recent
+        recent = self._lead.recent
         self._search(measured.step_s, median(recent) if recent else 0.0, checks=True)
 
     def _search(self, step_s: float, pace_s: float, *, checks: bool = False) -> None:
-        if self._lead is not None and self._links is not None:
-            links = self._links.links
+        if self._leads and self.links is not None:
+            links = self.links.links
             self._set(plan_policy.begin_search(self._lead, self._active, links, step_s, pace_s, checks=checks))
 
     def _set(self, lead: Lead, lines: Sequence[Notice] = ()) -> None:
         """Sets rank 0's state, and carries out what has changed in that state."""
-        before, self._lead = self._lead or Lead(), lead
+        before, self._lead = self._lead, lead
         terms, context = self._context.terms, self._context
         if lead.basis is not before.basis or lead.price is not before.price:
             terms.basis, terms.price = lead.basis, lead.price
@@ -546,9 +520,9 @@ class TuningController(Component):
         self._thread.start()
 
     def _take_results(self) -> None:
-        while self._results and self._lead is not None:
+        while self._results:
             order, candidate, why = self._results.popleft()
-            self._set(*plan_policy.end_search(self._lead, order, candidate, why, self._active, keep=self._keep))
+            self._set(*plan_policy.end_search(self._lead, order, candidate, why, self._active))
 
     def _await(self, most_s: float) -> bool:
         """Waits until rank 0's search has ended; collective. A search that takes longer than `most_s` continues while training
@@ -566,24 +540,26 @@ class TuningController(Component):
         if self._thread is not None:
             self._thread.join(min(most_s, SEARCH_S))
             self._take_results()
-        return self._lead is not None and self._lead.proposal is not None
+        return self._lead.proposal is not None
 
     def _switch(self) -> None:
         """Switches to the plan that rank 0 proposes; collective."""
-        proposal, left = None if self._lead is None else self._lead.proposal, self._active
+        proposal, left = self._lead.proposal, self._active
         try:
             self._do.switch(None if proposal is None else proposal.candidate.runnable, by_itself=True)
         except ValueError as error:  # raised on all ranks, and nothing has changed
-            if self._lead is not None:
-                self._lead = plan_policy.refused(self._lead)
+            self._lead = plan_policy.refused(self._lead)
             self._say(f"kept the current plan: {error}")
             return
-        if (lead := self._lead) is not None and proposal is not None:
-            self._attempt(lambda: self._set(*plan_policy.switched(lead, proposal, self._active, left)), None)
+        if proposal is not None:
+            self._attempt(partial(self._switched, proposal, left), None)
         back = proposal is not None and proposal.back
         self._context.note_plan("rollback" if back else "automatic")
         self._say(f"switched {'back ' if back else ''}to plan {digest(self._active)}: {summary_of(self._active)}")
         self._entered(own=True)
+
+    def _switched(self, proposal: Proposal, left: Plan) -> None:
+        self._set(*plan_policy.switched(self._lead, proposal, self._active, left))
 
     def _change_codecs(self, guard: QualityGuard, change: CodecChange) -> bool:
         """Switches to finer or coarser codecs; collective. Returns whether the plan has changed."""
@@ -606,16 +582,16 @@ class TuningController(Component):
         """Resets the statistics that depend on the plan. `own`: whether rank 0 proposed the new plan. `by_guard`: whether the
         quality guard made its codecs finer or coarser."""
         self._plan, self._agreed = self._context.plan, None
-        if self._phase is not Phase.WATCHING and self._plans:  # the recorded steps ran under another plan
-            self._phase, self._until = Phase.WARMING, self._planned_steps + WARM_STEPS
+        if self.phase is not Phase.WATCHING and self._plans:  # the recorded steps ran under another plan
+            self.phase, self._until = Phase.WARMING, self._planned_steps + WARM_STEPS
             self._record()
         self._attempt(partial(self._adapt, own=own, by_guard=by_guard), None)
 
     def _adapt(self, *, own: bool, by_guard: bool) -> None:
-        if self._links is not None:
-            self._links = structs.replace(self._links, watch=LinkWatch(rates_of(self._links.links)))
+        if self.links is not None:
+            self.links = structs.replace(self.links, watch=LinkWatch(rates_of(self.links.links)))
         self._reset()
-        if self._lead is not None and not own:
+        if not own:
             self._set(plan_policy.replaced(self._lead))
         if self.guard is not None:
             change = self.guard.entered(self._steps, by_guard=by_guard)
@@ -635,12 +611,11 @@ class TuningController(Component):
         if self._thread is not None:
             self._thread.join(SEARCH_S)
 
-    def settle(self, deadline_s: float) -> list[ReplanVerdict]:
-        """Waits up to `deadline_s` seconds for a search to end. Returns the outcomes of all searches."""
+    def settle(self, deadline_s: float) -> None:
+        """Waits up to `deadline_s` seconds for a search to end."""
         if self._thread is not None:
             self._thread.join(deadline_s)
         self._take_results()
-        return self.verdicts
 
     @property
     def _active(self) -> Plan:
@@ -651,7 +626,7 @@ class TuningController(Component):
 
     def shares_moved(self, part: float) -> None:
         """Records that work moves between ranks with the next step. `part`: by which fraction of a step's computing."""
-        if self._lead is not None and part >= plan_policy.SHARES_WORTH:
+        if part >= plan_policy.SHARES_WORTH:
             self._lead = structs.replace(self._lead, moved=True)
 
 

@@ -12,22 +12,17 @@ from msgspec import structs
 
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.calibration import CollectiveCosts
-from commlayer.autotune.measure.step_times import timing_of
-from commlayer.autotune.measuring import (
+from commlayer.autotune.measure.measurements import (
     Measurements,
     RankMeasurement,
-    at_least,
     cluster_of,
     energy_of,
     filled_of,
-    gathered,
-    held_up,
     links_of,
-    meter_of,
-    probed,
-    seen_by,
     server_nodes_of,
 )
+from commlayer.autotune.measure.probes import at_least, gathered, held_up, meter_of, probed, seen_by
+from commlayer.autotune.measure.step_times import timing_of
 from commlayer.autotune.plan_limits import PlanLimits, bounded, codecs, limits_of, remembers
 from commlayer.autotune.plan_policy import Candidate, SearchRequest
 from commlayer.autotune.planning_process import PlanningProcess
@@ -141,10 +136,10 @@ class JobActions:
                 self._energy = self._energy or energy_of(worker)
         carried = None if seen is None else seen.carried
         expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
-        ways = at_least(probed(context, (1 - GROUPS_SHARE) * self._probe_s, limited, (len(steps_s) + 1) * step_s,
+        link = at_least(probed(context, (1 - GROUPS_SHARE) * self._probe_s, limited, (len(steps_s) + 1) * step_s,
                                expected=expected), carried, self._fastest_down_bps())
-        row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, context.terms.balanced)
-        rows = gathered(context, row)
+        row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced)
+        rows = gathered(groups, row)
         collectives = CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
         if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
             collectives = calibration.measure_collectives(groups, GROUPS_SHARE * self._probe_s)
@@ -158,10 +153,10 @@ class JobActions:
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
         """Measures only the links. `planned`: known rates, which set the initial TCP windows."""
         context = self._context
-        ways = probed(context, PROBE_AGAIN_S, expected=planned[context.groups.node])
-        up_bps, down_bps, _ = at_least(ways, None, self._fastest_down_bps())
+        link = probed(context, PROBE_AGAIN_S, expected=planned[context.groups.node])
+        up_bps, down_bps, _ = at_least(link, None, self._fastest_down_bps())
         row = self._measurements.rows[context.rank]._replace(up_bps=up_bps, down_bps=down_bps)
-        return tuple(links_of(context, gathered(context, row)))
+        return tuple(links_of(context, gathered(context.groups, row)))
 
     def _fastest_down_bps(self) -> float:
         return 0.0 if self._meter is None else self._meter.fastest_down_bps()

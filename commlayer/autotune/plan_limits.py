@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer import loss_budget
-from commlayer.autotune.measuring import RankMeasurement
+from commlayer.autotune.measure.measurements import RankMeasurement
 from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel
 from commlayer.compressors import parse

@@ -119,20 +119,6 @@ def steps_of(plan: Plan, inputs: PlanInputs) -> float:
     return 1.0 + plan_excess(plan, inputs.complete).high
 
 
-class ReplanVerdict(NamedTuple):
-    """Outcome of a search: step times in seconds."""
-
-    measured_s: float
-    """Step time under the active plan, as measured by all ranks."""
-    priced_s: float
-    """Step time under the active plan, as predicted from costs that were not fitted to the measured time."""
-    found_s: float
-    """Step time under the best plan found, as predicted from costs fitted to the measured time."""
-    measured_steps: float = 1.0
-    found_steps: float = 1.0
-    """Convergence factor of the plan found. `measured_steps` is that of the active plan."""
-
-
 class LogLine(NamedTuple):
     """A line for session.inspect.decisions() and for the log."""
 
@@ -252,7 +238,6 @@ class Lead(Record, frozen=True):
     """Measured step time of the last tried plan, divided by the predicted one; at least 1."""
     alternatives: tuple[Candidate, ...] = ()
     """Other candidates of the last search, to be tried after the step time of the best one is known."""
-    verdicts: tuple[ReplanVerdict, ...] = ()
     alone_s: float = 0.0
     auto_times: float = 0.0
     """`alone_s`, `auto_times`: of the last search, as in Candidate."""
@@ -286,10 +271,9 @@ def pace_since(lead: Lead, slow_s: float) -> float:
 
 
 def end_search(
-    lead: Lead, order: SearchRequest, best: Candidate | None, why: str, active: Plan, *, keep: bool = False,
+    lead: Lead, order: SearchRequest, best: Candidate | None, why: str, active: Plan,
 ) -> Decided:
-    """Proposes the plan that the search found if it is worth a switch; otherwise the active plan stays. `keep`: True: the
-    active plan always stays."""
+    """Proposes the plan that the search found if it is worth a switch; otherwise the active plan stays."""
     if lead.order is not order:
         return lead, []  # a newer search has replaced this one
     kept = structs.replace(lead, order=None, count=0)
@@ -298,20 +282,18 @@ def end_search(
     if active != order.current:
         return structs.replace(kept, stale=True), [LogLine("found a plan, but the active plan has changed meanwhile")]
     if order.checks and max(best.current_s, lead.pace_s) >= OFF * min(best.current_s, lead.pace_s):
-        again = not (lead.discarded or keep)
+        again = not lead.discarded
         line = (f"kept the current plan: priced at {_ms(best.current_s)} per step, measured at {_ms(lead.pace_s)}, so a "
                 f"search by these prices is discarded{'; measuring again' if again else ''}")
         return structs.replace(kept, stale=again, discarded=True), [LogLine(line)]
-    verdict = ReplanVerdict(order.step_s, best.uncontended_s, best.plan.step_s, best.current_steps, best.steps)
-    kept = structs.replace(kept, steps=best.current_steps, alternatives=() if keep else best.alternatives, discarded=False,
-                           price=best.current_price, verdicts=(*lead.verdicts, verdict), alone_s=best.alone_s,
-                           auto_times=best.auto_times or lead.auto_times)
+    kept = structs.replace(kept, steps=best.current_steps, alternatives=best.alternatives, discarded=False,
+                           price=best.current_price, alone_s=best.alone_s, auto_times=best.auto_times or lead.auto_times)
     line = (f"a plan: {_ms(best.plan.step_s)} a step{_needs(best.steps)}, now {_ms(order.step_s)}"
             f"{_needs(best.current_steps)}")
     hint: list[Notice] = [Suggestion(best.hint)] if best.hint else []
     current_s = best.current_s * best.current_steps
     later = best.plan.step_s * best.steps * lead.lateness > (1.0 - WORTH) * current_s
-    if keep or later or _hopeless(best, best.current_steps):
+    if later or _hopeless(best, best.current_steps):
         line = f"kept the current plan: found {line}{_versus_alone(best, current_s)}"
         return structs.replace(kept, basis=best.back.basis), [LogLine(line), *hint]
     line = f"found {line}{_versus_alone(best, best.plan.step_s * best.steps)}"

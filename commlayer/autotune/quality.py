@@ -129,14 +129,6 @@ class GradientError(NamedTuple):
     elapsed_s: float = 0.0
     """Seconds since the start of the job."""
 
-    def numbers(self) -> list[float]:
-        return [*self.sent, *self.summed, *self.loss, self.cost_s, self.elapsed_s]
-
-    @classmethod
-    def of(cls, numbers: Sequence[float]) -> GradientError:
-        """Creates a GradientError from the list that `numbers` returned."""
-        return cls(Dots(*numbers[:4]), Dots(*numbers[4:8]), LossRise(*numbers[8:10]), *numbers[10:])
-
 
 class PlanLevels(Record, frozen=True):
     """The attributes of the active plan that the policy uses. A codec's level is its ratio if it has one, otherwise the bytes

@@ -8,25 +8,35 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
-
-from msgspec import structs
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from commlayer.autotune.quality import GradientError
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.engine.observers.spacing import row_spacing
 from commlayer.observe.link_monitor import Direction, InterfaceCounters, Throughput
-from commlayer.records import Record
 
 if TYPE_CHECKING:
     from commlayer.cluster.processes.rows import Section
 
 
-class Report(Record, frozen=True):
+class Alone(NamedTuple):
+    """The job's speed compared with its fastest machine alone: see observe/events.AloneEvent. 0: unknown."""
+
+    over_alone: float = 0.0
+    forecast: float = 0.0
+    auto_times: float = 0.0
+
+
+NO_TRAFFIC = Throughput(Direction(), Direction())
+"""On ranks that do not report their node's traffic."""
+
+
+class Report(NamedTuple):
     """One rank's report about its steps since the previous report. Numbers only, because ranks exchange them as tensors."""
 
-    step_s: float
+    step_s: float = 0.0
     """Mean step time in seconds."""
     waited_s: float = 0.0
     """Seconds of step_s in which the training thread waited for communication."""
@@ -36,39 +46,30 @@ class Report(Record, frozen=True):
     """1: the rank waits for the other reports at once, because its step can decide that a link is slower; else 0."""
     cost_s: float = 0.0
     """Seconds of the training thread that one report costs."""
-    up_bps: float = 0.0
-    up_share: float = 0.0
-    down_bps: float = 0.0
-    down_share: float = 0.0
+    carried: Throughput = NO_TRAFFIC
+    """Traffic of the node's link since the previous report."""
     compared: float = 0.0
     """1: `error` is a new comparison with the exact gradients; otherwise 0."""
     failed: float = 0.0
     """1: an error has ended the rank's decisions, so no rank changes anything from now on; otherwise 0."""
-    over_alone: float = 0.0
-    forecast: float = 0.0
-    auto_times: float = 0.0
-    """`over_alone`, `forecast`, `auto_times`: rank 0's knowledge, as in observe/events.AloneEvent; 0: unknown."""
-    error: GradientError = GradientError()
+    alone: Alone = Alone()
+    """What rank 0 knows about it."""
     time: WorkerTime = WorkerTime()
-
-    @property
-    def carried(self) -> Throughput:
-        return Throughput(Direction(self.up_bps, self.up_share), Direction(self.down_bps, self.down_share))
-
-    def numbers(self) -> list[float]:
-        return [*structs.astuple(self)[:-2], *self.time, *self.error.numbers()]
-
-    @classmethod
-    def of(cls, numbers: list[float]) -> Report:
-        """Creates a Report from the list that `numbers` returned."""
-        first, second = (own := len(cls.__struct_fields__) - 2), own + len(WorkerTime._fields)
-        fields: Any = (*numbers[:first], GradientError.of(numbers[second:]), WorkerTime(*numbers[first:second]))
-        return cls(*fields)
+    error: GradientError = GradientError()
 
 
-NOT_KNOWN = (0.0, 0.0, 0.0)
-NO_TRAFFIC = Throughput(Direction(), Direction())
-"""On ranks that do not report their node's traffic."""
+T = TypeVar("T", bound=tuple[Any, ...])
+
+
+def numbers_of(record: tuple[Any, ...]) -> list[float]:
+    """Returns the numbers of a named tuple and of those in it, in order."""
+    return [number for value in record for number in (numbers_of(value) if isinstance(value, tuple) else [value])]
+
+
+def record_of(like: T, numbers: Iterator[float]) -> T:
+    """Returns a named tuple of the same form as `like` with the next of these numbers. The reverse of numbers_of."""
+    values: Any = [record_of(value, numbers) if isinstance(value, tuple) else next(numbers) for value in like]
+    return type(like)(*values)
 
 
 class Reports:
@@ -109,22 +110,16 @@ class Reports:
         rows, self._held = self._held, []
         return rows
 
-    def send(
-        self, request: int = 0, decisive_s: float = float("inf"), error: GradientError | None = None,
-        own_time: WorkerTime = WorkerTime(), traffic: Throughput = NO_TRAFFIC,
-        alone: tuple[float, float, float] = NOT_KNOWN, *, failed: bool = False,
-    ) -> list[Report]:
-        """Sends this rank's report. Returns the reports of all ranks if all ranks wait for them, as after steps longer than
-        `decisive_s`; otherwise an empty list. `traffic`: of the node's link since the previous report. `alone`: see
-        Report.over_alone."""
+    def send(self, own: Report, decisive_s: float = float("inf")) -> list[Report]:
+        """Sends this rank's report, with what is known here: step times, and the cost of reports. Returns the reports of all
+        ranks if all ranks wait for them, as after steps longer than `decisive_s`; otherwise an empty list."""
         begin = time.perf_counter()
         self._costs_s.append(self._cost_s)
         step_s, waited_s = map(fmean, zip(*self._steps, strict=True)) if self._steps else (0.0, 0.0)
         self._steps = []
         cost_s = min(self._costs_s)  # other load on the machine can only increase the cost
-        row = Report(step_s, waited_s, request, step_s > decisive_s, cost_s, *traffic.up, *traffic.down,
-                     error is not None, failed, *alone, error or GradientError(), own_time)
-        self._rows.start(*row.numbers())
+        row = own._replace(step_s=step_s, waited_s=waited_s, at_once=float(step_s > decisive_s), cost_s=cost_s)
+        self._rows.start(*numbers_of(row))
         self._cost_s = time.perf_counter() - begin
         self._left = self._every
         if not row.at_once:
@@ -145,6 +140,6 @@ class Reports:
         return NO_TRAFFIC if self.meter is None else self.meter.look()
 
     def _read(self) -> list[Report]:
-        rows = [Report.of(row) for row in self._rows.read()]
+        rows = [record_of(Report(), iter(row)) for row in self._rows.read()]
         self._every = row_spacing(max(row.cost_s for row in rows), max(row.step_s for row in rows))
         return rows

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from commlayer.balance.share_solver import Solution as Solution
     from commlayer.balance.share_solver import shares as shares
     from commlayer.balance.share_solver import solve as solve
-    from commlayer.balance.time_models import Cubic as Cubic
     from commlayer.balance.time_models import LinearTime as LinearTime
     from commlayer.balance.time_models import Piecewise as Piecewise
 
@@ -29,7 +28,7 @@ _MODULES = {
     "balancer": ("Balancer", "Decision", "Joined", "Measurement", "Note", "Outcome", "SharePolicy"),
     "sampler": ("Sampler",),
     "share_solver": ("Communication", "Solution", "shares", "solve"),
-    "time_models": ("Cubic", "LinearTime", "Piecewise"),
+    "time_models": ("LinearTime", "Piecewise"),
 }
 _MODULE_OF = {name: f"commlayer.balance.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_MODULE_OF)

@@ -46,7 +46,6 @@ class Decision(Record, frozen=True):
 
     step: int
     from_step: int
-    workers: tuple[int, ...]
     shares: tuple[int, ...]
     micro_batches: tuple[int, ...]
     reason: str
@@ -63,7 +62,7 @@ class Decision(Record, frozen=True):
 
     @property
     def by_worker(self) -> dict[int, int]:
-        return dict(zip(self.workers, self.shares, strict=True))
+        return dict(enumerate(self.shares))
 
 
 class Outcome(Record, frozen=True):
@@ -228,7 +227,7 @@ class Balancer:
     def _decision(self, step: int, from_step: int, shares: Sequence[int], reason: str, before_s: float,
                   after_s: float | None = None) -> Decision:
         pieces = tuple(-(-share // cap) for share, cap in zip(shares, self.caps, strict=True))
-        return Decision(step, from_step, tuple(range(len(shares))), tuple(shares), pieces, reason, before_s,
+        return Decision(step, from_step, tuple(shares), pieces, reason, before_s,
                         self._expected_s(shares) if after_s is None else after_s, self._effect)
 
 
@@ -237,6 +236,6 @@ def describe(event: Decision | Outcome) -> str:
         suffix = f"; {event.whole_s * 1e3:.1f} ms with communication" if event.whole_s else ""
         return (f"shares of step {event.decided}: measured {event.measured_s * 1e3:.1f} ms per step, expected "
                 f"{event.expected_s * 1e3:.1f} ms ({event.error:+.0%}); straggler effect {event.effect:.2f}{suffix}")
-    shares = ", ".join(f"worker {w} {share}" for w, share in zip(event.workers, event.shares, strict=True))
+    shares = ", ".join(f"worker {worker} {share}" for worker, share in enumerate(event.shares))
     return (f"new shares from step {event.from_step}: {shares}; {event.reason} (straggler effect {event.effect:.2f}); expected "
             f"{event.after_s * 1e3:.1f} ms per step (was {event.before_s * 1e3:.1f})")

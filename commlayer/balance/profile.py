@@ -13,12 +13,10 @@ from itertools import pairwise
 from commlayer.balance.balancer import Decision, Note, straggler_effect
 from commlayer.balance.share_solver import solve
 from commlayer.balance.time_models import (
-    Cubic,
     LinearTime,
     Points,
     TimeModel,
     checked_time,
-    fit_cubic,
     fit_line,
     fit_piecewise,
     in_pieces_s,
@@ -45,6 +43,10 @@ Left = Callable[[], float]
 """Function that returns the seconds until profiling must end."""
 
 
+def unlimited() -> float:
+    return math.inf
+
+
 class WorkerProfile(Record, frozen=True):
     """One worker's profile: measured points (batch, seconds), and the cap: the largest batch that fits into memory, 0 if none
     did."""
@@ -65,7 +67,7 @@ def ladder(total: int) -> list[int]:
 
 
 def profile(
-    run: Run, total: int, *, repeats: int = REPEATS, headroom: float = HEADROOM, left_s: Left = lambda: math.inf
+    run: Run, total: int, *, repeats: int = REPEATS, headroom: float = HEADROOM, left_s: Left = unlimited
 ) -> WorkerProfile:
     """Measures batches of 2, 4, 8, ... samples, up to `total`. If the time limit is reached before memory runs out, the memory
     limit stays unknown."""
@@ -110,26 +112,20 @@ def _memory_end(run: Run, fits: int, fails: int, left_s: Left) -> int:
     return fits
 
 
-SharesOf = Callable[[Sequence[Cubic], int, Sequence[int | None], int], list[int]]
-"""Function that computes shares from cubic time models, the total, caps and the minimum share."""
-
-
 class InitialShares(Record, frozen=True):
     """The first decision after profiling. `lines`: linear time models near these shares, with which the balancer continues."""
 
     decision: Decision
     lines: tuple[LinearTime, ...]
-    cubics: tuple[Cubic, ...]
     notes: tuple[Note, ...] = ()
     """One note for each measured time that was invalid and dropped."""
 
 
 def initial_shares(
     profiles: Sequence[WorkerProfile], total: int, before: Mapping[int, int], *, step: int, minimum: int = 1,
-    shares_of: SharesOf | None = None,
 ) -> InitialShares:
-    """Computes shares from `step` on, which replace `before`. `shares_of` replaces the default solver. Raises ValueError if a
-    worker's memory is too small for any share."""
+    """Computes shares from `step` on, which replace `before`. Raises ValueError if a worker's memory is too small for any
+    share."""
     needed = 2 * minimum - 1  # a share above the cap is split into micro-batches of at least the minimum
     for worker, profile in enumerate(profiles):
         if profile.ended and profile.cap < needed:
@@ -140,24 +136,20 @@ def initial_shares(
     invalid: list[Note] = []
     points = [_valid_points(worker, profile.points, step, invalid) for worker, profile in enumerate(profiles)]
     models: list[TimeModel] = [fit_piecewise(one) if len(one) > 1 else _local_line(one, 1) for one in points]
-    cubics = tuple(fit_cubic(one) if len(one) > 1 else Cubic(0.0, 0.0, _local_line(one, 1).slope_s, 0.0) for one in points)
     caps = [profile.cap if profile.ended else None for profile in profiles]
-    if shares_of is None:
-        shares = list(solve(models, total, caps, minimum=minimum).shares)
-    else:
-        shares = shares_of(cubics, total, caps, minimum)
+    solution = solve(models, total, caps, minimum=minimum)
+    shares, pieces = solution.shares, solution.micro_batches
     room = [cap or total for cap in caps]
 
     def times_s(of: Sequence[int]) -> list[float]:
         return [in_pieces_s(models[worker], share, room[worker]) for worker, share in enumerate(of) if share]
 
     now = [before.get(worker, 0) for worker in range(len(profiles))]
-    pieces = [-(-share // cap) for share, cap in zip(shares, room, strict=True)]
-    decision = Decision(step, step, tuple(range(len(profiles))), tuple(shares), tuple(pieces), "the profile",
+    decision = Decision(step, step, shares, pieces, "the profile",
                         max(times_s(now), default=math.inf), max(times_s(shares)), straggler_effect(times_s(now)))
     at = [max(1, -(-share // max(1, parts))) for share, parts in zip(shares, pieces, strict=True)]
     lines = tuple(_local_line(measured, batch) for measured, batch in zip(points, at, strict=True))
-    return InitialShares(decision, lines, cubics, tuple(invalid))
+    return InitialShares(decision, lines, tuple(invalid))
 
 
 def _valid_points(worker: int, points: Points, step: int, invalid: list[Note]) -> Points:

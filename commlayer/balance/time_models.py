@@ -64,18 +64,6 @@ class Piecewise(Record, frozen=True):
         return max(t0 + slope_s * (batch - b0), 0.0)
 
 
-class Cubic(Record, frozen=True):
-    """LBB's time model: a batch of B samples takes a3 B^3 + a2 B^2 + a1 B + a0 seconds."""
-
-    a3_s: float
-    a2_s: float
-    a1_s: float
-    a0_s: float
-
-    def time_s(self, batch: float) -> float:
-        return ((self.a3_s * batch + self.a2_s) * batch + self.a1_s) * batch + self.a0_s
-
-
 def in_pieces_s(model: TimeModel, batch: int, cap: int) -> float:
     """Returns the time of a share that is computed in micro-batches: as few as the cap allows, as equal as possible, as in a
     training loop. Never less than the time of a smaller share in fewer, larger pieces."""
@@ -93,7 +81,7 @@ Points = Sequence[tuple[int, float]]
 
 def fit_line(points: Points) -> LinearTime:
     """Fits a line by least squares of relative errors, so small batches count as much as large ones."""
-    batches, times = _arrays(points)
+    batches, times = checked_points(points)
     slope, intercept = np.polyfit(batches, times, 1, w=1 / times)
     if intercept < 0:
         slope, intercept = np.sum(batches / times) / np.sum((batches / times) ** 2), 0.0
@@ -102,23 +90,16 @@ def fit_line(points: Points) -> LinearTime:
     return LinearTime(float(slope), float(intercept))
 
 
-def fit_cubic(points: Points) -> Cubic:
-    """Fits LBB's cubic time model by plain least squares, as published. With fewer than four distinct batches the degree is
-    lower."""
-    batches, times = _arrays(points)
-    degree = min(3, len(set(batches)) - 1)
-    return Cubic(*[0.0] * (3 - degree), *(float(c) for c in np.polyfit(batches, times, degree)))
-
-
 def fit_piecewise(points: Points) -> Piecewise:
     """Returns the model through the median of each batch; a median is never below that of a smaller batch."""
-    batches, times = _arrays(points)
+    batches, times = checked_points(points)
     knots = np.unique(batches)
     risen = np.maximum.accumulate([np.median(times[batches == knot]) for knot in knots])
     return Piecewise(tuple(knots.tolist()), tuple(risen.tolist()))
 
 
-def _arrays(points: Points) -> tuple[np.ndarray, np.ndarray]:
+def checked_points(points: Points) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the batches and the seconds. Raises InvalidInput if no time model can be fitted to them."""
     if len({batch for batch, _ in points}) < 2 or not all(batch >= 1 and 0 < time_s < math.inf for batch, time_s in points):
         raise InvalidInput("E-TIME-MODEL", f"fit of a time model: got {list(points)}, allowed are two or more distinct batches "
                            "from 1 with finite times above 0; measure at another batch")

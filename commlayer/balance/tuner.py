@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -341,7 +342,7 @@ def score(trials: Sequence[TuningTrial], budget: float) -> float:
 def best(trials: Sequence[TuningTrial], budget: float) -> TuningTrial:
     """Returns the fastest trial within the budget; the dense one always qualifies."""
     within = [t for t in trials if not t.error and excess(t, trials[0]) <= budget]
-    return min(within, key=lambda t: t.seconds)
+    return min(within, key=attrgetter("seconds"))
 
 
 def loss_model(trials: Sequence[TuningTrial]) -> LossModel:

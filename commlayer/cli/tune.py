@@ -15,11 +15,9 @@ from commlayer.cli.arguments import function_of, loss_part, whole_numbers
 from commlayer.cli.options import Codecs, Out
 from commlayer.errors import InvalidInput
 
-BUILT_IN = {"digits": "commlayer.demo.tuning_tasks:digits", "chars": "commlayer.demo.tuning_tasks:chars"}
-
 
 def tune(
-    task: Annotated[str, typer.Argument(help="digits, chars, a file.py with proxy(settings), or module:function.")],
+    task: Annotated[str, typer.Argument(help="A file.py with proxy(settings), or module:function.")],
     trials: Annotated[int, typer.Option(help="Number of proxy runs, including earlier ones in --store.")] = 30,
     budget: Annotated[str, typer.Option(
         help="Allowed increase of the loss over uncompressed training: 0.005, or 0.5%.", metavar="PART")] = "0.005",
@@ -78,9 +76,7 @@ def read_space(
 
 
 def load(task: str) -> tuner.Proxy:
-    if task not in BUILT_IN and not task.endswith(".py") and ":" not in task:
-        raise InvalidInput("E-CLI-OPTION", f"{task}: allowed are {', '.join(BUILT_IN)}, a file.py, or module:function")
-    return function_of(BUILT_IN.get(task, task), "proxy", "that takes settings and returns seconds and loss")
+    return function_of(task, "proxy", "that takes settings and returns seconds and loss")
 
 
 def _show(running: Iterator[TuningTrial], store: Store, search: Search, trials: int) -> None:

@@ -1,2 +1,2 @@
-"""Implements `commlayer demo`: one machine alone, DDP, and commlayer train the same model on simulated
-homes. Also has the small tasks of `commlayer tune` and of examples."""
+"""Implements `commlayer demo`: one machine alone, DDP, and commlayer train the same model on simulated homes. Also has the
+small task of examples and benches."""

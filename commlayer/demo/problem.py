@@ -1,4 +1,4 @@
-"""A small task for examples, benches and `commlayer tune`: handwritten digits, and an MLP.
+"""A small task for examples and benches: handwritten digits, and an MLP.
 
 digits.npz has the 1797 test images of "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, UCI Machine Learning
 Repository, 1998, doi:10.24432/C50P49), licensed under CC BY 4.0. scikit-learn's load_digits has the same images in the same

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from operator import attrgetter
 from pathlib import Path
 
 from commlayer.errors import InvalidInput, short_line
@@ -38,7 +39,7 @@ class EventFiles:
     def read(self) -> list[Event]:
         """Returns the events that were not returned before, in order of time."""
         events = [event for file in self._files() for event in self._new(file)]
-        return sorted(events, key=lambda event: event.time)
+        return sorted(events, key=attrgetter("time"))
 
     def _files(self) -> list[Path]:
         """A coordinator's file contains the events of all ranks."""

@@ -8,7 +8,7 @@ is its description.
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import structs
@@ -219,8 +219,7 @@ class LogEvent(Event, tag="log", frozen=True, kw_only=True):
 
 AnyEvent = (JobEvent | StepEvent | WaitEvent | LinkEvent | PlanEvent | MemberEvent | QualityEvent | NoiseScaleEvent
             | AloneEvent | CheckpointEvent | LogEvent)
-KINDS: tuple[type[Event], ...] = (JobEvent, StepEvent, WaitEvent, LinkEvent, PlanEvent, MemberEvent, QualityEvent,
-                                  NoiseScaleEvent, AloneEvent, CheckpointEvent, LogEvent)
+KINDS: tuple[type[Event], ...] = get_args(AnyEvent)
 TAGS = frozenset(str(kind.__struct_config__.tag) for kind in KINDS)
 
 E = TypeVar("E", bound=Event)

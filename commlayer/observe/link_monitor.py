@@ -17,7 +17,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from statistics import median
@@ -100,12 +101,12 @@ class LinkWatch(Record, frozen=True):
     @property
     def usual_s(self) -> float:
         """Usual step time in seconds; 0 before the first step."""
-        return _median(self.seen, lambda row: row.step_s)
+        return _median(row.step_s for row in self.seen)
 
     @property
     def waited_s(self) -> float:
         """Usual time in seconds for which all ranks wait for communication in a step."""
-        return _median(self.seen, lambda row: row.waited_s)
+        return _median(row.waited_s for row in self.seen)
 
     @property
     def slow_s(self) -> float:
@@ -177,18 +178,19 @@ class LinkWatch(Record, frozen=True):
             return planned_bps
         if not (0 < FACTOR * PAYLOAD * bps < planned_bps and FACTOR * bps < usual_bps):
             return planned_bps
-        busy_s = _median(rows, lambda row: row.nodes[node][way].share * row.step_s)
-        longer_s = _median(rows, lambda row: row.step_s) - self.usual_s
+        busy_s = _median(row.nodes[node][way].share * row.step_s for row in rows)
+        longer_s = _median(row.step_s for row in rows) - self.usual_s
         return PAYLOAD * bps if busy_s * (1 - bps / usual_bps) >= EXPLAINED * longer_s else planned_bps
 
 
 def _carried(rows: Sequence[SeenStep], node: int, way: int) -> float:
-    return _median(rows, lambda row: row.nodes[node][way].bps)
+    return _median(row.nodes[node][way].bps for row in rows)
 
 
-def _median(rows: Sequence[SeenStep], of: Callable[[SeenStep], float]) -> float:
-    """Returns the median of a value over steps; 0 without steps."""
-    return median(map(of, rows)) if rows else 0.0
+def _median(values: Iterable[float]) -> float:
+    """Returns the median; 0 without values."""
+    known = list(values)
+    return median(known) if known else 0.0
 
 
 def differ(a: Sequence[Rates], b: Sequence[Rates]) -> bool:
@@ -408,7 +410,7 @@ class InterfaceCounters:
 def counters_of(interface: str) -> Counters | None:
     """Returns a function that reads the byte counters of that network interface. None without an interface, or if the system is
     not Linux."""
-    return (lambda: _counters(interface)) if interface and COUNTERS.exists() else None
+    return partial(_counters, interface) if interface and COUNTERS.exists() else None
 
 
 def _counters(name: str) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple
 
 NO_BUCKET = -1
@@ -127,4 +128,4 @@ class Recorder:
         """Returns the events of the present step, in order of their start."""
         events = [Event(op, bucket, start - self._begin, end - self._begin, nbytes)
                  for op, bucket, start, end, nbytes in self._raw]
-        return sorted(events, key=lambda e: e.start_s)
+        return sorted(events, key=attrgetter("start_s"))

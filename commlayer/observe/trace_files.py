@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -94,7 +95,7 @@ def _ops(measured: Mapping[int, Cell], foreseen: Mapping[int, Cell]) -> list[str
 
 
 def _of_rank(steps: Iterable[Sequence[Event]]) -> Cell:
-    totals = [_totals(sorted(events, key=lambda e: e.start_s)) for events in steps]
+    totals = [_totals(sorted(events, key=attrgetter("start_s"))) for events in steps]
     return {key: median(total.get(key, 0.0) for total in totals) for key in dict.fromkeys(k for t in totals for k in t)}
 
 
@@ -118,7 +119,7 @@ KEY = "commlayer"
 def by_lane(events: Iterable[Event]) -> dict[str, list[Event]]:
     """Groups events by lane, in the order in which lanes are first used."""
     lanes: dict[str, list[Event]] = {}
-    for event in sorted(events, key=lambda e: e.start_s):
+    for event in sorted(events, key=attrgetter("start_s")):
         lanes.setdefault(event.lane, []).append(event)
     return lanes
 
@@ -161,7 +162,7 @@ def read_comparison(path: Path) -> Comparison:
 def _rows(events: Sequence[Event]) -> list[list[Event]]:
     """Distributes events over as few rows as possible; events in a row do not overlap."""
     rows: list[list[Event]] = []
-    for event in sorted(events, key=lambda e: (e.start_s, e.end_s)):
+    for event in sorted(events, key=attrgetter("start_s", "end_s")):
         free = next((row for row in rows if row[-1].end_s <= event.start_s), None)
         if free is None:
             rows.append([event])

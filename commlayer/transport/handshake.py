@@ -136,19 +136,18 @@ def dial_handshake(
     hello_bytes = msgspec.msgpack.encode(mine)
     _write(sock, Kind.HELLO, mine.rank, mine, who, deadline)
     challenge = _decode(_read(sock, reader, Kind.CHALLENGE, who, min(deadline, answer_by)), Challenge, who)
-    theirs, signer = challenge.nonce, None
+    transcript, signer = (challenge.nonce, hello_bytes, *bound(channel)), None
     if keys is not None:
         try:
             signer = signing_certificate(challenge.certificate, keys)
-            check_signature(signer, challenge.signature, b"accept", theirs, hello_bytes, *bound(channel))
+            check_signature(signer, challenge.signature, b"accept", *transcript)
         except Refused as error:
             raise error.located(peer=who) from None
-    _write(sock, Kind.PROOF, mine.rank, Proof(make_proof(secret, b"dial", theirs, hello_bytes, *bound(channel))), who,
-           deadline)
+    _write(sock, Kind.PROOF, mine.rank, Proof(make_proof(secret, b"dial", *transcript)), who, deadline)
     welcome = _decode(_read(sock, reader, Kind.WELCOME, who, deadline), Welcome, who)
     if welcome.error == NOT_AUTHENTICATED:
         raise Refused(wrong_secret(secret), peer=who, code="E-SECRET")
-    if not verify(welcome.proof, secret, b"accept", theirs, hello_bytes, *bound(channel)):
+    if not verify(welcome.proof, secret, b"accept", *transcript):
         raise Refused(f"{NOT_AUTHENTICATED}, so it does not belong to this job: check the address", peer=who, code="E-ADDRESS")
     if welcome.error:
         raise (NotYet if welcome.later else Refused)(welcome.error, peer=who)
@@ -168,13 +167,14 @@ def accept_handshake(
     if not 0 <= hello.rank <= 0xFFFF:
         raise CorruptFrame(f"got peer number {hello.rank}, allowed 0 to 65535", peer=who)
     mine = new_nonce()
-    signed = (keys.der, sign(keys, b"accept", mine, hello_bytes, *bound(channel))) if keys else ()
+    transcript = (mine, hello_bytes, *bound(channel))
+    signed = (keys.der, sign(keys, b"accept", *transcript)) if keys else ()
     _write(sock, Kind.CHALLENGE, rank, Challenge(mine, *signed), who, deadline)
     answer = _decode(_read(sock, reader, Kind.PROOF, who, deadline), Proof, who).proof
-    if not verify(answer, secret, b"dial", mine, hello_bytes, *bound(channel)):
+    if not verify(answer, secret, b"dial", *transcript):
         send_welcome(sock, rank, NOT_AUTHENTICATED, b"", who, deadline)
         raise Refused(NOT_AUTHENTICATED, peer=who, code="E-SECRET")
-    return AuthenticatedDialer(hello, make_proof(secret, b"accept", mine, hello_bytes, *bound(channel)))
+    return AuthenticatedDialer(hello, make_proof(secret, b"accept", *transcript))
 
 
 def send_welcome(sock: ByteChannel, rank: int, error: str, proof: bytes, who: str, deadline: float) -> None:

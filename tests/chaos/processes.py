@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from commlayer.config import Launch, read_config, take_environment
+from commlayer.config import PREFIX, Launch, read_config
 from commlayer.errors import CommError
 from tests.chaos.clock import jump
 from tests.chaos.reports import Task
@@ -86,6 +86,13 @@ class Started:
         self.process.kill()
         self.process.join(DIE_S)
         self.pipe.close()
+
+
+def take_environment(wanted: Mapping[str, str]) -> None:
+    """Replaces all COMMLAYER_* variables of this process with `wanted`. Called in a forked process."""
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        del os.environ[name]
+    os.environ.update({PREFIX + "CONFIG": "", **wanted})
 
 
 def _begin(target: Callable[..., None], pipe: Any, args: tuple[Any, ...], environ: dict[str, str], lines: str,

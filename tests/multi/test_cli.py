@@ -152,7 +152,7 @@ MISTAKES = [
     ("demo --png /nonexistent/demo.png", "E-CLI-OPTION", "--png /nonexistent/demo.png"),
     ("demo --json /nonexistent/demo.json", "E-CLI-OPTION", "--json /nonexistent/demo.json"),
     ("demo --json /", "E-CLI-OPTION", "--json /"),
-    ("tune nothing.py", "E-USER-CODE", "nothing.py: "), ("tune nothing", "E-CLI-OPTION", "nothing: "),
+    ("tune nothing.py", "E-USER-CODE", "nothing.py: "), ("tune nothing", "E-USER-CODE", "nothing: "),
     ("tune no.such:f", "E-USER-CODE", "no.such:f: "), ("tune math:tau", "E-USER-CODE", "math:tau: "),
     ("tune broken.py", "E-USER-CODE", "broken.py: ModuleNotFoundError: "),
     ("tune digits --trials 0", "E-CLI-OPTION", "--trials 0: "), ("tune digits --budget 0", "E-CLI-OPTION", "--budget 0: "),

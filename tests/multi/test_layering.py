@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     **{part: BOTTOM | {part} for part in MIDDLE},
     "cluster": BOTTOM | MIDDLE | {"cluster"},
     "engine": BOTTOM | MIDDLE | FILES_OF_PLANS | {"cluster", "engine"},
-    "autotune": BELOW | {"session"},
+    "autotune": BELOW,
     **dict.fromkeys(FILES_OF_PLANS, BOTTOM | MIDDLE | FILES_OF_PLANS),
     **dict.fromkeys(SURFACE, BELOW | SURFACE),
     **dict.fromkeys(TOP, BELOW | SURFACE | TOP),

@@ -11,7 +11,7 @@ from support.attached import Run, Setting, mlp, play
 from support.rank_pool import pool
 
 from commlayer.autotune.measure import link_rates
-from commlayer.autotune.measuring import (
+from commlayer.autotune.measure.probes import (
     BUSY,
     DRAINED,
     FAST_BPS,

@@ -13,10 +13,11 @@ from msgspec import structs
 from support.attached import Run, Setting, coordinators, mlp, parameters, plan_of, play, same, train_step
 from support.rank_pool import pool, ranks_first
 
-from commlayer.autotune import job_actions, measuring, plan_policy
+from commlayer.autotune import job_actions, plan_policy
 from commlayer.autotune.controller import MEASURED_STEPS, Phase, ShareMover, TuningController
 from commlayer.autotune.guard import QualityGuard
 from commlayer.autotune.job_actions import Measured
+from commlayer.autotune.measure import probes
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.guards.parameter_drift import ParameterDrift
@@ -84,7 +85,7 @@ def all_schedules(run: Run) -> dict[str, Any]:
                 for _ in range(every // fragments):
                     train_step(model, optimizer, run.rank, next(number))
                 if exchange == 1 and controller.phase is Phase.WATCHING:  # as if rank 0 had requested to measure again
-                    controller._phase, controller._until = Phase.WARMING, controller._planned_steps + 1
+                    controller.phase, controller._until = Phase.WARMING, controller._planned_steps + 1
             session.flush()
             assert times == [MEASURED_STEPS + 1], (every, fragments, overlap)
         return {"failures": [event.text for event in failures(session)], "paused": controller.paused, "plan": connection.plan,
@@ -108,7 +109,7 @@ FAILING: dict[str, tuple[int, Any, str]] = {
     "comparison": (1, QualityGuard, "prepare"),
     "links": (1, LinkWatch, "observe"),
     "steps": (1, job_actions, "timing_of"),
-    "probe": (1, measuring.link_rates, "rate"),  # type: ignore[attr-defined]
+    "probe": (1, probes.link_rates, "rate"),  # type: ignore[attr-defined]
     "drift": (1, ParameterDrift, "_settings"),
 }
 """Which rank fails where. "shares": rank 1, when it receives the times of all ranks."""

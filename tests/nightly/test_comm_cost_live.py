@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from commlayer.autotune import plan_policy
 from commlayer.autotune.controller import MEASURED_STEPS, WARM_STEPS, TuningController
-from commlayer.autotune.shares.driver import LoadBalancer
+from commlayer.autotune.shares.load_balancer import LoadBalancer
 from commlayer.balance import Decision, LinearTime, Sampler
 from commlayer.engine.observers import spacing
 from commlayer.observe import link_monitor
@@ -52,19 +52,20 @@ def balanced(run: Run) -> dict[str, Any]:
 
     controller = LoadBalancer(session, sampler, measure=seconds)
     loader: DataLoader[Any] = DataLoader(range(sampler.length), batch_sampler=sampler)  # type: ignore[arg-type]
-    verdicts, planned, planned_price = [], WARM_STEPS + MEASURED_STEPS + 2, None
+    searches, planned, planned_price = [], WARM_STEPS + MEASURED_STEPS + 2, None
     for batch in controller.follow(loader):
         x, y = data(run.rank, sampler.step, n=len(batch))
         nn.functional.mse_loss(wrapped(x), y).backward()
         auto: TuningController
         (auto,) = session.inspect.components.of(TuningController)
         if sampler.step in (planned, SLOW_FROM - 1, STEPS - 1):
-            verdicts.append(len(auto.settle(30.0)))
+            auto.settle(30.0)
+            searches.append(sum("a plan: " in line for line in session.inspect.decisions()))
         if sampler.step == SLOW_FROM - 1:
             planned_price = session.inspect.context.terms.price
         if sampler.step >= SLOW_FROM - 1 and run.rank == 0:
             session.inspect.context.terms.price = (COMM_S, 0.0)  # so much that expectations show it
-    return {"verdicts": verdicts, "price": planned_price, "decisions": decisions(controller),
+    return {"searches": searches, "price": planned_price, "decisions": decisions(controller),
             "shares": controller.shares, "lines": [line for line in session.inspect.decisions() if "new shares" in line]}
 
 
@@ -73,7 +74,7 @@ def test_auto_plans_again_after_shares_changed_and_reports_communication_cost(ho
     with coordinators(1, WORLD, 2) as result:
         setting = Setting(how, (result[0].address,), servers=2, plan="auto")
         results = pool(WORLD).call(play, WORLD, train, setting)
-    assert results[0]["verdicts"] == [1, 1, 2]
+    assert results[0]["searches"] == [1, 1, 2]
     assert results[0]["price"][0] > 0
     result = results[0]["decisions"]
     assert result == results[1]["decisions"] != []

@@ -21,7 +21,7 @@ from support.rank_pool import PoolError, pool
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from commlayer.autotune.shares.driver import LoadBalancer
+from commlayer.autotune.shares.load_balancer import LoadBalancer
 from commlayer.autotune.start import reporting
 from commlayer.balance import Decision, LinearTime, Note, Outcome, Sampler, shares, solve
 from commlayer.engine.job.job import DistributedJob
@@ -288,16 +288,6 @@ def test_changed_shares_are_reported_before_their_first_step() -> None:
     # Until a step is accounted for, the sampler stands at it.
     assert results[0]["moved"] == [(one.from_step - 1, pytest.approx(one.gain_s / one.before_s)) for one in later
                                    if one.from_step <= EPOCHS * -(-LENGTH // BATCH)]
-
-
-def test_lbb_as_published_moves_shares_once_per_window() -> None:
-    results = trained_alike(partial(script, memory=ROOM, slow_from=3, mode="lbb", batch=24, epochs=5), batch=24)
-    first, *later = decisions(results[0])
-    assert first.reason == "the profile"
-    (rapid,) = (one for one in later if one.reason == "LBB, rapid tuning")
-    assert rapid.effect >= 0.3
-    assert rapid.shares[0] < first.shares[0]
-    assert all(one is rapid or one.reason == "LBB, fine tuning" for one in later)
 
 
 def test_decisions_include_the_communication_time() -> None:

@@ -18,9 +18,9 @@ from support.rank_pool import pool
 from torch import nn
 
 import commlayer
+from bench.worker import PricingActions
 from commlayer.autotune.controller import TuningController
-from commlayer.autotune.job_actions import JobActions
-from commlayer.autotune.plan_policy import ReplanVerdict
+from commlayer.autotune.report import Reports
 
 WORLD = 2
 
@@ -59,7 +59,7 @@ def test_step_ends_with_its_backward_pass_in_every_measurement(overlap: str | No
 SLEEP_S, EVERY = 0.02, 4
 
 
-def priced(run: Run, overlap: str | None) -> tuple[list[ReplanVerdict], float]:
+def priced(run: Run, overlap: str | None) -> tuple[list[dict[str, float]], float]:
     """Step time that rank 0 plans with under local steps of SLEEP_S each; and the time of an outer step."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -67,7 +67,9 @@ def priced(run: Run, overlap: str | None) -> tuple[list[ReplanVerdict], float]:
                                config=rank_pool.quick(servers="each"))
     run.sessions.append(session)
     connection = distributed_job(session)
-    auto = TuningController(connection, JobActions(connection, 0.2), None, keep=True)
+    actions = PricingActions(connection, 0.2)
+    auto = TuningController(connection, actions, Reports(connection.rows.section("measurements")))
+    session.inspect.context.terms.auto = True
     session.inspect.components.add(auto)
     times = []
     for step in range((FIRST_PLANNING + 2) * EVERY):
@@ -81,13 +83,14 @@ def priced(run: Run, overlap: str | None) -> tuple[list[ReplanVerdict], float]:
         time.sleep(SLEEP_S)
         loss.backward()
         optimizer.step()
-    return auto.settle(60.0), median(after - before for before, after in pairwise(times))
+    auto.settle(60.0)
+    return actions.prices, median(after - before for before, after in pairwise(times))
 
 
 @pytest.mark.parametrize("overlap", [None, "round"])
 def test_local_step_is_measured_as_one_step(overlap: str | None) -> None:
-    ((verdict,), round_s), (others, _) = pool(WORLD).call(play, WORLD, priced, Setting("module", servers=2), overlap)
+    ((price, *_), round_s), (others, _) = pool(WORLD).call(play, WORLD, priced, Setting("module", servers=2), overlap)
     assert others == []
-    assert SLEEP_S <= verdict.measured_s < 0.7 * round_s, "no whole round"
-    assert verdict.priced_s >= SLEEP_S
-    assert verdict.found_s >= SLEEP_S
+    assert SLEEP_S <= price["measured_s"] < 0.7 * round_s, "no whole round"
+    assert price["priced_s"] >= SLEEP_S
+    assert price["found_s"] >= SLEEP_S

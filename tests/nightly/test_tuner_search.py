@@ -29,7 +29,8 @@ from commlayer.balance.tuner import (
     spelled,
 )
 from commlayer.cli.tune import load, read_space
-from commlayer.demo import problem, tuning_tasks
+from commlayer.demo import problem
+from examples import tuning_tasks
 
 SPACE = default_space()
 BUDGET = 0.01
@@ -253,7 +254,7 @@ def test_command_searches_local_steps_and_staleness(commlayer: Any) -> None:
 
 
 def test_proxies_are_reproducible_and_learn() -> None:
-    proxy = load("digits")
+    proxy = load("examples/tuning_tasks.py:digits")
     assert read_space(("int8()",), "0.01:0.1", "256").dimensions[2].choices == (256,)
     runs: list[Any] = [proxy({"codec": codec, "batch": 256}) for codec in (DENSE, DENSE, "topk(ratio=0.05,values='int8')")]
     assert runs[0] == runs[1]

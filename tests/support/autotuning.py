@@ -86,9 +86,9 @@ class Rank0:
     def search(self, step_s: float = 1.0, pace_s: float = 0.0, *, checks: bool = True) -> None:
         self.lead = plan_policy.begin_search(self.lead, self.active, self.links.links, step_s, pace_s, checks=checks)
 
-    def found(self, result: Candidate | None, why: str = "", *, keep: bool = False) -> list[Notice]:
+    def found(self, result: Candidate | None, why: str = "") -> list[Notice]:
         assert self.lead.order is not None
-        return self.set(*plan_policy.end_search(self.lead, self.lead.order, result, why, self.active, keep=keep))
+        return self.set(*plan_policy.end_search(self.lead, self.lead.order, result, why, self.active))
 
     def observe(self, row: SeenStep, times: int = 1) -> None:
         for _ in range(times):

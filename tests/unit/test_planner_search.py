@@ -25,7 +25,7 @@ from support.plans import cluster, toy_job
 
 from commlayer import records
 from commlayer.autotune.measure import calibration
-from commlayer.autotune.measuring import filled_of
+from commlayer.autotune.measure.measurements import filled_of
 from commlayer.autotune.search import best_plan
 from commlayer.compressors import codec_of, parse
 from commlayer.compressors.feedback import wrap

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.balance import FakeSession, LeftMembers
 from torch.utils.data import DataLoader, Dataset
 
-from commlayer.autotune.shares.driver import LoadBalancer
+from commlayer.autotune.shares.load_balancer import LoadBalancer
 from commlayer.balance import Sampler
 from commlayer.balance.consumed_log import TABLE, ConsumedLog, ConsumedLogState, Permutation, merged, size
 from commlayer.balance.schedule import CHANGE_DELAY_STEPS, with_joined

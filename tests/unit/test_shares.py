@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from support.balance import PAPER
 
 from bench.balance_cluster import Disturbance, Ours, PlayedCluster, PlayedStep, moves, run, slow_after
+from bench.lbb import Cubic, Lbb, fit_cubic, spread_s, spread_shares
 from commlayer.autotune.shares import policy
 from commlayer.autotune.shares.policy import RankStart, SharesState, WorkerTime
-from commlayer.balance import Cubic, Decision, shares, solve
+from commlayer.balance import Decision, shares, solve
 from commlayer.balance.balancer import Balancer, Joined, Measurement, Note, SharePolicy, straggler_effect
-from commlayer.balance.lbb import Lbb, LbbBalancer, adjusted_to_total, spread_s, spread_shares
 from commlayer.balance.profile import WorkerProfile, initial_shares, ladder, profile
 from commlayer.balance.time_models import (
     LinearTime,
@@ -28,7 +28,6 @@ from commlayer.balance.time_models import (
     Piecewise,
     TimeModel,
     checked_time,
-    fit_cubic,
     fit_line,
     fit_piecewise,
     in_pieces_s,
@@ -425,26 +424,6 @@ def test_max_minus_min_is_not_the_makespan() -> None:
     assert [max(curve.time_s(n) for curve, n in zip(curves, split, strict=True) if n) for split in (poor, good)] == [90, 37]
 
 
-@pytest.mark.parametrize(("wanted", "minimum", "order", "given"), [
-    ([166, 168, 159, 20], 1, [3, 0, 1, 2], [166, 168, 159, 19]), ([100, 100], 1, [0, 1], [100, 156]),
-    ([200, 56, 1], 2, [0, 1, 2], [198, 56, 2]), ([200, 56, 1], 4, [0, 1, 2], [200, 56, 0]), ([0, 0], 1, [0, 1], [0, 256]),
-])
-def test_shares_are_adjusted_to_the_total(wanted: list[int], minimum: int, order: list[int], given: list[int]) -> None:
-    total = 512 if len(wanted) == 4 else 256
-    assert adjusted_to_total(wanted, total, minimum, order) == given
-
-
-def test_job_policy_keeps_the_sum_and_waits_for_all_times() -> None:
-    first = Balancer([Joined(worker) for worker in range(4)], 512).latest
-    balancer = LbbBalancer(CURVES, 512, [None] * 4, first, SharePolicy(lead=2))
-    times = [Measurement(worker, 128, time_s) for worker, time_s in enumerate(MEASURED_S)]
-    assert balancer.decide(0, times[:3]) is None
-    assert balancer.copy().decide(1, times) == (decision := balancer.decide(1, times))
-    assert decision is not None
-    assert (decision.reason, decision.from_step, sum(decision.shares)) == ("LBB, rapid tuning", 3, 512)
-    assert decision.shares[3] < 30
-
-
 # ---- The policy of shares: which shares follow from the rows of all ranks, and from which step
 
 WORLD, BATCH_POLICY = 3, 24
@@ -547,10 +526,9 @@ def test_profile_shares_apply_until_their_step_at_the_promised_time() -> None:
     assert later.balancer.latest.by_worker == EVEN_POLICY, "shares announced since then replace the profile's"
 
 
-@pytest.mark.parametrize("lbb", [False, True])
-def test_decisions_do_not_modify_the_previous_state(lbb: bool) -> None:
+def test_decisions_do_not_modify_the_previous_state() -> None:
     """So equal rows give equal decisions however often they are read."""
-    state = begun(lbb=lbb)
+    state = begun()
     for step in range(5):
         once, *first = read(state, step)
         again, *second = read(state, step)

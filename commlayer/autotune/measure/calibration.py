@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -114,7 +114,7 @@ def measure_collectives(groups: Groups, budget_s: float) -> CollectiveCosts:
     nodes, ranks = groups.world // groups.ranks_per_node, groups.ranks_per_node
     inside = across = NO_COLLECTIVES
     if ranks > 1:
-        inside = _line(groups, lambda x: groups.inside.out.reduce(x, 0), "reduce", ranks, budget_s / (2 if nodes > 1 else 1))
+        inside = _line(groups, partial(groups.inside.out.reduce, root=0), "reduce", ranks, budget_s / (2 if nodes > 1 else 1))
     if nodes > 1 and groups.members.reachable:
         across = _line(groups, groups.allreduce, "allreduce", groups.world, budget_s / (2 if ranks > 1 else 1))
     return CollectiveCosts(inside, across)
@@ -136,7 +136,7 @@ def _timed(groups: Groups, run: Collective, budget_s: float) -> dict[float, floa
     left_s, nbytes = budget_s, FIRST_NBYTES
     while True:
         x = torch.zeros(nbytes // FLOAT_NBYTES, device=groups.device)
-        once = functools.partial(_once, groups, run, x)
+        once = partial(_once, groups, run, x)
         groups.barrier()
         seconds = _slowest(groups, once())
         left_s -= seconds

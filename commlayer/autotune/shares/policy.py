@@ -17,17 +17,16 @@ from msgspec import structs
 
 from commlayer.balance.balancer import Balancer, Decision, Event, Joined, Measurement, Outcome, SharePolicy
 from commlayer.balance.share_solver import Communication
-from commlayer.balance.time_models import Cubic, LinearTime
+from commlayer.balance.time_models import LinearTime
 from commlayer.errors import CommError, InvalidInput
 
 if TYPE_CHECKING:
-    from commlayer.balance.lbb import LbbBalancer
     from commlayer.balance.profile import InitialShares
 
 
 def begin(
     rows: Sequence[RankStart], shares: Mapping[int, int], from_step: int, *, policy: SharePolicy,
-    opening: InitialShares | None = None, lbb: bool = False,
+    opening: InitialShares | None = None,
 ) -> SharesState:
     """Returns the initial state. `shares`: the newest shares, announced for `from_step`; `opening`: the result of profiling.
 
@@ -50,8 +49,6 @@ def begin(
     first = opening.decision if opening and opening.decision.from_step == from_step else None
     total = int(rows[0].batch)
     balancer = Balancer(joined, total, policy, shares=first or shares, from_step=max(0, from_step))
-    if lbb:
-        balancer = _published(joined, total, balancer.latest, policy, opening)
     return SharesState(balancer, policy)
 
 
@@ -92,20 +89,6 @@ def checksum(state: SharesState) -> float:
     """Returns a checksum of the newest shares, by which ranks detect a difference."""
     decision: Decision = state.balancer.latest
     return float(zlib.crc32(repr((decision.from_step, decision.by_worker)).encode()))
-
-
-def _published(
-    joined: Sequence[Joined], total: int, first: Decision, policy: SharePolicy, opening: InitialShares | None,
-) -> LbbBalancer:
-    """Returns a balancer that decides as LBB does, from the cubic time models of profiles if there are any."""
-    from commlayer.balance.lbb import LbbBalancer
-
-    if opening is not None:
-        curves = list(opening.cubics)
-    else:
-        lines = [one.line or LinearTime(1.0) for one in joined]
-        curves = [Cubic(0.0, 0.0, line.slope_s, line.intercept_s) for line in lines]
-    return LbbBalancer(curves, total, [one.cap for one in joined], first, policy)
 
 
 class RankStart(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from msgspec import structs
@@ -16,12 +16,13 @@ from torch import nn
 
 from commlayer.autotune.measure.batch_trial import BatchTrial, LossOf, batches_of
 from commlayer.balance import Sampler, SharePolicy
-from commlayer.balance.profile import InitialShares, SharesOf, WorkerProfile, initial_shares, ladder, profile
+from commlayer.balance.assignment import TrainingSession
+from commlayer.balance.profile import InitialShares, WorkerProfile, initial_shares, ladder, profile
 from commlayer.cluster.processes.process_groups import Members
 from commlayer.cluster.processes.rows import GatheredRows, Section, StepRows
 from commlayer.config import read_launch
+from commlayer.engine.observers.inspection import Inspection
 from commlayer.errors import CommError, InvalidInput
-from commlayer.session import Session
 from commlayer.transport.protocol import peer_name
 
 SLACK_S = 60.0
@@ -29,12 +30,18 @@ SLACK_S = 60.0
 FINISHED, BROKE_OFF = 1.0, 0.0
 
 
+class BalancedSession(TrainingSession, Protocol):
+    """The part of a session that load balancing needs."""
+
+    @property
+    def inspect(self) -> Inspection: ...
+
+
 def together(
-    session: Session, sampler: Sampler, policy: SharePolicy, model: nn.Module, loss_of: LossOf,
-    batches: Any, *, limit_s: float, measure: Callable[[int], float] | None = None, shares_of: SharesOf | None = None,
+    session: BalancedSession, sampler: Sampler, policy: SharePolicy, model: nn.Module, loss_of: LossOf,
+    batches: Any, *, limit_s: float, measure: Callable[[int], float] | None = None,
 ) -> tuple[list[WorkerProfile], InitialShares]:
-    """Profiles all ranks. Returns every rank's profile and the first decision, and sets the sampler's cap and shares.
-    `shares_of` computes the shares."""
+    """Profiles all ranks. Returns every rank's profile and the first decision, and sets the sampler's cap and shares."""
     if not limit_s > 0:
         raise InvalidInput("E-SHARES-ARGUMENT", f"limit_s: got {limit_s}, allowed: more than 0 seconds")
     trial = BatchTrial(model, loss_of, batches_of(batches), measure=measure, sharing=read_launch().local_world)
@@ -55,20 +62,20 @@ def together(
         with contextlib.closing(StepRows(GatheredRows(members, limit_s + SLACK_S), members)) as rows:
             profiles, first = _exchanged(rows.section("profiles"), run, session, sampler)
     least = max(policy.minimum, sampler.least)
-    start = initial_shares(profiles, sampler.batch, sampler.announced[1], step=first, minimum=least, shares_of=shares_of)
+    start = initial_shares(profiles, sampler.batch, sampler.announced[1], step=first, minimum=least)
     if profiles[sampler.rank].ended:
         sampler.cap = profiles[sampler.rank].cap
     sampler.announce(first, start.decision.by_worker)
     return profiles, start
 
 
-def _members(session: Session) -> Members:
+def _members(session: BalancedSession) -> Members:
     groups = session.inspect.context.groups
     return Members() if groups is None else groups.members
 
 
 def _exchanged(
-    rows: Section, run: Callable[[], WorkerProfile], session: Session, sampler: Sampler,
+    rows: Section, run: Callable[[], WorkerProfile], session: BalancedSession, sampler: Sampler,
 ) -> tuple[list[WorkerProfile], int]:
     """Exchanges the profiles. Returns all of them, and the first step for which every rank may announce shares. A rank whose
     model raised an error reports the error first."""

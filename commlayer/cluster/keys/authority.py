@@ -60,13 +60,10 @@ def init(folder: Path, days: int = CA_DAYS) -> datetime.datetime:
                            f"{folder}: the current directory cannot be replaced; name a folder to be created, for example "
                            "--dir keys")
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"commlayer job {secrets.token_hex(4)}")])
-    start, end = _times(days)
-    certificate = (_builder(name, key.public_key(), start, end).issuer_name(name)
-                   .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-                   .add_extension(_usage(authority=True), critical=True)
-                   .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-                   .sign(key, hashes.SHA256()))
+    name, (start, end) = common_name(f"commlayer job {secrets.token_hex(4)}"), _times(days)
+    public = key.public_key()
+    own_id = x509.SubjectKeyIdentifier.from_public_key(public)
+    certificate = _signed(key, name, name, public, start, end, own_id, authority=True)
     contents = {CA_KEY: private(key), CA: pem(certificate), TOKEN: secrets.token_hex(32).encode() + b"\n",
                 REVOKED: _list(key, certificate, {}, 1)}
     make_folder(folder, contents, (ISSUED, NODES), new=True)
@@ -113,15 +110,9 @@ def sign(key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, name: str
          days: int = NODE_DAYS, *, dials_only: bool) -> x509.Certificate:
     """Makes a node's certificate. The caller holds the CA's lock, and must record the certificate before handing it out."""
     start, end = _times(days)
-    end = min(end, authority.not_valid_after_utc)
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH] + ([] if dials_only else [ExtendedKeyUsageOID.SERVER_AUTH])
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    return (_builder(subject, public, start, end).issuer_name(authority.subject)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_usage(authority=False), critical=True)
-            .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVICE), x509.DNSName(name)]), critical=False)
-            .sign(key, hashes.SHA256()))
+    return _signed(key, authority.subject, common_name(name), public, start, min(end, authority.not_valid_after_utc),
+                   x509.ExtendedKeyUsage(purposes), x509.SubjectAlternativeName([x509.DNSName(SERVICE), x509.DNSName(name)]))
 
 
 def record_of(folder: Path, certificate: x509.Certificate) -> Path:
@@ -286,16 +277,24 @@ def make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str, 
         shutil.rmtree(former, ignore_errors=True)
 
 
-def _builder(subject: x509.Name, key: ec.EllipticCurvePublicKey, start: datetime.datetime,
-             end: datetime.datetime) -> x509.CertificateBuilder:
-    return (x509.CertificateBuilder().subject_name(subject).public_key(key).serial_number(x509.random_serial_number())
-            .not_valid_before(start).not_valid_after(end))
+def common_name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
-def _usage(*, authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
+def _signed(key: ec.EllipticCurvePrivateKey, issuer: x509.Name, subject: x509.Name, public: ec.EllipticCurvePublicKey,
+            start: datetime.datetime, end: datetime.datetime, *extensions: x509.ExtensionType,
+            authority: bool = False) -> x509.Certificate:
+    """Makes a certificate. `authority`: that of a CA, which signs certificates and revocation lists."""
+    usage = x509.KeyUsage(
         digital_signature=not authority, key_cert_sign=authority, crl_sign=authority, content_commitment=False,
         key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False)
+    builder = (x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(public)
+               .serial_number(x509.random_serial_number()).not_valid_before(start).not_valid_after(end)
+               .add_extension(x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True)
+               .add_extension(usage, critical=True))
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=False)
+    return builder.sign(key, hashes.SHA256())
 
 
 def _times(days: int) -> tuple[datetime.datetime, datetime.datetime]:

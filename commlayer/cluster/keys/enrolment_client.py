@@ -63,8 +63,8 @@ def enrol(home: HomeLine, wait_s: float, say: Callable[[str], None] = lambda _: 
     assert home.token is not None
     place, draft = home.folder, home.folder.with_name(f".{home.folder.name}-{home.token.digest[:16]}.key")
     key = _draft_key(draft)
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, home.name)])
-    csr = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA256()).public_bytes(Encoding.DER)
+    request = x509.CertificateSigningRequestBuilder().subject_name(authority.common_name(home.name))
+    csr = request.sign(key, hashes.SHA256()).public_bytes(Encoding.DER)
     deadline = time.monotonic() + wait_s
     backoff, waiting = Backoff(deadline), False
     while True:

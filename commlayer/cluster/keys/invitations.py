@@ -119,8 +119,7 @@ def invite(folder: Path, names: Sequence[str], hours: float = VALID_HOURS, *, ag
         if not again and not keep and (known := [name for name in names if name in good]):
             raise InvalidInput("E-KEYS", f"{known[0]} already has a certificate; --again makes an invitation that replaces and "
                                          "revokes it")
-        open_ = {name for name, one in book.homes.items() if not one.used and one.until > now}
-        fresh = [name for name in dict.fromkeys(names) if not (keep and name in good | open_)]
+        fresh = [name for name in dict.fromkeys(names) if not (keep and (name in good or name in _open(book, now)))]
         tokens = {name: new_token(ca.public_bytes(Encoding.DER)) for name in fresh}
         new = {name: Invitation(_public(token.secret), now + 3600 * hours) for name, token in tokens.items()}
         _save(folder, msgspec.structs.replace(book, homes={**book.homes, **new}))
@@ -129,8 +128,11 @@ def invite(folder: Path, names: Sequence[str], hours: float = VALID_HOURS, *, ag
 
 def pending(folder: Path) -> dict[str, float]:
     """Maps the names of homes whose invitation is valid and not used yet to its end, in seconds since 1970."""
-    now = time.time()
-    return {name: one.until for name, one in read_book(folder).homes.items() if not one.used and one.until > now}
+    return _open(read_book(folder), time.time())
+
+
+def _open(book: Book, now: float) -> dict[str, float]:
+    return {name: one.until for name, one in book.homes.items() if not one.used and one.until > now}
 
 
 def set_address(folder: Path, address: str) -> None:

@@ -10,7 +10,8 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from msgspec import structs
@@ -18,22 +19,18 @@ from torch import nn
 
 from commlayer.autotune.controller import ShareMover
 from commlayer.autotune.measure.batch_trial import LossOf
-from commlayer.autotune.shares import policy
+from commlayer.autotune.shares import policy, worker_profiles
 from commlayer.autotune.shares.policy import RankStart, SharesState, WorkerTime, latest
+from commlayer.autotune.shares.worker_profiles import BalancedSession
 from commlayer.autotune.start import reporting
 from commlayer.balance import Decision, LinearTime, Outcome, Sampler, SharePolicy
 from commlayer.balance.balancer import Event, describe
 from commlayer.balance.profile import LIMIT_S, WorkerProfile
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import CommError, InvalidInput
-from commlayer.session import Session
 
 if TYPE_CHECKING:
     from commlayer.balance.profile import InitialShares
-
-
-Mode = Literal["makespan", "lbb"]
-"""Name of the balancing algorithm: the default ("makespan"), or LBB as published, for comparison."""
 
 
 class LoadBalancer:
@@ -46,22 +43,20 @@ class LoadBalancer:
     """
 
     def __init__(
-        self, session: Session, sampler: Sampler, *, policy: SharePolicy | None = None,
+        self, session: BalancedSession, sampler: Sampler, *, policy: SharePolicy | None = None,
         line: LinearTime | None = None, lookahead: int | None = None,
-        measure: Callable[[int, int], float] | None = None, mode: Mode = "makespan",
+        measure: Callable[[int, int], float] | None = None,
     ) -> None:
         """All ranks create one with the same arguments, except for `line`: this rank's known speed before training.
 
         `lookahead`: batches that a loader draws in advance; derived from a DataLoader. `measure(step, samples)`: this rank's
         compute seconds, instead of the session's own measurement.
         """
-        if mode not in get_args(Mode):
-            raise InvalidInput("E-SHARES-ARGUMENT", f"mode: got {mode!r}, allowed: {', '.join(get_args(Mode))}")
         _check_plan(session)
         self.session, self.sampler = session, sampler
         self._policy = structs.replace(policy or SharePolicy(), minimum=max(policy.minimum if policy else 1, sampler.least))
         self._line, self._measure = line, measure
-        self._lookahead, self._mode = lookahead, mode
+        self._lookahead = lookahead
         self._opening: InitialShares | None = None
         self._state: SharesState | None = None
         """State of the balancing; None until the first step is over."""
@@ -100,15 +95,10 @@ class LoadBalancer:
         if self._state is not None:
             raise InvalidInput("E-SHARES-ARGUMENT",
                                "profile: training follows measured times already, allowed: before its first step")
-        from commlayer.autotune.shares import worker_profiles
-        from commlayer.balance.lbb import LbbBalancer
-
-        own, step = self._measure, self.sampler.step
+        measure = None if self._measure is None else partial(self._measure, self.sampler.step)
         profiles, self._opening = worker_profiles.together(
             self.session, self.sampler, self._policy, model, loss_of, batches, limit_s=limit_s,
-            measure=None if own is None else lambda samples: own(step, samples),
-            shares_of=LbbBalancer.begin if self._mode == "lbb" else None,
-        )
+            measure=measure)
         self._line = self._opening.lines[self.sampler.rank]
         for note in self._opening.notes:
             self._say(note)
@@ -209,13 +199,12 @@ class LoadBalancer:
             exchange.start(*RankStart(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
                                       self._line is not None, line.slope_s, line.intercept_s))
             rows = [RankStart(*row) for row in exchange.read()]
-        state = policy.begin(rows, shares, from_step, policy=self._policy,
-                             opening=self._opening, lbb=self._mode == "lbb")
+        state = policy.begin(rows, shares, from_step, policy=self._policy, opening=self._opening)
         reporting(context).shares = ShareMover(self._row, self._receive)
         return state
 
 
-def _check_plan(session: Session | None) -> None:
+def _check_plan(session: BalancedSession | None) -> None:
     """Raises InvalidInput for plans with local steps or overlapped updates. The measured time runs from one averaging to the
     end of the next backward pass; such plans have no averaging in most steps, or it overlaps the next step."""
     plan = None if session is None else session.inspect.plan

@@ -1,5 +1,7 @@
-"""Two small training tasks for `commlayer tune`: handwritten digits, and a character model. One process computes all workers
-and compresses their gradients.
+"""Two small training tasks: handwritten digits, and a character model. One process computes all workers and compresses their
+gradients.
+
+    commlayer tune examples/tuning_tasks.py:chars --trials 20
 
 Losses are measured. Seconds are computed from a `SimulatedCluster`, so all machines give the same result.
 """

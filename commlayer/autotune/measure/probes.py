@@ -1,0 +1,158 @@
+"""Measures the links of a running job's nodes: by probes in turns, and from the traffic of steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from commlayer.autotune.measure import link_rates
+from commlayer.cluster.processes.collectives import Groups, all_or_none
+from commlayer.config import host_port
+from commlayer.engine.job.job import DistributedJob
+from commlayer.observe.link_monitor import PAYLOAD, InterfaceCounters, Rates, Throughput, counters_of
+from commlayer.observe.step_trace import RecordedStep
+from commlayer.transport import own_address
+
+WAITED = 0.5
+"""A recorded step was limited by communication if it waited for at least this fraction of its time."""
+NodeLink = tuple[float, float, float]
+"""Upload and download rate of a node in bit/s, and latency to the core of the network in seconds."""
+UNKNOWN = Rates(0.0, 0.0)
+OPENING = 4
+"""Round trips at the start of a probe's turn, in which TCP windows open. Windows start at the known rate, if there is one."""
+DRAINED = 3
+"""Round trips at the end of a probe's turn, in which sent data arrives. The rest arrives while the next senders' windows
+open."""
+LEAST_TURNS, FEW_SERVERS_TURNS = 2, 4
+"""Minimum number of turns per direction: if all nodes have servers, and if fewer do. With two turns, half of the nodes send at
+once, one per server. With fewer servers, senders would share them."""
+LONGEST_S = 0.3
+"""Longest round trip, in seconds, that turns allow for. With longer round trips probes measure little, and only the traffic of
+steps shows the rate."""
+FAST_BPS = 20e6
+"""Links faster than this many bit/s are always probed, because CPUs, or servers that wait for each other, may have limited the
+steps."""
+BUSY, BUSY_TRIPS = 0.25, 8
+"""A link limited the steps if it was busy for at least this fraction of their time, and for this many round trips; TCP windows
+open in fewer."""
+
+
+def held_up(steps: Sequence[RecordedStep]) -> bool:
+    """Returns whether steps mostly waited for communication after their backward passes. If they did not, gradients may have
+    come too slowly to fill the link, so the link did not limit the step."""
+    waited_s = median(s.marks["end"] - s.marks["backward"] for s in steps)
+    return waited_s >= WAITED * median(s.marks["end"] for s in steps)
+
+
+T = TypeVar("T", bound=tuple[float, ...])
+
+
+def gathered(groups: Groups, row: T) -> list[T]:
+    """Exchanges one row of numbers of each rank, and returns all rows in rank order; collective."""
+    rows = groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device)).tolist()
+    return [type(row)(*values) for values in rows]
+
+
+class _Known(NamedTuple):
+    """What a node knows about its link before a probe. All nodes exchange these values; 0 means unknown."""
+
+    up_bps: float = 0.0
+    down_bps: float = 0.0
+    round_trip_s: float = 0.0
+    asks: float = 0.0
+    """1: the node can probe a server on another node; otherwise 0."""
+
+
+class SeenTraffic(NamedTuple):
+    """Traffic of a node's link during steps, from the interface counters."""
+
+    carried: Throughput
+    """Traffic while the link was busy."""
+    since_s: float
+    """Seconds that the counters cover, including time outside steps."""
+
+
+def seen_by(meter: InterfaceCounters) -> SeenTraffic:
+    """Returns the traffic since the previous reading of the counters."""
+    since_s = meter.since_s
+    return SeenTraffic(meter.look(), since_s)
+
+
+def probed(
+    context: DistributedJob, budget_s: float, seen: SeenTraffic | None = None, steps_s: float = 0.0, *,
+    expected: Rates = UNKNOWN,
+) -> NodeLink:
+    """Measures this node's link against servers on other nodes; returns zeros if there are none. All ranks must call this
+    function and then `gathered`, which waits for the last rank. `seen`: traffic in steps of `steps_s` seconds in total; no
+    link is probed if that traffic shows the rates of all nodes. `expected`: known lower bounds of the rates, which set the
+    initial TCP windows."""
+    groups = context.groups
+    away = [server.id for server in context.uplink.epoch.servers if server.node != groups.node]
+    asks = bool(away) and groups.local == 0
+    network, patience_s = link_rates.RequestNetwork(context.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
+    mine = _Known()
+    with all_or_none(groups, "probing links"):
+        if asks:
+            round_trip_s = link_rates.round_trip(network, away[0], patience_s)
+            mine = _Known(*sustained(seen, steps_s, round_trip_s), round_trip_s, 1.0)
+    nodes = gathered(groups, mine)[:: groups.ranks_per_node]
+    with all_or_none(groups, "probing links"):
+        # If a node's download was not busy, a slow receiving node may have limited the uploads of others.
+        if asks and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
+            longest_s = min(LONGEST_S, max(link_rates.LEAST_ROUND_TRIP_S, *(node.round_trip_s for node in nodes)))
+            asking = [number for number, node in enumerate(nodes) if node.asks]
+            everywhere = len({server.node for server in context.uplink.epoch.servers}) >= len(asking)
+            turns, turn_s = turns_of(len(asking), budget_s, longest_s, everywhere=everywhere)
+            mine_at = asking.index(groups.node) % turns
+            begin = time.monotonic()  # all ranks have just exchanged values, so turns need no further synchronization
+            rates = [mine.up_bps, mine.down_bps]
+            for way in (link_rates.UP, link_rates.DOWN):
+                time.sleep(max(0.0, begin + (way * turns + mine_at) * turn_s - time.monotonic()))
+                expected_bps = max(expected[way], rates[link_rates.UP] if way == link_rates.DOWN else 0.0)
+                rates[way] = max(rates[way], link_rates.rate(
+                    network, way, away, mine.round_trip_s, turn_s - DRAINED * longest_s, patience_s, expected_bps=expected_bps))
+            mine = mine._replace(up_bps=rates[link_rates.UP], down_bps=rates[link_rates.DOWN])
+    # The round trip crosses four links of similar latency: from each machine to the core and back.
+    return mine.up_bps, mine.down_bps, mine.round_trip_s / 4
+
+
+def sustained(seen: SeenTraffic | None, steps_s: float, round_trip_s: float) -> tuple[float, float]:
+    """Returns the upload and download rates that limited the steps; 0 for a direction in which the link did not limit them."""
+    if seen is None:
+        return 0.0, 0.0
+    least_s = max(BUSY * steps_s, BUSY_TRIPS * round_trip_s)
+    busy = [way.bps < FAST_BPS and way.share * seen.since_s >= least_s for way in seen.carried]
+    up, down = (PAYLOAD * way.bps if known else 0.0 for way, known in zip(seen.carried, busy, strict=True))
+    return up, down
+
+
+def turns_of(nodes: int, budget_s: float, round_trip_s: float, *, everywhere: bool = True) -> tuple[int, float]:
+    """Returns the number of turns per direction, and seconds per turn; as many turns as the time allows. Nodes that send in
+    the same turn share servers, so each measures only a part of its rate. `everywhere`: True: all nodes have servers."""
+    least_s = (OPENING + DRAINED) * round_trip_s
+    turns = min(nodes, max(LEAST_TURNS if everywhere else FEW_SERVERS_TURNS, int(budget_s / 2 / least_s)))
+    return turns, max(budget_s / 2 / turns, least_s)
+
+
+def at_least(link: NodeLink, carried: Throughput | None = None, fastest_down_bps: float = 0.0) -> NodeLink:
+    """Returns `link` with rates raised to those in steps, because short probes measure too low rates, and to the fastest
+    download that the interface has counted meanwhile, because probes on a busy machine wait for its threads."""
+    up_bps, down_bps, alpha_s = link
+    if not up_bps:  # there is no server on another node
+        return link
+    carried_up_bps, carried_down_bps = (0.0, 0.0) if carried is None else (way.bps for way in carried)
+    return max(up_bps, PAYLOAD * carried_up_bps), max(down_bps, PAYLOAD * max(carried_down_bps, fastest_down_bps)), alpha_s
+
+
+def meter_of(context: DistributedJob) -> InterfaceCounters | None:
+    """Returns a reader of this node's interface counters; None on ranks that are not the node's first, or if the system has no
+    counters."""
+    if context.groups.local:
+        return None
+    servers = [host_port(server.address)[0] for server in context.uplink.epoch.servers]
+    counters = counters_of(own_address.interface_towards(servers))
+    return None if counters is None else InterfaceCounters(counters)
