@@ -57,7 +57,8 @@ class Job:
     """Members and a server of one bucket, with an account of what was put in and applied."""
 
     def __init__(self, codec: Codec) -> None:
-        self.codec, self.spec = codec, Spec((32, NUMEL // 32))
+        self.codec: Any = codec
+        self.spec = Spec((32, NUMEL // 32))
         self.states = [self._seeded(codec.init(self.spec), rank) for rank in range(MEMBERS)]
         self.server = self._seeded(codec.init_server(self.spec), -1)
         self.bound = codec.bound(self.spec)
