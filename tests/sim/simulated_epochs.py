@@ -170,12 +170,12 @@ class Server:
         joined = [c for c in self.changes.values() if c.joins >= 0]
         members = {*self.world.first_members, *(c.joins for c in joined if c.first <= step)}
         self.core = self._summation(self.plan)
+        self.core.gone |= self.former.gone
         for cell in self.core.cells.values():
             cell.members = tuple(sorted(members - self.former.gone))
         for c in joined:
             if c.first > step:
                 self.core.add(c.joins, self.core.cells, c.first)
-        self.core.gone |= self.former.gone
         self._remember()
 
     def remove(self, gone: set[int]) -> None:
@@ -405,9 +405,9 @@ class World:
         return self.problems
 
     def _unfinished(self) -> list[Member]:
-        """Returns the members that must still finish. A worker cannot join if nobody is left who has decided that it does."""
+        """Returns the members that must still finish. A worker cannot join if nobody is left who has the job's state."""
         able = [m for m in self.members.values() if m.alive and not m.hung and m.rank not in self.gone]
-        unknown = {m.rank for m in able if not m.entered and not any(
+        unknown = {m.rank for m in able if m.step == m.first and not m.running and not any(
             other is not m and other.step > m.first - schedule.LEAD for other in able)}
         return [m for m in able if not m.done and m.rank not in unknown]
 
