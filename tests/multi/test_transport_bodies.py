@@ -87,7 +87,7 @@ def test_interleaved_bodies_arrive_complete_and_in_order() -> None:
     (lambda b: [b[0], b[0]], "part 0 of 4 .*urgent.*E-FRAME"),
     (lambda b: [b[0], frame(URGENT._replace(part=1, parts=4), bytes(25))], "part 1 of 4 .*next part.*E-FRAME"),
     (lambda b: [b[0], frame(BULK._replace(part=1, parts=5), bytes(25))], "part 1 of 5 .*next part.*E-FRAME"),
-    (lambda b: [b[0], frame(BULK._replace(part=1, parts=4, flags=1), bytes(25))], "part 1 of 4 .*next part.*E-FRAME"),
+    (lambda b: [b[0], frame(BULK._replace(part=1, parts=4, flags=2), bytes(25))], "part 1 of 4 .*next part.*E-FRAME"),
     (lambda b: [b[0], frame(BULK._replace(part=1, parts=4), bytes(24))], r"part 1 of 4 .*\b24 .*\b25 .*E-FRAME"),
     (lambda b: [*b[:3], frame(BULK._replace(part=3, parts=4), bytes(26))], r"part 3 of 4 .*\b26 .*\b25 .*E-FRAME"),
     (lambda b: [*b[:3], frame(BULK._replace(part=3, parts=4))], r"part 3 of 4 .*\b0 .*\b25 .*E-FRAME"),

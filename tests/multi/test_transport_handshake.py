@@ -45,7 +45,7 @@ def dialler(wire: Wire, hello: Hello, end: StreamTransport, peer: int | None = N
 @pytest.mark.parametrize(("hello", "reason"), [
     (Hello("other", 0), "server 0: .*job.*E-RANKS-DIFFER"),
     (Hello("test", 0, plan="p2"), "server 0: .*plan.*E-RANKS-DIFFER"),
-    (Hello("test", 0, version="9.9", protocol=9), rf"server 0: .*\b9 .*9\.9\b.*\b{VERSION} .*E-VERSION"),
+    (Hello("test", 0, version="9.9", protocol=99), rf"server 0: .*\b99 .*9\.9\b.*\b{VERSION} .*E-VERSION"),
     (Hello("test", SERVER_BASE), r"server 0: server 0 .*E-RANK\]"),
     (Hello("test", 1), r"server 0: worker 1 .*E-RANK\]"),
 ])

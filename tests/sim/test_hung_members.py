@@ -197,7 +197,7 @@ def test_limit_is_multiplied_by_the_number_of_local_steps(opened: Opened) -> Non
         assert serving.report().get("overdue") is None
         assert serving._server is not None
         serving._server._core.cells[0].begin(5, 0)
-        serving._server._core.cells[0].sum.next = 2
+        serving._server._core.cells[0].sum.handled += [0, 1]
         serving._server._check_stalls()
         assert serving.report()["overdue"] == Overdue(5, (2,), 0.001 * steps)
 
