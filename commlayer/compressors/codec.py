@@ -89,9 +89,9 @@ class Codec(msgspec.Struct, frozen=True):
     keeps: ClassVar[bool] = False
     """True: a step's payload affects later steps, for example through a residual. An aborted step must then be rolled back with
     `undo`."""
-    residual: ClassVar[bool] = False
+    has_residual: ClassVar[bool] = False
     """True: workers keep a residual, so `reweigh` can correct what they have sent."""
-    server_residual: ClassVar[bool] = False
+    has_server_residual: ClassVar[bool] = False
     """True: the server keeps a residual of its sum."""
     in_place: ClassVar[bool] = False
     """True: the payload is the header followed by the unchanged input, so the input may be stored inside its own payload."""
@@ -168,7 +168,7 @@ class Codec(msgspec.Struct, frozen=True):
         by which `x` was divided. The server has applied `share` times the payload, and the argument of `start` should have been
         x + `more`. The residual keeps the difference, so applied + residual is as if the total had been known.
 
-        Called at most once for each `start`, only if the result is finite and `residual` is True.
+        Called at most once for each `start`, only if the result is finite and `has_residual` is True.
         """
         raise NotImplementedError
 
@@ -313,12 +313,12 @@ class CodecWrapper(Codec, frozen=True):
         return bool(self.inner.keeps)
 
     @property
-    def residual(self) -> bool:  # type: ignore[override]
-        return bool(self.inner.residual)
+    def has_residual(self) -> bool:  # type: ignore[override]
+        return bool(self.inner.has_residual)
 
     @property
-    def server_residual(self) -> bool:  # type: ignore[override]
-        return bool(self.inner.server_residual)
+    def has_server_residual(self) -> bool:  # type: ignore[override]
+        return bool(self.inner.has_server_residual)
 
     def bound(self, spec: Spec) -> int:
         return int(self.inner.bound(spec))

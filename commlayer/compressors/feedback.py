@@ -54,7 +54,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
     name: ClassVar[str] = "error_feedback"
     biased: ClassVar[bool] = False
     keeps: ClassVar[bool] = True
-    residual: ClassVar[bool] = True
+    has_residual: ClassVar[bool] = True
 
     lr_correction: bool = False
     """True: the input is in units of weight updates (gradient times learning rate), so each step's contribution to a residual
@@ -73,7 +73,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
             raise InvalidInput("E-CODEC-ARGUMENT", f"error_feedback: inner is {self.inner}, {wrong}")
 
     @property
-    def server_residual(self) -> bool:  # type: ignore[override]
+    def has_server_residual(self) -> bool:  # type: ignore[override]
         """True if a server compresses its sum again, as for GATHER codecs. A server sends the sum of a SUM codec unchanged."""
         return self.rounds == (Reduction.GATHER,)
 
@@ -89,7 +89,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
         return state
 
     def init_server(self, spec: Spec) -> State:
-        if self.server_residual:
+        if self.has_server_residual:
             return {**self.init(spec), "inner": self.inner.init_server(spec), "_added": None}
         return {"inner": self.inner.init_server(spec)}
 
@@ -158,7 +158,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
             state["_added"] = None
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
-        if not self.server_residual:
+        if not self.has_server_residual:
             return int(self.inner.emit(r, acc, state["inner"], out))
         state["_sent"] = state["_added"] = None
         total = acc["sum"]

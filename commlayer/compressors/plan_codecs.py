@@ -63,12 +63,12 @@ class TwoWay(Codec, frozen=True):
         return bool(self.up.keeps or self.down.keeps)
 
     @property
-    def residual(self) -> bool:  # type: ignore[override]
-        return bool(self.up.residual)
+    def has_residual(self) -> bool:  # type: ignore[override]
+        return bool(self.up.has_residual)
 
     @property
-    def server_residual(self) -> bool:  # type: ignore[override]
-        return bool(self.down.server_residual)
+    def has_server_residual(self) -> bool:  # type: ignore[override]
+        return bool(self.down.has_server_residual)
 
     @property
     def id(self) -> int:

@@ -40,10 +40,10 @@ class Killed(Exception):
     """The server is killed in the middle of an operation."""
 
 
-class GatherOps:
+class RecordingOps:
     """Codec operations that record contributions. The result is the list of contributions, as of the codec "gather"."""
 
-    codec, means, in_means, presumes = 7, False, True, True
+    codec, means, in_means, assumes_total = 7, False, True, True
 
     def __init__(self, world: World, rounds: int) -> None:
         self.rounds, self.bound, self._world = rounds, 4096, world
@@ -133,7 +133,7 @@ class Server:
 
     def _summation(self, plan: int) -> Summation:
         mine = [b for b in self.world.buckets_of(plan) if self.world.server_of(b) == self.number]
-        ops = {b: GatherOps(self.world, 1 if b == ROWS else self.world.rounds) for b in mine}
+        ops = {b: RecordingOps(self.world, 1 if b == ROWS else self.world.rounds) for b in mine}
         return Summation(self.number, plan, dict(ops), dict.fromkeys(ops, self.world.first_members))
 
     def take(self, peer: int, frame: Frame) -> None:

@@ -58,7 +58,7 @@ def number_of(body: bytes | memoryview) -> int:
 class Ledger:
     """Codec operations of one bucket that record the emitted sums that were not rolled back."""
 
-    codec, bound, means, presumes = 7, 8, False, True
+    codec, bound, means, assumes_total = 7, 8, False, True
 
     def __init__(self, books: Books, rounds: int, *, in_means: bool, paid: Iterable[int] = ()) -> None:
         self.rounds, self.in_means, self._books = rounds, in_means, books

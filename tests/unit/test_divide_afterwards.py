@@ -75,7 +75,7 @@ class Job:
     def step(self, number: int, weights: Sequence[float], dies: int | None = None, discard: bool = False) -> None:
         codec, chance = self.codec, np.random.default_rng(1000 + number)
         gradients = 0.3 + chance.standard_normal((MEMBERS, NUMEL)).astype(np.float32)
-        corrected = codec.residual
+        corrected = codec.has_residual
         assumed = as_float32(self.assumed) if corrected else float(MEMBERS)
         inputs = {m: (gradients[m] * np.float32(weights[m] / assumed)).astype(np.float32) for m in self.alive}
         velocities = {m: state["velocity"].astype(float) * codec.beta for m, state in enumerate(self.states)
@@ -111,7 +111,7 @@ class Job:
         codec, y = self.codec, np.empty(NUMEL, np.float32)
         for m in self.alive:
             assert codec.decode(result, self.states[m], y)
-            if codec.residual and division.ratio != 1.0:
+            if codec.has_residual and division.ratio != 1.0:
                 codec.reweigh(self.states[m], division.share, inputs[m] * np.float32(division.ratio - 1.0))
         if discard:
             for m in self.alive:

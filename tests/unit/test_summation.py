@@ -121,7 +121,7 @@ def test_frames_of_an_ended_generation_are_only_counted() -> None:
 
 
 class Means(Doubles):
-    in_means = presumes = True
+    in_means = assumes_total = True
 
     def scale(self, acc: Any, factor: float) -> None:
         acc[0] *= factor
@@ -137,7 +137,7 @@ def total_of(core: Summation, step: int, total: float, *weights: float) -> float
 def test_sums_are_divided_by_the_true_total_weight(*, corrected: bool, shares: list[float]) -> None:
     """`corrected`: workers keep what the limit of 1.5 leaves out."""
     ops = Means()
-    ops.presumes = corrected
+    ops.assumes_total = corrected
     core, _ = service(2, ops=ops)
     totals = [(2.0, 1.0, 2.0), (3.0, 2.0, 1.0), (3.0, 10.0, 20.0), (30.0, 1.0, 2.0)]
     got = [total_of(core, step, total, *weights) for step, (total, *weights) in enumerate(totals)]

@@ -83,13 +83,14 @@ class _ServedRow:
             if (cause := failed()) is not None:
                 raise cause
             if time.monotonic() >= deadline:
+                # The header's step counts rows, so the error names what the row is for, and no step.
                 raise DeadlineExceeded(f"sent no rows of all ranks before the deadline: {self._what}",
-                                       peer=peer_name(SERVER_BASE), step=self.header.step)
+                                       peer=peer_name(SERVER_BASE))
         return _rows_in(self._answer.message())
 
 
 def _rows_in(message: Message) -> list[list[float]]:
     bodies = messages.unpack(message.body, list[bytes], peer_name(message.peer), "rows")
     if any(len(body) % 8 for body in bodies):
-        raise CorruptFrame("sends rows that are not numbers", peer=peer_name(message.peer), step=message.header.step)
+        raise CorruptFrame("sends rows that are not numbers", peer=peer_name(message.peer))
     return [array.array("d", body).tolist() for body in bodies]

@@ -40,9 +40,9 @@ class CodecOps:
         weight updates are summed instead of gradients. Residuals can be inherited only between equal units."""
         self.rounds, self.codec, self.bound = len(codec.rounds), codec.id, codec.bound(self._spec)
         self.max_state_nbytes = parse_spec(bucket.codec).max_state_nbytes(bucket.numel)
-        self.in_means = codec.residual or codec.server_residual
+        self.in_means = codec.has_residual or codec.has_server_residual
         """True: members divide their contributions by an assumed total weight, which the sum corrects."""
-        self.presumes = codec.residual
+        self.assumes_total = codec.has_residual
         """True: the total of the last result is assumed, and members correct their residuals when it has changed."""
         self.means = buffers and averages_buffers(codec)
         self._undone = 0

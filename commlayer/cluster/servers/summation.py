@@ -39,8 +39,8 @@ class Summation:
     """The sums of all buckets of one server. `push` may be called from any number of threads."""
 
     def __init__(self, server: int, generation: int, ops: dict[int, Any], senders: dict[int, tuple[int, ...]]) -> None:
-        """`server`: the server's number. `ops`: codec operations by bucket. `senders`: maps a bucket to its members, in the
-        order in which their contributions are added."""
+        """`server`: the server's number. `ops`: codec operations by bucket. `senders`: maps a bucket to its members.
+        Their contributions are added in the order of their numbers."""
         self._keep: WriteEntry | None = None
         self.peer = SERVER_BASE + server
         self.generation = generation
@@ -305,9 +305,9 @@ class Summation:
         out = cell.out(step, r)
         if ops.in_means and r + 1 == ops.rounds:
             weight = as_float32(cell.sum.weight)
-            cell.share = divided_afterwards(cell.sum.assumed, weight, corrected=ops.presumes).share
+            cell.share = divided_afterwards(cell.sum.assumed, weight, corrected=ops.assumes_total).share
             ops.scale(cell.accs[r], cell.share)
-            if ops.presumes and weight:
+            if ops.assumes_total and weight:
                 cell.assumed = weight
         replies = self._reply(cell, Flag.NONE, out[: ops.emit(r, cell.accs[r], out)].toreadonly())
         if r + 1 < ops.rounds:

@@ -87,11 +87,11 @@ class WorkerBucket:
         self.in_updates = not dense and in_updates(codec)
         self.keeps = not dense and codec.keeps
         """True: a payload affects later steps, so the codec's input must stay unchanged until the next exchange."""
-        self.in_means = not dense and (codec.residual or codec.server_residual)
+        self.in_means = not dense and (codec.has_residual or codec.has_server_residual)
         """True: what is encoded and summed are parts of the mean. So a residual keeps its value when weights change."""
         self.assumed: float | None = None
-        """Total weight of the last result, by which `presumes` divides the next gradients. None: no result of this plan and
-        these members has arrived; the number of workers is assumed then."""
+        """Total weight of the last result, by which the next gradients are divided if `assumes_total`. None: no result of this
+        plan and these members has arrived; the number of workers is assumed then."""
         self.layout, self.ledger, self.exchange = BucketLayout(planned, job), Ledger(planned.slices), BucketExchange()
         self.shared: SharedBuffers | None = None
 
@@ -178,10 +178,10 @@ class WorkerBucket:
             self.ledger.applied(slices, self._share_of_inherited())
 
     @property
-    def presumes(self) -> bool:
+    def assumes_total(self) -> bool:
         """Returns True if gradients are divided by an assumed total weight before they are encoded. The residual is corrected
         when the result shows the true one."""
-        return self.served and self.codec.residual
+        return self.served and self.codec.has_residual
 
     def _share_of_inherited(self) -> float:
         """Returns the fraction of the inherited residual that reached the mean. It is not 1 if the total weight differs from
@@ -409,14 +409,14 @@ class EncodedBucket(ServedBucket):
         exchange = self.exchange
         exchange.weight, exchange.used = weight, used
         share, ratio = divided_afterwards(exchange.total, weight)
-        if self.presumes and exchange.finite and ratio != 1.0:
+        if self.assumes_total and exchange.finite and ratio != 1.0:
             x, sent = self.coder.input, self.ledger.sent
             self.coder.reweigh(share, (x if sent is None else x - sent.to(x.device)) * (ratio - 1.0))
         self.learn(weight)
 
     def _share_of_inherited(self) -> float:
         # `finish` has corrected for the total weight. It cannot tell apart what other ranks of this node have inherited.
-        return 1.0 if self.presumes else super()._share_of_inherited()
+        return 1.0 if self.assumes_total else super()._share_of_inherited()
 
     def decode(self, body: memoryview) -> bool:
         """Decodes the result of the codec's last round into the receive buffer, or keeps it in encoded or sparse form. Returns

@@ -54,7 +54,7 @@ class Units:
         which workers divide. Only codecs with residuals on workers can correct for another total than the number of workers."""
         if not (bucket.served and bucket.in_means):
             return 0.0
-        return as_float32(bucket.assumed or self.members) if bucket.presumes else float(self.members)
+        return as_float32(bucket.assumed or self.members) if bucket.assumes_total else float(self.members)
 
     def gather(self, bucket: WorkerBucket) -> None:
         """Copies a bucket's gradients into its send buffer, in the unit in which they are encoded.
@@ -62,12 +62,12 @@ class Units:
         An inherited residual is a part of the mean. It is scaled as gradients of mean weight are, unless these are divided
         before they are encoded. With equal weights, the send buffer then has the scale of gradients.
         """
-        bucket.exchange.total = self.divisor(bucket) if bucket.presumes else as_float32(self.total)
+        bucket.exchange.total = self.divisor(bucket) if bucket.assumes_total else as_float32(self.total)
         if self.broken:
             bucket.gather(0.0, 0.0, 0.0)
             bucket.exchange.weight = math.nan
         else:
-            worth = 1.0 if bucket.presumes else bucket.exchange.total / self.members
+            worth = 1.0 if bucket.assumes_total else bucket.exchange.total / self.members
             bucket.gather(self.factor(bucket, bucket.exchange.total), self.weight, worth)
 
     def factor(self, bucket: WorkerBucket, total: float) -> float:
@@ -75,7 +75,7 @@ class Units:
         Codecs with residuals encode parts of the mean. Paths over collectives apply this scale later, when they know the total
         weight, so they need not assume it."""
         part = self.weight / self.scale_of(bucket)
-        return part * (self.members / total) if bucket.presumes else part
+        return part * (self.members / total) if bucket.assumes_total else part
 
     def average(self, bucket: WorkerBucket, weight: float) -> float | torch.Tensor | None:
         """Returns the factor from the received sum to the average; None if all workers have weight 0."""

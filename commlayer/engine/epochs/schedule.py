@@ -1,7 +1,7 @@
 """Decides from rows when a change of members or plans takes effect. Pure functions.
 
 A member that learns of a joining worker, or decides on a plan, proposes the change in its row. The rows of a step are one
-exchange: all members receive the same rows, whoever dies. So the rows decide, and no other agreement is needed. The change
+exchange: all members receive the same rows, even if some die. So the rows decide, and no other agreement is needed. The change
 takes effect LEAD steps later. Until then each member has reported it to all servers and has their acknowledgements.
 
 A removal needs no agreement: servers learn of it from the coordinator, and close sums without the removed member.
