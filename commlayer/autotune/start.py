@@ -18,7 +18,8 @@ class Tuning(Component):
 
     def __init__(self, context: DistributedJob, config: Config) -> None:
         self._context, self._config = context, config
-        self._controller = _controller_of(context, config)
+        # A rank that has joined starts with the others, when its first step has ended.
+        self._controller = None if context.fresh else _controller_of(context, config)
 
     def new_members(self) -> None:
         if self._controller is not None:

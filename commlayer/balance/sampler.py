@@ -231,9 +231,9 @@ class Sampler:
         from the same step on."""
         if session is not None:
             self._update_members(step, session)
-            carried, may_leave = session.inspect.carried, session.inspect.may_leave
+            confirmed, may_leave = session.inspect.confirmed, session.inspect.may_leave
             steps = self._membership.session_steps
-            self._membership.session_steps = {given: at for given, at in steps.items() if may_leave and at >= carried}
+            self._membership.session_steps = {given: at for given, at in steps.items() if may_leave and at >= confirmed}
 
     def _update_members(self, step: int, session: TrainingSession) -> None:
         members, own = session.inspect.members, session.inspect.own

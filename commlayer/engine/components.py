@@ -23,11 +23,6 @@ T = TypeVar("T")
 C = TypeVar("C")
 
 
-class EpochChanged(Exception):
-    """Error: the members of the job are changing, so the current step is abandoned, and the remaining members repeat it. Raised
-    in waits of the training thread; only DistributedJob.run handles it."""
-
-
 class Order(IntEnum):
     """Order in which a job calls its components: first those that find lost members; then local steps begin or end; then loop
     and hooks adapt to the new sync mode; then come checks of what all ranks have done, components that might change the plan,
@@ -83,9 +78,8 @@ class Component:
         """Called after an exchange of local steps. If it was scheduled, the component can change the plan. `early`: True if it
         was made for a checkpoint, an evaluation, the end, or a change of plans; training continues under the same plan."""
 
-    def check_interrupts(self, complete: Callable[[], bool]) -> None:
-        """Called before each wait for other ranks and after each `wake`. Can raise, for example EpochChanged. `complete`
-        returns True if all results of the step have arrived."""
+    def begin_exchange(self) -> None:
+        """Called before anything of a step, or of an outer step, is sent. The component can let in a new member."""
 
     def patience(self) -> float:
         """Returns the seconds to wait after a step's deadline, because the coordinator has yet to decide which worker is lost.
@@ -109,10 +103,7 @@ class Component:
         """Called when another plan has taken effect."""
 
     def new_members(self) -> None:
-        """Called when the members have changed, in the step that is repeated."""
-
-    def align(self) -> None:
-        """Called after `new_members`, if the members changed between two steps. The component can use collectives."""
+        """Called when the members have changed."""
 
     def close(self) -> None:
         """Called at the normal end. Completes pending exchanges."""
@@ -189,7 +180,7 @@ class Components:
         """Calls `act` of a component. Its first error is reported with its traceback; later ones are ignored."""
         try:
             return act()
-        except (CommError, EpochChanged):
+        except CommError:
             raise
         except Exception as error:
             if component not in self._failed and self._job is not None:
@@ -197,9 +188,9 @@ class Components:
                 self._job.report_failure(type(component).__name__, error)
             return otherwise
 
-    def check_interrupts(self, complete: Callable[[], bool]) -> None:
+    def begin_exchange(self) -> None:
         for each in self:
-            each.check_interrupts(complete)
+            each.begin_exchange()
 
     def patience(self) -> float:
         return sum(each.patience() for each in self)
@@ -228,10 +219,6 @@ class Components:
     def new_members(self) -> None:
         for each in self:
             each.new_members()
-
-    def align(self) -> None:
-        for each in self:
-            each.align()
 
     def close(self) -> None:
         for each in self:

@@ -12,13 +12,13 @@ from commlayer.transport.crc import crc32c
 from commlayer.transport.protocol import KIND_NAMES, MAY_LACK_ZEROS, Flag, Header, Kind
 
 MAGIC = b"CML2"
-VERSION = 9
+VERSION = 10
 DEFAULT_MAX_NBYTES = MAX_FRAME_NBYTES
 STAGING_NBYTES = 16 << 10
 """Size of the staging buffer, in bytes. Small frames then need one system call; of a large body, at most this many bytes are
 copied."""
 
-_LAYOUT = struct.Struct("<4s4B3I4HB3sQQff3I")
+_LAYOUT = struct.Struct("<4s4B3I4HBHBQQff3I")
 _CRC = struct.Struct("<I")
 HEADER_NBYTES = _LAYOUT.size
 _CHECKED_NBYTES = HEADER_NBYTES - _CRC.size
@@ -52,7 +52,7 @@ def pack(header: Header, body_nbytes: int) -> bytes:
     try:
         fixed = _LAYOUT.pack(
             MAGIC, VERSION, h.kind, h.flags, h.round, h.generation, h.step, h.bucket, h.part, h.parts, h.sender, h.order,
-            h.codec, b"", h.used, h.undone, h.weight, h.total, body_nbytes, 0, 0,
+            h.codec, h.joined, 0, h.used, h.undone, h.weight, h.total, body_nbytes, 0, 0,
         )
     except (struct.error, OverflowError) as error:
         raise InvalidInput("E-TRANSPORT-USE",
@@ -72,22 +72,22 @@ def decode(data: memoryview, max_nbytes: int, *, begun: bool = False) -> tuple[H
     if crc32c(data[:_CHECKED_NBYTES]) != _CRC.unpack(data[_CHECKED_NBYTES:])[0]:
         raise Damaged("the header's checksum does not match")
     (_, version, kind, flags, round_, generation, step, bucket, part, parts, sender, order,
-     codec, reserved, used, undone, weight, total, nbytes, crc, _) = _LAYOUT.unpack(data)
+     codec, joined, reserved, used, undone, weight, total, nbytes, crc, _) = _LAYOUT.unpack(data)
     if version != VERSION:
         raise CorruptFrame(f"got frame version {version}, but this process uses version {VERSION}: install the same commlayer "
                            "version on all machines",
                                code="E-VERSION")
     if kind not in _KINDS:
         raise CorruptFrame(f"got unknown frame kind {kind}, allowed {min(_KINDS)} to {max(_KINDS)}")
-    if flags & ~Flag.ALL or any(reserved) or part >= parts:
-        raise CorruptFrame(f"got an invalid frame header: flags {flags:#x}, reserved {reserved.hex()}, part {part} of {parts}")
+    if flags & ~Flag.ALL or reserved or part >= parts:
+        raise CorruptFrame(f"got an invalid frame header: flags {flags:#x}, reserved {reserved:#x}, part {part} of {parts}")
     if flags & Flag.WITHOUT_ZEROS and kind not in MAY_LACK_ZEROS:
         raise CorruptFrame(f"got a {KIND_NAMES[kind]} frame with flag WITHOUT_ZEROS (zeros left out of its body), allowed only "
                            f"for {_MAY_LACK_ZEROS}")
     if nbytes > max_nbytes:
         raise CorruptFrame(f"announces a body of {nbytes} bytes, allowed {max_nbytes}")
     header = Header(kind, generation, step, bucket, part, parts, round_, codec, sender, order, flags, weight, used, total,
-                    undone)
+                    undone, joined)
     return header, nbytes, crc
 
 

@@ -101,6 +101,9 @@ class Header(NamedTuple):
     undone: int = 0
     """One bit per slice of the bucket: set if the last result was not applied to that slice. The server adds that part of the
     result back to its residual."""
+    joined: int = 0
+    """In a PUSH: number of workers that have joined since the job began and that the sender counts as members of this
+    exchange."""
 
 
 Key = tuple[int, int, int, int, int, int]

@@ -235,6 +235,12 @@ class Membership:
             self._epoch_arrived.wait_for(lambda: self.newest.generation >= generation, timeout_s)
             return self.newest
 
+    def subscribe(self, on_epoch: OnEpoch) -> None:
+        """Subscribes to newer epochs. If a newer epoch has already arrived, calls `on_epoch` at once."""
+        self.on_epoch = on_epoch
+        if self.newest is not self.epoch:
+            on_epoch(self.newest)
+
     def is_expected(self, peer: str) -> bool:
         """Returns whether the peer is a server, or a worker of the newest epoch."""
         return not peer.startswith("worker ") or any(peer == f"worker {m.rank}" for m in self.newest.members)

@@ -4,7 +4,8 @@ Each part of the session that needs numbers of the other ranks has a section of 
 as one row at the end of the step, and usually read after the next step, so no rank waits. A row that is needed earlier is sent
 and read at once. All ranks start the same sections between the same two rows, so they can read the same rows.
 
-If the job has a server, the row is a bucket of server 0 (cluster/servers/served_rows.py). Otherwise it is an all-gather.
+If the job has a server, the row is a bucket of server 0 (cluster/servers/served_rows.py): if members leave, the others receive
+the row without theirs. Otherwise it is an all-gather.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import math
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -42,8 +43,8 @@ class PendingRows(Protocol):
         """Returns True if `wait` would return at once."""
         ...
 
-    def wait(self, deadline: float, failed: Failed) -> list[list[float]]:
-        """Returns all rows in rank order. Raises DeadlineExceeded after `deadline` (time.monotonic())."""
+    def wait(self, deadline: float, failed: Failed) -> dict[int, list[float]]:
+        """Returns all rows by the number of their sender. Raises DeadlineExceeded after `deadline` (time.monotonic())."""
         ...
 
 
@@ -56,12 +57,15 @@ class FailedRow:
     def is_over(self) -> bool:
         return True
 
-    def wait(self, deadline: float, failed: Failed) -> list[list[float]]:
+    def wait(self, deadline: float, failed: Failed) -> dict[int, list[float]]:
         raise self._error
 
 
 class RowTransport:
     """Exchanges rows between all ranks, in the order of the calls of `start`."""
+
+    number, joined = 0, 0
+    """Number of the next row, and Header.joined of rows, if a server collects them."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -71,10 +75,7 @@ class RowTransport:
         raise NotImplementedError
 
     def begin(self, generation: int) -> None:
-        """Starts again for another plan or other members. Rows in flight are dropped."""
-
-    def regroup(self, members: Members) -> None:
-        """Switches to other members. All new members call this together."""
+        """Starts again for another plan. Rows in flight are dropped."""
 
     def allow(self, late_s: float) -> None:
         """Sets, in seconds, how much later than the other ranks one rank may send a row from now on; `timeout_s` at least."""
@@ -86,16 +87,21 @@ class RowTransport:
 class StepRows:
     """The rows of one job on one rank."""
 
-    def __init__(self, transport: RowTransport, members: Members, failed: Failed = lambda: None) -> None:
-        self._transport, self._members, self.failed = transport, members, failed
+    def __init__(self, transport: RowTransport, members: Members, failed: Failed = lambda: None, *, may_leave: bool = False
+                 ) -> None:
+        self.transport, self._members, self.failed = transport, members, failed
+        self._numbers: Sequence[int] = range(len(members.ranks))
+        """The members' numbers in messages, in rank order."""
+        self._may_leave = may_leave
         self._sections: dict[str, Section] = {}
         self._next, self._sent = _Row(), list[_Row]()
         """The row that sections fill now, and the rows in flight."""
         self.allow, self.begin = transport.allow, transport.begin
 
-    def section(self, what: str) -> Section:
-        """Returns the section for `what`, which errors name."""
-        return self._sections.setdefault(what, Section(self, what))
+    def section(self, what: str, *, stays: bool = False) -> Section:
+        """Returns the section for `what`, which errors name. `stays`: True: its rows are read even if members have changed
+        since they were sent."""
+        return self._sections.setdefault(what, Section(self, what, stays=stays))
 
     def add(self, section: Section, numbers: tuple[float, ...]) -> _Row:
         self._next.parts[section] = numbers
@@ -107,51 +113,58 @@ class StepRows:
         if self._next.parts:
             row, self._next = self._next, _Row()
             try:
-                row.pending = self._transport.start(row.numbers(), row.what)
+                row.pending = self.transport.start(row.numbers(), row.what)
             except CommError as error:
                 row.pending = FailedRow(error)
             self._sent = [each for each in self._sent if each.pending and not each.pending.is_over()] + [row]
 
-    def received(self, row: _Row, patience_s: float = math.inf) -> list[dict[Section, list[float]]]:
-        """Waits for a row, and returns the sections of each rank. Raises CommError if a rank has started other sections."""
+    def received(self, row: _Row, patience_s: float = math.inf) -> dict[int, dict[Section, list[float]]]:
+        """Waits for a row, and returns the sections of each sender. Raises CommError if a rank has started other sections."""
         if row.pending is None:
             self.send()
         if not row.received:
             assert row.pending is not None
-            rows = row.pending.wait(time.monotonic() + min(patience_s, self._transport.timeout_s), self.failed)
-            if len(rows) != len(self._members.ranks):
-                raise CorruptFrame(f"sends rows of {len(rows)} ranks, expected {len(self._members.ranks)}", peer="server 0")
-            row.received = [self._sections_in(row, numbers, rank) for rank, numbers in
-                            zip(self._members.ranks, rows, strict=True)]
+            rows = row.pending.wait(time.monotonic() + min(patience_s, self.transport.timeout_s), self.failed)
+            if {*rows} != {*self._numbers} and not self._may_leave:
+                raise CorruptFrame(f"sends rows of {len(rows)} ranks, expected {len(self._numbers)}", peer="server 0")
+            row.received = {sender: self._sections_in(row, rows[sender], sender) for sender in self._ordered(rows)}
         return row.received
 
-    def _sections_in(self, row: _Row, numbers: list[float], rank: int) -> dict[Section, list[float]]:
+    def _ordered(self, senders: Iterable[int]) -> list[int]:
+        """Returns the senders of a row: current members in rank order, then those that have left or joined since."""
+        places = {number: place for place, number in enumerate(self._numbers)}
+        return sorted(senders, key=lambda sender: (places.get(sender, len(places)), sender))
+
+    def _sections_in(self, row: _Row, numbers: list[float], sender: int) -> dict[Section, list[float]]:
         found, at = {}, 0
         for section, mine in row.parts.items():
             if numbers[at : at + HEAD] != [section.number, len(mine)]:
-                raise self._calls_differ(numbers[at : at + 1], section, rank)
+                raise self._calls_differ(numbers[at : at + 1], section, sender)
             found[section] = numbers[at + HEAD : at + HEAD + len(mine)]
             at += HEAD + len(mine)
         if at < len(numbers):
-            raise self._calls_differ(numbers[at : at + 1], section, rank)
+            raise self._calls_differ(numbers[at : at + 1], section, sender)
         return found
 
-    def _calls_differ(self, theirs: list[float], mine: Section, rank: int) -> CommError:
+    def _calls_differ(self, theirs: list[float], mine: Section, sender: int) -> CommError:
+        ranks = dict(zip(self._numbers, self._members.ranks, strict=True))
         known = {section.number: section.what for section in self._sections.values()}
         names = [known.get(number, "exchange of other values") for number in theirs] or ["next step"]
+        peer = f"rank {ranks[sender]}" if sender in ranks else f"worker {sender}"
         return CommError(f"is in the {names[0]}, but this rank is in the {mine.what}: make the same calls on all ranks, in the "
-                         "same order", peer=f"rank {rank}", code="E-CALLS-DIFFER")
+                         "same order", peer=peer, code="E-CALLS-DIFFER")
 
     def settle(self) -> None:
         """Waits until the rows in flight have arrived. Called before all ranks switch to another plan."""
         for row in self._sent:
             self.received(row)
 
-    def regroup(self, members: Members) -> None:
-        """Switches to other members. All new members call this together."""
-        self._members = members
-        self.forget()
-        self._transport.regroup(members)
+    def change(self, members: Members, numbers: Sequence[int]) -> None:
+        """Switches to other members. All of them call this after the same row. `numbers`: their numbers in messages."""
+        self._members, self._numbers = members, numbers
+        for section in self._sections.values():
+            if not section.stays:
+                section.forget()
 
     def forget(self) -> None:
         """Drops all rows that were not read."""
@@ -168,7 +181,7 @@ class StepRows:
 
     def close(self) -> None:
         self.finish()
-        self._transport.close()
+        self.transport.close()
 
 
 class _Row:
@@ -177,7 +190,7 @@ class _Row:
     def __init__(self) -> None:
         self.parts: dict[Section, tuple[float, ...]] = {}
         self.pending: PendingRows | None = None
-        self.received: list[dict[Section, list[float]]] = []
+        self.received: dict[int, dict[Section, list[float]]] = {}
 
     @property
     def what(self) -> str:
@@ -190,8 +203,8 @@ class _Row:
 class Section:
     """The numbers of one part of the session in the rows, at most once per row."""
 
-    def __init__(self, rows: StepRows, what: str) -> None:
-        self._rows, self.what = rows, f"exchange of {what}"
+    def __init__(self, rows: StepRows, what: str, *, stays: bool) -> None:
+        self._rows, self.what, self.stays = rows, f"exchange of {what}", stays
         self.number = float(zlib.crc32(self.what.encode()))
         self._row: _Row | None = None
 
@@ -212,11 +225,15 @@ class Section:
         self._row = None
 
     def read(self) -> list[list[float]]:
-        """Waits for the row that was started, and returns the numbers of all ranks in rank order. Sends the row if this was not
-        done yet."""
+        """Returns the numbers of all ranks in rank order; see read_by_sender."""
+        return [*self.read_by_sender().values()]
+
+    def read_by_sender(self) -> dict[int, list[float]]:
+        """Waits for the row that was started, and returns the numbers of each sender. Sends the row if this was not done
+        yet."""
         assert self._row is not None
         row, self._row = self._row, None
-        return [sections[self] for sections in self._rows.received(row)]
+        return {sender: sections[self] for sender, sections in self._rows.received(row).items()}
 
 
 class GatheredRows(RowTransport):
@@ -237,9 +254,6 @@ class GatheredRows(RowTransport):
                 work, rows = rows_of_all(mine, self._members.world, self._group)
             messages.append((PendingCollective(work, what, on_device=False), rows))
         return _GatheredRow(messages)
-
-    def regroup(self, members: Members) -> None:
-        self._members, self._group = members, members.group(timeout_s=self._late_s, backend="gloo")
 
     def allow(self, late_s: float) -> None:
         late_s = max(late_s, self.timeout_s)
@@ -262,7 +276,7 @@ class _GatheredRow:
     def is_over(self) -> bool:
         return all(pending.is_over() for pending, _ in self._messages)
 
-    def wait(self, deadline: float, failed: Failed) -> list[list[float]]:
+    def wait(self, deadline: float, failed: Failed) -> dict[int, list[float]]:
         rows: list[list[float]] = []
         for pending, parts in self._messages:
             pending.wait(deadline, failed)
@@ -271,4 +285,4 @@ class _GatheredRow:
             if len({message[0] for message in messages}) > 1:
                 break  # ranks with shorter rows send no further message
         lengths = [int(max(0, min(len(row), message[0]))) for row, message in zip(rows, messages, strict=True)]
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        return {rank: row[:length] for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))}

@@ -46,7 +46,6 @@ def breach_of(message: Message, what: str, code: str = "") -> CorruptFrame:
 
 
 KEPT_STEPS = 2
-EVERY_SLICE = (1 << 64) - 1
 MOST_REASON_NBYTES = 256
 """Maximum size of the text that says why a step is aborted."""
 WriteEntry = Callable[[int, bytes, bytes], None]
@@ -84,6 +83,8 @@ class RoundSum:
         """The member that contributed first."""
         self.early: dict[int, Message] = {}
         self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
+        self.joined = 0
+        """Number of workers that had joined the job when the step began; see Header.joined."""
         self.assumed = 0.0
         """Total weight that the members assumed when they encoded their contributions; 0 if the codec needs none."""
         self.abandoned = b""
@@ -98,7 +99,8 @@ class BucketSum:
     def __init__(self, bucket: int, ops: CodecOps, members: tuple[int, ...]) -> None:
         self.bucket, self.ops, self.members = bucket, ops, members
         self.joining: dict[int, int] = {}
-        """Maps each member that will contribute later to its first step."""
+        """Maps each worker that has joined to its number among them. It contributes to the steps whose contributions name
+        that number, or a higher one, in Header.joined."""
         self.lock = threading.Lock()
         self.accs: list[Any] = [None] * ops.rounds
         # One buffer per kept step and round. A result stays valid until KEPT_STEPS later steps have begun.
@@ -113,8 +115,6 @@ class BucketSum:
         """The factor on the payloads of the last result; see Division."""
         self.assumed: float | None = None
         """Total weight that the next contributions must assume: the last result's. None: the first contribution decides."""
-        self.ended = False
-        """True: the epoch has ended, so no contribution is added any more."""
         self.idle(None)
 
     def idle(self, step: int | None) -> None:
@@ -122,20 +122,21 @@ class BucketSum:
         contribution decides."""
         self.awaited, self.sum = step, RoundSum(step or 0, 0, begun=False)
 
-    def begin(self, step: int, r: int) -> None:
-        self.members = self.members_in(step)
-        self.joining = {member: first for member, first in self.joining.items() if member not in self.members}
+    def begin(self, step: int, r: int, joined: int) -> None:
+        self.members = self.members_with(joined)
+        self.joining = {member: number for member, number in self.joining.items() if number > joined}
         self.sum = RoundSum(step, r)
+        self.sum.joined = joined
 
-    def members_in(self, step: int) -> tuple[int, ...]:
-        """Returns the members that must contribute to a step from now on, in the order in which they are added."""
-        joined = [member for member, first in self.joining.items() if first <= step]
-        return tuple(sorted({*self.members, *joined})) if joined else self.members
+    def members_with(self, joined: int) -> tuple[int, ...]:
+        """Returns the members after `joined` workers have joined, in the order in which they are added."""
+        new = [member for member, number in self.joining.items() if number <= joined]
+        return tuple(sorted({*self.members, *new})) if new else self.members
 
     def remove(self, gone: Collection[int]) -> None:
         """Ends the wait for members that have left the job. What they have contributed to the sum in progress counts."""
         self.members = tuple(member for member in self.members if member not in gone)
-        self.joining = {member: first for member, first in self.joining.items() if member not in gone}
+        self.joining = {member: number for member, number in self.joining.items() if member not in gone}
 
     def following(self) -> Message | None:
         """Takes the contribution that is added next, in member order; None if it has not arrived."""
@@ -147,16 +148,6 @@ class BucketSum:
     def complete(self) -> bool:
         """Returns True if all members have contributed to the sum in progress."""
         return self.sum.open and self.contributors() >= set(self.members)
-
-    def end(self, step: int, undone: int) -> None:
-        """Ends the epoch in a step that all workers roll back. `undone`: slices of the previous step that the workers did not
-        apply, one bit per slice."""
-        self.ended = True
-        rounds = range(self.ops.rounds)
-        if (step, rounds[-1]) in self.results:
-            self.undo(EVERY_SLICE)
-        elif undone and (step - 1, rounds[-1]) in self.results and not any((step, r) in self.results for r in rounds):
-            self.undo(undone)  # idempotent: a PUSH may have reported it already
 
     def undo(self, slices: int) -> bool:
         """Rolls back those slices of the last result that the workers did not apply. Returns whether anything has changed: a
@@ -184,7 +175,7 @@ class BucketSum:
 
     def out(self, step: int, r: int) -> memoryview:
         slot = (step % KEPT_STEPS, r)
-        if slot not in self.outs:
+        if len(self.outs.get(slot, b"")) < self.ops.bound:
             self.outs[slot] = memoryview(bytearray(self.ops.bound))
         return self.outs[slot]
 
@@ -200,6 +191,8 @@ class SumEntry(Record, frozen=True):
     step: int | None
     round: int
     open: bool
+    joined: int = 0
+    """See RoundSum.joined."""
     assumed: float | None = None
     """See BucketSum.assumed."""
     result: Header | None = None

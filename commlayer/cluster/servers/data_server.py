@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -15,13 +14,12 @@ from commlayer import planner, records
 from commlayer.cluster.calls import messages
 from commlayer.cluster.calls.grpc_port import GrpcPort, open_stream_port
 from commlayer.cluster.membership.coordinator import Coordinator
-from commlayer.cluster.membership.epoch_change import EpochChange, change_problem, wire_generation
 from commlayer.cluster.servers.bucket_sum import ENTRY_HEADER_NBYTES, KEPT_STEPS, MOST_REASON_NBYTES
 from commlayer.cluster.servers.gather import ROW_BUCKET, GatherOps
 from commlayer.cluster.servers.server_codecs import CodecOps, expected_nbytes, ops_of, senders_of
 from commlayer.cluster.servers.server_journal import ServerIdentity, ServerJournal
 from commlayer.cluster.servers.summation import Summation
-from commlayer.cluster.servers.summation_server import MAX_PROBE_NBYTES, SumServer
+from commlayer.cluster.servers.summation_server import MAX_PROBE_NBYTES, Joins, SumServer
 from commlayer.compressors import kernels
 from commlayer.config import Config, Launch, codec_threads, host_port, join_host, reconnect_window_s, unheard_s
 from commlayer.errors import (
@@ -94,6 +92,13 @@ class DataServer:
         self._token, self._reported_s = "", 0.0
         self._ops: dict[int, BucketOps] = {}
         self._epoch: Epoch | None = None
+        """The epoch with which this server began to serve the job."""
+        self._newest: Epoch | None = None
+        """The newest epoch that the coordinator has sent. Only its members may connect."""
+        self._await_epoch: AwaitEpoch | None = None
+        self._joined: list[int] = []
+        """Workers that have joined since, in the order in which all members count them."""
+        self._changing = threading.Lock()
         self._plan: Plan | None = None
         streams_port = port and port + (config.carrier != "grpc")
         if (former := None if self.journal is None else self.journal.recovered) is not None:  # where workers reconnect
@@ -126,36 +131,51 @@ class DataServer:
             return RetryLater("has no plan yet: the coordinator is waiting for other processes")
         if self._refusal:
             return self._refusal
-        if theirs.rank not in self._members:
-            return coded("E-RANK", f"is not a member of the job, which has {len(self._members)} workers")
-        return same_job(self._hello)(theirs)
+        if theirs.rank in self._present:
+            return same_job(self._hello)(theirs)
+        if theirs.rank in self._all_members:
+            return coded("E-EPOCH-ENDED", "is no longer a member of the job")
+        if self._await_epoch is None or self._newest is None:
+            return coded("E-RANK", f"is not a member of the job, which has {len(self._present)} workers")
+        self._learn(self._await_epoch(self._newest.generation + 1, NOTICE_HEARTBEATS * self._config.heartbeat_s))
+        return same_job(self._hello)(theirs) if theirs.rank in self._present else RetryLater("is not a member of the job yet")
 
     def _certificate_of(self, rank: int) -> str:
-        return "" if self._epoch is None else next((m.certificate for m in self._epoch.members if m.rank == rank), "")
+        return "" if self._newest is None else next((m.certificate for m in self._newest.members if m.rank == rank), "")
 
     @property
-    def _members(self) -> tuple[int, ...]:
-        return () if self._epoch is None else tuple(m.rank for m in self._epoch.members)
+    def _all_members(self) -> tuple[int, ...]:
+        """All workers that are or were members, in order."""
+        return () if self._epoch is None else (*(m.rank for m in self._epoch.members), *self._joined)
+
+    @property
+    def _present(self) -> set[int]:
+        return set() if self._newest is None else {m.rank for m in self._newest.members}
+
+    @property
+    def _gone(self) -> set[int]:
+        return {*self._all_members} - self._present
 
     def start(
         self, epoch: Epoch, plan: bytes, server: int, token: str = "", await_epoch: AwaitEpoch | None = None,
     ) -> None:
         """Starts summing the plan's buckets of server number `server`, for the members of `epoch`. If the journal is of the
         same job and server, resumes from it. `token`: token of this server's registration. `await_epoch`: see
-        Membership.await_epoch; None if members never change.
+        Membership.await_epoch; None if members never change. `change` must be called with each newer epoch.
 
         Raises ValueError if the plan cannot be served. Every worker that connects is then refused with the same reason.
         """
         former = self._former(epoch, server)
-        self._epoch = epoch = former.epoch if former else epoch
+        self._newest, self._epoch, self._await_epoch = epoch, former.epoch if former else epoch, await_epoch
+        self._joined = [*former.joined] if former else []
         self._token = token
         try:
-            self._plan = decoded = _checked_plan(former.plan if former else plan, epoch, "")
+            self._plan = decoded = self._checked(former.plan if former else plan, "")
             self._ops = self._ops_for(decoded, server)
             core = self._core(decoded, server, former.generation if former else epoch.generation)
             if former is not None and self.journal is not None:
                 self._recall(core, self.journal)
-            self._write_down(core, former.plan if former else plan, server, epoch)
+            self._write_down(core, former.plan if former else plan, server)
             self._set_limits(decoded, server)
         except ValueError as error:
             self._refusal = str(error)
@@ -163,9 +183,10 @@ class DataServer:
             raise
         self._hello = msgspec.structs.replace(self._hello, job=decoded.job, rank=SERVER_BASE + server, plan=epoch.plan)
         self._transport.hello = self._hello
-        self._server = SumServer(core, self._transport, self._members, stall_s=min(STALL_S, self._config.deadline_s / 4),
+        present = [member for member in self._all_members if member not in self._gone]
+        self._server = SumServer(core, self._transport, present, stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self._transport.pool.give, replan=self._switch_plan, pace=self._transport.pace,
-                                 regroup=functools.partial(self._regroup, await_epoch) if await_epoch is not None else None)
+                                 admit=self._admit_worker if await_epoch is not None else None)
         self._ready.set()
 
     def _former(self, epoch: Epoch, server: int) -> ServerIdentity | None:
@@ -194,26 +215,35 @@ class DataServer:
             log.warning("journal: the residuals of %d buckets are lost and restart at zero: %s", len(lost_buckets),
                         ", ".join(lost_buckets[:8]))
 
-    def _write_down(self, core: Summation, plan: bytes, server: int, epoch: Epoch) -> None:
-        """Starts journaling, if the server has a journal."""
+    def _write_down(self, core: Summation, plan: bytes, server: int) -> None:
+        """Starts a new journal, if the server has one."""
         if self.journal is None:
             return
-        about = ServerIdentity(self._token, server, self.address, epoch, plan, core.generation, self.streams)
+        assert self._epoch is not None
+        about = ServerIdentity(self._token, server, self.address, self._epoch, plan, core.generation, self.streams,
+                               tuple(self._joined))
         sizes = {b: ops.memory_nbytes + ops.bound + ENTRY_HEADER_NBYTES for b, ops in self._ops.items()}
-        if not self.journal.replace(about, sizes, core.remember):
-            core.remember(None)
+        with core.pause():
+            if not self.journal.replace(about, sizes, core.remember):
+                core.remember(None)
 
     def _core(self, plan: Plan, server: int, generation: int) -> Summation:
-        senders = {bucket: tuple(self._members[place] for place in places)
-                   for bucket, places in senders_of(plan, len(self._members)).items()}
-        return Summation(server, generation, dict(self._ops), senders | {ROW_BUCKET: self._members})
+        assert self._epoch is not None
+        members = tuple(m.rank for m in self._epoch.members)
+        senders = {bucket: tuple(members[place] for place in places)
+                   for bucket, places in senders_of(plan, len(members)).items()}
+        core = Summation(server, generation, dict(self._ops), senders | {ROW_BUCKET: members})
+        for number, member in enumerate(self._joined, 1):
+            core.add(number, member)
+        core.remove(self._gone)
+        return core
 
-    def _ops_for(self, plan: Plan, server: int, scale: float = 1.0) -> dict[int, BucketOps]:
+    def _ops_for(self, plan: Plan, server: int) -> dict[int, BucketOps]:
         """Returns the codec operations of the plan's buckets, and of the bucket of rows on server 0. They inherit residuals."""
         assert self._epoch is not None
         before = [ops for ops in self._ops.values() if isinstance(ops, CodecOps)]
-        rows: dict[int, BucketOps] = {ROW_BUCKET: GatherOps(len(self._members))} if server == 0 else {}
-        return rows | ops_of(plan, server, before, scale, gradients=self._epoch.gradients)
+        rows: dict[int, BucketOps] = {ROW_BUCKET: GatherOps(len(self._all_members))} if server == 0 else {}
+        return rows | ops_of(plan, server, before, gradients=self._epoch.gradients)
 
     def _set_limits(self, plan: Plan, server: int) -> None:
         """Sets the limits on what workers send, by the plan."""
@@ -252,55 +282,71 @@ class DataServer:
         step, missing = overdue
         return messages.Overdue(step, missing if len(missing) <= MAX_OVERDUE else (), limit_s)
 
-    def _regroup(self, await_epoch: AwaitEpoch, change: EpochChange, generation: int, sender: int
-                 ) -> Callable[[], Summation]:
-        """Checks a change of members against the coordinator's newest epoch. Changes nothing, but returns a function that
-        creates the new sums."""
-        assert self._epoch is not None
-        if generation == wire_generation(change.epoch) and change.epoch.generation <= self._epoch.generation:
-            raise InvalidInput("E-EPOCH-ENDED",
-                               f"epoch {change.epoch.generation} has ended: epoch {self._epoch.generation} is active")
-        if why := change_problem(change, generation, sender, self._epoch):
-            raise CorruptFrame(f"PLAN frame with a change of members is invalid: {why}", peer=peer_name(sender))
-        # Checked now, because an error after the end of the previous sums could not be undone.
-        expected_nbytes(_checked_plan(change.plan, change.epoch, self._hello.job), self._hello.rank - SERVER_BASE)
-        known = await_epoch(change.epoch.generation, NOTICE_HEARTBEATS * self._config.heartbeat_s)
-        if known.generation != change.epoch.generation:
-            raise InvalidInput("E-EPOCH-ENDED", f"epoch {change.epoch.generation} is not the coordinator's newest, which is "
-                                                f"{known.generation}")
-        if known != change.epoch:
-            raise CorruptFrame(f"PLAN frame with a change of members is invalid: its epoch {known.generation} differs from the "
-                               "coordinator's", peer=peer_name(sender))
-        return functools.partial(self._switch_members, change, generation)
+    def change(self, epoch: Epoch) -> None:
+        """Switches to the coordinator's newest epoch: sums do not wait for removed members any longer."""
+        self._learn(epoch)
+        if self._server is not None and (gone := self._gone):
+            self._server.remove(gone)
 
-    def _switch_members(self, change: EpochChange, generation: int) -> Summation:
-        """Creates the new members' sums. Residuals are scaled, because the number of members in the mean has changed."""
-        # The epoch is set first: from now on a worker with a new rank is checked against its certificate in that epoch.
-        former, self._epoch = self._members, change.epoch
-        return self._switch_plan(change.plan, generation, scale=len(self._members) / len(former))
+    def _learn(self, epoch: Epoch) -> None:
+        with self._changing:
+            if self._newest is None or epoch.generation > self._newest.generation:
+                self._newest = epoch
 
-    def _switch_plan(self, plan: bytes, generation: int, scale: float = 1.0) -> Summation:
+    def _admit_worker(self, joins: Joins, sender: int) -> None:
+        """Adds a worker to the members and to the journal. Waits for the coordinator's word that it is one."""
+        assert self._await_epoch is not None
+        assert self._server is not None
+        assert self._plan is not None
+        known = self._await_epoch(joins.generation, NOTICE_HEARTBEATS * self._config.heartbeat_s)
+        self._learn(known)
+        with self._changing:
+            if joins.number <= len(self._joined) and self._joined[joins.number - 1] == joins.member:
+                return  # another member has reported it
+            problem = ""
+            if joins.number != len(self._joined) + 1 or joins.member in self._all_members:
+                problem = f"{len(self._joined)} workers have joined"
+            elif known.generation < joins.generation:
+                problem = f"the coordinator's newest epoch is {known.generation}, not {joins.generation}"
+            elif known.generation == joins.generation and joins.member not in self._present:
+                problem = f"the coordinator's epoch {known.generation} does not contain it"
+            if problem:
+                raise CorruptFrame(f"reports that {peer_name(joins.member)} joins as number {joins.number}, but {problem}",
+                                   peer=peer_name(sender))
+            self._joined.append(joins.member)
+            for ops in self._ops.values():
+                if isinstance(ops, GatherOps):
+                    ops.allow(len(self._all_members))
+            self._server.core.add(joins.number, joins.member)
+            self._server.core.remove(self._gone)
+            self._write_down(self._server.core, records.encode(self._plan), self._hello.rank - SERVER_BASE)
+            self._set_limits(self._plan, self._hello.rank - SERVER_BASE)
+
+    def _switch_plan(self, plan: bytes, generation: int) -> Summation:
         """Creates the sums of the plan that the workers switch to. Raises ValueError, and changes nothing, if the plan cannot
         be served."""
-        assert self._epoch is not None
-        epoch = self._epoch
-        decoded = _checked_plan(plan, epoch, self._hello.job)
+        decoded = self._checked(plan, self._hello.job)
         server = self._hello.rank - SERVER_BASE
-        before, self._ops = self._ops, self._ops_for(decoded, server, scale)
-        try:
-            core = self._core(decoded, server, generation)
-            self._write_down(core, plan, server, epoch)
-            self._set_limits(decoded, server)
-        except Exception:
-            self._ops = before
-            raise
+        with self._changing:
+            before, self._ops = self._ops, self._ops_for(decoded, server)
+            try:
+                core = self._core(decoded, server, generation)
+                self._write_down(core, plan, server)
+                self._set_limits(decoded, server)
+            except Exception:
+                self._ops = before
+                raise
         self._plan = decoded
         return core
+
+    def _checked(self, plan: bytes, job: str) -> Plan:
+        assert self._epoch is not None
+        return _checked_plan(plan, self._epoch, job, len(self._all_members))
 
     @property
     def finished(self) -> bool:
         """Whether all workers have closed their connections in order."""
-        return self._server is not None and len(self._server.ended()) == len(self._members)
+        return self._server is not None and len(self._server.ended()) == len(self._all_members) - len(self._gone)
 
     @property
     def alone(self) -> bool:
@@ -330,15 +376,15 @@ def _is_same_job(one: Epoch, other: Epoch) -> bool:
         bool({*one.members} & {*other.members})
 
 
-def _checked_plan(plan: bytes, epoch: Epoch, job: str) -> Plan:
+def _checked_plan(plan: bytes, epoch: Epoch, job: str, workers: int) -> Plan:
     """Decodes the plan and checks it for this job, before anything is made from it. `job`: digest of the job; "": the plan is
-    the first one, and names it."""
+    the first one, and names it. `workers`: largest number of workers for which the plan may be."""
     what = "plan of worker 0"
     try:
         decoded = records.decode(plan, Plan, what)
     except RecordError as error:
         raise RecordError("E-PLAN-REFUSED", error.what) from None
-    problems = planner.verify_alone(decoded, len(epoch.members), epoch.tensors, epoch.elements)
+    problems = planner.verify_alone(decoded, workers, epoch.tensors, epoch.elements)
     if job and decoded.job != job:
         problems.insert(0, f"it was made for another model: job {decoded.job}, but this is {job}")
     if decoded.servers > len(epoch.servers):

@@ -1,4 +1,4 @@
-"""The codec "gather" of the bucket of rows: the server sends all members the list of their payloads, in member order."""
+"""The codec "gather" of the bucket of rows: the server sends all members the list of their payloads, with their senders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GATHER = 17
 """Number of the codec "gather"."""
 ROW_NBYTES = 16 << 10
 """Largest size of a member's row."""
-MESSAGE_NBYTES = 8
+MESSAGE_NBYTES = 16
 """Upper bound of the bytes that the result adds to each row, and to all rows together."""
 
 
@@ -22,6 +22,11 @@ class GatherOps:
     rounds, codec, in_means, means, max_state_nbytes = 1, GATHER, False, False, 0
 
     def __init__(self, members: int) -> None:
+        self.senders: tuple[int, ...] = ()
+        self.allow(members)
+
+    def allow(self, members: int) -> None:
+        """Makes room for the rows of this number of members."""
         self.bound = self.memory_nbytes = (members + 1) * (ROW_NBYTES + MESSAGE_NBYTES)
 
     def zeros(self, r: int) -> list[bytes]:
@@ -35,7 +40,7 @@ class GatherOps:
         acc.append(bytes(payload))
 
     def emit(self, r: int, acc: list[bytes], out: memoryview) -> int:
-        data = msgspec.msgpack.encode(acc)
+        data = msgspec.msgpack.encode([*zip(self.senders, acc, strict=True)])
         out[: len(data)] = data
         return len(data)
 

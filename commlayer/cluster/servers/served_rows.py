@@ -1,6 +1,7 @@
 """Exchanges rows over a server: the row is one more bucket of server 0, whose result is the rows of all members in order.
 
-The codec of that bucket is "gather" (gather.py). A row is closed by the same rule as any other bucket.
+The codec of that bucket is "gather" (gather.py). A row is closed by the same rule as any other bucket: if members
+leave, by those that remain.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ class ServedRows(RowTransport):
         self._lock = threading.Lock()
         self._queue: deque[_ServedRow] = deque()
         """The row in flight, and the rows after it."""
-        self._generation = self._number = 0
+        self._generation = 0
 
     def start(self, row: list[float], what: str) -> PendingRows:
         body = array.array("d", row).tobytes()
         with self._lock:
-            header = Header(Kind.PUSH, self._generation, self._number, ROW_BUCKET, codec=GATHER, sender=self._member)
-            self._number += 1
+            header = Header(Kind.PUSH, self._generation, self.number, ROW_BUCKET, codec=GATHER, sender=self._member,
+                            joined=self.joined)
+            self.number += 1
             pending = _ServedRow(header, body, what)
             self._queue.append(pending)
             is_first = len(self._queue) == 1
@@ -60,7 +62,7 @@ class ServedRows(RowTransport):
     def begin(self, generation: int) -> None:
         with self._lock:
             self._queue.clear()
-            self._generation, self._number = generation, 0
+            self._generation, self.number = generation, 0
 
 
 class _ServedRow:
@@ -78,7 +80,7 @@ class _ServedRow:
     def is_over(self) -> bool:
         return self._over.is_set()
 
-    def wait(self, deadline: float, failed: Failed) -> list[list[float]]:
+    def wait(self, deadline: float, failed: Failed) -> dict[int, list[float]]:
         while not self._over.wait(max(0.0, min(CHECK_S, deadline - time.monotonic()))):
             if (cause := failed()) is not None:
                 raise cause
@@ -89,8 +91,8 @@ class _ServedRow:
         return _rows_in(self._answer.message())
 
 
-def _rows_in(message: Message) -> list[list[float]]:
-    bodies = messages.unpack(message.body, list[bytes], peer_name(message.peer), "rows")
-    if any(len(body) % 8 for body in bodies):
+def _rows_in(message: Message) -> dict[int, list[float]]:
+    bodies = messages.unpack(message.body, list[tuple[int, bytes]], peer_name(message.peer), "rows")
+    if any(len(body) % 8 for _, body in bodies):
         raise CorruptFrame("sends rows that are not numbers", peer=peer_name(message.peer))
-    return [array.array("d", body).tolist() for body in bodies]
+    return {member: array.array("d", body).tolist() for member, body in bodies}

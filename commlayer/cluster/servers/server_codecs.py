@@ -45,6 +45,8 @@ class CodecOps:
         self.assumes_total = codec.has_residual
         """True: the total of the last result is assumed, and members correct their residuals when it has changed."""
         self.means = buffers and averages_buffers(codec)
+        self.senders: tuple[int, ...] = ()
+        """Members whose contributions are in the sum that is emitted."""
         self._undone = 0
         self._alone: Any = None
         """An accumulator for decompressing a single payload; None until it is needed."""
@@ -170,12 +172,11 @@ def _loaded(data: bytes | memoryview) -> dict[str, Any]:
 
 
 def ops_of(
-    plan: Plan, server: int, before: Iterable[CodecOps] = (), scale: float = 1.0, *, gradients: int = -1,
+    plan: Plan, server: int, before: Iterable[CodecOps] = (), *, gradients: int = -1,
 ) -> dict[int, CodecOps]:
     """Creates the CodecOps of server number `server` for a plan, keyed by bucket. They inherit the residuals that `before` has
     for the same elements.
 
-    `scale`: factor on inherited residuals when the number of workers in the mean changes, since residuals are part of a sum.
     `gradients`: how many of the job's tensors, in order, are gradients; the others are buffers. -1: there are no buffers.
     """
     mine = (b for b in plan.buckets if b.served and b.server == server)
@@ -189,7 +190,7 @@ def ops_of(
     for new in ops.values():
         parts = [part for s in new.slices for part in olds.get((new.unit, s.tensor), ())
                  if s.start < part.stop and part.start < s.stop]
-        new.inherit_residuals([part._replace(values=part.values * scale) if scale != 1.0 else part for part in parts])
+        new.inherit_residuals([*parts])
     return ops
 
 

@@ -31,7 +31,7 @@ _FILE = struct.Struct("<8sII")
 """Header of the journal file: magic, and size and checksum of the Metadata. The Metadata comes next, then the slots."""
 _SLOT = struct.Struct("<QIII")
 """Header of a slot: sequence number, sizes of the entry's two parts, checksum of the header and the parts."""
-MAGIC, ALIGN = b"CMLJ0003", 64
+MAGIC, ALIGN = b"CMLJ0004", 64
 Entry = tuple[bytes, bytes]
 """A bucket's entry: encoded metadata of the sum, and codec state."""
 
@@ -45,11 +45,14 @@ class ServerIdentity(Record, frozen=True):
     address: str
     """Address where the server listens for data connections."""
     epoch: Epoch
+    """The epoch with which the server began to serve the job."""
     plan: bytes
     generation: int
-    """Generation number of the plan. It is higher than the epoch's number if the plan has changed in the epoch."""
+    """Number of the plan, which counts the job's plans."""
     streams: str = ""
     """The server's address for gRPC streams; "" for none."""
+    joined: tuple[int, ...] = ()
+    """Workers that have joined since that epoch, in that order."""
 
 
 class Metadata(Record, frozen=True):

@@ -228,6 +228,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                     # The coordinator of an embedded server starts no other epochs.
                     serving.start(member.epoch, member.plan, member.rank, request.token,
                                   await_epoch=None if part.parent else member.await_epoch)
+                    member.subscribe(serving.change)
                 except ValueError as error:
                     end.wait(REFUSE_S)
                     member.leave(str(error))

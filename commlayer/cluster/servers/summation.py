@@ -11,8 +11,9 @@ other error is the server's own fault, and the sum in progress is lost.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ from commlayer.cluster.servers.bucket_sum import (
     breach_of,
     divided_afterwards,
 )
-from commlayer.errors import CorruptFrame
+from commlayer.errors import CorruptFrame, InvalidInput
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
 
 log = logging.getLogger("commlayer")
@@ -46,17 +47,26 @@ class Summation:
         self.generation = generation
         self.fenced = 0
         """Number of messages of earlier epochs that were received and ignored."""
+        self.joined: list[int] = []
+        """Workers that have joined the job since it began, in that order."""
         self.gone: set[int] = set()
         """Members that have left the job. Nothing that arrives from them later is added."""
         self.cells = {bucket: BucketSum(bucket, o, senders[bucket]) for bucket, o in ops.items()}
 
     def remember(self, keep: WriteEntry | None) -> None:
         """Calls `keep` with all state now, and from then on with every change, before replies that depend on the change are
-        sent. None stops journaling."""
+        sent. None stops journaling. Call it inside `pause`."""
         self._keep = keep
         for cell in self.cells.values():
-            with cell.lock:
-                self._remember(cell)
+            self._remember(cell)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Context manager in which no sum changes, so that another journal can take the place of the former one."""
+        with contextlib.ExitStack() as stack:
+            for cell in self.cells.values():
+                stack.enter_context(cell.lock)
+            yield
 
     def _remember(self, cell: BucketSum) -> None:
         if self._keep is None:
@@ -65,7 +75,7 @@ class Summation:
         last = max(cell.results, default=None)
         header, body = cell.results[last] if last is not None else (None, b"")
         step = cell.sum.step if cell.sum.open else cell.awaited
-        entry = SumEntry(step, cell.sum.round, cell.sum.open, cell.assumed, header, bytes(body))
+        entry = SumEntry(step, cell.sum.round, cell.sum.open, cell.sum.joined, cell.assumed, header, bytes(body))
         self._keep(cell.bucket, msgspec.msgpack.encode(entry), cell.ops.remember())
 
     def recall(self, bucket: int, words: bytes, state: bytes) -> None:
@@ -79,9 +89,8 @@ class Summation:
                 body = room[: len(body)].toreadonly()
             cell.results = {(entry.result.step, entry.result.round): (entry.result, body)}
         cell.ops.recall(state, body)
-        if entry.open and entry.step is not None:
-            cell.begin(entry.step, entry.round)
-        else:
+        cell.begin(entry.step or 0, entry.round, entry.joined)
+        if not entry.open or entry.step is None:
             cell.idle(entry.step)
         cell.assumed = entry.assumed
         cell.sum.resumed = True
@@ -106,8 +115,6 @@ class Summation:
             return []
         cell = self._cell(message)
         with cell.lock:
-            if cell.ended:
-                return []
             self._fits(cell, message)
             result = cell.results.get((h.step, h.round))
             if result is not None:
@@ -132,29 +139,30 @@ class Summation:
         for cell in self.cells.values():
             with cell.lock:
                 cell.remove(gone)
-                if not cell.ended and cell.sum.open and cell.contributors() and cell.members:
+                if cell.sum.open and cell.contributors() and cell.members:
                     try:
                         found += self._advance(cell, release)
                     except CorruptFrame as error:
                         found.append(error)
         return found
 
-    def add(self, member: int, buckets: Collection[int], first: int) -> list[Reply]:
-        """Makes a member contribute to these buckets from step `first` on, which no member has begun yet. From now on it
-        receives all results. Returns the result of the step before `first` if it exists already."""
-        replies: list[Reply] = []
-        for bucket in () if member in self.gone else buckets:
-            cell = self.cells[bucket]
+    def add(self, number: int, member: int) -> None:
+        """Adds a worker to the members: it contributes from the first step on whose contributions name `number` in
+        Header.joined. `number` counts the workers that have joined. Repeating an addition has no effect."""
+        if number <= len(self.joined):
+            if self.joined[number - 1] != member:
+                raise InvalidInput("E-EPOCH", f"worker {member} joins as number {number}, but worker {self.joined[number - 1]} "
+                                              "has that number")
+            return
+        if number > len(self.joined) + 1:
+            raise InvalidInput("E-EPOCH", f"worker {member} joins as number {number}, but only {len(self.joined)} have joined")
+        self.joined.append(member)
+        for cell in () if member in self.gone else self.cells.values():
             with cell.lock:
-                if member not in cell.members:
-                    cell.joining[member] = first
-                    results = (cell.results.get((first - 1, r)) for r in range(cell.ops.rounds))
-                    replies += [Reply(member, *result) for result in results if result is not None]
-        return replies
+                cell.joining[member] = number
 
     def _ended(self, message: Message) -> bool:
-        """Returns whether the message is of an earlier epoch or plan, in which the bucket number may have meant a different
-        bucket."""
+        """Returns whether the message is of an earlier plan, in which the bucket number may have meant a different bucket."""
         if message.header.generation >= self.generation:
             return False
         if message.header.sender != message.peer:
@@ -177,7 +185,9 @@ class Summation:
 
     def _fits(self, cell: BucketSum, message: Message) -> None:
         h, ops = message.header, cell.ops
-        if message.peer not in cell.members_in(h.step):
+        if h.joined > len(self.joined):
+            raise breach_of(message, f"counts {h.joined} workers that have joined, but this server knows of {len(self.joined)}")
+        if message.peer not in cell.members_with(h.joined):
             raise breach_of(message, "its sender is not a member of this bucket's sum")
         if h.round >= ops.rounds or h.parts != 1 or h.part != 0:
             raise breach_of(message, f"got round {h.round}, part {h.part} of {h.parts}; this bucket has rounds 0 to "
@@ -198,8 +208,11 @@ class Summation:
         if cell.sum.resumed:
             self._catch_up(cell, h)
         if not cell.sum.open and h.round == 0 and cell.awaited in (None, h.step):
-            cell.begin(h.step, 0)
+            cell.begin(h.step, 0, h.joined)
         if cell.sum.open and (h.step, h.round) == (cell.sum.step, cell.sum.round):
+            if h.joined != cell.sum.joined:
+                raise breach_of(message, f"counts {h.joined} workers that have joined, but other members of this step count "
+                                       f"{cell.sum.joined}", "E-STEPS-DIFFER")
             return
         if cell.sum.first is not None:
             state = f"{peer_name(cell.sum.first)} is in round {cell.sum.round} of step {cell.sum.step}"
@@ -222,7 +235,7 @@ class Summation:
                             h.step, h.round)
                 cell.ops.begin_anew()
                 cell.forget_results()
-            cell.begin(h.step, h.round)
+            cell.begin(h.step, h.round, h.joined)
 
     def _advance(self, cell: BucketSum, release: Callable[[Message], None]) -> list[Reply]:
         """Adds early contributions in member order. When all members have contributed, returns the result for all members."""
@@ -309,9 +322,10 @@ class Summation:
             ops.scale(cell.accs[r], cell.share)
             if ops.assumes_total and weight:
                 cell.assumed = weight
+        ops.senders = tuple(cell.sum.handled)
         replies = self._reply(cell, Flag.NONE, out[: ops.emit(r, cell.accs[r], out)].toreadonly())
         if r + 1 < ops.rounds:
-            cell.begin(step, r + 1)
+            cell.begin(step, r + 1, cell.sum.joined)
         else:
             cell.idle(step + 1)
         self._remember(cell)
@@ -323,7 +337,7 @@ class Summation:
         cell.results[(cell.sum.step, cell.sum.round)] = header, body
         for old in [k for k in cell.results if k[0] <= cell.sum.step - KEPT_STEPS]:
             del cell.results[old]
-        return [Reply(member, header, body) for member in (*cell.members, *cell.joining)]
+        return [Reply(member, header, body) for member in cell.members]
 
     def _header(self, cell: BucketSum, flags: int) -> Header:
         return Header(Kind.RESULT, self.generation, cell.sum.step, cell.bucket, round=cell.sum.round, codec=cell.ops.codec,
@@ -338,13 +352,6 @@ class Summation:
             self._between(cell, message)
             if cell.undo(message.header.undone):
                 self._remember(cell)
-
-    def end(self, step: int, undone: Mapping[int, int]) -> None:
-        """Ends the epoch in the middle of step `step`. Later messages of the epoch change nothing. `undone`: maps a bucket to
-        the slices of the previous step that the workers did not apply, one bit per slice."""
-        for cell in self.cells.values():
-            with cell.lock:
-                cell.end(step, undone.get(cell.bucket, 0))
 
     def busy(self) -> bool:
         """Returns whether a contribution waits for others."""

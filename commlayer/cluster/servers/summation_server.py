@@ -11,13 +11,13 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
 from commlayer.cluster.calls import messages
-from commlayer.cluster.membership.epoch_change import EpochChange, read_change
 from commlayer.cluster.servers.bucket_sum import Reply, Stall
+from commlayer.cluster.servers.gather import ROW_BUCKET
 from commlayer.cluster.servers.summation import Summation
 from commlayer.errors import (
     MAX_PEER_TEXT_CHARS,
@@ -46,6 +46,7 @@ from commlayer.transport.protocol import (
 log = logging.getLogger("commlayer")
 
 TICK_S = 0.25
+MOST_STEP = (1 << 32) - 1
 REPEAT_S = 2.0
 """Seconds after which a stall report is repeated, since a missing member may have left in the meantime."""
 MAX_PROBE_NBYTES = 16 << 20
@@ -92,10 +93,14 @@ def read_stalled(message: Message) -> Stalled:
     return messages.unpack(message.body, Stalled, peer_name(message.peer), "a STALLED frame")
 
 
-CheckChange = Callable[[EpochChange, int, int], Callable[[], Summation]]
-"""Checks a change of members, given with its generation and sender; may block. Returns a function that creates the new members'
-Summation, to be called after the previous one has ended. Raises CorruptFrame if the sender broke the protocol, ValueError if
-the server cannot apply the change."""
+class Joins(Record, frozen=True):
+    """Body of a PLAN frame with the flag ABANDON: a worker joins the job."""
+
+    number: int
+    """The new number of workers that have joined."""
+    member: int
+    generation: int
+    """Generation of a coordinator's epoch with this member."""
 
 
 class SumServer:
@@ -104,12 +109,12 @@ class SumServer:
     def __init__(
         self, core: Summation, transport: Transport, members: Iterable[int], *, stall_s: float,
         recycle: Callable[[memoryview], None] = lambda _: None, replan: Callable[[bytes, int], Summation] | None = None,
-        pace: Callable[[float], None] = lambda _: None, regroup: CheckChange | None = None,
+        pace: Callable[[float], None] = lambda _: None, admit: Callable[[Joins, int], None] | None = None,
     ) -> None:
         """Starts to listen to the members. `recycle` receives the bodies of messages that have been added, for reuse. `replan`
-        creates the Summation of a new plan. `pace` is called with this machine's measured upload rate in bit/s. `regroup`: None
-        if members never change."""
-        self._core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
+        creates the Summation of a new plan. `pace` is called with this machine's measured upload rate in bit/s. `admit` is
+        called with each worker that joins, and the member that reports it; None if members never change."""
+        self.core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
         self._members = tuple(members)
         self._dropped: dict[int, str] = {}
         self._dropping = threading.Lock()
@@ -122,7 +127,7 @@ class SumServer:
         self._probes, self._probing = Counter[int](), threading.Lock()
         """Maps a member to the bytes of its pending probes."""
         self._failing = threading.Lock()
-        self._replan, self._regroup, self._switching = replan, regroup, threading.Lock()
+        self._replan, self._admit, self._switching = replan, admit, threading.Lock()
         self._pace = pace
         self._failed: CommError | None = None
         self._failed_s = 0.0
@@ -163,7 +168,8 @@ class SumServer:
         Members are blamed only if at least as many have contributed as are missing, because a small group of contributors may
         itself delay the others elsewhere. Dropped members are not listed, since `dropped` reports them.
         """
-        stalls, now = self._stalls, time.monotonic()
+        # The bucket of rows counts rows instead of steps.
+        stalls, now = [s._replace(step=MOST_STEP) if s.bucket == ROW_BUCKET else s for s in self._stalls], time.monotonic()
         if not stalls:
             return None
         step = min(stall.step for stall in stalls)
@@ -195,16 +201,16 @@ class SumServer:
         except CorruptFrame as error:
             self._drop(error)
         except Exception as error:
-            self._fail(message, error)
+            self._fail(message.header, error)
 
     def _replies(self, message: Message) -> list[Reply]:
         h = message.header
         if h.kind == Kind.PUSH:
-            return self._core.push(message, time.monotonic(), lambda added: self._recycle(added.body))
+            return self.core.push(message, time.monotonic(), lambda added: self._recycle(added.body))
         if h.kind not in NUMBERED or not h.used:
             return self._handle(message)
         if h.used <= self._last_numbers.get(message.peer, 0):
-            return self._core.repeated(message) if h.kind != Kind.PLAN else self._handle(message)
+            return self.core.repeated(message) if h.kind != Kind.PLAN else self._handle(message)
         replies = self._handle(message)
         self._last_numbers[message.peer] = h.used
         return replies
@@ -212,11 +218,11 @@ class SumServer:
     def _handle(self, message: Message) -> list[Reply]:
         match message.header.kind:
             case Kind.STATE_GET:
-                return self._core.snapshot(message)
+                return self.core.snapshot(message)
             case Kind.STATE:
-                return self._core.restore(message)
+                return self.core.restore(message)
             case Kind.UNDO:
-                self._core.undo(message)
+                self.core.undo(message)
                 return []
             case Kind.PROBE:
                 self._echo(message)
@@ -225,10 +231,10 @@ class SumServer:
                 self._pace(float(message.header.used))
                 return []
             case Kind.PLAN if message.header.flags & Flag.ABANDON:
-                if self._regroup is None:
-                    raise CorruptFrame("sent a change of members, but the members of this job cannot change (min_workers is "
+                if self._admit is None:
+                    raise CorruptFrame("reports a worker that joins, but the members of this job cannot change (min_workers is "
                                        "not set)", peer=peer_name(message.peer))
-                return [self._change_members(message, self._regroup)]
+                return [self._add(message, self._admit)]
             case Kind.PLAN if self._replan is not None:
                 return [self._switch(message, self._replan)]
             case kind:
@@ -250,7 +256,7 @@ class SumServer:
             with self._probing:
                 self._probes[peer] -= nbytes
 
-        answer = h._replace(kind=Kind.PROBE_OK, sender=self._core.peer, used=0)
+        answer = h._replace(kind=Kind.PROBE_OK, sender=self.core.peer, used=0)
         self._transport.send(peer, answer, _ZEROS[: h.used]).on_done(sent)
 
     def _switch(self, message: Message, replan: Callable[[bytes, int], Summation]) -> Reply:
@@ -258,48 +264,48 @@ class SumServer:
         nothing."""
         generation, problem = message.header.generation, ""
         with self._switching:
-            if generation == self._core.generation + 1 and not self._core.busy():
+            if generation == self.core.generation + 1 and not self.core.busy():
                 try:
-                    self._core = replan(bytes(message.body), generation)
+                    self.core = replan(bytes(message.body), generation)
                 except Exception as error:  # nothing has changed, so one member's plan must not end the server
                     problem = _reason(error)
-            elif generation != self._core.generation:
-                problem = "a sum is in progress" if generation == self._core.generation + 1 else \
-                    f"generation {generation} does not follow the server's generation {self._core.generation}"
+            elif generation != self.core.generation:
+                problem = "a sum is in progress" if generation == self.core.generation + 1 else \
+                    f"generation {generation} does not follow the server's generation {self.core.generation}"
         return self._switched(message, problem)
 
-    def _change_members(self, message: Message, regroup: CheckChange) -> Reply:
-        """Switches to other members in the middle of a step. The change is checked before any sum ends."""
-        generation, problem, change = message.header.generation, "", read_change(message)
-        if generation > self._core.generation:
-            try:
-                make = regroup(change, generation, message.peer)
-            except CorruptFrame:
-                raise
-            except Exception as error:
-                return self._switched(message, _reason(error))
-            with self._switching:
-                if generation > self._core.generation:
-                    self._core.end(change.step, change.undone)
-                    self._core = make()
-                    self._set_members(tuple(m.rank for m in change.epoch.members))
-        if generation < self._core.generation:
-            problem = f"generation {generation} has ended; the server is in generation {self._core.generation}"
-        return self._switched(message, problem)
+    def _add(self, message: Message, admit: Callable[[Joins, int], None]) -> Reply:
+        """Adds a worker to the members, at a step that has not begun. Every member reports it."""
+        joins = messages.unpack(message.body, Joins, peer_name(message.peer), "a PLAN frame with a worker that joins")
+        admit(joins, message.peer)  # may wait for the coordinator
+        with self._switching:
+            if joins.member not in self._members:
+                self._members = (*self._members, joins.member)
+                self._listen(joins.member)
+        return self._switched(message, "")
+
+    def remove(self, gone: Collection[int]) -> None:
+        """Ends all waits for members that have left the job, and their connections. Sends the results of sums that are complete
+        without them."""
+        with self._switching:
+            core, lost = self.core, [member for member in self._members if member in gone]
+            self._members = tuple(member for member in self._members if member not in gone)
+        self._reported.clear()
+        try:
+            for found in core.remove(gone, lambda added: self._recycle(added.body)):
+                if isinstance(found, CorruptFrame):
+                    self._drop(found)
+                else:
+                    self._transport.send(found.peer, found.header, found.body)
+        except Exception as error:
+            self._fail(Header(Kind.PUSH), error)
+        for member in lost:
+            self._transport.abort(PeerLost("is no longer a member of the job", peer=peer_name(member), code="E-EPOCH-ENDED"),
+                                  member)
 
     def _switched(self, message: Message, problem: str) -> Reply:
         self._reported.clear()
-        return Reply(message.peer, message.header._replace(kind=Kind.PLAN_OK, sender=self._core.peer), problem.encode())
-
-    def _set_members(self, members: tuple[int, ...]) -> None:
-        """Sets the members: disconnects members that are gone, and listens to new ones."""
-        former, self._members = self._members, members
-        for member in former:
-            if member not in members:
-                self._transport.abort(PeerLost("is no longer a member of the job", peer=peer_name(member)), member)
-        for member in members:
-            if member not in former:
-                self._listen(member)
+        return Reply(message.peer, message.header._replace(kind=Kind.PLAN_OK, sender=self.core.peer), problem.encode())
 
     def _drop(self, error: CorruptFrame) -> None:
         """Drops a member that broke the protocol. The coordinator is informed by the next heartbeat. The other members are
@@ -312,15 +318,14 @@ class SumServer:
         log.warning("dropped %s", short_line(error, MAX_PEER_TEXT_CHARS))
         self._transport.abort(error, member)
 
-    def _fail(self, message: Message, error: Exception) -> None:
+    def _fail(self, h: Header, error: Exception) -> None:
         """Handles a failure of this server: no sum can be trusted, so all members are sent the reason and disconnected."""
-        h = message.header
         what = short_line(f"failed: {type(error).__name__}: {error}", MAX_PEER_TEXT_CHARS)
         with self._failing:
             if self._failed is not None or self._closing.is_set():
                 return
             self._failed_s = time.monotonic()
-            self._failed = CommError(what, peer=peer_name(self._core.peer), step=h.step, bucket=h.bucket)
+            self._failed = CommError(what, peer=peer_name(self.core.peer), step=h.step, bucket=h.bucket)
         log.error("%s", self._failed, exc_info=error)
         for member in self._members:
             self._send_stalled(member, Stalled(h.bucket, h.step, (), failed=what))
@@ -337,7 +342,7 @@ class SumServer:
     def _check_stalls(self) -> None:
         """Sends reports about sums that wait for contributions. Only this thread checks for them: sums are locked while they
         are journaled, and a disk may block."""
-        self._stalls = self._core.stalled(math.inf)
+        self._stalls = self.core.stalled(math.inf)
         before = time.monotonic() - self._stall_s
         for stall in self._stalls:
             if stall.since <= before:
@@ -355,7 +360,7 @@ class SumServer:
             self._send_stalled(member, Stalled(stall.bucket, stall.step, stall.missing, dropped))
 
     def _send_stalled(self, member: int, what: Stalled) -> Handle:
-        header = Header(Kind.STALLED, self._core.generation, sender=self._core.peer)
+        header = Header(Kind.STALLED, self.core.generation, sender=self.core.peer)
         return self._transport.send(member, header, msgspec.msgpack.encode(what))
 
     def close(self, reason: CommError | None = None, flush_s: float | None = None) -> None:

@@ -13,10 +13,9 @@ import msgspec
 from commlayer.cluster.calls import messages
 from commlayer.cluster.membership import client
 from commlayer.cluster.membership.client import Membership, OnEpoch
-from commlayer.cluster.membership.epoch_change import EpochChange
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.servers.dialing import NOTE_AFTER_S, make_dial
-from commlayer.cluster.servers.summation_server import Stalled, follow_stalls
+from commlayer.cluster.servers.summation_server import Joins, Stalled, follow_stalls
 from commlayer.config import Config, reconnect_window_s, unheard_s
 from commlayer.errors import CommError, InvalidInput, PeerLost
 from commlayer.records import Epoch, ServerInfo
@@ -24,7 +23,7 @@ from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.keys.secret import new_nonce
-from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, peer_name, send_request
+from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, peer_name, send_request
 from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
 
 log = logging.getLogger("commlayer")
@@ -123,9 +122,7 @@ class WorkerClient:
 
     def subscribe_epochs(self, on_epoch: OnEpoch) -> None:
         """Subscribes to newer epochs. If a newer epoch has already arrived, calls `on_epoch` at once."""
-        self.membership.on_epoch = on_epoch
-        if self.membership.newest is not self.epoch:
-            on_epoch(self.membership.newest)
+        self.membership.subscribe(on_epoch)
 
     def switch_epoch(self, epoch: Epoch) -> None:
         """Switches to the epoch. Departures of peers outside that epoch are ignored from now on."""
@@ -238,12 +235,17 @@ class WorkerClient:
         if answer := self._ask(server, header, plan).decode(errors="replace"):
             raise InvalidInput("E-PLAN-REFUSED", f"{peer_name(SERVER_BASE + server)} cannot use the plan: {answer}")
 
-    def send_epoch(self, server: int, change: EpochChange, generation: int) -> None:
-        """Switches the server to a new epoch, in the middle of a step. Raises CommError with the server's reason if the server
-        cannot switch."""
-        header = self._header(Kind.PLAN, 0)._replace(generation=generation, flags=Flag.ABANDON)
-        if answer := self._ask(server, header, msgspec.msgpack.encode(change)).decode(errors="replace"):
-            raise CommError(f"cannot continue with other members: {answer}", peer=peer_name(SERVER_BASE + server))
+    def report_joining(self, server: int, number: int, member: int, generation: int) -> Handle:
+        """Tells a server that a worker joins; see Joins. Await the answer with `await_report`."""
+        header = self._header(Kind.PLAN, 0)._replace(step=number, flags=Flag.ABANDON)
+        body = msgspec.msgpack.encode(Joins(number, member, generation))
+        return send_request(self.transport, SERVER_BASE + server, header, body)
+
+    def await_report(self, answer: Handle) -> None:
+        """Waits for a server's answer to `report_joining`. Raises CommError if the server refuses."""
+        message = self.transport.wait(answer, time.monotonic() + self._config.deadline_s)
+        if problem := bytes(message.body).decode(errors="replace"):
+            raise CommError(f"cannot continue with other members: {problem}", peer=peer_name(message.peer))
 
     def _header(self, kind: Kind, bucket: int) -> Header:
         return Header(kind, self._generation, bucket=bucket, sender=self.transport.rank)

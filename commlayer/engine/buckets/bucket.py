@@ -58,9 +58,8 @@ class BucketExchange:
     """The factor by which the received sum has been multiplied in place since it arrived."""
     applied: int = 0
     """Bit mask of the slices whose average an optimizer has applied before the end of the step."""
-    reported: int = 0
-    """Bit mask of the slices that were rolled back after the previous exchange. This exchange has reported them to the server.
-    """
+    joined: int = 0
+    """See Header.joined."""
     abandoned: str = ""
     """Text that says which worker aborted the step, and why; there is no sum then. Empty: no worker did."""
 

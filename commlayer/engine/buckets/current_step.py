@@ -8,7 +8,6 @@ bucket.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 import threading
 import time
@@ -59,24 +58,16 @@ class Counters:
         return dataclasses.asdict(self)
 
 
-class Exchanged(enum.Enum):
-    """How an exchange with all members ended."""
-
-    DONE = enum.auto()
-    RESTARTED = enum.auto()
-    """The members have changed, and this rank is in the new epoch: the exchange must be run again."""
-
-
 class Step:
     """State of the step that one worker executes. One object exists for all steps of a Worker."""
 
     def __init__(
-        self, rank: int, generation: int, units: Units, check_interrupts: Callable[[Callable[[], bool]], None], *,
-        eager: bool = False,
+        self, rank: int, generation: int, units: Units, *, eager: bool = False,
     ) -> None:
         """`eager`: True if results are applied one by one, in the order in which the next forward pass needs the parameters."""
         self.rank, self.generation, self.units, self.eager = rank, generation, units, eager
-        self.check_interrupts = check_interrupts
+        self.joined = 0
+        """See Header.joined."""
         self.number = 0
         self.error: BaseException | None = None
         """The first error of any step; None if there is none. It is never cleared and ends the worker."""
@@ -100,29 +91,20 @@ class Step:
         for arrivals in self._awaited:
             arrivals.end()
 
-    def wake(self) -> None:
-        """Makes the current wait, or the next one, poll for interrupts. Any thread can call it."""
-        for arrivals in self._awaited:
-            arrivals.wake()
-
     def failed(self) -> BaseException | None:
         return self.error
 
     def arrivals(self) -> Arrivals:
-        self._awaited.append(Arrivals(lambda: self.check_interrupts(self._whole)))
+        self._awaited.append(Arrivals())
         return self._awaited[-1]
-
-    def _whole(self) -> bool:
-        return all(arrivals.complete for arrivals in self._awaited)
 
 
 class Arrivals:
     """Counts the buckets of one path whose results the step still waits for. `arrived` is called by lanes, all other methods by
     the training thread."""
 
-    def __init__(self, check_interrupts: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self._lock, self._all, self._next = threading.Lock(), threading.Event(), threading.Event()
-        self._check_interrupts = check_interrupts
         self._left = 0
         self._ended = False
         self.last_at = 0.0
@@ -143,32 +125,15 @@ class Arrivals:
                 self._all.set()
         self._next.set()
 
-    @property
-    def complete(self) -> bool:
-        return self._left <= 0
-
     def end(self) -> None:
         with self._lock:
             self._ended = True
             self._all.set()
         self._next.set()
 
-    def wake(self) -> None:
-        """Makes the waiting thread poll for interrupts and then continue to wait."""
-        with self._lock:
-            self._all.set()
-        self._next.set()
-
     def wait(self, deadline: float) -> bool:
         """Waits until all buckets have arrived or the worker has an error. Returns False if `deadline` passes first."""
-        while True:
-            with self._lock:
-                if self._left <= 0 or self._ended:
-                    return True
-                self._all.clear()
-            self._check_interrupts()
-            if not self._all.wait(max(0.0, deadline - time.monotonic())):
-                return False
+        return self._all.wait(max(0.0, deadline - time.monotonic()))
 
     def wait_for(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Waits until `condition()` is true or the worker has an error; every arrival checks the condition again. Returns False
@@ -177,7 +142,6 @@ class Arrivals:
             self._next.clear()
             if condition() or self._ended:
                 return True
-            self._check_interrupts()
             if not self._next.wait(max(0.0, deadline - time.monotonic())):
                 return condition() or self._ended
 

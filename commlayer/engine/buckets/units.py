@@ -22,6 +22,8 @@ class Units:
 
     def __init__(self, members: int) -> None:
         self.members = members
+        """Number of workers with which the job began. Residuals are parts of a mean over these, also when workers have left or
+        joined: a constant factor of all ranks."""
         self.weight = 1.0
         self.scale = 1.0
         self.rate = 1.0
@@ -33,7 +35,7 @@ class Units:
 
     def take(self, other: Units) -> None:
         self.weight, self.scale, self.rate = other.weight, other.scale, other.rate
-        self.total = other.total * self.members / other.members
+        self.total = other.total
 
     def rate_of(self, bucket: WorkerBucket) -> float:
         """Returns the factor by which a bucket's gradients are multiplied before encoding, apart from weight and loss scale:

@@ -12,7 +12,6 @@ from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES
 from commlayer.cluster.processes.collectives import Groups, all_or_none, gather
 from commlayer.engine.buckets.bucket_layout import trim
 from commlayer.engine.components import Pending
-from commlayer.engine.epochs.membership_change import unfit
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.job.plan_agreement import OfferedPlan, bytes_of, check_plan, plan_in
 from commlayer.engine.sync.sync_modes import with_modes
@@ -29,10 +28,8 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
     server in the same unit; other residuals of servers are dropped. If the plan does not fit some rank, all ranks raise
     ValueError and nothing changes.
 
-    A failure after servers have received the plan ends the job, because only some of them might have switched. If members are
-    lost, the remaining members continue in a new epoch: with the old plan if no server has received the new one, otherwise with
-    the new plan on all servers. If the script `requested` the switch, it is repeated where needed; otherwise the CommError is
-    raised, which `drop_call` then handles.
+    If members are lost before servers receive the plan, the CommError is raised, which `drop_call` then handles; a switch that
+    the script `requested` is repeated with the remaining ranks. From then on the remaining ranks complete the switch.
 
     `by_itself`: True if the script did not request exactly this plan. Parts of the plan that are impossible after local steps
     are then left out.
@@ -40,22 +37,17 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
     again = False
     while True:
         before, generation = context.uplink.epoch.members, context.generation
-        sent: list[Plan] = []
         try:
-            _switch_once(context, plan, sent, by_itself=by_itself, again=again)
-            return
+            prepared = _prepare(context, plan, by_itself=by_itself, again=again)
+            break
         except CommError as error:
-            if not requested and not sent:
+            if not requested:
                 raise
-            # Once servers might have the new plan, all remaining ranks must enter the next epoch with it.
-            context.drop_call(error, None if sent else generation)
-            context.members.between(sent[0] if sent else None)
-            if sent:
-                context.components.new_plan()
-                if requested:
-                    return
-                raise
+            context.drop_call(error, generation)
+            context.members.between()
             plan, again = _of_those_left(plan, before, context.uplink.epoch.members), True
+    if prepared is not None:
+        _complete(context, prepared)
 
 
 def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Member]) -> Plan | None:
@@ -66,23 +58,29 @@ def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Me
     return plan_of(plan, [place for place, member in enumerate(before) if member in now])
 
 
-def _switch_once(
-    context: DistributedJob, plan: Plan | None, sent: list[Plan], *, by_itself: bool, again: bool,
-) -> None:
-    """Makes one attempt to switch. `sent` receives the plan as soon as servers might have it. `again`: True for a repetition,
-    in which rank 0 might be another worker than before, and have no plan."""
+class _Prepared(NamedTuple):
+    """A switch on which all ranks agree: the new plan's worker, and what servers have to know."""
+
+    worker: Worker
+    undone: dict[int, int]
+    note: str
+
+
+def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, again: bool) -> _Prepared | None:
+    """Agrees with all ranks on the plan, and completes exchanges. `again`: True for a repetition, in which rank 0 might be
+    another worker than before, and have no plan; then returns None."""
     context.complete(Pending.DUE)
     if again and not gather(context.groups, [plan is not None])[0][0]:
         context.say("the plan switch was cancelled: its proposer, the former rank 0, has left")
-        return
-    old, groups, link = context.worker, context.groups, context.uplink
+        return None
+    old, groups = context.worker, context.groups
     offer = OfferedPlan(lambda: bytes_of(with_modes(_checked(plan), context.terms.requested)), context.rank)
     rows = _check_equal_rows(context, old, groups, len(offer.data))
     agreed = plan_in(offer.taken(groups.share_bytes(offer.data, MAX_PLAN_NBYTES, "a plan", rows[0].plan_nbytes)))
     note = ""
     if old.plan.steps_locally and not agreed.steps_locally and len({row.memory for row in rows}) > 1:
         agreed, note = _updates_still(agreed, by_itself=by_itself)
-    servers = len(link.epoch.servers)
+    servers = len(context.uplink.epoch.servers)
     with all_or_none(groups, "switch()"):
         if agreed.servers > servers:
             raise InvalidInput("E-PLAN-SWITCH", f"plan: it needs {agreed.servers} servers, but the job has {servers}")
@@ -90,39 +88,45 @@ def _switch_once(
             raise InvalidInput("E-PLAN-SWITCH",
                                "plan: it has local steps, but a LoadBalancer adjusts shares based on the times of averaged "
                                "steps; only a plan that the script requests can have local steps")
-        if context.elastic and (why := unfit(agreed)):
-            raise InvalidInput("E-PLAN-SWITCH", f"plan: {why}")
         per_node = groups.ranks_per_node
         check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, context.terms.forbids,
                    reachable=groups.members.reachable)
     context.complete(Pending.ALL_STEPS)
-    if context.worker is not old:
-        raise CommError("members have left in the last exchange under the old plan", step=old.step)
+    if old.plan.steps_locally:
+        groups.barrier()  # the last exchange has ended on all ranks: no message to a server is in flight
     new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
-    undone = old.roll_back()
-    try:
-        if old.plan.steps_locally:
-            groups.barrier()  # the last exchange has ended on all ranks: no message to a server is in flight
-        sent.append(agreed)
-        with all_or_none(groups, "switch()"):
-            for server in range(servers):
-                if server % context.world == context.rank:
-                    mine = {b.id: undone[b.id] for b in old.plan.buckets if b.server == server and b.id in undone}
-                    link.send_plan(server, records.encode(agreed), new.now.generation, mine)
-    except Exception as error:
-        new.close()
-        if sent and context.elastic and isinstance(error.__cause__, CommError):
-            raise error.__cause__ from None
-        if sent and not isinstance(error, CommError):
-            raise CommError(f"the switch to another plan failed: {error}") from error
-        raise
+    return _Prepared(new, old.roll_back(), note)
+
+
+def _complete(context: DistributedJob, prepared: _Prepared) -> None:
+    """Sends the plan to the servers, and switches to it. A failure ends the job, because only some servers might have switched;
+    if members are lost, the others send it again, which has no effect on a server that has it."""
+    old, new, link = context.worker, prepared.worker, context.uplink
+    while True:
+        generation = context.generation
+        try:
+            with all_or_none(context.groups, "switch()"):
+                for server in range(len(link.epoch.servers)):
+                    if server % context.world == context.rank:
+                        mine = {b.id: prepared.undone[b.id] for b in old.plan.buckets
+                                if b.server == server and b.id in prepared.undone}
+                        link.send_plan(server, records.encode(new.plan), new.now.generation, mine)
+            break
+        except Exception as error:
+            cause = error if isinstance(error, CommError) else error.__cause__
+            if not context.elastic or not isinstance(cause, CommError):
+                new.close()
+                raise error if isinstance(error, CommError) else \
+                    CommError(f"the switch to another plan failed: {error}") from error
+            context.drop_call(cause, generation)
+            context.members.between()
     context.terms.basis = None
     context.hand_on(old, new)
     context.follow(new)
     old.close()
     old.forget_states()
-    if note:
-        context.say(note)
+    if prepared.note:
+        context.say(prepared.note)
     context.components.new_plan()
     trim()
 

@@ -24,7 +24,7 @@ from commlayer.engine.buckets.shared_buffers import agreed
 from commlayer.engine.job.job import DistributedJob, JobContext
 from commlayer.engine.model.model_tensors import buffers_of, parameters_of
 from commlayer.errors import CorruptFrame, InvalidInput, short_line
-from commlayer.records import MALFORMED, Plan, Record
+from commlayer.records import MALFORMED, Epoch, Plan, Record
 
 TENSOR, TUPLE = "\0tensor", "\0tuple"
 """Keys that mark tensors and tuples, for which msgpack has no type, in the encoded optimizer state."""
@@ -63,6 +63,18 @@ class GivenState(Record, frozen=True):
     """States of the script's own objects, in a checkpoint."""
     model: bool = True
     """True: the state includes model, optimizer and scaler."""
+    epoch: Epoch | None = None
+    """The members, with the joining worker as the last one."""
+    joined: int = 0
+    """Number of workers that have joined the job, with this one; see Header.joined."""
+    generation: int = 0
+    """Generation of the plan in messages."""
+    row: int = 0
+    """Number of the first row in which the joining worker takes part."""
+    first_world: int = 0
+    """Number of workers with which the job began (DistributedJob.first_world)."""
+    totals: dict[int, float] = msgspec.field(default_factory=dict)
+    """Total weight of each bucket's last result, by bucket."""
 
 
 class TakenState(NamedTuple):
@@ -72,6 +84,8 @@ class TakenState(NamedTuple):
     plan: Plan
     local: dict[str, torch.Tensor]
     """State of local steps, by tensor name. It is needed when local steps begin."""
+    late: dict[str, torch.Tensor]
+    """Results that are applied one step late, by tensor name."""
     restore: Callable[[], None]
     """Function that installs the received optimizer state once more, after the first step."""
 
@@ -89,13 +103,16 @@ class Replica:
         history = max((group.get("history_size", 0) for group in groups), default=0)
         return most_state_nbytes([*self._model.parameters(), *self._model.buffers()], STATE_PER_ELEMENT + 2 * history)
 
-    def given(self, context: DistributedJob, plan: Plan) -> bytes:
-        """Encodes this rank's state for a joining rank. If the state cannot be read, encodes the error instead."""
+    def given(self, context: DistributedJob, plan: Plan, epoch: Epoch) -> dict[str, torch.Tensor]:
+        """Returns this rank's state for a joining worker, the last member of `epoch`. If the state cannot be read, returns the
+        error instead. The tensors are those of the job."""
         try:
-            tensors = self.state(context, plan)
+            return self.state(context, plan, epoch=epoch) | context.worker.late.snapshot()
         except Exception as error:  # the optimizer's code can raise any error; the other ranks continue to train
-            tensors = {HEAD: _head(GivenState(error=f"{type(error).__name__}: {error}".splitlines()[0]))}
-        data = safetensors.torch.save({name: on_host(t) for name, t in tensors.items()})
+            return {HEAD: _head(GivenState(error=f"{type(error).__name__}: {error}".splitlines()[0]))}
+
+    def encoded(self, state: Mapping[str, torch.Tensor]) -> bytes:
+        data = safetensors.torch.save({name: on_host(t) for name, t in state.items()})
         if len(data) <= self.most_nbytes:
             return data
         why = f"it has {len(data)} bytes, but with this model at most {self.most_nbytes}"
@@ -103,9 +120,11 @@ class Replica:
 
     def state(
         self, context: JobContext, plan: Plan | None, extra: Mapping[str, Any] = MappingProxyType({}), *, model: bool = True,
+        epoch: Epoch | None = None,
     ) -> dict[str, torch.Tensor]:
         """Returns this rank's state as named tensors; one of them contains all values that are not tensors. `model`: True if
         model, optimizer and GradScaler are included. `plan`: None if the job has one worker. `extra`: further objects, by name.
+        `epoch`: for a joining worker, which is its last member.
         """
         tensors: dict[str, torch.Tensor] = {}
         job = context if isinstance(context, DistributedJob) else None
@@ -119,6 +138,11 @@ class Replica:
             scaler=_plain(scaler.state_dict(), tensors) if scaler is not None else {},
             followed={name: say() for name, say in context.followers.items()},
             extra=_states_of(extra, tensors), model=model)
+        if job is not None and epoch is not None:
+            head = msgspec.structs.replace(
+                head, epoch=epoch, joined=job.worker.now.joined, generation=job.worker.now.generation,
+                row=job.rows.transport.number, first_world=job.first_world,
+                totals={b.id: b.assumed for b in job.worker.buckets if b.assumed is not None})
         if model:
             buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
             if job is not None:
@@ -177,7 +201,8 @@ class Replica:
         except Exception as error:  # of the optimizer's code
             raise InvalidInput("E-JOIN-STATE", "joining a running job: the state of its workers does not fit: "
                                                f"{short_line(error, 200)}") from None
-        return TakenState(transfer, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}, restore)
+        return TakenState(transfer, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)},
+                          {name: t for name, t in tensors.items() if name.startswith("late.")}, restore)
 
     def load(
         self, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any], own: Mapping[str, torch.Tensor] | None,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 
 from commlayer.engine.components import Component, Order
-from commlayer.errors import InvalidState
-from commlayer.records import Plan
 
 
 class FixedMembers(Component):
@@ -19,10 +17,8 @@ class FixedMembers(Component):
     def __init__(self) -> None:
         self.steps_at_exit: dict[int, int] = {}
         """Training step at which each former member left, by rank: the job's value of `carried` then."""
-
-    def invites(self) -> bool:
-        """Returns True if new members wait to join, so that this rank must lead all ranks to a step in which they can join."""
-        return False
+        self.confirmed = 0
+        """Training step up to which the work of all members is known to count, whoever leaves: a value of `carried`."""
 
     def departed(self, wait_s: float) -> list[str]:
         """Returns the names of the members that have left the job, if this rank has not switched to the new epoch yet. Waits up
@@ -33,11 +29,16 @@ class FixedMembers(Component):
         """Context manager for operations that a joining rank would not know of: no rank can join inside it."""
         return contextlib.nullcontext()
 
-    def enter_epoch(self, plan: Plan | None = None) -> None:
-        """Switches to the epoch of the remaining members after EpochChanged. Raises CommError if that fails. `plan`: the plan
-        to which the ranks are switching; servers might have it already."""
-        raise InvalidState("E-SESSION-CLOSED", "the members of this job cannot change")
+    @property
+    def entering(self) -> bool:
+        """True: a worker takes part in the current step for the first time."""
+        return False
 
-    def between(self, plan: Plan | None = None) -> None:
-        """Switches to the epoch of the remaining members, if members have left between two steps. `plan`: as in `enter_epoch`.
-        """
+    def end_first_step(self) -> None:
+        """Ends the first step of a rank that has joined: the other ranks include it in all calls from now on."""
+
+    def settle(self) -> None:
+        """Learns which members have taken part in the last step. All ranks call it after the same step."""
+
+    def between(self) -> None:
+        """Continues without members that have left, after a call of all ranks has failed because of that."""

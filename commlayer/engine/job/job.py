@@ -26,9 +26,9 @@ from commlayer.cluster.processes.rows import StepRows
 from commlayer.cluster.servers.server_codecs import expected_nbytes
 from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.compressors import codec_of
-from commlayer.engine.buckets.current_step import Counters, Exchanged
+from commlayer.engine.buckets.current_step import Counters
 from commlayer.engine.buckets.units import Units
-from commlayer.engine.components import Components, EpochChanged, Pending
+from commlayer.engine.components import Components, Pending
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.plan_terms import PlanTerms
@@ -281,7 +281,7 @@ class JobContext:
 class DistributedJob(JobContext):
     """State of a job of several workers on one of them, which the components of this rank share.
 
-    `connect()` creates it. membership_change.py replaces `groups`; membership_change.py and plan_switch.py replace the worker.
+    `connect()` creates it. changing_members.py replaces `groups`, plan_switch.py the worker.
     """
 
     groups: Groups
@@ -290,9 +290,10 @@ class DistributedJob(JobContext):
     def __init__(
         self, terms: PlanTerms, own: int, groups: Groups, rows: StepRows, uplink: WorkerClient, memory: OptimizerMemory,
         plan: Plan, job: Job, *, generation: int = 1, logs: bool = True, waits: WaitsFor = WaitsFor(),
-        embedded: Sequence[EmbeddedServer] = (), matched: bool = False, joined: JoinedState | None = None,
+        embedded: Sequence[EmbeddedServer] = (), matched: bool = False, joined: JoinedState | None = None, first_world: int = 0,
     ) -> None:
-        """`own`: this rank's number in messages. `matched`: True if all ranks use norm-matched averaging."""
+        """`own`: this rank's number in messages. `matched`: True if all ranks use norm-matched averaging. `first_world`: number
+        of workers with which the job began; 0: the present number. It is the unit of residuals; see Units."""
         super().__init__(terms, logs=logs)
         self.id, self.groups, self.uplink, self.embedded, self.waits = own, groups, uplink, embedded, waits
         uplink.children = embedded
@@ -300,6 +301,7 @@ class DistributedJob(JobContext):
         """The rows of numbers that components of all ranks send to each other."""
         rows.failed = weakly(self._row_failed)
         self.memory, self.matched, self.joined = memory, matched, joined
+        self.first_world = first_world or groups.world
         self.members = FixedMembers()
         self.local: OuterSteps | None = None
         """Runs local steps and their exchanges; None unless the plan has local steps."""
@@ -366,7 +368,7 @@ class DistributedJob(JobContext):
         """Creates a worker that runs this plan. It is idle until `follow` makes it current."""
         codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node, plan) for b in plan.buckets}
         return Worker(
-            job, plan, codecs, device, rank=self.id, members=self.world, generation=generation, groups=self.groups,
+            job, plan, codecs, device, rank=self.id, members=self.first_world, generation=generation, groups=self.groups,
             transport=self.uplink.transport, recycle=self.uplink.recycle, components=weakref.proxy(self.components),
         )
 
@@ -392,26 +394,15 @@ class DistributedJob(JobContext):
 
     def _row_failed(self) -> BaseException | None:
         """Returns why no row of all ranks can arrive any more; None if there is no such reason."""
-        left = CommError("members left while ranks exchanged rows") if self.members.departed(0.0) else None
-        return self.worker.error or left
+        return self.worker.error
 
     def hand_on(self, old: Worker, new: Worker) -> None:
         """Transfers residuals and step number from worker `old` to worker `new`, which continues the job."""
-        hand_over(old, new, self.memory.effect, self.memory.rate)
+        hand_over(old, new, self.memory.effect, self.memory.rate, world=self.world)
 
     def _waiting(self) -> Waiting:
         """Returns the step, or the call between two steps, that might be waiting for other ranks now."""
         return self.worker if self.worker.waiting_since else self.groups
-
-    def run(self, exchange: Callable[[], None]) -> Exchanged:
-        """Runs an exchange with all members, which ends when its results have arrived. If members leave or join meanwhile,
-        switches to the new epoch with another worker, which has the residuals of the former one."""
-        try:
-            exchange()
-            return Exchanged.DONE
-        except EpochChanged:
-            self.members.enter_epoch()
-            return Exchanged.RESTARTED
 
     def complete(self, pending: Pending = Pending.RUNNING) -> None:
         """Completes pending exchanges. All ranks call it after the same step."""

@@ -51,6 +51,12 @@ class Inspection:
         if their worker dies."""
         return self.context.carried
 
+    @property
+    def confirmed(self) -> int:
+        """Number of training steps that count for all workers that were there, whoever leaves from now on."""
+        context = self.context
+        return context.members.confirmed if isinstance(context, DistributedJob) and self.may_leave else context.carried
+
     def steps_at_exit(self, member: int) -> int:
         """Returns the value of `carried` when a worker left: the worker contributes nothing to later steps. `member`: the
         worker's number in `members`."""
@@ -60,12 +66,17 @@ class Inspection:
 
     def catch_up(self, *, wholly: bool = False) -> None:
         """Runs an exchange that is due because this rank's optimizer step was skipped. All ranks call it between two steps.
-        `wholly`: in jobs whose workers can leave, it also exchanges until all workers have the weight changes of all steps."""
+        `wholly`: in jobs whose workers can leave, it also exchanges until all workers have the weight changes of all steps, and
+        learns which of them have left."""
         context = self.context
-        if isinstance(context, DistributedJob) and context.local is not None:
+        if not isinstance(context, DistributedJob):
+            return
+        if context.local is not None:
             context.complete(Pending.DUE)
             if wholly and self.may_leave:
                 context.complete(Pending.ALL_EXCHANGES)
+        if wholly:
+            context.members.settle()
 
     @property
     def followers(self) -> dict[str, Callable[[], str]]:

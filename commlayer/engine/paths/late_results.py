@@ -125,13 +125,14 @@ class LateResult:
         self._written = self._slices if applied else 0
         self._slices = 0 if applied else self._slices
 
-    def residuals(self, members: int) -> list[ResidualSlice]:
-        """Returns the kept result as residuals, of which each of `members` workers has an equal part. Equal parts are used,
-        because the workers' weights might have changed since the result's step."""
+    def residuals(self, world: int, unit: int) -> list[ResidualSlice]:
+        """Returns the kept result as residuals, of which each of `world` workers has an equal part. Equal parts are used,
+        because the workers' weights might have changed since the result's step. `unit`: see Units.members."""
         if not self._slices or not self.weight:
             return []
         self._forget_others()
-        return list(split_by_tensor(self._bucket.slices, 0, self.x / (members if self._bucket.in_means else self.weight)))
+        whole = 1.0 if self._bucket.in_means else unit / self.weight
+        return list(split_by_tensor(self._bucket.slices, 0, self.x * (whole / world)))
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Returns the state for a checkpoint. Call it when no exchange is running and `take` has moved the last result."""
@@ -191,9 +192,9 @@ class LateResults:
         for result in self.of.values():
             result.take()
 
-    def residuals(self, members: int) -> list[tuple[WorkerBucket, ResidualSlice]]:
-        """Returns the kept results of all buckets as residuals of one of `members` workers, with their buckets."""
-        return [(bucket, each) for bucket in self._buckets for each in self.of[bucket.id].residuals(members)]
+    def residuals(self, world: int, unit: int) -> list[tuple[WorkerBucket, ResidualSlice]]:
+        """Returns the kept results of all buckets as residuals of one of `world` workers, with their buckets."""
+        return [(bucket, each) for bucket in self._buckets for each in self.of[bucket.id].residuals(world, unit)]
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Returns the state for a checkpoint. Call it when no exchange is running."""

@@ -67,7 +67,7 @@ class ServerExchange:
         `in_order`: encodes in the order of the calls of `put`. All ranks of a node then use the same order, because `fill`
         calls collectives of the node.
         """
-        run = _Running(bucket, done)
+        run, bucket.exchange.joined = _Running(bucket, done), self._step.joined
         self._encode.put(lambda: self._push(run, fill), () if in_order else (self._step.number, bucket.order))
 
     def _push(self, run: _Running, fill: Fill) -> None:
@@ -101,11 +101,10 @@ class ServerExchange:
         step, bucket, exchange = self._step, run.bucket, run.bucket.exchange
         server = SERVER_BASE + bucket.planned.server
         undone = bucket.ledger.report()
-        exchange.reported |= undone
         header = Header(
             Kind.PUSH, step.generation, exchange.step, bucket.id, round=r, codec=bucket.codec.id, sender=step.rank,
             order=bucket.order, flags=flags, weight=exchange.weight, used=exchange.used,
-            total=step.units.divisor(bucket), undone=undone,
+            total=step.units.divisor(bucket), undone=undone, joined=exchange.joined,
         )
         step.counters.carried(len(body), 0)  # counted before sending, because the step can end right after it
         begin = time.perf_counter()

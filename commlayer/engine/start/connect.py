@@ -26,11 +26,12 @@ from commlayer.config import (
     Config,
     codec_threads,
     is_loopback,
+    judged_s,
     notice_s,
     reconnect_window_s,
     verdict_s,
 )
-from commlayer.engine.epochs.membership_change import MembershipChange, forbidding, unfit
+from commlayer.engine.epochs.changing_members import ChangingMembers
 from commlayer.engine.epochs.replica import Replica
 from commlayer.engine.job.job import DistributedJob, JobContext
 from commlayer.engine.job.plan_agreement import agreed_plan, check_plan, from_rank_0
@@ -113,8 +114,6 @@ def _begin(
     elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and members.world == met.launch.world
     per_node = 1 if elastic else met.per_node  # workers leave one by one, so each one exchanges for itself
     nodes, first = members.world // per_node, members.rank == 0
-    if elastic:
-        terms.forbids = forbidding(terms.forbids)
     notes = [met.note] if met.note and first else []
     if met.differs:
         notes.append(f'{met.differs}. Training continues because drift="warn".')
@@ -140,8 +139,6 @@ def _begin(
         if first and (terms.requested.fragments or 1) > agreed.fragments:
             notes.append(f"{terms.requested}: fragments={terms.requested.fragments} becomes fragments={agreed.fragments}: a "
                          f"plan cannot have more fragments than buckets ({len(agreed.buckets)})")
-        if elastic and (why := unfit(agreed)):
-            raise InvalidInput("E-PLAN-REFUSED", f"plan: {why}")
         check_plan(agreed, job, nodes, per_node, device, terms.forbids, reachable=met.reachable)
         if first:
             notes += late_and_sparse(agreed, learning_rows(config.learning), memory.family)
@@ -154,14 +151,16 @@ def _begin(
         config = _placed(config, met.address, notes.append if first else _ignore)
         link = _join(job, agreed, groups, servers, config, outbound_only=not met.reachable, elastic=elastic,
                      must_match=must_match if elastic else {})
-        rows = StepRows(gathered or ServedRows(link.transport, groups.rank, config.deadline_s), members)
+        # Where members may leave, the coordinator decides during the wait who is lost.
+        wait_s = config.deadline_s + (judged_s(config) if elastic else 0.0)
+        rows = StepRows(gathered or ServedRows(link.transport, groups.rank, wait_s), members, may_leave=elastic)
         context = DistributedJob(terms, groups.rank, groups, rows, link, memory, agreed, job, logs=met.logs, waits=waits,
                                  embedded=servers, matched=met.matched)
         undo.pop_all()
     for line in notes:
         context.say(line)
     if elastic and replica is not None:
-        MembershipChange(context, config, met.launch.home, replica)
+        ChangingMembers(context, config, met.launch.home, replica)
     context.log(f"begins with plan {records.digest(agreed)}: {summary_of(agreed)}", event=False)
     return context
 

@@ -1,4 +1,4 @@
-"""Lets this worker join a running job: registers, waits until the others reach a step, and receives their state."""
+"""Lets this worker join a running job: registers, connects to the servers, and receives the state of its first step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from collections.abc import Callable
 import torch
 
 from commlayer.cluster.calls import messages
-from commlayer.cluster.membership.epoch_change import wire_generation
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.process_groups import Members
 from commlayer.cluster.processes.rows import StepRows
 from commlayer.cluster.servers.served_rows import ServedRows
 from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
 from commlayer.config import Config, judged_s, reconnect_window_s
-from commlayer.engine.epochs.agreement import AWAY, Vote
-from commlayer.engine.epochs.epoch_messages import EpochMessages
-from commlayer.engine.epochs.membership_change import MembershipChange, new_world
+from commlayer.engine.epochs.changing_members import ChangingMembers, new_world
 from commlayer.engine.epochs.replica import Replica, TakenState
-from commlayer.engine.epochs.state_relay import StateRelay
+from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
 from commlayer.engine.job.job import DistributedJob, JoinedState
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.model.optimizer_state import OptimizerMemory
@@ -45,25 +42,34 @@ def enter(
         undo.callback(lambda: groups.close())
         link = WorkerClient(config, config.join, request)
         undo.callback(leave_job, link, (), "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s)
-        log.warning("joining a running job as worker %d: waiting for the other workers to reach the end of a step", own)
-        epoch, taken = _receive(replica, link, own, config, waits, check, begin)
+        link.dial(time.monotonic() + config.join_deadline_s)
+        log.warning("joining a running job as worker %d: waiting for an exchange in which it can begin", own)
+        taken = _receive(replica, link, own, config, waits, check, begin)
         given = taken.told
+        assert given.epoch is not None
         if given.matched and not memory.matched:
             raise InvalidInput("E-RANKS-DIFFER",
                                "sync: the job that this home joins uses norm-matched averaging (OuterSGD(matched=True)), but "
                                "this home does not; set it alike on all ranks")
-        link.switch_epoch(epoch)
-        rows = StepRows(ServedRows(link.transport, own, config.deadline_s), groups.members)
-        groups = new_world(groups, rows, config, home, epoch, own)
+        link.switch_epoch(given.epoch)
+        served = ServedRows(link.transport, own, config.deadline_s + judged_s(config))
+        rows = StepRows(served, groups.members, may_leave=True)
+        groups = new_world(groups, rows, config, home, given.epoch, own)
         terms.auto = given.automatic
         context = DistributedJob(
-            terms, own, groups, rows, link, memory, taken.plan, job, generation=wire_generation(epoch), logs=logs, waits=waits,
-            matched=given.matched, joined=JoinedState(taken.local, taken.restore, dict(given.followed), given.carried))
+            terms, own, groups, rows, link, memory, taken.plan, job, generation=given.generation, logs=logs, waits=waits,
+            matched=given.matched, joined=JoinedState(taken.local, taken.restore, dict(given.followed), given.carried),
+            first_world=given.first_world)
         undo.pop_all()
     context.passes = given.passes - int(taken.plan.steps_locally)  # local steps are counted at the end of their backward pass
     worker = context.worker
     worker.now.number, worker.counters.exchanges = given.step, given.counted
-    MembershipChange(context, config, home, replica)
+    worker.now.joined = served.joined = given.joined
+    served.number = given.row
+    for bucket in worker.buckets:
+        bucket.assumed = given.totals.get(bucket.id)
+    worker.late.restore(taken.late)
+    ChangingMembers(context, config, home, replica, given.joined)
     context.say(f"joined the running job as worker {own} with the weights, buffers and optimizer state of its workers, after "
                 f"{time.monotonic() - begin:.1f} s; this is rank {context.rank} of {context.world}, at step {context.passes}")
     return context
@@ -71,22 +77,21 @@ def enter(
 
 def _receive(
     replica: Replica, link: WorkerClient, own: int, config: Config, waits: WaitsFor, check: Callable[..., None], begin: float,
-) -> tuple[Epoch, TakenState]:
-    """Waits until the other members reach a step in which this rank can join, and installs their state. Returns the epoch with
-    this rank, and the state."""
-    epochs = EpochMessages(link.epoch, waits.notice_s, reconnect_window_s(config))
+) -> TakenState:
+    """Waits until another member gives the state of an exchange in which this rank can take part, and installs that state."""
+    newest = NewestEpoch(link.epoch, waits.notice_s, reconnect_window_s(config))
 
     def offer(epoch: Epoch) -> None:
-        epochs.newest = epoch
+        newest.epoch = epoch
 
     link.subscribe_epochs(offer)
-    dialled = False
 
-    def receive(epoch: Epoch) -> tuple[Epoch, TakenState] | None:
-        nonlocal dialled
+    def receive(epoch: Epoch) -> TakenState | None:
         _check_givers(epoch, own, link)
+        relay = StateRelay(newest, epoch, own, epoch.members[0].rank, config.deadline_s, judged_s(config), replica.most_nbytes)
+        fits = functools.partial(check, workers=len(epoch.members))
         try:
-            ready = epochs.exchange_votes(epoch, "ready", own, Vote(-1), time.monotonic() + config.deadline_s)
+            return relay.take(functools.partial(replica.take, check=fits))
         except DeadlineExceeded:
             # The plan of the running job defines how long an exchange takes. The coordinator reports members that have
             # died.
@@ -94,18 +99,8 @@ def _receive(
                         "a worker can join only at a scheduled exchange, and there is none "
                         "if the script calls flush() more often than exchanges are due", time.monotonic() - begin)
             return None
-        if AWAY in ready:
-            raise CommError("members were lost while the job wrote a checkpoint, changed its "
-                            "plan or flushed local steps, and no worker can join at such a time: "
-                            "run the same command again", code="E-JOIN-MISSED")
-        if not dialled:  # servers know this worker now
-            link.dial(time.monotonic() + config.join_deadline_s)
-            dialled = True
-        relay = StateRelay(epochs, epoch, own, Vote(-1), config.deadline_s, judged_s(config), replica.most_nbytes)
-        fits = functools.partial(check, workers=len(epoch.members))
-        return epoch, relay.take(functools.partial(replica.take, check=fits))
 
-    while (received := epochs.in_newest_epoch(receive)) is None:
+    while (received := newest.run(receive)) is None:
         pass
     return received
 

@@ -63,7 +63,7 @@ def settle(plan: Plan | Path | str, job: Job, config: Config, world: int, per_no
            requested: RequestedModes = RequestedModes(), optimizer: str = "", elastic: bool = False) -> Plan:
     """Returns the plan for `world` ranks that the argument `plan` requests; see `requested_plan`. The settings `ratio_over` and
     `warmup` override the plan's own values. `optimizer`: name of the optimizer's family, on which loss budgets depend.
-    `elastic`: workers can leave and join, which excludes fragments, and needs a server even for one worker."""
+    `elastic`: workers can leave and join, which needs a server even for one worker."""
     base = _made(plan, job, config, world, per_node, requested=requested, optimizer=optimizer, elastic=elastic)
     if config.ratio_over != "bucket":
         base = structs.replace(base, ratio_over=config.ratio_over)
@@ -85,7 +85,7 @@ def _made(plan: Plan | Path | str, job: Job, config: Config, world: int, per_nod
         path_name, codec = "service", plan
     servers = nodes if config.servers == "each" else 1
     up, down = ("" if part is None else str(wrap(build(part))) for part in split_two_way(codec))
-    fragments = requested.fragments or (1 if elastic else usual_fragments(requested, job.numel * ELEMENT_NBYTES))
+    fragments = requested.fragments or usual_fragments(requested, job.numel * ELEMENT_NBYTES)
     made = planner.default_plan(
         job, codec=up, down=down, path=path_name, servers=servers if path_name == "service" else 0,
         ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from commlayer.engine.buckets.current_step import Exchanged
 from commlayer.engine.components import Component, Order, Pending
 from commlayer.engine.guards.step_guard import StepGuard
 from commlayer.engine.hooks.forward_order import before_forward
@@ -136,8 +135,6 @@ class ExchangeSchedule(Component):
         ranks sent."""
         if self.local is not None:
             self.local.join(given)
-            if self.local.exchanges_norms:
-                self._norms.agree(self.local.starts)
 
     def drain(self, deadline_s: float = 0.0) -> None:
         """Exchanges the weight changes of all local steps since the last exchange. All ranks call it after the same step.
@@ -191,8 +188,7 @@ class ExchangeSchedule(Component):
         schedule: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
         if context.local is None:
             weights = StepWeights(units.weight)
-            context.local = OuterSteps(self._parameters, plan.local_steps, self._outer, weights, run=self._run,
-                                       hold=context.members.invites, merged=self._merged)
+            context.local = OuterSteps(self._parameters, plan.local_steps, self._outer, weights, merged=self._merged)
             context.local.pending_residuals.inherit(context.worker.pending_residuals)
             self._counted = False
             self._forward = before_forward(self._model, lambda model, _: self._before_forward(model))
@@ -212,23 +208,10 @@ class ExchangeSchedule(Component):
         local.exchange(self._worker, self._buffers(), self._deadline_s * local.every)
         if (joined := self._context.joined) is not None and joined.fresh:
             joined.end_first_step()
+            self._context.components.new_members()
         self._ended(early=False)
         if local is self.local and not local.under_way and local.every > 1:
             self._worker.release_memory()
-
-    def _run(self, exchange: Callable[[], None]) -> Worker | None:
-        """Runs an exchange of OuterSteps. Returns the worker with which to repeat it if the members have changed, else None."""
-        if self._context.run(exchange) is Exchanged.DONE:
-            return None
-        if self.local is not None and self.local.exchanges_norms:
-            self._norms.agree(self.local.starts)
-        return self._worker
-
-    def align(self) -> None:
-        """Makes the weights from which the next outer step starts equal on all ranks, after members have left between two
-        exchanges."""
-        if self.local is not None and self.local.exchanges_norms:
-            self.local.align(self._norms.agree)
 
     @property
     def _worker(self) -> Worker:

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from commlayer.config import Config
-from commlayer.engine.buckets.current_step import Exchanged
 from commlayer.engine.components import Component, Order, Pending
 from commlayer.engine.guards.finite_steps import FiniteSteps
 from commlayer.engine.guards.parameter_drift import drift_of
@@ -123,11 +122,10 @@ class StepLoop(Component):
         self.begin()
         self._use.end()
         try:
-            self._through(lambda: self._finish(leftovers))
+            self.worker.finish(leftovers, self.deadline_s)
         finally:
             self._passed()
-            if (joined := self.context.joined) is not None and joined.fresh:
-                joined.end_first_step()
+            self._end_first_step()
         if self._all_active():
             self.context.components.before_commit()
         into = targets()
@@ -136,6 +134,13 @@ class StepLoop(Component):
         self._guard.exchanged()
         self.report_finite(worker)
         return into
+
+    def _end_first_step(self) -> None:
+        """Ends the first step of a rank that has joined, on this rank and on the others."""
+        if (joined := self.context.joined) is not None and joined.fresh:
+            joined.end_first_step()
+            self.context.components.new_members()
+        self.context.members.end_first_step()
 
     def _passed(self) -> None:
         self.context.count_step()
@@ -162,22 +167,6 @@ class StepLoop(Component):
         been applied."""
         (self._finite.dropped if dropped else self._finite.averaged)(worker.not_finite, finite=not worker.tentative)
 
-    def _finish(self, leftovers: Sequence[torch.Tensor | None]) -> None:
-        """Sends the rest of the gradients and waits for all sums.
-
-        If workers wait to join, this rank first waits until all members are in this step. The step cannot complete without this
-        rank's last bucket, so the new workers join in this step.
-        """
-        if self.context.members.invites():
-            self.worker.stopwatch.stop(self.worker.counters.exchanges)
-            self.worker.check_interrupts()
-        self.worker.finish(leftovers, self.deadline_s)
-
-    def _through(self, exchange: Callable[[], None]) -> None:
-        """Runs the step's exchange; again with the remaining members after each change of members."""
-        while self.context.run(exchange) is Exchanged.RESTARTED:
-            self._units(self.worker)
-
     def hand_in(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Ends a backward pass instead of `average`, if results are applied bucket by bucket after it (forward_overlap.py)."""
         self.begin()
@@ -190,8 +179,10 @@ class StepLoop(Component):
 
     @property
     def must_wait(self) -> bool:
-        """Returns True if a component reads this step's sums or times; then the training thread waits for the complete step."""
-        return self.worker.recorder.on or self.context.components.reads_sums()
+        """Returns True if a component reads this step's sums or times, or a worker takes part for the first time; then the
+        training thread waits for the complete step."""
+        context = self.context
+        return (context.fresh or context.members.entering or self.worker.recorder.on or context.components.reads_sums())
 
     def written(self, known: Collection[int] = ()) -> None:
         """Starts to observe whether the script applies or clears the averages in `.grad`. `known`: parameters whose averages
@@ -219,7 +210,7 @@ class StepLoop(Component):
             self.begin()
             self._use.end()
             try:
-                self._through(lambda: self.worker.abort(self.deadline_s))
+                self.worker.abort(self.deadline_s)
             finally:
                 self._passed()
 
@@ -233,7 +224,7 @@ class StepLoop(Component):
         """Completes exchanges whose averages are applied later than in their own step, as Session.flush describes. `parameters`
         are in the order of their numbers."""
         self._schedule.drain()
-        worker = self.worker  # read only now, because flushing replaces the worker if a member dies
+        worker = self.worker
         self._units(worker)
         if has_late := hand_out(worker, parameters):
             self._guard.exchanged()

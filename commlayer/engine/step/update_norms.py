@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from commlayer.engine.job.job import DistributedJob
-from commlayer.engine.model.alignment import align
 from commlayer.errors import CommError
 from commlayer.observe.noise_scale import Agreement
 
@@ -25,7 +22,7 @@ class UpdateNorms:
 
     def __init__(self, context: DistributedJob, deadline_s: float) -> None:
         self._context, self._deadline_s = context, deadline_s
-        self._rows = context.rows.section("lengths of changes")
+        self._rows = context.rows.section("lengths of changes", stays=True)
         self._agreement, self._logged = Agreement(), 0.0
         """Of the changes under the current plan, and the last logged agreement."""
 
@@ -49,13 +46,8 @@ class UpdateNorms:
         self._context.rows.send()
 
     def read(self) -> Sequence[Sequence[float]]:
-        """Returns the rows that all ranks passed to their last `start`, in rank order; an empty list if members have left. The
-        next exchange continues without these members, see `agree`."""
-        try:
-            return self._rows.read()
-        except CommError as error:
-            self._context.drop_call(error)
-            return []
+        """Returns the rows that the ranks passed to their last `start`, in rank order."""
+        return self._rows.read()
 
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
         """Updates the agreement of the ranks' changes; logs it when it is known and when it has halved or doubled."""
@@ -68,21 +60,3 @@ class UpdateNorms:
         if not 0.5 < self._logged / seen < 2:
             self._logged = seen
             context.log(f"workers' changes over {plan.local_steps} local steps have a mean cosine of {agreement:.2f}")
-
-    def agree(self, starts: Sequence[torch.Tensor]) -> None:
-        """Makes `starts`, the weights from which the next outer step begins, equal on all ranks after members have changed.
-        Some ranks might have received the last row of norms, and others not.
-
-        Remaining and new members call it together, during an exchange or between two.
-        """
-        context = self._context
-        while True:
-            try:
-                differing = align(starts, context.groups, self._deadline_s)
-                break
-            except CommError as error:
-                context.drop_call(error)
-                context.members.enter_epoch()
-        if differing:
-            context.say("the remaining ranks had merged the last exchange differently, because some had not received "
-                        "the norms of all changes: all ranks continue with rank 0's weights")

@@ -11,8 +11,8 @@ yet.
 
 If the outer optimizer requests it (OuterSGD.matched), each mean is scaled to the norm of the ranks' changes.
 
-When new members wait to join, one worker withholds its part of an exchange until all ranks wait for it. So no rank has
-completed that exchange, and the new members join in it.
+A worker that joins begins with the starts of the other ranks. It contributes to the exchange that has just begun with weight 0,
+and from then on as any other.
 
 An outer step can be split into fragments: one group of buckets is exchanged every H / fragments steps. With overlap the group
 is merged at the next fragment, otherwise at once. A tensor split over fragments is exchanged by element ranges in row-major
@@ -45,10 +45,6 @@ SPOILT = "the weights of some worker are not finite: all workers return to the w
 def _spoilt(_own: int, *, finite: bool) -> None:
     if not finite:
         log.warning("%s", SPOILT)
-
-
-def _once(exchange: Callable[[], None]) -> None:
-    exchange()
 
 
 class StepWeights:
@@ -142,8 +138,6 @@ class _Sent(NamedTuple):
     but only the elements in `ranges` are valid. The means are written into the same memory."""
     ends: dict[int, list[torch.Tensor]]
     """Maps a tensor number to the values that each of its ranges had when the exchange began. Empty without overlap."""
-    held: bool = False
-    """True: this rank withholds its part until all ranks wait for it, so that new members can join in this exchange."""
 
     def weights(self, count: int) -> list[torch.Tensor]:
         """Returns the changes of the tensors numbered below `count`, one tensor for each range."""
@@ -155,17 +149,11 @@ class OuterSteps:
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], every: int, outer: OuterSGD, weights: StepWeights, *, fragments: int = 1,
-        overlap: bool = False, run: Callable[[Callable[[], None]], Worker | None] = _once, norms: Norms | None = None,
-        hold: Callable[[], bool] = lambda: False, merged: Callable[..., None] = _spoilt,
+        overlap: bool = False, norms: Norms | None = None, merged: Callable[..., None] = _spoilt,
     ) -> None:
         """`merged(own, finite=...)` is called after each exchange, on all ranks; `own` is the value of Worker.not_finite.
-
-        `run` runs an exchange, and returns the worker with which to repeat it if the members have changed. `norms` exchanges
-        norms; None: norms are not exchanged. `hold` returns True if new members wait to join and this rank must withhold its
-        part of an exchange.
-        """
-        self._parameters, self.weights, self._run, self._hold = parameters, weights, run, hold
-        self._merged, self._outer = merged, outer
+        `norms` exchanges norms; None: norms are not exchanged."""
+        self._parameters, self.weights, self._merged, self._outer = parameters, weights, merged, outer
         self.set_schedule(every, fragments=fragments, overlap=overlap, norms=norms)
         self.taken = 0
         """Number of this rank's steps since the last exchange began."""
@@ -179,8 +167,10 @@ class OuterSteps:
         """The outer optimizer's momentum for each parameter; None entries without momentum."""
         self._fragment = 0
         self._sent: _Sent | None = None
-        self._idle = 0
-        """Number of next exchanges to which this rank contributes nothing, because it has just joined."""
+        self._joins = False
+        """True: the next exchange is the first one of this rank, which has joined the job."""
+        self._weight: float | None = None
+        """This rank's weight in the current outer step; None before its first exchange."""
         self.pending_residuals = PendingResiduals(parameters)
         self.recorder = Recorder()
         """Records the times of steps without an exchange. The worker's recorder records exchanges."""
@@ -196,11 +186,6 @@ class OuterSteps:
     @property
     def every(self) -> int:
         return self._schedule.every
-
-    @property
-    def exchanges_norms(self) -> bool:
-        """True: ranks exchange the norms of their changes. The value is the same on all ranks."""
-        return self._norms is not None
 
     def count(self) -> None:
         """Counts a step, before its optimizer step. Records residuals that were added to the previous step's gradients as
@@ -250,10 +235,8 @@ class OuterSteps:
         """Exchanges one fragment. Without overlap it merges the result of this exchange, with overlap that of the previous one.
         All ranks call it. The merged elements are then the same on all ranks, apart from steps that were made after the
         exchange began."""
-        if self._idle and self._schedule.overlap:
-            self._begin(worker, buffers)  # the other ranks began this exchange after their last one
         if self._sent is not None:
-            worker = self._merge(worker, buffers, self._sent, deadline_s)
+            self._merge(worker, buffers, self._sent, deadline_s)
         sent = self._begin(worker, buffers)
         if not self._schedule.overlap:
             self._merge(worker, buffers, sent, deadline_s)
@@ -263,53 +246,45 @@ class OuterSteps:
         self.recorder.restart()
 
     def join(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Joins while the other ranks are in an exchange that ends with this rank's first step. This rank contributes nothing
-        to that exchange and continues from the resulting weights. `given`: the `snapshot` of another rank."""
+        """Joins in an exchange that the other ranks have just begun, which ends this rank's first step. `given`: the
+        `snapshot` of another rank."""
         for number, start in enumerate(self.starts):
             start.copy_(given[f"local.start.{number}"])
             self._set_velocity(number, given.get(f"local.velocity.{number}"))
-        self.taken, self._idle = self.every - 1, 1 + self._schedule.overlap
-        sent, since = given["local.behind"].tolist()
-        self._steps = sent, since - 1  # this rank's first step is the last of `since` steps
+        self.taken, self._joins = self.every // self._schedule.fragments - 1, True
+        self._steps = int(given["local.behind"][0]), 0
 
-    def align(self, agree: Callable[[Sequence[torch.Tensor]], object]) -> None:
-        """Calls `agree`, which can change the starts between two exchanges, and adds the same amounts to the weights."""
-        before = [start.clone() for start in self.starts]
-        agree(self.starts)
-        for start, old, p in zip(self.starts, before, self._parameters, strict=True):
-            p.detach().copy_(start + (p.detach() - old))
-
-    def settle(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> Worker:
-        """Completes the running exchange and the rest of the outer step. Returns the worker to use from now on."""
+    def settle(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
+        """Completes the running exchange and the rest of the outer step."""
         if self._sent is not None:
-            worker = self._merge(worker, buffers, self._sent, deadline_s)
+            self._merge(worker, buffers, self._sent, deadline_s)
         while self._fragment:
-            worker = self._at_once(worker, buffers, deadline_s)
-        return worker
+            self._at_once(worker, buffers, deadline_s)
 
     def drain(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:
         """Completes the outer step, then exchanges all remaining steps, so that weights and buffers are the same on all ranks.
         Returns True if there were any remaining steps."""
-        worker = self.settle(worker, buffers, deadline_s)
+        self.settle(worker, buffers, deadline_s)
         was_apart, self.apart, self.taken = self.apart, False, 0
         for _ in range(self._schedule.fragments if was_apart else 0):
-            worker = self._at_once(worker, buffers, deadline_s)
+            self._at_once(worker, buffers, deadline_s)
         return was_apart
 
-    def _at_once(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> Worker:
-        return self._merge(worker, buffers, self._begin(worker, buffers), deadline_s)
+    def _at_once(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
+        self._merge(worker, buffers, self._begin(worker, buffers), deadline_s)
 
     def _begin(self, worker: Worker, buffers: Sequence[torch.Tensor]) -> _Sent:
         if self._fragment == 0:
             worker.units.scale = worker.units.rate = 1.0  # the unit is that of the weights
-            worker.units.weight = self.weights.take()
-            if self._idle != 1 + self._schedule.overlap:  # otherwise others began this exchange earlier
-                self._steps = self._steps[1], 0
-        if self._idle:
-            worker.units.weight = 0.0
+            self._weight = self.weights.take()
+            self._steps = self._steps[0 if self._joins else 1], 0
+        elif self._weight is None:
+            self._weight = self.weights.take()
+        worker.units.weight = self._weight
+        if self._joins:
+            self._joins, self._weight, worker.units.weight = False, None, 0.0
             for start, p in zip(self.starts, self._parameters, strict=True):
                 p.detach().copy_(start)
-            self._idle -= 1
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
         ranges = ranges_of(worker.fragments[self._fragment])
         changes, ends = {}, {}
@@ -325,12 +300,10 @@ class OuterSteps:
                 change.copy_(values)
             if self._schedule.overlap:
                 ends[n] = [part.clone() for part in ends_now]
-        self._sent = sent = _Sent(self._fragment, ranges, changes, ends, held=self._hold())
+        self._sent = sent = _Sent(self._fragment, ranges, changes, ends)
         self._fragment = (self._fragment + 1) % self._schedule.fragments
         with self._whole(sent):
-            if not sent.held:
-                self._send(worker, sent, len(tensors))
-            self._send_norm(worker, sent)  # also for a withheld part: all ranks send norms in the same order
+            self._send(worker, sent, len(tensors))
         return sent
 
     @contextlib.contextmanager
@@ -370,18 +343,14 @@ class OuterSteps:
         worker.send(sent.changes, sent.fragment)
         if sent.fragment == self._schedule.fragments - 1:
             worker.complete([None] * tensors)
-
-    def _send_norm(self, worker: Worker, sent: _Sent) -> None:
-        """Starts the exchange of the norm of this rank's change, while the change itself is being sent."""
         if self._norms is not None:
             self._norms.start(worker.units.weight, square_of(sent.weights(len(self.starts))))
 
-    def _merge(self, worker: Worker, buffers: Sequence[torch.Tensor], sent: _Sent, deadline_s: float) -> Worker:
-        """Waits for the means of an exchange and applies the outer optimizer. Returns the worker to use from now on: a new one
-        if members have left."""
+    def _merge(self, worker: Worker, buffers: Sequence[torch.Tensor], sent: _Sent, deadline_s: float) -> None:
+        """Waits for the means of an exchange and applies the outer optimizer."""
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
         with self._whole(sent):
-            worker = self._wait(worker, sent, len(tensors), deadline_s)
+            worker.wait(deadline_s, sent.fragment)
             norms = [] if self._norms is None else self._norms.read()
         try:
             worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.fragment)
@@ -418,25 +387,6 @@ class OuterSteps:
             self._steps = 0, self._steps[1]
         own, worker.not_finite = worker.not_finite, -1
         self._merged(own, finite=finite)
-        return worker
-
-    def _wait(self, worker: Worker, sent: _Sent, tensors: int, deadline_s: float) -> Worker:
-        """Waits for the means of an exchange, and repeats it with the remaining ranks if members leave. Returns the worker to
-        use from now on."""
-        again = False
-
-        def attempt() -> None:
-            if sent.held or again:
-                worker.check_interrupts()
-                self._send(worker, sent, tensors)
-            if again:
-                self._send_norm(worker, sent)
-            worker.wait(deadline_s, sent.fragment)
-
-        while (restarted := self._run(attempt)) is not None:
-            worker, again = restarted, True
-            worker.units.scale = worker.units.rate = 1.0
-        return worker
 
     def _advance(self, sent: _Sent) -> None:
         for n, parts in sent.ranges.items():

@@ -24,29 +24,30 @@ if TYPE_CHECKING:
 log = logging.getLogger("commlayer")
 
 
-def hand_over(before: Worker, after: Worker, effect: Callable[[int], float] = lambda _: 0.0, rate: float = 1.0) -> None:
+def hand_over(
+    before: Worker, after: Worker, effect: Callable[[int], float] = lambda _: 0.0, rate: float = 1.0, *, world: int = 0,
+) -> None:
     """Makes worker `after` continue where `before` stopped, with the residuals of `before`.
 
-    `effect(tensor)`: see OptimizerMemory.effect. `rate`: the learning rate.
+    `effect(tensor)`: see OptimizerMemory.effect. `rate`: the learning rate. `world`: present number of workers; 0: that with
+    which the job began.
     """
-    after.now.number = before.step
+    after.now.number, after.now.joined = before.step, before.now.joined
     after.units.take(before.units)
     if before.plan.steps_locally != after.plan.steps_locally:
         after.units.rate = rate
     pass_on(before.shared_buffers, after.shared_buffers)
     before.release_memory()
-    _carry(before, after, effect)
+    _carry(before, after, effect, world or before.units.members)
     inherit(before.buckets, after.buckets)
     after.now.counters, after.now.recorder, after.stopwatch = before.counters, before.recorder, before.stopwatch
     after.reorder(before.places)
 
 
-def _carry(before: Worker, after: Worker, effect: Callable[[int], float]) -> None:
+def _carry(before: Worker, after: Worker, effect: Callable[[int], float], world: int) -> None:
     unsent = [(bucket, each) for bucket in before.buckets for each in bucket.ledger.residuals()]
-    unsent += before.late.residuals(before.units.members)
-    # Residuals of the old members' mean count toward the mean of the remaining members.
-    worth = after.units.members / before.units.members
-    residuals = [_times(d, worth / before.units.rate_of(bucket)) for bucket, d in unsent]
+    unsent += before.late.residuals(world, before.units.members)
+    residuals = [_times(d, 1.0 / before.units.rate_of(bucket)) for bucket, d in unsent]
     if after.plan.steps_locally and not before.plan.steps_locally:
         units = before.units
         # A worker's residual is a part of the mean. Its gradient is multiplied by its weight.

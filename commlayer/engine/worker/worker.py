@@ -53,7 +53,7 @@ the page faults would take longer than the memory is worth."""
 
 
 class Worker:
-    """Executes one plan on one rank, during one epoch."""
+    """Executes one plan on one rank."""
 
     wait_kind: WaitKind = "step"
 
@@ -65,14 +65,13 @@ class Worker:
     ) -> None:
         """Allocates the buckets and starts the lanes.
 
-        `members`: number of workers in this epoch; 0: the size of `groups`. `recycle` receives the buffers of decoded results
-        for reuse. `components`: those of the session; None: the worker has no session.
+        `members`: number of workers with which the job began; 0: the size of `groups`. `recycle` receives the buffers of
+        decoded results for reuse. `components`: those of the session; None: the worker has no session.
         """
         self.job, self.plan, self.device = job, plan, device
         self._components = Components() if components is None else components
         self.units = Units(members or (groups.world if groups is not None else 1))
-        self.now = Step(rank, generation, self.units, lambda complete: self._components.check_interrupts(complete),
-                        eager=plan.overlap == "forward")
+        self.now = Step(rank, generation, self.units, eager=plan.overlap == "forward")
         on_device, last = device_buckets(plan, codecs, device), len(plan.buckets) - 1
         self.buckets = [
             bucket_of(b, job, codecs[b.id], device, last - i, local=rank % plan.ranks_per_node, rank=rank,
@@ -182,6 +181,7 @@ class Worker:
             self.latch(missed)
             self.check()
         self.not_finite = -1
+        self._components.begin_exchange()
 
     def complete(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Sends the buckets that have not been started, after the backward pass has ended. `leftovers`: as in `finish`."""
@@ -236,11 +236,6 @@ class Worker:
         finally:
             self.now.waiting_since = 0.0
         self.check()
-
-    def check_interrupts(self) -> None:
-        """Handles pending interrupts, such as a change of members, before this step sends anything."""
-        with self._waiting(0.0):
-            self._components.check_interrupts(lambda: False)
 
     def write(self, targets: Sequence[torch.Tensor | None], fragment: int = 0) -> bool:
         """Writes the averages of one fragment's buckets into `targets`. Returns True if all averages are finite."""
@@ -395,12 +390,6 @@ class Worker:
         """Sets which of the last averages were not applied, from the bit mask that another rank's `discarded` returned."""
         for bucket in self.buckets:
             bucket.ledger.discarded, bits = bits & bucket.ledger.all_slices, bits >> len(bucket.slices)
-
-    def pending_rollbacks(self) -> dict[int, int]:
-        """Returns, after a failed step, for each bucket id a bit mask of slices whose rollback in the previous step the servers
-        might not have received."""
-        slices = {b.id: b.exchange.reported if b.exchange.started else b.ledger.unreported for b in self.buckets if b.served}
-        return {number: bits for number, bits in slices.items() if bits}
 
     def acknowledge_rollbacks(self) -> None:
         """Records that the servers have received all reported rollbacks."""

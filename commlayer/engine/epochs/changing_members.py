@@ -1,0 +1,253 @@
+"""Lets members of a running job leave, die and join, on one rank.
+
+A member that is gone: the coordinator removes it, and servers close all sums without it (summation.py). The others wait for
+nothing else, so nothing is repeated. They learn of it from the first row that lacks it, after the same step, and then continue
+with fewer ranks.
+
+A worker that joins: members propose it in their rows, and the rows decide on its first step (schedule.py). Each member reports
+it to all servers before that step. Before a member sends anything of that step, it gives the new worker the job's state, or
+waits until another member has done so. With local steps that overlap their exchange, the transfer runs beside training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from msgspec import structs
+
+from commlayer.cluster.calls.site_client import KvClient
+from commlayer.cluster.processes import process_groups, site_process_group
+from commlayer.cluster.processes.collectives import Groups
+from commlayer.cluster.processes.rows import StepRows
+from commlayer.config import Config, judged_s, reconnect_window_s
+from commlayer.engine.epochs.schedule import Joining, Proposal, decide
+from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
+from commlayer.engine.hooks.callbacks import weakly
+from commlayer.engine.job.fixed_members import FixedMembers
+from commlayer.engine.job.job import DistributedJob
+from commlayer.errors import CommError
+from commlayer.records import Epoch, Member, Plan, plan_of
+from commlayer.transport.protocol import Handle, peer_name
+
+NO_PROPOSAL = Proposal(0, 0, 0)
+
+
+class StateGiver(Protocol):
+    """Interface of the object that creates the state for joining ranks; `replica.py` implements it."""
+
+    @property
+    def most_nbytes(self) -> int: ...
+
+    def given(self, context: DistributedJob, plan: Plan, epoch: Epoch) -> dict[str, torch.Tensor]: ...
+
+    def encoded(self, state: Mapping[str, torch.Tensor]) -> bytes: ...
+
+
+class ChangingMembers(FixedMembers):
+    """The members of a job that can change. The heartbeat thread calls `offer`; the training thread calls everything else."""
+
+    elastic = True
+
+    def __init__(self, context: DistributedJob, config: Config, home: str, replica: StateGiver, joined: int = 0) -> None:
+        """`replica` creates the state which a joining rank receives from this rank. `joined`: number of workers that have
+        joined the job so far."""
+        super().__init__()
+        self._context, self._config, self._home, self._replica = context, config, home, replica
+        self._newest = NewestEpoch(context.uplink.epoch, context.waits.notice_s, reconnect_window_s(config))
+        self._known: dict[int, Member] = {}
+        """All workers of which this rank knows that they are or were members, by number."""
+        self._rows = context.rows.section("members", stays=True)
+        self._row_step, self._row_members, self._row_carried = 0, tuple[int, ...](), context.carried
+        """Of the row in flight: the step in which it is received, the members that send it, and the job's value of `carried`
+        when it was sent."""
+        self.confirmed = context.carried
+        self._let_in = {m.rank for m in context.uplink.epoch.members}
+        """Numbers of all workers that are or were members, or will be."""
+        self._joined = joined
+        self._joining: Joining | None = None
+        """The worker that rows have let in, until its first step begins."""
+        self._reported: list[Handle] = []
+        """The reports of that worker to the servers."""
+        self._entering: Member | None = None
+        """The worker that takes part in the current step for the first time, until this step ends."""
+        self._transfer: threading.Thread | None = None
+        self._admits = True
+        """True: a worker can begin in the exchange that begins now."""
+        context.members = self
+        context.components.add(self)
+        context.uplink.subscribe_epochs(weakly(self.offer))
+
+    @contextlib.contextmanager
+    def no_joins(self) -> Iterator[None]:
+        self._admits, before = False, self._admits
+        try:
+            yield
+        finally:
+            self._admits = before
+
+    def offer(self, epoch: Epoch) -> None:
+        self._known |= {member.rank: member for member in epoch.members}
+        self._newest.epoch = epoch
+
+    def departed(self, wait_s: float) -> list[str]:
+        until, worker = time.monotonic() + wait_s, self._context.worker
+        while not self._departed() and time.monotonic() < until and worker.error is None:
+            time.sleep(0.05)
+        return [peer_name(rank) for rank in self._departed()]
+
+    def _departed(self) -> list[int]:
+        present = {m.rank for m in self._newest.epoch.members}
+        return [m.rank for m in self._context.uplink.epoch.members if m.rank not in present]
+
+    def patience(self) -> float:
+        """Returns the extra seconds of each wait. The value does not depend on whether the coordinator replies now: it might
+        reply again before the wait ends."""
+        return judged_s(self._config)
+
+    def end_step(self) -> None:
+        self._next_row()
+
+    def end_exchange(self, *, early: bool) -> None:
+        self._next_row()
+
+    def _next_row(self) -> None:
+        self.settle()
+        context = self._context
+        self._row_step, self._row_carried = context.worker.step, context.carried
+        self._row_members = tuple(m.rank for m in context.uplink.epoch.members)
+        self._rows.start(*map(float, self._proposal()))
+
+    def _proposal(self) -> Proposal:
+        """Returns the next worker to let in, if this rank knows of one. One worker joins at a time."""
+        if self._joining is not None or (self._transfer is not None and self._transfer.is_alive()):
+            return NO_PROPOSAL
+        newest = self._newest.epoch
+        new = next((m.rank for m in newest.members if m.rank not in self._let_in), None)
+        return NO_PROPOSAL if new is None else Proposal(self._joined + 1, new, newest.generation)
+
+    def settle(self) -> None:
+        """Reads the row that was sent last: continues without members that have sent none, and lets in a worker that the row
+        names. All ranks call it after the same step."""
+        if not self._rows.under_way:
+            return
+        rows = self._rows.read_by_sender()
+        gone = [rank for rank in self._row_members if rank not in rows]
+        if gone:
+            self._change(gone, at=self.confirmed)
+        self.confirmed = self._row_carried
+        proposals = [Proposal(*map(int, row)) for row in rows.values()]
+        if self._joining is None and (joining := decide(self._joined, self._row_step, proposals)) is not None:
+            self._joining, uplink = joining, self._context.uplink
+            self._let_in.add(joining.member)
+            self._reported = [uplink.report_joining(server.id, joining.number, joining.member, joining.generation)
+                              for server in uplink.epoch.servers]
+
+    def between(self) -> None:
+        self.settle()
+        if gone := self._departed():
+            self._change(gone, at=self.confirmed)
+
+    def begin_exchange(self) -> None:
+        """Lets the worker that joins take part from the exchange on that begins now, if it is its first one."""
+        joining, context, worker = self._joining, self._context, self._context.worker
+        if joining is None or not self._admits or worker.step < joining.first:
+            return
+        for handle in self._reported:
+            context.uplink.await_report(handle)
+        if worker.late:
+            worker.drain()
+        self._joining, self._reported = None, []
+        self._joined = worker.now.joined = context.rows.transport.joined = joining.number
+        context.uplink.membership.await_epoch(joining.generation, context.waits.notice_s)
+        member = self._known.get(joining.member, Member(joining.member, joining.member, ""))
+        epoch = context.uplink.epoch
+        epoch = structs.replace(epoch, generation=epoch.generation + 1, members=(*epoch.members, member))
+        state = self._replica.given(context, plan_of(context.plan, range(context.world), 1), epoch)
+        data = self._replica.encoded(state) if epoch.members[0].rank == context.id else b""
+        if worker.plan.steps_locally:
+            self._enter(member)
+        else:
+            self._entering = member
+        transfer = functools.partial(self._transfer_state, member.rank, [m.rank for m in epoch.members], state, data)
+        if worker.plan.overlap == "round":
+            self._transfer = threading.Thread(target=transfer, name="commlayer-state", daemon=True)
+            self._transfer.start()
+        else:
+            transfer()
+
+    def _transfer_state(self, joining: int, members: Sequence[int], state: Mapping[str, torch.Tensor], data: bytes) -> None:
+        """Gives the joining worker the job's state, or waits until another member has given it. If the giver leaves, the next
+        member begins again. `data`: the encoded state, on the first member."""
+        context = self._context
+
+        def act(epoch: Epoch) -> None:
+            present = {m.rank for m in epoch.members}
+            among = [rank for rank in members if rank in present]
+            if joining not in among or context.id not in among:
+                return
+            relay = StateRelay(self._newest, epoch, context.id, among[0], self._config.deadline_s, judged_s(self._config),
+                               self._replica.most_nbytes)
+            if among[0] == context.id:
+                relay.give(data or self._replica.encoded(state), among)
+            else:
+                relay.watch()
+
+        try:
+            self._newest.run(act)
+        except CommError as error:
+            context.worker.latch(error)
+
+    @property
+    def entering(self) -> bool:
+        return self._entering is not None
+
+    def end_first_step(self) -> None:
+        if self._entering is not None:
+            member, self._entering = self._entering, None
+            self._enter(member)
+
+    def _enter(self, member: Member) -> None:
+        self._switch([*self._context.uplink.epoch.members, member],
+                     f"{self._context.uplink.display_name(peer_name(member.rank))} joined", logging.INFO)
+
+    def _change(self, gone: Sequence[int], at: int) -> None:
+        """Continues without the members `gone`. They contribute nothing to training steps after number `at`."""
+        context = self._context
+        names = ", ".join(context.uplink.display_name(peer_name(rank)) for rank in gone)
+        self.steps_at_exit |= dict.fromkeys(gone, at)
+        self._switch([m for m in context.uplink.epoch.members if m.rank not in gone],
+                     f"{names} left, with {'its' if len(gone) == 1 else 'their'} residuals", logging.WARNING)
+
+    def _switch(self, members: Sequence[Member], what: str, level: int) -> None:
+        """Continues with these members. All ranks call it after the same step."""
+        context, former = self._context, self._context.uplink.epoch
+        begin, places = time.monotonic(), {m.rank: place for place, m in enumerate(former.members)}
+        kept = [places[m.rank] for m in members if m.rank in places]
+        changes = len(members) - len(kept) + len(former.members) - len(kept)
+        epoch = structs.replace(former, generation=former.generation + changes, members=tuple(members))
+        context.groups = new_world(context.groups, context.rows, self._config, self._home, epoch, context.id)
+        context.terms.basis = context.terms.price = None
+        context.plan = context.worker.plan = plan_of(context.plan, kept, len(members) - len(kept))
+        context.uplink.switch_epoch(epoch)
+        context.note_plan("members")
+        context.components.new_members()
+        context.say(f"{what}; continuing with {len(members)} workers after {time.monotonic() - begin:.2g} s, as rank "
+                    f"{context.rank}", event_level=level)
+
+
+def new_world(former: Groups, rows: StepRows, config: Config, home: str, epoch: Epoch, own: int) -> Groups:
+    """Creates torch.distributed's process groups for the members of the epoch `epoch`. `own`: this member's initial rank."""
+    ids = [m.rank for m in epoch.members]
+    former.close()
+    site_process_group.change_members(KvClient(config.join, config, home), ids, ids.index(own), epoch.generation)
+    process_groups.reset_counts()
+    groups = Groups(1, config.deadline_s, former.device)
+    rows.change(groups.members, ids)
+    return groups
