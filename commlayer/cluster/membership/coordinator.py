@@ -263,7 +263,7 @@ class Coordinator:
         with self._lock:
             now = self._clock()
             state, pulse = membership.heartbeat(self._state, request.token, now, request)
-            state = epoch_change.record_overdue(state, request.token, request.overdue, now, self._patience_s)
+            state = epoch_change.record_overdue(state, request.token, request.overdue)
             pulse = epoch_change.explain_end(state, pulse)
             self._set(state)
             self.events.received(request, self._state, now)

@@ -96,9 +96,6 @@ class State(Record, frozen=True):
     min_workers: int = 0
     """The job continues without lost workers while at least this many workers are left (epoch_change.py). 0: the loss of any
     worker ends the job."""
-    held: tuple[int, int, float] | None = None
-    """While a worker joins: (step, rank, since when) if the sums of that step wait only for the contribution of that rank.
-    Otherwise None. See epoch_change.py."""
     max_workers: int = 0
     """Largest number of workers of a job that begins with as many of them as are there; 0: `workers`."""
 
