@@ -70,7 +70,7 @@ def test_member_missing_in_the_earliest_step_of_two_reports_is_blamed(
         reports: list[tuple[str, int | None, tuple[int, ...]]], blamed: list[int]) -> None:
     state = hears(several(), *reports)
     assert gone(state) == blamed
-    assert members(state) == (1 + bool(blamed), [rank for rank in range(4) if rank not in blamed])
+    assert members(state) == (1 + len(blamed), [rank for rank in range(4) if rank not in blamed])
 
 
 def test_blamed_member_receives_the_reason_of_its_end() -> None:

@@ -30,14 +30,18 @@ UNLESS = ", unless it is served with --min-workers"
 
 def next_epoch(state: State) -> State:
     """Starts an epoch with the remaining workers, if some of the present epoch's workers are gone and the others can continue.
-    Otherwise returns the state unchanged."""
+    Otherwise returns the state unchanged.
+
+    An epoch's generation is 1 plus the number of workers that were admitted or removed since epoch 1. So processes that know of
+    the same changes use the same generation.
+    """
     epoch, workers = state.epoch, _workers(state)
     if epoch is None or not state.min_workers:
         return state
     stay = tuple(m for m in epoch.members if workers[m.rank].present)
     if not state.min_workers <= len(stay) < len(epoch.members) or inelastic_workers(state):
         return state
-    epoch = msgspec.structs.replace(epoch, generation=epoch.generation + 1, members=stay)
+    epoch = msgspec.structs.replace(epoch, generation=epoch.generation + len(epoch.members) - len(stay), members=stay)
     places = {token: p if p.join.kind == "server" or p.present or p.removed_in else
               msgspec.structs.replace(p, removed_in=epoch.generation) for token, p in state.registrations.items()}
     return msgspec.structs.replace(state, epoch=epoch, registrations=_kept(places, settled_generation(state)))
