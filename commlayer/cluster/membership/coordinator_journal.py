@@ -188,5 +188,7 @@ def resumed_state(kept: CoordinatorRecord, now: float) -> State:
 
 
 def journaled_part(state: State) -> tuple[object, ...]:
-    """Returns the part of the state whose changes must be written to the journal."""
-    return state.epoch, tuple((token, p.dead, p.left, p.join.serial) for token, p in state.registrations.items())
+    """Returns the part of the state whose changes must be written to the journal. They are also the news in replies to
+    heartbeats."""
+    return state.epoch, tuple((token, p.dead, p.left, p.blamed_peer, p.join.serial)
+                              for token, p in state.registrations.items())
