@@ -263,11 +263,14 @@ SELDOM = {"heartbeat_s": 2 * WAIT_S, "dead_after_s": 4 * WAIT_S}
 """Settings under which no second heartbeat is sent before `until` fails."""
 
 
-@pytest.mark.parametrize("min_workers", [0, 2])
-def test_departure_is_reported_before_the_next_heartbeat(min_workers: int, opened: Opened) -> None:
-    coordinator = opened.add(Coordinator(quick(min_workers=min_workers, **SELDOM), workers=3))
+@pytest.mark.parametrize(("min_workers", "secured"), [(0, False), (2, False), (2, True)])
+def test_departure_is_reported_before_the_next_heartbeat(
+        min_workers: int, secured: bool, folders: Folders, opened: Opened) -> None:
+    served, mine = (SELDOM | ({"token": "correct-horse-battery", "keys": str(folder)} if secured else {})
+                    for folder in (folders.server, folders.worker))
+    coordinator = opened.add(Coordinator(quick(min_workers=min_workers, **served), workers=3))
     failures = [Failures() for _ in range(3)]
-    members = join_all(coordinator.address, 3, failures, elastic=True, **SELDOM)
+    members = join_all(coordinator.address, 3, failures, elastic=True, **mine)
     opened.extend(members)
     members[1].leave("it breaks off")
     for other in (0, 2):
