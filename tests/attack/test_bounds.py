@@ -69,7 +69,8 @@ ONE = Bound()
 
 BOUNDS: dict[str, Bound] = {
     **{f"{record.__name__} of a member": ONE for record in (
-        messages.Join, messages.PlanPart, messages.Heartbeat, messages.Leave, messages.StatusRequest, messages.EventsRequest)},
+        messages.Join, messages.PlanPart, messages.Heartbeat, messages.WatchRequest, messages.Leave, messages.StatusRequest,
+        messages.EventsRequest)},
     # What a home stores is limited as a whole, and each key counts more than it takes: some 150 bytes.
     "KvRequest of a member": Bound(memory_nbytes=2 << 20),
     "Challenge of a member": ONE,
@@ -211,7 +212,8 @@ def made_job() -> Iterator[Job]:
     job.close()
 
 
-MESSAGES = ["Challenge", "Join", "PlanPart", "Heartbeat", "Leave", "KvRequest", "StatusRequest", "EventsRequest"]
+MESSAGES = ["Challenge", "Join", "PlanPart", "Heartbeat", "WatchRequest", "Leave", "KvRequest", "StatusRequest",
+            "EventsRequest"]
 
 
 def bases(name: str, hostile: HostileMember) -> list[Mapping[str, Any]]:
@@ -225,6 +227,7 @@ def bases(name: str, hostile: HostileMember) -> list[Mapping[str, Any]]:
     return {
         "Join": [{**site, "token": "another"}, {**own, "token": "another", "rank": messages.ANY}, own],
         "Heartbeat": [{"token": hostile.token}],
+        "WatchRequest": [{"token": hostile.token}],
         "KvRequest": [{"home": hostile.home}],
         "PlanPart": [{"plan_digest": messages.digest_of(own_plan), "nbytes": len(own_plan), "data": own_plan[:10]}],
     }.get(name, [{}])
@@ -280,6 +283,7 @@ def ask_unread(job: Job, method: str, data: bytes, _turn: int) -> None:
 DISTINCT: dict[str, Callable[[int], dict[str, Any]]] = {
     "Join": lambda number: {"token": f"{number:x}"},
     "Leave": lambda number: {"token": f"{number:x}"},
+    "WatchRequest": lambda number: {"token": f"{number:x}"},
     "PlanPart": lambda number: {"plan_digest": f"{number:x}", "nbytes": 10 + number, "data": b"x"},
     "KvRequest": lambda number: {"put": ((f"key {number}", b""),), "want": ((f"other {number}", -1),), "wait_s": 1.0},
 }

@@ -210,6 +210,7 @@ def _messages() -> list[Any]:
         messages.PlanPart("digest", 40, 8, bytes(16)),
         messages.Heartbeat("token", dropped=(gone,), overdue=overdue), gone, overdue,
         messages.HeartbeatReply(failed=(gone,), departed=(gone, gone)), messages.Leave("token", "finished", 3),
+        messages.WatchRequest("token", 2, 1 << 40),
         messages.site_request(2, 1, name="home"), messages.JoinReply(missing="worker 1"),
         messages.JoinReply(rank=0, world=3, node=1, nodes=2),
         messages.KvRequest("home", ((("a/0", 1), bytes(9)),), (("b", -1),), (("n", -1), 1, "once"), (("a/0", 0),), 2.0),

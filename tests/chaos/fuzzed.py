@@ -53,8 +53,8 @@ FEWEST = 5
 compared with that of the second."""
 MOST_GROWTH_PCT, MOST_THREADS = 5.0, 100
 MOST_FINDINGS = 20
-CALLS = ("Join", "Heartbeat", "Leave", "KvRequest", "Status", "PlanPart", "Events")
-RECORDS = {"Status": "StatusRequest", "Events": "EventsRequest"}
+CALLS = ("Join", "Heartbeat", "Watch", "Leave", "KvRequest", "Status", "PlanPart", "Events")
+RECORDS = {"Watch": "WatchRequest", "Status": "StatusRequest", "Events": "EventsRequest"}
 """Calls whose record has another name."""
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 """Otherwise each thread's allocator keeps what its connection has freed, and measured memory differs from memory in use."""

@@ -9,11 +9,13 @@ import multiprocessing
 import os
 import queue
 import select
+import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +32,7 @@ from support.coordinators import (
     quick,
     until,
 )
-from support.internals import leave_silently, process_of, sidecar_of, state_of
+from support.internals import leave_silently, process_of, sidecar_of, state_of, watches_of
 from support.keys import (
     Folders,
 )
@@ -51,11 +53,12 @@ from commlayer.transport.protocol import SERVER_BASE
 PLAN = b"a plan"
 
 
-def join_all(address: str, world: int, failures: list[Failures] | None = None, **fields: Any) -> list[client.Membership]:
+def join_all(address: str, world: int, failures: list[Failures] | None = None, *, elastic: bool = False, **fields: Any
+             ) -> list[client.Membership]:
     config = quick(**fields)
 
     def one(rank: int) -> client.Membership:
-        request = messages.worker_request("job", rank, world, plan=PLAN if rank == 0 else b"")
+        request = messages.worker_request("job", rank, world, plan=PLAN if rank == 0 else b"", elastic=elastic)
         return client.join(address, request, config, failures[rank] if failures else Failures())
 
     with ThreadPoolExecutor(world) as pool:
@@ -254,6 +257,97 @@ def test_first_member_to_miss_a_server_is_not_blamed_for_it(lives: bool, named: 
     first.leave("PeerLost: server 0: connection lost, and it could not be reached again")
     assert failures.came.wait(WAIT_S)
     assert [error.peer for error in failures.errors] == [named]
+
+
+SELDOM = {"heartbeat_s": 2 * WAIT_S, "dead_after_s": 4 * WAIT_S}
+"""Settings under which no second heartbeat is sent before `until` fails."""
+
+
+@pytest.mark.parametrize(("min_workers", "secured"), [(0, False), (2, False), (2, True)])
+def test_departure_is_reported_before_the_next_heartbeat(
+        min_workers: int, secured: bool, folders: Folders, opened: Opened) -> None:
+    served, mine = (SELDOM | ({"token": "correct-horse-battery", "keys": str(folder)} if secured else {})
+                    for folder in (folders.server, folders.worker))
+    coordinator = opened.add(Coordinator(quick(min_workers=min_workers, **served), workers=3))
+    failures = [Failures() for _ in range(3)]
+    members = join_all(coordinator.address, 3, failures, elastic=True, **mine)
+    opened.extend(members)
+    members[1].leave("it breaks off")
+    for other in (0, 2):
+        if min_workers:
+            until(lambda other=other: members[other].newest.generation == 2, "an epoch without worker 1")  # type: ignore[misc]
+            assert [m.rank for m in members[other].newest.members] == [0, 2]
+            assert failures[other].errors == []
+        else:
+            assert failures[other].came.wait(WAIT_S)
+            assert [error.peer for error in failures[other].errors] == ["worker 1"]
+
+
+def test_member_that_watches_leaves_immediately(opened: Opened) -> None:
+    coordinator = opened.add(Coordinator(quick(**SELDOM)))
+    (member,) = join_all(coordinator.address, 1, **SELDOM)
+    until(lambda: len(watches_of(coordinator)) == 1, "it watches")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(member.leave).result(WAIT_S)
+    assert coordinator.over.wait(WAIT_S)
+    until(lambda: not watches_of(coordinator), "its call has ended")
+
+
+class Watcher:
+    """A client that makes Watch calls as worker 0 of 2, which sends no heartbeats after it has joined."""
+
+    def __init__(self, opened: Opened, coordinator: Coordinator) -> None:
+        self._channel = opened.add(coordinator_channel.CoordinatorChannel(coordinator.address))
+        self._pool = ThreadPoolExecutor(2)
+        requests = [messages.worker_request("job", rank, 2, plan=PLAN, elastic=True) for rank in range(2)]
+        self._token, self._other = (request.token for request in requests)
+        list(self._pool.map(lambda request: self._channel.register(lambda _: request, WAIT_S, WAIT_S, plan=PLAN), requests))
+
+    def watch(self, revision: int, token: str = "") -> Future[messages.HeartbeatReply]:
+        request = messages.WatchRequest(token or self._token, 1, revision)
+        return self._pool.submit(self._channel.request, "Watch", request, messages.HeartbeatReply, time.monotonic() + WAIT_S,
+                                 WAIT_S)
+
+    def other_leaves(self) -> None:
+        assert self._channel.leave(self._other, "it breaks off") is not None
+
+
+def test_watch_is_answered_by_a_newer_revision(opened: Opened) -> None:
+    coordinator = opened.add(Coordinator(quick(min_workers=1, **SELDOM), workers=2))
+    watcher = Watcher(opened, coordinator)
+    reply = watcher.watch(0).result(WAIT_S)
+    assert (reply.departed, reply.epoch) == ((), None)
+    assert watcher.watch(reply.revision, "unknown").result(WAIT_S).unknown_token
+    waiting = watcher.watch(reply.revision)
+    until(lambda: len(watches_of(coordinator)) == 1, "it waits")
+    latest = watcher.watch(reply.revision)
+    assert waiting.result(WAIT_S) == reply, "a process has one waiting call"
+    assert not latest.done()
+    watcher.other_leaves()
+    news = latest.result(WAIT_S)
+    assert news.epoch is not None
+    assert ([gone.peer for gone in news.departed], news.epoch.generation) == (["worker 1"], 2)
+    assert news.revision > reply.revision
+    assert not watches_of(coordinator)
+
+
+def test_watch_ends_with_its_coordinator_and_continues_at_the_next(opened: Opened, tmp_path: Path) -> None:
+    config = quick(min_workers=1, **SELDOM)
+    first = opened.add(Coordinator(config, workers=2, journal=CoordinatorJournal(str(tmp_path / "1"))))
+    watcher = Watcher(opened, first)
+    reply = watcher.watch(0).result(WAIT_S)
+    waiting = watcher.watch(reply.revision)
+    until(lambda: len(watches_of(first)) == 1, "it waits")
+    shutil.copytree(tmp_path / "1", tmp_path / "2")  # a process holds its journal's folder to its end
+    first.close()
+    assert waiting.result(WAIT_S) == reply
+    config = msgspec.structs.replace(config, port=int(first.address.rpartition(":")[2]))
+    opened.add(Coordinator(config, workers=2, journal=CoordinatorJournal(str(tmp_path / "2"))))
+    renewed = watcher.watch(reply.revision).result(WAIT_S)
+    assert (renewed.departed, renewed.revision != reply.revision) == ((), True)
+    waiting = watcher.watch(renewed.revision)
+    watcher.other_leaves()
+    assert [gone.peer for gone in waiting.result(WAIT_S).departed] == ["worker 1"]
 
 
 class Warnings(logging.Handler):

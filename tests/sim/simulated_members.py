@@ -198,7 +198,7 @@ class Members:
         before = self.state
         self._heard |= {beat.token: self.now} | {p.request.token: self.now for p in self.processes if p.peer in beat.heard}
         self.state, pulse = membership.heartbeat(before, beat.token, self.now, beat)
-        state, self.state = self.state, epoch_change.record_overdue(self.state, beat.token, beat.overdue, self.now, PATIENCE_S)
+        state, self.state = self.state, epoch_change.record_overdue(self.state, beat.token, beat.overdue)
         for process in self.processes[1:]:
             place = self.state.registrations.get(process.request.token)
             if place is not None and place.dead and state.registrations[process.request.token].present \

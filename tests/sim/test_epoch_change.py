@@ -48,6 +48,19 @@ def test_remaining_members_form_an_epoch_while_they_are_enough() -> None:
     assert members(state) == (3, [1, 2]), "one is not enough"
 
 
+def test_generation_counts_admitted_and_removed_members() -> None:
+    """It does not depend on how many of them an epoch removes at once."""
+    together, apart = without(elastic(), 1, 3), elastic()
+    for token in ("w1", "w3"):
+        apart = epoch_change.next_epoch(membership.evict(apart, [token], "killed"))
+    assert members(together) == members(apart) == (3, [0, 2])
+    assert [together.registrations[token].removed_in for token in ("w1", "w3")] == [3, 3]
+    for rank in (4, 5):
+        together, _ = epoch_change.admit(together, newcomer(rank), 12.0)
+    assert members(together) == (5, [0, 2, 4, 5])
+    assert members(epoch_change.next_epoch(membership.evict(together, ["w0", "w4"], "killed"))) == (7, [2, 5])
+
+
 def heard(state: State, *tokens: str, now: float) -> State:
     for token in tokens:
         state, _ = membership.heartbeat(state, token, now)

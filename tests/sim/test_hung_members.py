@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 from support.coordinators import Failures, Opened, all_opened, quick, until  # noqa: F401  (a fixture)
-from support.membership import PATIENCE_S, elastic, members, several, worker
+from support.membership import elastic, members, several, worker
 from support.serving import PLAN, epoch_of
 from support.summation import Doubles, hub_of_a_test, push  # noqa: F401  (a fixture)
 
 from commlayer import records
 from commlayer.cluster.calls import messages
-from commlayer.cluster.calls.messages import Heartbeat, Overdue
+from commlayer.cluster.calls.messages import Overdue
 from commlayer.cluster.membership import client, epoch_change, membership
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.membership.membership import State
@@ -32,12 +32,11 @@ WHY = ("was dropped: sent nothing for 300 s while others waited in step 7 (repor
 # ---- whom the coordinator blames
 
 
-def hears(state: State, *reports: tuple[str, int | None, tuple[int, ...]], now: float = 1.0) -> State:
+def hears(state: State, *reports: tuple[str, int | None, tuple[int, ...]]) -> State:
     """Heartbeats one after the other, by token; no step: nothing waits there."""
     for token, step, missing in reports:
-        state, _ = membership.heartbeat(state, token, now)
-        state = epoch_change.record_overdue(state, token, None if step is None else Overdue(step, missing, 300.0), now,
-                                            PATIENCE_S)
+        state, _ = membership.heartbeat(state, token, 1.0)
+        state = epoch_change.record_overdue(state, token, None if step is None else Overdue(step, missing, 300.0))
     return epoch_change.next_epoch(state)
 
 
@@ -71,7 +70,7 @@ def test_member_missing_in_the_earliest_step_of_two_reports_is_blamed(
         reports: list[tuple[str, int | None, tuple[int, ...]]], blamed: list[int]) -> None:
     state = hears(several(), *reports)
     assert gone(state) == blamed
-    assert members(state) == (1 + bool(blamed), [rank for rank in range(4) if rank not in blamed])
+    assert members(state) == (1 + len(blamed), [rank for rank in range(4) if rank not in blamed])
 
 
 def test_blamed_member_receives_the_reason_of_its_end() -> None:
@@ -97,47 +96,12 @@ def test_departed_server_delays_no_verdict() -> None:
     assert 2 in gone(hears(state, ("s0", 7, (2,)), ("s0", 7, (2,))))
 
 
-def joining(active_generation: int = 1) -> State:
-    """Worker 3 has died; worker 4 is admitted once all members have switched to the new epoch."""
+@pytest.mark.parametrize("rank", [0, 4])
+def test_first_and_joining_members_are_blamed_like_any_other(rank: int) -> None:
     state = hears(membership.evict(several(), ["w3"], "killed"))
     state = epoch_change.admit(state, worker(4, world=4, elastic=True), 0.0)[0]
     assert members(state) == (3, [0, 1, 2, 4])
-    state, _ = membership.heartbeat(state, "w4", 1.0, Heartbeat("w4", active_generation=3))
-    for token in ("w0", "w1", "w2"):
-        state, _ = membership.heartbeat(state, token, 1.0, Heartbeat(token, active_generation=active_generation + 1))
-    return state
-
-
-@pytest.mark.parametrize(("missing", "active_generation", "blamed"), [
-    ((0, 2), 1, [2]), ((0,), 1, []), ((2,), 1, [2]), ((0,), 2, [0])])
-def test_first_rank_is_not_blamed_while_it_waits_to_admit_a_member(
-        missing: tuple[int, ...], active_generation: int, blamed: list[int]) -> None:
-    """It keeps its part of the step back until all have come to it."""
-    state = joining(active_generation)
-    assert gone(hears(state, ("s0", 7, missing), ("s0", 7, missing))) == sorted([*blamed, 3])
-
-
-LATE = 1.0 + PATIENCE_S
-HELD = [
-    ("it alone, for so long", [(1.0, "s0", 7, (0,)), (LATE, "s0", 7, (0,))], [0]),
-    ("not quite", [(1.0, "s0", 7, (0,)), (LATE - 1, "s0", 7, (0,))], []),
-    ("others hold it up, and are gone when it begins", [(1.0, "s0", 7, (0, 2)), (LATE, "s0", 7, (0, 2))], [2]),
-    ("others have", [(1.0, "s0", 7, (0, 2)), (LATE - 1, "s0", 7, (0, 2)), (LATE, "s0", 7, (0, 2)),
-                     (2 * LATE, "s0", 7, (0, 2))], [0, 2]),
-    ("others do, at another server", [(1.0, "s0", 7, (0,)), (2.0, "s1", 7, (2,)), (LATE, "s0", 7, (0,))], []),
-    ("another waited in an earlier step", [(1.0, "s0", 7, (0,)), (2.0, "s1", 6, ()), (LATE, "s0", 7, (0,))], []),
-    ("another step", [(1.0, "s0", 6, (0,)), (LATE, "s0", 7, (0,)), (LATE + 1, "s0", 7, (0,))], []),
-    ("it came meanwhile", [(1.0, "s0", 7, (0,)), (2.0, "s0", None, ()), (LATE, "s0", 7, (0,)), (LATE, "s0", 7, (0,))], []),
-]
-
-
-@pytest.mark.parametrize(("reports", "blamed"), [row[1:] for row in HELD], ids=[row[0] for row in HELD])
-def test_first_rank_is_blamed_once_all_others_wait_for_it(
-        reports: list[tuple[float, str, int | None, tuple[int, ...]]], blamed: list[int]) -> None:
-    state = joining()
-    for now, token, step, missing in reports:
-        state = hears(state, (token, step, missing), now=now)
-    assert gone(state) == sorted([*blamed, 3])
+    assert gone(hears(state, ("s0", 7, (rank,)), ("s0", 7, (rank,)))) == sorted([3, rank])
 
 
 # ---- what a server says

@@ -52,7 +52,7 @@ def impatient(state: State, now: float, dead_after_s: float, patience_s: float, 
     return TICK(state, now, dead_after_s / 4, patience_s / 4, ended_after_s)
 
 
-def hasty(state: State, token: str, report: Any, *_: float) -> State:
+def hasty(state: State, token: str, report: Any) -> State:
     return state if report is None else membership.evict(state, [t for t, p in state.registrations.items() if p.rank == 0],
                                                        "it hangs")
 

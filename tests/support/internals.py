@@ -21,6 +21,11 @@ def leave_silently(coordinator: Coordinator, token: str) -> None:
         coordinator._state = membership.leave(coordinator._state, token, "silent")
 
 
+def watches_of(coordinator: Coordinator) -> Any:
+    """The Watch calls that wait, by token."""
+    return coordinator._watches
+
+
 def rendezvous_of(coordinator: Coordinator) -> Any:
     return coordinator._rendezvous
 

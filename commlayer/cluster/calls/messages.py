@@ -17,7 +17,7 @@ from commlayer.errors import CorruptFrame, coded, short_line
 from commlayer.observe.events import MAX_LINE_NBYTES
 from commlayer.records import MALFORMED, Epoch, Record, ServerInfo
 
-PROTOCOL = 6
+PROTOCOL = 7
 FINISHED = "finished"
 SERVICE = "commlayer.Control"
 MAX_PLAN_NBYTES = 64 << 20
@@ -220,6 +220,19 @@ class HeartbeatReply(Record, frozen=True):
     epoch: Epoch | None = None
     """The newest epoch, if the sender does not have it yet; otherwise None. From now on the members of the job are those of
     this epoch."""
+    revision: int = 0
+    """Number of changes of members and epochs until now, from an arbitrary number on: see WatchRequest."""
+
+
+class WatchRequest(Record, frozen=True):
+    """Asks for a HeartbeatReply as soon as members or the epoch change. Until then the call waits, at most until its deadline.
+    It is no sign of life. One call of each process waits: the next one ends it."""
+
+    token: str
+    generation: int
+    """Generation of the newest epoch that the sender knows."""
+    revision: int
+    """Revision of the last reply that the sender has. If there is a newer one, the call does not wait."""
 
 
 class Leave(Record, frozen=True):

@@ -31,7 +31,7 @@ START_S = 30.0
 STOP_S = 0.5
 MAX_UNSENT_NBYTES = 512 << 10
 """Bytes of a member's replies that may wait to be sent before its next reply is encoded. The largest reply may exceed it."""
-PROMPT = frozenset((CHALLENGE, "Heartbeat", "Leave", "PlanPart"))
+PROMPT = frozenset((CHALLENGE, "Heartbeat", "Leave", "PlanPart", "Watch"))
 """Calls with small replies, which wait for no other reply. A member counts as dead if its heartbeats get no answer."""
 Encode = Callable[[], bytes]
 Answer = Callable[[bytes, str], Encode | Awaitable[Encode]]

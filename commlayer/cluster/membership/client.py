@@ -1,4 +1,4 @@
-"""This process's membership: its registration at the coordinator, and its heartbeats."""
+"""This process's membership: its registration at the coordinator, its heartbeats, and the news between two of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from commlayer.cluster.calls import messages
-from commlayer.cluster.calls.coordinator_channel import CALL_S, MIN_BEAT_S, CoordinatorChannel
+from commlayer.cluster.calls.coordinator_channel import CALL_S, MIN_BEAT_S, MIN_CALL_S, CoordinatorChannel
 from commlayer.cluster.calls.messages import (
     MAX_EVENTS,
     MAX_EVENTS_NBYTES,
@@ -24,10 +24,11 @@ from commlayer.cluster.calls.messages import (
     Join,
     JoinReply,
     PeerExit,
+    WatchRequest,
 )
 from commlayer.cluster.processes import child_processes, heartbeat_sidecar
 from commlayer.config import Config
-from commlayer.errors import CommError, PeerLost, Refused, without_code
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, without_code
 from commlayer.observe.event_log import Batch, EventLog
 from commlayer.records import Epoch
 from commlayer.transport.keys.key_folder import Keys
@@ -35,6 +36,8 @@ from commlayer.transport.keys.key_folder import Keys
 log = logging.getLogger("commlayer")
 ROUND_TRIPS = 16
 """Number of latest heartbeats whose shortest round-trip time is that of the link."""
+WATCH_S = 60.0
+"""Longest deadline of a Watch call, which is repeated until the next heartbeat."""
 LAST_EVENTS_S = 1.0
 """Timeout of the call with a leaving process's last events."""
 OnSilence = Callable[[float], None]
@@ -126,7 +129,10 @@ class Membership:
         self.reachable = True
         """Whether the coordinator answered the last heartbeat."""
         self.report = HeartbeatReport()
-        self._closing = threading.Event()
+        self._revision = 0
+        """Revision of the last reply."""
+        self._closing, self._busy = threading.Event(), threading.RLock()
+        """`_busy` is held during a heartbeat and while its reply is processed."""
         self._failed = False
         self._keeper = heartbeat_sidecar.start_sidecar({
             "address": link.address, "secret": link.secret, "keys": str(link.keys.folder) if link.keys else "",
@@ -160,11 +166,14 @@ class Membership:
         if self._keeper is not None:
             self._keeper.close()
         self._channel.close()
-
-    def _stop(self) -> None:
-        self._closing.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2 * beat_timeout_s(self._config))
+
+    def _stop(self) -> None:
+        """Stops the heartbeats. A Watch call may wait until the channel is closed."""
+        self._closing.set()
+        if self._busy.acquire(timeout=2 * beat_timeout_s(self._config)):
+            self._busy.release()
 
     def _send_beat(self, timeout_s: float) -> HeartbeatReply:
         beat = Heartbeat(self._token, generation=self.newest.generation, active_generation=self.epoch.generation,
@@ -178,33 +187,53 @@ class Membership:
         known, silent_s, mark, timeout_s = True, 0.0, time.monotonic(), beat_timeout_s(self._config)
         while not self._closing.is_set():
             began = time.monotonic()
-            try:
-                pulse = self._send_beat(timeout_s)
-            except CommError as error:
-                if self.reachable and not self._failed and not self._closing.is_set():
-                    log.warning("%s; training continues, but while the coordinator does not answer, a peer that dies is "
-                                "detected only when it stops responding", without_code(self._channel.explain(error)))
-                self.reachable = False
-                # A longer gap means that this process was stopped or waited for the GIL; only the usual interval counts as
-                # silence.
-                silent_s += min(time.monotonic() - mark, timeout_s + self._config.heartbeat_s)
-                if silent_s >= self._config.dead_after_s and not self._closing.is_set():
-                    self._events.silence(silent_s)
-            else:
-                if pulse.unknown_token and known:
-                    log.warning("coordinator %s was restarted and has lost this job; training continues without failure "
-                                "detection", self._channel.address)
-                elif not self.reachable and not self._failed:
-                    log.warning("coordinator %s answers again", self._channel.address)
-                self.reachable, silent_s = True, 0.0
-                known = not pulse.unknown_token
-                self._on_reply(pulse)
+            with self._busy:
+                if self._closing.is_set():
+                    return
+                try:
+                    pulse = self._send_beat(timeout_s)
+                except CommError as error:
+                    if self.reachable and not self._failed and not self._closing.is_set():
+                        log.warning("%s; training continues, but while the coordinator does not answer, a peer that dies is "
+                                    "detected only when it stops responding", without_code(self._channel.explain(error)))
+                    self.reachable = False
+                    # A longer gap means that this process was stopped or waited for the GIL; only the usual interval counts as
+                    # silence.
+                    silent_s += min(time.monotonic() - mark, timeout_s + self._config.heartbeat_s)
+                    if silent_s >= self._config.dead_after_s and not self._closing.is_set():
+                        self._events.silence(silent_s)
+                else:
+                    if pulse.unknown_token and known:
+                        log.warning("coordinator %s was restarted and has lost this job; training continues without failure "
+                                    "detection", self._channel.address)
+                    elif not self.reachable and not self._failed:
+                        log.warning("coordinator %s answers again", self._channel.address)
+                    self.reachable, silent_s = True, 0.0
+                    known = not pulse.unknown_token
+                    self._on_reply(pulse)
             mark = time.monotonic()
             if self._keeper is not None and not self._closing.is_set():
                 self._keeper.check_running()
-            self._closing.wait(max(0.0, self._config.heartbeat_s - (time.monotonic() - began)))
+            self._watch(began + self._config.heartbeat_s)
+
+    def _watch(self, until: float) -> None:
+        """Waits until the next heartbeat, at `until`, and processes news from the coordinator as soon as there is some."""
+        while self.reachable and (left_s := until - time.monotonic()) >= MIN_CALL_S and not self._closing.is_set():
+            request = WatchRequest(self._token, self.newest.generation, self._revision)
+            try:
+                pulse = self._channel.call("Watch", request, HeartbeatReply, min(left_s, WATCH_S))
+            except DeadlineExceeded:
+                continue  # there is no news
+            except CommError:
+                break
+            with self._busy:
+                if self._closing.is_set() or pulse.revision == request.revision:
+                    break
+                self._on_reply(pulse)
+        self._closing.wait(max(0.0, until - time.monotonic()))
 
     def _on_reply(self, pulse: HeartbeatReply) -> None:
+        self._revision = pulse.revision
         new = [departure for departure in pulse.departed if departure.peer not in self.left]
         self.left |= {departure.peer: departure for departure in new}
         if pulse.epoch is not None and pulse.epoch.generation > self.newest.generation:

@@ -1,14 +1,16 @@
 """The coordinator: a gRPC server that registers processes, detects failures and publishes epochs (members and servers).
 
 membership.py, epoch_change.py and sites.py make the decisions; the Coordinator class adds the lock, the clock and the sockets.
-Every call except KvRequest is answered at once, and a process that waits calls again. A call must prove that its sender knows
-the job's secret before the call is parsed; until then its size is limited. Receiving a call occupies no thread, so an
-incomplete call blocks nothing.
+Every call except KvRequest and Watch is answered at once, and a process that waits calls again. A call must prove that its
+sender knows the job's secret before the call is parsed; until then its size is limited. Receiving a call occupies no thread, so
+an incomplete call blocks nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import secrets
 import socket
 import threading
 import time
@@ -112,6 +114,9 @@ class Coordinator:
         self._lock = threading.Lock()
         self._clock, self._config, self._hangs = clock, config, StoreHangs()
         self._closing = threading.Event()
+        self._revision = secrets.randbits(48)  # probably another one than that of a previous coordinator of this job
+        self._watches: dict[str, asyncio.Event] = {}
+        """Maps the token of a process whose Watch call waits to the event that ends the wait. Used on the event loop."""
         self._keys, self._refusals = Keys(config.keys) if config.keys else None, RefusalLog()
         self._plans = defaultdict[str, Plans](Plans)
         """Uploaded plans by the name of the certificate, so that no member replaces another's."""
@@ -139,6 +144,7 @@ class Coordinator:
             "PlanPart": self._method("PlanPart", messages.PlanPart, self._part),
             "Join": self._method("Join", messages.Join, self._join),
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
+            "Watch": self._method("Watch", messages.WatchRequest, self._watch),
             "Leave": self._method("Leave", messages.Leave, self._leave),
             "Status": self._method("Status", messages.StatusRequest, self._about),
             "Events": self._method("Events", messages.EventsRequest, self._events),
@@ -174,6 +180,7 @@ class Coordinator:
         if over and not self._closing.is_set():
             self._empty.wait(self._config.dead_after_s + self._config.heartbeat_s)
         self._closing.set()
+        event_loop().call_soon_threadsafe(self._end_watches)
         self._ticker.join(timeout=5.0)
         self._port.close()
         for peer in tuple(self._suspects):
@@ -262,22 +269,44 @@ class Coordinator:
     def _heartbeat(self, request: messages.Heartbeat) -> Record:
         with self._lock:
             now = self._clock()
-            state, pulse = membership.heartbeat(self._state, request.token, now, request)
-            state = epoch_change.record_overdue(state, request.token, request.overdue, now, self._patience_s)
-            pulse = epoch_change.explain_end(state, pulse)
-            self._set(state)
+            state, _ = membership.heartbeat(self._state, request.token, now, request)
+            self._set(epoch_change.record_overdue(state, request.token, request.overdue))
             self.events.received(request, self._state, now)
-            over = pulse.job_done and not self._staying()
+            reply = self._reply_to(request.token, request.generation)
             settled = epoch_change.settled_generation(self._state)
         self._rendezvous.forget(settled)
-        return msgspec.structs.replace(pulse, job_done=over)
+        return reply
+
+    def _reply_to(self, token: str, generation: int = 0) -> messages.HeartbeatReply:
+        """Returns what the process should know: see membership.reply_to. Call it with the lock held."""
+        reply = epoch_change.explain_end(self._state, membership.reply_to(self._state, token, generation))
+        return msgspec.structs.replace(reply, job_done=reply.job_done and not self._staying(), revision=self._revision)
+
+    async def _watch(self, request: messages.WatchRequest) -> Record:
+        """Waits until there is a newer revision than that of the request, and returns what the process should know."""
+        if (former := self._watches.get(request.token)) is not None:
+            former.set()
+        with self._lock:
+            reply = self._reply_to(request.token, request.generation)
+        if reply.unknown_token or reply.revision != request.revision or self._closing.is_set():
+            return reply
+        changed = self._watches[request.token] = asyncio.Event()
+        try:
+            await changed.wait()
+        finally:
+            if self._watches.get(request.token) is changed:
+                del self._watches[request.token]
+        with self._lock:
+            return self._reply_to(request.token, request.generation)
+
+    def _end_watches(self) -> None:
+        for changed in self._watches.values():
+            changed.set()
 
     def _leave(self, request: messages.Leave) -> Record:
         with self._lock:
             self._set(membership.leave(self._state, request.token, request.reason, request.exchanges))
-            # A worker that has finished learns which peers have not.
-            self._state, pulse = membership.heartbeat(self._state, request.token, self._clock())
-        return pulse
+            return self._reply_to(request.token)  # a worker that has finished learns which peers have not
 
     def _about(self, request: messages.StatusRequest) -> Record:
         with self._lock:
@@ -354,15 +383,18 @@ class Coordinator:
             self._revoked = revoked
 
     def _set(self, state: membership.State) -> None:
-        """Replaces the coordinator's state by `state`. Starts a new epoch if enough workers are left, writes the journal, and
-        logs what has changed. Call it with the lock held, so that no reply reports a change before the change is in the
-        journal."""
+        """Replaces the coordinator's state by `state`. Starts a new epoch if enough workers are left, writes the journal,
+        answers Watch calls, and logs what has changed. Call it with the lock held, so that no reply reports a change before the
+        change is in the journal."""
         before, self._state = self._state, epoch_change.next_epoch(state)
         state, epoch, former = self._state, self._state.epoch, before.epoch
         if epoch is not None and former is None:
             self._rendezvous.begin()  # first, since a journal with registrations must also have the sites' values
-        if self._journal is not None and epoch is not None and journaled_part(before) != journaled_part(state):
-            self._journal.write(CoordinatorRecord(self.address, self._journal.token, state))
+        if epoch is not None and journaled_part(before) != journaled_part(state):
+            if self._journal is not None:
+                self._journal.write(CoordinatorRecord(self.address, self._journal.token, state))
+            self._revision += 1
+            event_loop().call_soon_threadsafe(self._end_watches)
         for token, place in state.registrations.items():
             known = before.registrations.get(token)
             if known is not None and place.dead and not known.dead:

@@ -32,7 +32,7 @@ log = logging.getLogger("commlayer")
 
 Statement = tuple[str, tuple[object, ...]]
 """A statement of SQL and its arguments."""
-NAME, VERSION = "coordinator.sqlite", 5
+NAME, VERSION = "coordinator.sqlite", 6
 SETUP = f"""
 PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA wal_autocheckpoint = 16384; PRAGMA user_version = {VERSION};
 CREATE TABLE IF NOT EXISTS part (name TEXT PRIMARY KEY, data BLOB); CREATE TABLE IF NOT EXISTS row (name TEXT, rank INTEGER,
@@ -175,7 +175,7 @@ def without_times(kept: CoordinatorRecord) -> CoordinatorRecord:
     """Returns a copy of `kept` without times, as it is written to the journal."""
     registrations = {token: msgspec.structs.replace(place, seen_s=0.0, heard_s=0.0, overdue=None, hung=())
                      for token, place in kept.state.registrations.items()}
-    state = msgspec.structs.replace(kept.state, registrations=registrations, ticked_s=None, held=None)
+    state = msgspec.structs.replace(kept.state, registrations=registrations, ticked_s=None)
     return msgspec.structs.replace(kept, state=state)
 
 
@@ -188,5 +188,7 @@ def resumed_state(kept: CoordinatorRecord, now: float) -> State:
 
 
 def journaled_part(state: State) -> tuple[object, ...]:
-    """Returns the part of the state whose changes must be written to the journal."""
-    return state.epoch, tuple((token, p.dead, p.left, p.join.serial) for token, p in state.registrations.items())
+    """Returns the part of the state whose changes must be written to the journal. They are also the news in replies to
+    heartbeats."""
+    return state.epoch, tuple((token, p.dead, p.left, p.blamed_peer, p.join.serial)
+                              for token, p in state.registrations.items())

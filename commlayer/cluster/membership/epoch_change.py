@@ -30,14 +30,18 @@ UNLESS = ", unless it is served with --min-workers"
 
 def next_epoch(state: State) -> State:
     """Starts an epoch with the remaining workers, if some of the present epoch's workers are gone and the others can continue.
-    Otherwise returns the state unchanged."""
+    Otherwise returns the state unchanged.
+
+    An epoch's generation is 1 plus the number of workers that were admitted or removed since epoch 1. So processes that know of
+    the same changes use the same generation.
+    """
     epoch, workers = state.epoch, _workers(state)
     if epoch is None or not state.min_workers:
         return state
     stay = tuple(m for m in epoch.members if workers[m.rank].present)
     if not state.min_workers <= len(stay) < len(epoch.members) or inelastic_workers(state):
         return state
-    epoch = msgspec.structs.replace(epoch, generation=epoch.generation + 1, members=stay)
+    epoch = msgspec.structs.replace(epoch, generation=epoch.generation + len(epoch.members) - len(stay), members=stay)
     places = {token: p if p.join.kind == "server" or p.present or p.removed_in else
               msgspec.structs.replace(p, removed_in=epoch.generation) for token, p in state.registrations.items()}
     return msgspec.structs.replace(state, epoch=epoch, registrations=_kept(places, settled_generation(state)))
@@ -51,21 +55,21 @@ def _kept(places: Mapping[str, Registration], settled_generation: int) -> dict[s
     return {token: p for token, p in places.items() if token not in over}
 
 
-def record_overdue(state: State, token: str, report: Overdue | None, now: float, patience_s: float) -> State:
+def record_overdue(state: State, token: str, report: Overdue | None) -> State:
     """Stores a server's report of sums that wait for contributions. Evicts workers that hang, if the others can continue.
 
     A worker is blamed only if it is missing in the earliest step for which any server waits. Without that step's sums no worker
     can contribute to a later step. Two successive reports are needed, because the server may not have read all contributions at
-    the first. `patience_s`: how long the epoch's first worker may hold back its contribution after all others have sent theirs.
+    the first.
     """
-    place, held = state.registrations.get(token), state.held
+    place = state.registrations.get(token)
     if place is None or not place.present or place.join.kind != "server":
         return state
     before = place.overdue
     repeated = () if report is None or before is None or report.step != before.step else \
         tuple(rank for rank in report.missing if rank in before.missing)
     place = msgspec.structs.replace(place, overdue=report, hung=repeated)
-    state = msgspec.structs.replace(state, registrations={**state.registrations, token: place}, held=None)
+    state = msgspec.structs.replace(state, registrations={**state.registrations, token: place})
     reports = [(p, p.overdue) for _, p in sorted(state.registrations.items()) if p.present and p.overdue is not None]
     if state.epoch is None or not reports:
         return state
@@ -73,15 +77,6 @@ def record_overdue(state: State, token: str, report: Overdue | None, now: float,
     reports = [(p, overdue) for p, overdue in reports if overdue.step == step]
     present = _present_ranks(state)
     late = present & {rank for _, overdue in reports for rank in overdue.missing}
-    # While a worker joins, the epoch's first worker holds back its contribution until all workers have reached that step
-    # (membership_change.py). If only its contribution is missing, all workers have reached the step, and messages are pending.
-    joining = settled_generation(state) < state.epoch.generation and any(m.rank >= state.workers for m in state.epoch.members)
-    first = state.epoch.members[0].rank
-    if joining and late == {first}:
-        since = held[2] if held is not None and held[:2] == (step, first) else now
-        state = msgspec.structs.replace(state, held=(step, first, since))
-    if joining and (state.held is None or state.held[2] > now - patience_s):
-        late = late - {first}
     if not state.min_workers or inelastic_workers(state) or len(present) - len(late) < state.min_workers:
         return state
     for server, overdue in reports:

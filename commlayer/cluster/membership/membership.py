@@ -96,9 +96,6 @@ class State(Record, frozen=True):
     min_workers: int = 0
     """The job continues without lost workers while at least this many workers are left (epoch_change.py). 0: the loss of any
     worker ends the job."""
-    held: tuple[int, int, float] | None = None
-    """While a worker joins: (step, rank, since when) if the sums of that step wait only for the contribution of that rank.
-    Otherwise None. See epoch_change.py."""
     max_workers: int = 0
     """Largest number of workers of a job that begins with as many of them as are there; 0: `workers`."""
 
@@ -155,15 +152,23 @@ def heartbeat(state: State, token: str, now: float, report: Heartbeat | None = N
             state = _update(state, lambda p: p.join.kind == "worker" and p.peer in report.heard, heard_s=now)
             state = _parted(state, report.ended)
             state = _dropped(state, place, report.dropped) if place.present else state
+    return state, reply_to(state, token, 0 if report is None else report.generation)
+
+
+def reply_to(state: State, token: str, generation: int = 0) -> HeartbeatReply:
+    """Returns what a process should know: the peers that are gone, and the newest epoch if it is newer than `generation`, which
+    the process knows. 0: the process needs no epoch."""
+    place = state.registrations.get(token)
+    if place is None:
+        return HeartbeatReply(unknown_token=True)
     # A worker that has switched to an epoch without a peer needs no report about it. A server reports the epoch it knows.
-    generation = report.generation if report is not None and place.join.kind == "server" else place.active_generation
-    others = [p for t, p in sorted(state.registrations.items()) if t != token and not 0 < p.removed_in <= generation]
+    known = generation if place.join.kind == "server" else place.active_generation
+    others = [p for t, p in sorted(state.registrations.items()) if t != token and not 0 < p.removed_in <= known]
     failures = tuple(PeerExit(p.peer, p.dead) for p in others if p.dead and in_epoch(state, p))
     departures = tuple(PeerExit(p.peer, p.left, p.exchanges) for p in others if p.left and not verdict_pending(state, p))
-    newer = state.epoch is not None and report is not None and 0 < report.generation < state.epoch.generation
-    return state, HeartbeatReply(dead=place.dead, failed=failures, departed=departures, job_done=over(state),
-                                 job_failed=bool(failure(state)),
-                        epoch=state.epoch if newer else None)
+    newer = state.epoch is not None and 0 < generation < state.epoch.generation
+    return HeartbeatReply(dead=place.dead, failed=failures, departed=departures, job_done=over(state),
+                          job_failed=bool(failure(state)), epoch=state.epoch if newer else None)
 
 
 def in_epoch(state: State, place: Registration) -> bool:
