@@ -18,7 +18,6 @@ import msgspec
 from bench import Unmeasurable
 from bench.report import Result
 from commlayer.files import write_whole
-from tests.sim.simulated_agreement import Agreement
 from tests.sim.simulated_epochs import World as EpochWorld
 from tests.sim.simulated_members import Members
 from tests.sim.simulated_sums import World
@@ -36,9 +35,8 @@ class Schedule(Protocol):
         """Returns the violations."""
 
 
-KINDS: dict[str, Callable[[int], Schedule]] = {"sums": World, "members": Members, "agreement": Agreement, "epochs": EpochWorld}
-"""Maps the name of each simulation to its class: the exchange of sums, membership, how the remaining members continue, and
-epochs."""
+KINDS: dict[str, Callable[[int], Schedule]] = {"sums": World, "members": Members, "epochs": EpochWorld}
+"""Maps the name of each simulation to its class: the exchange of sums, membership, and epochs."""
 
 
 class Done(msgspec.Struct):

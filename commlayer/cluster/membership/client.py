@@ -176,7 +176,7 @@ class Membership:
             self._busy.release()
 
     def _send_beat(self, timeout_s: float) -> HeartbeatReply:
-        beat = Heartbeat(self._token, generation=self.newest.generation, active_generation=self.epoch.generation,
+        beat = Heartbeat(self._token, generation=self.newest.generation, active_generation=self._active_generation,
                          **self.report.next())
         begin = time.monotonic()
         pulse = self._channel.call("Heartbeat", beat, HeartbeatReply, timeout_s)
@@ -263,6 +263,14 @@ class Membership:
         with self._epoch_arrived:
             self._epoch_arrived.wait_for(lambda: self.newest.generation >= generation, timeout_s)
             return self.newest
+
+    @property
+    def _active_generation(self) -> int:
+        """Generation of the newest epoch whose members this process knows to be those of the job. A worker that has left before
+        it took part was never one of them."""
+        newest = self.newest
+        same = {m.rank for m in newest.members} == {m.rank for m in self.epoch.members}
+        return newest.generation if same else self.epoch.generation
 
     def subscribe(self, on_epoch: OnEpoch) -> None:
         """Subscribes to newer epochs. If a newer epoch has already arrived, calls `on_epoch` at once."""

@@ -12,14 +12,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
-from msgspec import structs
 
-from commlayer.cluster.calls.messages import FINISHED, HeartbeatReply, Join, JoinReply, Overdue, PeerExit, incompatible, unpack
+from commlayer.cluster.calls.messages import FINISHED, HeartbeatReply, Join, JoinReply, Overdue, PeerExit, incompatible
 from commlayer.cluster.membership.membership import Registration, State, conflict, evict, failure, over
 from commlayer.cluster.membership.sites import AdmissionState, PendingWait
 from commlayer.errors import coded, without_code
-from commlayer.records import Epoch, Member, Record
-from commlayer.transport.protocol import SERVER_BASE, Message, peer_name
+from commlayer.records import Epoch, Member
+from commlayer.transport.protocol import SERVER_BASE
 
 MAX_FORMER = 64
 """Maximum number of departed workers whose registrations are kept after all others have switched to an epoch without them. A
@@ -231,48 +230,3 @@ def _present_ranks(state: State) -> set[int]:
 
 def _workers(state: State) -> dict[int, Registration]:
     return {p.rank: p for p in state.registrations.values() if p.join.kind == "worker"}
-
-
-class EpochChange(Record, frozen=True):
-    """Body of a PLAN frame with the flag ABANDON: the servers switch to a new epoch."""
-
-    epoch: Epoch
-    """The new epoch. Only its members contribute from now on, in this order; joining members come last."""
-    step: int
-    """The step in progress. No member has received all of its results. The server rolls it back and all members repeat it."""
-    undone: dict[int, int]
-    """Maps a bucket to the slices of the previous step that the workers did not apply, as one bit per slice."""
-    plan: bytes
-    """The plan to use in this epoch."""
-
-
-def wire_generation(epoch: Epoch) -> int:
-    """Returns the first generation number that frame headers contain in an epoch. Later plans in the same epoch count up from
-    it.
-
-    >>> from commlayer.records import Epoch
-    >>> wire_generation(Epoch(1, (), ())), wire_generation(Epoch(3, (), ()))
-    (1, 131073)
-    """
-    return ((epoch.generation - 1) << 16) + 1
-
-
-def change_problem(change: EpochChange, generation: int, sender: int, epoch: Epoch) -> str:
-    """Returns why `change`, sent by worker `sender`, cannot follow the epoch `epoch`; "" if it can."""
-    new = change.epoch
-    if generation != wire_generation(new) or new.generation <= epoch.generation:
-        return f"it announces epoch {new.generation} with wire generation {generation}, but epoch {epoch.generation} is active"
-    if structs.replace(new, generation=epoch.generation, members=epoch.members) != epoch:
-        return "its servers or its plan differ from the job's"
-    stay = tuple(m for m in epoch.members if m in new.members)
-    new_members = new.members[len(stay):]
-    numbers = {m.rank for m in (*epoch.members, *new_members)}  # unordered: sites get these numbers before their workers join
-    if not stay or new.members != (*stay, *new_members) or len(numbers) < len(epoch.members) + len(new_members):
-        return "its members must be present members in their present order, followed by joining members"
-    if sender not in {m.rank for m in new.members}:
-        return "its sender is not one of its members"
-    return ""
-
-
-def read_change(message: Message) -> EpochChange:
-    return unpack(message.body, EpochChange, peer_name(message.peer), "a PLAN frame with a change of members")
