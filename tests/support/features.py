@@ -6,6 +6,7 @@ tests/multi/test_features.py runs each of them in each kind of job that matrix.p
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import os
 import signal
@@ -68,9 +69,9 @@ class Training:
         self.resumed: int | None = None
         self.shares: dict[int, int] = {}
         self.compared = self.buckets = 0
-        self.model.register_forward_pre_hook(self._before_pass)
+        self.model.register_forward_pre_hook(self.before_pass)
 
-    def _before_pass(self, *_: Any) -> None:
+    def before_pass(self, *_: Any) -> None:
         self._passes += 1
         if self.part.dies and self._passes == DIES_AT:
             first = next(self.model.parameters())  # the last one of the backward pass: others are on their way
@@ -316,24 +317,23 @@ def with_lightning(job: Training) -> None:
 
 
 def with_trl(job: Training) -> None:
-    from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
-    from trl import SFTConfig, SFTTrainer
 
     from commlayer.integrations.transformers import CommlayerCallback
 
+    datasets, trl = map(importlib.import_module, ("datasets", "trl"))  # which have no types
     words = Tokenizer(models.WordLevel({str(n): n for n in range(32)}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
     torch.manual_seed(0)
     job.model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
                                              num_attention_heads=2, max_position_embeddings=8))
-    job.model.register_forward_pre_hook(job._before_pass)
+    job.model.register_forward_pre_hook(job.before_pass)
     tokens = torch.randint(2, 32, (4 * job.part.world * STEPS, 8), generator=torch.Generator().manual_seed(1)).tolist()
-    arguments = SFTConfig(str(job.folder), max_steps=STEPS, per_device_train_batch_size=4, report_to=[], disable_tqdm=True,
+    arguments = trl.SFTConfig(str(job.folder), max_steps=STEPS, per_device_train_batch_size=4, report_to=[], disable_tqdm=True,
                           use_cpu=True, save_strategy="no", dataloader_pin_memory=False)
-    trainer = SFTTrainer(job.model, args=arguments, processing_class=tokenizer,
-                         train_dataset=Dataset.from_dict({"input_ids": tokens}))
+    trainer = trl.SFTTrainer(job.model, args=arguments, processing_class=tokenizer,
+                             train_dataset=datasets.Dataset.from_dict({"input_ids": tokens}))
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(callback := CommlayerCallback(trainer, **job.options))
     trainer.train()

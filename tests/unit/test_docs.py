@@ -247,7 +247,7 @@ def test_tests_named_in_the_support_page_exist(test: str) -> None:
 
 
 def test_each_feature_in_each_kind_of_job_is_a_case_of_a_test() -> None:
-    (table,) = (mark for mark in test_features.test_feature_in_kind_of_job.pytestmark if mark.name == "parametrize")
+    (table,) = (mark for mark in vars(test_features.test_feature_in_kind_of_job)["pytestmark"] if mark.name == "parametrize")
     assert sorted(case.values for case in table.args[1]) == sorted(itertools.product(matrix.FEATURES, matrix.KINDS))
     assert features.FEATURES.keys() == matrix.FEATURES.keys()
     assert {case.values for case in table.args[1]} >= matrix.REFUSED.keys()
