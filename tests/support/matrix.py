@@ -74,12 +74,8 @@ class Refusal(NamedTuple):
     why: str
 
 
-REPEATED = "the exchange that is interrupted by a death is repeated, so no part of its result may be applied before"
 REFUSED = {
     ("late", "collectives"): Refusal("E-PLAN-REFUSED", "only servers keep a result until the next step"),
-    ("forward", "leave"): Refusal("E-PLAN-REFUSED", REPEATED),
-    ("fragments", "leave"): Refusal("E-PLAN-REFUSED", REPEATED),
-    ("late", "leave"): Refusal("E-PLAN-REFUSED", REPEATED),
     ("gpus", "leave"): Refusal("E-PLAN-REFUSED", "workers leave one by one, so each one exchanges for itself"),
     ("join", "leave"): Refusal("E-UNEVEN-INPUTS", "all workers must have the same number of batches when one joins"),
     ("shares", "leave"): Refusal("E-SHARES-ARGUMENT", "shares follow the measured times of all workers"),
