@@ -77,7 +77,6 @@ class Refusal(NamedTuple):
 REFUSED = {
     ("late", "collectives"): Refusal("E-PLAN-REFUSED", "only servers keep a result until the next step"),
     ("gpus", "leave"): Refusal("E-PLAN-REFUSED", "workers leave one by one, so each one exchanges for itself"),
-    ("join", "leave"): Refusal("E-UNEVEN-INPUTS", "all workers must have the same number of batches when one joins"),
     ("shares", "leave"): Refusal("E-SHARES-ARGUMENT", "shares follow the measured times of all workers"),
     ("trl", "leave"): Refusal("E-COLLECTIVE", "after a death it gathers its metrics from as many workers as at the start"),
 }
