@@ -2,7 +2,7 @@
 
 Every rank runs a controller. All ranks exchange reports (report.py) and act on the same reports after the same step, so
 collective actions happen in the same order on all ranks. Rank 0 decides on plans (autotune/plan_policy.py) and sends its
-requests in its report; all ranks decide on codec quality (autotune/quality.py) and links.
+requests in its report; all ranks decide on codec quality (autotune/quality/policy.py) and links.
 
     warming ---> measuring ---> watching
        ^                            |
@@ -30,7 +30,7 @@ from msgspec import structs
 
 from commlayer.autotune import link_policy, plan_policy
 from commlayer.autotune.candidate import Candidate
-from commlayer.autotune.quality import CodecChange, GradientError
+from commlayer.autotune.quality.policy import CodecChange, GradientError
 from commlayer.autotune.report import Alone, Report, Reports
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.autotune.state import (
@@ -55,8 +55,8 @@ from commlayer.records import digest
 if TYPE_CHECKING:
     import torch
 
-    from commlayer.autotune.guard import QualityGuard
     from commlayer.autotune.job_actions import JobActions
+    from commlayer.autotune.quality.guard import QualityGuard
     from commlayer.engine.job.job import DistributedJob
 
 T = TypeVar("T")

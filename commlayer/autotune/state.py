@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer.autotune.candidate import Candidate, Price
-from commlayer.autotune.quality import CodecChange
+from commlayer.autotune.quality.policy import CodecChange
 from commlayer.observe.link_monitor import LinkWatch, Rates, ReprobeSchedule, spelled
 from commlayer.observe.prediction_check import PredictionCheck, StalePlan
 from commlayer.planner.model import Basis, Link

@@ -15,8 +15,8 @@ from support.rank_pool import pool, ranks_first
 
 from commlayer.autotune import job_actions, plan_policy
 from commlayer.autotune.controller import ShareMover, TuningController
-from commlayer.autotune.guard import QualityGuard
 from commlayer.autotune.measure import probes
+from commlayer.autotune.quality.guard import QualityGuard
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.autotune.state import MEASURED_STEPS, Measured, Phase
 from commlayer.engine.epochs.plan_switch import switch
