@@ -19,7 +19,7 @@ cautious for learning rates that decay; the margin is for errors of predicted st
 of 4 workers needed up to a third more steps than predicted, those of 8 workers up to 60 % more."""
 MOST_STEPS = 3.0
 """Plans whose convergence factor exceeds this are never chosen: no predicted step time is accurate enough to justify them."""
-WAY = ("codes", "overlap", "local_steps", "fragments")
+MODE_FIELDS = ("codes", "overlap", "local_steps", "fragments")
 """Fields of a plan that define its sync mode."""
 
 
@@ -73,13 +73,13 @@ class Candidate(NamedTuple):
     def as_run(self, plan: Plan) -> Candidate:
         """Returns the candidate in the form in which ranks run it as `plan`: the script or the optimizer's states may force
         another sync mode than the planned one."""
-        if all(getattr(plan, way) == getattr(self.runnable, way) for way in WAY):
+        if all(getattr(plan, field) == getattr(self.runnable, field) for field in MODE_FIELDS):
             return self
         buckets = self.plan.buckets
         if plan.steps_locally:
             buckets = tuple(structs.replace(b, stale=False) for b in buckets)
         actual = structs.replace(self.plan, buckets=buckets, step_s=plan.step_s, steps=plan.steps,
-                                 steps_high=plan.steps_high, **{way: getattr(plan, way) for way in WAY})
+                                 steps_high=plan.steps_high, **{field: getattr(plan, field) for field in MODE_FIELDS})
         return self._replace(basis=self.basis._replace(plan=actual), runnable=plan, steps=steps_of(actual, self.basis.inputs))
 
 
