@@ -32,7 +32,8 @@ from commlayer.compressors import build
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import InvalidState
-from commlayer.observe.link_monitor import InterfaceCounters, Rates
+from commlayer.observe.interface_counters import InterfaceCounters
+from commlayer.observe.link_monitor import Rates
 from commlayer.planner.data.tables import BUCKET_S, PCIE_COPY, SERVER_BYTE_S, learning_rows
 from commlayer.planner.model import CodecCost, Line, Link, PlanInputs, Profile, bare
 from commlayer.records import Plan

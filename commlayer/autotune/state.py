@@ -12,7 +12,8 @@ from msgspec import structs
 
 from commlayer.autotune.candidate import Candidate, Price
 from commlayer.autotune.quality.policy import CodecChange
-from commlayer.observe.link_monitor import LinkWatch, Rates, ReprobeSchedule, spelled
+from commlayer.autotune.reprobe import ReprobeSchedule
+from commlayer.observe.link_monitor import LinkWatch, Rates, spelled
 from commlayer.observe.prediction_check import PredictionCheck, StalePlan
 from commlayer.planner.model import Basis, Link
 from commlayer.records import Plan, Record

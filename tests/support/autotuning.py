@@ -23,7 +23,8 @@ from commlayer.autotune.state import (
     TuningRequest,
     TuningState,
 )
-from commlayer.observe.link_monitor import Direction, SeenStep, Throughput
+from commlayer.observe.interface_counters import Direction, Throughput
+from commlayer.observe.link_monitor import SeenStep
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner import builtin, default_plan
 from commlayer.planner.model import Basis, Cluster, Link, PlanInputs

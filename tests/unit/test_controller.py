@@ -25,7 +25,8 @@ from commlayer.autotune.state import MEASURED_STEPS, WARM_STEPS, Measured, Phase
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.job.run_events import RunEvents
 from commlayer.errors import InvalidInput
-from commlayer.observe.link_monitor import FACTOR, IN_A_ROW, PAYLOAD, SETTLED, Direction, Rates, Throughput
+from commlayer.observe.interface_counters import Direction, Throughput
+from commlayer.observe.link_monitor import FACTOR, IN_A_ROW, PAYLOAD, SETTLED, Rates
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner.model import Link
 from commlayer.records import Plan

@@ -27,8 +27,10 @@ from support.autotuning import (
 from commlayer.autotune import plan_policy
 from commlayer.autotune.candidate import LEAVES, MOST_STEPS
 from commlayer.autotune.plan_policy import PLAIN, SLOWER, STALE, TO_WIN, TRIED, WORTH, to_win
+from commlayer.autotune.reprobe import COST_MOST, EXPECTED_TRIPS, FIRST_S
 from commlayer.autotune.state import TuningRequest
-from commlayer.observe.link_monitor import COST_MOST, EXPECTED_TRIPS, FIRST_S, PAYLOAD, SETTLED, Direction, Rates, Throughput
+from commlayer.observe.interface_counters import Direction, Throughput
+from commlayer.observe.link_monitor import PAYLOAD, SETTLED, Rates
 from commlayer.observe.prediction_check import PATIENCE, StalePlan
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.data.tables import profile_from_tables
