@@ -2,7 +2,7 @@
 
 Every rank runs a controller. All ranks exchange reports (report.py) and act on the same reports after the same step, so
 collective actions happen in the same order on all ranks. Rank 0 decides on plans (autotune/plan_policy.py) and sends its
-requests in its report; all ranks decide on codec quality (autotune/quality/policy.py) and links.
+requests in its report; all ranks decide on links (autotune/link_policy.py) and codec quality (autotune/quality/policy.py).
 
     warming ---> measuring ---> watching
        ^                            |

@@ -134,10 +134,10 @@ class Proposal(NamedTuple):
 
 
 class TuningState(Record, frozen=True):
-    """What one rank knows and has decided. Up to `agreed`, fields are equal on all ranks; the others have their defaults unless
-    this rank leads.
+    """What one rank knows and has decided. From `plan` to `agreed`, fields are equal on all ranks, except for `leads`. The
+    others are about plans; only the rank that leads uses them.
 
-    The rank that leads is searching if there is an `order`, trying if there is a `trial`, otherwise idle.
+    That rank is searching if there is an `order`, trying if there is a `trial`, otherwise idle.
     """
 
     plan: Plan

@@ -47,8 +47,7 @@ def guard_of(context: DistributedJob, config: Config) -> QualityGuard | None:
 
 class QualityGuard:
     def __init__(
-        self, context: DistributedJob, bounds: Bounds, mode: str = "act", deadline_s: float = 600.0, *,
-        by_budget: bool = True,
+        self, context: DistributedJob, bounds: Bounds, mode: str, deadline_s: float, *, by_budget: bool,
     ) -> None:
         """`by_budget`: True: bounds follow from the loss budget. False: they follow from usual values under the active
         codecs."""
