@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
@@ -29,9 +27,9 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 from msgspec import structs
 
 from commlayer.autotune import link_policy, plan_policy
-from commlayer.autotune.candidate import Candidate
 from commlayer.autotune.quality.policy import CodecChange, GradientError
 from commlayer.autotune.report import Alone, Report, Reports
+from commlayer.autotune.search_thread import SearchThread
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.autotune.state import (
     MEASURED_STEPS,
@@ -39,7 +37,6 @@ from commlayer.autotune.state import (
     Measured,
     Phase,
     Reason,
-    SearchRequest,
     TuningRequest,
     TuningState,
 )
@@ -61,9 +58,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-SEARCH_S = 60.0
-"""Seconds after which a search is aborted for which training waits. Planning takes seconds."""
 
 
 class StepEnd(NamedTuple):
@@ -102,7 +96,7 @@ class TuningController(Component):
         """Number of steps on averaged gradients and of exchanges of local steps."""
         self.shares: ShareMover | None = None
         """Load balancing's part in the reports; None if the script does not balance the load."""
-        self._thread: threading.Thread | None = None
+        self._search = SearchThread(actions)
         self._recorded_s: list[float] = []
         """Step times since recording began."""
         self._failure: Exception | None = None
@@ -110,9 +104,6 @@ class TuningController(Component):
         self._raised = False
         self.paused = False
         """True: decisions have failed on some rank, so no rank changes anything or sends reports."""
-        self._results: deque[tuple[SearchRequest, Candidate | None, str]] = deque()
-        """Results of searches from the planner thread: request, plan found and error. They are processed at the end of the
-        next step."""
         self._last = StepEnd()
         self._busy = False
         context.on_close.append(self._close)
@@ -411,33 +402,10 @@ class TuningController(Component):
             self._do.pace(state.links.links)
             self._reports.reset()  # what was observed was about the previous rates
         if state.order is not None and state.order is not before.order:
-            self._start_search(state.order)
-
-    def _start_search(self, order: SearchRequest) -> None:
-        """Starts a search on a thread, while training continues."""
-        if self._thread is not None:
-            self._thread.join(SEARCH_S)
-            if self._thread.is_alive():  # the search hangs: it is aborted before the other ranks time out
-                self._do.stop_search()
-                self._thread.join()
-        try:
-            limits = self._do.limits()
-        except Exception as error:
-            self._results.append((order, None, f"{type(error).__name__}: {error}"))
-            return
-
-        def search() -> None:
-            try:
-                self._results.append((order, self._do.search(order, limits), ""))
-            except Exception as error:
-                self._results.append((order, None, f"{type(error).__name__}: {error}"))
-
-        self._thread = threading.Thread(target=search, name="commlayer-planner", daemon=True)
-        self._thread.start()
+            self._search.start(state.order)
 
     def _take_results(self) -> None:
-        while self._results:
-            order, candidate, why = self._results.popleft()
+        for order, candidate, why in self._search.results():
             self._set(*plan_policy.end_search(self.state, order, candidate, why))
 
     def _await(self, most_s: float) -> bool:
@@ -453,9 +421,8 @@ class TuningController(Component):
         rank's decisions."""
         if self._failure is not None:
             raise self._failure
-        if self._thread is not None:
-            self._thread.join(min(most_s, SEARCH_S))
-            self._take_results()
+        self._search.join(most_s)
+        self._take_results()
         return self.state.proposal is not None
 
     def _switch(self) -> None:
@@ -513,13 +480,11 @@ class TuningController(Component):
         """Stops planning, and waits for the planner thread: a thread in native code at interpreter exit would crash the
         process."""
         self.end()
-        if self._thread is not None:
-            self._thread.join(SEARCH_S)
+        self._search.join()
 
     def settle(self, deadline_s: float) -> None:
         """Waits up to `deadline_s` seconds for a search to end."""
-        if self._thread is not None:
-            self._thread.join(deadline_s)
+        self._search.join(deadline_s)
         self._take_results()
 
     def _say(self, text: str, level: int = logging.INFO) -> None:
