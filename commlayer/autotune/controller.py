@@ -47,7 +47,7 @@ from commlayer.observe.link_monitor import Rates, SeenStep
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner.model import Link
 from commlayer.planner.plan_rules import summary_of
-from commlayer.records import digest
+from commlayer.records import Plan, digest
 
 if TYPE_CHECKING:
     import torch
@@ -435,10 +435,13 @@ class TuningController(Component):
             self._say(f"kept the current plan: {error}")
             return
         plan, back = self._context.plan, proposal is not None and proposal.back
-        self._attempt(lambda: self._set(*plan_policy.switched(self.state, plan)))
+        self._attempt(self._switched, plan)
         self._context.note_plan("rollback" if back else "automatic")
         self._say(f"switched {'back ' if back else ''}to plan {digest(plan)}: {summary_of(plan)}")
         self._entered(own=True)
+
+    def _switched(self, plan: Plan) -> None:
+        self._set(*plan_policy.switched(self.state, plan))
 
     def _change_codecs(self, change: CodecChange) -> bool:
         """Switches to finer or coarser codecs; collective. Returns whether the plan has changed."""
