@@ -18,9 +18,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 import commlayer
-from commlayer import balance, compressors, config, optim, planner
+from commlayer import balance, compressors, optim, planner
 from commlayer.cli.main import app
 from commlayer.compressors.plan_codecs import FACTORIES
+from commlayer.config import settings as config
 from commlayer.engine.observers.inspection import Inspection
 from commlayer.errors import CODES
 from commlayer.integrations import tracking
@@ -35,7 +36,7 @@ MADE = "<!-- Generated from the code by `make docs`; do not edit. -->"
 def settings() -> str:
     fields = config.Config.__struct_fields__
     if sorted(fields) != sorted(name for names in config.GROUPS.values() for name in names):
-        raise ValueError(f"config.py: GROUPS names other settings than config.py has: {sorted(fields)}")
+        raise ValueError(f"config/settings.py: GROUPS names other settings than Config has: {sorted(fields)}")
     hints, texts, defaults = get_type_hints(config.Config, include_extras=True), _texts_of(config, "Config"), config.Config()
     lines = [
         "# Settings", "", MADE, "",
