@@ -77,8 +77,13 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
         for homes in args.homes or (HOMES[:1] if quick else HOMES):
             for mode in args.mode or (["local"] if quick else MODES):
                 count = max(1, TOGETHER // homes - 1)
-                measured += [_runs(system, homes, mode, rates[at : at + count], seconds, args)
-                             for at in range(0, len(rates), count)]
+                for at in range(0, len(rates), count):
+                    try:
+                        measured.append(_runs(system, homes, mode, rates[at : at + count], seconds, args))
+                    except CommError as reason:  # the other rows are worth showing
+                        print(reason, file=sys.stderr)
+    if not measured:
+        raise Unmeasurable("no job has begun; the reasons are above")
     return result(measured, seconds, args.scale)
 
 
@@ -87,15 +92,12 @@ def _runs(system: str, homes: int, mode: str, rates: Sequence[float], seconds: f
           f"{' and '.join(f'{rate:g}' for rate in rates)} an hour", file=sys.stderr, flush=True)
     settings = {name: value / args.scale for name, value in SETTINGS.items()}
     work = Work(MODES[mode], STEP_S / args.scale)
-    try:
-        with ExitStack() as stack:
-            jobs = dict[float, storm.Job]()
-            for rate in (0.0, *rates):
-                torchft, ours = TorchftJob(homes, work, args.scale), Job(homes, work, settings)
-                jobs[rate] = stack.enter_context(torchft) if system == "torchft" else stack.enter_context(ours)
-            records = storm.run(jobs, seconds, args.scale, args.seed)
-    except CommError as reason:
-        raise Unmeasurable(str(reason)) from None
+    with ExitStack() as stack:
+        jobs = dict[float, storm.Job]()
+        for rate in (0.0, *rates):
+            torchft, ours = TorchftJob(homes, work, args.scale), Job(homes, work, settings)
+            jobs[rate] = stack.enter_context(torchft) if system == "torchft" else stack.enter_context(ours)
+        records = storm.run(jobs, seconds, args.scale, args.seed)
     return Runs(system, homes, mode, records.pop(0.0), records)
 
 

@@ -65,7 +65,7 @@ def train(folder: Path, number: int, work: Work, scale: float, *, joins: bool) -
         around.__enter__()
         optimizer: Any = inner
     else:
-        optimizer = torchft.OptimizerWrapper(manager, inner)
+        optimizer = torchft.Optimizer(manager, inner)
     every, taken = (EVERY if work.mode == LOCAL else 1), 0
     with (folder / f"{number}.jsonl").open("a", buffering=1) as reports:
         while True:
@@ -75,9 +75,12 @@ def train(folder: Path, number: int, work: Work, scale: float, *, joins: bool) -
             loss = learnt.loss(model, learnt.batch(number, taken))
             loss.backward()
             if work.mode != LOCAL:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None
-                    manager.allreduce(parameter.grad).wait()
+                gradients = [parameter.grad for parameter in model.parameters()]
+                flat = torch.cat([gradient.reshape(-1) for gradient in gradients if gradient is not None])
+                manager.allreduce(flat).wait()  # DistributedDataParallel of torchft 0.2.0 raises when an all-reduce fails
+                for gradient, mean in zip(gradients, flat.split([p.numel() for p in model.parameters()]), strict=True):
+                    if gradient is not None:
+                        gradient.copy_(mean.view_as(gradient))
             optimizer.step()
             taken += 1
             step = manager.current_step() * every + taken % every
