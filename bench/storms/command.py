@@ -20,7 +20,7 @@ from bench import Unmeasurable
 from bench.report import Result
 from bench.storms import figures, storm
 from bench.storms.homes import Job
-from bench.storms.reports import LOCAL, SYNC, Work
+from bench.storms.reports import LEAST, LOCAL, SYNC, Work
 from bench.storms.storm import Record
 from bench.storms.torchft_job import TorchftJob
 from bench.tta import systems as tta_systems
@@ -36,7 +36,7 @@ STEP_S = 1.0
 """A step in real life."""
 SETTINGS = {"heartbeat_s": 1.0, "dead_after_s": 10.0, "reconnect_s": 10.0, "deadline_s": 600.0}
 """The defaults, except reconnect_s."""
-SECONDS, QUICK_SECONDS = 360.0, 70.0
+SECONDS, QUICK_SECONDS = 360.0, 60.0
 TOGETHER = 16
 """Most homes at a time. Runs that are compared share the machine: so many storms at a time, and a run without faults."""
 LEAST_PACE = 0.8
@@ -69,8 +69,8 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
     seconds = args.seconds or (QUICK_SECONDS if quick else SECONDS)
     if "torchft" in (args.system or ()) and (reason := TORCHFT.missing()):
         raise Unmeasurable(reason)
-    if min(args.homes or HOMES) <= storm.LEAST or min(seconds, args.scale, *(args.rate or RATES)) <= 0:
-        raise Unmeasurable(f"--homes: {storm.LEAST + 1} or more; --seconds, --scale, --rate: above 0")
+    if min(args.homes or HOMES) <= LEAST or min(seconds, args.scale, *(args.rate or RATES)) <= 0:
+        raise Unmeasurable(f"--homes: {LEAST + 1} or more; --seconds, --scale, --rate: above 0")
     rates = args.rate or (RATES[1:] if quick else RATES)
     measured = []
     for system in args.system or SYSTEMS[: 1 if quick or TORCHFT.missing() else 2]:
@@ -88,8 +88,8 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
 
 
 def _runs(system: str, homes: int, mode: str, rates: Sequence[float], seconds: float, args: argparse.Namespace) -> Runs:
-    print(f"{system}, {homes} homes, {MODES[mode]}: {seconds:g} s without faults and, at the same time, with "
-          f"{' and '.join(f'{rate:g}' for rate in rates)} an hour", file=sys.stderr, flush=True)
+    print(f"{system}, {homes} homes, {MODES[mode]}: {seconds:g} s, each of which stands for {args.scale:g}, without faults "
+          f"and at the same time with {' and '.join(f'{rate:g}' for rate in rates)} an hour", file=sys.stderr, flush=True)
     settings = {name: value / args.scale for name, value in SETTINGS.items()}
     work = Work(MODES[mode], STEP_S / args.scale)
     with ExitStack() as stack:

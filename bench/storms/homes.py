@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from bench.storms.reports import Ended, Stepped, Work
+from bench.storms.reports import LEAST, Ended, Stepped, Work
 from commlayer.config import home_environment
 from commlayer.errors import CommError
 from tests.chaos import processes
@@ -24,9 +24,8 @@ from tests.chaos.processes import Started
 from tests.chaos.proxy import Link, Proxy
 from tests.chaos.wire import Seen
 
-LEAST = 2
-"""--min-workers of the job."""
 MEET_S = 60.0
+"""Deadline for the meeting of the homes, on this machine."""
 TOKEN = "of-a-storm"
 
 

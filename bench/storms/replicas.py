@@ -7,12 +7,15 @@ is killed. It is set up like torchft's train_diloco.py, or averages gradients in
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,11 @@ import torch
 import torchft  # type: ignore[import-not-found, unused-ignore]
 from torchft import coordination, local_sgd  # type: ignore[import-not-found, unused-ignore]
 
-from bench.storms.reports import EVERY, LOCAL, Ended, Stepped, Work, line
+from bench.storms.reports import EVERY, LEAST, LOCAL, Ended, Stepped, Work, line
 from bench.storms.training import task
 
 HERE = "127.0.0.1"
-LEAST = 2
+PR_SET_PDEATHSIG = 1
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 DEAD_S, WAIT_S, STUCK_S = 10.0, 20.0, 120.0
 """Seconds of real life: without heartbeats until a replica counts as dead, until a collective fails, until a quorum fails. The
@@ -89,10 +92,12 @@ def train(folder: Path, number: int, work: Work, scale: float, *, joins: bool) -
             time.sleep(max(0.0, begin + work.pace_s - time.monotonic()))
 
 
-def _fork(child: Any) -> None:
+def _fork(child: Callable[[], None]) -> None:
+    """Runs `child` in a process that ends with this one."""
     if pid := os.fork():
         print(pid, flush=True)
         return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     child()
     os._exit(0)
@@ -113,10 +118,10 @@ def _replica(folder: Path, number: int, work: Work, scale: float, *, joins: bool
 
 def main() -> None:
     folder, mode, pace_s, scale = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
-    _fork(lambda: lighthouse(folder, scale))
+    _fork(partial(lighthouse, folder, scale))
     for text in sys.stdin:
         number, joins = map(int, text.split())
-        _fork(lambda number=number, joins=joins: _replica(folder, number, Work(mode, pace_s), scale, joins=bool(joins)))
+        _fork(partial(_replica, folder, number, Work(mode, pace_s), scale, joins=bool(joins)))
 
 
 if __name__ == "__main__":

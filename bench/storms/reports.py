@@ -6,6 +6,8 @@ import json
 from typing import Any, NamedTuple
 
 LOCAL, SYNC = "local steps", "sync"
+LEAST = 2
+"""Least number of homes with which a job goes on."""
 EVERY = 20
 """Local steps per exchange."""
 WIDTH, SEQUENCES, LAYERS, LR = 48, 4, 2, 1e-3

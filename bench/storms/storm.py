@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
-from bench.storms.reports import Ended, Stepped
+from bench.storms.reports import LEAST, Ended, Stepped
 from commlayer.errors import CommError
 
 KILL, HANG, CUT, LEAVE = KINDS = "kill", "hang", "cut", "leave"
@@ -18,8 +18,6 @@ FAILED = "failed"
 HANG_S, CUT_S, AWAY_S, RESTART_S = 30.0, 20.0, 30.0, 15.0
 """Seconds of real life: a hang, which outlasts detection; a cut; how long a home that leaves is away; from the end of a process
 until its home starts again."""
-LEAST = 2
-"""Homes that no fault strikes at any time. A fault waits for them."""
 MEET_S, JOIN_S, LEAVE_S, END_S = 180.0, 100.0, 60.0, 60.0
 """Deadlines on this machine: for the start of a job, for a home to join, for a home that was removed to leave, for the end."""
 POLL_S = 0.01
@@ -105,20 +103,16 @@ class _Slot:
         self.fault = "start"
         """What it has not overcome yet; "" while it trains."""
         self._life: Iterator[None] = self._join()
-        self._ended: Ended | None = None
+        self.ended: Ended | None = None
         self._steps: list[Stepped] = []
-
-    @property
-    def last(self) -> Ended | None:
-        return self._ended
 
     def tick(self) -> None:
         for report in self._home.reports():
             if isinstance(report, Ended):
-                self._ended = report
+                self.ended = report
             else:
                 self._steps.append(report)
-        if not self.fault and (self._home.gone or self._ended) and not self._storm.ending:
+        if not self.fault and (self._home.gone or self.ended) and not self._storm.ending:
             self._fail("ended without a fault")
             self.fault, self._life = FAILED, self._begin_again(RESTART_S)
         if self.fault:
@@ -130,7 +124,7 @@ class _Slot:
         self._life = {KILL: self._kill, HANG: self._hang, CUT: self._cut, LEAVE: self._leave}[kind]()
 
     def _fail(self, what: str) -> None:
-        why = f": {self._ended.what}" if self._ended and self._ended.what else ""
+        why = f": {self.ended.what}" if self.ended and self.ended.what else ""
         self._storm.errors.append(f"{self._home.name or 'a home'} (place {self._number}) {what}{why}")
 
     def _kill(self) -> Iterator[None]:
@@ -163,7 +157,7 @@ class _Slot:
         """The home completes exchanges again, or it leaves because it was removed, and a new one starts."""
         before = self._steps[-1].exchanges
         until = time.monotonic() + LEAVE_S
-        while not (self._home.gone or self._ended) and time.monotonic() < until:
+        while not (self._home.gone or self.ended) and time.monotonic() < until:
             if self._steps[-1].exchanges > before + 1:
                 self.fault = ""
                 return
@@ -172,7 +166,7 @@ class _Slot:
 
     def _begin_again(self, seconds: float) -> Iterator[None]:
         until = time.monotonic() + LEAVE_S
-        while not (self._home.gone or self._ended):
+        while not (self._home.gone or self.ended):
             if time.monotonic() > until:
                 self._fail(f"has not left within {LEAVE_S:g} s after: {self.fault}")
                 self._home.signal(signal.SIGKILL)
@@ -187,17 +181,17 @@ class _Slot:
         until = time.monotonic() + (JOIN_S if again else MEET_S)
         while True:
             if again:
-                self._home, self._ended, self._steps = self._storm.job.home(self._number), None, []
+                self._home, self.ended, self._steps = self._storm.job.home(self._number), None, []
             while not self._steps:
                 if time.monotonic() > until:
                     self._fail("has not joined in time")
                     until = time.monotonic() + JOIN_S
-                if self._home.gone or self._ended:
+                if self._home.gone or self.ended:
                     break
                 yield
             else:
                 break
-            if self._ended:
+            if self.ended:
                 self._fail("could not join")
             self._home.released("a worker of this home has ended")
             again = True
@@ -230,7 +224,7 @@ class Storm:
             while self._faults and self._faults[0].at_s <= now:
                 waiting.append(self._faults.pop(0).kind)
             whole = [slot for slot in self._slots if not slot.fault]
-            if waiting and len(whole) > LEAST:
+            if waiting and len(whole) > LEAST:  # otherwise the fault waits
                 self.chance.choice(whole).strike(waiting.pop(0))
             yield from self._tick()
         end_s = time.time()
@@ -261,8 +255,8 @@ class Storm:
         last = max(steps[-1].step for steps in self.steps.values()) + AHEAD
         if not self.job.finish_at(last):
             return
-        yield from self._until(lambda: all(slot.last for slot in survivors), END_S)
-        ends = [slot.last or Ended(0) for slot in survivors]
+        yield from self._until(lambda: all(slot.ended for slot in survivors), END_S)
+        ends = [slot.ended or Ended(0) for slot in survivors]
         self.errors += [f"a survivor has not ended well: {end}" for end in ends if not end.digest or end.step < last]
         if len({(end.step, end.digest) for end in ends}) > 1:
             self.errors.append("survivors have ended with different weights")

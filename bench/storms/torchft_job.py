@@ -39,9 +39,8 @@ class TorchftJob:
                 self._forks = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=lines,
                                                env=environ, text=True)
             stack.callback(self._forks.wait)
-            stack.callback(self._forks.kill)
-            stack.callback(self._end_replicas)
-            self._lighthouse = self._pid()
+            stack.callback(self._forks.kill)  # and with it the lighthouse and all replicas
+            self._pid()  # the lighthouse's
             self._open = stack.pop_all()
         return self
 
@@ -80,11 +79,6 @@ class TorchftJob:
     def log(self) -> str:
         return "\n".join(f"{path.stem}: {text}" for path in sorted(self.folder.glob("*.lines"))
                          for text in path.read_text(errors="replace").splitlines()[-8:])
-
-    def _end_replicas(self) -> None:
-        for replica in self._replicas:
-            replica.signal(signal.SIGKILL)
-        os.kill(self._lighthouse, signal.SIGKILL)
 
 
 class Replica:
