@@ -69,24 +69,27 @@ def usual_s(record: Record) -> float:
 
 
 def recoveries(record: Record, interval_s: float) -> list[float]:
-    """For each killed home: seconds from the coordinator's decision, or from when the next exchange was due if that is later,
-    until the last survivor has completed this exchange. `interval_s`: usual time between two exchanges."""
+    """For each killed home: seconds from the coordinator's decision until the last survivor has completed its next exchange.
+    They begin later if this exchange was due later, or if it waited for the decision on another home. `interval_s`: usual time
+    between two exchanges."""
     result = []
     for strike in record.strikes:
-        decided = [at for at, name in record.removals if strike.kind == KILL and name == strike.name and at >= strike.at_s]
-        if decided:
-            late = [_late_s([steps[0].at_s, *exchange_times(steps)], decided[0], interval_s)
+        decisions = [at for at, name in record.removals if strike.kind == KILL and name == strike.name and at >= strike.at_s]
+        if decisions:
+            later = [at for at, _ in record.removals if at >= decisions[0]]
+            late = [_late_s([steps[0].at_s, *exchange_times(steps)], later, interval_s)
                     for name, steps in record.steps.items() if name != strike.name]
             result += [max(each)] if (each := [s for s in late if s is not None]) else []
     return result
 
 
-def _late_s(times: Sequence[float], decided: float, interval_s: float) -> float | None:
-    """None for a home that was not there, or gone before its next exchange."""
-    at = bisect.bisect_right(times, decided)
+def _late_s(times: Sequence[float], decisions: Sequence[float], interval_s: float) -> float | None:
+    """None for a home that was not there, or gone before its next exchange. `decisions`: in order of time."""
+    at = bisect.bisect_right(times, decisions[0])
     if not 0 < at < len(times):
         return None
-    return max(0.0, times[at] - max(decided, times[at - 1] + interval_s))
+    last = max(decided for decided in decisions if decided <= times[at])
+    return max(0.0, times[at] - max(last, times[at - 1] + interval_s))
 
 
 def percentile(values: Sequence[float], share: float) -> float:

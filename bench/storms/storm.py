@@ -20,6 +20,8 @@ HANG_S, CUT_S, AWAY_S, RESTART_S = 30.0, 20.0, 30.0, 15.0
 until its home starts again."""
 MEET_S, JOIN_S, LEAVE_S, END_S = 180.0, 100.0, 60.0, 60.0
 """Deadlines on this machine: for the start of a job, for a home to join, for a home that was removed to leave, for the end."""
+AGAIN = "[E-JOB-FULL]", "[E-JOB-ENDED]"
+"""Errors with which `commlayer join` tries again."""
 POLL_S = 0.01
 AHEAD = 10
 """Number of steps after the newest one with which training ends."""
@@ -191,7 +193,7 @@ class _Slot:
                 yield
             else:
                 break
-            if self.ended:
+            if self.ended and not self.ended.what.endswith(AGAIN):
                 self._fail("could not join")
             self._home.released("a worker of this home has ended")
             again = True
@@ -242,8 +244,8 @@ class Storm:
     @property
     def failed(self) -> bool:
         """Whether all homes have failed, or a home has begun a job from step 0 while there were others."""
-        return all(slot.fault == FAILED for slot in self._slots) or sum(each[0].step == 1 for each in self.steps.values()
-                                                                          ) > self.job.count
+        beginners = sum(steps[0].step == 1 for steps in self.steps.values())
+        return beginners > self.job.count or all(slot.fault == FAILED for slot in self._slots)
 
     def _end(self) -> Generator[None, None, None]:
         """All that are away come back; then, if they can, all end with the same step and compare weights."""

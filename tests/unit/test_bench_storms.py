@@ -43,6 +43,11 @@ def test_recovery_counts_from_the_decision_to_the_last_survivor() -> None:
     assert [round(s, 6) for s in figures.recoveries(KILLED, 1.0)] == [2.3]
 
 
+def test_recovery_does_not_count_the_detection_of_another_home() -> None:
+    another = KILLED._replace(removals=[*KILLED.removals, (6.5, "worker 3"), (9.0, "worker 4")])
+    assert [round(s, 6) for s in figures.recoveries(another, 1.0)] == [1.0]
+
+
 def test_recovery_does_not_count_local_steps_that_were_left() -> None:
     local = record({"worker 0": steps(0, 10, every=3), "worker 2": steps(0, 4)}, [Strike(KILL, "worker 2", 4.1)],
                    [(4.2, "worker 2")])
