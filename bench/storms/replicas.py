@@ -122,6 +122,7 @@ def main() -> None:
     for text in sys.stdin:
         number, joins = map(int, text.split())
         _fork(partial(_replica, folder, number, Work(mode, pace_s), scale, joins=bool(joins)))
+    os._exit(0)  # the bench has ended: so do all children, at once
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Self
 from bench.report import ROOT
 from bench.storms.reports import Ended, Stepped, Work, read_line
 from bench.tta.systems import HOME
+from commlayer.errors import CommError
 from tests.chaos import processes
 
 ENVIRONMENT = "torchft"
@@ -49,7 +50,9 @@ class TorchftJob:
 
     def _pid(self) -> int:
         assert self._forks.stdout is not None
-        return int(self._forks.stdout.readline())
+        if not (line := self._forks.stdout.readline()):
+            raise CommError(f"it has ended: {self.log()}", peer="torchft's process")
+        return int(line)
 
     def home(self, slot: int) -> Replica:
         number = len(self._replicas)
