@@ -7,7 +7,7 @@ from commlayer.compressors.feedback import error_feedback, momentum, wrap
 from commlayer.compressors.plan_codecs import build, codec_of, parse, runs_on, two_way
 from commlayer.compressors.powersgd import powersgd
 from commlayer.compressors.randomk import randomk
-from commlayer.compressors.state import restore, seed, snapshot
+from commlayer.compressors.state import restore, seed, shared_snapshot, snapshot
 from commlayer.compressors.topk import block_threshold, topk
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "restore",
     "runs_on",
     "seed",
+    "shared_snapshot",
     "snapshot",
     "topk",
     "two_way",

@@ -40,6 +40,11 @@ def snapshot(state: State) -> dict[str, Array]:
     return {path: _saved(value) for path, _, _, value in _walk(state)}
 
 
+def shared_snapshot(state: State) -> dict[str, Array]:
+    """Returns the part of `snapshot` that must be equal on all senders: what random numbers or sums of all senders decide."""
+    return {path: _saved(value) for path, owner, name, value in _walk(state) if "shared" in owner and name != "own"}
+
+
 def restore(state: State, arrays: Mapping[str, Array]) -> None:
     """Writes a snapshot (arrays or CPU tensors) into a state that `init` of the same codec and spec created.
 

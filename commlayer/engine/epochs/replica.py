@@ -20,6 +20,8 @@ from torch import nn
 from commlayer import records
 from commlayer.cluster.calls import messages
 from commlayer.cluster.processes.collectives import Groups
+from commlayer.compressors import shared_snapshot
+from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.buckets.shared_buffers import agreed
 from commlayer.engine.job.job import DistributedJob, JobContext
 from commlayer.engine.model.model_tensors import buffers_of, parameters_of
@@ -28,7 +30,7 @@ from commlayer.records import MALFORMED, Epoch, Plan, Record
 
 TENSOR, TUPLE = "\0tensor", "\0tuple"
 """Keys that mark tensors and tuples, for which msgpack has no type, in the encoded optimizer state."""
-LOCAL, OWN, HEAD = "local.", "own.", "head"
+LOCAL, OWN, HEAD, CODEC = "local.", "own.", "head", "codec."
 STATE_PER_ELEMENT, HEAD_NBYTES = 16, messages.MAX_PLAN_NBYTES
 """Largest size of a state, which limits what a rank receives: 16 values per element of the model (weights, moments, master
 weights, the state of local steps, and as much of a script's own objects), and as much as a plan for all else."""
@@ -86,6 +88,8 @@ class TakenState(NamedTuple):
     """State of local steps, by tensor name. It is needed when local steps begin."""
     late: dict[str, torch.Tensor]
     """Results that are applied one step late, by tensor name."""
+    codecs: dict[str, torch.Tensor]
+    """The part of codec states that is equal on all workers, by bucket and name."""
     restore: Callable[[], None]
     """Function that installs the received optimizer state once more, after the first step."""
 
@@ -107,7 +111,9 @@ class Replica:
         """Returns this rank's state for a joining worker, the last member of `epoch`. If the state cannot be read, returns the
         error instead. The tensors are those of the job."""
         try:
-            return self.state(context, plan, epoch=epoch) | context.worker.late.snapshot()
+            codecs = {f"{CODEC}{bucket.id}.{name}": torch.from_numpy(value) for bucket in context.worker.buckets
+                      if isinstance(bucket, EncodedBucket) for name, value in shared_snapshot(bucket.ledger.state).items()}
+            return self.state(context, plan, epoch=epoch) | context.worker.late.snapshot() | codecs
         except Exception as error:  # the optimizer's code can raise any error; the other ranks continue to train
             return {HEAD: _head(GivenState(error=f"{type(error).__name__}: {error}".splitlines()[0]))}
 
@@ -202,7 +208,8 @@ class Replica:
             raise InvalidInput("E-JOIN-STATE", "joining a running job: the state of its workers does not fit: "
                                                f"{short_line(error, 200)}") from None
         return TakenState(transfer, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)},
-                          {name: t for name, t in tensors.items() if name.startswith("late.")}, restore)
+                          {name: t for name, t in tensors.items() if name.startswith("late.")},
+                          {name.removeprefix(CODEC): t for name, t in tensors.items() if name.startswith(CODEC)}, restore)
 
     def load(
         self, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any], own: Mapping[str, torch.Tensor] | None,

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -16,7 +16,9 @@ from commlayer.cluster.processes.process_groups import Members
 from commlayer.cluster.processes.rows import StepRows
 from commlayer.cluster.servers.served_rows import ServedRows
 from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
+from commlayer.compressors import restore, snapshot
 from commlayer.config import Config, judged_s, reconnect_window_s
+from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.epochs.changing_members import ChangingMembers, new_world
 from commlayer.engine.epochs.replica import Replica, TakenState
 from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
@@ -24,6 +26,7 @@ from commlayer.engine.job.job import DistributedJob, JoinedState
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.worker.root_cause import WaitsFor
+from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost
 from commlayer.records import Epoch, Job
 
@@ -69,6 +72,7 @@ def enter(
     for bucket in worker.buckets:
         bucket.assumed = given.totals.get(bucket.id)
     worker.late.restore(taken.late)
+    _restore_codecs(worker, taken.codecs)
     ChangingMembers(context, config, home, replica, given.joined)
     context.say(f"joined the running job as worker {own} with the weights, buffers and optimizer state of its workers, after "
                 f"{time.monotonic() - begin:.1f} s; this is rank {context.rank} of {context.world}, at step {context.passes}")
@@ -103,6 +107,15 @@ def _receive(
     while (received := newest.run(receive)) is None:
         pass
     return received
+
+
+def _restore_codecs(worker: Worker, given: Mapping[str, torch.Tensor]) -> None:
+    """Sets the part of codec states that is equal on all workers."""
+    for bucket in worker.buckets:
+        if isinstance(bucket, EncodedBucket):
+            start = f"{bucket.id}."
+            shared = {name.removeprefix(start): t for name, t in given.items() if name.startswith(start)}
+            restore(bucket.ledger.state, snapshot(bucket.ledger.state) | shared)
 
 
 def _check_givers(epoch: Epoch, mine: int, link: WorkerClient) -> None:
