@@ -24,7 +24,6 @@ from commlayer.cli.plan import report as plan_report
 from commlayer.demo import report, screen
 from commlayer.demo.report import Progress
 from commlayer.demo.settings import DemoSettings, Event
-from commlayer.engine.epochs.membership_change import unfit
 from commlayer.planner import builtin, plan
 from commlayer.planner.baselines import Curve, one_machine, what_if
 from commlayer.planner.convergence import ALONE
@@ -101,7 +100,6 @@ def test_sites_behind_nat_use_one_rented_server_and_whole_outer_steps(commlayer)
     assert inputs["cluster"]["nodes"][0]["link"]["up_bps"] == 1e9
     assert not inputs["cluster"]["reachable"]
     assert (record["local_steps"] > 1, record["fragments"]) == (True, 1), "what a job with --min-workers runs"
-    assert unfit(records.decode(Path("plan.json").read_bytes(), Plan, "")) == ""
     commlayer("plan", "create", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--server", "100Mb", "--out",
               "parts.json")
     assert json.loads(Path("parts.inputs.json").read_text())["cluster"]["nodes"][0]["link"]["down_bps"] == 1e8
