@@ -16,6 +16,8 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from commlayer.engine.epochs.agreement import Vote, key_of
+from commlayer.engine.epochs.epoch_messages import EpochMessages
 from safetensors.torch import save
 from support.attached import assert_refused, outcome
 from support.coordinators import (
@@ -31,8 +33,6 @@ from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.process_groups import Members
 from commlayer.cluster.processes.relayed_group import RelayedGroup
 from commlayer.engine.checkpoints import checkpoint, checkpoint_files
-from commlayer.engine.epochs.agreement import Vote, key_of
-from commlayer.engine.epochs.epoch_messages import EpochMessages
 from commlayer.engine.epochs.replica import HEAD, TENSOR, GivenState, Replica, most_state_nbytes, share_optimizer
 from commlayer.engine.epochs.state_relay import StateRelay
 from commlayer.engine.guards.parameter_drift import DriftRow, ParameterDrift

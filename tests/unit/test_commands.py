@@ -16,7 +16,7 @@ from msgspec import structs
 from rich.console import Console
 from support.commands import assert_error
 
-from commlayer import plan_file, records
+from commlayer import plan_file
 from commlayer.cli import output
 from commlayer.cli.arguments import counted_job, function_of, job_named, made_by, timed_job
 from commlayer.cli.main import run
@@ -31,7 +31,6 @@ from commlayer.planner.data.tables import device_named, profile_from_tables
 from commlayer.planner.explanation import diff, explain
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Policy, Question
-from commlayer.records import Plan
 
 NODES = "2xrtx3060@100/20Mb,rtx4090@1Gb"
 
