@@ -318,9 +318,10 @@ class DataServer:
                 if isinstance(ops, GatherOps):
                     ops.allow(len(self._all_members))
             self._server.core.add(joins.number, joins.member)
-            self._server.core.remove(self._gone)
             self._write_down(self._server.core, records.encode(self._plan), self._hello.rank - SERVER_BASE)
             self._set_limits(self._plan, self._hello.rank - SERVER_BASE)
+        if gone := self._gone:
+            self._server.remove(gone)  # `change` may not have been called with this epoch yet
 
     def _switch_plan(self, plan: bytes, generation: int) -> Summation:
         """Creates the sums of the plan that the workers switch to. Raises ValueError, and changes nothing, if the plan cannot
