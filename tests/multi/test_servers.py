@@ -149,7 +149,8 @@ def test_reported_worker_is_a_member_from_then_on(opened: Opened) -> None:
     (2, 3, 2, "worker 3 joins as number 2, but 0 workers have joined"),
     (1, 2, 2, "worker 2 joins as number 1, but 0 workers have joined"),
     (1, 3, 3, "worker 3 joins as number 1, but the coordinator's newest epoch is 2, not 3"),
-    (1, 4, 2, "worker 4 joins as number 1, but the coordinator's epoch 2 does not contain it"),
+    (1, 4, 2, "worker 4 joins as number 1, but the coordinator has not admitted it"),
+    (1, 4, 1, "worker 4 joins as number 1, but the coordinator has not admitted it"),
 ])
 def test_member_that_reports_a_worker_falsely_is_dropped(
     number: int, member: int, generation: int, line: str, opened: Opened, caplog: pytest.LogCaptureFixture,
