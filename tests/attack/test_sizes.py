@@ -242,6 +242,15 @@ def test_state_for_a_joining_worker_needs_no_more_memory_than_its_bytes(data: by
     assert memory_nbytes("VmHWM") - before < ALLOWED_GROWTH_NBYTES
 
 
+def test_state_above_the_size_limit_is_an_error_of_the_sender() -> None:
+    """The joining worker gets the reason. The other ranks continue to train."""
+    net = model()
+    replica = Replica(net)
+    data = replica.encoded({"buffer.x": torch.zeros(replica.most_nbytes // 4 + 1)})
+    assert len(data) < 1000
+    assert_refused(outcome(lambda: replica.take(data, lambda _: None)), "E-JOIN-STATE", f"at most {replica.most_nbytes}")
+
+
 @pytest.mark.parametrize("change", [
     {"schedule": [{"step": 0, "shares": {"0": 10**12}}]}, {"schedule": [{"step": 0, "shares": {"0": 9, "1": -1}}]},
     {"schedule": []}, {"epoch": -1}, {"consumed": {"length": 10**12, "left": [[0, 10**12]], "open": {}}}, {"batch": 10**12}],
