@@ -146,7 +146,8 @@ def by_hand(weights: list[float], parts: list[list[int]], *, overlap: bool, matc
     sent: Any = None
     turns, results, exchanges = itertools.cycle(parts), [], 0
 
-    def merge(part: list[int], shares: list[float], changes: list[dict[int, torch.Tensor]], ends: list[dict[int, torch.Tensor]]) -> None:
+    def merge(part: list[int], shares: list[float], changes: list[dict[int, torch.Tensor]],
+              ends: list[dict[int, torch.Tensor]]) -> None:
         mean = {n: sum(share * change[n] for share, change in zip(shares, changes, strict=True)) for n in part}
         each = [sum(float(x.square().sum()) for x in change.values()) for change in changes]
         own = sum(share * square for share, square in zip(shares, each, strict=True))
@@ -169,7 +170,8 @@ def by_hand(weights: list[float], parts: list[list[int]], *, overlap: bool, matc
                 if exchanges <= JOINED_OUTER_STEP * len(parts):
                     present[rank], ranks[rank] = 0.0, [s.clone() for s in starts]
             exchanges += 1
-            sent = part, [w / sum(present) for w in present], [{n: starts[n] - w[n] for n in part} for w in ranks], [{n: w[n] for n in part} for w in ranks]
+            sent = (part, [w / sum(present) for w in present], [{n: starts[n] - w[n] for n in part} for w in ranks],
+                    [{n: w[n] for n in part} for w in ranks])
             if not overlap:
                 merge(*sent)
                 sent = None
