@@ -89,7 +89,7 @@ def test_batch_option_with_a_job_file_is_used_or_refused(commlayer) -> None:
 
 
 @pytest.mark.nightly
-def test_sites_behind_nat_use_one_rented_server_and_whole_outer_steps(commlayer) -> None:
+def test_sites_behind_nat_use_one_rented_server_and_local_steps(commlayer) -> None:
     code, out, _ = commlayer("plan", "create", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--out", "plan.json")
     assert code == 0
     assert "summation servers: server" in out
@@ -98,7 +98,7 @@ def test_sites_behind_nat_use_one_rented_server_and_whole_outer_steps(commlayer)
         ("server", 0, True), ("home-0", 1, False), ("home-1", 1, False), ("home-2", 1, False)]
     assert inputs["cluster"]["nodes"][0]["link"]["up_bps"] == 1e9
     assert not inputs["cluster"]["reachable"]
-    assert (record["local_steps"] > 1, record["fragments"]) == (True, 1), "what a job with --min-workers runs"
+    assert (record["local_steps"] > 1, record["fragments"] > 1) == (True, True)
     commlayer("plan", "create", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--server", "100Mb", "--out",
               "parts.json")
     assert json.loads(Path("parts.inputs.json").read_text())["cluster"]["nodes"][0]["link"]["down_bps"] == 1e8
