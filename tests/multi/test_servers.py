@@ -44,7 +44,7 @@ from commlayer.cluster.membership import client
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.servers import worker_client
-from commlayer.cluster.servers.data_server import DataServer
+from commlayer.cluster.servers.data_server import NOTICE_HEARTBEATS, DataServer
 from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.cluster.servers.server_journal import ServerIdentity, ServerJournal
 from commlayer.cluster.servers.summation import Summation
@@ -70,8 +70,13 @@ class Serving:
     def __init__(self, opened: Opened, *, fixed: bool = False, journal: str = "") -> None:
         self._opened = opened
         self.serving = opened.add(DataServer("127.0.0.1", 0, quick(heartbeat_s=0.05, journal=journal)))
-        self.newest = self.first = epoch_of(DATA, self.serving, 3)
-        self.serving.start(self.first, DATA, 0, await_epoch=None if fixed else lambda *_: self.newest)
+        self.newest, self.awaited = epoch_of(DATA, self.serving, 3), list[tuple[int, float]]()
+        """`awaited`: generations for which the server has waited, and for how long at most."""
+        self.serving.start(self.newest, DATA, 0, await_epoch=None if fixed else self._await_epoch)
+
+    def _await_epoch(self, generation: int, timeout_s: float) -> Epoch:
+        self.awaited.append((generation, timeout_s))
+        return self.newest
 
     def epoch(self, *members: int, generation: int = 0) -> Epoch:
         """The coordinator's next epoch, which the server has not received yet."""
@@ -140,6 +145,7 @@ def test_reported_worker_is_a_member_from_then_on(opened: Opened) -> None:
     for end in (*ends, ends[0]):
         job.report(end, 1, 3, generation)
     assert job.core.joined == [3]
+    assert job.awaited[0] == (generation, pytest.approx(NOTICE_HEARTBEATS * 0.05))
     ends.append(job.end(3))
     results = [contribute(end, joined=1) for end in ends]
     assert [end.wait(result, soon()).header.weight for end, result in zip(ends, results, strict=True)] == [4.0] * 4

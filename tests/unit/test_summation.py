@@ -197,6 +197,18 @@ def test_sum_closes_without_a_member_that_has_left(*, has_sent: bool) -> None:
     assert core.stalled(99.0) == []
 
 
+@pytest.mark.parametrize("in_round", [0, 1])
+def test_later_rounds_of_a_step_have_the_members_that_are_left(in_round: int) -> None:
+    """`in_round`: worker 2 leaves while its contribution to this round is being waited for by the others."""
+    core, _ = service(rounds=2)
+    if in_round == 1:
+        assert contributed(core, 0, 1, 2) == [0, 1, 2]
+    assert contributed(core, 0, 1, r=in_round) == []
+    assert [reply.peer for reply in core.remove({2}) if not isinstance(reply, CorruptFrame)] == [0, 1]
+    step, r = (0, 1) if in_round == 0 else (1, 0)
+    assert contributed(core, 0, 1, step=step, r=r) == [0, 1]
+
+
 def test_breach_that_a_removal_uncovers_is_named() -> None:
     """A contribution is checked when it is added: here after the removal of the member before."""
     core, ops = service()
