@@ -21,6 +21,15 @@ class Tuning(Component):
         # A rank that has joined starts with the others, when its first step has ended.
         self._controller = None if context.fresh else _controller_of(context, config)
 
+    def reporting(self) -> TuningController:
+        """Returns the job's controller; if there is none, creates one that only exchanges reports. Collective."""
+        if self._controller is None:
+            context = self._context
+            self._controller = TuningController(
+                context, JobActions(context), Reports(context.rows.section("measured times")), plans=False)
+            context.components.add(self._controller)
+        return self._controller
+
     def new_members(self) -> None:
         if self._controller is not None:
             self._controller.end()
@@ -50,9 +59,6 @@ def _controller_of(context: DistributedJob, config: Config) -> TuningController 
 
 
 def reporting(context: DistributedJob) -> TuningController:
-    """Returns the job's controller; if there is none, creates one that only exchanges reports. Collective."""
-    for controller in context.components.of(TuningController):
-        return controller
-    controller = TuningController(context, JobActions(context), Reports(context.rows.section("measured times")), plans=False)
-    context.components.add(controller)
-    return controller
+    """See Tuning.reporting."""
+    (tuning,) = context.components.of(Tuning)
+    return tuning.reporting()

@@ -117,6 +117,11 @@ class Sampler:
         """First step of the newest shares (-1: they are from the constructor), and these shares by worker."""
         return self._schedule.newest_step, dict(self._schedule.newest)
 
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Numbers of the present workers, in the order of their ranks, as in `announced`; empty until they are known."""
+        return tuple(self._membership.left)
+
     def share(self, step: int) -> int:
         """Returns the number of this worker's samples in a full step."""
         return self._schedule.shares(step).get(self.rank, 0)

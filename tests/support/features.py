@@ -114,7 +114,7 @@ class Training:
         if not self._awaits:
             return bool(step - (self.resumed or 0) >= STEPS)
         if self._arrival.exists():
-            return bool(step >= int(self._arrival.read_text()) + MORE)
+            return bool(step >= int(self._arrival.read_text()) + MORE + self.feature.more)
         assert step < MOST, "no home has joined"
         time.sleep(PAUSE_S)
         return False
@@ -342,13 +342,14 @@ def with_trl(job: Training) -> None:
 
 class Feature(NamedTuple):
     """`attach`: further arguments of attach(). `used`: whether the job had the feature. `joins`: a home joins where homes come
-    and go. `package`: what it needs."""
+    and go. `package`: what it needs. `more`: further steps after a home has joined."""
 
     used: Callable[[Training], bool]
     train: Callable[[Training], None] = plain
     attach: Callable[[Training], dict[str, Any]] = lambda _: {}
     joins: bool = True
     package: str = ""
+    more: int = 0
 
 
 def plan_of_job(job: Training) -> Plan:
@@ -377,7 +378,7 @@ FEATURES: dict[str, Feature] = {
     "gpus": Feature(lambda job: plan_of_job(job).ranks_per_node > 1, plain,
                     lambda job: {"plan": job.planned()}),
     "join": Feature(lambda job: job.session.step == STEPS, uneven, lambda _: {"sync": "step"}, joins=False),
-    "shares": Feature(lambda job: len(set(job.shares.values())) > 1, moving_shares),
+    "shares": Feature(lambda job: len(set(job.shares.values())) > 1, moving_shares, more=80),
     "weight": Feature(lambda job: job.compared > 0, weighted, lambda _: {"compression": EXACT}),
     "resume": Feature(exchanged, resuming, joins=False),
     "guard": Feature(lambda job: job.session.metrics()["guard_s"] > 0, guarded,

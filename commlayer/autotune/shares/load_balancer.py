@@ -26,6 +26,7 @@ from commlayer.autotune.start import reporting
 from commlayer.balance import Decision, LinearTime, Outcome, Sampler, SharePolicy
 from commlayer.balance.balancer import Event, describe
 from commlayer.balance.profile import LIMIT_S, WorkerProfile
+from commlayer.balance.schedule import CHANGE_DELAY_STEPS
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import CommError, InvalidInput
 
@@ -59,7 +60,13 @@ class LoadBalancer:
         self._lookahead = lookahead
         self._opening: InitialShares | None = None
         self._state: SharesState | None = None
-        """State of the balancing; None until the first step is over."""
+        """State of the balancing; None until the first step is over, and after a change of members until the samplers have
+        adapted."""
+        self._members: tuple[int, ...] | None = None
+        self._workers: tuple[int, ...] = ()
+        """The samplers' number of each rank's worker. They differ after workers have left."""
+        self._from_step = 0
+        """First step after which balancing begins."""
         self._samples: dict[int, int] = {}
         """Maps a session's step to its number of samples, until the step's time is known."""
         self._times: list[tuple[int, float]] = []
@@ -135,8 +142,12 @@ class LoadBalancer:
         return job
 
     def _step_over(self, step: int) -> None:
-        if self._state is None:
+        self._follow_members(step)
+        if self._state is None and step >= self._from_step:
             self._state = self._begin(step)
+        if self._state is None:
+            self.session.inspect.laps()
+            return
         for lap in self.session.inspect.laps():
             if lap.step in self._samples:
                 self._times.append((self._samples.pop(lap.step), lap.seconds))
@@ -150,9 +161,17 @@ class LoadBalancer:
         for part in parts:
             reporting(self._job).shares_moved(part)
 
+    def _follow_members(self, step: int) -> None:
+        """Begins again after members have changed, in the step from which on the samplers share the batch among them."""
+        former, self._members = self._members, self.session.inspect.members
+        if former != self._members and (former is not None or self._job.joined is not None):
+            self._state, self._from_step = None, step + 1 + CHANGE_DELAY_STEPS
+            self._inbox.clear()
+
     def _row(self) -> WorkerTime:
         """Returns this rank's times for the next report."""
-        assert self._state is not None
+        if self._state is None:
+            return WorkerTime()
         times, self._times = self._times, []
         price = self.session.inspect.context.terms.price or (0.0, 0.0)
         return WorkerTime(self._step, *latest(times), self._ahead, *price, policy.checksum(self._state))
@@ -168,7 +187,8 @@ class LoadBalancer:
             with self._explained():
                 self._state, decision, events = policy.decide(self._state, *self._inbox.popleft(), to_come)
             if decision is not None:
-                self.sampler.announce(decision.from_step, decision.by_worker)
+                shares = {self._workers[rank]: share for rank, share in decision.by_worker.items()}
+                self.sampler.announce(decision.from_step, shares)
             for event in events:
                 self._say(event)
 
@@ -188,15 +208,14 @@ class LoadBalancer:
     def _begin(self, step: int) -> SharesState:
         """Exchanges the initial data of all ranks and returns the first state. `step`: number of the step that has ended."""
         sampler, context = self.sampler, self._job
-        if context.elastic:
-            raise InvalidInput("E-SHARES-ARGUMENT",
-                               "LoadBalancer: workers may leave this job (min_workers), and shares follow measured times of "
-                               "all; allowed: sampler.follow(loader, session), or a job in which all stay")
         exchange = context.rows.section("samplers")
         from_step, shares = sampler.announced
+        self._workers = sampler.workers or tuple(range(context.world))
+        shares = {rank: shares.get(worker, 0) for rank, worker in enumerate(self._workers)} if sampler.workers else shares
+        own = self._workers.index(sampler.rank) if sampler.rank in self._workers else sampler.rank
         line = self._line or LinearTime(1.0)
         with self._explained():
-            exchange.start(*RankStart(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
+            exchange.start(*RankStart(own, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
                                       self._line is not None, line.slope_s, line.intercept_s))
             rows = [RankStart(*row) for row in exchange.read()]
         state = policy.begin(rows, shares, from_step, policy=self._policy, opening=self._opening)

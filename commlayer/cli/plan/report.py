@@ -374,9 +374,7 @@ def assumptions(
     if shares:
         names = [node.name for node in cluster.nodes for _ in range(node.ranks)]
         each = ", ".join(f"{name} {share}" for name, share in zip(names, shares, strict=True))
-        yield f"workers: all stay (without --min-workers); samples of a step by speed: {each}"
-    elif not cluster.reachable:
-        yield "workers: can leave (--min-workers), so all have equal batches"
+        yield f"workers: samples of a step by speed: {each}"
 
 
 def _machines(cluster: Cluster) -> str:
