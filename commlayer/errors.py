@@ -180,7 +180,9 @@ CODES: dict[str, tuple[str, str]] = {
     "E-LEARNING-TABLE": ("A table of measured convergence factors cannot be used.",
                          "`python -m bench.own_learning TASK FILE` writes one."),
     "E-LOSS-MODEL": ("A loss model cannot be read, or lacks a codec.", "`commlayer tune` writes one."),
-    "E-EPOCH-ENDED": ("A request belongs to an earlier epoch, with other members.", "None: the worker repeats the request."),
+    "E-EPOCH": ("A joining worker was reported to a server under a wrong number.", "This is a bug in commlayer: report it."),
+    "E-EPOCH-ENDED": ("A request belongs to an earlier epoch, or its sender is no longer a member of the job.",
+                      "A request is repeated by its worker. A removed worker joins again with the same command."),
     # Codecs
     "E-CODEC-NAME": ("A codec's name or the form of its arguments is wrong.", "Use a name from docs/reference/codecs.md."),
     "E-CODEC-ARGUMENT": ("A codec's argument is wrong, or codecs do not nest this way.", "The message lists what is allowed."),

@@ -29,7 +29,6 @@ from commlayer.cluster.calls import messages
 from commlayer.cluster.calls.call_proofs import CHALLENGE
 from commlayer.cluster.keys import enrolment_messages
 from commlayer.cluster.membership import coordinator
-from commlayer.cluster.membership.epoch_change import EpochChange
 from commlayer.cluster.servers import summation_server
 from commlayer.config import host_port
 from commlayer.records import Plan, Record
@@ -84,8 +83,8 @@ FROM_SERVERS = {
     enrolment_messages.EnrolmentReply,
 }
 """Records that only a server sends. The server can end the job anyway."""
-PARTS = {messages.PeerExit, messages.Overdue}
-"""Records inside of others."""
+PARTS = {messages.PeerExit, messages.Overdue, summation_server.Joins}
+"""Records inside of others, or of a frame of a kind that has a bound."""
 
 
 def methods() -> dict[str, type[Record]]:
@@ -317,7 +316,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "generation": (2, 0xFFFFFFFF), "step": (7, 0xFFFFFFFF), "bucket": (9, 0xFFFFFFFF), "part": (1, 0xFFFF),
     "parts": (2, 0xFFFF), "round": (1, 0xFF), "codec": (0, 0xFF), "sender": (0, 0xFFFF), "order": (1, 0xFFFF),
     "flags": (Flag.ABANDON, Flag.MEAN, Flag.WITHOUT_ZEROS, Flag.ALL), "used": (0, 7, (1 << 64) - 1),
-    "undone": (1, (1 << 64) - 1), "weight": (-1.0, 3e38, float("inf"), float("nan")),
+    "undone": (1, (1 << 64) - 1), "joined": (1, 0xFFFF), "weight": (-1.0, 3e38, float("inf"), float("nan")),
     "total": (-1.0, 3e38, float("inf"), float("nan")),
 }
 """Values of header fields other than those of an honest frame."""
@@ -372,8 +371,8 @@ def contents(header: Header, body: bytes) -> Iterator[Sent]:
     if header.kind == Kind.PLAN:
         for label, fields in messages_of(Plan, msgspec.to_builtins(PLAN), TOTAL_NBYTES):
             yield Sent(f"plan with {label}", header, msgspec.json.encode(fields))
-        for label, fields in messages_of(EpochChange, {}, TOTAL_NBYTES):
-            yield Sent(f"change with {label}", header._replace(flags=Flag.ABANDON), msgspec.msgpack.encode(fields))
+        for label, fields in messages_of(summation_server.Joins, {}, TOTAL_NBYTES):
+            yield Sent(f"joins with {label}", header._replace(flags=Flag.ABANDON), msgspec.msgpack.encode(fields))
 
 
 @pytest.mark.timeout(1800)

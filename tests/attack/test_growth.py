@@ -12,12 +12,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from support.coordinators import WAIT_S, until
+from support.coordinators import WAIT_S
 from support.hostile import DataConnection, HonestMember, HostileMember, Victim, flood, joined
 
 from commlayer import records
 from commlayer.cluster.calls import messages
-from commlayer.cluster.membership.epoch_change import EpochChange, wire_generation
 from commlayer.compressors import codec_of
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan, TensorInfo
@@ -53,19 +52,11 @@ class Scene:
         return Header(kind, 1, sender=self.hostile.rank)._replace(**fields)
 
     def step_alone(self, step: int) -> None:
-        """A step of the honest member in the epoch that begins when the server has dropped the other one."""
-        honest = self.honest
-        until(lambda: honest.membership.newest.generation > 1, "there is an epoch without the hostile member")
-        epoch = honest.membership.newest
-        change = EpochChange(epoch, step, {}, records.encode(records.plan_of(PLAN, [0])))
-        ask = Header(Kind.PLAN, wire_generation(epoch), sender=honest.rank, flags=Flag.ABANDON, used=1)
-        header, body = honest.contribution(step)
-        header = header._replace(generation=wire_generation(epoch), total=1.0)
-        for request, data, answer in ((ask, msgspec.msgpack.encode(change), Kind.PLAN_OK), (header, body, Kind.RESULT)):
-            waiting = honest.transport.recv(SERVER_BASE, key(request._replace(kind=answer)))
-            honest.transport.send(SERVER_BASE, request, data)
-            message = honest.transport.wait(waiting, time.monotonic() + WAIT_S)
-        assert message.header.weight == 1.0
+        """A step of the honest member, which closes when the server has dropped the other one."""
+        header, body = self.honest.contribution(step)
+        result = self.honest.transport.recv(SERVER_BASE, key(header._replace(kind=Kind.RESULT)))
+        self.honest.transport.send(SERVER_BASE, header, body)
+        assert self.honest.transport.wait(result, time.monotonic() + WAIT_S).header.weight == 1.0
 
 
 @pytest.fixture

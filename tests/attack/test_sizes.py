@@ -31,10 +31,8 @@ from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.process_groups import Members
 from commlayer.cluster.processes.relayed_group import RelayedGroup
 from commlayer.engine.checkpoints import checkpoint, checkpoint_files
-from commlayer.engine.epochs.agreement import Vote, key_of
-from commlayer.engine.epochs.epoch_messages import EpochMessages
 from commlayer.engine.epochs.replica import HEAD, TENSOR, GivenState, Replica, most_state_nbytes, share_optimizer
-from commlayer.engine.epochs.state_relay import StateRelay
+from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
 from commlayer.engine.guards.parameter_drift import DriftRow, ParameterDrift
 from commlayer.engine.job.plan_agreement import from_rank_0
 from commlayer.engine.observers.trace import gather_steps
@@ -214,11 +212,11 @@ def test_state_for_a_joining_worker_is_bounded_by_its_model(
     _, (hostile, desk, other) = met(opened, 3)
     monkeypatch.setattr(site_process_group, "kv_client", lambda: desk)
     most_nbytes, soon = most_state_nbytes(model().parameters()), time.monotonic() + WAIT_S
-    named = b"\xc1" if size == "noise" else msgspec.msgpack.encode(100 if size == "longer" else size)
-    hostile.request(soon, put=[(key_of(EPOCH, "state", 0), named), (key_of(EPOCH, "part0", 0), bytes(1000))])
-    for rank, home in ((0, hostile), (2, other)):
-        home.request(soon, put=[(key_of(EPOCH, "window0", rank), msgspec.msgpack.encode(Vote(1)))])
-    relay = StateRelay(EpochMessages(EPOCH, 0.0), EPOCH, 1, Vote(1), WAIT_S, 0.0, most_nbytes)
+    named = b"\xc1" if size == "noise" else msgspec.msgpack.encode((100 if size == "longer" else size, [0, 1, 2]))
+    hostile.request(soon, put=[(("joining2/state", HOSTILE), named), (("joining2/part0", HOSTILE), bytes(1000))])
+    for rank, home in ((HOSTILE, hostile), (2, other)):
+        home.request(soon, put=[(("joining2/window0", rank), b"")])
+    relay = StateRelay(NewestEpoch(EPOCH, 0.0), EPOCH, 1, HOSTILE, WAIT_S, 0.0, most_nbytes)
     before = memory_nbytes("VmRSS")
     line = outcome(lambda: relay.take(lambda _: None) if how == "take" else relay.watch())
     assert_refused(line, "E-FRAME" if size == "noise" else "E-SIZE", "worker 0")
@@ -242,6 +240,15 @@ def test_state_for_a_joining_worker_needs_no_more_memory_than_its_bytes(data: by
     line = outcome(lambda: replica.take(data, lambda _: None))
     assert_refused(line, "E-JOIN-STATE" if len(data) > 1000 else "E-FRAME")
     assert memory_nbytes("VmHWM") - before < ALLOWED_GROWTH_NBYTES
+
+
+def test_state_above_the_size_limit_is_an_error_of_the_sender() -> None:
+    """The joining worker gets the reason. The other ranks continue to train."""
+    net = model()
+    replica = Replica(net)
+    data = replica.encoded({"buffer.x": torch.zeros(replica.most_nbytes // 4 + 1)})
+    assert len(data) < 1000
+    assert_refused(outcome(lambda: replica.take(data, lambda _: None)), "E-JOIN-STATE", f"at most {replica.most_nbytes}")
 
 
 @pytest.mark.parametrize("change", [

@@ -60,7 +60,7 @@ ROOMS: dict[str, list[set[str]]] = {
     "cluster": [{room} for room in ("calls", "processes", "keys", "membership", "servers")],
 }
 """Folders and modules inside a part, from the bottom up: each imports only those of its own and lower layers."""
-DECIDING = {"engine.epochs.agreement", "autotune.plan_policy", "autotune.link_policy", "autotune.quality.policy",
+DECIDING = {"engine.epochs.schedule", "autotune.plan_policy", "autotune.link_policy", "autotune.quality.policy",
             "autotune.shares.policy"}
 """Pure modules, with all that they import from autotune/."""
 DRIVERS = {"engine.start", "engine.step", "engine.job.job", "engine.epochs.plan_switch", "autotune.controller"}

@@ -17,7 +17,6 @@ import pytest
 import torch
 from support import rank_pool
 from support.attached import assert_refused, data, mlp, outcome, plan_of, sync_of
-from support.internals import core_of
 from support.jobs import distributed_job
 from support.keys import (
     Folders,
@@ -213,7 +212,7 @@ class Outcome:
         """`weighed`: ranks weigh something else in every step, and do not announce it."""
         self.added: Counter[tuple[int, int]] = Counter()
         with Rig(WORLD, codec, hub=hub, **rig) as job:
-            cells = [cell for server in job.servers for cell in core_of(server).cells.values()]
+            cells = [cell for server in job.servers for cell in server.core.cells.values()]
             for cell in cells:
                 cell.ops = Counted(cell.ops, self.added, cell.bucket)
             shapes = [info.shape for info in job.job.tensors]

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from support import codecs as kit
@@ -30,8 +31,9 @@ from support.coordinators import (
     Failures,
     Opened,
     quick,
+    until,
 )
-from support.internals import core_of, state_of
+from support.internals import state_of
 from support.meshes import FAR, soon
 from support.serving import JOB, PLAN, Pair, changed, epoch_of, plan_of
 from support.workers import Rig, job, on_ranks, step
@@ -40,19 +42,19 @@ from commlayer import records
 from commlayer.cluster.calls import messages
 from commlayer.cluster.membership import client
 from commlayer.cluster.membership.coordinator import Coordinator
-from commlayer.cluster.membership.epoch_change import EpochChange, change_problem, wire_generation
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.servers import worker_client
-from commlayer.cluster.servers.data_server import DataServer
+from commlayer.cluster.servers.data_server import NOTICE_HEARTBEATS, DataServer
 from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.cluster.servers.server_journal import ServerIdentity, ServerJournal
-from commlayer.cluster.servers.summation_server import Stalled
+from commlayer.cluster.servers.summation import Summation
+from commlayer.cluster.servers.summation_server import Joins, Stalled
 from commlayer.compressors import kernels
 from commlayer.compressors.kernels import fallback
 from commlayer.compressors.plan_codecs import codec_of
 from commlayer.config import host_port, join_host
 from commlayer.engine.worker.worker import Worker
-from commlayer.errors import CommError, CorruptFrame, InvalidInput, RecordError, Refused
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost, RecordError, Refused
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Epoch, Job, Member, Plan, ServerInfo, Slice, TensorInfo
 from commlayer.transport.endpoint import StreamTransport
@@ -62,101 +64,184 @@ from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
 DATA = records.encode(PLAN)
 
 
-class Asked:
-    """A server of three; worker 0 reports that worker 2 is gone. `told`: the coordinator reports it, too."""
+class Serving:
+    """A server of three, its coordinator's newest epoch, and the transports of some workers."""
 
-    def __init__(self, opened: Opened, *, told: bool = True, stays: bool = False) -> None:
-        self.serving = DataServer("127.0.0.1", 0, quick(heartbeat_s=0.05))
-        opened.append(self.serving)
-        self.epoch = epoch_of(DATA, self.serving, 3)
-        self.next = msgspec.structs.replace(self.epoch, generation=2, members=self.epoch.members[:2])
-        newest = self.next if told else self.epoch
-        self.serving.start(self.epoch, DATA, 0, await_epoch=None if stays else lambda *_: newest)
-        self._worker = StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(DATA)))
-        opened.append(self._worker)
-        self._worker.dial(SERVER_BASE, host_port(self.serving.address), soon())
+    def __init__(self, opened: Opened, *, fixed: bool = False, journal: str = "") -> None:
+        self._opened = opened
+        self.serving = opened.add(DataServer("127.0.0.1", 0, quick(heartbeat_s=0.05, journal=journal)))
+        self.newest, self.awaited = epoch_of(DATA, self.serving, 3), list[tuple[int, float]]()
+        """`awaited`: generations for which the server has waited, and for how long at most."""
+        self.serving.start(self.newest, DATA, 0, await_epoch=None if fixed else self._await_epoch)
 
-    def answer(self, epoch: Epoch, plan: bytes = DATA, generation: int = 0) -> str:
-        header = Header(Kind.PLAN, generation or wire_generation(epoch), flags=Flag.ABANDON)
-        handle = self._worker.recv(SERVER_BASE, key(header._replace(kind=Kind.PLAN_OK)))
-        self._worker.send(SERVER_BASE, header, msgspec.msgpack.encode(EpochChange(epoch, 7, {}, plan)))
-        return bytes(self._worker.wait(handle, soon()).body).decode()
+    def _await_epoch(self, generation: int, timeout_s: float) -> Epoch:
+        self.awaited.append((generation, timeout_s))
+        return self.newest
+
+    def epoch(self, *members: int, generation: int = 0) -> Epoch:
+        """The coordinator's next epoch, which the server has not received yet."""
+        everyone = epoch_of(DATA, self.serving, 10).members
+        self.newest = msgspec.structs.replace(self.newest, generation=generation or self.newest.generation + 1,
+                                              members=tuple(everyone[rank] for rank in members))
+        return self.newest
+
+    def end(self, rank: int) -> StreamTransport:
+        end = StreamTransport(Hello(JOB.digest(), rank, messages.digest_of(DATA)))
+        self._opened.append(end)
+        end.dial(SERVER_BASE, host_port(self.serving.address), soon())
+        return end
+
+    def report(self, end: StreamTransport, number: int, member: int, generation: int) -> None:
+        """Reports that a worker joins, and waits for the answer."""
+        header = Header(Kind.PLAN, 1, number, sender=end.rank, flags=Flag.ABANDON)
+        answer = end.recv(SERVER_BASE, key(header._replace(kind=Kind.PLAN_OK)))
+        end.send(SERVER_BASE, header, msgspec.msgpack.encode(Joins(number, member, generation)))
+        assert bytes(end.wait(answer, soon()).body) == b""
 
     @property
-    def changed(self) -> bool:
-        core = core_of(self.serving._server)  # type: ignore[union-attr]
-        return core.generation != 1 or any(cell.ended for cell in core.cells.values())
+    def core(self) -> Summation:
+        assert self.serving._server is not None
+        return self.serving._server.core
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Those of a step that counts all workers that have joined."""
+        return self.core.cells[0].members_with(len(self.core.joined))
 
 
-def test_server_enters_the_epoch_of_the_coordinator(opened: Opened) -> None:
-    requested = Asked(opened)
-    for _ in range(2):
-        assert requested.answer(requested.next) == "", "a repeated request has no further effect"
-    core = core_of(requested.serving._server)  # type: ignore[union-attr]
-    assert (core.generation, core.cells[0].members) == (wire_generation(requested.next), (0, 1))
+def contribution(rank: int, step: int = 0, joined: int = 0) -> tuple[Header, memoryview]:
+    codec = codec_of(PLAN.buckets[0])
+    out = memoryview(bytearray(codec.bound(PLAN.buckets[0].spec)))
+    nbytes = codec.start(np.full(100, 1.0 + rank, np.float32), codec.init(PLAN.buckets[0].spec), out)
+    return Header(Kind.PUSH, 1, step, codec=codec.id, sender=rank, weight=1.0, used=1, joined=joined), out[:nbytes]
 
 
-@pytest.mark.parametrize(("plan", "told", "line"), [
-    (DATA, False, "epoch 2 is not the coordinator's newest, which is 1"),
-    (b"{", True, "plan of worker 0: "),
-    (records.encode(changed(codec="zip()")), True, "codec 'zip()'"),
+def contribute(end: StreamTransport, step: int = 0, joined: int = 0) -> Any:
+    """Sends a contribution; a receive for the result."""
+    header, body = contribution(end.rank, step, joined)
+    result = end.recv(SERVER_BASE, key(header._replace(kind=Kind.RESULT)))
+    end.send(SERVER_BASE, header, body)
+    return result
+
+
+def test_sum_closes_as_soon_as_a_member_is_removed(opened: Opened) -> None:
+    job = Serving(opened)
+    ends = [job.end(rank) for rank in range(3)]
+    results = [contribute(end) for end in ends[:2]]
+    waits = ends[2].recv(SERVER_BASE)
+    job.serving.change(job.epoch(0, 1))
+    for end, result in zip(ends, results, strict=False):
+        assert end.wait(result, soon()).header.weight == 2.0
+    with pytest.raises(PeerLost):
+        ends[2].wait(waits, soon())
+    with pytest.raises(Refused, match="is no longer a member of the job.*E-EPOCH-ENDED"):
+        job.end(2)
+
+
+def test_reported_worker_is_a_member_from_then_on(opened: Opened) -> None:
+    job = Serving(opened)
+    ends = [job.end(rank) for rank in range(3)]
+    generation = job.epoch(0, 1, 2, 3).generation
+    for end in (*ends, ends[0]):
+        job.report(end, 1, 3, generation)
+    assert job.core.joined == [3]
+    assert job.awaited[0] == (generation, pytest.approx(NOTICE_HEARTBEATS * 0.05))
+    ends.append(job.end(3))
+    results = [contribute(end, joined=1) for end in ends]
+    assert [end.wait(result, soon()).header.weight for end, result in zip(ends, results, strict=True)] == [4.0] * 4
+
+
+@pytest.mark.parametrize(("number", "member", "generation", "line"), [
+    (2, 3, 2, "worker 3 joins as number 2, but 0 workers have joined"),
+    (1, 2, 2, "worker 2 joins as number 1, but 0 workers have joined"),
+    (1, 3, 3, "worker 3 joins as number 1, but the coordinator's newest epoch is 2, not 3"),
+    (1, 4, 2, "worker 4 joins as number 1, but the coordinator has not admitted it"),
+    (1, 4, 1, "worker 4 joins as number 1, but the coordinator has not admitted it"),
 ])
-def test_invalid_epoch_is_refused_before_the_old_one_ends(
-    plan: bytes, told: bool, line: str, opened: Opened,
+def test_member_that_reports_a_worker_falsely_is_dropped(
+    number: int, member: int, generation: int, line: str, opened: Opened, caplog: pytest.LogCaptureFixture,
 ) -> None:
-    requested = Asked(opened, told=told)
-    assert line in requested.answer(requested.next, plan)
-    assert not requested.changed
-    if told:
-        assert requested.answer(requested.next) == ""
-
-
-@pytest.mark.parametrize(("present", "then"), [
-    ((0, 1, 5), (0, 1, 5, 4)),  # 4 and 5 are of one home, and 5 was ready first
-    ((0, 1, 5), (0, 1, 4)),
-    ((0, 1), (0, 1, 5, 4)),
-    ((3,), (3, 0)),
-])
-def test_joining_members_follow_all_others_in_the_sum(present: tuple[int, ...], then: tuple[int, ...]) -> None:
-    epoch, new = (Epoch(n, tuple(Member(rank, rank, "host") for rank in ranks), ()) for n, ranks in ((1, present), (2, then)))
-    assert change_problem(EpochChange(new, 7, {}, b""), wire_generation(new), then[0], epoch) == ""
-
-
-WRONG = [
-    ({"members": (0, 1, 3, 3)}, 0, "its members must be present members in their present order, followed by joining members"),
-    ({"members": (0, 1, 0)}, 0, "its members must be present members in their present order, followed by joining members"),
-    ({"members": ()}, 0, "its members must be present members"),
-    ({"members": (0, 3, 2)}, 0, "its members must be present members in their present order, followed by joining members"),
-    ({"members": (0, 1, 3)}, 0, "its epoch 2 differs from the coordinator's"),
-    ({"members": (1, 2)}, 0, "its sender is not one of its members"),
-    ({"members": (0, 2)}, 0, "its epoch 2 differs from the coordinator's"),
-    ({"servers": ()}, 0, "its servers or its plan differ from the job's"),
-    ({}, (1 << 32) - 1, "it announces epoch 2 with wire generation 4294967295, but epoch 1 is active"),
-    ({"generation": 1}, 2, "it announces epoch 1 with wire generation 2, but epoch 1 is active"),
-]
-
-
-@pytest.mark.parametrize(("fields", "generation", "line"), WRONG)
-def test_members_cannot_change_the_membership(
-    fields: dict[str, Any], generation: int, line: str, opened: Opened, caplog: pytest.LogCaptureFixture,
-) -> None:
-    requested = Asked(opened)
-    if "members" in fields:
-        every = epoch_of(DATA, requested.serving, 4).members
-        fields = {"members": tuple(every[rank] for rank in fields["members"])}
+    job = Serving(opened)
+    liar, honest = job.end(1), job.end(0)
+    job.epoch(0, 1, 2, 3)
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
-        requested.answer(msgspec.structs.replace(requested.next, **fields), generation=generation)
-    assert f"dropped worker 0: PLAN frame with a change of members is invalid: {line}" in caplog.text.replace(
-        "CorruptFrame: ", "")
-    assert not requested.changed
+        job.report(liar, number, member, generation)
+    assert f"dropped worker 1: reports that {line}" in caplog.text
+    assert job.core.joined == []
+    job.report(honest, 1, 3, 2)
+    assert job.members == (0, 1, 2, 3)
 
 
-def test_plan_of_another_membership_is_refused_in_a_fixed_job(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
-    requested = Asked(opened, stays=True)
+def test_other_worker_under_a_used_number_is_refused(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
+    job = Serving(opened)
+    job.report(job.end(0), 1, 3, job.epoch(0, 1, 2, 3, 4).generation)
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
-        requested.answer(requested.next)
-    assert "sent a change of members, but the members of this job cannot change" in caplog.text
-    assert not requested.changed
+        job.report(job.end(1), 1, 4, 2)
+    assert "dropped worker 1: reports that worker 4 joins as number 1, but 1 workers have joined" in caplog.text
+    assert job.core.joined == [3]
+
+
+def test_worker_that_joins_a_job_of_fixed_members_is_refused(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
+    job = Serving(opened, fixed=True)
+    with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
+        job.report(job.end(0), 1, 3, 2)
+    assert "dropped worker 0: reports a worker that joins, but the members of this job cannot change" in caplog.text
+    assert job.core.joined == []
+
+
+def test_worker_that_has_joined_and_left_before_the_report_is_not_waited_for(opened: Opened) -> None:
+    job = Serving(opened)
+    ends = [job.end(rank) for rank in range(3)]
+    job.epoch(0, 1, 2, 3)
+    job.epoch(0, 1, 2)
+    for end in ends:
+        job.report(end, 1, 3, 2)
+    results = [contribute(end, joined=1) for end in ends]
+    assert [end.wait(result, soon()).header.weight for end, result in zip(ends, results, strict=True)] == [3.0] * 3
+
+
+def test_removal_that_a_report_reveals_closes_sums_in_progress(opened: Opened) -> None:
+    """The epoch may reach the server during the wait for it, before `change` is called."""
+    job = Serving(opened)
+    ends = [job.end(rank) for rank in range(2)]
+    results = [contribute(end) for end in ends]
+    job.report(ends[0], 1, 3, job.epoch(0, 1, 3, generation=3).generation)
+    job.serving.change(job.newest)
+    assert [end.wait(result, soon()).header.weight for end, result in zip(ends, results, strict=True)] == [2.0] * 2
+
+
+def test_job_is_not_over_when_a_worker_that_left_early_is_reported(opened: Opened) -> None:
+    job = Serving(opened)
+    ends = [job.end(rank) for rank in range(3)]
+    job.serving.change(job.epoch(0, 1, 2, 3))
+    job.end(3).close()
+    job.serving.change(job.epoch(0, 1, 2))
+    job.report(ends[0], 1, 3, 2)
+    for end in ends:
+        assert not job.serving.finished
+        end.close()
+    until(lambda: job.serving.finished, "all workers have ended")
+
+
+def test_restarted_server_knows_who_has_joined_and_who_is_gone(opened: Opened, tmp_path: Path) -> None:
+    job = Serving(opened, journal=str(tmp_path))
+    ends = [job.end(rank) for rank in range(3)]
+    job.report(ends[0], 1, 3, job.epoch(0, 1, 2, 3).generation)
+    job.report(ends[0], 2, 4, job.epoch(0, 1, 2, 3, 4).generation)
+    newest = job.epoch(0, 1, 4, generation=5)
+    job.serving.change(newest)
+    job.serving.close(over=False)
+    opened.remove(job.serving)
+    again = opened.add(DataServer("127.0.0.1", 0, quick(heartbeat_s=0.05, journal=str(tmp_path))))
+    again.start(newest, DATA, 0, await_epoch=lambda *_: newest)
+    assert again._server is not None
+    assert (again._server.core.joined, again._server.core.cells[0].members_with(2)) == ([3, 4], (0, 1, 4))
+    job.serving = again
+    with pytest.raises(Refused, match="is no longer a member of the job.*E-EPOCH-ENDED"):
+        job.end(3)
+    ends = [job.end(rank) for rank in (0, 1, 4)]
+    results = [contribute(end, joined=2) for end in ends]
+    assert [end.wait(result, soon()).header.weight for end, result in zip(ends, results, strict=True)] == [3.0] * 3
 
 
 needs_native = pytest.mark.skipif("native" not in kernels.BACKENDS, reason="built without the native core")

@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.autotune import quality
+from commlayer.autotune.quality import policy
 from commlayer.engine.components import Order
 from commlayer.engine.job.job import JobContext
 from commlayer.engine.model.model_tensors import job_of
@@ -108,7 +108,7 @@ def test_single_process_steps_are_counted(how: str, monkeypatch: pytest.MonkeyPa
 
 def noisy(rank: int, address: str, noise: float) -> list[float]:
     """Trains on gradients of ones with noise of this standard deviation, so that the noise scale is its square in batches."""
-    quality.TIME_PART = 1e9  # type: ignore[attr-defined]
+    policy.TIME_PART = 1e9  # type: ignore[attr-defined]
     model = nn.Linear(16384, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     generator, found = torch.Generator().manual_seed(rank), []
@@ -300,7 +300,7 @@ def test_session_attributes_are_few_and_the_rest_is_under_inspect() -> None:
             "inspect"} <= public
     rest = {name for name in dir(session.inspect) if not name.startswith("_")}
     assert rest == {"plan", "context", "components", "decisions", "events", "laps", "trace", "members", "may_leave",
-                    "own", "carried", "steps_at_exit", "catch_up", "followers", "joined_state", "steps_locally"}
+                    "own", "carried", "confirmed", "steps_at_exit", "catch_up", "followers", "joined_state", "steps_locally"}
     session.close()
 
 

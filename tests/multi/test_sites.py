@@ -534,10 +534,10 @@ def test_wait_error_names_the_departed_site_and_not_the_coordinator(opened: Open
     members = joined(opened, coordinator, 3)
     members[2].leave("it breaks off")
     with pytest.raises(PeerLost, match="it breaks off.*E-PEER-LOST") as one:
-        desks[0].request(time.monotonic() + WAIT_S, want=[("regroup2/ready", 2)])
+        desks[0].request(time.monotonic() + WAIT_S, want=[("joining2/window0", 2)])
     assert one.value.peer == "worker 2"
     with pytest.raises(CommError, match="worker 2: .*it breaks off.*E-PEER-LOST") as another:
-        desks[2].request(time.monotonic() + WAIT_S, want=[("regroup2/ready", 0)])
+        desks[2].request(time.monotonic() + WAIT_S, want=[("joining2/window0", 0)])
     assert another.value.peer == f"coordinator {coordinator.address}", "its own row is there"
 
 

@@ -33,6 +33,10 @@ class FakeSession:
 
     step = carried = 0
 
+    @property
+    def confirmed(self) -> int:
+        return self.carried
+
     def steps_at_exit(self, member: int) -> int:
         return 0
 

@@ -96,8 +96,3 @@ def config_of(owner: Any) -> Any:
 def process_of(server: Any) -> subprocess.Popen[Any]:
     """The process of an EmbeddedServer."""
     return server._process  # type: ignore[no-any-return]
-
-
-def core_of(server: Any) -> Any:
-    """The Summation of a summation server."""
-    return server._core

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from support import processes
-from support.internals import core_of
 from support.processes import clean_environment
 
 START_S = 100.0
@@ -193,14 +192,14 @@ class Servers(contextlib.AbstractContextManager["Servers"]):
 
     def residuals(self) -> dict[int, Any]:
         """Residuals of the servers, by bucket."""
-        cells = [cell for serving in self.serving for cell in core_of(serving._server).cells.values()]
+        cells = [cell for serving in self.serving for cell in serving._server.core.cells.values()]
         states = {cell.bucket: cell.ops._state for cell in cells}
         return {bucket: state["residual"].copy() for bucket, state in states.items() if "residual" in state}
 
     def has_results(self) -> bool:
         """Whether the first server keeps a result."""
         server = self.serving[0]._server
-        return server is not None and any(cell.results for cell in core_of(server).cells.values())
+        return server is not None and any(cell.results for cell in server.core.cells.values())
 
     def refuse_plans(self, server: int, reason: str) -> None:
         """That server refuses every change of plan."""

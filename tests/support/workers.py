@@ -13,6 +13,7 @@ from commlayer.cluster.servers.server_codecs import ops_of, senders_of
 from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import SumServer, follow_stalls
 from commlayer.compressors import codec_of
+from commlayer.engine.components import Components
 from commlayer.engine.worker.worker import Worker
 from commlayer.observe.noise_scale import Agreement
 from commlayer.planner import default_plan
@@ -30,11 +31,11 @@ def job(shapes: list[tuple[int, ...]] | None = None, buffers: int = 0) -> Job:
 
 
 class Rig(contextlib.AbstractContextManager["Rig"]):
-    """`world` workers and the plan's servers in one process."""
+    """`world` workers and the plan's servers in one process, and `joining` workers that join later, which servers expect."""
 
     def __init__(self, world: int, codec: str, *, servers: int = 1, shapes: list[tuple[int, ...]] | None = None,
                  buffers: int = 0, stall_s: float = 0.2, hub: Any = None, plan: Plan | None = None,
-                 of: Job | None = None) -> None:
+                 of: Job | None = None, joining: int = 0) -> None:
         self.job = of or job(shapes, buffers)
         self.plan = plan or default_plan(self.job, codec=codec, path="service", servers=servers, ranks_per_node=1,
                                          fuse_nbytes=2048, cut_nbytes=4096)
@@ -43,15 +44,21 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
         self.sums = [Summation(s, 1, ops_of(self.plan, s, gradients=gradients), senders_of(self.plan, world))
                      for s in range(self.plan.servers)]
         """What the servers hold."""
-        self.servers = [SumServer(core, self.hub.transport(SERVER_BASE + s), range(world), stall_s=stall_s)
+        for core in self.sums:
+            for number in range(joining):
+                core.add(number + 1, world + number)
+        self.servers = [SumServer(core, self.hub.transport(SERVER_BASE + s), range(world + joining), stall_s=stall_s)
                         for s, core in enumerate(self.sums)]
-        self.transports = [self.hub.transport(rank) for rank in range(world)]
+        self.world, self.components = world, list[Components]()
+        """`components`: of each worker."""
+        self.transports = [self.hub.transport(rank) for rank in range(world + joining)]
         self.workers = [self.worker(rank, t) for rank, t in enumerate(self.transports)]
 
     def worker(self, rank: int, transport: Any) -> Worker:
         codecs = {b.id: codec_of(b, rank, self.plan) for b in self.plan.buckets}
-        worker = Worker(self.job, self.plan, codecs, torch.device("cpu"), rank=rank, members=len(self.transports),
-                        transport=transport)
+        self.components.append(Components())
+        worker = Worker(self.job, self.plan, codecs, torch.device("cpu"), rank=rank, members=self.world,
+                        transport=transport, components=self.components[-1])
         for s in range(self.plan.servers):
             follow_stalls(transport, SERVER_BASE + s, 1, lambda text: worker.stalled(text.bucket, text.step, text.missing))
         return worker

@@ -16,7 +16,7 @@ from msgspec import structs
 from rich.console import Console
 from support.commands import assert_error
 
-from commlayer import plan_file, records
+from commlayer import plan_file
 from commlayer.cli import output
 from commlayer.cli.arguments import counted_job, function_of, job_named, made_by, timed_job
 from commlayer.cli.main import run
@@ -24,7 +24,6 @@ from commlayer.cli.plan import report as plan_report
 from commlayer.demo import report, screen
 from commlayer.demo.report import Progress
 from commlayer.demo.settings import DemoSettings, Event
-from commlayer.engine.epochs.membership_change import unfit
 from commlayer.planner import builtin, plan
 from commlayer.planner.baselines import Curve, one_machine, what_if
 from commlayer.planner.convergence import ALONE
@@ -32,7 +31,6 @@ from commlayer.planner.data.tables import device_named, profile_from_tables
 from commlayer.planner.explanation import diff, explain
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Policy, Question
-from commlayer.records import Plan
 
 NODES = "2xrtx3060@100/20Mb,rtx4090@1Gb"
 
@@ -91,7 +89,7 @@ def test_batch_option_with_a_job_file_is_used_or_refused(commlayer) -> None:
 
 
 @pytest.mark.nightly
-def test_sites_behind_nat_use_one_rented_server_and_whole_outer_steps(commlayer) -> None:
+def test_sites_behind_nat_use_one_rented_server_and_local_steps(commlayer) -> None:
     code, out, _ = commlayer("plan", "create", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--out", "plan.json")
     assert code == 0
     assert "summation servers: server" in out
@@ -100,8 +98,7 @@ def test_sites_behind_nat_use_one_rented_server_and_whole_outer_steps(commlayer)
         ("server", 0, True), ("home-0", 1, False), ("home-1", 1, False), ("home-2", 1, False)]
     assert inputs["cluster"]["nodes"][0]["link"]["up_bps"] == 1e9
     assert not inputs["cluster"]["reachable"]
-    assert (record["local_steps"] > 1, record["fragments"]) == (True, 1), "what a job with --min-workers runs"
-    assert unfit(records.decode(Path("plan.json").read_bytes(), Plan, "")) == ""
+    assert (record["local_steps"] > 1, record["fragments"] > 1) == (True, True)
     commlayer("plan", "create", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--server", "100Mb", "--out",
               "parts.json")
     assert json.loads(Path("parts.inputs.json").read_text())["cluster"]["nodes"][0]["link"]["down_bps"] == 1e8

@@ -11,6 +11,7 @@ import torch
 from support.residuals import by_tensor, slices_of
 from support.workers import Rig, job, on_ranks, step
 
+from commlayer.engine.buckets.current_step import Arrivals
 from commlayer.engine.job.plan_checks import unsuited
 from commlayer.engine.paths.lanes import Lane
 from commlayer.errors import CorruptFrame, DeadlineExceeded, PeerLost
@@ -44,6 +45,18 @@ def test_identity_gives_the_weighted_mean_on_every_rank(world: int, servers: int
             for rank in range(world):
                 torch.testing.assert_close(results[rank][s][tensor], expected)
                 assert torch.equal(results[rank][s][tensor], results[0][s][tensor])
+
+
+def test_wait_for_results_returns_without_any_and_after_an_error() -> None:
+    arrivals = Arrivals()
+    assert arrivals.wait(time.monotonic()), "no step has begun"
+    arrivals.expect(1)
+    assert not arrivals.wait(time.monotonic())
+    arrivals.arrived()
+    assert arrivals.wait(time.monotonic())
+    arrivals.end()
+    arrivals.expect(1)
+    assert arrivals.wait(time.monotonic()), "the error was latched before the step began"
 
 
 def test_layouts() -> None:

@@ -27,6 +27,7 @@ from commlayer.compressors.feedback import ResidualSlice
 from commlayer.engine.buckets.ledger import Ledger
 from commlayer.engine.checkpoints import checkpoint
 from commlayer.engine.model.model_tensors import learning_rate
+from commlayer.engine.worker.plan_handover import hand_over
 from commlayer.errors import StepAbandoned
 from commlayer.planner import default_plan
 from commlayer.records import Slice, Spec
@@ -289,6 +290,31 @@ def test_learning_rate_changes_conserve_the_update() -> None:
         for step, rate in enumerate(rates):
             put += rate * torch.stack([gradients(rank, step)[t] for rank in range(WORLD)]).sum(0)
         torch.testing.assert_close((WORLD * applied[t] + residuals[t]).float(), put, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("codec", ["identity()", "int4()", "topk(0.3)"])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_late_result_is_inherited_once_by_the_present_workers(codec: str, world: int) -> None:
+    """The job began with three workers, which define the unit of residuals. `world`: those present when the plan changes."""
+    def averages(r: kit.Rig, steps: int) -> list[Any]:
+        def body(rank: int) -> Any:
+            averages = [kit.step(r.workers[rank], list(gradients(rank, step))) for step in range(steps)]
+            r.workers[rank].drain()
+            return averages[-1]
+
+        return kit.on_ranks(WORLD, body)
+
+    with rig(codec, late=True) as r:
+        written = averages(r, STEPS)[0]
+    with rig(codec, late=True) as r, rig(codec) as later:
+        averages(r, STEPS - 1)
+        own = [by_tensor(slices_of(worker), SHAPES) for worker in r.workers]
+        for before, after in zip(r.workers, later.workers, strict=True):
+            hand_over(before, after, world=world)
+        inherited = [by_tensor(slices_of(worker), SHAPES) for worker in later.workers]
+    for t, average in enumerate(written):
+        for mine, all_mine in zip(own, inherited, strict=True):
+            torch.testing.assert_close(world * (all_mine[t] - mine[t]), WORLD * average.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_learning_rate_is_taken_from_the_first_nonzero_group() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import queue
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from support.loopback import Hub
 from support.workers import Rig, SharedRows, on_ranks
 from torch import nn
 
+from commlayer.engine.components import Component
 from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
 from commlayer.engine.sync.norm_matching import scale_of, square_of
+from commlayer.engine.worker.worker import Worker
 from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan
 from commlayer.planner.buckets import fragments_of
@@ -73,31 +77,56 @@ def test_norm_matching_factor(rows: list[tuple[float, float]], square: float, wa
     assert scale_of(rows, square) == pytest.approx(wanted, rel=1e-12)
 
 
+JOINED_OUTER_STEP = 1
+"""Number of the outer step whose exchange is the first one of a worker that joins."""
+
+
+class Giving(Component):
+    """Lets the last rank join in an exchange, on another rank."""
+
+    def __init__(self, worker: Worker, local: OuterSteps, give: Callable[[dict[str, torch.Tensor]], None]) -> None:
+        self._worker, self._local, self._give = worker, local, give
+
+    def begin_exchange(self) -> None:
+        if self._worker.step == JOINED_OUTER_STEP:
+            self._worker.now.joined = 1
+            self._give(self._local.snapshot())
+
+
 def trained(
     world: int, outer: OuterSGD, weights: list[float], fragments: int, *, overlap: bool, cut_nbytes: int = 4096,
-    strided: bool = False,
+    strided: bool = False, joining: int = 0,
 ) -> list[Any]:
-    """By rank: its starts after each step, and its weights at the end. Steps are given, so all modes make the same."""
+    """By rank: its starts after each step, and its weights at the end. Steps are given, so all modes make the same. `joining`:
+    1: the last rank joins the job."""
     job = Job(tuple(TensorInfo(f"t{i}", shape) for i, shape in enumerate(SHAPES)))
     plan = default_plan(job, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1,
                         cut_nbytes=cut_nbytes)
     plan = type(plan)(plan.job, plan.buckets, plan.servers, 1, local_steps=EVERY, fragments=fragments,
                       overlap="round" if overlap else "")
-    rows = SharedRows(world)
-    with Rig(world, "", plan=plan, of=job) as rig:
+    rows, given = SharedRows(world), queue.Queue[dict[str, torch.Tensor]]()
+    with Rig(world - joining, "", plan=plan, of=job, joining=joining) as rig:
         def body(rank: int) -> Any:
+            worker, first = rig.workers[rank], 0
             parameters = [nn.Parameter(torch.zeros(shape[::-1]).t() if strided else torch.zeros(shape)) for shape in SHAPES]
             local = OuterSteps(parameters, EVERY, outer, StepWeights(weights[rank]), fragments=fragments, overlap=overlap,
                                norms=rows.of(rank))
-            results = []
-            for step in range(STEPS):
+            if rank >= world - joining:
+                local.join(given.get(timeout=20.0))
+                torch._foreach_copy_([p.data for p in parameters], local.starts)  # as replica.py does
+                worker.now.number, worker.now.joined = JOINED_OUTER_STEP, 1
+                first = JOINED_OUTER_STEP * EVERY + EVERY // fragments - 1
+            elif joining:
+                rig.components[rank].add(Giving(worker, local, given.put if rank == 0 else lambda _: None))
+            results = [[s.clone() for s in local.starts]] * first
+            for step in range(first, STEPS):
                 local.count()
                 for n, p in enumerate(parameters):
                     p.data += moved(rank, step, n)
                 if local.due:
-                    local.exchange(rig.workers[rank], [], 20.0)
+                    local.exchange(worker, [], 20.0)
                 results.append([s.clone() for s in local.starts])
-            local.drain(rig.workers[rank], [], 20.0)
+            local.drain(worker, [], 20.0)
             return results, [p.detach().clone() for p in parameters]
 
         return on_ranks(world, body)
@@ -108,16 +137,17 @@ def moved(rank: int, step: int, n: int) -> torch.Tensor:
     return 0.1 * noise(rank, step, n, size=SHAPES[n]) + 0.03 * noise(99, step, n, size=SHAPES[n])
 
 
-def by_hand(weights: list[float], parts: list[list[int]], *, overlap: bool, matched: bool) -> list[list[torch.Tensor]]:
-    """Starts after each step."""
+def by_hand(weights: list[float], parts: list[list[int]], *, overlap: bool, matched: bool, joining: int = 0
+            ) -> list[list[torch.Tensor]]:
+    """Starts after each step. A worker that joins begins at the starts, with weight 0 in its first exchange."""
     world = len(weights)
-    shares = [w / sum(weights) for w in weights]
     starts = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     ranks = [[s.clone() for s in starts] for _ in range(world)]
     sent: Any = None
-    turns, results = itertools.cycle(parts), []
+    turns, results, exchanges = itertools.cycle(parts), [], 0
 
-    def merge(part: list[int], changes: list[dict[int, torch.Tensor]], ends: list[dict[int, torch.Tensor]]) -> None:
+    def merge(part: list[int], shares: list[float], changes: list[dict[int, torch.Tensor]],
+              ends: list[dict[int, torch.Tensor]]) -> None:
         mean = {n: sum(share * change[n] for share, change in zip(shares, changes, strict=True)) for n in part}
         each = [sum(float(x.square().sum()) for x in change.values()) for change in changes]
         own = sum(share * square for share, square in zip(shares, each, strict=True))
@@ -135,8 +165,13 @@ def by_hand(weights: list[float], parts: list[list[int]], *, overlap: bool, matc
         if (step + 1) % (EVERY // len(parts)) == 0:
             if sent is not None:
                 merge(*sent)
-            part = next(turns)
-            sent = part, [{n: starts[n] - w[n] for n in part} for w in ranks], [{n: w[n] for n in part} for w in ranks]
+            part, present = next(turns), [*weights]
+            for rank in range(world - joining, world):
+                if exchanges <= JOINED_OUTER_STEP * len(parts):
+                    present[rank], ranks[rank] = 0.0, [s.clone() for s in starts]
+            exchanges += 1
+            sent = (part, [w / sum(present) for w in present], [{n: starts[n] - w[n] for n in part} for w in ranks],
+                    [{n: w[n] for n in part} for w in ranks])
             if not overlap:
                 merge(*sent)
                 sent = None
@@ -162,6 +197,24 @@ def test_matched_means_have_the_norm_of_the_deltas(weights: list[float], fragmen
         assert all(torch.equal(mine, first) for mine, first in zip(end, results[0][1], strict=True))
     far = max(float((a - b).abs().max()) for a, b in zip(wanted[-1], plain[-1], strict=True))
     assert (far > 0.1) == (world > 1), "plain averages lead elsewhere"
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["waited for", "overlapped"])
+@pytest.mark.parametrize("fragments", [1, 2, 4])
+def test_worker_joins_in_an_exchange_with_weight_0(fragments: int, overlap: bool) -> None:
+    """Its first step is dropped: it begins at the starts of the others. It contributes to the next fragment as any other."""
+    weights = [3.0, 1.0, 2.0]
+    results = trained(3, OuterSGD(), weights, fragments, overlap=overlap, joining=1)
+    wanted = by_hand(weights, PARTS[fragments], overlap=overlap, matched=False, joining=1)
+    entered = JOINED_OUTER_STEP * EVERY + EVERY // fragments - 1
+    for step, starts in enumerate(wanted):
+        for rank, (got, _) in enumerate(results):
+            if rank < 2 or step >= entered:
+                for mine, first, hand in zip(got[step], results[0][0][step], starts, strict=True):
+                    assert torch.equal(mine, first)
+                    torch.testing.assert_close(mine.double(), hand, rtol=1e-3, atol=1e-4)
+    for _, end in results:
+        assert all(torch.equal(mine, first) for mine, first in zip(end, results[0][1], strict=True))
 
 
 def _parts(fragments: int) -> list[list[int]]:

@@ -54,16 +54,16 @@ def row(optimizer: str, codec: str, loss: float) -> LearningRow:
     return LearningRow(optimizer, "gradients", codec, 1, "", False, 0, 1.0, 1.0, loss, loss, 5, 5)
 
 
-@pytest.mark.parametrize(("sync", "wanted", "elastic"), [
-    (LocalSteps(8), 4, 1), (LocalSteps(32), 8, 1), (LocalSteps(2), 1, 1), (LocalSteps(8, overlap=False), 1, 1),
-    (LocalSteps(8, fragments=2), 2, 2), (LocalSteps(8, fragments=1), 1, 1), (None, 1, 1), ("forward", 1, 1),
+@pytest.mark.parametrize(("sync", "wanted"), [
+    (LocalSteps(8), 4), (LocalSteps(32), 8), (LocalSteps(2), 1), (LocalSteps(8, overlap=False), 1),
+    (LocalSteps(8, fragments=2), 2), (LocalSteps(8, fragments=1), 1), (None, 1), ("forward", 1),
 ], ids=str)
 @pytest.mark.parametrize("codec", ["auto", "int4"])
-def test_local_steps_use_fragments_unless_workers_can_leave(codec: str, sync: Any, wanted: int, elastic: int) -> None:
+def test_local_steps_use_fragments_also_if_workers_can_leave(codec: str, sync: Any, wanted: int) -> None:
     job, requested = job_of(*[(1000, 100)] * 10), requested_modes(sync)
-    for may_leave, count in ((False, wanted), (True, elastic)):
+    for may_leave in (False, True):
         made = plan_choice.settle(codec, job, Config(), 2, 1, requested=requested, elastic=may_leave)
-        assert with_modes(made, requested).fragments == count
+        assert with_modes(made, requested).fragments == wanted
     assert plan_choice.settle("int4", job_of((3,)), Config(), 2, 1, requested=requested).fragments == 1, "one bucket"
     given = asked_for("int4", job)
     assert plan_choice.settle(given, job, Config(), 2, 1, requested=requested) == given, "a given plan keeps its own"

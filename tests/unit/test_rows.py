@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,19 +20,38 @@ from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, code_of
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
 
 WORLD, GENERATION = 3, 1
+JOINS = 3
+"""Number of the worker that joins."""
 Site = tuple[Hub, list[Any]]
+
+
+def members(count: int) -> Any:
+    return SimpleNamespace(ranks=range(count))
+
+
+def served(hub: Site, timeout_s: float = 20.0, *, may_leave: bool = False) -> tuple[SumServer, list[StepRows]]:
+    """A server, and the rows of all ranks and of the worker that joins later."""
+    core = Summation(0, GENERATION, {ROW_BUCKET: GatherOps(WORLD + 1)}, {ROW_BUCKET: tuple(range(WORLD))})
+    ends = hub[0].mesh([SERVER_BASE, *range(WORLD + 1)])
+    server = SumServer(core, ends[0], range(WORLD + 1), stall_s=60.0)
+    hub[1].extend((server, *ends[1:]))
+    result = [StepRows(ServedRows(end, rank, timeout_s), members(WORLD), may_leave=may_leave)
+              for rank, end in enumerate(ends[1:])]
+    for rows in result:
+        rows.begin(GENERATION)
+    return server, result
 
 
 def ranks(hub: Site, timeout_s: float = 20.0) -> list[StepRows]:
     """The rows of all ranks, over a server."""
-    members = SimpleNamespace(ranks=range(WORLD))
-    core = Summation(0, GENERATION, {ROW_BUCKET: GatherOps(WORLD)}, {ROW_BUCKET: tuple(range(WORLD))})
-    ends = hub[0].mesh([SERVER_BASE, *range(WORLD)])
-    hub[1].extend((SumServer(core, ends[0], range(WORLD), stall_s=60.0), *ends[1:]))
-    result = [StepRows(ServedRows(end, rank, timeout_s), members) for rank, end in enumerate(ends[1:])]  # type: ignore[arg-type]
-    for rows in result:
-        rows.begin(GENERATION)
-    return result
+    return served(hub, timeout_s)[1][:WORLD]
+
+
+def send(rows: list[StepRows], senders: Iterable[int], what: str = "members") -> None:
+    """Each of the senders sends a row with its number in a section that stays."""
+    for sender in senders:
+        rows[sender].section(what, stays=True).start(float(sender))
+        rows[sender].send()
 
 
 def test_sections_of_one_step_are_one_row_of_all_ranks(hub: Site) -> None:
@@ -92,18 +112,61 @@ def test_wait_for_a_row_ends_with_the_failure_of_the_job(hub: Site) -> None:
     assert time.monotonic() - begin < 10.0
 
 
-def test_rows_of_another_number_of_ranks_are_refused(hub: Site) -> None:
-    rows = ranks(hub)
+def test_row_of_a_member_that_has_left_is_missing(hub: Site) -> None:
+    """The others wait for nothing else, and know from the row who has left."""
+    server, rows = served(hub, may_leave=True)
+    send(rows, (0, 1))
+    server.remove({2})
+    for each in rows[:2]:
+        assert each.section("members").read_by_sender() == {0: [0.0], 1: [1.0]}
+
+
+def test_row_of_a_member_that_leaves_afterwards_counts(hub: Site) -> None:
+    server, rows = served(hub, may_leave=True)
+    send(rows, (1, 2))
+    server.remove({2})
+    send(rows, (0,))
+    assert rows[0].section("members").read() == [[0.0], [1.0], [2.0]]
+
+
+def test_missing_row_is_refused_if_members_cannot_leave(hub: Site) -> None:
+    server, rows = served(hub)
+    send(rows, (0, 1))
+    server.remove({2})
+    with pytest.raises(CorruptFrame, match=r"server 0: sends rows of 2 ranks, expected 3.*E-FRAME"):
+        rows[0].section("members").read()
+
+
+def test_rows_of_a_worker_that_joins_follow_those_of_its_members(hub: Site) -> None:
+    server, rows = served(hub, may_leave=True)
+    send(rows, range(WORLD))
+    server.core.add(1, JOINS)
     for each in rows:
-        each.section("times").start(1.0)
+        each.transport.number = each.transport.joined = 1
+    send(rows, range(WORLD + 1))
+    for rank in (JOINS, 0):
+        assert rows[rank].section("members").read_by_sender() == {sender: [float(sender)] for sender in range(WORLD + 1)}
+
+
+def test_sections_that_stay_are_read_after_a_change_of_members(hub: Site) -> None:
+    """Current members come first, in rank order. Any other section belongs to the former members."""
+    rows = served(hub, may_leave=True)[1][:WORLD]
+    for rank, each in enumerate(rows):
+        each.section("lengths", stays=True).start(float(rank))
+        each.section("times").start(float(rank))
         each.send()
-    rows[0].regroup(SimpleNamespace(ranks=range(2)))  # type: ignore[arg-type]
-    rows[0].section("times").start(1.0)
-    for each in rows[1:]:
-        each.section("times").start(1.0)
-        each.send()
-    with pytest.raises(CorruptFrame, match="server 0: sends rows of 3 ranks, expected 2"):
-        rows[0].section("times").read()
+    rows[0].change(members(2), (2, 0))
+    assert not rows[0].section("times").under_way
+    assert list(rows[0].section("lengths").read_by_sender().items()) == [(2, [2.0]), (0, [0.0]), (1, [1.0])]
+
+
+def test_calls_of_a_worker_outside_the_members_are_named_by_its_number(hub: Site) -> None:
+    rows = served(hub, may_leave=True)[1][:WORLD]
+    send(rows, (0, 1))
+    send(rows, (2,), "digests")
+    rows[0].change(members(2), (0, 1))
+    with pytest.raises(CommError, match=r"worker 2: is in the exchange of other values.*E-CALLS-DIFFER"):
+        rows[0].section("members").read()
 
 
 def test_oversized_row_is_refused_and_named() -> None:

@@ -18,7 +18,7 @@ from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import Stalled
 from commlayer.compressors import codec_of
-from commlayer.errors import CorruptFrame, PeerLost
+from commlayer.errors import CorruptFrame, InvalidInput, PeerLost
 from commlayer.records import Bucket, Slice
 from commlayer.transport.protocol import SERVER_BASE, Flag, Kind, Message, key
 
@@ -118,6 +118,132 @@ def test_frames_of_an_ended_generation_are_only_counted() -> None:
     assert (core.fenced, ops.added) == (4, [])
     with pytest.raises(CorruptFrame, match=r"worker 1: .*worker 0\b.*E-FRAME"):
         core.push(push(0, 1.0, generation=0)._replace(peer=1), 0.0)
+
+
+JOINS = 7
+"""Number of a worker that joins a job of workers 0 to 2."""
+
+
+def contributed(core: Summation, *senders: int, step: int = 0, joined: int = 0, r: int = 0) -> list[int]:
+    """The receivers of the result, after these contributions."""
+    return [reply.peer for sender in senders
+            for reply in core.push(push(sender, VALUES[sender % 3], step, r, joined=joined), 0.0)]
+
+
+def test_worker_that_joins_contributes_to_steps_that_count_it() -> None:
+    core, ops = service()
+    assert contributed(core, 0) == []
+    core.add(1, JOINS)
+    assert contributed(core, 1, 2) == [0, 1, 2], "not to a sum in progress"
+    with pytest.raises(CorruptFrame, match=f"worker {JOINS}: its sender is not a member of this bucket's sum.*E-FRAME"):
+        contributed(core, JOINS, step=1)
+    assert contributed(core, 0, 1, 2, step=1) == [0, 1, 2], "nor to a step that does not count it"
+    ops.added.clear()
+    assert contributed(core, JOINS, 2, 1, 0, step=2, joined=1) == [0, 1, 2, JOINS]
+    assert ops.added == [*VALUES, VALUES[JOINS % 3]], "in member order"
+    core.add(2, JOINS + 1)
+    assert contributed(core, 0, 1, 2, JOINS, JOINS + 1, step=3, joined=2) == [0, 1, 2, JOINS, JOINS + 1]
+
+
+@pytest.mark.parametrize(("sender", "joined", "words"), [
+    (1, 2, "worker 1: counts 2 workers that have joined, but this server knows of 1.*E-FRAME"),
+    (1, 0, "worker 1: counts 0 workers that have joined, but other members of this step count 1.*E-STEPS-DIFFER"),
+    (JOINS + 1, 1, f"worker {JOINS + 1}: its sender is not a member of this bucket's sum.*E-FRAME"),
+])
+def test_wrong_number_of_joined_workers_is_refused_without_effect(sender: int, joined: int, words: str) -> None:
+    core, _ = service()
+    core.add(1, JOINS)
+    assert contributed(core, 0, joined=1) == []
+    with pytest.raises(CorruptFrame, match=words):
+        contributed(core, sender, joined=joined)
+    assert contributed(core, 1, 2, JOINS, joined=1) == [0, 1, 2, JOINS]
+
+
+@pytest.mark.parametrize(("number", "member"), [(1, JOINS + 1), (3, JOINS + 1)])
+def test_worker_joins_under_the_next_number(number: int, member: int) -> None:
+    core, _ = service()
+    core.add(1, JOINS)
+    core.add(1, JOINS)  # another member reports it, too
+    with pytest.raises(InvalidInput, match=rf"worker {member} joins as number {number}\b.*E-EPOCH"):
+        core.add(number, member)
+    assert core.joined == [JOINS]
+    assert contributed(core, 0, 1, 2, JOINS, joined=1) == [0, 1, 2, JOINS]
+
+
+@pytest.mark.parametrize("removed_first", [False, True])
+def test_worker_that_leaves_before_its_first_step_is_not_waited_for(*, removed_first: bool) -> None:
+    """Servers may receive its addition and its removal in any order."""
+    core, _ = service()
+    acts = [lambda: core.remove({JOINS}), lambda: core.add(1, JOINS)]
+    for act in acts if removed_first else reversed(acts):
+        act()
+    assert contributed(core, JOINS, joined=1) == []
+    assert contributed(core, 0, 1, 2, joined=1) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("has_sent", [False, True])
+def test_sum_closes_without_a_member_that_has_left(*, has_sent: bool) -> None:
+    """What it has sent counts. What arrives later from it is ignored."""
+    core, ops = service()
+    assert contributed(core, 0, 2, step=4) == []
+    gone = 2 if has_sent else 1
+    closed = [reply.peer for reply in core.remove({gone}) if not isinstance(reply, CorruptFrame)]
+    assert closed == ([] if has_sent else [0, 2])
+    if has_sent:
+        assert contributed(core, 1, step=4) == [0, 1]
+    assert ops.added == (VALUES if has_sent else [VALUES[0], VALUES[2]])
+    assert core.remove({gone}) == []
+    assert contributed(core, gone, step=4) == contributed(core, gone, step=5) == []
+    assert core.stalled(99.0) == []
+
+
+@pytest.mark.parametrize("in_round", [0, 1])
+def test_later_rounds_of_a_step_have_the_members_that_are_left(in_round: int) -> None:
+    """`in_round`: worker 2 leaves while its contribution to this round is being waited for by the others."""
+    core, _ = service(rounds=2)
+    if in_round == 1:
+        assert contributed(core, 0, 1, 2) == [0, 1, 2]
+    assert contributed(core, 0, 1, r=in_round) == []
+    assert [reply.peer for reply in core.remove({2}) if not isinstance(reply, CorruptFrame)] == [0, 1]
+    step, r = (0, 1) if in_round == 0 else (1, 0)
+    assert contributed(core, 0, 1, step=step, r=r) == [0, 1]
+
+
+def test_breach_that_a_removal_uncovers_is_named() -> None:
+    """A contribution is checked when it is added: here after the removal of the member before."""
+    core, ops = service()
+    core.push(Message(1, push(1, 0.0).header, memoryview(b"short")), 0.0)
+    (breach,) = core.remove({0})
+    assert isinstance(breach, CorruptFrame)
+    assert (breach.peer, ops.added) == ("worker 1", [])
+    assert contributed(core, 2) == []
+    assert contributed(core, 1) == [1, 2]
+
+
+class Kept(Doubles):
+    """With a state that can be journaled."""
+
+    def remember(self) -> bytes:
+        return self.snapshot()
+
+    def recall(self, data: bytes, sent: memoryview) -> None:
+        self.restore(data)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_restarted_server_waits_for_a_worker_that_has_joined(rounds: int) -> None:
+    """`rounds`: 2: it was killed between the two rounds of a step, which all members have begun. 1: between two steps."""
+    core, _ = service(ops=Kept(rounds))
+    entries: dict[int, tuple[bytes, bytes]] = {}
+    core.add(1, JOINS)
+    core.remember(lambda bucket, words, state: entries.update({bucket: (words, state)}))
+    assert contributed(core, 0, 1, 2, JOINS, joined=1) == [0, 1, 2, JOINS]
+    again, _ = service(ops=Kept(rounds))
+    again.add(1, JOINS)
+    again.recall(5, *entries[5])
+    step, r = (0, 1) if rounds == 2 else (1, 0)
+    assert contributed(again, 0, 1, 2, step=step, r=r, joined=1) == []
+    assert contributed(again, JOINS, step=step, r=r, joined=1) == [0, 1, 2, JOINS]
 
 
 class Means(Doubles):

@@ -19,12 +19,12 @@ from commlayer.transport.protocol import Flag, Header, Kind
 GOLDEN = Path(__file__).parents[1] / "golden" / "frames"
 
 FULL = Header(Kind.PUSH, generation=7, step=123456, bucket=42, part=2, parts=5, round=1, codec=9, sender=3, order=17,
-              flags=Flag.ABANDON, weight=0.75, used=(1 << 63) | 5, total=1.5, undone=(1 << 62) | 3)
+              flags=Flag.ABANDON, weight=0.75, used=(1 << 63) | 5, total=1.5, undone=(1 << 62) | 3, joined=0x0102)
 CASES = {
     "data-empty": (Header(Kind.DATA), b""),
     "push-full": (FULL, bytes(range(256))),
     "result-limits": (Header(Kind.RESULT, 2**32 - 1, 2**32 - 1, 2**32 - 1, 65534, 65535, 255, 255, 65535, 65535, Flag.NONE,
-                             1.5, 2**64 - 1), b"\xff"),
+                             1.5, 2**64 - 1, joined=65535), b"\xff"),
     "bye": (Header(Kind.BYE, sender=0x8001), b""),
     "result-without-zeros": (Header(Kind.RESULT, 2, 9, 4, codec=2, sender=0x8000, flags=Flag.MEAN | Flag.WITHOUT_ZEROS,
                                     weight=2.0, used=1), struct.pack("<I16s", 4096, b"\x05") + bytes(range(64))),
@@ -56,7 +56,7 @@ def test_documented_offsets() -> None:
     assert HEADER_NBYTES == 68
     assert data[:8] == b"CML2" + bytes([framing.VERSION, Kind.PUSH, Flag.ABANDON, 1])
     assert struct.unpack_from("<IIIHHHH", data, 8) == (7, 123456, 42, 2, 5, 3, 17)
-    assert data[28:32] == bytes([9, 0, 0, 0])
+    assert struct.unpack_from("<BHB", data, 28) == (9, 0x0102, 0)
     assert struct.unpack_from("<QQff", data, 32) == ((1 << 63) | 5, (1 << 62) | 3, 0.75, 1.5)
     assert struct.unpack_from("<III", data, 56) == (3, crc.crc32c(b"abc"), crc.crc32c(data[:64]))
 
@@ -121,7 +121,7 @@ def test_oversized_body_is_refused_before_allocation() -> None:
     (5, 77, r"kind 77\b.*E-FRAME"),
     (6, 0x80, r"flags 0x80\b.*E-FRAME"),
     (22, 2, r"part 2 of 2\b.*E-FRAME"),
-    (29, 1, r"reserved 010000\b.*E-FRAME"),
+    (31, 1, r"reserved 0x1\b.*E-FRAME"),
 ])
 def test_malformed_header_with_a_valid_checksum_is_refused(offset: int, value: int, message: str) -> None:
     data = bytearray(wire(FULL, b"abc"))

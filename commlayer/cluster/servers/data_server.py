@@ -98,6 +98,8 @@ class DataServer:
         self._await_epoch: AwaitEpoch | None = None
         self._joined: list[int] = []
         """Workers that have joined since, in the order in which all members count them."""
+        self._seen: set[int] = set()
+        """Members of all epochs that this server has received, and workers that have joined."""
         self._changing = threading.Lock()
         self._plan: Plan | None = None
         streams_port = port and port + (config.carrier != "grpc")
@@ -153,6 +155,16 @@ class DataServer:
         return set() if self._newest is None else {m.rank for m in self._newest.members}
 
     @property
+    def _unseen(self) -> int:
+        """Number of workers that the coordinator has admitted and removed again between two epochs that this server has
+        received. The generation of an epoch counts all admissions and removals."""
+        assert self._epoch is not None
+        assert self._newest is not None
+        first, newest = self._epoch, self._newest
+        admitted = (newest.generation - first.generation + len(newest.members) - len(first.members)) // 2
+        return admitted - len(self._seen) + len(first.members)
+
+    @property
     def _gone(self) -> set[int]:
         return {*self._all_members} - self._present
 
@@ -168,6 +180,7 @@ class DataServer:
         former = self._former(epoch, server)
         self._newest, self._epoch, self._await_epoch = epoch, former.epoch if former else epoch, await_epoch
         self._joined = [*former.joined] if former else []
+        self._seen = {*self._all_members, *self._present}
         self._token = token
         try:
             self._plan = decoded = self._checked(former.plan if former else plan, "")
@@ -292,6 +305,7 @@ class DataServer:
         with self._changing:
             if self._newest is None or epoch.generation > self._newest.generation:
                 self._newest = epoch
+                self._seen |= self._present
 
     def _admit_worker(self, joins: Joins, sender: int) -> None:
         """Adds a worker to the members and to the journal. Waits for the coordinator's word that it is one."""
@@ -308,19 +322,21 @@ class DataServer:
                 problem = f"{len(self._joined)} workers have joined"
             elif known.generation < joins.generation:
                 problem = f"the coordinator's newest epoch is {known.generation}, not {joins.generation}"
-            elif known.generation == joins.generation and joins.member not in self._present:
-                problem = f"the coordinator's epoch {known.generation} does not contain it"
+            elif joins.member not in self._seen and not self._unseen:
+                problem = "the coordinator has not admitted it"
             if problem:
                 raise CorruptFrame(f"reports that {peer_name(joins.member)} joins as number {joins.number}, but {problem}",
                                    peer=peer_name(sender))
             self._joined.append(joins.member)
+            self._seen.add(joins.member)
             for ops in self._ops.values():
                 if isinstance(ops, GatherOps):
                     ops.allow(len(self._all_members))
             self._server.core.add(joins.number, joins.member)
-            self._server.core.remove(self._gone)
             self._write_down(self._server.core, records.encode(self._plan), self._hello.rank - SERVER_BASE)
             self._set_limits(self._plan, self._hello.rank - SERVER_BASE)
+        if gone := self._gone:
+            self._server.remove(gone)  # `change` may not have been called with this epoch yet
 
     def _switch_plan(self, plan: bytes, generation: int) -> Summation:
         """Creates the sums of the plan that the workers switch to. Raises ValueError, and changes nothing, if the plan cannot

@@ -279,7 +279,7 @@ class SumServer:
         joins = messages.unpack(message.body, Joins, peer_name(message.peer), "a PLAN frame with a worker that joins")
         admit(joins, message.peer)  # may wait for the coordinator
         with self._switching:
-            if joins.member not in self._members:
+            if joins.member not in self._members and joins.member not in self.core.gone:
                 self._members = (*self._members, joins.member)
                 self._listen(joins.member)
         return self._switched(message, "")

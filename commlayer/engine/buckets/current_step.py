@@ -134,7 +134,7 @@ class Arrivals:
 
     def wait(self, deadline: float) -> bool:
         """Waits until all buckets have arrived or the worker has an error. Returns False if `deadline` passes first."""
-        return self._all.wait(max(0.0, deadline - time.monotonic()))
+        return self._ended or self._all.wait(max(0.0, deadline - time.monotonic()))
 
     def wait_for(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Waits until `condition()` is true or the worker has an error; every arrival checks the condition again. Returns False

@@ -116,8 +116,9 @@ def _complete(context: DistributedJob, prepared: _Prepared) -> None:
             cause = error if isinstance(error, CommError) else error.__cause__
             if not context.elastic or not isinstance(cause, CommError):
                 new.close()
-                raise error if isinstance(error, CommError) else \
-                    CommError(f"the switch to another plan failed: {error}") from error
+                failure = error if isinstance(error, CommError) else CommError(f"the switch to another plan failed: {error}")
+                old.latch(failure)
+                raise failure from (error.__cause__ if failure is error else error)
             context.drop_call(cause, generation)
             context.members.between()
     context.terms.basis = None
