@@ -18,7 +18,7 @@ STAGING_NBYTES = 16 << 10
 """Size of the staging buffer, in bytes. Small frames then need one system call; of a large body, at most this many bytes are
 copied."""
 
-_LAYOUT = struct.Struct("<4s4B3I4HBHBQQff3I")
+_LAYOUT = struct.Struct("<4s4B3I4HBBHQQff3I")
 _CRC = struct.Struct("<I")
 HEADER_NBYTES = _LAYOUT.size
 _CHECKED_NBYTES = HEADER_NBYTES - _CRC.size
@@ -52,7 +52,7 @@ def pack(header: Header, body_nbytes: int) -> bytes:
     try:
         fixed = _LAYOUT.pack(
             MAGIC, VERSION, h.kind, h.flags, h.round, h.generation, h.step, h.bucket, h.part, h.parts, h.sender, h.order,
-            h.codec, h.joined, 0, h.used, h.undone, h.weight, h.total, body_nbytes, 0, 0,
+            h.codec, 0, h.joined, h.used, h.undone, h.weight, h.total, body_nbytes, 0, 0,
         )
     except (struct.error, OverflowError) as error:
         raise InvalidInput("E-TRANSPORT-USE",
@@ -72,7 +72,7 @@ def decode(data: memoryview, max_nbytes: int, *, begun: bool = False) -> tuple[H
     if crc32c(data[:_CHECKED_NBYTES]) != _CRC.unpack(data[_CHECKED_NBYTES:])[0]:
         raise Damaged("the header's checksum does not match")
     (_, version, kind, flags, round_, generation, step, bucket, part, parts, sender, order,
-     codec, joined, reserved, used, undone, weight, total, nbytes, crc, _) = _LAYOUT.unpack(data)
+     codec, reserved, joined, used, undone, weight, total, nbytes, crc, _) = _LAYOUT.unpack(data)
     if version != VERSION:
         raise CorruptFrame(f"got frame version {version}, but this process uses version {VERSION}: install the same commlayer "
                            "version on all machines",

@@ -170,13 +170,14 @@ class ChangingMembers(FixedMembers):
         epoch = context.uplink.epoch
         epoch = structs.replace(epoch, generation=epoch.generation + 1, members=(*epoch.members, member))
         state = self._replica.given(context, plan_of(context.plan, range(context.world), 1), epoch)
-        data = self._replica.encoded(state) if epoch.members[0].rank == context.id else b""
+        overlaps = worker.plan.overlap == "round"
+        data = self._replica.encoded(state) if overlaps or epoch.members[0].rank == context.id else b""
         if worker.plan.steps_locally:
             self._enter(member)
         else:
             self._entering = member
         transfer = functools.partial(self._transfer_state, member.rank, [m.rank for m in epoch.members], state, data)
-        if worker.plan.overlap == "round":
+        if overlaps:  # any member may have to give this state later, while it trains
             self._transfer = threading.Thread(target=transfer, name="commlayer-state", daemon=True)
             self._transfer.start()
         else:
@@ -184,7 +185,7 @@ class ChangingMembers(FixedMembers):
 
     def _transfer_state(self, joining: int, members: Sequence[int], state: Mapping[str, torch.Tensor], data: bytes) -> None:
         """Gives the joining worker the job's state, or waits until another member has given it. If the giver leaves, the next
-        member begins again. `data`: the encoded state, on the first member."""
+        member begins again. `data`: the encoded state; b"" if it is to be encoded now."""
         context = self._context
 
         def act(epoch: Epoch) -> None:
