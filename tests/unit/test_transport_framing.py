@@ -56,7 +56,7 @@ def test_documented_offsets() -> None:
     assert HEADER_NBYTES == 68
     assert data[:8] == b"CML2" + bytes([framing.VERSION, Kind.PUSH, Flag.ABANDON, 1])
     assert struct.unpack_from("<IIIHHHH", data, 8) == (7, 123456, 42, 2, 5, 3, 17)
-    assert struct.unpack_from("<BHB", data, 28) == (9, 0x0102, 0)
+    assert struct.unpack_from("<BBH", data, 28) == (9, 0, 0x0102)
     assert struct.unpack_from("<QQff", data, 32) == ((1 << 63) | 5, (1 << 62) | 3, 0.75, 1.5)
     assert struct.unpack_from("<III", data, 56) == (3, crc.crc32c(b"abc"), crc.crc32c(data[:64]))
 
@@ -121,7 +121,7 @@ def test_oversized_body_is_refused_before_allocation() -> None:
     (5, 77, r"kind 77\b.*E-FRAME"),
     (6, 0x80, r"flags 0x80\b.*E-FRAME"),
     (22, 2, r"part 2 of 2\b.*E-FRAME"),
-    (31, 1, r"reserved 0x1\b.*E-FRAME"),
+    (29, 1, r"reserved 0x1\b.*E-FRAME"),
 ])
 def test_malformed_header_with_a_valid_checksum_is_refused(offset: int, value: int, message: str) -> None:
     data = bytearray(wire(FULL, b"abc"))
