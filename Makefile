@@ -67,7 +67,7 @@ wheels: setup
 	! ls dist/*-abi3-*.whl 2>/dev/null || $(BIN)/python -m abi3audit --strict dist/*-abi3-*.whl
 	$(BIN)/python -m pytest tests/nightly/test_release.py
 
-# docs/benchmarks.md: other systems for `bench tta`, each in a separate environment (2 GB)
+# docs/benchmarks.md: other systems for `bench tta` and `bench storms`, each in a separate environment (2 GB)
 RIVALS := torchft==0.2.0 hivemind==1.1.12
 rivals: $(foreach rival,$(RIVALS),.rivals/$(rival))
 

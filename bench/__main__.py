@@ -27,6 +27,7 @@ MEASUREMENTS = {
     "planner": "bench.planner",
     "published": "bench.published",
     "sparse": "bench.sparse",
+    "storms": "bench.storms.command",
     "transport": "bench.transport",
     "tta": "bench.tta",
 }

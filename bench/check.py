@@ -16,20 +16,20 @@ from bench.report import DATA, Result
 
 EXPECTED = DATA / "expected.json"
 """By name: the expected `ratio`, and `tolerance`, the relative amount by which a run may exceed it."""
-WAYS = ("int4", "topk", "every=16")
+MODES = ("int4", "topk", "every=16")
 NUMEL = 1 << 16
 
 
 def run(quick: bool) -> Result:
     """`quick`: only memory and codecs, which other load on the machine does not affect."""
-    ratios = {f"peak memory of a rank over plain training, {way}, x model": ratio for way, ratio in _memory().items()}
+    ratios = {f"peak memory of a rank over plain training, {mode}, x model": ratio for mode, ratio in _memory().items()}
     ratios |= _codec()
     if not quick:
         answers = overhead.answers("bucket", 30)
         ratios["CPU time per bucket, x calibration loop"] = overhead.bucket_us(answers) / (_calibration_s() * 1e6)
         steps = overhead.answers("step", 20)
         base = sum(overhead.slowest(steps, "ddp"))
-        ratios |= {f"step, {way}, x DDP": sum(overhead.slowest(steps, way)) / base for way in ("allreduce", "service")}
+        ratios |= {f"step, {mode}, x DDP": sum(overhead.slowest(steps, mode)) / base for mode in ("allreduce", "service")}
     return compared(ratios, json.loads(EXPECTED.read_text()))
 
 
@@ -46,8 +46,8 @@ def compared(ratios: dict[str, float], expected: dict[str, dict[str, float]]) ->
 
 def _memory() -> dict[str, float]:
     """Medians of three runs: single peaks differ by a quarter, since threads allocate at other moments."""
-    runs = [memory.run(True, argparse.Namespace(ways=",".join(WAYS)))["summary"] for _ in range(3)]
-    return {way: statistics.median(float(ratios[way]) for ratios in runs) for way in WAYS}
+    runs = [memory.run(True, argparse.Namespace(modes=",".join(MODES)))["summary"] for _ in range(3)]
+    return {mode: statistics.median(float(ratios[mode]) for ratios in runs) for mode in MODES}
 
 
 def _codec() -> dict[str, float]:

@@ -38,7 +38,7 @@ class Case(NamedTuple):
     rates: tuple[float, ...]
 
 
-class Way(NamedTuple):
+class Setting(NamedTuple):
     """An optimizer and the codec of its gradients in both directions."""
 
     optimizer: type[LANS]
@@ -57,8 +57,8 @@ CASES = {
     "digits": Case(tuning_tasks.digits_task, 800, (0.005, 0.01, 0.02)),
     "chars": Case(tuning_tasks.chars_task, 800, (0.014, 0.02, 0.028)),
 }
-UNCODED = Way(LANS, "identity()"), Way(CLAN, "identity()")
-CODED = Way(CLAN, "onebit()"), Way(CLAN, "topk(ratio=0.1)")
+UNCODED = Setting(LANS, "identity()"), Setting(CLAN, "identity()")
+CODED = Setting(CLAN, "onebit()"), Setting(CLAN, "topk(ratio=0.1)")
 
 
 def run(quick: bool) -> report.Result:
@@ -67,9 +67,9 @@ def run(quick: bool) -> report.Result:
     rows: list[dict[str, Any]] = []
     for name, case in CASES.items():
         tried = case._replace(rates=case.rates[1:2]) if quick else case
-        best = {way: _best(tried, way, 1 if quick else SEEDS) for way in (*UNCODED, *CODED)}
-        plain = [best[way][1] for way in UNCODED]
-        rows += [_row(name, case.steps, way, rate, runs, *plain) for way, (rate, runs) in best.items()]
+        best = {setting: _best(tried, setting, 1 if quick else SEEDS) for setting in (*UNCODED, *CODED)}
+        plain = [best[setting][1] for setting in UNCODED]
+        rows += [_row(name, case.steps, setting, rate, runs, *plain) for setting, (rate, runs) in best.items()]
     coded = [row for row in rows if row["codec"] != "identity()"]
     return {"rows": rows, "summary": {
         "loss_above_lans_pct_max": max(row["above_lans_pct"] for row in coded),
@@ -79,12 +79,12 @@ def run(quick: bool) -> report.Result:
     }}
 
 
-def train(task: tuning_tasks.TuningTask, way: Way, rate: float, steps: int, seed: int) -> Trained:
+def train(task: tuning_tasks.TuningTask, setting: Setting, rate: float, steps: int, seed: int) -> Trained:
     """Trains once. Equal seeds use the same samples, whatever the codec."""
     job, parameters = job_of(task.model), list(task.model.parameters())
-    plan = default_plan(job, codec=str(wrap(parse(way.codec))), path="service", servers=1, ranks_per_node=1,
+    plan = default_plan(job, codec=str(wrap(parse(setting.codec))), path="service", servers=1, ranks_per_node=1,
                         fuse_nbytes=1 << 20, cut_nbytes=4 << 20)
-    workers, optimizer = VirtualWorkers(job, plan, WORKERS), way.optimizer(parameters, lr=rate)
+    workers, optimizer = VirtualWorkers(job, plan, WORKERS), setting.optimizer(parameters, lr=rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / (WARM * steps), 1 - step / steps))
     samples, nbytes, losses = torch.Generator().manual_seed(seed), 0, []
     for step in range(steps):
@@ -106,19 +106,20 @@ def train(task: tuning_tasks.TuningTask, way: Way, rate: float, steps: int, seed
         return Trained(nn.functional.cross_entropy(task.model(x), y).item(), torch.stack(losses).mean().item(), nbytes / steps)
 
 
-def _best(case: Case, way: Way, seeds: int) -> tuple[float, list[Trained]]:
+def _best(case: Case, setting: Setting, seeds: int) -> tuple[float, list[Trained]]:
     """The learning rate with the lowest mean loss, and its runs."""
-    tried = {rate: [train(case.task(seed), way, rate, case.steps, seed) for seed in range(seeds)] for rate in case.rates}
+    tried = {rate: [train(case.task(seed), setting, rate, case.steps, seed) for seed in range(seeds)] for rate in case.rates}
     rate = min(tried, key=lambda rate: mean(run.loss for run in tried[rate]))
     return rate, tried[rate]
 
 
 def _row(
-    name: str, steps: int, way: Way, rate: float, runs: list[Trained], lans: list[Trained], clan: list[Trained],
+    name: str, steps: int, setting: Setting, rate: float, runs: list[Trained], lans: list[Trained], clan: list[Trained],
 ) -> dict[str, Any]:
     nbytes, (above, error) = mean(run.nbytes for run in runs), _above(runs, lans)
     return {
-        "task": name, "optimizer": way.optimizer.__name__, "codec": way.codec, "steps": steps, "rate": rate, "seeds": len(runs),
+        "task": name, "optimizer": setting.optimizer.__name__, "codec": setting.codec, "steps": steps, "rate": rate,
+        "seeds": len(runs),
         "loss": mean(run.loss for run in runs), "train_loss": mean(run.train_loss for run in runs),
         "above_lans_pct": above, "standard_error_pct": error, "above_uncoded_clan_pct": _above(runs, clan)[0],
         "step_nbytes": nbytes, "times_fewer_bytes": mean(run.nbytes for run in lans) / nbytes,

@@ -112,13 +112,13 @@ TASKS: dict[str, Callable[[int], learning_tasks.Task]] = {
 class Case(NamedTuple):
     """One training."""
 
-    way: Variant
+    variant: Variant
     steps: int = STEPS
     schedule: str = "cosine"
 
     @property
     def key(self) -> str:
-        return json.dumps({**structs.asdict(self.way), "steps": self.steps, "schedule": self.schedule}, sort_keys=True)
+        return json.dumps({**structs.asdict(self.variant), "steps": self.steps, "schedule": self.schedule}, sort_keys=True)
 
     @classmethod
     def read(cls, key: str) -> Case:
@@ -128,8 +128,8 @@ class Case(NamedTuple):
 
     def synchronous(self, workers: int = 0) -> tuple[Case, ...]:
         """The trainings to compare with: of `workers` workers, or as many as this one has."""
-        dense = structs.replace(self.way.dense, workers=workers or self.way.workers)
-        return tuple(self._replace(way=dense, steps=round(part * STEPS)) for part in SHORTER)
+        dense = structs.replace(self.variant.dense, workers=workers or self.variant.workers)
+        return tuple(self._replace(variant=dense, steps=round(part * STEPS)) for part in SHORTER)
 
 
 def cases(
@@ -143,17 +143,17 @@ def cases(
     whole = Case(dense, STEPS, schedule)
     others = [structs.replace(local[0], every=every, outer=outer)
               for every, outer in ((32, "diloco"), (128, "diloco"), (2, "plain"), (4, "plain"), (8, "plain"), (32, "plain"))]
-    first = [whole, alone_of(whole), *(Case(way, STEPS, schedule) for way in local[:3])]
-    rest = [coded, *(Case(way, STEPS, schedule) for way in (*others, *local[3:]))]
+    first = [whole, alone_of(whole), *(Case(variant, STEPS, schedule) for variant in local[:3])]
+    rest = [coded, *(Case(variant, STEPS, schedule) for variant in (*others, *local[3:]))]
     return list(dict.fromkeys([*first, *whole.synchronous(), *rest]))
 
 
 def local_ways(dense: Variant) -> list[Variant]:
     """Local steps with the outer optimizer of the rule, the most telling first. The last ones overlap the exchange."""
-    way = structs.replace(dense, codec="int4()", codes="updates")
+    variant = structs.replace(dense, codec="int4()", codes="updates")
     overlapped = ((2, 2), (4, 4), (8, 1), (8, 2), (8, 4), (8, 8), (32, 1), (32, 4), (32, 8))
-    return [*(structs.replace(way, every=every) for every in (32, 128, 8, 2, 4)),
-            *(structs.replace(way, overlap="round", every=every, fragments=parts) for every, parts in overlapped)]
+    return [*(structs.replace(variant, every=every) for every in (32, 128, 8, 2, 4)),
+            *(structs.replace(variant, overlap="round", every=every, fragments=parts) for every, parts in overlapped)]
 
 
 def rate_of(task: learning_tasks.Task, optimizer: str) -> float:
@@ -175,12 +175,12 @@ def rate_at(step: int, steps: int, schedule: str) -> float:
 def train(case: Case, noise: list[Noise] | None = None) -> list[float]:
     """Returns the validation losses, and fills `noise` as `virtual_training.train` does."""
     def make(seed: int) -> virtual_training.TrainingTask:
-        task = TASKS[case.way.task](seed)
-        rate = case.way.rate or rate_of(task, case.way.optimizer)
-        return virtual_training.TrainingTask(task.model, lambda model: optimizer_of(case.way, model, rate), task.batches,
+        task = TASKS[case.variant.task](seed)
+        rate = case.variant.rate or rate_of(task, case.variant.optimizer)
+        return virtual_training.TrainingTask(task.model, lambda model: optimizer_of(case.variant, model, rate), task.batches,
                                              task.loss, task.validation)
 
-    return virtual_training.train(case.way, make, steps=case.steps, looks=LOOKS,
+    return virtual_training.train(case.variant, make, steps=case.steps, looks=LOOKS,
                                   rate=lambda step: rate_at(step, case.steps, case.schedule), noise=noise)
 
 
@@ -257,7 +257,7 @@ def run(quick: bool, args: argparse.Namespace) -> report.Result:
                 begin, noise = time.perf_counter(), list[Noise]()
                 curve = train(case, noise)
                 store.add(case, curve, time.perf_counter() - begin, noise)
-                print(f"{case.way.task} {label(case)}: {store.final(case):.4f}, {time.perf_counter() - begin:.0f} s",
+                print(f"{case.variant.task} {label(case)}: {store.final(case):.4f}, {time.perf_counter() - begin:.0f} s",
                       file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print("bench: stopped; what is measured stays, and the same command goes on from there", file=sys.stderr)
@@ -265,16 +265,16 @@ def run(quick: bool, args: argparse.Namespace) -> report.Result:
     pairs: list[tuple[float, float]] = []
     for case in planned:
         if (final := store.final(case)) is not None:
-            row: dict[str, Any] = {"task": case.way.task, "seed": case.way.seed, "training": label(case), "steps": case.steps,
-                                   "loss": round(final, 4)}
-            if not case.way.updates and (scale := noise_of(case, store)):
-                row["noise"] = round(scale / case.way.workers, 1)
+            row: dict[str, Any] = {"task": case.variant.task, "seed": case.variant.seed, "training": label(case),
+                                   "steps": case.steps, "loss": round(final, 4)}
+            if not case.variant.updates and (scale := noise_of(case, store)):
+                row["noise"] = round(scale / case.variant.workers, 1)
                 row |= noise_errors(case, store)
             if factor := factor_of(case, store, args.workers):
                 row["factor"] = round(factor, 2)
-                if case.way.updates and (alone := factor_of(alone_of(case), store, args.workers)):
+                if case.variant.updates and (alone := factor_of(alone_of(case), store, args.workers)):
                     row["over_alone"] = round(alone / factor, 2)
-            if factor and case.way.updates and not case.way.outer:
+            if factor and case.variant.updates and not case.variant.outer:
                 model = modelled(case, noise_of(case, store))
                 row |= {"model": round(model, 2), "error": f"{model / factor - 1:+.0%}"}
                 pairs.append((factor, model))
@@ -283,12 +283,12 @@ def run(quick: bool, args: argparse.Namespace) -> report.Result:
 
 
 def alone_of(case: Case) -> Case:
-    return case._replace(way=structs.replace(case.way.dense, workers=1))
+    return case._replace(variant=structs.replace(case.variant.dense, workers=1))
 
 
 def noise_of(case: Case, store: Store) -> float:
     """The median noise scale of the synchronous training, in batches of one worker; 0: unknown."""
-    noise = store.noise.get(case._replace(way=case.way.dense).key, [])
+    noise = store.noise.get(case._replace(variant=case.variant.dense).key, [])
     return statistics.median([each.running for each in noise if each.running] or [0.0])
 
 
@@ -301,7 +301,8 @@ def noise_errors(case: Case, store: Store) -> dict[str, Any]:
         return {}
 
     ratios = [each.running / each.direct for each in both]
-    alone = [[convergence.steps_alone(batches, case.way.workers, numel_of(case.way.task)) for batches in each] for each in both]
+    workers, numel = case.variant.workers, numel_of(case.variant.task)
+    alone = [[convergence.steps_alone(batches, workers, numel) for batches in each] for each in both]
     return {"noise_ratio": round(statistics.median(ratios), 2),
             "noise_30_pct": round(100 * statistics.mean(abs(math.log(ratio)) < math.log(1.3) for ratio in ratios)),
             "alone_error_pct": round(100 * statistics.median(abs(running / direct - 1) for running, direct in alone), 1)}
@@ -310,13 +311,13 @@ def noise_errors(case: Case, store: Store) -> dict[str, Any]:
 def modelled(case: Case, noise: float = 0.0) -> float:
     """The convergence factor by the planner's model. `noise`: the noise scale that was measured in the synchronous training, in
     batches of one worker; 0: unknown."""
-    way = case.way
-    return 1 + convergence.excess(tables.learning_rows(), way.codec, recipe_of(way)._replace(noise=noise)).steps
+    variant = case.variant
+    return 1 + convergence.excess(tables.learning_rows(), variant.codec, recipe_of(variant)._replace(noise=noise)).steps
 
 
-def recipe_of(way: Variant) -> convergence.Recipe:
-    return convergence.Recipe(way.optimizer, way.codes, way.every, way.overlap, way.late, way.workers, way.fragments,
-                              numel_of(way.task))
+def recipe_of(variant: Variant) -> convergence.Recipe:
+    return convergence.Recipe(variant.optimizer, variant.codes, variant.every, variant.overlap, variant.late, variant.workers,
+                              variant.fragments, numel_of(variant.task))
 
 
 @functools.cache
@@ -335,12 +336,12 @@ def agreement(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 
 def label(case: Case) -> str:
-    way = case.way
-    if way.workers == 1:
+    variant = case.variant
+    if variant.workers == 1:
         return "alone"
-    if not way.updates:
-        return "synchronous" if way == way.dense else f"synchronous, {way.codec}"
-    usual = "averaging" if way.optimizer == "sgd" else "norm-matched averaging"
-    outer = {"": usual, "plain": "averaging", "diloco": "Nesterov"}[way.outer]
-    overlap = f" overlapped in {way.fragments}" if way.overlap else ""
-    return f"{way.every} local steps{overlap}, {way.codec}, {outer}"
+    if not variant.updates:
+        return "synchronous" if variant == variant.dense else f"synchronous, {variant.codec}"
+    usual = "averaging" if variant.optimizer == "sgd" else "norm-matched averaging"
+    outer = {"": usual, "plain": "averaging", "diloco": "Nesterov"}[variant.outer]
+    overlap = f" overlapped in {variant.fragments}" if variant.overlap else ""
+    return f"{variant.every} local steps{overlap}, {variant.codec}, {outer}"

@@ -47,16 +47,16 @@ def trainings(store: Store) -> list[Training]:
     """With AdamW and a decayed learning rate, the rule's outer optimizer, and a measured noise scale."""
     result = []
     for case in map(Case.read, store.curves):
-        way = case.way
-        usual = Variant(way.task, "adam", workers=way.workers, seed=way.seed, batches=way.batches)
+        variant = case.variant
+        usual = Variant(variant.task, "adam", workers=variant.workers, seed=variant.seed, batches=variant.batches)
         if case != Case(usual):
             continue
-        for each in (longrun.alone_of(case), *map(Case, longrun.local_ways(way))):
-            factor, noise = longrun.factor_of(each, store, way.workers), longrun.noise_of(case, store)
-            if factor and noise and way.workers > 1:
-                result.append(Training(way.task, way.workers, longrun.numel_of(way.task), noise, longrun.label(each),
-                                       each.way.every if each.way.updates else 0,
-                                       each.way.fragments if each.way.overlap else 0, factor))
+        for each in (longrun.alone_of(case), *map(Case, longrun.local_ways(variant))):
+            factor, noise = longrun.factor_of(each, store, variant.workers), longrun.noise_of(case, store)
+            if factor and noise and variant.workers > 1:
+                result.append(Training(variant.task, variant.workers, longrun.numel_of(variant.task), noise,
+                                       longrun.label(each), each.variant.every if each.variant.updates else 0,
+                                       each.variant.fragments if each.variant.overlap else 0, factor))
     return result
 
 

@@ -19,7 +19,7 @@ from bench.ranks import launch_hosts
 from bench.report import Result
 
 RANKS = 2
-WAYS: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "plain": {}, "ddp": {}, "identity": {"compression": "identity"}, "int4": {"compression": "int4"},
     "topk": {"compression": "topk(ratio=0.01)"}, "int4 under DDP": {"compression": "int4"},
     "every=16": {"compression": "int4", "local": 16}, "step": {"sync": "step"},
@@ -30,27 +30,27 @@ STEPS = {"every=16": 18, "step": 30, "auto": 60}
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ways", default=",".join(way for way in WAYS if way != "plain"), help=f"of: {','.join(WAYS)}")
+    parser.add_argument("--modes", default=",".join(mode for mode in MODES if mode != "plain"), help=f"of: {','.join(MODES)}")
 
 
 def run(quick: bool, args: argparse.Namespace) -> Result:
     size = "small" if quick else "gpt2"
 
-    def measured(way: str) -> dict[str, Any]:
-        program = [sys.executable, "-m", "bench.memory", way, size, str(STEPS.get(way, 8))]
+    def measured(mode: str) -> dict[str, Any]:
+        program = [sys.executable, "-m", "bench.memory", mode, size, str(STEPS.get(mode, 8))]
         replies = launch_hosts(None, RANKS, program, deadline_s=900)
         return max(replies, key=lambda t: int(t["peak"])) | {"server": max(t["server"] for t in replies)}
 
     base, rows, summary = measured("plain"), [], {}
-    for way in args.ways.split(","):
-        worst = measured(way)
+    for mode in args.modes.split(","):
+        worst = measured(mode)
         unit = worst["nbytes"]
-        row = {"way": way, "x_model": (worst["peak"] - base["peak"]) / unit, "at_end_x": (worst["end"] - base["end"]) / unit,
+        row = {"mode": mode, "x_model": (worst["peak"] - base["peak"]) / unit, "at_end_x": (worst["end"] - base["end"]) / unit,
                "server_x": worst["server"] / unit, "attach_s": worst["attach_s"], "attach_x": worst["attached"] / unit,
                "exchange_s": worst["longest_s"] - base["longest_s"], "close_s": worst["close_s"]}
         rows.append({name: round(value, 2) if isinstance(value, float) else value for name, value in row.items()})
         print(rows[-1], file=sys.stderr, flush=True)  # so that a later crash loses no row
-        summary[way] = row["x_model"]
+        summary[mode] = row["x_model"]
     return {"rows": rows, "summary": summary}
 
 
@@ -59,7 +59,7 @@ def peak(pid: int | str = "self", field: str = "VmHWM") -> int:
     return int(line.split()[1]) * 1024
 
 
-def main(way: str, size: str, steps: int) -> None:
+def main(mode: str, size: str, steps: int) -> None:
     """One rank: prints its memory and times as a line of JSON."""
     import torch
     import torch.distributed as dist
@@ -93,10 +93,10 @@ def main(way: str, size: str, steps: int) -> None:
     model = GPT()
     nn.init.normal_(model.words.weight, std=0.02)
     nbytes = sum(p.numel() * 4 for p in model.parameters())
-    module = DistributedDataParallel(model) if "ddp" in way.lower() else model
+    module = DistributedDataParallel(model) if "ddp" in mode.lower() else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     session, before, begin = None, peak(field="VmRSS"), time.perf_counter()
-    if options := dict(WAYS[way]):
+    if options := dict(MODES[mode]):
         if every := options.pop("local", 0):
             options["sync"] = commlayer.LocalSteps(every, overlap=False)
         session = commlayer.attach(module, optimizer, config={"ranks_per_node": 1}, **options)

@@ -39,12 +39,12 @@ def run(quick: bool) -> Result:
     replies = answers("step", steps)
     ratios: dict[str, float] = {}
     base = slowest(replies, "ddp")
-    for way in ("ddp", "allreduce", "service"):
-        times = slowest(replies, way)
+    for training in ("ddp", "allreduce", "service"):
+        times = slowest(replies, training)
         ratio = statistics.median(t / b for t, b in zip(times, base, strict=True))
-        ratios[way] = ratio
-        rows.append({"what": f"step, {way}", "ms": statistics.median(times) * 1e3, "x_ddp": ratio,
-                     "buckets": replies[0]["ways"][way]["buckets"], "steps": steps})
+        ratios[training] = ratio
+        rows.append({"what": f"step, {training}", "ms": statistics.median(times) * 1e3, "x_ddp": ratio,
+                     "buckets": replies[0]["trainings"][training]["buckets"], "steps": steps})
     few_and_many = answers("bucket", steps)
     per_bucket = bucket_us(few_and_many)
     # The second session of a process finds all modules imported. Its server is a new process, which loads its own.
@@ -66,20 +66,20 @@ def answers(what: str, steps: int, *more: object, env: dict[str, str] | None = N
     replies = launch_hosts(None, RANKS, [sys.executable, "-m", "bench.overhead", what, *map(str, (steps, *more))], env=env)
     worst = max(t.get("disagreement", 0.0) for t in replies)
     if worst > AGREE:
-        raise RuntimeError(f"the ways compared did not train the same model: parameters differ by {worst:.2g}")
+        raise RuntimeError(f"the compared trainings did not end with the same model: parameters differ by {worst:.2g}")
     return replies
 
 
-def slowest(replies: list[dict[str, Any]], way: str) -> list[float]:
+def slowest(replies: list[dict[str, Any]], training: str) -> list[float]:
     """Per step, the time of the slowest rank."""
-    return slowest_s([reply["ways"][way] for reply in replies])
+    return slowest_s([reply["trainings"][training] for reply in replies])
 
 
 def bucket_us(replies: list[dict[str, Any]]) -> float:
     """CPU time of a worker per additional bucket, for the same total bytes. Counts all threads and kernel time."""
-    few, many = (statistics.median(c for t in replies for c in t["ways"][way]["cpu_s"]) for way in ("few", "many"))
-    ways = replies[0]["ways"]
-    spread: int = ways["many"]["buckets"] - ways["few"]["buckets"]
+    few, many = (statistics.median(c for t in replies for c in t["trainings"][name]["cpu_s"]) for name in ("few", "many"))
+    trainings = replies[0]["trainings"]
+    spread: int = trainings["many"]["buckets"] - trainings["few"]["buckets"]
     return float((many - few) / spread * 1e6)
 
 
@@ -118,7 +118,7 @@ COMPARED = 20
 """Steps after which parameters are compared. Later, rounding may switch a ReLU in one model only, and the models diverge."""
 
 
-class Way(NamedTuple):
+class Training(NamedTuple):
     """A model whose gradients are averaged by one method: its training step, and how to close it."""
 
     step: Callable[[torch.Tensor, torch.Tensor], None]
@@ -133,7 +133,7 @@ class Way(NamedTuple):
 def trained(
     module: nn.Module, model: nn.Module, close: Callable[[], None], buckets: int, servers: tuple[int, ...] = (),
     attach_s: float = 0.0,
-) -> Way:
+) -> Training:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loss_of = nn.CrossEntropyLoss()
 
@@ -142,20 +142,20 @@ def trained(
         loss_of(module(x), y).backward()
         optimizer.step()
 
-    return Way(step, close, model, buckets, servers, attach_s)
+    return Training(step, close, model, buckets, servers, attach_s)
 
 
-def plain(make: Callable[[], nn.Module]) -> Way:
+def plain(make: Callable[[], nn.Module]) -> Training:
     model = make()
     return trained(model, model, lambda: None, 0)
 
 
-def ddp(make: Callable[[], nn.Module]) -> Way:
+def ddp(make: Callable[[], nn.Module]) -> Training:
     model = make()
     return trained(DistributedDataParallel(model), model, lambda: None, 0)
 
 
-def attached(make: Callable[[], nn.Module], path: str, **sizes: int) -> Way:
+def attached(make: Callable[[], nn.Module], path: str, **sizes: int) -> Training:
     """attach() with the identity codec, by all-reduce or through one summation server (`path`)."""
     model = make()
     world = dist.get_world_size()
@@ -181,29 +181,30 @@ Paired = tuple[dict[str, dict[str, Any]], float]
 """Times by method, and the largest difference between their parameters after COMPARED steps."""
 
 
-def paired(ways: dict[str, Way], width: int, batch: int, classes: int, steps: int) -> Paired:
+def paired(trainings: dict[str, Training], width: int, batch: int, classes: int, steps: int) -> Paired:
     """Times each method one step at a time. A barrier before each step keeps stragglers of one method out of the next time."""
     disagreement = 0.0
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
-    times: dict[str, dict[str, Any]] = {name: {"step_s": [], "cpu_s": [], "buckets": way.buckets} for name, way in ways.items()}
+    times: dict[str, dict[str, Any]] = {name: {"step_s": [], "cpu_s": [], "buckets": training.buckets}
+                                        for name, training in trainings.items()}
     for number in range(WARMUP + steps):
         x = torch.randn(batch, width, generator=generator)
         y = torch.randint(0, classes, (batch,), generator=generator)
-        for name, way in ways.items():
+        for name, training in trainings.items():
             dist.barrier()
             begin, cpu = time.perf_counter(), time.process_time()
-            way.step(x, y)
+            training.step(x, y)
             if number >= WARMUP:
                 times[name]["step_s"].append(time.perf_counter() - begin)
                 times[name]["cpu_s"].append(time.process_time() - cpu)
         if number + 1 == min(COMPARED, WARMUP + steps):
-            disagreement = agree(ways)
+            disagreement = agree(trainings)
     return times, disagreement
 
 
-def agree(ways: dict[str, Way]) -> float:
+def agree(trainings: dict[str, Training]) -> float:
     """Largest difference between any method's parameters and the first method's, relative to the largest parameter."""
-    flat = [torch.cat([p.detach().view(-1) for p in way.model.parameters()]) for way in ways.values()]
+    flat = [torch.cat([p.detach().view(-1) for p in training.model.parameters()]) for training in trainings.values()]
     return max(float((f - flat[0]).abs().max() / flat[0].abs().max()) for f in flat)
 
 
@@ -214,24 +215,24 @@ def memory(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
     """
     width = int((megabytes * (1 << 20) / 4 / 4) ** 0.5)
     make = many(4, width)
-    way = {"plain": plain, "topk": compressed}[mode](make) if mode in ("plain", "topk") else attached(make, mode)
+    training = {"plain": plain, "topk": compressed}[mode](make) if mode in ("plain", "topk") else attached(make, mode)
     x, y = torch.randn(2, width), torch.zeros(2, dtype=torch.long)
     marks = []
     for number in range(steps):
         if number == steps // 2:
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, so the peak is of the second half
-        way.step(x, y)
+        training.step(x, y)
         if number in (min(4, steps - 1), steps // 10, steps - 1):
             marks.append(peak(field="VmRSS"))
-    nbytes = sum(p.numel() * 4 for p in way.model.parameters())
+    nbytes = sum(p.numel() * 4 for p in training.model.parameters())
     answer = {"nbytes": nbytes, "rss": marks, "peak": peak(),
-              "servers": [peak(pid) for pid in way.servers]}
+              "servers": [peak(pid) for pid in training.servers]}
     dist.barrier()
-    way.close()
+    training.close()
     return answer
 
 
-def compressed(make: Callable[[], nn.Module]) -> Way:
+def compressed(make: Callable[[], nn.Module]) -> Training:
     model = make()
     session = commlayer.attach(model, compression=commlayer.compressors.topk(ratio=0.01), config={"ranks_per_node": 1})
     return trained(model, model, session.close, 0, servers_of(session))
@@ -250,18 +251,18 @@ def rank(what: str, steps: int, mode: str = "plain", megabytes: str = "64") -> N
     else:
         if what == "step":
             make = partial(build, MODEL)
-            ways = {"ddp": ddp(make), "allreduce": attached(make, "allreduce"), "service": attached(make, "service")}
-            times, disagreement = paired(ways, MODELS[MODEL][0], 32, 10, steps)
+            trainings = {"ddp": ddp(make), "allreduce": attached(make, "allreduce"), "service": attached(make, "service")}
+            times, disagreement = paired(trainings, MODELS[MODEL][0], 32, 10, steps)
         else:
             # The same bytes in 64 buckets and in 4: only the number of buckets differs.
             equal = many(64, 64)
-            ways = {"few": attached(equal, "service", fuse_nbytes=1 << 18), "many": attached(equal, "service", fuse_nbytes=0)}
-            times, disagreement = paired(ways, 64, 2, 64, steps)
-        print(json.dumps({"ways": times, "disagreement": disagreement,
-                          "attach_s": {name: way.attach_s for name, way in ways.items()}}), flush=True)
+            trainings = {name: attached(equal, "service", fuse_nbytes=size) for name, size in (("few", 1 << 18), ("many", 0))}
+            times, disagreement = paired(trainings, 64, 2, 64, steps)
+        print(json.dumps({"trainings": times, "disagreement": disagreement,
+                          "attach_s": {name: training.attach_s for name, training in trainings.items()}}), flush=True)
         dist.barrier()
-        for way in ways.values():
-            way.close()
+        for training in trainings.values():
+            training.close()
     dist.destroy_process_group()
 
 

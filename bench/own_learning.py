@@ -71,15 +71,15 @@ def run(
         parse(codec)
     count = 0
 
-    def tell(way: Variant, loss: float, table: LearningTable | None) -> None:
+    def tell(variant: Variant, loss: float, table: LearningTable | None) -> None:
         nonlocal count
         count += 1
-        print(f"{count:3}  {said(way):56} loss {loss:.4g}")
+        print(f"{count:3}  {said(variant):56} loss {loss:.4g}")
         if table is not None:  # written after each training, so that an interrupted run keeps its rows
             write_whole({out: encoded_table(table)})
 
-    ways = list(ways_of(codecs, local_steps, late=staleness))
-    table = measured(name, make, ways, tell, steps=steps, seeds=seeds)
+    variants = list(ways_of(codecs, local_steps, late=staleness))
+    table = measured(name, make, variants, tell, steps=steps, seeds=seeds)
     for row in table.rows:
         if row.workers == ALONE:
             print(f"{BY_ITSELF:56} {row.steps:.2f} times as many steps as {ALONE_AMONG} together")
@@ -115,7 +115,7 @@ def ways_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = F
 
 
 def measured(
-    name: str, make: Make, ways: Sequence[Variant], tell: Tell, *, steps: int = STEPS, seeds: int = 1,
+    name: str, make: Make, variants: Sequence[Variant], tell: Tell, *, steps: int = STEPS, seeds: int = 1,
 ) -> LearningTable:
     """Trains all configurations. Raises InvalidInput with one line for a task that cannot be trained."""
     family = family_of(_optimizer(name, make))
@@ -125,8 +125,8 @@ def measured(
     curves: dict[Variant, Sequence[float]] = {}
     table: LearningTable | None = None
     for seed in range(seeds):
-        for way in ways:
-            mine = structs.replace(way, task=name, optimizer=family, seed=seed)
+        for variant in variants:
+            mine = structs.replace(variant, task=name, optimizer=family, seed=seed)
             curves[mine] = _trained(mine, make, steps)
             table = _table(name, curves)
             tell(mine, curves[mine][-1], table)
@@ -135,18 +135,19 @@ def measured(
     return table
 
 
-def _trained(way: Variant, make: Make, steps: int) -> Sequence[float]:
+def _trained(variant: Variant, make: Make, steps: int) -> Sequence[float]:
     """Trains one configuration; an error in the user's code becomes one line."""
     try:
-        curve = train(way, make, steps=steps, looks=min(LOOKS, steps))
+        curve = train(variant, make, steps=steps, looks=min(LOOKS, steps))
     except ValueError:
         raise
     except Exception as error:
-        raise InvalidInput("E-USER-CODE", f"task {way.task}: {cause_of(error)}; a step of it by itself shows where") from None
+        raise InvalidInput("E-USER-CODE", f"task {variant.task}: {cause_of(error)}; a step of it by itself shows "
+                                            "where") from None
     if (least := min(curve)) <= 0:  # a diverged training gives NaN, which is valid
         raise InvalidInput("E-USER-CODE",
-                           f"task {way.task}: validation returned {least:g}, needed is a loss above 0, since others are told "
-                           "as parts of it: return one that stays above 0, or train for fewer steps")
+                           f"task {variant.task}: validation returned {least:g}, needed is a loss above 0, since others are "
+                           "given as parts of it: return one that stays above 0, or train for fewer steps")
     return curve
 
 
@@ -200,11 +201,11 @@ def _guarded(name: str, made: dict[str, Any]) -> TrainingTask:
     return TrainingTask(made["model"], of("optimizer"), batches, of("loss"), of("validation"))
 
 
-def said(way: Variant) -> str:
+def said(variant: Variant) -> str:
     """The sync mode, for the console."""
-    parts = [BY_ITSELF if way.workers == ALONE else way.codec, "updates" if way.codes == "updates" else "",
-             f"every={way.every}" if way.every > 1 else "", 'overlap="round"' if way.overlap else "",
-             "one step late" if way.late else "", f"seed {way.seed}" if way.seed else ""]
+    parts = [BY_ITSELF if variant.workers == ALONE else variant.codec, "updates" if variant.codes == "updates" else "",
+             f"every={variant.every}" if variant.every > 1 else "", 'overlap="round"' if variant.overlap else "",
+             "one step late" if variant.late else "", f"seed {variant.seed}" if variant.seed else ""]
     return ", ".join(filter(None, parts))
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from bench import Unmeasurable
 from bench.report import Result, one_thread
 from commlayer.optim import SparseAdamW, SparseSGD
-from commlayer.optim.sparse import sparse_gradient
+from commlayer.optim.sparse_gradients import sparse_gradient
 
 SHAPE = (5000, 5000)
 DENSITY = 0.01

@@ -76,14 +76,15 @@ class Variant(Record, frozen=True):
         return self.codes == "updates" or self.every > 1 or self.overlap == "round" or bool(self.outer)
 
 
-def outer_of(way: Variant) -> OuterSGD:
+def outer_of(variant: Variant) -> OuterSGD:
     """Without a name the default of attach(). Raises InvalidInput for an unknown name."""
-    if not way.outer:
-        return usual("sgd" if way.optimizer == "sgd" else "adam")
-    if way.outer not in OUTERS:
+    if not variant.outer:
+        return usual("sgd" if variant.optimizer == "sgd" else "adam")
+    if variant.outer not in OUTERS:
         raise InvalidInput("E-USER-CODE",
-                           f"outer: got {way.outer!r}, allowed: {', '.join(map(repr, OUTERS))}, or '' for the optimizer's own")
-    return OUTERS[way.outer]
+                           f"outer: got {variant.outer!r}, allowed: {', '.join(map(repr, OUTERS))}, or '' for the optimizer's "
+                           "own")
+    return OUTERS[variant.outer]
 
 
 class TrainingTask(NamedTuple):
@@ -116,62 +117,64 @@ class Noise(NamedTuple):
 
 
 def train(
-    way: Variant, make: Make, *, steps: int = STEPS, looks: int = LOOKS, rate: Callable[[int], float] = warm,
+    variant: Variant, make: Make, *, steps: int = STEPS, looks: int = LOOKS, rate: Callable[[int], float] = warm,
     noise: list[Noise] | None = None,
 ) -> list[float]:
     """Returns the validation loss at `looks` points; NaN after weights have become non-finite. `rate` gives a step's learning
     rate as a fraction of the task's. `noise` receives the gradient noise scale at each point, if exact gradients are averaged.
     Raises InvalidInput for a task that cannot be trained."""
-    task = make(way.seed)
+    task = make(variant.seed)
     if buffers := [info.name for info in job_of(task.model).tensors if info.buffer]:
         raise InvalidInput("E-USER-CODE",
-                           f"task {way.task}: its model has running statistics ({buffers[0]}), which virtual workers do not "
-                           "average; take a model without, such as one with LayerNorm or GroupNorm")
-    trainer = (_Local if way.updates else _Averaged)(way, task, make)
-    if noise is not None and isinstance(trainer, _Averaged) and way.codec == way.dense.codec:
+                           f"task {variant.task}: its model has running statistics ({buffers[0]}), which virtual workers do "
+                           "not average; take a model without, such as one with LayerNorm or GroupNorm")
+    trainer = (_Local if variant.updates else _Averaged)(variant, task, make)
+    if noise is not None and isinstance(trainer, _Averaged) and variant.codec == variant.dense.codec:
         trainer.noise = NoiseScale()
-    unseen = task.batches(way.workers, way.workers + 1) if noise is not None else iter(())
-    feeds = [task.batches(rank, way.workers) for rank in range(way.workers)]
+    unseen = task.batches(variant.workers, variant.workers + 1) if noise is not None else iter(())
+    feeds = [task.batches(rank, variant.workers) for rank in range(variant.workers)]
     curve: list[float] = []
     for step in range(1, steps + 1):
-        trainer.step([_drawn(way, feed, rank, step) for rank, feed in enumerate(feeds)], rate(step))
+        trainer.step([_drawn(variant, feed, rank, step) for rank, feed in enumerate(feeds)], rate(step))
         if step * looks % steps < looks:
-            curve.append(_validated(way, task.validation(trainer.learnt())))
+            curve.append(_validated(variant, task.validation(trainer.learnt())))
             if noise is not None and isinstance(trainer, _Averaged) and trainer.noise is not None:
-                draws = [_drawn(way, unseen, way.workers, step) for _ in range(DRAWS)]
+                draws = [_drawn(variant, unseen, variant.workers, step) for _ in range(DRAWS)]
                 noise.append(Noise(trainer.noise.known, trainer.noise_here(draws)))
             if not math.isfinite(curve[-1]):
                 return curve + [math.nan] * (looks - len(curve))
     return curve
 
 
-def _drawn(way: Variant, feed: Iterator[Any], rank: int, step: int) -> list[Any]:
-    batches = list(islice(feed, way.batches))
-    if len(batches) == way.batches:
+def _drawn(variant: Variant, feed: Iterator[Any], rank: int, step: int) -> list[Any]:
+    batches = list(islice(feed, variant.batches))
+    if len(batches) == variant.batches:
         return batches
     raise InvalidInput("E-USER-CODE",
-                       f"task {way.task}: the batches of rank {rank} ended after {step - 1}, needed are batches without end")
+                       f"task {variant.task}: the batches of rank {rank} ended after {step - 1}, needed are batches without "
+                       "end")
 
 
-def _validated(way: Variant, found: Any) -> float:
+def _validated(variant: Variant, found: Any) -> float:
     """Converts a validation result to a number, or raises a one-line error."""
     try:
         return float(found)
     except (TypeError, ValueError):
         what = f"Tensor of {found.numel()}" if isinstance(found, torch.Tensor) else type(found).__name__
-        raise InvalidInput("E-USER-CODE", f"task {way.task}: validation returned {what}, needed is one number") from None
+        raise InvalidInput("E-USER-CODE", f"task {variant.task}: validation returned {what}, needed is one number") from None
 
 
-def losses(task: TrainingTask, way: Variant, model: nn.Module, batches: Sequence[Any]) -> torch.Tensor:
-    return torch.stack([_loss(task, way, model, batch) for batch in batches]).mean()
+def losses(task: TrainingTask, variant: Variant, model: nn.Module, batches: Sequence[Any]) -> torch.Tensor:
+    return torch.stack([_loss(task, variant, model, batch) for batch in batches]).mean()
 
 
-def _loss(task: TrainingTask, way: Variant, model: nn.Module, batch: Any) -> torch.Tensor:
+def _loss(task: TrainingTask, variant: Variant, model: nn.Module, batch: Any) -> torch.Tensor:
     """The loss of a batch; raises a one-line error if the task returns none."""
     loss: Any = task.loss(model, batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise InvalidInput("E-USER-CODE",
-                           f"task {way.task} returned {type(loss).__name__} as its loss, needed is one number with a gradient")
+                           f"task {variant.task} returned {type(loss).__name__} as its loss, needed is one number with a "
+                           "gradient")
     return loss
 
 
@@ -191,22 +194,22 @@ class _Optimizer:
         self._inner.zero_grad()
 
 
-def plan_of(way: Variant, model: nn.Module) -> Plan:
+def plan_of(variant: Variant, model: nn.Module) -> Plan:
     """The plan, with buckets of 64 KiB on one server."""
-    codec = parse(way.codec)
+    codec = parse(variant.codec)
     plan = planner.default_plan(job_of(model), codec=str(wrap(codec)), path="service", servers=1, ranks_per_node=1,
                                 fuse_nbytes=CUT_NBYTES, cut_nbytes=CUT_NBYTES)
-    return structs.replace(plan, ratio_over=way.ratio_over)
+    return structs.replace(plan, ratio_over=variant.ratio_over)
 
 
 class _Averaged:
     """Averaged gradients: all workers take the same step, so one model represents all."""
 
-    def __init__(self, way: Variant, task: TrainingTask, make: Make) -> None:
+    def __init__(self, variant: Variant, task: TrainingTask, make: Make) -> None:
         del make
-        self._way, self._task, self._model = way, task, task.model
+        self._way, self._task, self._model = variant, task, task.model
         self._optimizer = _Optimizer(task, self._model)
-        self._workers = VirtualWorkers(job_of(self._model), plan_of(way, self._model), way.workers)
+        self._workers = VirtualWorkers(job_of(self._model), plan_of(variant, self._model), variant.workers)
         self._late: list[torch.Tensor] | None = None
         self.noise: NoiseScale | None = None
         """The gradient noise scale, if it is wanted."""
@@ -246,15 +249,15 @@ def _square(tensors: Iterable[torch.Tensor]) -> float:
 class _Local:
     """Local steps: each worker has its own model and optimizer, and their changes are averaged."""
 
-    def __init__(self, way: Variant, task: TrainingTask, make: Make) -> None:
-        self._way, self._task = way, task
-        self._models = [make(way.seed).model for _ in range(way.workers)]
+    def __init__(self, variant: Variant, task: TrainingTask, make: Make) -> None:
+        self._way, self._task = variant, task
+        self._models = [make(variant.seed).model for _ in range(variant.workers)]
         self._optimizers = [_Optimizer(task, model) for model in self._models]
-        plan = plan_of(way, task.model)
-        self._sums = _Sums(VirtualWorkers(job_of(task.model), plan, way.workers), plan, way.fragments)
+        plan = plan_of(variant, task.model)
+        self._sums = _Sums(VirtualWorkers(job_of(task.model), plan, variant.workers), plan, variant.fragments)
         # Without overlap, an exchange is completed directly after its start.
-        self._locals = [OuterSteps(list(model.parameters()), way.every, outer_of(way), StepWeights(1.0),
-                                   fragments=way.fragments, overlap=True, norms=self._sums.lengths(rank))
+        self._locals = [OuterSteps(list(model.parameters()), variant.every, outer_of(variant), StepWeights(1.0),
+                                   fragments=variant.fragments, overlap=True, norms=self._sums.norms_of(rank))
                         for rank, model in enumerate(self._models)]
 
     def step(self, batches: Sequence[Sequence[Any]], part: float) -> None:
@@ -291,20 +294,20 @@ class _Sums:
         self._given: dict[int, Mapping[int, torch.Tensor]] = {}
         """Changes by rank, of the fragment being summed."""
         self._mean: dict[int, torch.Tensor] = {}
-        self._telling: dict[int, tuple[float, float]] = {}
-        self.told: list[tuple[float, float]] = []
-        """Lengths by rank, of the fragment being summed."""
+        self._pending_norms: dict[int, tuple[float, float]] = {}
+        self.norms: list[tuple[float, float]] = []
+        """Weight and squared norm by rank, of the fragment being summed."""
 
     def worker(self, rank: int) -> Any:
         return _Rank(self, rank, self._virtual.world)
 
-    def lengths(self, rank: int) -> Norms:
-        return _Told(self, rank)
+    def norms_of(self, rank: int) -> Norms:
+        return _SharedNorms(self, rank)
 
-    def tell(self, rank: int, weight: float, square: float) -> None:
-        self._telling[rank] = weight, square
-        if len(self._telling) == self._virtual.world:
-            self.told = [self._telling.pop(each) for each in range(self._virtual.world)]
+    def add_norm(self, rank: int, weight: float, square: float) -> None:
+        self._pending_norms[rank] = weight, square
+        if len(self._pending_norms) == self._virtual.world:
+            self.norms = [self._pending_norms.pop(each) for each in range(self._virtual.world)]
 
     def give(self, rank: int, changes: Mapping[int, torch.Tensor], fragment: int) -> None:
         self._given[rank] = changes
@@ -323,17 +326,17 @@ class _Sums:
             target.copy_(mean)
 
 
-class _Told:
-    """The exchange of lengths between workers, as one worker's OuterSteps sees it."""
+class _SharedNorms:
+    """The exchange of norms between workers, as one worker's OuterSteps sees it."""
 
     def __init__(self, sums: _Sums, rank: int) -> None:
         self._sums, self._rank = sums, rank
 
     def start(self, weight: float, square: float) -> None:
-        self._sums.tell(self._rank, weight, square)
+        self._sums.add_norm(self._rank, weight, square)
 
     def read(self) -> list[tuple[float, float]]:
-        return self._sums.told
+        return self._sums.norms
 
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
         """Virtual workers do not report the agreement of their changes."""

@@ -18,9 +18,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 import commlayer
-from commlayer import balance, compressors, config, optim, planner
+from commlayer import balance, compressors, optim, planner
 from commlayer.cli.main import app
 from commlayer.compressors.plan_codecs import FACTORIES
+from commlayer.config import settings as config
 from commlayer.engine.observers.inspection import Inspection
 from commlayer.errors import CODES
 from commlayer.integrations import tracking
@@ -35,7 +36,7 @@ MADE = "<!-- Generated from the code by `make docs`; do not edit. -->"
 def settings() -> str:
     fields = config.Config.__struct_fields__
     if sorted(fields) != sorted(name for names in config.GROUPS.values() for name in names):
-        raise ValueError(f"config.py: GROUPS names other settings than config.py has: {sorted(fields)}")
+        raise ValueError(f"config/settings.py: GROUPS names other settings than Config has: {sorted(fields)}")
     hints, texts, defaults = get_type_hints(config.Config, include_extras=True), _texts_of(config, "Config"), config.Config()
     lines = [
         "# Settings", "", MADE, "",
@@ -319,6 +320,15 @@ def support() -> str:
                "machines."), "",
         *_wrap(f"As of {matrix.AS_OF}. **Works** means that tests show it, on Linux with CPUs and two or more processes, with "
                f"Python 3.11, {', '.join(pinned)}. **No GPU has run the GPU code yet.**"),
+        "", "## Features and kinds of jobs", "",
+        *_wrap("Each cell is a case of `tests/multi/test_features.py`: all workers use the feature and end with equal weights. "
+               "Where homes come and go, one home is killed inside a step. Then another one joins, except with frameworks, "
+               "`session.join()` and checkpoints. A code is that of the error with which the job ends instead."), "",
+        _row("feature", *matrix.KINDS.values(), "further tests"), _row(*["---"] * (len(matrix.KINDS) + 2)),
+        *(_row(feature.title, *(f"`{matrix.REFUSED[name, kind].code}`" if (name, kind) in matrix.REFUSED else "yes"
+                                for kind in matrix.KINDS), ", ".join(f"`{file}`" for file in feature.tests))
+          for name, feature in matrix.FEATURES.items()), "",
+        "Reasons of these errors:", "", *_refusals(matrix.FEATURES, matrix.KINDS, matrix.REFUSED),
     ]
     for title, rows in matrix.TABLES.items():
         lines += ["", f"## {title}", "", "| subject | verdict | what was tried | tests |", "| --- | --- | --- | --- |"]
@@ -329,6 +339,16 @@ def support() -> str:
             lines.append(_row(row.subject, row.verdict, row.how, "; ".join(
                 f"`{file}`: {', '.join(each)}" for file, each in names.items())))
     return "\n".join([*lines, ""])
+
+
+def _refusals(features: dict[str, Any], kinds: dict[str, str], refused: dict[tuple[str, str], Any]) -> Iterator[str]:
+    """One item for each reason in a kind of job."""
+    titles: dict[tuple[str, str], list[str]] = {}
+    for (feature, kind), refusal in refused.items():
+        titles.setdefault((kinds[kind], refusal.why), []).append(features[feature].title)
+    for (kind, why), refused_there in titles.items():
+        yield from textwrap.wrap(f"- {kind}, {', '.join(refused_there)}: {why}.", WIDTH, subsequent_indent="  ",
+                                 break_long_words=False, break_on_hyphens=False)
 
 
 # ---- text

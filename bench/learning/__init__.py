@@ -37,29 +37,29 @@ def run(quick: bool) -> report.Result:
     return shown(store)
 
 
-def measure(ways: Iterable[Variant], store: Store) -> None:
+def measure(variants: Iterable[Variant], store: Store) -> None:
     """Runs the trainings that the store lacks."""
-    for way in ways:
-        if not store.has(way, mark(way)):
-            store.add(way, Run(mark(way), tuple(train(way))))
+    for variant in variants:
+        if not store.has(variant, mark(variant)):
+            store.add(variant, Run(mark(variant), tuple(train(variant))))
 
 
-def mark(way: Variant) -> str:
+def mark(variant: Variant) -> str:
     """Hash of a few steps of this configuration and of its task. It changes when the code's results change."""
-    short = structs.replace(way, task="mlp", workers=2, seed=0, rate=0.0)
-    text = f"{_outcome(short)} {_outcome(Variant(way.task, way.optimizer, workers=2, rate=way.rate))}"
+    short = structs.replace(variant, task="mlp", workers=2, seed=0, rate=0.0)
+    text = f"{_outcome(short)} {_outcome(Variant(variant.task, variant.optimizer, workers=2, rate=variant.rate))}"
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 @functools.cache
-def _outcome(way: Variant) -> str:
+def _outcome(variant: Variant) -> str:
     """Losses after a few steps, rounded to digits that are equal on all processors."""
-    return " ".join(f"{loss:.5g}" for loss in train(way, steps=max(MARKED_STEPS, 2 * way.every), looks=2))
+    return " ".join(f"{loss:.5g}" for loss in train(variant, steps=max(MARKED_STEPS, 2 * variant.every), looks=2))
 
 
 def current(store: Store) -> dict[Variant, tuple[float, ...]]:
     """Loss curves whose mark matches the current code."""
-    return {way: one.curve for way, one in store.runs.items() if one.mark == mark(way)}
+    return {variant: one.curve for variant, one in store.runs.items() if one.mark == mark(variant)}
 
 
 def shown(store: Store) -> report.Result:
@@ -69,7 +69,7 @@ def shown(store: Store) -> report.Result:
     held_out = factors.held_out(cost_by_variant)
     by_itself = [one.steps for _, one in factors.alone(curves)]
     summary: dict[str, Any] = {
-        "tasks": len({way.task for way in cost_by_variant}),
+        "tasks": len({variant.task for variant in cost_by_variant}),
         "combinations": len([row for row in rows if row.workers == 0]),
         "runs": len(curves),
         "outdated_runs": len(store.runs) - len(curves),

@@ -75,7 +75,7 @@ CROWDS: tuple[dict[str, Any], ...] = (
     {"codec": TOP(0.01), "codes": "updates"},
 )
 """Also measured with 2 and 8 workers."""
-LARGER: tuple[dict[str, Any], ...] = tuple(way | {"batches": times} for times in (4, 16) for way in (
+LARGER: tuple[dict[str, Any], ...] = tuple(variant | {"batches": times} for times in (4, 16) for variant in (
     *CROWDS, {"codec": INT4, "every": 16}))
 """Configurations with 4 and 16 times the batch per worker."""
 ALONE: dict[str, Any] = {"workers": 1}
@@ -90,7 +90,7 @@ def campaign() -> Iterator[Variant]:
     yield from _everywhere(OUTER, 0)
     yield from _everywhere(SECOND, 0)
     yield from _everywhere(FIRST, 1)
-    yield from _everywhere(tuple(way | {"workers": n} for n in (8, 2) for way in CROWDS), 0)
+    yield from _everywhere(tuple(variant | {"workers": n} for n in (8, 2) for variant in CROWDS), 0)
     yield from rates()
     yield from _everywhere(LARGER, 0)
     for seed in range(1, SEEDS):
@@ -99,20 +99,20 @@ def campaign() -> Iterator[Variant]:
 
 def rates() -> Iterator[Variant]:
     """Dense training at half and at double the learning rate."""
-    for way in _everywhere((DENSE,), 0):
-        rate = TASKS[way.task](way.seed).rates[way.optimizer]
-        yield from (structs.replace(way, rate=rate * factor) for factor in (0.5, 2.0))
+    for variant in _everywhere((DENSE,), 0):
+        rate = TASKS[variant.task](variant.seed).rates[variant.optimizer]
+        yield from (structs.replace(variant, rate=rate * factor) for factor in (0.5, 2.0))
 
 
 def quick() -> Iterator[Variant]:
     """Two tasks and four configurations."""
-    for way in FIRST[:4]:
+    for variant in FIRST[:4]:
         for task in ("mlp", "words"):
-            yield Variant(task, "adam", **way)
+            yield Variant(task, "adam", **variant)
 
 
-def _everywhere(ways: tuple[dict[str, Any], ...], seed: int) -> Iterator[Variant]:
-    for way in ways:
+def _everywhere(variants: tuple[dict[str, Any], ...], seed: int) -> Iterator[Variant]:
+    for variant in variants:
         for optimizer in OPTIMIZERS:
             for task in TASKS:
-                yield Variant(task, optimizer, seed=seed, **way)
+                yield Variant(task, optimizer, seed=seed, **variant)

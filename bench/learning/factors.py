@@ -73,14 +73,15 @@ def _when(falling: np.ndarray[Any, np.dtype[np.float64]], loss: float) -> float:
 def costs(curves: Mapping[Variant, Curve]) -> dict[Variant, Cost]:
     """Costs of all runs that have a dense counterpart."""
     results = {}
-    for way, curve in curves.items():
-        dense = curves.get(way.dense)
-        if dense is None or way == way.dense or way.rate:
+    for variant, curve in curves.items():
+        dense = curves.get(variant.dense)
+        if dense is None or variant == variant.dense or variant.rate:
             continue
         if not all(map(math.isfinite, dense)):
             raise InvalidInput("E-USER-CODE",
-                               f"task {way.task}: dense training with {way.optimizer} ends in a loss of nan: lower its rate")
-        results[way] = cost(curve, dense)
+                               f"task {variant.task}: dense training with {variant.optimizer} ends in a loss of nan: lower its "
+                               "rate")
+        results[variant] = cost(curve, dense)
     return results
 
 
@@ -91,7 +92,7 @@ def rows_of(found: Mapping[Variant, Cost], *, least_tasks: int = 1) -> tuple[Lea
     Rows of fewer tasks are left out, because they could not be compared with the others.
     """
     table_rows: list[LearningRow] = []
-    tasks = {way.optimizer: {other.task for other in found if other.optimizer == way.optimizer} for way in found}
+    tasks = {variant.optimizer: {other.task for other in found if other.optimizer == variant.optimizer} for variant in found}
     for key, by_workers in sorted(_grouped(found).items(), key=lambda item: repr(item[0])):
         each = [_row(key, workers, runs) for workers, runs in sorted(by_workers.items())]
         enough = [row for row in each if row.tasks >= max(least_tasks, len(tasks[key[0]]))]
@@ -106,39 +107,40 @@ def rows_of(found: Mapping[Variant, Cost], *, least_tasks: int = 1) -> tuple[Lea
 
 def alone(curves: Mapping[Variant, Curve]) -> Iterator[tuple[Variant, Cost]]:
     """The cost of one worker alone, relative to several."""
-    for way, curve in curves.items():
-        together = structs.replace(way, workers=ALONE_AMONG)
-        if way.workers == ALONE and together in curves:
-            yield way, cost(curve, curves[together])
+    for variant, curve in curves.items():
+        together = structs.replace(variant, workers=ALONE_AMONG)
+        if variant.workers == ALONE and together in curves:
+            yield variant, cost(curve, curves[together])
 
 
 def alone_rows(curves: Mapping[Variant, Curve], *, least_tasks: int = 1) -> tuple[LearningRow, ...]:
     """The rows of `alone`, one per optimizer."""
     grouped: dict[_Key, dict[str, list[Cost]]] = {}
-    for way, one in alone(curves):
-        grouped.setdefault(key_of(way), {}).setdefault(way.task, []).append(one)
+    for variant, one in alone(curves):
+        grouped.setdefault(key_of(variant), {}).setdefault(variant.task, []).append(one)
     return tuple(_row(key, ALONE, runs) for key, runs in sorted(grouped.items()) if len(runs) >= least_tasks)
 
 
 _Key = tuple[str, str, str, int, str, bool]
 
 
-def key_of(way: Variant) -> _Key:
+def key_of(variant: Variant) -> _Key:
     """The configuration, as a row names it."""
-    return way.optimizer, "updates" if way.updates else "gradients", way.codec, way.every, way.overlap, way.late
+    codes = "updates" if variant.updates else "gradients"
+    return variant.optimizer, codes, variant.codec, variant.every, variant.overlap, variant.late
 
 
-def told(way: Variant) -> bool:
+def has_row(variant: Variant) -> bool:
     """Whether rows can express the configuration."""
-    return way.ratio_over == "bucket" and way.fragments == 1 and not way.outer and way.batches == 1
+    return variant.ratio_over == "bucket" and variant.fragments == 1 and not variant.outer and variant.batches == 1
 
 
 def _grouped(found: Mapping[Variant, Cost]) -> dict[_Key, dict[int, dict[str, list[Cost]]]]:
     """Grouped by configuration, workers and task."""
     groups: dict[_Key, dict[int, dict[str, list[Cost]]]] = {}
-    for way, one in found.items():
-        if told(way):
-            groups.setdefault(key_of(way), {}).setdefault(way.workers, {}).setdefault(way.task, []).append(one)
+    for variant, one in found.items():
+        if has_row(variant):
+            groups.setdefault(key_of(variant), {}).setdefault(variant.workers, {}).setdefault(variant.task, []).append(one)
     return groups
 
 
@@ -162,12 +164,12 @@ def shared_rows(costs: Mapping[Variant, Cost]) -> tuple[LearningRow, ...]:
     return rows_of(costs, least_tasks=LEAST_TASKS)
 
 
-class Foretold(NamedTuple):
+class HeldOutPrediction(NamedTuple):
     """Prediction of one task's factors, with one optimizer, from the rows of the other tasks."""
 
     task: str
     optimizer: str
-    ways: int
+    variants: int
     rank_correlation: float
     error: float
     """The median of |predicted - measured| / measured over the factors."""
@@ -177,23 +179,23 @@ class Foretold(NamedTuple):
     """Fraction of the configurations whose measured factor is at most the cautious one."""
 
 
-def held_out(costs: Mapping[Variant, Cost]) -> list[Foretold]:
+def held_out(costs: Mapping[Variant, Cost]) -> list[HeldOutPrediction]:
     """Predicts each task from the other tasks."""
     predictions = []
-    for task in sorted({way.task for way in costs}):
-        table = shared_rows({way: one for way, one in costs.items() if way.task != task})
+    for task in sorted({variant.task for variant in costs}):
+        table = shared_rows({variant: one for variant, one in costs.items() if variant.task != task})
         for optimizer in sorted({row.optimizer for row in table}):
             mine = _of_task(costs, task, optimizer)
             known = {(row.optimizer, row.codes, row.codec, row.every, row.overlap, row.late) for row in table}
-            mine = {way: steps for way, steps in mine.items() if key_of(way) in known}
+            mine = {variant: steps for variant, steps in mine.items() if key_of(variant) in known}
             if len(mine) < LEAST_TASKS:
                 continue
-            looked_up = [excess(table, way.codec, _recipe(way)) for way in mine]
+            looked_up = [excess(table, variant.codec, _recipe(variant)) for variant in mine]
             guessed, cautious = [1 + each.steps for each in looked_up], [1 + each.high for each in looked_up]
             measured = list(mine.values())
             errors = [abs(g - m) / m for g, m in zip(guessed, measured, strict=True)]
             covered = fmean(m <= high for m, high in zip(measured, cautious, strict=True))
-            predictions.append(Foretold(task, optimizer, len(mine), _rank(guessed, measured), median(errors),
+            predictions.append(HeldOutPrediction(task, optimizer, len(mine), _rank(guessed, measured), median(errors),
                                  _rank(cautious, measured), covered))
     return predictions
 
@@ -208,11 +210,11 @@ def _rank(guessed: Sequence[float], measured: Sequence[float]) -> float:
 def _of_task(costs: Mapping[Variant, Cost], task: str, optimizer: str) -> dict[Variant, float]:
     """Factors of one task, averaged over seeds; keys have seed 0."""
     by: dict[Variant, list[float]] = {}
-    for way, one in costs.items():
-        if (way.task, way.optimizer) == (task, optimizer) and told(way) and way.workers > 1:
-            by.setdefault(structs.replace(way, seed=0), []).append(one.steps)
-    return {way: fmean(each) for way, each in by.items()}
+    for variant, one in costs.items():
+        if (variant.task, variant.optimizer) == (task, optimizer) and has_row(variant) and variant.workers > 1:
+            by.setdefault(structs.replace(variant, seed=0), []).append(one.steps)
+    return {variant: fmean(each) for variant, each in by.items()}
 
 
-def _recipe(way: Variant) -> Recipe:
-    return Recipe(way.optimizer, way.codes, way.every, way.overlap, way.late, way.workers)
+def _recipe(variant: Variant) -> Recipe:
+    return Recipe(variant.optimizer, variant.codes, variant.every, variant.overlap, variant.late, variant.workers)

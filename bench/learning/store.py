@@ -38,7 +38,7 @@ class _Head(Record, frozen=True):
 
 
 class _Line(Record, frozen=True):
-    way: Variant
+    variant: Variant = msgspec.field(name="way")
     mark: str
     curve: tuple[float | None, ...]
 
@@ -68,7 +68,7 @@ class Store:
             raise Unmeasurable(f"{self.path}: line 1 is no head of a store of trainings; give another file") from None
         if head != HEAD:
             raise Unmeasurable(f"{self.path}: a store of form {head.store} with {head.steps} steps and {head.looks} looks, "
-                               f"this bench has {FORM}, {STEPS} and {LOOKS}; move it away to begin anew")
+                               f"this bench has {FORM}, {STEPS} and {LOOKS}; move it away to begin again")
         for number, line in enumerate(lines, 2):
             try:
                 entry = msgspec.json.decode(line, type=_Line)
@@ -76,20 +76,20 @@ class Store:
                 raise Unmeasurable(f"{self.path}: line {number} is damaged ({error}); delete it and go on") from None
             if len(entry.curve) != LOOKS:
                 raise Unmeasurable(f"{self.path}: line {number} has {len(entry.curve)} looks instead of {LOOKS}; delete it")
-            self.runs[entry.way] = Run(entry.mark, tuple(math.nan if loss is None else loss for loss in entry.curve))
+            self.runs[entry.variant] = Run(entry.mark, tuple(math.nan if loss is None else loss for loss in entry.curve))
 
-    def add(self, way: Variant, run: Run) -> None:
-        self.runs[way] = run
+    def add(self, variant: Variant, run: Run) -> None:
+        self.runs[variant] = run
         curve = tuple(None if not math.isfinite(loss) else float(f"{loss:.5g}") for loss in run.curve)
-        fields = {name: value for name, value in msgspec.to_builtins(way).items() if value != _DEFAULTS.get(name)}
+        fields = {name: value for name, value in msgspec.to_builtins(variant).items() if value != _DEFAULTS.get(name)}
         line = json.dumps({"way": fields, "mark": run.mark, "curve": curve}, separators=(",", ":"))
         head = b"" if self.path.exists() and self.path.stat().st_size else msgspec.json.encode(HEAD) + b"\n"
         with self.path.open("ab") as file:
             file.write(head + line.encode() + b"\n")
 
-    def has(self, way: Variant, mark: str) -> bool:
+    def has(self, variant: Variant, mark: str) -> bool:
         with contextlib.suppress(KeyError):
-            return self.runs[way].mark == mark
+            return self.runs[variant].mark == mark
         return False
 
 

@@ -16,7 +16,7 @@ import torch
 
 from bench import Unmeasurable, learning, report
 from bench.learning import factors
-from bench.learning.factors import Foretold
+from bench.learning.factors import HeldOutPrediction
 from bench.learning.store import Store
 from bench.learning.tasks import TASKS
 from commlayer.files import between, write_whole
@@ -37,16 +37,16 @@ def table(store: Store, date: str) -> LearningTable:
     if not rows:
         raise Unmeasurable(f"{store.path} has no combination that was measured on {factors.LEAST_TASKS} tasks: "
                            "run python -m bench learning first")
-    marks = sorted({store.runs[way].mark for way in curves})
+    marks = sorted({store.runs[variant].mark for variant in curves})
     return LearningTable(Provenance(
         date=date, command="python -m bench learning; python -m bench.learning.table", runs=len(curves),
-        tasks=tuple(sorted({way.task for way in curves})), torch=str(torch.__version__),
+        tasks=tuple(sorted({variant.task for variant in curves})), torch=str(torch.__version__),
         code=hashlib.sha256(" ".join(marks).encode()).hexdigest()[:16], errors=errors(factors.held_out(costs)),
         numel=max(sum(p.numel() for p in task(0).model.parameters()) for task in TASKS.values()),
     ), rows)
 
 
-def errors(predictions: Sequence[Foretold]) -> dict[str, float]:
+def errors(predictions: Sequence[HeldOutPrediction]) -> dict[str, float]:
     """Median prediction error of the factors over held-out tasks, by optimizer."""
     return {optimizer: round(median(one.error for one in predictions if one.optimizer == optimizer), 3)
             for optimizer in sorted({one.optimizer for one in predictions})}

@@ -13,23 +13,24 @@ from commlayer.errors import InvalidInput
 MOMENTUM = 0.9
 
 
-def train(way: Variant, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
+def train(variant: Variant, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
     """Validation losses at `looks` evenly spaced steps; NaN once weights are NaN."""
-    if way.task not in TASKS:
-        raise InvalidInput("E-USER-CODE", f"no task is called {way.task!r}; there are: {', '.join(TASKS)}")
+    if variant.task not in TASKS:
+        raise InvalidInput("E-USER-CODE", f"no task is called {variant.task!r}; there are: {', '.join(TASKS)}")
 
     def make(seed: int) -> TrainingTask:
-        task = TASKS[way.task](seed)
-        rate = way.rate or task.rates[way.optimizer]
-        return TrainingTask(task.model, lambda model: optimizer_of(way, model, rate), task.batches, task.loss, task.validation)
+        task = TASKS[variant.task](seed)
+        rate = variant.rate or task.rates[variant.optimizer]
+        return TrainingTask(task.model, lambda model: optimizer_of(variant, model, rate), task.batches, task.loss,
+                            task.validation)
 
-    return train_virtually(way, make, steps=steps, looks=looks)
+    return train_virtually(variant, make, steps=steps, looks=looks)
 
 
-def optimizer_of(way: Variant, model: nn.Module, rate: float) -> torch.optim.Optimizer:
-    if way.optimizer == "muon":
+def optimizer_of(variant: Variant, model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    if variant.optimizer == "muon":
         return MuonAdamW(model, rate)
-    if way.optimizer == "adam":
+    if variant.optimizer == "adam":
         return torch.optim.AdamW(model.parameters(), rate, fused=True)
     return torch.optim.SGD(model.parameters(), rate, momentum=MOMENTUM, fused=True)
 

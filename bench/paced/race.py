@@ -53,11 +53,11 @@ class Run(NamedTuple):
 
 
 def trained(
-    lab: Lab | None, way: dict[str, Any], seconds: float, ranks: int, *, python: str = sys.executable,
+    lab: Lab | None, training: dict[str, Any], seconds: float, ranks: int, *, python: str = sys.executable,
     during: Callable[[threading.Event], None] | None = None,
 ) -> Run:
-    """Runs one training. `way`: task, system, seed and slow, as in bench.paced.worker. `during` runs in a thread from the time
-    rank 0 starts training until the event that it gets is set. Raises RankFailed if a rank fails."""
+    """Runs one training. `training`: task, system, seed and slow, as in bench.paced.worker. `during` runs in a thread from the
+    time rank 0 starts training until the event that it gets is set. Raises RankFailed if a rank fails."""
     watch, over = Watch(), threading.Event()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -68,11 +68,11 @@ def trained(
             stack.callback(beside.join)
         stack.callback(over.set)
         before = lab.counters() if lab else None
-        argv = [python, "-m", "bench.paced.worker", json.dumps(way), "--seconds", str(seconds), "--out", str(folder)]
+        argv = [python, "-m", "bench.paced.worker", json.dumps(training), "--seconds", str(seconds), "--out", str(folder)]
         rows = launch_hosts(lab, ranks, argv, deadline_s=2 * seconds + OVERHEAD_S, watch=watch)
         over.set()
         after = lab.counters() if lab else None
-        curve = _curve(TASKS[way["task"]](), folder, rows, way)
+        curve = _curve(TASKS[training["task"]](), folder, rows, training)
     steps = min(answer["steps"] for answer in rows)
     late, passes = (sum(answer[key] for answer in rows) for key in ("late", "passes"))
     run = Run(curve, _s_per_step(curve, rows), steps, 100 * late / max(1, passes),
@@ -90,7 +90,7 @@ def at(curve: Curve, seconds: float) -> float:
 
 
 def at_step(curve: Curve, step: float) -> float:
-    """The loss after that number of steps, interpolated in the same way."""
+    """The loss after that number of steps, interpolated in the same manner."""
     return _between([(float(n), loss) for n, _, loss in curve], step)
 
 
@@ -118,13 +118,13 @@ def _first(points: Sequence[tuple[float, float]], goal: float) -> float | None:
     return None
 
 
-def _curve(task: Task, folder: Path, replies: Sequence[dict[str, Any]], way: dict[str, Any]) -> Curve:
-    seed = int(way.get("seed", 0))
+def _curve(task: Task, folder: Path, replies: Sequence[dict[str, Any]], training: dict[str, Any]) -> Curve:
+    seed = int(training.get("seed", 0))
     curve = [(0, 0.0, task.validation(task.model(seed)))]
     for step in replies[0]["looks"]:
         if all(step in answer["looks"] for answer in replies):
             states = [torch.load(folder / f"{step}.{answer['rank']}.pt") for answer in replies]
-            if way["system"]["kind"] != "alone":
+            if training["system"]["kind"] != "alone":
                 states = [[torch.stack(values).mean(0) if values[0].is_floating_point() else values[0]
                            for values in zip(*states, strict=True)]]
             when = max(answer["looks"][step] for answer in replies)

@@ -116,14 +116,14 @@ def in_words(plan: Plan | None) -> str:
     """A short description of a plan: its sync mode, and the number of elements by codec and path."""
     if plan is None:
         return ""
-    ways = Counter[str]()
+    exchanges = Counter[str]()
     for bucket in plan.buckets:
         late = ", late" if bucket.stale else ""
-        ways[f"{bucket.codec}{f' down {bucket.down}' if bucket.down else ''} over {bucket.path}{late}"] += sum(
+        exchanges[f"{bucket.codec}{f' down {bucket.down}' if bucket.down else ''} over {bucket.path}{late}"] += sum(
             part.stop - part.start for part in bucket.slices)
     steps = f"{plan.local_steps} local steps of {plan.codes}, " if plan.local_steps > 1 else ""
     overlap = f"overlap={plan.overlap}, " if plan.overlap else ""
-    return f"{steps}{overlap}{len(plan.buckets)} buckets: " + "; ".join(f"{n} {way}" for way, n in ways.most_common())
+    return f"{steps}{overlap}{len(plan.buckets)} buckets: " + "; ".join(f"{n} {how}" for how, n in exchanges.most_common())
 
 
 def joined() -> None:

@@ -64,14 +64,14 @@ class Steps:
         return int.from_bytes(self._map[8 * place : 8 * place + 8], "little")
 
 
-def run(way: dict[str, Any], seconds: float, out: Path) -> dict[str, Any]:
-    rank, ranks, seed = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(way.get("seed", 0))
-    task = TASKS[way["task"]]()
+def run(training: dict[str, Any], seconds: float, out: Path) -> dict[str, Any]:
+    rank, ranks, seed = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(training.get("seed", 0))
+    task = TASKS[training["task"]]()
     model = task.model(seed)
-    pace = Pace(model, layers_of(model), way.get("slow", [1.0] * ranks)[rank])
-    batch_of = {"together": range(way.get("batches", ranks))}.get(way["system"]["kind"], range(rank, rank + 1))
+    pace = Pace(model, layers_of(model), training.get("slow", [1.0] * ranks)[rank])
+    batch_of = {"together": range(training.get("batches", ranks))}.get(training["system"]["kind"], range(rank, rank + 1))
     place = Place(rank, ranks, os.environ.get("HOST_ADDRESS", "127.0.0.1"), out, len(task.batch(0, 0)[1]), seed)
-    system = started(way["system"], place, model, task)
+    system = started(training["system"], place, model, task)
     own = (together([task.batch(number, step, seed) for number in batch_of]) for step in itertools.count())
     batches, samples = system.batches or own, len(batch_of) * place.samples
     steps = Steps(out, rank, ranks)
@@ -107,12 +107,13 @@ def run(way: dict[str, Any], seconds: float, out: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.paced.worker")
-    parser.add_argument("way", type=json.loads, help="task, system, and maybe seed, slow (a factor for each rank), as JSON")
+    parser.add_argument("training", type=json.loads,
+                        help="task, system, and maybe seed, slow (a factor for each rank), as JSON")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(json.dumps(run(args.way, args.seconds, args.out)), flush=True)
+    print(json.dumps(run(args.training, args.seconds, args.out)), flush=True)
 
 
 if __name__ == "__main__":

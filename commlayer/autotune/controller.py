@@ -2,7 +2,7 @@
 
 Every rank runs a controller. All ranks exchange reports (report.py) and act on the same reports after the same step, so
 collective actions happen in the same order on all ranks. Rank 0 decides on plans (autotune/plan_policy.py) and sends its
-requests in its report; all ranks decide on codec quality (autotune/quality.py) and links.
+requests in its report; all ranks decide on links (autotune/link_policy.py) and codec quality (autotune/quality/policy.py).
 
     warming ---> measuring ---> watching
        ^                            |
@@ -18,37 +18,32 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from enum import Enum
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 from msgspec import structs
 
-from commlayer.autotune import plan_policy
-from commlayer.autotune.plan_policy import (
-    Candidate,
-    Lead,
-    LinkState,
-    LogLine,
-    Notice,
-    Proposal,
-    SearchRequest,
-    Suggestion,
-    TuningRequest,
-    rates_of,
-)
-from commlayer.autotune.quality import CodecChange, GradientError
+from commlayer.autotune import link_policy, plan_policy
+from commlayer.autotune.quality.policy import CodecChange, GradientError
 from commlayer.autotune.report import Alone, Report, Reports
+from commlayer.autotune.search_thread import SearchThread
 from commlayer.autotune.shares.policy import WorkerTime
+from commlayer.autotune.state import (
+    MEASURED_STEPS,
+    LinkState,
+    Measured,
+    Phase,
+    Reason,
+    TuningRequest,
+    TuningState,
+)
 from commlayer.engine.components import Component, Order
 from commlayer.errors import CommError
 from commlayer.observe.events import AloneEvent, QualityEvent
-from commlayer.observe.link_monitor import LinkWatch, Rates, SeenStep, differ, slower, spelled
+from commlayer.observe.link_monitor import Rates, SeenStep
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner.model import Link
 from commlayer.planner.plan_rules import summary_of
@@ -57,36 +52,12 @@ from commlayer.records import Plan, digest
 if TYPE_CHECKING:
     import torch
 
-    from commlayer.autotune.guard import QualityGuard
-    from commlayer.autotune.job_actions import JobActions, Measured
+    from commlayer.autotune.job_actions import JobActions
+    from commlayer.autotune.quality.guard import QualityGuard
     from commlayer.engine.job.job import DistributedJob
 
 T = TypeVar("T")
-
-WARM_STEPS = 2
-"""Number of warm-up steps. They determine thresholds, buckets and the forward order, and their times do not represent later
-steps."""
-MEASURED_STEPS = 5
-SOON_S, LINKS_HOLD = 0.75, 1 / 3
-"""Links count as limiting if a step takes at least SOON_S, and all ranks wait for communication for at least the fraction
-LINKS_HOLD of it. Then a plan for shorter steps is worth more than exact measurements: the first steps are measured at the end
-of the warm-up, and all ranks wait for the plan. No plan shortens computing, which takes longest in the first steps."""
-WAITED_STEPS = 2
-"""All ranks wait for a plan for at most the time of this many steps."""
-UNEVEN, UNEVEN_S = 1.5, 0.005
-"""A rank counts as slow if it computes this many times as long as the fastest rank, and this many seconds longer. Contention
-for processors and a few system calls explain less."""
-SEARCH_S = 60.0
-"""Seconds after which a search is aborted for which training waits. Planning takes seconds."""
-
-
-class Phase(Enum):
-    WARMING = "warming"
-    """The first steps, or the rest of the step in which rank 0 requested measuring."""
-    MEASURING = "measuring"
-    """Steps are recorded, as measurements for a plan."""
-    WATCHING = "watching"
-    """Ranks exchange reports about their steps, and act on reports that all ranks have received."""
+P = ParamSpec("P")
 
 
 class StepEnd(NamedTuple):
@@ -120,32 +91,19 @@ class TuningController(Component):
         of the node's link."""
         self._context, self._do, self._reports, self.guard = context, actions, reports, guard
         self._plans, self._per_node = plans, per_node
-        self._leads = plans and context.rank == 0
-        """True: this rank decides on plans."""
-        self._lead = Lead()
-        self.links: LinkState | None = None
-        """The links; None before they are measured."""
-        self.phase, self._until = Phase.WARMING, WARM_STEPS
+        self.state = TuningState(context.plan, leads=plans and context.rank == 0)
         self._steps = 0
         """Number of steps on averaged gradients and of exchanges of local steps."""
-        self._planned_steps = 0
-        """Number of these steps and exchanges that ran under automatic plans, after their warm-up."""
-        self._plan = context.plan
         self.shares: ShareMover | None = None
         """Load balancing's part in the reports; None if the script does not balance the load."""
-        self._thread: threading.Thread | None = None
+        self._search = SearchThread(actions)
         self._recorded_s: list[float] = []
         """Step times since recording began."""
-        self._agreed: Callable[[], bool] | None = None
-        """What all ranks have decided to do together. It returns whether the plan has changed."""
         self._failure: Exception | None = None
         """The error that ended this rank's decisions."""
         self._raised = False
         self.paused = False
         """True: decisions have failed on some rank, so no rank changes anything or sends reports."""
-        self._results: deque[tuple[SearchRequest, Candidate | None, str]] = deque()
-        """Results of searches from the planner thread: request, plan found and error. They are processed at the end of the
-        next step."""
         self._last = StepEnd()
         self._busy = False
         context.on_close.append(self._close)
@@ -154,7 +112,7 @@ class TuningController(Component):
         """Starts recording steps. Called before the first step, because the second step is sufficient if steps are slow."""
         if self._plans:
             self._record()
-            if self._leads:
+            if self.state.leads:
                 self._do.prepare_search()
 
     def _record(self) -> None:
@@ -230,49 +188,48 @@ class TuningController(Component):
         self._reports.step(step_s, waited_s)
         if self._pauses(rows):
             return
-        before = self._plan
+        before = self.state.plan
         if self._context.plan is not before:  # the script has set a plan
             self._entered()
         changed = bool(rows) and self._do_agreed()
         if self._planning:
             self._count(step_s, waited_s)
         changed = (bool(rows) and not changed and self._do_requested(rows)) or changed
-        if self.guard is not None and self._plan is before:
+        same = self.state.plan is before
+        if self.guard is not None and same:
             self.guard.schedule(self._steps)
-        due = self._due(rows, entered=self._plan is not before)
-        if self._planning and self._plan is before:
-            self._attempt(partial(self._decide_plan, step_s), None)
+        due = self._due(rows, entered=not same)
+        if self._planning and same:
+            self._attempt(self._decide_plan, step_s)
         if rows:
-            self._attempt(partial(self._decide, rows, changed=changed or self._plan is not before), None)
+            self._attempt(self._decide, rows, changed=changed or not same)
         if due:
             self._send()
         if self.guard is not None:
-            self._attempt(self.guard.prepare, None)
+            self._attempt(self.guard.prepare)
 
     @property
     def _planning(self) -> bool:
         """True: plans are automatic now; the same on all ranks. False during a codec's warm-up, whose step times do not
         represent the plan."""
         context = self._context
-        if not self._plans or not context.terms.auto:
-            return False
-        return context.worker.step >= context.worker.plan.warmup
+        return self._plans and context.terms.auto and context.worker.step >= context.worker.plan.warmup
 
     @property
     def _watched(self) -> LinkState | None:
         """The links, while ranks watch them; None before they are measured, and while they are measured again."""
-        return self.links if self._planning and self.phase is Phase.WATCHING else None
+        return self.state.links if self._planning and self.state.phase is Phase.WATCHING else None
 
-    def _attempt(self, act: Callable[[], T], otherwise: T) -> T:
-        """Runs `act`, which decides by itself or acts on this rank only. After an error this rank decides nothing more."""
+    def _attempt(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Calls `act`, which decides by itself or acts on this rank only. After an error this rank decides nothing more."""
         if self._failure is None:
             try:
-                return act()
+                return act(*args, **kwargs)
             except CommError:
                 raise
             except Exception as error:
                 self._failure = error
-        return otherwise
+        return None
 
     def _raise_failure(self) -> None:
         """Raises this rank's error, once, when the rank has done what all ranks do together."""
@@ -292,22 +249,27 @@ class TuningController(Component):
         self.end()
 
     def _do_agreed(self) -> bool:
-        agreed, self._agreed = self._agreed, None
-        return agreed is not None and agreed()
+        """Does what all ranks have agreed on. Returns whether the plan has changed."""
+        agreed, self.state = self.state.agreed, structs.replace(self.state, agreed=None)
+        if isinstance(agreed, CodecChange):
+            return self._change_codecs(agreed)
+        return agreed is not None and self._await(agreed)
 
     def _count(self, step_s: float, waited_s: float) -> None:
         """Counts a step, and measures after enough steps."""
-        self._planned_steps += 1
+        self.state = state = structs.replace(self.state, step=self.state.step + 1)
+        if state.phase is Phase.WATCHING:
+            return
         if step_s:
             self._recorded_s.append(step_s)
-        if self.phase is Phase.WATCHING or self._planned_steps < self._until:
+        if state.step < state.until:
             return
-        if self.phase is Phase.MEASURING or (
-            self.links is None and _links_hold(*self._do.share_times(step_s, waited_s))  # the first steps were recorded
+        if state.phase is Phase.MEASURING or (
+            state.links is None and link_policy.links_hold(*self._do.share_times(step_s, waited_s))  # first steps were recorded
         ):
             self._measure()
         else:
-            self.phase, self._until = Phase.MEASURING, self._planned_steps + MEASURED_STEPS + 1
+            self.state = structs.replace(state, phase=Phase.MEASURING, until=state.step + MEASURED_STEPS + 1)
             self._record()
 
     def _do_requested(self, rows: Sequence[Report]) -> bool:
@@ -318,7 +280,7 @@ class TuningController(Component):
             case TuningRequest.SWITCH:
                 self._switch()
             case TuningRequest.MEASURE:
-                self.phase, self._until = Phase.WARMING, self._planned_steps + 1
+                self.state = structs.replace(self.state, phase=Phase.WARMING, until=self.state.step + 1)
             case TuningRequest.PROBE:
                 self._probe(links, median(row.step_s for row in rows))
             case _:
@@ -334,12 +296,12 @@ class TuningController(Component):
 
     def _send(self) -> None:
         """Sends this rank's report. Acts on the reports of all ranks at once if all ranks have waited for them."""
-        report, decisive_s = self._attempt(self._own, (Report(), math.inf))
+        report, decisive_s = self._attempt(self._own) or (Report(), math.inf)
         rows = self._reports.send(report._replace(failed=float(self._failure is not None)), decisive_s)
         if not rows:
             return
         changed = self._do_requested(rows)
-        self._attempt(partial(self._decide, rows, changed=changed), None)
+        self._attempt(self._decide, rows, changed=changed)
         if self._reports.confirm(failed=self._failure is not None):
             self._do_agreed()
 
@@ -348,21 +310,20 @@ class TuningController(Component):
         request, decisive_s, links = TuningRequest.NOTHING, math.inf, self._watched
         if links is not None:
             decisive_s = links.watch.decisive_s
-            if self._leads:
-                self._lead, request = plan_policy.next_request(self._lead, links, time.monotonic())
+            if self.state.leads:
+                self.state, request = plan_policy.next_request(self.state, time.monotonic())
         error = None if self.guard is None else self.guard.take_error()
         return Report(
             request=request, carried=self._reports.traffic(), compared=float(error is not None), error=error or GradientError(),
-            alone=Alone(*plan_policy.over_alone(self._lead, self._active)),
+            alone=Alone(*plan_policy.over_alone(self.state)),
             time=WorkerTime() if self.shares is None else self.shares.row()), decisive_s
 
     def _decide_plan(self, step_s: float) -> None:
-        """Decides on plans, on rank 0."""
+        """Decides on plans, on the rank that leads."""
         self._take_results()
-        if self._leads and step_s:
-            self._set(*plan_policy.step_over(self._lead, step_s, self._context.exchanges, self._active))
-        if self._leads and self.links is not None and self.phase is Phase.WATCHING:
-            self._set(plan_policy.on_faster_links(self._lead, self.links, self._active))
+        if self.state.leads and step_s:
+            self._set(*plan_policy.step_over(self.state, step_s, self._context.exchanges))
+        self._set(plan_policy.on_faster_links(self.state))
 
     def _decide(self, rows: Sequence[Report], *, changed: bool) -> None:
         """Decides from reports that all ranks have received, so all ranks decide alike. `changed`: True: the plan or the links
@@ -377,7 +338,7 @@ class TuningController(Component):
         if rows[0].compared and self.guard is not None:
             change = self.guard.decide([row.error for row in rows], step_s)
             if change is not None:
-                self._agreed = partial(self._change_codecs, self.guard, change)
+                self.state = structs.replace(self.state, agreed=change)
                 return  # what the reports say about links was about the plan that ends
         if (links := self._watched) is not None and all(row.step_s for row in rows):
             self._watch(links, rows, step_s)
@@ -391,138 +352,61 @@ class TuningController(Component):
             context.terms.said_slower = True
             self._say(plan_policy.slower_line(*alone), logging.WARNING)
 
-    def _watch(self, state: LinkState, rows: Sequence[Report], step_s: float) -> None:
-        """Starts a new search if steps show that links have changed. Faster links make no step slower, so rank 0 orders that
-        search later."""
+    def _watch(self, links: LinkState, rows: Sequence[Report], step_s: float) -> None:
+        """Decides whether steps show that links have changed."""
         traffic, waited_s = tuple(row.carried for row in rows[:: self._per_node]), min(row.waited_s for row in rows)
         groups = self._context.groups
         if groups.local == 0:
             own = traffic[groups.node]
-            self._context.stream.rates(Rates(own.up.bps, own.down.bps), state.watch.planned[groups.node])
-        watch, rates = state.watch.observe(SeenStep(step_s, waited_s, traffic))
-        self.links = state = structs.replace(state, watch=watch)
-        if rates is None:
-            return
-        links = state.with_rates(rates)
-        if not slower(rates, watch.planned):
-            self._say(f"links are faster than planned: {self._spelled(rates)} in steps, planned {self._spelled(watch.planned)}",
-                      logging.DEBUG)  # while a link is found to be faster and faster, many such lines follow each other
-            # The links may be even faster, so the probe schedule counts from the time when they were last found no faster.
-            self._set_links(structs.replace(state.measured(links, 0.0), reprobe=state.reprobe))
-            return
-        self._say(f"links have changed from {self._spelled(watch.planned)} to {self._spelled(rates)}: steps take "
-                  f"{1e3 * step_s:.1f} ms instead of {1e3 * watch.usual_s:.1f} ms")
-        self._plan_for(state, links, step_s, waited_s)
+            self._context.stream.rates(Rates(own.up.bps, own.down.bps), links.watch.planned[groups.node])
+        self._set(*link_policy.observed(self.state, links, SeenStep(step_s, waited_s, traffic), time.monotonic()))
 
-    def _probe(self, state: LinkState, step_s: float) -> None:
+    def _probe(self, links: LinkState, step_s: float) -> None:
         """Probes the links, and searches for a plan if they have become faster. Under a plan for slow links, steps send too
         little to show that."""
         begin = time.monotonic()
-        links = self._do.probe(state.watch.planned)
-        self._attempt(partial(self._probed, state, links, step_s, time.monotonic() - begin), None)
+        found = self._do.probe(links.watch.planned)
+        self._attempt(self._probed, links, found, step_s, time.monotonic() - begin)
 
-    def _probed(self, state: LinkState, links: Sequence[Link], step_s: float, took_s: float) -> None:
-        planned = state.watch.planned
-        # A short probe may measure too low a rate. Steps show whether a link has become slower.
-        rates = [Rates(*map(max, zip(new, old, strict=True))) for new, old in zip(rates_of(links), planned, strict=True)]
-        faster = differ(rates, planned)
-        self.links = state = structs.replace(state, reprobe=state.reprobe.probed(time.monotonic(), took_s, found=faster))
-        before = self._spelled(planned)
-        self._say(f"probed the links in {1e3 * took_s:.0f} ms: "
-                  + (f"{self._spelled(rates)} instead of {before}" if faster else f"no faster than {before}"))
-        if faster:
-            self._plan_for(state, state.with_rates(rates), step_s, state.watch.waited_s)
-        else:
-            self._reset()  # the probe's traffic belongs to no step
-
-    def _plan_for(self, state: LinkState, links: tuple[Link, ...], step_s: float, waited_s: float) -> None:
-        """Searches for a plan for links whose rates have changed. Codec and computing costs are not measured again."""
-        pace_s = plan_policy.pace_since(self._lead, state.watch.slow_s)
-        self._set_links(state.measured(links, time.monotonic()))
-        self._search(step_s, pace_s)
-        if _links_hold(step_s, waited_s):
-            self._agreed = partial(self._await, WAITED_STEPS * step_s)
-
-    def _spelled(self, rates: Sequence[Rates]) -> str:
-        return spelled(rates, self._do.node_names())
-
-    def _set_links(self, links: LinkState) -> None:
-        self.links = links
-        self._do.pace(links.links)
-        self._reset()
-
-    def _reset(self) -> None:
-        """Drops the observations of past steps, which do not apply to the next ones."""
-        self._reports.reset()
+    def _probed(self, links: LinkState, found: Sequence[Link], step_s: float, took_s: float) -> None:
+        self._set(*link_policy.probed(self.state, links, found, step_s, time.monotonic(), took_s))
+        self._reports.reset()  # the probe's traffic belongs to no step
 
     def _measure(self) -> None:
         """Measures steps and links, which is collective; then rank 0 starts a search."""
-        soon, self.phase = self.phase is Phase.WARMING, Phase.WATCHING
+        soon, self.state = self.state.phase is Phase.WARMING, structs.replace(self.state, phase=Phase.WATCHING)
         measured = self._do.measure(self._recorded_s)
-        self._attempt(partial(self._measured, measured), None)
+        self._attempt(self._measured, measured)
         if soon:  # a slow step during the search would cost more than waiting for the search
-            self._await(WAITED_STEPS * measured.step_s)
+            self._await(link_policy.WAITED_STEPS * measured.step_s)
 
     def _measured(self, measured: Measured) -> None:
-        now = time.monotonic()
-        links = LinkState.of(measured.links, now) if self.links is None else self.links.measured(measured.links, now)
-        self._set_links(links)
-        self._say(f"links carry {self._spelled(rates_of(measured.links))}")
-        if line := _uneven(measured):
-            self._say(line)
-        recent = self._lead.recent
-        self._search(measured.step_s, median(recent) if recent else 0.0, checks=True)
+        self._set(*link_policy.measured(self.state, measured, time.monotonic(), self._do.node_names()))
+        recent = self.state.recent
+        self._set(plan_policy.begin_search(self.state, measured.step_s, median(recent) if recent else 0.0, checks=True))
 
-    def _search(self, step_s: float, pace_s: float, *, checks: bool = False) -> None:
-        if self._leads and self.links is not None:
-            links = self.links.links
-            self._set(plan_policy.begin_search(self._lead, self._active, links, step_s, pace_s, checks=checks))
-
-    def _set(self, lead: Lead, lines: Sequence[Notice] = ()) -> None:
-        """Sets rank 0's state, and carries out what has changed in that state."""
-        before, self._lead = self._lead, lead
+    def _set(self, state: TuningState, reasons: Sequence[Reason] = ()) -> None:
+        """Sets the state, and carries out what has changed in it."""
+        before, self.state = self.state, state
         terms, context = self._context.terms, self._context
-        if lead.basis is not before.basis or lead.price is not before.price:
-            terms.basis, terms.price = lead.basis, lead.price
-        for line in lines:
-            match line:
-                case LogLine():
-                    self._say(line.text, logging.WARNING if line.warning else logging.INFO)
-                case Suggestion():
-                    terms.suggested = True
-                    self._say(line.text, logging.WARNING)
-                case StalePlan():
-                    context.events.append(line)
-                    self._say(line.reason)
-        if lead.order is not None and lead.order is not before.order:
-            self._start_search(lead.order)
-
-    def _start_search(self, order: SearchRequest) -> None:
-        """Starts a search on a thread, while training continues."""
-        if self._thread is not None:
-            self._thread.join(SEARCH_S)
-            if self._thread.is_alive():  # the search hangs: it is aborted before the other ranks time out
-                self._do.stop_search()
-                self._thread.join()
-        try:
-            limits = self._do.limits()
-        except Exception as error:
-            self._results.append((order, None, f"{type(error).__name__}: {error}"))
-            return
-
-        def search() -> None:
-            try:
-                self._results.append((order, self._do.search(order, limits), ""))
-            except Exception as error:
-                self._results.append((order, None, f"{type(error).__name__}: {error}"))
-
-        self._thread = threading.Thread(target=search, name="commlayer-planner", daemon=True)
-        self._thread.start()
+        if state.basis is not before.basis or state.price is not before.price:
+            terms.basis, terms.price = state.basis, state.price
+        terms.suggested = terms.suggested or state.suggested
+        for reason in reasons:
+            if isinstance(reason, StalePlan):
+                context.events.append(reason)
+                self._say(reason.reason)
+            else:
+                self._say(*reason)
+        if state.links is not None and (before.links is None or state.links.links is not before.links.links):
+            self._do.pace(state.links.links)
+            self._reports.reset()  # what was observed was about the previous rates
+        if state.order is not None and state.order is not before.order:
+            self._search.start(state.order)
 
     def _take_results(self) -> None:
-        while self._results:
-            order, candidate, why = self._results.popleft()
-            self._set(*plan_policy.end_search(self._lead, order, candidate, why, self._active))
+        for order, candidate, why in self._search.results():
+            self._set(*plan_policy.end_search(self.state, order, candidate, why))
 
     def _await(self, most_s: float) -> bool:
         """Waits until rank 0's search has ended; collective. A search that takes longer than `most_s` continues while training
@@ -537,33 +421,31 @@ class TuningController(Component):
         rank's decisions."""
         if self._failure is not None:
             raise self._failure
-        if self._thread is not None:
-            self._thread.join(min(most_s, SEARCH_S))
-            self._take_results()
-        return self._lead.proposal is not None
+        self._search.join(most_s)
+        self._take_results()
+        return self.state.proposal is not None
 
     def _switch(self) -> None:
         """Switches to the plan that rank 0 proposes; collective."""
-        proposal, left = self._lead.proposal, self._active
+        proposal = self.state.proposal
         try:
             self._do.switch(None if proposal is None else proposal.candidate.runnable, by_itself=True)
         except ValueError as error:  # raised on all ranks, and nothing has changed
-            self._lead = plan_policy.refused(self._lead)
+            self.state = plan_policy.refused(self.state)
             self._say(f"kept the current plan: {error}")
             return
-        if proposal is not None:
-            self._attempt(partial(self._switched, proposal, left), None)
-        back = proposal is not None and proposal.back
+        plan, back = self._context.plan, proposal is not None and proposal.back
+        self._attempt(self._switched, plan)
         self._context.note_plan("rollback" if back else "automatic")
-        self._say(f"switched {'back ' if back else ''}to plan {digest(self._active)}: {summary_of(self._active)}")
+        self._say(f"switched {'back ' if back else ''}to plan {digest(plan)}: {summary_of(plan)}")
         self._entered(own=True)
 
-    def _switched(self, proposal: Proposal, left: Plan) -> None:
-        self._set(*plan_policy.switched(self._lead, proposal, self._active, left))
+    def _switched(self, plan: Plan) -> None:
+        self._set(*plan_policy.switched(self.state, plan))
 
-    def _change_codecs(self, guard: QualityGuard, change: CodecChange) -> bool:
+    def _change_codecs(self, change: CodecChange) -> bool:
         """Switches to finer or coarser codecs; collective. Returns whether the plan has changed."""
-        if (plan := guard.lifted(change)) is None:
+        if self.guard is None or (plan := self.guard.lifted(change)) is None:
             return False
         try:
             self._do.switch(plan, by_itself=False)
@@ -579,24 +461,17 @@ class TuningController(Component):
         return True
 
     def _entered(self, *, own: bool = False, by_guard: bool = False) -> None:
-        """Resets the statistics that depend on the plan. `own`: whether rank 0 proposed the new plan. `by_guard`: whether the
-        quality guard made its codecs finer or coarser."""
-        self._plan, self._agreed = self._context.plan, None
-        if self.phase is not Phase.WATCHING and self._plans:  # the recorded steps ran under another plan
-            self.phase, self._until = Phase.WARMING, self._planned_steps + WARM_STEPS
+        """Adapts to another active plan. `own`: True: rank 0 proposed it. `by_guard`: True: the quality guard made its codecs
+        finer or coarser."""
+        self._set(plan_policy.entered(self.state, self._context.plan, own=own))
+        if self.state.phase is not Phase.WATCHING and self._plans:
             self._record()
-        self._attempt(partial(self._adapt, own=own, by_guard=by_guard), None)
-
-    def _adapt(self, *, own: bool, by_guard: bool) -> None:
-        if self.links is not None:
-            self.links = structs.replace(self.links, watch=LinkWatch(rates_of(self.links.links)))
-        self._reset()
-        if not own:
-            self._set(plan_policy.replaced(self._lead))
+        self._reports.reset()
         if self.guard is not None:
-            change = self.guard.entered(self._steps, by_guard=by_guard)
-            if change is not None:
-                self._agreed = partial(self._change_codecs, self.guard, change)
+            self._attempt(self._guard_entered, self.guard, by_guard=by_guard)
+
+    def _guard_entered(self, guard: QualityGuard, *, by_guard: bool) -> None:
+        self.state = structs.replace(self.state, agreed=guard.entered(self._steps, by_guard=by_guard))
 
     def end(self) -> None:
         """Stops planning and recording: members may change during a step that is being recorded."""
@@ -608,18 +483,12 @@ class TuningController(Component):
         """Stops planning, and waits for the planner thread: a thread in native code at interpreter exit would crash the
         process."""
         self.end()
-        if self._thread is not None:
-            self._thread.join(SEARCH_S)
+        self._search.join()
 
     def settle(self, deadline_s: float) -> None:
         """Waits up to `deadline_s` seconds for a search to end."""
-        if self._thread is not None:
-            self._thread.join(deadline_s)
+        self._search.join(deadline_s)
         self._take_results()
-
-    @property
-    def _active(self) -> Plan:
-        return self._context.plan
 
     def _say(self, text: str, level: int = logging.INFO) -> None:
         self._context.say(text, level)
@@ -627,21 +496,4 @@ class TuningController(Component):
     def shares_moved(self, part: float) -> None:
         """Records that work moves between ranks with the next step. `part`: by which fraction of a step's computing."""
         if part >= plan_policy.SHARES_WORTH:
-            self._lead = structs.replace(self._lead, moved=True)
-
-
-def _links_hold(step_s: float, waited_s: float) -> bool:
-    """Returns whether communication makes steps slow, so that a plan can shorten them."""
-    return step_s >= SOON_S and waited_s >= LINKS_HOLD * step_s
-
-
-def _uneven(measured: Measured) -> str:
-    """Returns a log line about a rank that computes much longer than the others, which no plan can change; "" if there is
-    none."""
-    computing_s = measured.computing_s
-    if not computing_s or max(computing_s) < max(UNEVEN * min(computing_s), min(computing_s) + UNEVEN_S):
-        return ""
-    slowest = max(range(len(computing_s)), key=computing_s.__getitem__)
-    times = max(computing_s) / min(computing_s)
-    remedy = ": a Sampler with a LoadBalancer would give it a smaller share of the batch" if measured.shares else ""
-    return f"{measured.names[slowest]} computes {times:.1f} times as long as the fastest, and all wait for it{remedy}"
+            self.state = structs.replace(self.state, moved=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple
 
 import torch
 from msgspec import structs
 
+from commlayer.autotune.candidate import Candidate
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.autotune.measure.measurements import (
@@ -24,15 +24,16 @@ from commlayer.autotune.measure.measurements import (
 from commlayer.autotune.measure.probes import at_least, gathered, held_up, meter_of, probed, seen_by
 from commlayer.autotune.measure.step_times import timing_of
 from commlayer.autotune.plan_limits import PlanLimits, bounded, codecs, limits_of, remembers
-from commlayer.autotune.plan_policy import Candidate, SearchRequest
 from commlayer.autotune.planning_process import PlanningProcess
 from commlayer.autotune.search import SearchOrder
+from commlayer.autotune.state import Measured, SearchRequest
 from commlayer.cluster.processes.collectives import all_or_none
 from commlayer.compressors import build
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import InvalidState
-from commlayer.observe.link_monitor import InterfaceCounters, Rates
+from commlayer.observe.interface_counters import InterfaceCounters
+from commlayer.observe.link_monitor import Rates
 from commlayer.planner.data.tables import BUCKET_S, PCIE_COPY, SERVER_BYTE_S, learning_rows
 from commlayer.planner.model import CodecCost, Line, Link, PlanInputs, Profile, bare
 from commlayer.records import Plan
@@ -46,20 +47,6 @@ SLOW_BPS = 200e6
 and measuring would take long."""
 PROBE_AGAIN_S = 1.2
 """Seconds of a probe of links that may have become faster."""
-
-
-class Measured(NamedTuple):
-    """What all ranks know after measuring steps and links."""
-
-    links: tuple[Link, ...]
-    """The link of each node."""
-    step_s: float
-    computing_s: tuple[float, ...] = ()
-    """Seconds that each rank computes per step; empty if load balancing already acts on them."""
-    names: tuple[str, ...] = ()
-    """Display name of each rank, for example "worker 2 (ben)"."""
-    shares: bool = True
-    """True: the job could use load balancing."""
 
 
 class JobActions:

@@ -50,8 +50,7 @@ def limits_of(context: DistributedJob, rows: Sequence[RankMeasurement] = ()) -> 
     # Load balancing refuses local steps. Samplers that weight batches weight outer steps in the same way.
     balanced = terms.balanced or any(row.balanced for row in rows)
     able = not balanced and {"updates", "local", "round"} <= modes
-    # If workers might leave, an exchange must be complete before any part of it is applied.
-    takes_fragments = terms.requested.fragments is None and not context.elastic
+    takes_fragments = terms.requested.fragments is None
     policy = Policy(
         devices=("cpu",), optimizer=terms.optimizer, exact=not (able and terms.requested.exact is False),
         # Stale results would replace the gradients that scripts accumulate in `.grad` by older averages.

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from commlayer.autotune.quality import GradientError
+from commlayer.autotune.quality.policy import GradientError
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.engine.observers.spacing import row_spacing
-from commlayer.observe.link_monitor import Direction, InterfaceCounters, Throughput
+from commlayer.observe.interface_counters import Direction, InterfaceCounters, Throughput
 
 if TYPE_CHECKING:
     from commlayer.cluster.processes.rows import Section

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer import planner
+from commlayer.autotune.candidate import LEAVES, MOST_STEPS, Candidate, Price, steps_of
 from commlayer.autotune.contention import dearer, factor
-from commlayer.autotune.plan_policy import LEAVES, MOST_STEPS, Candidate, Price, steps_of
 from commlayer.codec_spec import parse_spec
 from commlayer.planner.baselines import one_machine
 from commlayer.planner.buckets import COLLECTIVE_NBYTES

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from commlayer.autotune.controller import TuningController
-from commlayer.autotune.guard import guard_of
 from commlayer.autotune.job_actions import JobActions
+from commlayer.autotune.quality.guard import guard_of
 from commlayer.autotune.report import Reports
 from commlayer.config import Config
 from commlayer.engine.components import Component, Order

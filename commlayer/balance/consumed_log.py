@@ -246,3 +246,10 @@ class Permutation:
         for key in self._keys:
             left, right = right, left ^ (mix(right + key) & low)
         return (left << self._half) | right
+
+
+class SequentialOrder:
+    """Reads the samples in the dataset's own order, without shuffling."""
+
+    def at(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
+        return [index for start, stop in ranges for index in range(start, stop)]

@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
-import msgspec
-from msgspec import field, structs
+from msgspec import structs
 
 from commlayer.balance.assignment import DrawnBatch, StepAssignment, TrainingSession, drawn_batches, split
-from commlayer.balance.consumed_log import ConsumedLog, ConsumedLogState, EpochProgress, Permutation
+from commlayer.balance.consumed_log import ConsumedLog, EpochProgress, Permutation, SequentialOrder
+from commlayer.balance.sampler_state import JoinState, SamplerState, joining_epoch, renumbering, text_of
 from commlayer.balance.schedule import (
     CHANGE_DELAY_STEPS,
     KEEP_STEPS,
@@ -36,7 +36,7 @@ from commlayer.balance.schedule import (
 )
 from commlayer.config import read_launch
 from commlayer.errors import InvalidInput, RecordError
-from commlayer.records import Record, decode
+from commlayer.records import decode
 
 
 class Sampler:
@@ -81,8 +81,6 @@ class Sampler:
         """Number of batches that the loader may draw in advance, according to its settings."""
         self._trained = EpochProgress(ConsumedLog(self.length), self._schedule, 0, batch, drop=drop_last)
         self._begin(self._trained.consumed, 0)
-
-    # ---- for the loop
 
     @property
     def step(self) -> int:
@@ -274,8 +272,6 @@ class Sampler:
         given = self._received_state(session)
         return self.epoch + self._trained.is_finished() if given is None else joining_epoch(given)
 
-    # ---- joining a running job
-
     @property
     def _name(self) -> str:
         """Key under which workers exchange the state of the same sampler."""
@@ -319,8 +315,6 @@ class Sampler:
                                f"follow: the loader draws up to {self._lead} batches in advance (num_workers * "
                                f"prefetch_factor), allowed with min_workers: {CHANGE_DELAY_STEPS}; lower prefetch_factor")
 
-    # ---- for the DataLoader
-
     def __iter__(self) -> Iterator[list[int]]:
         """Yields batches of indices, from the first step that is not trained to the end of the epoch."""
         self._queue.clear()
@@ -342,8 +336,6 @@ class Sampler:
             return len(split(max(1, samples), self.cap))
 
         return full * batches(self.share(self.step)) + (batches(short) if rest else 0)
-
-    # ---- mid-epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of training as plain values, equal on every worker after the same step."""
@@ -428,54 +420,3 @@ class Sampler:
 def _lead_of(loader: Any) -> int:
     """Returns how many batches the loader draws in advance, from a torch DataLoader's settings."""
     return (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", 0) or 0)
-
-
-class SequentialOrder:
-    """Reads the samples in the dataset's own order, without shuffling."""
-
-    def at(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
-        return [index for start, stop in ranges for index in range(start, stop)]
-
-
-class SamplerState(Record, frozen=True):
-    """The state of a sampler as plain values, equal on all workers at the same step."""
-
-    length: int
-    batch: int
-    seed: int
-    epoch: int
-    step: int
-    consumed: ConsumedLogState
-    schedule: list[Announcement]
-    world: int = 0
-    """Number of workers that the sampler was made for. 0: unknown. -1: workers have left or joined since."""
-    left: list[int] = field(default_factory=list)
-    """Numbers of the present workers, in the order of their ranks."""
-
-
-class JoinState(Record, frozen=True):
-    """The state that a joining worker gets from the other workers."""
-
-    state: SamplerState
-    numbers: list[int]
-    departed: list[int]
-    session_steps: dict[int, int]
-    """See SamplerMembership.session_steps."""
-    mid_step: bool
-    """True: the worker joins in the middle of a step."""
-
-
-def text_of(state: Record) -> str:
-    """Returns canonical JSON of a record whose maps have numbers as keys."""
-    return msgspec.json.encode(msgspec.to_builtins(state, str_keys=True), order="deterministic").decode()
-
-
-def renumbering(left: Sequence[int]) -> Callable[[int], int]:
-    """Returns a function that renumbers the workers in `left` from 0 on; all other workers come after them."""
-    places = {worker: place for place, worker in enumerate(left)}
-    return lambda worker: places.get(worker, len(places) + worker)
-
-
-def joining_epoch(given: JoinState) -> int:
-    """Returns the epoch in which the running job is; the next one if that epoch's last step is over."""
-    return given.state.epoch + (not given.mid_step and not ConsumedLog.of(given.state.consumed).left)

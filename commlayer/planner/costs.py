@@ -70,7 +70,7 @@ FLOATS = Line(0.0, FLOAT_NBYTES)
 FIRST_HALVES = ("reduce_scatter", "alltoall", "reduce", "gather")
 
 
-class PathCosts(NamedTuple):
+class GroupCosts(NamedTuple):
     """A node group's codec costs for upload and download, by device."""
 
     up: dict[str, CodecCost]
@@ -107,7 +107,7 @@ class PathTasks:
     final state."""
 
     def __init__(
-        self, path: Path, groups: Sequence[Group], costs: Sequence[PathCosts], emit: CodecCost | None, profile: Profile,
+        self, path: Path, groups: Sequence[Group], costs: Sequence[GroupCosts], emit: CodecCost | None, profile: Profile,
         hosts: Mapping[int, float], owner: int,
     ) -> None:
         """`hosts`: maps the groups of the nodes that sum to each node's fraction of the sum. `emit`: cost of the servers'
@@ -352,14 +352,14 @@ class Prices:
         ops = parse(path, self._widest) if isinstance(path, str) else path
         over_server = uses_server(ops)
         devices = sorted({op.where for op in ops if op.name in CODING})
-        known: dict[tuple[str, str, bool], PathCosts] = {}
+        known: dict[tuple[str, str, bool], GroupCosts] = {}
         costs = []
         for group, name in zip(self.groups, self._codecs(codec, by_node), strict=True):
             key = name, group.node.device, group.workers > 0
             if key not in known:
                 up = {d: self.cost(name, d, group.node) for d in devices} if group.workers else {}
                 back = {d: self.cost(down, d, group.node) for d in devices} if down and group.workers else up
-                known[key] = PathCosts(up | {"server": self.cost(name, "cpu", group.node)} if over_server else up, back)
+                known[key] = GroupCosts(up | {"server": self.cost(name, "cpu", group.node)} if over_server else up, back)
             costs.append(known[key])
         hosts = self._hosts(server) if over_server else {}
         emit = self.cost(down or codec, "cpu", self.groups[next(iter(hosts))].node) if over_server else None

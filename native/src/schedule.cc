@@ -74,11 +74,11 @@ class Run {
   // Where the tasks of a choice are over no sooner; kNever where its step is sure to be above `limit`. Sums round.
   double least(const int32_t* choice, double limit) { return bounds_.least(choice, limit - in_.tail + 1e-9 * limit); }
 
-  // kNever as soon as a step that stands alone is sure to reach `limit`.
+  // kNever as soon as a step that stands alone is above `limit`.
   double run(const int32_t* choice, double limit, double* start, double* end) {
     start_ = start;
     end_ = end;
-    last_ = in_.steps == 1 ? limit - in_.tail : kNever;
+    limit_ = in_.steps == 1 ? limit : kNever;
     late_ = false;
     if (limit == kNever) bounds_.unlimited();
     else if (least(choice, limit) == kNever) return kNever;
@@ -150,7 +150,7 @@ class Run {
       soonest = std::min(soonest, least_of(due_at_, in_.lanes));
       if (soonest == kNever) return CML_ERR_ARGUMENT;
       now_ = soonest;
-      if (now_ > last_ || late_) return kNever;
+      if (now_ + in_.tail > limit_ || late_) return kNever;  // the sum that is returned, so that a step of `limit` is
       for (int32_t n = 0; n < in_.nodes; ++n) {
         while (due_[n] <= now_) {
           if (at_[n] < in_.buckets)
@@ -329,7 +329,7 @@ class Run {
   int64_t begun_ = 0;
   int64_t words_, line_words_, heap_size_ = 0;
   int32_t total_ = 0, arrivals_ = 0, ended_now_ = 0;
-  double now_ = 0, last_ = 0;
+  double now_ = 0, limit_ = 0;
   double *start_ = nullptr, *end_ = nullptr;
   int32_t *first_, *gated_, *kind_, *bucket_, *left_, *by_arrival_, *at_, *open_, *open_stale_, *kept_, *over_;
   int32_t *head_, *behind_, *line_of_, *on_, *current_, *unserved_;

@@ -90,6 +90,8 @@ void run(const Problem& p, const int32_t* choice) {
   std::printf("\n");
   const double again_s = cml_schedule_run(&p.in, choice, INFINITY, scratch.get(), nullptr, nullptr);
   if (!(again_s == step_s)) fail("without times the step is another");
+  const double limited_s = cml_schedule_run(&p.in, choice, step_s, scratch.get(), nullptr, nullptr);
+  if (step_s >= 0 && !(limited_s == step_s)) fail("a step that takes as long as its limit is not reported");
 }
 
 void sweep(const Problem& problem, int32_t* choice, Words words) {

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "records": {"errors"},
     "native": {"errors"},
     "gpu": {"errors", "gpu"},
-    "config": {"errors", "records"},
+    "config": {"errors", "records", "config"},
     **{part: BOTTOM | {part} for part in MIDDLE},
     "cluster": BOTTOM | MIDDLE | {"cluster"},
     "engine": BOTTOM | MIDDLE | FILES_OF_PLANS | {"cluster", "engine"},
@@ -60,7 +60,8 @@ ROOMS: dict[str, list[set[str]]] = {
     "cluster": [{room} for room in ("calls", "processes", "keys", "membership", "servers")],
 }
 """Folders and modules inside a part, from the bottom up: each imports only those of its own and lower layers."""
-DECIDING = {"engine.epochs.agreement", "autotune.plan_policy", "autotune.quality", "autotune.shares.policy"}
+DECIDING = {"engine.epochs.agreement", "autotune.plan_policy", "autotune.link_policy", "autotune.quality.policy",
+            "autotune.shares.policy"}
 """Pure modules, with all that they import from autotune/."""
 DRIVERS = {"engine.start", "engine.step", "engine.job.job", "engine.epochs.plan_switch", "autotune.controller"}
 """Folders and modules that act; no decision imports them."""
@@ -213,7 +214,7 @@ DECISIONS = reached_in("autotune", DECIDING)
 
 def test_imports_of_decision_modules_are_followed() -> None:
     names = {f"{file.parent.name}.{file.stem}" for file in DECISIONS}
-    assert {"autotune.plan_policy", "autotune.quality"} <= names, "the graph was read"
+    assert {"autotune.plan_policy", "quality.policy"} <= names, "the graph was read"
 
 
 @pytest.mark.parametrize("file", DECISIONS, ids=lambda file: f"{file.parent.name}/{file.stem}")
@@ -288,7 +289,7 @@ def reads_environment(file: Path) -> list[str]:
 
 
 def test_only_config_reads_the_environment() -> None:
-    assert reads_environment(PACKAGE / "config.py"), "the search works"
+    assert reads_environment(PACKAGE / "config" / "environment.py"), "the search works"
     assert [line for file in FILES if own_part(file) != "config" for line in reads_environment(file)] == []
 
 

@@ -22,7 +22,8 @@ from commlayer.autotune.measure.probes import (
     sustained,
     turns_of,
 )
-from commlayer.observe.link_monitor import PAYLOAD, Direction, Throughput
+from commlayer.observe.interface_counters import Direction, Throughput
+from commlayer.observe.link_monitor import PAYLOAD
 from commlayer.observe.step_trace import RecordedStep
 
 WORLD, SERVERS, BUDGET_S = 2, 2, 0.2

@@ -351,6 +351,18 @@ def test_every_collective_equals_that_of_gloo(opened: Opened) -> None:
     assert together(met(opened)[1], act) == [expected] * HOMES
 
 
+def test_gather_for_another_number_of_workers_is_refused_and_the_group_continues(opened: Opened) -> None:
+    """As in a framework that keeps the number from the start of the job."""
+    def act(group: RelayedGroup, rank: int) -> tuple[str, float]:
+        line = outcome(lambda: group.allgather([[torch.empty(2) for _ in range(HOMES + 1)]], [torch.ones(2)]).wait())
+        group.allreduce([x := torch.ones(1)], options(reduceOp=dist.ReduceOp.SUM)).wait()
+        return line, x.item()
+
+    for line, total in together(met(opened)[1], act):
+        assert_refused(line, "E-COLLECTIVE", f"{HOMES + 1} output tensors", f"{HOMES} workers")
+        assert total == HOMES
+
+
 def test_large_tensors_are_chunked_and_freed_after_delivery(opened: Opened) -> None:
     parts = 5 * PARTS_IN_FLIGHT
     numel = parts * PART_NBYTES // 8 - 3

@@ -14,11 +14,11 @@ from support.attached import Run, Setting, coordinators, mlp, parameters, plan_o
 from support.rank_pool import pool, ranks_first
 
 from commlayer.autotune import job_actions, plan_policy
-from commlayer.autotune.controller import MEASURED_STEPS, Phase, ShareMover, TuningController
-from commlayer.autotune.guard import QualityGuard
-from commlayer.autotune.job_actions import Measured
+from commlayer.autotune.controller import ShareMover, TuningController
 from commlayer.autotune.measure import probes
+from commlayer.autotune.quality.guard import QualityGuard
 from commlayer.autotune.shares.policy import WorkerTime
+from commlayer.autotune.state import MEASURED_STEPS, Measured, Phase
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.guards.parameter_drift import ParameterDrift
 from commlayer.observe.events import LogEvent, decode
@@ -84,8 +84,9 @@ def all_schedules(run: Run) -> dict[str, Any]:
             for exchange in range(EXCHANGES):
                 for _ in range(every // fragments):
                     train_step(model, optimizer, run.rank, next(number))
-                if exchange == 1 and controller.phase is Phase.WATCHING:  # as if rank 0 had requested to measure again
-                    controller.phase, controller._until = Phase.WARMING, controller._planned_steps + 1
+                state = controller.state
+                if exchange == 1 and state.phase is Phase.WATCHING:  # as if rank 0 had requested to measure again
+                    controller.state = structs.replace(state, phase=Phase.WARMING, until=state.step + 1)
             session.flush()
             assert times == [MEASURED_STEPS + 1], (every, fragments, overlap)
         return {"failures": [event.text for event in failures(session)], "paused": controller.paused, "plan": connection.plan,

@@ -25,24 +25,24 @@ from commlayer.errors import InvalidInput
 RATE, STEPS, WORKERS = 0.01, 10, 2
 
 
-def over_loopback(way: Variant) -> list[torch.Tensor]:
+def over_loopback(variant: Variant) -> list[torch.Tensor]:
     """The mean of all ranks' weights after the same steps, by real workers and a real server."""
-    job = job_of(TASKS[way.task](way.seed).model)
-    plan = plan_of(way, TASKS[way.task](way.seed).model)
-    if way.late:
+    job = job_of(TASKS[variant.task](variant.seed).model)
+    plan = plan_of(variant, TASKS[variant.task](variant.seed).model)
+    if variant.late:
         plan = structs.replace(plan, buckets=tuple(structs.replace(bucket, stale=True) for bucket in plan.buckets))
-    tasks, rows = [TASKS[way.task](way.seed) for _ in range(way.workers)], SharedRows(way.workers)
-    with Rig(way.workers, "", plan=plan, of=job) as rig:
+    tasks, rows = [TASKS[variant.task](variant.seed) for _ in range(variant.workers)], SharedRows(variant.workers)
+    with Rig(variant.workers, "", plan=plan, of=job) as rig:
         def body(rank: int) -> list[torch.Tensor]:
             task, worker = tasks[rank], rig.workers[rank]
             parameters = list(task.model.parameters())
-            optimizer, feed = optimizer_of(way, task.model, RATE), task.batches(rank, way.workers)
-            local = OuterSteps(parameters, way.every, outer_of(way), StepWeights(1.0), overlap=way.overlap == "round",
-                               norms=rows.of(rank))
+            optimizer, feed = optimizer_of(variant, task.model, RATE), task.batches(rank, variant.workers)
+            local = OuterSteps(parameters, variant.every, outer_of(variant), StepWeights(1.0),
+                               overlap=variant.overlap == "round", norms=rows.of(rank))
             for i in range(STEPS):
                 optimizer.param_groups[0]["lr"] = RATE * min(1.0, (i + 1) / WARMUP)
                 loss = task.loss(task.model, next(feed))
-                if way.updates:
+                if variant.updates:
                     optimizer.zero_grad()
                     loss.backward()
                     local.count()
@@ -55,11 +55,11 @@ def over_loopback(way: Variant) -> list[torch.Tensor]:
                     optimizer.step()
             return [p.detach().clone() for p in parameters]
 
-        weights = on_ranks(way.workers, body)
+        weights = on_ranks(variant.workers, body)
     return [torch.stack(each).mean(0) for each in zip(*weights, strict=True)]
 
 
-def virtual(way: Variant, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def virtual(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The same by `train`."""
     results: list[torch.Tensor] = []
 
@@ -69,7 +69,7 @@ def virtual(way: Variant, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]
 
     with monkeypatch.context() as patch:
         patch.setattr(learning_tasks.Task, "validation", look)
-        train(structs.replace(way, rate=RATE), steps=STEPS, looks=1)
+        train(structs.replace(variant, rate=RATE), steps=STEPS, looks=1)
     return results
 
 
@@ -87,8 +87,8 @@ def virtual(way: Variant, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]
 def test_what_it_trains_is_what_workers_train(
     fields: dict[str, Any], optimizer: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    way = Variant("mlp", optimizer, workers=WORKERS, **fields)
-    mine, theirs = virtual(way, monkeypatch), over_loopback(way)
+    variant = Variant("mlp", optimizer, workers=WORKERS, **fields)
+    mine, theirs = virtual(variant, monkeypatch), over_loopback(variant)
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     begin = TASKS["mlp"](0).model.parameters()
     assert not any(torch.equal(a, b) for a, b in zip(mine, begin, strict=True))
@@ -97,10 +97,10 @@ def test_what_it_trains_is_what_workers_train(
 def test_the_mean_of_changes_is_matched_under_adam_alone() -> None:
     """Under SGD what an exchange makes of the mean is what it always was, bit for bit."""
     for optimizer, same in (("sgd", True), ("adam", False)):
-        way = Variant("mlp", optimizer, "int4()", every=4)
-        assert (train(way, steps=12, looks=3) == train(structs.replace(way, outer="plain"), steps=12, looks=3)) is same
+        variant = Variant("mlp", optimizer, "int4()", every=4)
+        assert (train(variant, steps=12, looks=3) == train(structs.replace(variant, outer="plain"), steps=12, looks=3)) is same
     with pytest.raises(InvalidInput, match="outer: .*'none'.*'plain', 'diloco'.*E-USER-CODE"):
-        train(structs.replace(way, outer="none"))
+        train(structs.replace(variant, outer="none"))
 
 
 def numbered(seed: int) -> TrainingTask:
@@ -129,10 +129,10 @@ def test_a_worker_with_several_batches_learns_of_all_of_them(fields: dict[str, A
 
 @pytest.mark.parametrize("task", TASKS)
 def test_tasks_are_learnt_and_equal_for_equal_seeds(task: str) -> None:
-    way = Variant(task, "adam", workers=1)
-    curve = train(way, steps=40, looks=2)
-    assert curve == train(way, steps=40, looks=2)
-    assert curve != train(structs.replace(way, seed=1), steps=40, looks=2)
+    variant = Variant(task, "adam", workers=1)
+    curve = train(variant, steps=40, looks=2)
+    assert curve == train(variant, steps=40, looks=2)
+    assert curve != train(structs.replace(variant, seed=1), steps=40, looks=2)
     tasks = TASKS[task](0)
     assert curve[1] < tasks.validation(tasks.model) * 0.99
     assert 10_000 < sum(p.numel() for p in tasks.model.parameters()) < 100_000

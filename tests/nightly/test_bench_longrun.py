@@ -17,7 +17,7 @@ def test_a_shorter_training_at_a_constant_rate_is_the_beginning_of_the_longest(t
     assert longrun.Case.read(whole.key) == whole
     store.add(whole, [5 - 0.1 * i for i in range(longrun.LOOKS)], 1.0)
     assert [store.final(each) for each in whole.synchronous()] == pytest.approx([4.6, 4.3, 3.9, 3.5, 3.1])
-    assert store.final(longrun.Case(whole.way, steps=longrun.STEPS // 2)) is None, "a decayed rate has no such beginning"
+    assert store.final(longrun.Case(whole.variant, steps=longrun.STEPS // 2)) is None, "a decayed rate has no such beginning"
     assert longrun.factor_of(whole, store) == pytest.approx(1.0)
 
 

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from commlayer.autotune import plan_policy
-from commlayer.autotune.controller import MEASURED_STEPS, WARM_STEPS, TuningController
+from commlayer.autotune.controller import TuningController
 from commlayer.autotune.shares.load_balancer import LoadBalancer
+from commlayer.autotune.state import MEASURED_STEPS, WARM_STEPS
 from commlayer.balance import Decision, LinearTime, Sampler
 from commlayer.engine.observers import spacing
 from commlayer.observe import link_monitor

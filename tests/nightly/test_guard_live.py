@@ -16,9 +16,9 @@ from support.jobs import FakeJob
 from support.rank_pool import pool
 from torch import nn
 
-from commlayer.autotune import plan_limits, quality
-from commlayer.autotune import quality as policy
-from commlayer.autotune.quality import SETTLE
+from commlayer.autotune import plan_limits
+from commlayer.autotune.quality import policy
+from commlayer.autotune.quality.policy import SETTLE
 from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel, LossPoint
 from commlayer.compressors import parse, wrap
@@ -40,7 +40,7 @@ def train(run: Run, *parts: tuple[str, int], rises_at: int = 0) -> dict[str, Any
 
     Gradients are compared as often as possible. `rises_at`: the step from which rank 1 reports a doubled loss.
     """
-    quality.TIME_PART = 1e9  # type: ignore[attr-defined]
+    policy.TIME_PART = 1e9  # type: ignore[attr-defined]
     logging.getLogger("commlayer").setLevel(logging.ERROR)
     model = mlp()
     wrapped = run.wrap(model)
@@ -142,7 +142,7 @@ def test_under_the_automatic_plan_the_guard_acts_until_the_script_requests_a_pla
 
 def compare(run: Run, codec: str) -> dict[str, Any]:
     """The comparisons of a few steps, and the expected ones, computed from the gradients themselves."""
-    quality.TIME_PART = 1e9  # type: ignore[attr-defined]
+    policy.TIME_PART = 1e9  # type: ignore[attr-defined]
     model = mlp()
     wrapped = run.wrap(model)
     run.sessions[0].weight(1.0 + run.rank)

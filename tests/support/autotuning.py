@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +12,19 @@ import pytest
 from msgspec import structs
 
 from commlayer.autotune import plan_policy
-from commlayer.autotune.controller import MEASURED_STEPS, WARM_STEPS
-from commlayer.autotune.plan_policy import Candidate, Lead, LinkState, LogLine, Notice, TuningRequest
-from commlayer.observe.link_monitor import Direction, SeenStep, Throughput
+from commlayer.autotune.candidate import Candidate
+from commlayer.autotune.state import (
+    MEASURED_STEPS,
+    WARM_STEPS,
+    LinkState,
+    LogLine,
+    Phase,
+    Reason,
+    TuningRequest,
+    TuningState,
+)
+from commlayer.observe.interface_counters import Direction, Throughput
+from commlayer.observe.link_monitor import SeenStep
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner import builtin, default_plan
 from commlayer.planner.model import Basis, Cluster, Link, PlanInputs
@@ -64,47 +75,60 @@ def seen(step_s: float = 1.0, waited_s: float = 0.0, bps: float = 0.0, share: fl
 
 
 class Rank0:
-    """Rank 0's state, the inputs from the controller, and the decisions."""
+    """Rank 0's state after the first measurement of links, the inputs from the controller, and the decisions."""
 
     def __init__(self) -> None:
-        self.lead, self.links = Lead(), LinkState.of(LINKS, 0.0)
-        self.active, self.step_number, self.now = START, 0, 0.0
-        self.lines: list[Notice] = []
+        self.state = TuningState(START, leads=True, phase=Phase.WATCHING, links=LinkState.of(LINKS, 0.0))
+        self.step_number, self.now = 0, 0.0
+        self.lines: list[Reason] = []
 
-    def set(self, lead: Lead, lines: list[Notice]) -> list[Notice]:
-        self.lead = lead
+    def set(self, state: TuningState, lines: list[Reason]) -> list[Reason]:
+        self.state = state
         self.lines += lines
         return lines
 
-    def step(self, seconds: float = 1.0, times: int = 1) -> list[Notice]:
+    @property
+    def links(self) -> LinkState:
+        assert self.state.links is not None
+        return self.state.links
+
+    @links.setter
+    def links(self, links: LinkState) -> None:
+        self.state = structs.replace(self.state, links=links)
+
+    def step(self, seconds: float = 1.0, times: int = 1) -> list[Reason]:
         """The lines of the last of these steps."""
         for _ in range(times):
             self.step_number += 1
-            lines = self.set(*plan_policy.step_over(self.lead, seconds, self.step_number, self.active))
+            lines = self.set(*plan_policy.step_over(self.state, seconds, self.step_number))
         return lines
 
     def search(self, step_s: float = 1.0, pace_s: float = 0.0, *, checks: bool = True) -> None:
-        self.lead = plan_policy.begin_search(self.lead, self.active, self.links.links, step_s, pace_s, checks=checks)
+        self.state = plan_policy.begin_search(self.state, step_s, pace_s, checks=checks)
 
-    def found(self, result: Candidate | None, why: str = "") -> list[Notice]:
-        assert self.lead.order is not None
-        return self.set(*plan_policy.end_search(self.lead, self.lead.order, result, why, self.active))
+    def found(self, result: Candidate | None, why: str = "") -> list[Reason]:
+        assert self.state.order is not None
+        return self.set(*plan_policy.end_search(self.state, self.state.order, result, why))
 
     def observe(self, row: SeenStep, times: int = 1) -> None:
         for _ in range(times):
             self.links = structs.replace(self.links, watch=self.links.watch.observe(row)[0])
 
     def request(self) -> TuningRequest:
-        self.lead, request = plan_policy.next_request(self.lead, self.links, self.now)
+        self.state, request = plan_policy.next_request(self.state, self.now)
         return request
+
+    def enter(self, plan: Plan) -> None:
+        """The script or the quality guard has set this plan."""
+        self.state = plan_policy.entered(self.state, plan)
 
     def switch(self, plan: Plan | None = None) -> Candidate:
         """All ranks switch to the proposal, or to `plan` instead. Returns the proposal."""
         assert self.request() == TuningRequest.SWITCH
-        assert self.lead.proposal is not None
-        proposed, left = self.lead.proposal.candidate, self.active
-        self.active = plan or proposed.runnable
-        self.set(*plan_policy.switched(self.lead, self.lead.proposal, self.active, left))
+        assert self.state.proposal is not None
+        proposed = self.state.proposal.candidate
+        self.set(*plan_policy.switched(self.state, plan or proposed.runnable))
+        self.state = plan_policy.entered(self.state, plan or proposed.runnable, own=True)
         return proposed
 
 
@@ -129,12 +153,12 @@ def trying(result: Candidate, step_s: float = 1.0) -> Rank0:
     return rank
 
 
-def texts(lines: list[Notice]) -> str:
+def texts(lines: list[Reason]) -> str:
     return " | ".join(line.reason if isinstance(line, StalePlan) else line.text for line in lines)
 
 
-def warnings(lines: list[Notice]) -> list[str]:
-    return [line.text for line in lines if isinstance(line, LogLine) and line.warning]
+def warnings(lines: list[Reason]) -> list[str]:
+    return [line.text for line in lines if isinstance(line, LogLine) and line.level == logging.WARNING]
 
 
 @contextlib.contextmanager

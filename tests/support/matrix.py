@@ -1,4 +1,7 @@
-"""What commlayer works with: each line names the tests that show it. docs/generate.py makes docs/reference/support.md of it."""
+"""What commlayer works with: each line names the tests that show it. docs/generate.py makes docs/reference/support.md of it.
+
+tests/multi/test_features.py runs each feature in each kind of job.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,61 @@ def attach(*names: str) -> tuple[str, ...]:
 def recipes(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/nightly/test_recipes_frameworks.py::{name}" for name in names)
 
+
+KINDS = {
+    "collectives": "torchrun, without servers",
+    "servers": "torchrun, with servers",
+    "stay": "homes that stay",
+    "leave": "homes that come and go",
+    "gpus": "several GPUs in a home",
+}
+"""The first uses collectives, the second a server on each machine, the others `commlayer serve` and `commlayer join`."""
+
+
+class Feature(NamedTuple):
+    """`tests`: files with further tests."""
+
+    title: str
+    tests: tuple[str, ...]
+
+
+LEAVES = "tests/nightly/test_site_failures.py"
+FRAMEWORKS = ("tests/nightly/test_recipes_frameworks.py",)
+FEATURES = {
+    "step": Feature('`sync="step"`', ("tests/multi/test_attach.py", LEAVES, "tests/nightly/test_site_joins.py")),
+    "forward": Feature('`sync="forward"`', ("tests/multi/test_forward_overlap.py",)),
+    "local": Feature("local steps, whole model", ("tests/multi/test_local_steps.py", LEAVES)),
+    "fragments": Feature("local steps in fragments", ("tests/multi/test_local_steps.py",)),
+    "late": Feature("averages one step late", ("tests/multi/test_late_results.py",)),
+    "auto": Feature('`sync="auto"`', ("tests/nightly/test_session_auto_links.py",)),
+    "gpus": Feature("sums inside a machine", ("tests/multi/test_paths.py", "tests/nightly/test_site_commands.py")),
+    "join": Feature("`session.join()`", ("tests/multi/test_uneven_inputs.py",)),
+    "shares": Feature("`LoadBalancer`", ("tests/nightly/test_shares_live.py",)),
+    "weight": Feature("`session.weight(n)`", ("tests/multi/test_exact_averages.py", "tests/nightly/test_law_sessions.py")),
+    "resume": Feature("checkpoint of another number of workers", ("tests/multi/test_checkpoint.py",)),
+    "guard": Feature("quality guard", ("tests/nightly/test_guard_live.py",)),
+    "switch": Feature("`session.switch()`", ("tests/multi/test_switch.py", LEAVES)),
+    "trainer": Feature("transformers' Trainer", FRAMEWORKS),
+    "accelerate": Feature("Accelerate", FRAMEWORKS),
+    "lightning": Feature("Lightning", FRAMEWORKS),
+    "trl": Feature("TRL's SFTTrainer", FRAMEWORKS),
+}
+
+
+class Refusal(NamedTuple):
+    """The code of the error, and the reason."""
+
+    code: str
+    why: str
+
+
+REFUSED = {
+    ("late", "collectives"): Refusal("E-PLAN-REFUSED", "only servers keep a result until the next step"),
+    ("gpus", "leave"): Refusal("E-PLAN-REFUSED", "workers leave one by one, so each one exchanges for itself"),
+    ("shares", "leave"): Refusal("E-SHARES-ARGUMENT", "shares follow the measured times of all workers"),
+    ("trl", "leave"): Refusal("E-COLLECTIVE", "after a death it gathers its metrics from as many workers as at the start"),
+}
+"""Where a feature is refused today. A feature without an entry must work: remove the entry, and the test requires it."""
 
 YES, LIMITS, NO, NEVER = "works", "works, with limits", "refused", "never run"
 SAME = ("test_equals_ddp", "test_resumed_run_equals_the_uninterrupted_run", "test_local_steps_resume",

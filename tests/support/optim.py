@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from commlayer.optim.sparse import sparse_gradient
+from commlayer.optim.sparse_gradients import sparse_gradient
 
 
 class Case(NamedTuple):

@@ -21,10 +21,10 @@ from support.planner import flat, home
 
 from commlayer import planner
 from commlayer.autotune import plan_limits, search
+from commlayer.autotune.candidate import LEAVES
 from commlayer.autotune.contention import MOST_FACTOR, dearer, factor
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.measurements import RankMeasurement, cluster_of, server_nodes_of
-from commlayer.autotune.plan_policy import LEAVES
 from commlayer.autotune.planning_process import PlanningProcess
 from commlayer.autotune.search import NEARLY, SearchOrder, on_servers, price_of, sped_up, step_s
 from commlayer.autotune.search import search as process_search

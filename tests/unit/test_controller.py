@@ -17,21 +17,16 @@ from hypothesis import strategies as st
 from support.autotuning import FIRST_PLANNING, LINKS, START, candidate, plan_of
 
 from commlayer.autotune import controller as controller_module
-from commlayer.autotune.controller import (
-    LINKS_HOLD,
-    MEASURED_STEPS,
-    SOON_S,
-    WARM_STEPS,
-    Phase,
-    TuningController,
-)
-from commlayer.autotune.job_actions import Measured
-from commlayer.autotune.plan_policy import Candidate, SearchRequest
+from commlayer.autotune.candidate import Candidate
+from commlayer.autotune.controller import TuningController
+from commlayer.autotune.link_policy import LINKS_HOLD, SOON_S
 from commlayer.autotune.report import Reports
+from commlayer.autotune.state import MEASURED_STEPS, WARM_STEPS, Measured, Phase, SearchRequest
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.job.run_events import RunEvents
 from commlayer.errors import InvalidInput
-from commlayer.observe.link_monitor import FACTOR, IN_A_ROW, PAYLOAD, SETTLED, Direction, Rates, Throughput
+from commlayer.observe.interface_counters import Direction, Throughput
+from commlayer.observe.link_monitor import FACTOR, IN_A_ROW, PAYLOAD, SETTLED, Rates
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner.model import Link
 from commlayer.records import Plan
@@ -213,7 +208,7 @@ def test_first_steps_are_warmup_and_then_measured() -> None:
     def script(job: Job) -> None:
         for _ in range(FIRST_PLANNING):
             job.step()
-            phases.extend([job.controller.phase] if job.rank == 0 else [])
+            phases.extend([job.controller.state.phase] if job.rank == 0 else [])
 
     jobs = together(world, script)
     assert phases == [Phase.WARMING] * (WARM_STEPS - 1) + [Phase.MEASURING] * (MEASURED_STEPS + 1) + [Phase.WATCHING]
@@ -303,7 +298,7 @@ def test_all_ranks_replan_for_slower_links_and_wait_if_steps_are_link_bound(step
     assert len(lines(jobs, "links have changed from 100/100 Mb/s up/down to 4.75/100")) == 1
     assert [job.paced[-1] for job in jobs] == [tuple(Link(slow, 1e8, link.alpha_s) for link in LINKS)] * 2
     assert ("await" in world.done) is (step_s > SOON_S)
-    assert jobs[0].controller.links.best == (Rates(1e8, 1e8),) * 2
+    assert jobs[0].controller.state.links.best == (Rates(1e8, 1e8),) * 2
 
 
 @pytest.mark.parametrize(("up_bps", "faster"), [(FACTOR * 1e8, False), (FACTOR * 1e8 + 1, True), (1e6, False)])
@@ -322,7 +317,7 @@ def test_probe_has_an_effect_only_if_a_link_is_faster(up_bps: float, faster: boo
     jobs = together(world, script)
     assert "probe" in world.done
     for job in jobs:
-        links = job.controller.links
+        links = job.controller.state.links
         assert links.watch.planned == ((Rates(up_bps, 1e8), Rates(1e8, 1e8)) if faster else (Rates(1e8, 1e8),) * 2)
     assert lines(jobs, "probed")[0].endswith("100/100 Mb/s up/down")
 
@@ -358,5 +353,5 @@ def test_ranks_with_equal_rows_act_together(
             job.read()
 
     jobs = together(world, script)
-    assert len({(job.controller.phase, job.plan) for job in jobs}) == 1
+    assert len({(job.controller.state.phase, job.plan) for job in jobs}) == 1
     assert all(job.paced == jobs[0].paced for job in jobs)

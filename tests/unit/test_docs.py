@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -14,12 +15,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed.run
 import typer
-from support import ROOT, matrix
+from multi import test_features
+from support import ROOT, features, matrix
 
 from bench.__main__ import MEASUREMENTS, parser_of
 from commlayer.cli.main import app
 from commlayer.compressors import parse
 from commlayer.compressors.plan_codecs import FACTORIES
+from commlayer.errors import CODES
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KEPT = ("commlayer", "native", "cuda", "bench", "tests", "examples", "docs")
@@ -241,6 +244,14 @@ def test_every_setting_and_command_is_documented() -> None:
 def test_tests_named_in_the_support_page_exist(test: str) -> None:
     file, _, name = test.partition("::")
     assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), test
+
+
+def test_each_feature_in_each_kind_of_job_is_a_case_of_a_test() -> None:
+    (table,) = (mark for mark in vars(test_features.test_feature_in_kind_of_job)["pytestmark"] if mark.name == "parametrize")
+    assert sorted(case.values for case in table.args[1]) == sorted(itertools.product(matrix.FEATURES, matrix.KINDS))
+    assert features.FEATURES.keys() == matrix.FEATURES.keys()
+    assert {case.values for case in table.args[1]} >= matrix.REFUSED.keys()
+    assert {refusal.code for refusal in matrix.REFUSED.values()} <= CODES.keys()
 
 
 def test_supported_features_name_their_tests() -> None:

@@ -272,9 +272,9 @@ def test_curve_without_progress_has_the_largest_factor(lost: tuple[float, ...]) 
 
 
 def test_failed_dense_training_is_reported() -> None:
-    way = Variant("a", "adam", "int4()")
+    variant = Variant("a", "adam", "int4()")
     with pytest.raises(InvalidInput, match=r"task a: .*adam .*\bnan\b.*E-USER-CODE"):
-        costs({way: DENSE, way.dense: (*DENSE[:-1], math.nan)})
+        costs({variant: DENSE, variant.dense: (*DENSE[:-1], math.nan)})
 
 
 def measured(codec: str, factor: float, *, tasks: tuple[str, ...] = TASKS, **fields: object) -> dict[Variant, Cost]:
@@ -297,7 +297,7 @@ def test_tasks_with_equal_ranking_predict_each_other() -> None:
     assert {one.task for one in report} == set(TASKS)
     assert all(one.rank_correlation == pytest.approx(1.0) for one in report)
     assert all(one.error < 0.2 for one in report)
-    backwards = {way: Cost(4.0 - one.steps if way.task == "a" else one.steps, 0.0) for way, one in results.items()}
+    backwards = {variant: Cost(4.0 - one.steps if variant.task == "a" else one.steps, 0.0) for variant, one in results.items()}
     assert next(one for one in held_out(backwards) if one.task == "a").rank_correlation < -0.9
 
 

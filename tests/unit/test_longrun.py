@@ -13,7 +13,7 @@ from bench.longrun import STEPS, Case, Store, cases, factor_of, rate_at
 from bench.virtual_training import Noise, Variant
 
 DENSE = Case(Variant("gru", "adam"))
-LOCAL = DENSE._replace(way=structs.replace(DENSE.way, codec="int4()", codes="updates", every=32))
+LOCAL = DENSE._replace(variant=structs.replace(DENSE.variant, codec="int4()", codes="updates", every=32))
 
 
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.5, 2.5, 5.0])
@@ -54,9 +54,9 @@ def test_every_case_trains(monkeypatch: pytest.MonkeyPatch) -> None:
         noise: list[Noise] = []
         loss, = longrun.train(case._replace(steps=32), noise)
         assert 0 < loss < 5
-        assert len(noise) == (case.way.codec == "identity()")
+        assert len(noise) == (case.variant.codec == "identity()")
         assert all(each.direct > 0 for each in noise)
-        assert all(each.running > 0 for each in noise) or case.way.workers == 1
+        assert all(each.running > 0 for each in noise) or case.variant.workers == 1
 
 
 def test_noise_scales_are_compared_if_both_are_known(tmp_path: Path) -> None:

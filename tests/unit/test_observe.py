@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from commlayer import planner
+from commlayer.autotune import reprobe
+from commlayer.autotune.reprobe import ReprobeSchedule
 from commlayer.engine.observers.predicted_trace import predict
-from commlayer.observe import link_monitor
+from commlayer.observe import interface_counters
+from commlayer.observe.interface_counters import Direction, InterfaceCounters, Reading, Throughput, throughput
 from commlayer.observe.link_monitor import (
     COST_S,
     FACTOR,
@@ -26,17 +29,11 @@ from commlayer.observe.link_monitor import (
     PAYLOAD,
     SETTLED,
     USUAL,
-    Direction,
-    InterfaceCounters,
     LinkWatch,
     Rates,
-    Reading,
-    ReprobeSchedule,
     SeenStep,
-    Throughput,
     differ,
     slower,
-    throughput,
 )
 from commlayer.observe.noise_scale import ENOUGH, HIDDEN, Agreement, NoiseScale
 from commlayer.observe.prediction_check import PredictionCheck
@@ -223,7 +220,7 @@ def test_probe_interval_grows_until_a_probe_succeeds() -> None:
         again = again.probed(now, 0.1, found=False)
     assert gaps == [15, 30, 60, 120, 240, 480, 600, 600]
     again = again.probed(now, 0.1, found=True)
-    assert due(again, now + link_monitor.FIRST_S, lost=True)
+    assert due(again, now + reprobe.FIRST_S, lost=True)
 
 
 @pytest.mark.parametrize(("to_win", "from_s"), [(1.0, 2.0), (0.5, 4.0), (0.1, 20.0), (0.0, math.inf)])
@@ -234,9 +231,9 @@ def test_probe_waits_until_faster_links_could_repay_its_cost(to_win: float, from
 
 
 @pytest.mark.parametrize(("round_trip_s", "cost_s", "from_s"), [
-    (0.01, 0.0, link_monitor.EXPECTED_S / link_monitor.COST_MOST),
-    (0.25, 0.0, 0.25 * link_monitor.EXPECTED_TRIPS / link_monitor.COST_MOST),
-    (0.25, 2.0, 2.0 / link_monitor.COST_MOST),
+    (0.01, 0.0, reprobe.EXPECTED_S / reprobe.COST_MOST),
+    (0.25, 0.0, 0.25 * reprobe.EXPECTED_TRIPS / reprobe.COST_MOST),
+    (0.25, 2.0, 2.0 / reprobe.COST_MOST),
 ])
 def test_first_probe_is_assumed_to_take_many_round_trips(round_trip_s: float, cost_s: float, from_s: float) -> None:
     again = ReprobeSchedule(cost_s=cost_s).changed(0.0)
@@ -259,7 +256,7 @@ def test_meter_returns_bytes_since_the_last_reading() -> None:
 
 def test_fastest_download_counts_after_any_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, nbytes = [0.0], [0, 0]
-    monkeypatch.setattr(link_monitor.time, "monotonic", lambda: clock[0])  # type: ignore[attr-defined]
+    monkeypatch.setattr(interface_counters.time, "monotonic", lambda: clock[0])  # type: ignore[attr-defined]
     meter = InterfaceCounters(lambda: (nbytes[0], nbytes[1]), period_s=60.0)
     try:
         for bps in (0.0, 1e6, 9.6e7, 9.6e7, 9.6e7, 0.0, 4e8, 0.0, 0.0):  # 400 Mb/s for 50 ms: packets that were held back

@@ -13,7 +13,7 @@ from torch import nn
 
 from commlayer import native, optim
 from commlayer.optim import SparseAdam, SparseAdamW, SparseSGD
-from commlayer.optim.sparse import sparse_gradient
+from commlayer.optim.sparse_gradients import sparse_gradient
 
 SGD = {
     "plain": {},

@@ -25,20 +25,12 @@ from support.autotuning import (
 )
 
 from commlayer.autotune import plan_policy
-from commlayer.autotune.plan_policy import (
-    LEAVES,
-    MOST_STEPS,
-    PLAIN,
-    SLOWER,
-    STALE,
-    TO_WIN,
-    TRIED,
-    WORTH,
-    Suggestion,
-    TuningRequest,
-    to_win,
-)
-from commlayer.observe.link_monitor import COST_MOST, EXPECTED_TRIPS, FIRST_S, PAYLOAD, SETTLED, Direction, Rates, Throughput
+from commlayer.autotune.candidate import LEAVES, MOST_STEPS
+from commlayer.autotune.plan_policy import PLAIN, SLOWER, STALE, TO_WIN, TRIED, WORTH, to_win
+from commlayer.autotune.reprobe import COST_MOST, EXPECTED_TRIPS, FIRST_S
+from commlayer.autotune.state import TuningRequest
+from commlayer.observe.interface_counters import Direction, Throughput
+from commlayer.observe.link_monitor import PAYLOAD, SETTLED, Rates
 from commlayer.observe.prediction_check import PATIENCE, StalePlan
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.data.tables import profile_from_tables
@@ -61,14 +53,15 @@ def test_plan_must_reach_the_loss_sooner(found_s: float, steps: float, current_s
     assert rank.request() == (TuningRequest.SWITCH if proposed else TuningRequest.NOTHING)
     assert lines.startswith("found a plan" if proposed else "kept the current plan: found a plan")
     # The inputs of the kept plan are known now. Before all have switched, nothing of the found plan is active.
-    assert (rank.lead.basis, rank.lead.price) == (None if proposed else result.back.basis, result.current_price)
+    assert (rank.state.basis, rank.state.price) == (None if proposed else result.back.basis, result.current_price)
 
 
 @pytest.mark.parametrize("found_s", [0.5, 2.0])
 @pytest.mark.parametrize("hint", ["", "allow it"])
 def test_benefit_of_local_steps_is_suggested(found_s: float, hint: str) -> None:
-    lines = searching().found(candidate(plan_of(found_s), hint=hint))
-    assert [line for line in lines if isinstance(line, Suggestion)] == ([Suggestion(hint)] if hint else [])
+    rank = searching()
+    assert warnings(rank.found(candidate(plan_of(found_s), hint=hint))) == ([hint] if hint else [])
+    assert rank.state.suggested is bool(hint)
 
 
 @pytest.mark.parametrize("current_s", [0.099, 10.1])
@@ -84,7 +77,7 @@ def test_prices_off_by_ten_are_discarded_and_steps_measured_again_once(current_s
     assert rank.request() == TuningRequest.SWITCH
     rank.search(checks=False)
     rank.found(bad)
-    assert not rank.lead.discarded, "after a change of links the price may differ from the measured time"
+    assert not rank.state.discarded, "after a change of links the price may differ from the measured time"
 
 
 def test_failed_or_outdated_search_has_no_effect() -> None:
@@ -92,8 +85,9 @@ def test_failed_or_outdated_search_has_no_effect() -> None:
     assert texts(rank.found(None, "KeyError: 3")) == "no plan: KeyError: 3"
     assert rank.request() == TuningRequest.NOTHING
     rank.search()
-    rank.active = plan_of(0.0, "int8()")
-    rank.found(candidate(plan_of(0.1)))
+    order = rank.state.order
+    rank.enter(plan_of(0.0, "int8()"))
+    assert rank.set(*plan_policy.end_search(rank.state, order, candidate(plan_of(0.1)), "")) == []
     assert rank.request() == TuningRequest.MEASURE, "measurements were made under another plan"
 
 
@@ -108,47 +102,47 @@ def test_plan_that_reaches_the_loss_later_is_rolled_back(
     rank = trying(candidate(plan_of(0.2), steps=steps, current_steps=before_steps))
     rank.step(30.0)  # warms up
     rank.step(takes_s, times=TRIED - 1)
-    assert rank.lead.trial is not None, "too few to judge"
+    assert rank.state.trial is not None, "too few to judge"
     assert ("rolling back" in texts(rank.step(takes_s))) is back
     assert rank.request() == (TuningRequest.SWITCH if back else TuningRequest.NOTHING)
     if back:
         assert rank.switch().runnable == START
-        assert rank.lead.idle, "the plan before is not on trial"
+        assert rank.state.idle, "the plan before is not on trial"
 
 
 def test_search_receives_the_active_plan_in_planner_form() -> None:
     planned, run = plan_of(0.5), plan_of(0.5, "int8()")
     rank = trying(candidate(planned)._replace(runnable=run))
     rank.search()
-    assert rank.lead.order[:2] == (run, planned)
-    rank.active = START  # the script has set it
+    assert rank.state.order[:2] == (run, planned)
+    rank.enter(START)
     rank.search()
-    assert rank.lead.order[:2] == (START, None)
+    assert rank.state.order[:2] == (START, None)
 
 
 def test_result_of_a_replaced_search_is_ignored() -> None:
     rank = searching()
-    old = rank.lead.order
+    old = rank.state.order
     rank.search(2.0)
-    before = rank.lead
-    assert plan_policy.end_search(before, old, candidate(plan_of(0.1)), "", START) == (before, [])
+    before = rank.state
+    assert plan_policy.end_search(before, old, candidate(plan_of(0.1)), "") == (before, [])
 
 
 def test_refused_plan_is_dropped() -> None:
     rank = proposing(candidate(plan_of(0.5)))
-    rank.lead = plan_policy.refused(rank.lead)
+    rank.state = plan_policy.refused(rank.state)
     assert rank.request() == TuningRequest.NOTHING
     rank.step(1.0, times=JUDGED)
-    assert rank.lead.check.predicted_s == 1.0
+    assert rank.state.check.predicted_s == 1.0
 
 
 def test_quality_guard_plan_ends_searches_and_trials() -> None:
     rank = trying(candidate(plan_of(0.5)))
-    rank.lead = plan_policy.replaced(rank.lead)
-    assert (rank.lead.idle, rank.lead.basis) == (True, None)
+    rank.enter(START)
+    assert (rank.state.idle, rank.state.basis) == (True, None)
     assert rank.request() == TuningRequest.NOTHING
     rank = searching()
-    rank.lead = plan_policy.replaced(rank.lead)
+    rank.enter(START)
     assert rank.request() == TuningRequest.MEASURE
 
 
@@ -158,7 +152,7 @@ def test_plan_slower_than_predicted_raises_the_next_prediction(predicted_s: floa
     rank.step(0.9, times=JUDGED)
     rank.search(0.9)
     rank.found(candidate(plan_of(predicted_s), current_s=1.0))
-    assert (rank.lead.proposal is not None) is worth, "0.9 instead of 0.5 turns 0.8 into 1.44, and 0.4 into 0.72"
+    assert (rank.state.proposal is not None) is worth, "0.9 instead of 0.5 turns 0.8 into 1.44, and 0.4 into 0.72"
 
 
 @pytest.mark.parametrize("back", [True, False])
@@ -173,13 +167,13 @@ def test_plan_is_priced_in_the_mode_it_runs_in(back: bool) -> None:
     if back:
         rank.switch()
         rank.step(1.5, times=JUDGED)
-    runs = structs.replace(rank.lead.proposal.candidate.runnable, codes="updates", step_s=0.0)
+    runs = structs.replace(rank.state.proposal.candidate.runnable, codes="updates", step_s=0.0)
     proposed = rank.switch(runs)
-    lead = rank.lead
-    assert lead.steps == pytest.approx(1.5)
-    assert lead.known == (runs, structs.replace(proposed.plan, codes="updates", step_s=0.0))
-    assert lead.basis.plan == lead.known[1]
-    assert lead.check is None, "the plan that runs has no prediction"
+    state = rank.state
+    assert state.steps == pytest.approx(1.5)
+    assert state.known == (runs, structs.replace(proposed.plan, codes="updates", step_s=0.0))
+    assert state.basis.plan == state.known[1]
+    assert state.check is None, "the plan that runs has no prediction"
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -195,10 +189,10 @@ def test_alternatives_with_a_similar_price_are_tried(kept: bool, other: Any, tak
     if not kept:
         rank.switch()
     rank.step(takes_s, times=JUDGED)
-    basis = rank.lead.basis
+    basis = rank.state.basis
     assert rank.request() == (TuningRequest.SWITCH if tried else TuningRequest.NOTHING)
     if tried:
-        assert rank.lead.proposal.candidate.current == basis.plan, "a roll-back leads to the active plan"
+        assert rank.state.proposal.candidate.current == basis.plan, "a roll-back leads to the active plan"
         assert rank.switch().plan == other
         assert warnings(rank.lines) == ([LEAVING] if name == "local" else [])
 
@@ -212,7 +206,7 @@ def test_uncompressed_plan_must_be_no_slower(takes_s: float, stays: bool) -> Non
     rank.step(takes_s, times=JUDGED)
     assert rank.request() == (TuningRequest.NOTHING if stays else TuningRequest.SWITCH)
     if stays:
-        assert rank.lead.check.predicted_s == takes_s, "whatever was predicted"
+        assert rank.state.check.predicted_s == takes_s, "whatever was predicted"
     else:
         assert rank.switch().runnable == first
         rank.step(0.7, times=JUDGED)
@@ -248,7 +242,7 @@ def test_slow_steps_are_measured_again_if_a_plan_could_help(waited_s: float, req
 
 def test_one_request_at_a_time() -> None:
     rank = searching()
-    rank.lead = structs.replace(rank.lead, moved=True)
+    rank.state = structs.replace(rank.state, moved=True)
     rank.now = 1e6
     assert rank.request() == TuningRequest.NOTHING, "a search is in progress"
     rank.found(candidate(plan_of(0.5)))
@@ -302,7 +296,7 @@ def test_probe_follows_a_hint_once_faster_links_would_repay_its_cost() -> None:
     rank.observe(seen(1.0, 0.8), SETTLED)
     rank.observe(seen(0.5, 0.3), SETTLED)
     assert rank.links.watch.faster
-    rank.now = PROBE_S / to_win(rank.lead, rank.links.watch) - 1e-6
+    rank.now = PROBE_S / to_win(rank.state) - 1e-6
     assert rank.request() == TuningRequest.NOTHING
     rank.now += 2e-6
     assert rank.request() == TuningRequest.PROBE
@@ -312,9 +306,9 @@ def test_probe_follows_a_hint_once_faster_links_would_repay_its_cost() -> None:
 def test_links_can_save_the_wait_and_the_cost_of_compression(waited_s: float, steps: float, win: float) -> None:
     rank = trying(candidate(plan_of(0.5), steps=steps))
     rank.observe(seen(0.5, waited_s), SETTLED - 1)
-    assert to_win(rank.lead, rank.links.watch) is None, "usual times are not known yet"
+    assert to_win(rank.state) is None, "usual times are not known yet"
     rank.observe(seen(0.5, waited_s))
-    assert to_win(rank.lead, rank.links.watch) == pytest.approx(win)
+    assert to_win(rank.state) == pytest.approx(win)
 
 
 @pytest.mark.parametrize(("down_bps", "searches"), [(1.4e8, False), (1.6e8, True)])
@@ -322,10 +316,10 @@ def test_observed_faster_links_are_planned_for_while_idle(down_bps: float, searc
     rank = searching()
     rank.observe(seen(0.5, 0.3), SETTLED)
     rank.links = rank.links.measured(tuple(Link(1e8, down_bps) for _ in LINKS), 0.0)
-    assert plan_policy.on_faster_links(rank.lead, rank.links, START) == rank.lead, "a search is in progress"
+    assert plan_policy.on_faster_links(rank.state) == rank.state, "a search is in progress"
     rank.found(None)
     rank.step(0.5, times=JUDGED)
-    assert (plan_policy.on_faster_links(rank.lead, rank.links, START).order is not None) is searches
+    assert (plan_policy.on_faster_links(rank.state).order is not None) is searches
 
 
 @pytest.mark.parametrize(("slow_steps", "pace_s"), [(0, 0.0), (1, 2.0), (TRIED, 2.0)])
@@ -334,7 +328,7 @@ def test_step_time_after_a_slowdown_uses_only_later_steps(slow_steps: int, pace_
     rank.step(0.4, times=4)
     if slow_steps:
         rank.step(2.0, times=slow_steps)
-    assert plan_policy.pace_since(rank.lead, 0.5) == pace_s
+    assert plan_policy.pace_since(rank.state, 0.5) == pace_s
 
 
 @pytest.mark.parametrize(("auto_times", "words"), [(2.5, "sync='auto' would be 2.5x as fast"), (0.0, "train alone")])
@@ -342,13 +336,13 @@ def test_single_machine_speed_is_known_once_a_plan_is_judged(auto_times: float, 
     rank = proposing(candidate(plan_of(0.5), steps=1.25, alone_s=0.4)._replace(auto_times=auto_times))
     rank.switch()
     rank.step(0.8, times=JUDGED - 1)
-    assert plan_policy.over_alone(rank.lead, rank.active) == (0.0, 0.0, 0.0), "the plan is on trial"
+    assert plan_policy.over_alone(rank.state) == (0.0, 0.0, 0.0), "the plan is on trial"
     rank.step(0.8)
-    alone = plan_policy.over_alone(rank.lead, rank.active)
+    alone = plan_policy.over_alone(rank.state)
     assert alone == pytest.approx((0.4 / (0.8 * 1.25), 0.4 / (0.5 * 1.25), auto_times))
     assert words in plan_policy.slower_line(*alone)
     rank.search()
-    assert plan_policy.over_alone(rank.lead, rank.active) == (0.0, 0.0, 0.0), "another plan may follow"
+    assert plan_policy.over_alone(rank.state) == (0.0, 0.0, 0.0), "another plan may follow"
 
 
 def test_basis_belongs_to_its_plan() -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 from support.fidelity import compare, measure
 
-from commlayer.autotune import quality
-from commlayer.autotune.loss_trend import LossRise, LossTrend
-from commlayer.autotune.quality import (
+from commlayer.autotune.quality import policy
+from commlayer.autotune.quality.loss_trend import LossRise, LossTrend
+from commlayer.autotune.quality.policy import (
     CALM,
     DRAINING,
     EQUAL,
@@ -51,18 +51,18 @@ def row(summed: Dots = GOOD, sent: Dots = GOOD, loss: LossRise = LossRise(), *, 
 
 
 def begun(plan: PlanLevels = SPARSE, bounds: Bounds = Bounds(), **fields: Any) -> QualityState:
-    return structs.replace(quality.begin(bounds, plan), **fields)
+    return structs.replace(policy.begin(bounds, plan), **fields)
 
 
 def decided(
     state: QualityState, *rows: GradientError, step_s: float = 0.1, acts: bool = True,
 ) -> tuple[QualityState, CodecChange | None]:
     """After a comparison that only the present rows count for. A change is carried out."""
-    state, change, _ = quality.decide(structs.replace(state, summed=Dots()), rows, step_s, acts=acts)
+    state, change, _ = policy.decide(structs.replace(state, summed=Dots()), rows, step_s, acts=acts)
     if change is not None:
         plan = PlanLevels(change.after, state.plan.base_level, compared=True, finer=change.after > state.plan.base_level,
                           cosine=state.plan.cosine, residual=state.plan.residual)
-        state = quality.entered(state, plan, 5, by_guard=True)[0]
+        state = policy.entered(state, plan, 5, by_guard=True)[0]
     return state, change
 
 
@@ -82,9 +82,9 @@ def levels(state: QualityState, *seen: Dots) -> list[float]:
 def test_plan_is_compared_after_it_has_settled(plan: PlanLevels, first: int) -> None:
     for since in (0, 7):
         state = begun(plan, since=since)
-        assert [quality.due(state, now) for now in (since + first - 1, since + first)] == [False, True]
+        assert [policy.due(state, now) for now in (since + first - 1, since + first)] == [False, True]
     exact = begun(PlanLevels(1.0, 1.0, compared=False))
-    assert not any(quality.due(exact, now) for now in range(100))
+    assert not any(policy.due(exact, now) for now in range(100))
 
 
 @pytest.mark.parametrize(("rows", "step_s", "steps"), [
@@ -95,7 +95,7 @@ def test_plan_is_compared_after_it_has_settled(plan: PlanLevels, first: int) -> 
     ([row(cost_s=0.08)], 0.2, 75),
 ])
 def test_next_comparison_waits_until_its_cost_is_within_the_limit(rows: list[GradientError], step_s: float, steps: int) -> None:
-    state = quality.compared(begun(), 11)
+    state = policy.compared(begun(), 11)
     assert state.compare_at == 11 + SETTLE, "before the rows are known"
     state, _ = decided(state, *rows, step_s=step_s)
     assert (state.compare_at, state.samples) == (11 + steps, 1)
@@ -130,7 +130,7 @@ def test_comparisons_never_cost_more_than_allowed(prices: list[tuple[float, floa
     (GOOD, LossRise(0.06, 0.01), ""), (GOOD, LossRise(0.0601, 0.01), "loss"), (GOOD, LossRise(0.051), "loss"),
 ])
 def test_error_equal_to_the_bound_is_allowed(seen: Dots, loss: LossRise, complaint: str) -> None:
-    result = quality.complaint_of(begun(), seen.fidelity(), loss)[1]
+    result = policy.complaint_of(begun(), seen.fidelity(), loss)[1]
     assert (result.kind if result else "") == complaint
     _, change = decided(begun(), row(seen, GOOD, loss), row(GOOD, seen, loss))
     assert (change is not None) is bool(complaint), "a complaint of any rank counts"
@@ -152,8 +152,8 @@ def test_residual_is_judged_by_its_mean_after_time_to_drain() -> None:
 
 
 def test_older_comparisons_have_less_weight() -> None:
-    state = quality.decide(begun(), [row(GOOD)], 0.1, acts=True)[0]
-    state = quality.decide(state, [row(Dots(1.0, 1.0, 1.0, 0.0))], 0.1, acts=True)[0]
+    state = policy.decide(begun(), [row(GOOD)], 0.1, acts=True)[0]
+    state = policy.decide(state, [row(Dots(1.0, 1.0, 1.0, 0.0))], 0.1, acts=True)[0]
     assert state.summed == Dots(1.5, 1.3, 1.5, 0.5)
 
 
@@ -163,17 +163,17 @@ def test_older_comparisons_have_less_weight() -> None:
 def test_default_bounds_need_agreement_of_many_buckets(seen: Dots, complains: bool) -> None:
     state = begun(PlanLevels(0.01, 0.01, compared=True, cosine=0.1, residual=20.0))
     for number in range(FEWEST_SEEN):
-        state, change, _ = quality.decide(state, [row(seen, seen)], 0.1, acts=True)
+        state, change, _ = policy.decide(state, [row(seen, seen)], 0.1, acts=True)
         assert (change is not None) is (complains and number == FEWEST_SEEN - 1)
 
 
 def test_user_plans_are_only_reported_once_per_complaint() -> None:
     state = begun()
     for rows, kind in ((row(BAD), "cosine"), (row(BAD), ""), (row(loss=LossRise(0.2), summed=Dots(9.0, 9.0, 9.0)), "loss")):
-        state, change, complaint = quality.decide(structs.replace(state, summed=Dots()), [rows], 0.1, acts=False)
+        state, change, complaint = policy.decide(structs.replace(state, summed=Dots()), [rows], 0.1, acts=False)
         assert (change, complaint.kind if complaint else "") == (None, kind)
-    state, _ = quality.entered(state, SPARSE, 5)
-    assert quality.decide(state, [row(BAD)], 0.1, acts=False)[2] is not None, "for each plan"
+    state, _ = policy.entered(state, SPARSE, 5)
+    assert policy.decide(state, [row(BAD)], 0.1, acts=False)[2] is not None, "for each plan"
 
 
 def test_consecutive_complaints_escalate_to_dense() -> None:
@@ -204,7 +204,7 @@ def test_codecs_become_coarser_after_a_quiet_period_longer_after_a_failure() -> 
 ])
 def test_new_plan_is_refined_if_its_level_failed_before(level: float, acts: bool, lifted: bool) -> None:
     state, _ = decided(begun(), row(BAD))
-    state, change = quality.entered(state, PlanLevels(level, level, compared=True), 9, acts=acts)
+    state, change = policy.entered(state, PlanLevels(level, level, compared=True), 9, acts=acts)
     assert (change is not None and change.after == 0.02) is lifted
     assert (state.since, state.samples, state.summed, state.level) == (9, 0, Dots(), level)
 
@@ -262,7 +262,7 @@ def test_fidelity_orders_codecs_by_precision() -> None:
         assert more.residual_ratio < less.residual_ratio
 
     def complains(fidelity: Fidelity, budget: float = 0.05) -> bool:
-        return quality.complaint_of(begun(bounds=Bounds(budget=budget)), fidelity, LossRise())[1] is not None
+        return policy.complaint_of(begun(bounds=Bounds(budget=budget)), fidelity, LossRise())[1] is not None
 
     assert [complains(seen[0]), complains(seen[3]), complains(seen[0], 0.005)] == [False, True, True]
 

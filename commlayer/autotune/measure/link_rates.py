@@ -44,7 +44,7 @@ class ChunkArrival(NamedTuple):
     """A chunk that has been transferred, and when."""
 
     server: int
-    way: int
+    direction: int
     nbytes: int
     at_s: float
 
@@ -61,13 +61,13 @@ def round_trip(network: RequestNetwork, server: int, patience_s: float) -> float
 
 
 def rate(
-    network: RequestNetwork, way: int, servers: Sequence[int], round_trip_s: float, budget_s: float, patience_s: float,
+    network: RequestNetwork, direction: int, servers: Sequence[int], round_trip_s: float, budget_s: float, patience_s: float,
     *, expected_bps: float = 0.0,
 ) -> float:
     """Measures the rate in one direction (UP or DOWN) in bit/s. Takes about `budget_s`, plus the time of chunks in flight."""
     # The expected amount may be in flight from the start.
     first_nbytes = max(FIRST_NBYTES, int(expected_bps / 8 * round_trip_s))
-    return _Way(way, servers, round_trip_s, first_nbytes).run(network, budget_s, patience_s)
+    return _DirectionProbe(direction, servers, round_trip_s, first_nbytes).run(network, budget_s, patience_s)
 
 
 def _ping(network: RequestNetwork, server: int, patience_s: float) -> float:
@@ -77,11 +77,11 @@ def _ping(network: RequestNetwork, server: int, patience_s: float) -> float:
     return network.now() - begin
 
 
-class _Way:
+class _DirectionProbe:
     """A measurement in one direction: bytes in flight per server, and transferred chunks."""
 
-    def __init__(self, way: int, servers: Sequence[int], round_trip_s: float, first_nbytes: int) -> None:
-        self._way, self._first_nbytes = way, first_nbytes
+    def __init__(self, direction: int, servers: Sequence[int], round_trip_s: float, first_nbytes: int) -> None:
+        self._direction, self._first_nbytes = direction, first_nbytes
         self._recent_s = max(RECENT * round_trip_s, LEAST_ROUND_TRIP_S)
         self._to = dict.fromkeys(servers, 0)
         self._seen: list[ChunkArrival] = []
@@ -112,7 +112,7 @@ class _Way:
         for server in self._to:
             while self._to[server] + nbytes <= room:
                 self._to[server] += nbytes
-                network.ask(server, self._way, nbytes)
+                network.ask(server, self._direction, nbytes)
 
     def _arrived(self, arrival: ChunkArrival) -> None:
         self._to[arrival.server] -= arrival.nbytes
@@ -145,14 +145,14 @@ class RequestNetwork:
         self._waiting: list[int] = []
         self._arrived: queue.SimpleQueue[tuple[ChunkArrival, Exception | None]] = queue.SimpleQueue()
 
-    def ask(self, server: int, way: int, nbytes: int) -> None:
+    def ask(self, server: int, direction: int, nbytes: int) -> None:
         """Sends this many bytes to the server (UP), or requests this many from it (DOWN)."""
 
         def done(error: Exception | None) -> None:
-            self._arrived.put((ChunkArrival(server, way, nbytes, time.perf_counter()), error))
+            self._arrived.put((ChunkArrival(server, direction, nbytes, time.perf_counter()), error))
 
         self._waiting.append(server)
-        self._ask(server, *((1, nbytes) if way == DOWN else (nbytes, 1)), done)
+        self._ask(server, *((1, nbytes) if direction == DOWN else (nbytes, 1)), done)
 
     def next(self, patience_s: float) -> ChunkArrival:
         """Waits for the next transferred chunk and returns it, or raises the error of its transfer."""

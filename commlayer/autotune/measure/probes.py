@@ -13,7 +13,8 @@ from commlayer.autotune.measure import link_rates
 from commlayer.cluster.processes.collectives import Groups, all_or_none
 from commlayer.config import host_port
 from commlayer.engine.job.job import DistributedJob
-from commlayer.observe.link_monitor import PAYLOAD, InterfaceCounters, Rates, Throughput, counters_of
+from commlayer.observe.interface_counters import InterfaceCounters, Throughput, counters_of
+from commlayer.observe.link_monitor import PAYLOAD, Rates
 from commlayer.observe.step_trace import RecordedStep
 from commlayer.transport import own_address
 
@@ -110,11 +111,12 @@ def probed(
             mine_at = asking.index(groups.node) % turns
             begin = time.monotonic()  # all ranks have just exchanged values, so turns need no further synchronization
             rates = [mine.up_bps, mine.down_bps]
-            for way in (link_rates.UP, link_rates.DOWN):
-                time.sleep(max(0.0, begin + (way * turns + mine_at) * turn_s - time.monotonic()))
-                expected_bps = max(expected[way], rates[link_rates.UP] if way == link_rates.DOWN else 0.0)
-                rates[way] = max(rates[way], link_rates.rate(
-                    network, way, away, mine.round_trip_s, turn_s - DRAINED * longest_s, patience_s, expected_bps=expected_bps))
+            for direction in (link_rates.UP, link_rates.DOWN):
+                time.sleep(max(0.0, begin + (direction * turns + mine_at) * turn_s - time.monotonic()))
+                expected_bps = max(expected[direction], rates[link_rates.UP] if direction == link_rates.DOWN else 0.0)
+                rates[direction] = max(rates[direction], link_rates.rate(
+                    network, direction, away, mine.round_trip_s, turn_s - DRAINED * longest_s, patience_s,
+                    expected_bps=expected_bps))
             mine = mine._replace(up_bps=rates[link_rates.UP], down_bps=rates[link_rates.DOWN])
     # The round trip crosses four links of similar latency: from each machine to the core and back.
     return mine.up_bps, mine.down_bps, mine.round_trip_s / 4
@@ -125,8 +127,8 @@ def sustained(seen: SeenTraffic | None, steps_s: float, round_trip_s: float) -> 
     if seen is None:
         return 0.0, 0.0
     least_s = max(BUSY * steps_s, BUSY_TRIPS * round_trip_s)
-    busy = [way.bps < FAST_BPS and way.share * seen.since_s >= least_s for way in seen.carried]
-    up, down = (PAYLOAD * way.bps if known else 0.0 for way, known in zip(seen.carried, busy, strict=True))
+    busy = [direction.bps < FAST_BPS and direction.share * seen.since_s >= least_s for direction in seen.carried]
+    up, down = (PAYLOAD * direction.bps if known else 0.0 for direction, known in zip(seen.carried, busy, strict=True))
     return up, down
 
 
@@ -144,7 +146,7 @@ def at_least(link: NodeLink, carried: Throughput | None = None, fastest_down_bps
     up_bps, down_bps, alpha_s = link
     if not up_bps:  # there is no server on another node
         return link
-    carried_up_bps, carried_down_bps = (0.0, 0.0) if carried is None else (way.bps for way in carried)
+    carried_up_bps, carried_down_bps = (0.0, 0.0) if carried is None else (direction.bps for direction in carried)
     return max(up_bps, PAYLOAD * carried_up_bps), max(down_bps, PAYLOAD * max(carried_down_bps, fastest_down_bps)), alpha_s
 
 

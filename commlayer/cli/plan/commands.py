@@ -44,7 +44,7 @@ PricedServer = Annotated[str, typer.Option(
 Costs = Annotated[str, typer.Option(
     "--profile", help="Costs of codecs, measured by `commlayer profile`; its job file, as MODEL, has measured step times.",
     metavar="FILE")]
-ALLOWED = ("forward", "fragments", "staleness")
+ALLOWED = ("forward", "staleness")
 UNEVEN = 1.2
 """From this ratio of speeds on, `estimate` gives the workers unequal shares of the batch."""
 
@@ -100,8 +100,8 @@ def create(
     learning: Annotated[str, typer.Option(
         help="Convergence factors from `python -m bench.own_learning`.", metavar="FILE")] = "",
     allow: Annotated[list[str] | None, typer.Option(
-        help="forward (results during the next forward pass), fragments (also between homes; not for jobs with --min-workers) "
-        "or staleness (one-step-stale results); may be repeated.", metavar="NAME")] = None,
+        help="forward (results during the next forward pass) or staleness (one-step-stale results); may be repeated.",
+        metavar="NAME")] = None,
     noise_scale: NoiseScale = None, out: Out = PLAN, json: Json = None,
 ) -> None:
     """Write the plan with the shortest time to a loss, and its inputs in a file next to it."""
@@ -120,7 +120,7 @@ def create(
     policy = structs.replace(
         _policy(sync, optimizer), codecs=arguments.codecs_named(codec or [], measured),
         max_loss=arguments.loss_part("--max-loss", max_loss) if max_loss else NO_LIMIT, forward="forward" in (allow or ()),
-        staleness="staleness" in (allow or ()), fragments="fragments" in (allow or ()))
+        staleness="staleness" in (allow or ()))
     planned = _planned(model, machines, batch, optimizer, policy, measured, loss, learning, noise_scale)
     beside = plan_file.sidecar(out)
     write({beside: records.encode(planned.inputs).decode() + "\n", out: plan_file.written(planned.plan)})
@@ -138,7 +138,7 @@ def _policy(sync: str, optimizer: str) -> Policy:
     if sync not in ("step", "auto"):
         raise InvalidInput("E-CLI-OPTION", f"--sync {sync}: allowed are step and auto")
     # sync="auto" never takes stale results.
-    return Policy(optimizer=arguments.optimizer_named(optimizer or "adamw"), exact=sync == "step", fragments=False,
+    return Policy(optimizer=arguments.optimizer_named(optimizer or "adamw"), exact=sync == "step", fragments=True,
                   staleness=False)
 
 
@@ -235,10 +235,6 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
         job = with_micro_batches(job, devices, policy.optimizer)
     machines = structs.replace(machines, nodes=at_job_speed(machines.nodes, job.timing))
     shared, by_speed = _by_speed(job, machines) if shares else (machines, ())
-    # Homes of equal speed may leave (--min-workers), which requires exchanges of the whole model. Shares of the batch by speed
-    # require that all stay.
-    homes = not machines.reachable and any(node.ranks and not node.server for node in machines.nodes)
-    policy = structs.replace(policy, fragments=policy.fragments or not homes or bool(by_speed))
     inputs = plan_file.PlanFileInputs(job, machines, profile, policy, loss_model.read(Path(loss)) if loss else None,
                                       learning_rows(learning) if learning else ())
     search = PlanSearch(job, shared, *inputs.costs())

@@ -375,8 +375,8 @@ def assumptions(
         names = [node.name for node in cluster.nodes for _ in range(node.ranks)]
         each = ", ".join(f"{name} {share}" for name, share in zip(names, shares, strict=True))
         yield f"workers: all stay (without --min-workers); samples of a step by speed: {each}"
-    elif not policy.fragments:
-        yield "workers: can leave (--min-workers), so all have equal batches, and the model is exchanged as a whole"
+    elif not cluster.reachable:
+        yield "workers: can leave (--min-workers), so all have equal batches"
 
 
 def _machines(cluster: Cluster) -> str:

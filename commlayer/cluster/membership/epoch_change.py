@@ -1,9 +1,9 @@
 """Changes of members in a running job: decides who continues when workers die, leave, hang or join. Pure functions of the
 state.
 
-If at least `min_workers` workers are left, a new epoch starts with them, and engine/epochs switches to it. If fewer are left,
-or some cannot continue without others, the death of a worker fails the job. Without `min_workers` every death fails the job.
-New workers may join until the job has its largest number of workers, each under a rank that was never used before.
+If at least `min_workers` workers are left, a new epoch starts with them, and servers close sums without the others. If fewer
+are left, or some cannot continue without others, the death of a worker fails the job. Without `min_workers` every death fails
+the job. New workers may join until the job has its largest number of workers, each under a rank that was never used before.
 """
 
 from __future__ import annotations

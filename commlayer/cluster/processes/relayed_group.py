@@ -224,7 +224,12 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
                 if successor_sends and only is not None and rows[only] is None:
                     heir = next(member for member, row in enumerate(rows) if row is not None)
                     rows[only] = self._exchanged(_bytes(x) if heir == self._mine else b"", nbytes)[heir]
-                for output, value in zip(outputs, compute(rows) if outputs else (), strict=True):
+                values = compute(rows) if outputs else ()
+                if len(outputs) != len(values):
+                    work.end(f"{what} between homes: got {len(outputs)} output tensors, but the job has {len(values)} workers: "
+                             "read torch.distributed.get_world_size() again after homes have left or joined")
+                    return
+                for output, value in zip(outputs, values, strict=True):
                     output.detach().copy_(value.view(output.shape))
                     if output.is_cuda:
                         torch.cuda.current_stream(output.device).synchronize()

@@ -31,6 +31,8 @@ PART = 63
 itself if a peer's message has another size than expected, so ranks that make different calls would not get an error."""
 HEAD = 2
 """Numbers before those of a section: the section's own number and its length."""
+LEAVES = [-1.0]
+"""The last row of a rank that leaves. The others count it as absent."""
 
 Failed = Callable[[], BaseException | None]
 """Polled during a wait; an error that it returns is raised."""
@@ -125,6 +127,7 @@ class StepRows:
         if not row.received:
             assert row.pending is not None
             rows = row.pending.wait(time.monotonic() + min(patience_s, self.transport.timeout_s), self.failed)
+            rows = {sender: numbers for sender, numbers in rows.items() if numbers != LEAVES}
             if {*rows} != {*self._numbers} and not self._may_leave:
                 raise CorruptFrame(f"sends rows of {len(rows)} ranks, expected {len(self._numbers)}", peer="server 0")
             row.received = {sender: self._sections_in(row, rows[sender], sender) for sender in self._ordered(rows)}
@@ -153,6 +156,11 @@ class StepRows:
         peer = f"rank {ranks[sender]}" if sender in ranks else f"worker {sender}"
         return CommError(f"is in the {names[0]}, but this rank is in the {mine.what}: make the same calls on all ranks, in the "
                          "same order", peer=peer, code="E-CALLS-DIFFER")
+
+    def leave(self, wait_s: float) -> bool:
+        """Sends this rank's last row, in a job whose members may leave. Returns True if all ranks leave after the same row."""
+        pending = self.transport.start(LEAVES, "end of the session")
+        return all(row == LEAVES for row in pending.wait(time.monotonic() + wait_s, self.failed).values())
 
     def settle(self) -> None:
         """Waits until the rows in flight have arrived. Called before all ranks switch to another plan."""

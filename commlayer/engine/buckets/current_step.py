@@ -105,6 +105,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._lock, self._all, self._next = threading.Lock(), threading.Event(), threading.Event()
+        self._all.set()
         self._left = 0
         self._ended = False
         self.last_at = 0.0

@@ -52,15 +52,15 @@ class UnevenInputs:
     ) -> None:
         self._model, self._context, self._optimizer, self._scaler = model, context, optimizer, scaler
         self._deadline_s = deadline_s
-        self._rows = context.rows.section("which ranks still have batches in session.join()")
+        self._rows = context.rows.section("which ranks still have batches in session.join()", stays=True)
         self.inside = False
         """True: this rank is inside session.join(), where ranks can be at different positions in their scripts."""
         self._sent = False
         """True: this rank has sent to the others, for the current step, whether it has a batch."""
-        self._active: list[bool] = []
-        """One flag for each rank. True: the rank had a batch in the last step for which this rank has received the other ranks'
-        reports."""
-        self._last: list[bool] = []
+        self._active: dict[int, bool] = {}
+        """One flag for each rank, by its number in messages. True: the rank had a batch in the last step for which this rank
+        has received the other ranks' reports."""
+        self._last: dict[int, bool] = {}
         """One flag for each rank. True: the rank had a batch in the last step in which any rank had one."""
         self._step: Callable[[], None] | None = None
         """Takes part in one step of the other ranks; None while this rank has batches."""
@@ -69,7 +69,7 @@ class UnevenInputs:
         """Called when session.join() begins. Raises the same ValueError on all ranks if session.join() is not supported in this
         job."""
         self._check()
-        self.inside, self._sent, self._active, self._last, self._step = True, False, [], [], None
+        self.inside, self._sent, self._active, self._last, self._step = True, False, {}, {}, None
         _entered.append(self)
 
     def _check(self) -> None:
@@ -86,10 +86,6 @@ class UnevenInputs:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join() is not supported with sync='auto', because the automatic plan might use "
                                "local steps, of which all ranks must make the same number; use sync='step'")
-        if context.elastic:
-            raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join() is not supported if workers of this job can leave (min_workers), because "
-                               "all ranks then need the same number of batches; use commlayer.balance.Sampler")
         if self._optimizer is None:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join() copies the optimizer's state to ranks that run out of batches, but attach() "
@@ -122,7 +118,7 @@ class UnevenInputs:
         if not self.inside:
             return True
         self._read()
-        return all(self._active)
+        return all(self._active.values())
 
     def _send(self, *, active: bool) -> None:
         if _entered and not self.inside:
@@ -142,18 +138,19 @@ class UnevenInputs:
             return
         try:
             with self._context.groups.waits("exchange of which ranks still have batches"):  # so that the wait is logged
-                flags = self._rows.read()
+                flags = self._rows.read_by_sender()
         except CommError as error:
             if isinstance(error, DeadlineExceeded):
                 error.what += ": enter session.join() on all ranks, with the same sessions"
             self._context.drop_call(error)
             return
-        before, self._active = self._active, [bool(row[0]) for row in flags]
-        if before and not self._active[rank := self._context.rank] and (any(self._active) or not all(before)):
-            source = (self._active if any(self._active) else before).index(True)
-            if source != rank:
+        before, self._active = self._active, {sender: bool(row[0]) for sender, row in flags.items()}
+        some, own = any(self._active.values()), self._context.id
+        if before and not self._active[own] and (some or not all(before.values())):
+            source = next((n for n, active in (self._active if some else before).items() if active and n in flags), own)
+            if source != own:
                 worker.set_discarded(sum(int(part) << BITS * n for n, part in enumerate(flags[source][1:])))
-        self._last = self._active if any(self._active) else self._last
+        self._last = self._active if some else self._last
 
     def leave(self, step: Callable[[], None]) -> None:
         """Called when session.join() ends. `step` takes part in one step of the other ranks. The outermost session calls those
@@ -174,8 +171,7 @@ class UnevenInputs:
                     waiting.remove(session)
             for each, act in zip(_entered, restore, strict=True):
                 act()
-                if each._last and not all(each._last):
-                    each._copy(each._last.index(True))
+                each._context.retry_on_epoch_change(each._copy)
         except BaseException as error:
             for each in _entered:
                 each._context.close(cause_of(error))
@@ -204,23 +200,26 @@ class UnevenInputs:
 
     def _any_active(self) -> bool:
         self._read()
-        if not any(self._active):
+        some = any(self._active.values())
+        if not some:
             self._sent = False
-        return any(self._active)
+        return some
 
-    def _copy(self, source: int) -> None:
+    def _copy(self) -> None:
         """Copies weights, buffers, and the state of optimizer and GradScaler from a rank that had the last batch to all ranks.
         It broadcasts all of this once per session.join(): with AdamW, three times the size of the model."""
-        groups = self._context.groups
+        context = self._context
+        numbers, groups = context.ranks if context.elastic else range(context.world), context.groups
+        sources = [rank for rank, number in enumerate(numbers) if self._last.get(number, False)]
+        if len(sources) in (0, len(numbers)):
+            return
+        source = sources[0]
         state = {} if self._scaler is None else self._scaler.state_dict()
-        try:
-            tensors: list[torch.Tensor] = [*(p.data for p in self._model.parameters()), *self._model.buffers()]
-            align(tensors, groups, self._deadline_s, source)
-            share_optimizer(self._optimizer, groups, self._deadline_s, source)
-            data = groups.share_bytes(msgspec.msgpack.encode(state), SCALER_NBYTES, "the GradScaler's state", source=source)
-            state = unpack(data, dict[str, bool | int | float], f"rank {source}", "the GradScaler's state")
-        except CommError as error:
-            self._context.drop_call(error)
+        tensors: list[torch.Tensor] = [*(p.data for p in self._model.parameters()), *self._model.buffers()]
+        align(tensors, groups, self._deadline_s, source)
+        share_optimizer(self._optimizer, groups, self._deadline_s, source)
+        data = groups.share_bytes(msgspec.msgpack.encode(state), SCALER_NBYTES, "the GradScaler's state", source=source)
+        state = unpack(data, dict[str, bool | int | float], f"rank {source}", "the GradScaler's state")
         if state and self._scaler is not None and groups.rank != source:
             self._scaler.load_state_dict(state)
         self._context.components.loaded()

@@ -1,4 +1,4 @@
-"""Defines the members of a job whose members stay; epochs/membership_change.py defines those of other jobs."""
+"""Defines the members of a job whose members stay; epochs/changing_members.py defines those of other jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FixedMembers(Component):
         """Training step up to which the work of all members is known to count, whoever leaves: a value of `carried`."""
 
     def departed(self, wait_s: float) -> list[str]:
-        """Returns the names of the members that have left the job, if this rank has not switched to the new epoch yet. Waits up
+        """Returns the names of the members that have left the job, if this rank still counts them. Waits up
         to `wait_s` seconds for the coordinator's report."""
         return []
 

@@ -160,12 +160,15 @@ class ExchangeSchedule(Component):
 
     def close(self) -> None:
         """Exchanges the last steps, if all ranks end after the same step. Where members may leave, others may continue."""
-        self.complete(Pending.RUNNING)
         if not self._context.elastic:
+            self.complete(Pending.RUNNING)
             self.drain(self._deadline_s)
         elif self.local is not None and self.local.behind:
-            self._context.log(f"the last {self.local.behind} steps were not exchanged: call session.flush() at the end, on "
-                              "all workers after the same step", logging.WARNING)
+            if self._context.rows.leave(self._deadline_s * self.local.every):
+                self.local.drain(self._worker, self._buffers(), self._deadline_s)
+            else:
+                self._context.log(f"the last {self.local.behind} steps were not exchanged, because other workers train on",
+                                  logging.WARNING)
 
     def detach(self) -> None:
         if self._forward is not None:

@@ -37,10 +37,9 @@ class LocalSteps(msgspec.Struct, frozen=True):
 
     `overlap`: training continues during the exchange, and its result is merged before the next exchange. `fragments`: number of
     parts in which the model is exchanged, one after every (every / fragments) steps. By default, overlapped exchanges have up
-    to 8 parts, at most one every two steps. All others, and those of jobs whose workers can leave, have one part. A plan passed
-    to attach() keeps its own number. `outer`: the outer optimizer. None: the average is applied as it is, or for Adam and
-    similar optimizers scaled to the norm of the workers' changes. every=1 exchanges weight changes in every step: for
-    optimizers like Adam with sparse codecs.
+    to 8 parts, at most one every two steps; all others have one part. A plan passed to attach() keeps its own number.
+    `outer`: the outer optimizer. None: the average is applied as it is, or for Adam and similar optimizers scaled to the norm
+    of the workers' changes. every=1 exchanges weight changes in every step: for optimizers like Adam with sparse codecs.
     """
 
     every: int

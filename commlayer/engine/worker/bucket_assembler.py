@@ -68,7 +68,7 @@ class BucketAssembler:
         """Puts weight changes into the given buckets and starts the exchange of these buckets. `changes` maps tensor number to
         weight change."""
         self.begun = True
-        mark = self._open()
+        mark = self._mark()
         for bucket in buckets:
             for i, s in enumerate(bucket.slices):
                 if not self._seen[s.tensor] and self._step.recorder.on:
@@ -96,7 +96,7 @@ class BucketAssembler:
                 check_dense(self._job.tensors[tensor].name, gradient)
             if not gradient.is_contiguous() and self.cut(tensor):
                 gradient = gradient.contiguous()
-        mark = self._open()
+        mark = self._mark()
         for bucket, i in self.by_tensor[tensor]:
             bucket.sources[i] = gradient
             bucket.marks.append(mark)
@@ -104,12 +104,16 @@ class BucketAssembler:
             if bucket.waiting == 0:
                 self._complete(bucket)
 
-    def _open(self) -> object:
-        """Starts the step if this is its first gradient. Returns a CUDA event after which the gradients are final; None on CPU.
-        """
+    def open(self) -> None:
+        """Starts the step, unless it has started."""
         if not self._opened:
             self._opened = True
             self._opens()
+
+    def _mark(self) -> object:
+        """Starts the step if this is its first gradient. Returns a CUDA event after which the gradients are final; None on CPU.
+        """
+        self.open()
         return self._staging.mark()
 
     def _complete(self, bucket: WorkerBucket) -> None:

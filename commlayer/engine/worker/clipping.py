@@ -10,7 +10,7 @@ from torch import nn
 
 from commlayer.engine.model.optimizers import closure_of
 from commlayer.errors import InvalidInput
-from commlayer.optim.sparse import LazyOptimizer
+from commlayer.optim.lazy import LazyOptimizer
 
 
 def checked(clip_grad_norm: Any, optimizer: Any) -> float | None:

@@ -17,7 +17,8 @@ from commlayer.compressors import kernels
 from commlayer.compressors.plan_codecs import reader_of
 from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.worker.worker import Worker
-from commlayer.optim.sparse import LazyOptimizer, sparse_gradient
+from commlayer.optim.lazy import LazyOptimizer
+from commlayer.optim.sparse_gradients import sparse_gradient
 
 LEAST = 4096
 """Number of elements below which an optimizer's dense step is as fast as its sparse step."""

@@ -176,6 +176,10 @@ class Worker:
             self.check()
         self._assembler.send(self.fragments[fragment], changes)
 
+    def open(self) -> None:
+        """Begins a step, before its first gradient."""
+        self._assembler.open()
+
     def _open(self) -> None:
         if (missed := self.finished_peers.begin(self.step)) is not None:
             self.latch(missed)

@@ -1,4 +1,4 @@
-"""The quality guard of a running job: compares sent with exact gradients, for the decisions of autotune/quality.py.
+"""The quality guard of a running job: compares sent with exact gradients, for the decisions of policy.py.
 
 Every rank compares a piece of a bucket at the end of a step's exchange. The controller exchanges the results and changes plans.
 """
@@ -13,9 +13,10 @@ from collections.abc import Sequence
 
 import torch
 
-from commlayer.autotune import quality
-from commlayer.autotune.loss_trend import LossTrend
-from commlayer.autotune.quality import Bounds, CodecChange, GradientError, PlanLevels, least_usual
+from commlayer.autotune.quality import policy
+from commlayer.autotune.quality.loss_trend import LossTrend
+from commlayer.autotune.quality.policy import Bounds, CodecChange, GradientError, PlanLevels
+from commlayer.autotune.quality.usual_errors import least_usual
 from commlayer.cluster.processes.collectives import all_or_none
 from commlayer.config import Config
 from commlayer.engine.guards import gradient_comparison
@@ -46,8 +47,7 @@ def guard_of(context: DistributedJob, config: Config) -> QualityGuard | None:
 
 class QualityGuard:
     def __init__(
-        self, context: DistributedJob, bounds: Bounds, mode: str = "act", deadline_s: float = 600.0, *,
-        by_budget: bool = True,
+        self, context: DistributedJob, bounds: Bounds, mode: str, deadline_s: float, *, by_budget: bool,
     ) -> None:
         """`by_budget`: True: bounds follow from the loss budget. False: they follow from usual values under the active
         codecs."""
@@ -64,7 +64,7 @@ class QualityGuard:
         self._prepared_s = 0.0
         self._error: GradientError | None = None
         self._noise, self._logged_noise = NoiseScale(), 0.0
-        self._state = quality.begin(bounds, self._levels())
+        self._state = policy.begin(bounds, self._levels())
 
     def report(self, loss: float | torch.Tensor) -> None:
         """Records the training loss of a step. A tensor is read before the next report, so no step waits for the device."""
@@ -85,7 +85,7 @@ class QualityGuard:
         `failure`: an earlier error on this rank; then no rank compares."""
         if not self.has_work():
             return
-        self._state, self._error = quality.compared(self._state, step), GradientError()  # all ranks send their errors now
+        self._state, self._error = policy.compared(self._state, step), GradientError()  # all ranks send their errors now
         worker, begin_s, summed = self._context.worker, time.perf_counter(), Dots()
         # With overlapped results the comparison makes the step wait for them: that wait is part of its cost.
         held_s = worker.counters.exposed_s - self._exposed_s if self._state.plan.overlapped else 0.0
@@ -109,7 +109,7 @@ class QualityGuard:
         """Determines whether all ranks compare in the next step, number `step`."""
         # A user's plan without a budget is not checked.
         idle = self._mode == "auto" and not self._by_budget and not self._context.terms.auto
-        self._compares = not idle and quality.due(self._state, step)
+        self._compares = not idle and policy.due(self._state, step)
 
     def prepare(self) -> None:
         """Prepares the comparison in the next step, if that step has one."""
@@ -132,7 +132,7 @@ class QualityGuard:
 
     def _observe_noise(self, rows: Sequence[GradientError]) -> None:
         """Updates the gradient noise scale, and logs it when it is known and when it has doubled or halved."""
-        if not quality.is_usable(rows):
+        if not policy.is_usable(rows):
             return
         # Each node's exact gradients are weighted so that their sum is the mean; without residuals a node reports none.
         squares = [row.sent.xx for row in rows if row.sent.xx > 0]
@@ -152,9 +152,9 @@ class QualityGuard:
                               f"need {steps:.2f} times as many steps as these {world}")
 
     def decide(self, rows: Sequence[GradientError], step_s: float) -> CodecChange | None:
-        self._state, change, complaint = quality.decide(self._state, rows, step_s, acts=self.acts)
+        self._state, change, complaint = policy.decide(self._state, rows, step_s, acts=self.acts)
         self._observe_noise(rows)
-        if quality.is_usable(rows) and self._context.rank == 0:
+        if policy.is_usable(rows) and self._context.rank == 0:
             self._context.stream.log.append(QualityEvent(cosine=self._state.summed.fidelity().cosine,
                                                          residual=self._state.mean_residual or 0.0))
         self._context.terms.floor = self._state.planner_floor if self.acts else self._context.terms.floor
@@ -176,7 +176,7 @@ class QualityGuard:
         if by_guard:
             self._trend = LossTrend()  # a loss takes many steps to fall, so only its rises from now on count
         levels = self._levels(self._base if by_guard else None)
-        self._state, change = quality.entered(self._state, levels, step, by_guard=by_guard, acts=self.acts)
+        self._state, change = policy.entered(self._state, levels, step, by_guard=by_guard, acts=self.acts)
         return change
 
     def _levels(self, base: Plan | None = None) -> PlanLevels:

@@ -1,0 +1,1 @@
+"""`python -m bench storms`: homes that come and go, in time-lapse."""
