@@ -353,7 +353,11 @@ class OuterSteps:
             worker.wait(deadline_s, sent.fragment)
             norms = [] if self._norms is None else self._norms.read()
         try:
-            worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.fragment)
+            if worker.has_weight(sent.fragment):
+                worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.fragment)
+            else:  # only workers that have just joined are left
+                for mean in sent.weights(len(self.starts)):
+                    mean.zero_()
         except BaseException:
             for n in filter(self._own, sent.ranges):
                 tensors[n].copy_(self.starts[n])  # the change may be overwritten already

@@ -273,6 +273,10 @@ class Worker:
             self.counters.coded(decode_s=time.perf_counter() - begin)  # decodes encoded results
         return exchange.finite
 
+    def has_weight(self, fragment: int) -> bool:
+        """Returns True unless all workers have contributed to the sums of a fragment with weight 0."""
+        return any(not bucket.served or bucket.exchange.weight for bucket in self.fragments[fragment])
+
     def end(self, *, finite: bool, computes: bool = True) -> None:
         """Ends the step after its averages are written. `computes`: True if the stopwatch starts to time the next step's
         computation."""
