@@ -69,7 +69,8 @@ def enter(
     for bucket in worker.buckets:
         bucket.assumed = given.totals.get(bucket.id)
     worker.late.restore(taken.late)
-    ChangingMembers(context, config, home, replica, given.joined)
+    members = ChangingMembers(context, config, home, replica, given.joined)
+    members.steps_at_exit |= given.exits
     context.say(f"joined the running job as worker {own} with the weights, buffers and optimizer state of its workers, after "
                 f"{time.monotonic() - begin:.1f} s; this is rank {context.rank} of {context.world}, at step {context.passes}")
     return context
