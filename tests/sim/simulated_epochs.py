@@ -609,9 +609,9 @@ class World:
             self._admit()
         if chance.random() < 0.1:
             self._news()
-        for member in chance.choices(list(self.members.values()), k=2):
-            if member.alive and not member.hung:
-                member.relay()
+        for one in chance.choices(list(self.members.values()), k=2):
+            if one.alive and not one.hung:
+                one.relay()
         ways = [("up", key) for key, way in self.up.items() if way] + [("down", key) for key, way in self.down.items() if way]
         self._idle = 0 if ways else self._idle + 1
         if not ways:
@@ -682,8 +682,8 @@ class World:
 
     def _news(self) -> None:
         """A process receives the coordinator's newest epoch."""
-        late: list[Server | Member] = [one for one in (*self.server, *self._able()) if one.newest < self.generation]
-        if late:
+        processes: list[Server | Member] = [*self.server, *self._able()]
+        if late := [one for one in processes if one.newest < self.generation]:
             one = self.chance.choice(late)
             if isinstance(one, Server):
                 self._at_server(one.number, Server.hear)
