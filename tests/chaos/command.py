@@ -1,7 +1,7 @@
 """`python -m bench chaos`: injects faults into small jobs and checks what they keep.
 
 Without options it makes real runs, then simulated schedules. `--runs`, `--faults` or `--resume` make real runs alone.
-`--schedules` makes schedules alone, `--of` sums, members, agreement or epochs. `--soak` is one long run, with `--homes` of
+`--schedules` makes schedules alone, `--of` sums, members or epochs. `--soak` is one long run, with `--homes` of
 homes that leave and join. `--outages` cuts homes' lines, restarts their servers, and measures heartbeats. `--fuzz` damages
 frames and control messages.
 """

@@ -19,8 +19,7 @@ from tests.sim.schedules import Done, Options
 from tests.sim.simulated_sums import Sums
 
 
-@pytest.mark.parametrize(("of", "count"), [("sums", "contributions"), ("members", "epochs"), ("agreement", "rounds_together"),
-                                           ("epochs", "joins")])
+@pytest.mark.parametrize(("of", "count"), [("sums", "contributions"), ("members", "epochs"), ("epochs", "joins")])
 def test_resumed_schedules_equal_an_uninterrupted_run(of: str, count: str, tmp_path: Path) -> None:
     result = schedules.run(Options(30, 5, 0.0, None, of))["summary"]
     file = tmp_path / "schedules.json"

@@ -1,8 +1,8 @@
 """Simulates epochs: members, servers and a coordinator as state machines in a simulated network.
 
-Members exchange buckets step by step, with the real Summation on each server. By seed, members die, hang and leave, workers
-join, plans change, connections break, frames arrive late, twice or never, and servers are killed and resume from journals. The
-coordinator's word that a member is gone arrives at each server at another time.
+Members exchange the buckets of each step in fragments, with the real Summation on each server. By seed, members die, hang and
+leave, workers join, plans change, connections break, frames arrive late, twice or never, and servers are killed and resume from
+journals. Each process receives the coordinator's newest epoch at another time.
 """
 
 from __future__ import annotations
@@ -10,20 +10,26 @@ from __future__ import annotations
 import random
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import msgspec
+
+from commlayer.cluster.servers.gather import GATHER, ROW_BUCKET, GatherOps
 from commlayer.cluster.servers.summation import Summation
 from commlayer.engine.epochs import schedule
-from commlayer.engine.epochs.schedule import Change, Proposal
+from commlayer.engine.epochs.schedule import Joining, Proposal
 from commlayer.errors import CorruptFrame
 from commlayer.transport.protocol import Flag, Header, Kind, Message
 
-STEPS, MOST_EVENTS, ROWS = 9, 60_000, 0
-"""ROWS: the bucket of rows, on server 0."""
+STEPS, MOST_WORKERS = 9, 9
+MOST_EVENTS, MOST_IDLE = 60_000, 400
+"""MOST_IDLE: number of events in a row in which no frame is under way; after that no member will ever continue."""
 _PART = struct.Struct("<iiiii")
 """Rank, step, bucket, round, number of the plan."""
 _PROPOSAL = struct.Struct("<iii")
+Until = Iterator[Callable[[], bool]]
+"""What a member does, up to its end. It yields a condition whenever it waits."""
 
 
 class Part(NamedTuple):
@@ -41,12 +47,12 @@ class Killed(Exception):
 
 
 class RecordingOps:
-    """Codec operations that record contributions. The result is the list of contributions, as of the codec "gather"."""
+    """Codec operations that record contributions. The result is the list of contributions."""
 
-    codec, means, in_means, assumes_total = 7, False, True, True
+    codec, bound, means, in_means, assumes_total, senders = 7, 4096, False, True, True, ()
 
-    def __init__(self, world: World, rounds: int) -> None:
-        self.rounds, self.bound, self._world = rounds, 4096, world
+    def __init__(self, world: World) -> None:
+        self.rounds, self._world = world.rounds, world
 
     def zeros(self, r: int) -> list[bytes]:
         return []
@@ -81,235 +87,401 @@ class RecordingOps:
 
 
 class Frame(NamedTuple):
-    """A message: a header with its body, or the record of a change, or the acknowledgement of one."""
+    """A message, or the answer to one. Frames of one stream stay in order; frames of different streams overtake each other."""
 
+    stream: int | str
+    """Number of the bucket, "joins" or "plan"."""
     header: Header | None = None
     body: bytes = b""
-    change: Change | None = None
-    ack: int = 0
+    about: Proposal | int = 0
+    """The worker that joins, or the number of the plan."""
 
-    @property
-    def stream(self) -> object:
-        """Frames of one stream stay in order; frames of different streams overtake each other."""
-        return self.header.bucket if self.header is not None else "changes"
+
+class Journal(NamedTuple):
+    """What a server has journaled."""
+
+    joined: tuple[int, ...]
+    plan: int
+    entries: dict[int, tuple[bytes, bytes]]
 
 
 class Server:
-    """One server process: the summation of the present plan and of the one before, and the changes it has heard of."""
+    """One server process: what DataServer and SumServer do around a Summation."""
 
     def __init__(self, world: World, number: int) -> None:
         self.world, self.number = world, number
-        self.kept: dict[tuple[int, int], tuple[bytes, bytes]] = {}
-        self.changes: dict[int, Change] = {}
-        """Journaled, as the sums are."""
-        self.plan = 1
+        self.journal = Journal((), 1, {})
         self.start()
 
     def start(self) -> None:
-        """Starts the process, from the journal of the one before."""
-        self.core, self.former = self._summation(self.plan), None
-        journal = [change for change in self.changes.values() if change.joins >= 0]
-        for change in sorted(journal, key=lambda change: change.generation):
-            self._joins(change)
-        for (plan, bucket), entry in self.kept.items():
-            if plan == self.plan:
-                self.core.recall(bucket, *entry)
-        self._remember()
+        """Starts the process, from the journal of the one before. It registers with the coordinator first."""
+        self.newest, self.joined = self.registered(), [*self.journal.joined]
+        core = self._summation(self.journal.plan)
+        for bucket, entry in self.journal.entries.items():
+            core.recall(bucket, *entry)
+        self._write_down(core, starts=True)
+        self.core = core
 
-    def _remember(self) -> None:
-        if self.world.journal:
-            self._starting, plan = True, self.plan
+    def registered(self) -> int:
+        return self.world.generation
 
-            def keep(bucket: int, words: bytes, state: bytes) -> None:
-                chance = 1.0 if self._starting else self.world.chance.random()
-                if chance < self.world.kills:
-                    raise Killed
-                self.kept[(plan, bucket)] = words, bytes(state)
-                if chance < 2 * self.world.kills:
-                    raise Killed
+    @property
+    def all_members(self) -> tuple[int, ...]:
+        return *self.world.first_members, *self.joined
 
-            self.core.remember(keep)
-            self._starting = False
+    @property
+    def gone(self) -> set[int]:
+        return {*self.all_members} - {*self.world.epochs[self.newest]}
 
     def _summation(self, plan: int) -> Summation:
-        mine = [b for b in self.world.buckets_of(plan) if self.world.server_of(b) == self.number]
-        ops = {b: RecordingOps(self.world, 1 if b == ROWS else self.world.rounds) for b in mine}
-        return Summation(self.number, plan, dict(ops), dict.fromkeys(ops, self.world.first_members))
+        buckets = [b for b in self.world.buckets_of(plan) if self.world.server_of(b) == self.number]
+        ops: dict[int, Any] = {b: RecordingOps(self.world) for b in buckets}
+        if self.number == 0:
+            ops[ROW_BUCKET] = GatherOps(len(self.all_members))
+        core = Summation(self.number, plan, ops, dict.fromkeys(ops, self.world.first_members))
+        for number, member in enumerate(self.joined, 1):
+            core.add(number, member)
+        core.remove(self.gone)
+        return core
+
+    def _write_down(self, core: Summation, *, starts: bool = False) -> None:
+        """Replaces the journal by a new one."""
+        if not self.world.journal:
+            return
+        entries: dict[int, tuple[bytes, bytes]] = {}
+        replaced = False
+
+        def keep(bucket: int, words: bytes, state: bytes) -> None:
+            if replaced:
+                self.world.kill_sometimes()
+            entries[bucket] = words, bytes(state)
+            if replaced:
+                self.world.kill_sometimes()
+
+        core.remember(keep)
+        if not starts:
+            self.world.kill_sometimes()
+        self.journal, replaced = Journal(tuple(self.joined), core.generation, entries), True
+        if not starts:
+            self.world.kill_sometimes()
 
     def take(self, peer: int, frame: Frame) -> None:
-        if frame.change is not None:
-            self._schedule(frame.change)
-            self.world.send_down(self.number, peer, Frame(ack=frame.change.generation))
+        if peer in self.gone:
+            return  # its connection has ended
+        if isinstance(frame.about, Proposal):
+            self._admit(frame.about)
+            self.world.send_down(self.number, peer, frame)
+        elif frame.header is None:
+            self._switch(frame.about)
+            self.world.send_down(self.number, peer, frame)
+        else:
+            for reply in self.core.push(Message(peer, frame.header, memoryview(frame.body)), 0.0):
+                self._reply(reply)
+
+    def _admit(self, joins: Proposal) -> None:
+        self.newest = max(self.newest, joins.generation)  # waits for the coordinator
+        if joins.number <= len(self.joined) and self.joined[joins.number - 1] == joins.member:
             return
-        assert frame.header is not None
-        plan = frame.header.generation
-        while plan > self.plan:  # a plan may have no buckets on this server
-            self._switch(next(c for c in self.changes.values() if c.plan == self.plan + 1), frame.header.step)
-        core = self.core if plan == self.plan else self.former
-        if core is None or core.generation != plan:
+        if joins.number != len(self.joined) + 1 or joins.member in self.all_members or (
+                self.newest == joins.generation and joins.member not in self.world.epochs[self.newest]):
+            raise CorruptFrame(f"reports {joins}, but {self.joined} have joined", peer=f"server {self.number}")
+        self.joined.append(joins.member)
+        if self.number == 0:
+            self.core.cells[ROW_BUCKET].ops.allow(len(self.all_members))  # type: ignore[attr-defined]
+        self.core.add(joins.number, joins.member)
+        self._remove()
+        self._write_down(self.core)
+
+    def _switch(self, plan: int) -> None:
+        if plan == self.core.generation:
             return
-        for reply in core.push(Message(peer, frame.header, memoryview(frame.body)), 0.0):
-            self._reply(reply)
+        if plan != self.core.generation + 1 or self.core.busy():
+            raise CorruptFrame(f"got plan {plan} in plan {self.core.generation}, or during a sum", peer=f"server {self.number}")
+        core = self._summation(plan)
+        self._write_down(core)
+        self.core = core
 
-    def _schedule(self, change: Change) -> None:
-        before = self.changes.setdefault(change.generation, change)
-        if before != change:
-            self.world.problems.append(f"server {self.number}: members disagree: {before}, {change}")
-        if change.joins >= 0 and before is change:
-            self._joins(change)
+    def hear(self) -> None:
+        """Receives the coordinator's newest epoch."""
+        self.newest = self.world.generation
+        self._remove()
 
-    def _joins(self, change: Change) -> None:
-        for reply in self.core.add(change.joins, self.core.cells, change.first):
-            self._reply(reply)
-        self.world.send_down(self.number, change.joins, Frame(change=change))
-
-    def _switch(self, change: Change, step: int) -> None:
-        if step < change.first or self.core.busy():
-            self.world.problems.append(f"server {self.number}: step {step} begins plan {change.plan} during a sum")
-        self.former, self.plan = self.core, change.plan
-        joined = [c for c in self.changes.values() if c.joins >= 0]
-        members = {*self.world.first_members, *(c.joins for c in joined if c.first <= step)}
-        self.core = self._summation(self.plan)
-        self.core.gone |= self.former.gone
-        for cell in self.core.cells.values():
-            cell.members = tuple(sorted(members - self.former.gone))
-        for c in joined:
-            if c.first > step:
-                self.core.add(c.joins, self.core.cells, c.first)
-        self._remember()
-
-    def remove(self, gone: set[int]) -> None:
-        for core in filter(None, (self.core, self.former)):
-            for found in core.remove(gone):
-                if isinstance(found, CorruptFrame):
-                    raise found
-                self._reply(found)
+    def _remove(self) -> None:
+        for found in self.core.remove(self.gone):
+            if isinstance(found, CorruptFrame):
+                raise found
+            self._reply(found)
 
     def _reply(self, reply: Any) -> None:
-        self.world.emitted(self.number, reply)
-        self.world.send_down(self.number, reply.peer, Frame(reply.header, bytes(reply.body)))
+        self.world.emitted(reply)
+        self.world.send_down(self.number, reply.peer, Frame(reply.header.bucket, reply.header, bytes(reply.body)))
+
+
+class State(NamedTuple):
+    """What a joining worker receives, apart from weights."""
+
+    step: int
+    members: tuple[int, ...]
+    joined: int
+    plan: int
+    row: int
+    totals: tuple[tuple[int, float], ...]
+
+
+class Transfer:
+    """The transfer of the state to one joining worker, on one member."""
+
+    def __init__(self, joining: int, state: State) -> None:
+        self.joining, self.state = joining, state
+        self.met = 0
+        """The generation in which this member takes part in the transfer."""
+        self.over = False
 
 
 class Member:
-    """One worker: pushes all buckets of a step, waits for all results, and goes on."""
+    """One worker. Until it has the job's state it waits for that."""
 
-    def __init__(self, world: World, rank: int, first: int, change: Change | None = None) -> None:
-        self.world, self.rank, self.step, self.first = world, rank, first, first
-        self.generation, self.plan = (0, 1) if change is None else (change.generation, world.plan_at(change))
-        self.changes: dict[int, Change] = {}
-        self.acks: dict[int, set[int]] = {}
-        self.totals: dict[int, float] = {}
+    def __init__(self, world: World, rank: int, state: State | None) -> None:
+        self.world, self.rank = world, rank
+        self.newest, self.first = world.generation, STEPS
+        self.alive, self.hung, self.done = True, False, False
+        self.started = False
+        self.joining: Joining | None = None
+        self.acknowledged = set[int]()
+        self.transfers: list[Transfer] = []
+        self.inflight: dict[int, dict[int | str, Frame]] = {s: {} for s in range(world.servers)}
         self.committed: dict[int, dict[int, bytes]] = {}
-        self.results: dict[tuple[int, int, int], bytes] = {}
-        self.inflight: dict[int, dict[object, Frame]] = {s: {} for s in range(world.servers)}
-        self.alive, self.hung, self.running, self.done = True, False, False, False
-        self.entered: set[int] = set()
-        if change is None:
-            self.totals = dict.fromkeys(world.buckets_of(1), float(len(world.first_members)))
-            self.entered = set(range(world.servers))
+        self.results: dict[int, bytes] = {}
+        self.entering: int | None = None
+        self.sent, self.group = list[int](), 0
+        """Buckets of the fragment in flight, and the number of the next fragment."""
+        self.row_sent = False
+        self.rows: bytes | None = None
+        if state is not None:
+            self.start(state)
+
+    def start(self, state: State) -> None:
+        self.started, self.first = True, state.step
+        self.step, self.members, self.joined, self.plan, self.row, totals = state
+        self.totals, self.let_in = dict(totals), {*self.members}
+        self._work = self._train()
+        self._until: Callable[[], bool] = lambda: True
 
     def go(self) -> None:
-        """Begins the next step if everything that it needs is there."""
-        if self.running or self.done or not self.alive or self.hung or len(self.entered) < self.world.servers:
+        """Continues if this member does not wait, up to the next wait."""
+        while self.started and self.alive and not self.hung and not self.done and self._until():
+            self._until = next(self._work)
+
+    def _train(self) -> Until:
+        overlap = self.world.overlap
+        fresh = self.step > 0  # a joining worker begins in an exchange that the others have begun
+        while True:
+            if overlap:
+                yield from self._merge()
+            if self.group == 0 and not fresh:
+                if self.step == STEPS:
+                    self.done = True
+                    yield lambda: False
+                yield from self._begin()
+            fresh = False
+            yield self.world.some_time  # computes
+            self._send()
+            if not overlap:
+                yield from self._merge()
+            yield from self._end_exchange()
+
+    # One exchange.
+
+    def _begin(self) -> Until:
+        if self.step in self.world.switches:
+            yield from self._switch_plan()
+        joining = self.joining
+        if joining is None or self.step in self.world.early or not self.is_due(joining):
             return
-        due = [c for c in self.changes.values() if c.first <= self.step]
-        if any(len(self.acks[c.generation]) < self.world.servers for c in due):
-            return
-        for change in sorted(due):
-            if change.plan > self.plan:
-                self.plan = change.plan
-                self.totals = dict.fromkeys(self.world.buckets_of(self.plan), 1.0)
-            del self.changes[change.generation]
-        if self.step >= STEPS:
-            self.done = True
-            return
-        buckets = self.world.buckets_of(self.plan)
-        if any(b not in self.totals for b in buckets):
-            return  # a joining worker that still waits for results of the step before
-        self.running = True
-        for bucket in buckets:
+        yield self.is_known
+        yield self.can_give
+        self.joining, self.joined = None, joining.number
+        self.newest = max(self.newest, joining.generation)  # waits for the coordinator
+        transfer = Transfer(joining.member, self.state_for(joining.member))
+        self.world.agree(f"state for worker {joining.member}", transfer.state)
+        self.transfers.append(transfer)
+        self.entering = joining.member
+        if not self.world.overlap:
+            yield lambda: transfer.over
+
+    def is_due(self, joining: Joining) -> bool:
+        return self.step >= joining.first
+
+    def is_known(self) -> bool:
+        """Returns whether all servers know of the joining worker."""
+        return len(self.acknowledged) == self.world.servers
+
+    def can_give(self) -> bool:
+        """Returns whether no row is in flight, so that the server accepts the joining worker's first row."""
+        return self._is_read()
+
+    def state_for(self, member: int) -> State:
+        missing = self._missing()
+        members = *(each for each in self.members if each not in missing), member
+        return State(self.step, members, self.joined, self.plan, self.row, tuple(sorted(self.totals.items())))
+
+    def _send(self) -> None:
+        self.sent = self.world.fragment_of(self.plan, self.group)
+        self.group = (self.group + 1) % self.world.fragments_of(self.plan)
+        for bucket in self.sent:
             self._push(bucket, 0)
 
     def _push(self, bucket: int, r: int) -> None:
-        header = Header(Kind.PUSH, self.plan, self.step, bucket, round=r, codec=7, sender=self.rank, weight=1.0, used=1,
-                        total=self.totals[bucket])
+        header = Header(Kind.PUSH, self.plan, self.step, bucket, round=r, codec=RecordingOps.codec, sender=self.rank,
+                        weight=1.0, used=1, total=self.totals[bucket], joined=self.joined)
         body = _PART.pack(self.rank, self.step, bucket, r, self.plan)
-        if bucket == ROWS:
-            proposal = self.world.proposal(self) or Proposal(0)
-            body += _PROPOSAL.pack(*proposal)
-        self.request(self.world.server_of(bucket), bucket, Frame(header, body))
+        self._request(self.world.server_of(bucket), Frame(bucket, header, body))
 
-    def request(self, server: int, key: object, frame: Frame) -> None:
-        self.inflight[server][key] = frame
+    def _request(self, server: int, frame: Frame) -> None:
+        self.inflight[server][frame.stream] = frame
         self.world.send_up(self.rank, server, frame)
+
+    def _merge(self) -> Until:
+        """Waits for the results of the fragment in flight."""
+        yield lambda: all(bucket in self.results for bucket in self.sent)
+        if self.sent and self.group == 0:
+            self.committed[self.step], self.results = self.results, {}
+            self.step += 1
+        self.sent = []
+
+    def _end_exchange(self) -> Until:
+        yield from self._settle()
+        if self.entering is not None:
+            self.members, self.entering = (*self.members, self.entering), None
+        self.world.agree(f"members in row {self.row} of plan {self.plan}", self.members)
+        self.row_step, self.row_members, self.row_sent, self.rows = self.step, self.members, True, None
+        header = Header(Kind.PUSH, self.plan, self.row, ROW_BUCKET, codec=GATHER, sender=self.rank, joined=self.row_joined)
+        self.row += 1
+        self._request(0, Frame(ROW_BUCKET, header, _PROPOSAL.pack(*self._proposal())))
+
+    @property
+    def row_joined(self) -> int:
+        return self.joined
+
+    @property
+    def is_occupied(self) -> bool:
+        """Whether a worker is let in, and has not begun."""
+        return self.joining is not None
+
+    def _proposal(self) -> Proposal:
+        new = [m for m in self.world.epochs[self.newest] if m not in self.let_in]
+        if not new or self.is_occupied or not all(transfer.over for transfer in self.transfers):
+            return Proposal(0, 0, 0)
+        return Proposal(self.joined + 1, new[0], self.newest)
+
+    def _is_read(self) -> bool:
+        """Returns whether no row is in flight."""
+        return not self.row_sent or self.rows is not None
+
+    def _received(self) -> dict[int, bytes]:
+        return dict(msgspec.msgpack.decode(self.rows or b"\x90", type=list[tuple[int, bytes]]))
+
+    def _missing(self) -> list[int]:
+        """Returns the members that have not sent the last row."""
+        received = self._received()
+        return [member for member in self.row_members if received and member not in received] if self.row_sent else []
+
+    def _settle(self) -> Until:
+        """Uses the row that was sent last."""
+        yield self._is_read
+        if not self.row_sent:
+            return
+        self._drop(self._missing())
+        self.row_sent = False
+        proposals = [Proposal(*_PROPOSAL.unpack(row)) for row in self._received().values()]
+        if self.is_occupied or (joining := schedule.decide(self.joined, self.row_step, proposals)) is None:
+            return
+        self.world.agree(f"joining {joining.number}", joining)
+        self.joining, self.acknowledged = joining, set()
+        self.let_in.add(joining.member)
+        for server in range(self.world.servers):
+            self._request(server, Frame("joins", about=Proposal(*joining[:3])))
+
+    def _drop(self, gone: list[int]) -> None:
+        self.members = tuple(member for member in self.members if member not in gone)
+
+    # Another plan.
+
+    def _switch_plan(self) -> Until:
+        plan = self.plan + 1
+        yield self._is_read
+        yield from self._together(f"plan {plan} is agreed", lambda: None)
+        yield from self._together(f"plan {plan} is sent", lambda: self._send_plan(plan))
+        self.plan, self.totals, self.row = plan, self.world.totals_of(plan), 0
+
+    def _send_plan(self, plan: int) -> None:
+        for server in range(self.world.servers):
+            if server % len(self.members) == self.members.index(self.rank):
+                self._request(server, Frame("plan", about=plan))
+
+    def _together(self, what: str, act: Callable[[], None]) -> Until:
+        """Acts together with all members. If members are lost, the others repeat it."""
+        while True:
+            act()
+            yield lambda: not any("plan" in frames for frames in self.inflight.values())
+            yield lambda: self.world.meet(what, self) is not None
+            if self.world.meet(what, self):
+                return
+            yield from self._settle()
+            self._drop(self._departed())
+
+    def _departed(self) -> list[int]:
+        return [member for member in self.members if member not in self.world.epochs[self.newest]]
+
+    # What arrives.
 
     def take(self, server: int, frame: Frame) -> None:
         if not self.alive or self.hung:
             return
-        if frame.ack:
-            if self.inflight[server].pop(("change", frame.ack), None) is not None:
-                self.acks[frame.ack].add(server)
-        elif frame.change is not None:
-            if frame.change.joins == self.rank:
-                self.entered.add(server)
-        elif (header := frame.header) is not None:
-            self._result(server, header, frame.body)
+        request = self.inflight[server].get(frame.stream)
+        if request is not None and frame.header is None and frame.about == request.about:
+            del self.inflight[server][frame.stream]
+            if frame.stream == "joins":
+                self.acknowledged.add(server)
+        elif request is not None and frame.header is not None and request.header is not None:
+            self._result(server, frame.header, request.header, frame.body)
         self.go()
 
-    def _result(self, server: int, header: Header, body: bytes) -> None:
-        if header.flags & Flag.ABANDON or header.generation > self.plan + 1:
-            return
-        last = header.round + 1 == (1 if header.bucket == ROWS else self.world.rounds)
-        if header.step == self.first - 1 and not self.running and self.step == self.first and last:
-            self._observe(header, body)
-            return
-        request = self.inflight[server].get(header.bucket)
-        if request is None or request.header is None or not self.running:
-            return
-        if (request.header.step, request.header.round) != (header.step, header.round) or header.generation != self.plan:
+    def _result(self, server: int, header: Header, request: Header, body: bytes) -> None:
+        if header.flags & Flag.ABANDON or (request.generation, request.step, request.round) != (
+                header.generation, header.step, header.round):
             return
         del self.inflight[server][header.bucket]
-        self.results[(header.step, header.bucket, header.round)] = body
-        if not last:
+        if header.bucket == ROW_BUCKET:
+            self.rows = body
+        elif header.round + 1 < self.world.rounds:
             self._push(header.bucket, header.round + 1)
-            return
-        self.totals[header.bucket] = header.weight
-        last_rounds = ((b, 0 if b == ROWS else self.world.rounds - 1) for b in self.world.buckets_of(self.plan))
-        if all((self.step, b, r) in self.results for b, r in last_rounds):
-            self._commit()
+        else:
+            self.results[header.bucket], self.totals[header.bucket] = body, header.weight
 
-    def _commit(self) -> None:
-        self.committed[self.step] = {b: self.results[(self.step, b, r)] for (s, b, r) in self.results if s == self.step}
-        self.results.clear()
-        self._decide(self.step, self.committed[self.step][ROWS])
-        self.step, self.running = self.step + 1, False
+    # The transfer of the state; see StateRelay.
 
-    def _observe(self, header: Header, body: bytes) -> None:
-        """Takes a result of the step before the first own step. Its rows may have decided on another change."""
-        if header.bucket not in self.totals and header.bucket == ROWS:
-            self._decide(header.step, body)
-        self.totals[header.bucket] = header.weight
+    def relay(self) -> None:
+        """Takes part in transfers. The coordinator's store accepts only what belongs to its newest epoch."""
+        present = self.world.epochs[self.newest]
+        for transfer in self.transfers:
+            among = [member for member in transfer.state.members if member in present]
+            given = transfer.met in self.world.entered.get(transfer.joining, ())
+            transfer.over = transfer.over or given or not {transfer.joining, self.rank} <= {*among}
+            if not transfer.over and self.newest == self.world.generation:
+                transfer.met = self.newest
+                self.world.rendezvous(transfer.joining)[self.rank] = transfer.state
+        if not self.started and self.newest == self.world.generation:
+            self._receive(self.world.rendezvous(self.rank))
+        self.go()
 
-    def _decide(self, step: int, rows: bytes) -> None:
-        proposals = [Proposal(*_PROPOSAL.unpack(row[_PART.size :])) for row in rows_of(rows)]
-        change = schedule.decide(self.generation, step, [p if p.generation else None for p in proposals])
-        if change is not None:
-            self.generation = change.generation
-            self.changes[change.generation], self.acks[change.generation] = change, set()
-            self.world.decided(change)
-            for server in range(self.world.servers):
-                self.request(server, ("change", change.generation), Frame(change=change))
-
-
-def rows_of(body: bytes) -> Iterator[bytes]:
-    size = _PART.size + _PROPOSAL.size
-    return (body[i : i + size] for i in range(0, len(body), size))
-
-
-def parts_of(bucket: int, body: bytes) -> list[Part]:
-    if bucket == ROWS:
-        return [Part(*_PART.unpack(row[: _PART.size])) for row in rows_of(body)]
-    return [Part(*_PART.unpack_from(body, i)) for i in range(0, len(body), _PART.size)]
+    def _receive(self, met: dict[int, State]) -> None:
+        present = self.world.epochs[self.newest]
+        if (state := met.get(present[0])) is not None and all(
+                member in met for member in state.members if member in present and member != self.rank):
+            self.world.entered.setdefault(self.rank, set()).add(self.newest)
+            self.world.counts["joins"] += 1
+            self.start(state)
 
 
 class World:
@@ -322,61 +494,75 @@ class World:
         self.servers, self.rounds = chance.randint(1, 4), chance.choice((1, 1, 2))
         self.first_members = tuple(range(chance.randint(2, 6)))
         self.journal, self.kills = chance.random() < 0.7, chance.choice((0.0, 0.01))
-        self.breaks, self.deaths = chance.choice((0.0, 0.01)), chance.choice((0.0, 0.004, 0.02))
-        self._counts_of_buckets = [chance.randint(1, 6) for _ in range(8)]
-        self.plans, self.joiners = 1, len(self.first_members)
-        self.wanted: Proposal | None = None
-        self.log: dict[int, Change] = {}
-        self.gone: set[int] = set()
-        self.told: list[set[int]] = [set() for _ in range(self.servers)]
+        self.breaks, self.deaths = chance.choice((0.0, 0.01)), chance.choice((0.0, 0.001, 0.004))
+        self.slow = chance.choice((0.0, 0.95))
+        """Part of the tries in which a report of a joining worker does not arrive yet."""
+        self.overlap = chance.random() < 0.5
+        """True: the result of a fragment is awaited after the next one is computed. Members do not wait for a transfer."""
+        self._buckets = [chance.randint(1, 8) for _ in range(STEPS + 2)]
+        self._fragments = [min(chance.randint(1, 8), buckets) for buckets in self._buckets]
+        self.switches = {step for step in range(1, STEPS) if chance.random() < 0.15}
+        """Steps before which all members switch to another plan."""
+        self.early = {step for step in range(STEPS) if chance.random() < 0.2}
+        """Steps in which no worker can begin."""
+        self.epochs: list[tuple[int, ...]] = [(), self.first_members]
+        self.gone = set[int]()
         self.sums: dict[tuple[int, int, int, int], bytes] = {}
         self.up: dict[tuple[int, int], list[Frame]] = {}
         self.down: dict[tuple[int, int], list[Frame]] = {}
-        self.members: dict[int, Member] = {}
+        self.entered: dict[int, set[int]] = {}
+        """Maps a worker to the generations in which it has received its state."""
+        self._agreed: dict[str, object] = {}
+        self._meetings: dict[object, set[int]] = {}
+        self._states: dict[tuple[int, int], dict[int, State]] = {}
+        self._idle = 0
         self.server = [Server(self, number) for number in range(self.servers)]
-        for rank in self.first_members:
-            self.members[rank] = Member(self, rank, 0)
+        state = State(0, self.first_members, 0, 1, 0, tuple(self.totals_of(1).items()))
+        self.members = {rank: Member(self, rank, state) for rank in self.first_members}
 
     # What the plan says.
 
     def buckets_of(self, plan: int) -> range:
-        return range(1 + self._counts_of_buckets[plan % 8])
+        return range(self._buckets[plan])
+
+    def fragments_of(self, plan: int) -> int:
+        return self._fragments[plan]
+
+    def fragment_of(self, plan: int, group: int) -> list[int]:
+        return [*self.buckets_of(plan)[group :: self._fragments[plan]]]
 
     def server_of(self, bucket: int) -> int:
         return bucket % self.servers
 
-    def plan_at(self, change: Change) -> int:
-        """Returns the plan that is in force in a change's first step."""
-        return max((c.plan for c in self.log.values() if c.first <= change.first), default=0) or 1
+    def totals_of(self, plan: int) -> dict[int, float]:
+        return dict.fromkeys(self.buckets_of(plan), float(len(self.first_members)))
 
-    # What members want.
+    def some_time(self) -> bool:
+        return self.chance.random() < 0.5
 
-    def proposal(self, member: Member) -> Proposal | None:
-        if self.wanted is None and self.chance.random() < 0.15 and member.step < STEPS - 3:
-            joins = self.chance.random() < 0.6
-            if joins and self.joiners < 9:
-                self.wanted = Proposal(0, self.joiners)
-            elif not joins and self.plans < 4:
-                self.wanted = Proposal(0, -1, self.plans + 1)
-        if self.wanted is None or self.chance.random() < 0.3:
-            return None  # the coordinator's word has not reached this member yet
-        return self.wanted._replace(generation=member.generation + 1)
+    # The coordinator.
 
-    def decided(self, change: Change) -> None:
-        before = self.log.setdefault(change.generation, change)
-        if before != change:
-            self.problems.append(f"members decide otherwise: {before}, {change}")
-        if before is not change:
-            return
-        if change.joins >= 0:
-            self.counts["joins"] += 1
-            if change.joins not in self.members:
-                self.joiners += 1
-                self.members[change.joins] = Member(self, change.joins, change.first, change)
-        else:
-            self.counts["plans"] += 1
-            self.plans = max(self.plans, change.plan)
-        self.wanted = None
+    @property
+    def generation(self) -> int:
+        return len(self.epochs) - 1
+
+    def rendezvous(self, joining: int) -> dict[int, State]:
+        return self._states.setdefault((joining, self.generation), {})
+
+    def meet(self, what: str, member: Member) -> bool | None:
+        """Returns True if all members have called this. Returns False if one of them has left before: then none receives True.
+        None: the member must wait."""
+        met = self._meetings.setdefault((what, member.members), set())
+        if {*member.members} <= {*self.epochs[-1]}:
+            met.add(member.rank)
+        if {*member.members} <= met:
+            return True
+        return None if {*member.members} <= {*self.epochs[member.newest]} else False
+
+    def agree(self, what: str, value: object) -> None:
+        """Checks that all members have an equal value."""
+        if self._agreed.setdefault(what, value) != value:
+            self.problems.append(f"members differ, {what}: {self._agreed[what]}, {value}")
 
     # The network.
 
@@ -386,44 +572,49 @@ class World:
     def send_down(self, server: int, rank: int, frame: Frame) -> None:
         self.down.setdefault((server, rank), []).append(frame)
 
-    def emitted(self, server: int, reply: Any) -> None:
+    def emitted(self, reply: Any) -> None:
         h = reply.header
         key, body = (h.generation, h.step, h.bucket, h.round), bytes(reply.body)
-        if self.journal and self.sums.setdefault(key, body) != body:
+        if self.sums.setdefault(key, body) != body:
             self.problems.append(f"another result of {key} than before")
+
+    def kill_sometimes(self) -> None:
+        if self.chance.random() < self.kills:
+            raise Killed
 
     def run(self) -> list[str]:
         for member in self.members.values():
             member.go()
-        while not self.problems and self._unfinished():
+        while not self.problems and (left := self._unfinished()):
             self.counts["events"] += 1
-            if self.counts["events"] > MOST_EVENTS:
-                self.problems.append("nobody gets any further: " + self._waiting())
-                break
-            self._event()
+            if self.counts["events"] > MOST_EVENTS or self._idle > MOST_IDLE:
+                self.problems.append(f"no member gets any further: {left}")
+            else:
+                self._event()
         self._check()
         return self.problems
 
-    def _unfinished(self) -> list[Member]:
-        """Returns the members that must still finish. A worker cannot join if nobody is left who has the job's state."""
-        able = [m for m in self.members.values() if m.alive and not m.hung and m.rank not in self.gone]
-        unknown = {m.rank for m in able if m.step == m.first and not m.running and not any(
-            other is not m and other.step > m.first - schedule.LEAD for other in able)}
-        return [m for m in able if not m.done and m.rank not in unknown]
+    def _able(self) -> list[Member]:
+        return [m for m in self.members.values() if m.alive and not m.hung and m.rank not in self.gone]
+
+    def _unfinished(self) -> list[int]:
+        """Returns the members that must still finish. A worker cannot join if no member is left that has the job's state."""
+        return [m.rank for m in self._able() if m.started and not m.done]
 
     def _event(self) -> None:
         chance = self.chance
-        if chance.random() < self.deaths / 10:
+        if chance.random() < self.deaths:
             self._fault()
-        if chance.random() < 0.05:
+        if chance.random() < 0.004 and len(self.members) < MOST_WORKERS:
+            self._admit()
+        if chance.random() < 0.1:
             self._news()
+        for one in chance.choices(list(self.members.values()), k=2):
+            if one.alive and not one.hung:
+                one.relay()
         ways = [("up", key) for key, way in self.up.items() if way] + [("down", key) for key, way in self.down.items() if way]
+        self._idle = 0 if ways else self._idle + 1
         if not ways:
-            if not self._news(late=True):
-                for member in list(self.members.values()):
-                    member.go()
-                if not any(self.up.values()) and not any(self.down.values()):
-                    self.counts["events"] = MOST_EVENTS  # nothing is under way, and somebody is not done
             return
         way, key = chance.choice(ways)
         if chance.random() < self.breaks:
@@ -431,30 +622,25 @@ class World:
             return
         frames = self.up[key] if way == "up" else self.down[key]
         stream = chance.choice(frames).stream
+        if stream == "joins" and chance.random() < self.slow:
+            return
         place = next(i for i, frame in enumerate(frames) if frame.stream == stream)
         frame = frames[place] if chance.random() < 0.05 else frames.pop(place)
         if way == "up":
-            self._to_server(key[0], key[1], frame)
+            self._at_server(key[1], lambda server: server.take(key[0], frame))
         elif (member := self.members.get(key[1])) is not None:
             member.take(key[0], frame)
 
-    def _to_server(self, rank: int, number: int, frame: Frame) -> None:
+    def _at_server(self, number: int, act: Callable[[Server], None]) -> None:
         try:
-            self.server[number].take(rank, frame)
+            act(self.server[number])
         except Killed:
-            self._kill(number)
+            self.counts["servers killed"] += 1
+            self.server[number].start()
+            for rank in self.members:
+                self._break((rank, number))
         except CorruptFrame as error:
             self.problems.append(f"a breach: {error}")
-
-    def _kill(self, number: int) -> None:
-        self.counts["servers killed"] += 1
-        server = self.server[number]
-        server.start()
-        self.told[number] = set(self.gone)  # it registers with the coordinator before it serves
-        server.core.gone |= self.gone
-        server.remove(set(self.gone))
-        for rank in self.members:
-            self._break((rank, number))
 
     def _break(self, key: tuple[int, int]) -> None:
         """A connection breaks. Frames in flight are lost or not; the member sends all that is not answered again."""
@@ -463,21 +649,22 @@ class World:
         for frames in (self.up.get(key), self.down.get((server, rank))):
             if frames and self.chance.random() < 0.8:
                 frames.clear()
-        if (member := self.members.get(rank)) is not None and member.alive:
+        if (member := self.members[rank]).alive:
             for frame in member.inflight[server].values():
                 self.send_up(rank, server, frame)
-            joined = next((c for c in self.server[server].changes.values() if c.joins == rank), None)
-            if joined is not None:  # the server greets a member that dials with its change and the last results
-                self.send_down(server, rank, Frame(change=joined))
-                core = self.server[server].core
-                for cell in core.cells.values():
-                    for (step, _), (header, body) in cell.results.items():
-                        if step == joined.first - 1:
-                            self.send_down(server, rank, Frame(header, bytes(body)))
+
+    def _admit(self) -> None:
+        """A worker registers with the coordinator."""
+        rank = len(self.members)
+        self.epochs.append((*self.epochs[-1], rank))
+        self.members[rank] = Member(self, rank, None)
 
     def _fault(self) -> None:
-        able = [m for m in self.members.values() if m.alive and not m.hung and not m.done and m.rank not in self.gone]
-        if len(able) < 2:
+        able = self._able()
+        training = [m for m in able if m.started]
+        if len(training) < 2:
+            able = [m for m in able if not m.started]
+        if not able:
             return
         member = self.chance.choice(able)
         kind = self.chance.choice(("dies", "hangs", "is dropped by mistake", "leaves"))
@@ -491,48 +678,41 @@ class World:
                 if rank == member.rank:
                     frames.clear()
         self.gone.add(member.rank)
+        self.epochs.append(tuple(rank for rank in self.epochs[-1] if rank != member.rank))
 
-    def _news(self, *, late: bool = False) -> bool:
-        """The coordinator's word reaches a server. Returns True if there was any."""
-        behind = [n for n in range(self.servers) if self.told[n] != self.gone]
-        if not behind:
-            return False
-        number = self.chance.choice(behind)
-        self.told[number] = set(self.gone)
-        try:
-            self.server[number].remove(set(self.gone))
-        except Killed:
-            self._kill(number)
-        return True
+    def _news(self) -> None:
+        """A process receives the coordinator's newest epoch."""
+        processes: list[Server | Member] = [*self.server, *self._able()]
+        if late := [one for one in processes if one.newest < self.generation]:
+            one = self.chance.choice(late)
+            if isinstance(one, Server):
+                self._at_server(one.number, Server.hear)
+            else:
+                one.newest = self.generation
 
     # What must hold.
-
-    def _waiting(self) -> str:
-        return ", ".join(f"worker {m.rank} in step {m.step} ({'runs' if m.running else 'idle'}, entered {sorted(m.entered)})"
-                         for m in self._unfinished())
 
     def _check(self) -> None:
         ended = [m for m in self.members.values() if m.done and m.rank not in self.gone]
         for member in self.members.values():
             for step, results in member.committed.items():
                 for bucket, body in results.items():
-                    self._check_sum(member, step, bucket, body)
-                for other in self.members.values():
-                    if other.committed.get(step, results) != results:
-                        self.problems.append(f"workers {member.rank} and {other.rank} have other results of step {step}")
+                    self._check_sum(ended, step, bucket, body)
+                self.agree(f"results of step {step}", results)
         for member in ended:
             if sorted(member.committed) != list(range(member.first, STEPS)):
                 self.problems.append(f"worker {member.rank} committed {sorted(member.committed)}")
         self.counts["steps"] += sum(len(m.committed) for m in ended)
+        self.counts["plans"] += max((m.plan for m in ended), default=1) - 1
 
-    def _check_sum(self, member: Member, step: int, bucket: int, body: bytes) -> None:
-        ranks = [part.rank for part in parts_of(bucket, body)]
-        if any((p.step, p.bucket) != (step, bucket) for p in parts_of(bucket, body)):
+    def _check_sum(self, ended: list[Member], step: int, bucket: int, body: bytes) -> None:
+        parts = [Part(*_PART.unpack_from(body, i)) for i in range(0, len(body), _PART.size)]
+        ranks = [part.rank for part in parts]
+        if any((p.step, p.bucket) != (step, bucket) for p in parts):
             self.problems.append(f"step {step}, bucket {bucket}: a part of another sum")
         if len(ranks) != len(set(ranks)):
             self.problems.append(f"step {step}, bucket {bucket}: doubled parts of {ranks}")
         if ranks != sorted(ranks):
             self.problems.append(f"step {step}, bucket {bucket}: added in the order {ranks}")
-        lost = {m.rank for m in self.members.values() if m.done and m.rank not in self.gone and m.first <= step} - set(ranks)
-        if lost:
+        if lost := {m.rank for m in ended if m.first <= step} - set(ranks):
             self.problems.append(f"step {step}, bucket {bucket}: lost parts of {sorted(lost)}")

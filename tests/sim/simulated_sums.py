@@ -95,7 +95,7 @@ class Bucket:
     def __init__(self, rank: int, number: int, rounds: int) -> None:
         self.rank, self.number, self.rounds = rank, number, rounds
         self.step = self.round = 0
-        self.total = 1.0  # wrong at first, as after a change of members
+        self.total = 1.0
         self.results: list[tuple[int, int, bytes]] = []
 
     def request(self) -> tuple[Header, bytes]:
@@ -258,6 +258,6 @@ class World:
         return problems
 
     def expected(self) -> set[Contribution]:
-        """The contributions that results must contain: of a step that is coded again, the second coding."""
+        """The contributions that results must contain."""
         return {(b, r, int(value_of(rank, step, r)))
                 for b in range(BUCKETS) for r in range(self.rounds) for step in range(STEPS) for rank in range(WORLD)}

@@ -20,11 +20,11 @@ from commlayer.cluster.calls import messages
 from commlayer.cluster.calls.messages import FINISHED, Heartbeat, PeerExit
 from commlayer.cluster.membership import client, epoch_change, membership
 from commlayer.cluster.membership.coordinator import Coordinator
-from commlayer.cluster.membership.epoch_change import EpochChange, wire_generation
 from commlayer.cluster.servers.data_server import DataServer
-from commlayer.cluster.servers.summation_server import Stalled
+from commlayer.cluster.servers.summation_server import Joins, Stalled
 from commlayer.config import host_port
 from commlayer.errors import PeerLost, Refused
+from commlayer.records import Member
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.key_folder import Keys
@@ -69,14 +69,15 @@ def test_worker_names_the_dropped_member_unless_the_job_is_elastic(
 
 
 class Served:
-    """A server of three, and the transports of some."""
+    """A server of three, and the transports of some. The coordinator's newest epoch has worker 3, but not worker 1."""
 
     def __init__(self, things: list[Any]) -> None:
         self.serving = DataServer("127.0.0.1", 0, quick(heartbeat_s=0.05))
         things.append(self.serving)
         self.epoch, self._things = epoch_of(DATA, self.serving, 3), things
-        self.next = msgspec.structs.replace(self.epoch, generation=2, members=self.epoch.members[:2])
-        self.serving.start(self.epoch, DATA, 0, await_epoch=lambda *_: self.next)
+        first, _, last = self.epoch.members
+        self.newest = msgspec.structs.replace(self.epoch, generation=3, members=(first, last, Member(3, 3, "host")))
+        self.serving.start(self.epoch, DATA, 0, await_epoch=lambda *_: self.newest)
 
     def end(self, rank: int) -> StreamTransport:
         end = StreamTransport(Hello(JOB.digest(), rank, messages.digest_of(DATA)))
@@ -84,30 +85,63 @@ class Served:
         end.dial(SERVER_BASE, host_port(self.serving.address), soon())
         return end
 
-    def switched(self, rank: int, header: Header, body: bytes) -> str:
-        end = self.end(rank)
+    def report(self, end: StreamTransport, joins: Joins) -> str:
+        """Reports a joining worker, and returns the server's answer."""
+        header = Header(Kind.PLAN, 1, step=joins.number, flags=Flag.ABANDON, sender=end.rank)
         answer = end.recv(SERVER_BASE, key(header._replace(kind=Kind.PLAN_OK)))
-        end.send(SERVER_BASE, header, body)
+        end.send(SERVER_BASE, header, msgspec.msgpack.encode(joins))
         return bytes(end.wait(answer, soon()).body).decode()
 
-    def regrouped(self, plan: bytes = DATA) -> int:
-        generation = wire_generation(self.next)
-        change = msgspec.msgpack.encode(EpochChange(self.next, 7, {}, plan))
-        assert self.switched(0, Header(Kind.PLAN, generation, flags=Flag.ABANDON), change) == ""
-        return generation
-
-    def dropped(self, generation: int = 1) -> list[tuple[str, str]]:
-        """What the coordinator hears once worker 1 has sent what is in no plan."""
-        end = self.end(1)
-        end.send(SERVER_BASE, Header(Kind.PUSH, generation, 0, 0, codec=99, sender=1, weight=1.0), b"")
-        with pytest.raises(PeerLost):
+    def ended(self, end: StreamTransport) -> PeerLost:
+        with pytest.raises(PeerLost) as error:
             end.wait(end.recv(SERVER_BASE), soon())
+        return error.value
+
+    def dropped(self) -> list[tuple[str, str]]:
         return [(gone.peer, gone.reason) for gone in self.serving.report()["dropped"]]
 
 
 def test_dropped_member_is_reported_and_logged_immediately(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
-    assert Served(opened).dropped() == [("worker 1", WRONG_CODEC)]
+    job = Served(opened)
+    end = job.end(1)
+    end.send(SERVER_BASE, Header(Kind.PUSH, 1, 0, 0, codec=99, sender=1, weight=1.0), b"")
+    job.ended(end)
+    assert job.dropped() == [("worker 1", WRONG_CODEC)]
     assert [r.getMessage() for r in caplog.records if "dropped worker 1: " in r.getMessage()]
+
+
+def test_removed_member_is_disconnected_and_not_reported(opened: Opened) -> None:
+    job = Served(opened)
+    end = job.end(1)
+    job.serving.change(job.newest)
+    job.ended(end)
+    assert job.dropped() == []
+    with pytest.raises(Refused, match="E-EPOCH-ENDED"):
+        job.end(1)
+
+
+def test_reported_worker_joins_and_the_report_can_be_repeated(opened: Opened) -> None:
+    job = Served(opened)
+    for reporter in (0, 2):
+        assert job.report(job.end(reporter), Joins(1, 3, 3)) == ""
+    assert job.serving._server is not None
+    cell = job.serving._server.core.cells[0]
+    assert (cell.members, cell.joining) == ((0, 2), {3: 1})
+    job.end(3)
+
+
+@pytest.mark.parametrize(("joins", "problem"), [
+    (Joins(2, 3, 3), "0 workers have joined"),
+    (Joins(1, 1, 3), "0 workers have joined"),
+    (Joins(1, 3, 4), "the coordinator's newest epoch is 3, not 4"),
+    (Joins(1, 4, 3), "the coordinator's epoch 3 does not contain it"),
+])
+def test_member_that_reports_a_false_join_is_dropped(joins: Joins, problem: str, opened: Opened) -> None:
+    job = Served(opened)
+    with pytest.raises(PeerLost):
+        job.report(job.end(0), joins)
+    line = f"reports that worker {joins.member} joins as number {joins.number}, but {problem} [E-FRAME]"
+    assert job.dropped() == [("worker 0", line)]
 
 
 # ---- whom the coordinator believes

@@ -1,4 +1,4 @@
-"""A change of members: which continue, what a server rolls back, and which waits end."""
+"""A change of members: which continue, and which waits end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from support.coordinators import all_opened  # noqa: F401  (a fixture)
 from support.membership import DEAD_AFTER_S, PLAN, elastic, members, worker
 from support.site_groups import leave, met, options, together
-from support.summation import push, service
 
 from commlayer.cluster.calls.messages import FINISHED, Heartbeat, Join, pack
 from commlayer.cluster.membership import epoch_change, membership
@@ -199,23 +198,6 @@ def test_refused_join_has_a_reason_and_no_effect(state: State, join: Join, line:
     assert line in taken[1].error
     assert ("--min-workers" in taken[1].error) == ("--min-workers" in line)
     assert taken[0] == state
-
-
-@pytest.mark.parametrize("complete", [False, True])
-def test_server_rolls_back_results_and_discards_contributions_of_the_step(complete: bool) -> None:
-    core, ops = service(2)
-    for sender in (0, 1):
-        core.push(push(sender, 0.1), 0.0)
-    owed = ops.residual
-    assert owed
-    core.push(push(0, 0.7, 1), 0.0)
-    if complete:
-        core.push(push(1, 0.3, 1), 0.0)
-        assert ops.residual != owed
-    core.end(1, {})
-    assert ops.residual == pytest.approx(owed, abs=1e-15)
-    assert core.push(push(1, 0.3, 1), 0.0) == [], "its epoch has ended"
-    assert ops.residual == pytest.approx(owed, abs=1e-15)
 
 
 def test_waits_for_messages_of_an_ended_epoch_fail() -> None:

@@ -10,12 +10,11 @@ import pytest
 
 from commlayer.cluster.servers.bucket_sum import BucketSum
 from commlayer.cluster.servers.summation import Summation
-from commlayer.engine.epochs import schedule
-from commlayer.engine.epochs.schedule import Change, Proposal, decide
+from commlayer.engine.epochs.schedule import Joining, Proposal, decide
 from tests.sim import simulated_epochs
-from tests.sim.simulated_epochs import Member, Server, World
+from tests.sim.simulated_epochs import Member, Server, State, World
 
-SCHEDULES = 250
+SCHEDULES = 150
 
 
 def test_epochs_hold_under_faults() -> None:
@@ -28,43 +27,67 @@ def test_epochs_hold_under_faults() -> None:
         assert counts[what] > SCHEDULES / 20, f"hardly any: {what}"
 
 
+def unknown(self: Summation, number: int, member: int) -> None:
+    self.joined[number - 1 :] = [member]
+
+
 def forgets(self: Server) -> None:
-    self.changes.clear()
+    self.journal = self.journal._replace(joined=())
     START(self)
 
 
-def unknown(self: Summation, member: int, buckets: Any, first: int) -> list[Any]:
-    return []
-
-
-def hasty(self: Member) -> None:
-    self.acks = {generation: set(range(self.world.servers)) for generation in self.acks}
-    GO(self)
-
-
-def at_once(generation: int, step: int, proposals: Any) -> Change | None:
-    change = decide(generation, step, proposals)
-    return change and change._replace(first=step)
+def begins_early(self: Member, joining: Joining) -> bool:
+    return self.is_known()
 
 
 def closes_early(self: BucketSum) -> bool:
     return self.sum.open and len(self.contributors()) >= max(1, len(self.members) - 1)
 
 
-GO, START = Member.go, Server.start
+def of_wrong_step(self: Member, member: int) -> State:
+    return STATE(self, member)._replace(step=self.step + 1)
 
 
-@pytest.mark.parametrize(("where", "name", "wrong", "line"), [
-    (BucketSum, "remove", lambda self, gone: None, "further"),
-    (Summation, "add", unknown, "breach"),
-    (Member, "_observe", lambda self, header, body: self.totals.__setitem__(header.bucket, header.weight), "otherwise"),
-    (Member, "go", hasty, ""),
-    (schedule, "decide", at_once, ""),
-    (Server, "start", forgets, ""),
-    (BucketSum, "complete", property(closes_early), ""),
-    (simulated_epochs.World, "_break", lambda self, key: None, "further"),
-], ids=["waits for the dead", "a joiner is unknown", "a joiner misses a decision", "no acknowledgements", "a change at once",
-        "a server forgets changes", "closes early", "requests are not repeated"])
+def of_wrong_totals(self: Member, member: int) -> State:
+    return STATE(self, member)._replace(totals=tuple(self.world.totals_of(self.plan).items()))
+
+
+def of_all_members(self: Member, member: int) -> State:
+    return STATE(self, member)._replace(members=(*self.members, member))
+
+
+def row_with_new_count(self: Member) -> int:
+    return self.joined if self.joining is None else self.joining.number
+
+
+def once(self: Member) -> None:
+    for transfer in self.transfers:
+        transfer.over = transfer.over or transfer.met > 0
+    RELAY(self)
+
+
+START, STATE, RELAY = Server.start, Member.state_for, Member.relay
+BROKEN: list[tuple[str, Any, str, Any, str]] = [
+    ("a server waits for the dead", BucketSum, "remove", lambda self, gone: None, "further"),
+    ("a joining worker is unknown", Summation, "add", unknown, "breach"),
+    ("a server forgets joins", Server, "start", forgets, "breach"),
+    ("a server does not register again", Server, "registered", lambda self: 1, "breach"),
+    ("a sum closes early", BucketSum, "complete", property(closes_early), ""),
+    ("requests are not repeated", World, "_break", lambda self, key: None, "further"),
+    ("no acknowledgements", Member, "is_known", lambda self: True, "breach"),
+    ("a worker begins with the acknowledgements", Member, "is_due", begins_early, ""),
+    ("two workers are let in at once", Member, "is_occupied", False, "differ"),
+    ("a row counts the joining worker too early", Member, "row_joined", property(row_with_new_count), "breach"),
+    ("the state does not wait for the row", Member, "can_give", lambda self: True, "breach"),
+    ("the state has members that have left", Member, "state_for", of_all_members, "differ"),
+    ("the state is of another step", Member, "state_for", of_wrong_step, ""),
+    ("the state has other totals", Member, "state_for", of_wrong_totals, "breach"),
+    ("the state is given once", Member, "relay", once, "further"),
+    ("no barrier before a plan", World, "meet", lambda self, what, member: True, "breach"),
+]
+
+
+@pytest.mark.parametrize(("where", "name", "wrong", "line"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN])
 def test_broken_protocols_are_found(where: Any, name: str, wrong: Callable[..., Any], line: str,
                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(where, name, wrong)
@@ -79,9 +102,8 @@ def run(seed: int) -> list[str]:
         return [repr(error)]
 
 
-def test_rows_decide_on_the_first_valid_proposal() -> None:
-    joins, plan = Proposal(3, joins=7), Proposal(3, plan=2)
-    assert decide(2, 10, [None, joins, plan, None]) == Change(3, -1, 2, 12)
-    assert decide(2, 10, [None, joins]) == Change(3, 7, 0, 12)
-    assert decide(3, 10, [joins, plan]) is None, "proposals for a generation that was decided meanwhile are made again"
+def test_rows_decide_on_the_lowest_valid_proposal() -> None:
+    first, second = Proposal(3, 7, 5), Proposal(3, 8, 6)
+    assert decide(2, 10, [None, second, first, Proposal(0, 0, 0)]) == Joining(3, 7, 5, 12)
+    assert decide(3, 10, [first, second]) is None, "a proposal for a number that was decided meanwhile is made again"
     assert decide(2, 10, []) is None

@@ -160,8 +160,9 @@ def test_limit_is_multiplied_by_the_number_of_local_steps(opened: Opened) -> Non
         serving.start(epoch_of(data, serving, 3), data, 0)
         assert serving.report().get("overdue") is None
         assert serving._server is not None
-        serving._server._core.cells[0].begin(5, 0)
-        serving._server._core.cells[0].sum.handled += [0, 1]
+        cell = serving._server.core.cells[0]
+        cell.begin(5, 0, 0)
+        cell.sum.handled += [0, 1]
         serving._server._check_stalls()
         assert serving.report()["overdue"] == Overdue(5, (2,), 0.001 * steps)
 

@@ -67,6 +67,8 @@ class ChangingMembers(FixedMembers):
         self._row_step, self._row_members, self._row_carried = 0, tuple[int, ...](), context.carried
         """Of the row in flight: the step in which it is received, the members that send it, and the job's value of `carried`
         when it was sent."""
+        self._received: dict[int, list[float]] | None = None
+        """The rows that have arrived, until `settle` uses them."""
         self.confirmed = context.carried
         self._let_in = {m.rank for m in context.uplink.epoch.members}
         """Numbers of all workers that are or were members, or will be."""
@@ -135,10 +137,10 @@ class ChangingMembers(FixedMembers):
     def settle(self) -> None:
         """Reads the row that was sent last: continues without members that have sent none, and lets in a worker that the row
         names. All ranks call it after the same step."""
-        if not self._rows.under_way:
+        gone, rows = self._missing(), self._received
+        if rows is None:
             return
-        rows = self._rows.read_by_sender()
-        gone = [rank for rank in self._row_members if rank not in rows]
+        self._received = None
         if gone:
             self._change(gone, at=self.confirmed)
         self.confirmed = self._row_carried
@@ -148,6 +150,12 @@ class ChangingMembers(FixedMembers):
             self._let_in.add(joining.member)
             self._reported = [uplink.report_joining(server.id, joining.number, joining.member, joining.generation)
                               for server in uplink.epoch.servers]
+
+    def _missing(self) -> list[int]:
+        """Waits for the row in flight, if there is one. Returns the members that have not sent it."""
+        if self._rows.under_way:
+            self._received = self._rows.read_by_sender()
+        return [] if self._received is None else [rank for rank in self._row_members if rank not in self._received]
 
     def between(self) -> None:
         self.settle()
@@ -167,9 +175,13 @@ class ChangingMembers(FixedMembers):
         self._joined = worker.now.joined = context.rows.transport.joined = joining.number
         context.uplink.membership.await_epoch(joining.generation, context.waits.notice_s)
         member = self._known.get(joining.member, Member(joining.member, joining.member, ""))
-        epoch = context.uplink.epoch
-        epoch = structs.replace(epoch, generation=epoch.generation + 1, members=(*epoch.members, member))
-        state = self._replica.given(context, plan_of(context.plan, range(context.world), 1), epoch)
+        # The new worker sends the next row, so the server must have finished this one. It starts without members that have not
+        # sent this row; the others continue without them after this exchange.
+        epoch, gone = context.uplink.epoch, self._missing()
+        kept = [place for place, m in enumerate(epoch.members) if m.rank not in gone]
+        epoch = structs.replace(epoch, generation=epoch.generation + len(gone) + 1,
+                                members=(*(epoch.members[place] for place in kept), member))
+        state = self._replica.given(context, plan_of(context.plan, kept, 1), epoch)
         overlaps = worker.plan.overlap == "round"
         data = self._replica.encoded(state) if overlaps or epoch.members[0].rank == context.id else b""
         if worker.plan.steps_locally:
@@ -211,6 +223,7 @@ class ChangingMembers(FixedMembers):
 
     def end_first_step(self) -> None:
         if self._entering is not None:
+            self.settle()
             member, self._entering = self._entering, None
             self._enter(member)
 

@@ -75,6 +75,9 @@ class GivenState(Record, frozen=True):
     """Number of the first row in which the joining worker takes part."""
     first_world: int = 0
     """Number of workers with which the job began (DistributedJob.first_world)."""
+    exits: dict[int, int] = msgspec.field(default_factory=dict)
+    """Training step at which members left that are not in `epoch`, but still in the sender's; see FixedMembers.steps_at_exit.
+    """
     totals: dict[int, float] = msgspec.field(default_factory=dict)
     """Total weight of each bucket's last result, by bucket."""
 
@@ -148,6 +151,7 @@ class Replica:
             head = msgspec.structs.replace(
                 head, epoch=epoch, joined=job.worker.now.joined, generation=job.worker.now.generation,
                 row=job.rows.transport.number, first_world=job.first_world,
+                exits={m.rank: job.members.confirmed for m in job.uplink.epoch.members if m not in epoch.members},
                 totals={b.id: b.assumed for b in job.worker.buckets if b.assumed is not None})
         if model:
             buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}

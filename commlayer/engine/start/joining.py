@@ -63,6 +63,8 @@ def enter(
             terms, own, groups, rows, link, memory, taken.plan, job, generation=given.generation, logs=logs, waits=waits,
             matched=given.matched, joined=JoinedState(taken.local, taken.restore, dict(given.followed), given.carried),
             first_world=given.first_world)
+        context.worker.late.restore(taken.late)
+        _restore_codecs(context.worker, taken.codecs)
         undo.pop_all()
     context.passes = given.passes - int(taken.plan.steps_locally)  # local steps are counted at the end of their backward pass
     worker = context.worker
@@ -71,9 +73,10 @@ def enter(
     served.number = given.row
     for bucket in worker.buckets:
         bucket.assumed = given.totals.get(bucket.id)
-    worker.late.restore(taken.late)
-    _restore_codecs(worker, taken.codecs)
-    ChangingMembers(context, config, home, replica, given.joined)
+        bucket.ledger.unreported = given.undone.get(bucket.id, 0)
+    members = ChangingMembers(context, config, home, replica, given.joined)
+    members.steps_at_exit |= given.exits
+    members.confirmed = members.row_carried = given.confirmed
     context.say(f"joined the running job as worker {own} with the weights, buffers and optimizer state of its workers, after "
                 f"{time.monotonic() - begin:.1f} s; this is rank {context.rank} of {context.world}, at step {context.passes}")
     return context
