@@ -113,7 +113,7 @@ def test_sites_join_a_job_that_started_with_fewer(sites: Sites, script: Script) 
         assert all(one[name] == reports[0][name] for one in reports), name
     if script.momentum or script.attach == {"overlap": "forward"}:
         order = [one["site"] for one in reports]  # of those that join, in the order of arrival
-        steps = [order[:count] for count in counts]
+        steps = [order[: int(count)] for count in counts]
         assert (reports[0]["weights"], reports[0]["optimizer"]) == expected(steps, script.momentum)
     all_ended([server])
 
