@@ -138,7 +138,8 @@ class ChangingMembers(FixedMembers):
         if not self._rows.under_way:
             return
         rows = self._rows.read_by_sender()
-        gone = [rank for rank in self._row_members if rank not in rows]
+        present = {m.rank for m in self._context.uplink.epoch.members}
+        gone = [rank for rank in self._row_members if rank in present and rank not in rows]
         if gone:
             self._change(gone, at=self.confirmed)
         self.confirmed = self._row_carried
@@ -150,7 +151,8 @@ class ChangingMembers(FixedMembers):
                               for server in uplink.epoch.servers]
 
     def between(self) -> None:
-        self.settle()
+        if self._rows.sent:  # otherwise a component's call at the end of a step has failed; servers may have another plan
+            self.settle()
         if gone := self._departed():
             self._change(gone, at=self.confirmed)
 
