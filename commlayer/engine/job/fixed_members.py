@@ -1,4 +1,4 @@
-"""Defines the members of a job whose members stay; epochs/membership_change.py defines those of other jobs."""
+"""Defines the members of a job whose members stay; epochs/changing_members.py defines those of other jobs."""
 
 from __future__ import annotations
 
