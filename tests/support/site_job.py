@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from commlayer.cluster.membership import client
 from commlayer.cluster.processes.collectives import Groups
-from commlayer.cluster.processes.rows import StepRows
 from commlayer.cluster.servers.worker_client import WorkerClient
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.feedback import split_by_tensor
@@ -170,7 +169,16 @@ def residuals_of(connection: Any) -> list[torch.Tensor]:
             state = load(connection.uplink.fetch_state(bucket.server, bucket.id, undone.get(bucket.id, 0)))
             parts += [part for name, x in state.items() if "residual" in name
                       for part in split_by_tensor(bucket.slices, 0, x.view(-1))]
-    return [total / connection.world for total in by_tensor(parts, SIZES)]
+    return [total / connection.first_world for total in by_tensor(parts, SIZES)]
+
+
+def means_of(put: Sequence[Sequence[torch.Tensor]], counts: Sequence[float]) -> list[torch.Tensor]:
+    """This worker's part of the mean gradients of all steps, given the number of contributors to each."""
+    total = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
+    for step, count in zip(put, counts, strict=True):
+        for part, g in zip(total, step, strict=True):
+            part += g.double() / count
+    return total
 
 
 def one_save(folder: Path) -> tuple[int, int]:
@@ -218,7 +226,7 @@ class Faults:
 
     def install(self) -> None:
         """Wraps the functions at which this site can fail; before attach()."""
-        join, section, expect, arrived = client.join, StepRows.section, Arrivals.expect, Arrivals.arrived
+        join, expect, arrived = client.join, Arrivals.expect, Arrivals.arrived
 
         def watched_join(address: str, request: Any, config: Any, on_failure: Callable[[Any], None], **named: Any) -> Any:
             def failed(error: Any) -> None:
@@ -227,25 +235,6 @@ class Faults:
 
             self._memberships.append(join(address, request, config, failed, **named))
             return self._memberships[-1]
-
-        def lossy_section(rows: Any, what: str) -> Any:
-            """The exchange of norms in which another site seems to die."""
-            result = section(rows, what)
-            if what == "lengths of changes" and self.at("lose row"):
-                result.read = lost(result.read)
-            return result
-
-        def lost(read: Callable[..., Any]) -> Callable[..., Any]:
-            turns: list[Any] = []
-
-            def read_or_lose(*args: Any) -> Any:
-                turns.append(read(*args))
-                if len(turns) != self.at("lose row")[0].number:
-                    return turns[-1]
-                time.sleep(SLOW_S)
-                raise CommError("a row is lost")
-
-            return read_or_lose
 
         counts: dict[Any, int] = {}
 
@@ -261,7 +250,7 @@ class Faults:
             arrived(arrivals)
 
         client.join = watched_join
-        StepRows.section, Arrivals.expect, Arrivals.arrived = lossy_section, counted_expect, late_arrived
+        Arrivals.expect, Arrivals.arrived = counted_expect, late_arrived
         for owner, name in ((Groups, "gather_all"), (Groups, "share_bytes"), (WorkerClient, "send_plan"),
                             (WorkerClient, "put_state"), (OuterSteps, "drain"), (OuterSteps, "exchange"), (Replica, "take")):
             self._watch(owner, name, after=owner is WorkerClient)
@@ -373,9 +362,8 @@ def main(site: int, script: Script) -> None:
     second = Path(script.folder) / "second is attached"
     while script.second_first and local_rank == 0 and not second.exists():
         time.sleep(0.05)
-    put = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
-    worlds, sums, codecs, buckets, errors = list[int](), list[float](), list[str](), list[int](), list[str]()
-    invited_in_vain = 0
+    put = list[list[torch.Tensor]]()
+    counts, sums, codecs, buckets, errors = list[float](), list[float](), list[str](), list[int](), list[str]()
     outer = commlayer.optim.OuterSGD(matched=True) if script.matched else None
     sync = sync_of(outer=outer, **dict(script.attach))
     with commlayer.attach(wrapped, optimizer, compression=None if script.codec == "auto" else script.codec, sync=sync,
@@ -394,7 +382,7 @@ def main(site: int, script: Script) -> None:
 
         def after_step() -> None:
             connection = distributed_job(session)
-            worlds.append(connection.world)
+            counts.append(connection.worker.units.total)
             codecs.append(codec_of(connection.plan))
             buckets.append(len(connection.plan.buckets))
             if script.between == "own switch" and connection.exchanges in (4, 8):
@@ -412,10 +400,9 @@ def main(site: int, script: Script) -> None:
             if script.scaler and step % 7 == 0 and site == 0:
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
+            put.append(own)
             if local:
-                worlds.append(session.inspect.context.world)
-            for total, g in zip(put, own, strict=True):
-                total += g.double() / worlds[-1]
+                counts.append(distributed_job(session).worker.units.total)
             faults.due("step")
             if script.sums:
                 sum_sites()
@@ -461,41 +448,42 @@ def main(site: int, script: Script) -> None:
                 model.parts[0].register_hook(lambda _: faults.hang())
             elif action:
                 model.parts[0].register_hook(lambda _, how=action, at=connection: faults.break_protocol(at, how))
-            inviting, world = connection.members.invites(), connection.world
             try:
                 train(step)
             except (ArithmeticError, StepAbandoned):
                 optimizer.zero_grad()
                 continue
-            invited_in_vain += inviting and session.inspect.context.world == world
             if faults.due("end") == "hang":
                 faults.hang()
             if script.workers:
-                if again == MOST and sum(m >= script.workers for m in session.inspect.members) == script.joiners:
-                    again = step
+                # A worker that dies in its first step is a member until the others know.
+                complete = sum(m >= script.workers for m in session.inspect.members) == script.joiners
+                again = min(again, step) if complete else MOST
                 if step + 1 == again + script.more + again % 2:
                     break
                 time.sleep(PAUSE_S)
-            elif script.between == "load" and step == 4:
+            if script.between == "load" and step == 4:
                 attempt(lambda: session.resume(script.folder))
                 attempt(lambda: train(4))
                 break
-            elif step % 4 == 3:
+            if step % 4 == 3:
                 between[script.between](step)
         report: dict[str, Any] = {"site": site, "errors": errors}
         if not errors:
             session.flush()
+            if len(counts) < len(put):
+                after_step()  # under sync="forward", components are called when the next step begins
             connection = session.inspect.context
             if script.workers:
                 sum_sites()
             report |= {
-                "first": first, "rank": connection.rank, "members": session.inspect.members, "worlds": worlds, "sums": sums,
+                "first": first, "rank": connection.rank, "members": session.inspect.members, "counts": counts, "sums": sums,
                 "step": session.step, "exchanges": connection.exchanges, "calls": model.calls.item(),
-                "decisions": session.inspect.decisions(), "put": flat(put),
+                "decisions": session.inspect.decisions(), "put": flat(means_of(put, counts)),
                 "residuals": flat(residuals_of(connection)) if script.codec in (COARSE, FINE) else [],
                 "optimizer": digest(v for p in model.parts for v in optimizer.state[p].values() if v is not None),
                 "scaler": scaler.state_dict(), "plan": commlayer.records.digest(connection.plan), "codecs": codecs,
-                "buckets": buckets, "invited in vain": invited_in_vain}
+                "buckets": buckets}
         report["weights"] = flat(model.parts)
     with Path("/proc/self/fd/1").open("w") as lock:  # workers of one site share a pipe, which does not keep long lines apart
         fcntl.flock(lock, fcntl.LOCK_EX)

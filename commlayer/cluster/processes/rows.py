@@ -225,6 +225,10 @@ class Section:
         return self._row is not None
 
     @property
+    def sent(self) -> bool:
+        return self._row is not None and self._row.pending is not None
+
+    @property
     def arrived(self) -> bool:
         """True: all ranks have sent the row that was started, so `read` returns at once."""
         return self._row is not None and self._row.pending is not None and self._row.pending.is_over()

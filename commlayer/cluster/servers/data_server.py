@@ -312,10 +312,11 @@ class DataServer:
         assert self._await_epoch is not None
         assert self._server is not None
         assert self._plan is not None
-        known = self._await_epoch(joins.generation, NOTICE_HEARTBEATS * self._config.heartbeat_s)
+        wait_s = max(NOTICE_HEARTBEATS * self._config.heartbeat_s, reconnect_window_s(self._config))
+        known = self._await_epoch(joins.generation, wait_s)
         self._learn(known)
-        with self._changing:
-            if joins.number <= len(self._joined) and self._joined[joins.number - 1] == joins.member:
+        with self._server.switching, self._changing:
+            if 0 < joins.number <= len(self._joined) and self._joined[joins.number - 1] == joins.member:
                 return  # another member has reported it
             problem = ""
             if joins.number != len(self._joined) + 1 or joins.member in self._all_members:
@@ -387,9 +388,9 @@ class DataServer:
 
 
 def _is_same_job(one: Epoch, other: Epoch) -> bool:
-    """Returns whether both epochs are of one job, even if some of its workers have left."""
-    return (one.servers, one.plan) == (other.servers, other.plan) and \
-        bool({*one.members} & {*other.members})
+    """Returns whether both epochs are of one job, even if its workers have left."""
+    return (one.servers, one.plan, one.run) == (other.servers, other.plan, other.run) and \
+        bool(one.run or {*one.members} & {*other.members})
 
 
 def _checked_plan(plan: bytes, epoch: Epoch, job: str, workers: int) -> Plan:

@@ -12,6 +12,7 @@ GATHER = 17
 """Number of the codec "gather"."""
 ROW_NBYTES = 16 << 10
 """Largest size of a member's row."""
+NUMBER_NBYTES = 8
 MESSAGE_NBYTES = 16
 """Upper bound of the bytes that the result adds to each row, and to all rows together."""
 
@@ -33,8 +34,9 @@ class GatherOps:
         return []
 
     def add(self, r: int, payload: memoryview, acc: list[bytes], first: bool) -> None:
-        if len(payload) > ROW_NBYTES:
-            raise InvalidInput("E-SIZE", f"a row has {len(payload)} bytes, allowed {ROW_NBYTES}")
+        if len(payload) > ROW_NBYTES or len(payload) % NUMBER_NBYTES:
+            raise InvalidInput("E-SIZE", f"a row has {len(payload)} bytes, allowed: numbers of {NUMBER_NBYTES}, up to "
+                                         f"{ROW_NBYTES}")
         if first:
             acc.clear()
         acc.append(bytes(payload))

@@ -127,7 +127,7 @@ class SumServer:
         self._probes, self._probing = Counter[int](), threading.Lock()
         """Maps a member to the bytes of its pending probes."""
         self._failing = threading.Lock()
-        self._replan, self._admit, self._switching = replan, admit, threading.Lock()
+        self._replan, self._admit, self.switching = replan, admit, threading.Lock()
         self._pace = pace
         self._failed: CommError | None = None
         self._failed_s = 0.0
@@ -263,7 +263,7 @@ class SumServer:
         """Switches to a new plan between two steps, when no sum is in progress. A plan that the server cannot apply changes
         nothing."""
         generation, problem = message.header.generation, ""
-        with self._switching:
+        with self.switching:
             if generation == self.core.generation + 1 and not self.core.busy():
                 try:
                     self.core = replan(bytes(message.body), generation)
@@ -278,16 +278,18 @@ class SumServer:
         """Adds a worker to the members, at a step that has not begun. Every member reports it."""
         joins = messages.unpack(message.body, Joins, peer_name(message.peer), "a PLAN frame with a worker that joins")
         admit(joins, message.peer)  # may wait for the coordinator
-        with self._switching:
-            if joins.member not in self._members and joins.member not in self.core.gone:
+        with self.switching:
+            new = joins.member not in self._members and joins.member not in self.core.gone
+            if new:
                 self._members = (*self._members, joins.member)
-                self._listen(joins.member)
+        if new:
+            self._listen(joins.member)
         return self._switched(message, "")
 
     def remove(self, gone: Collection[int]) -> None:
         """Ends all waits for members that have left the job, and their connections. Sends the results of sums that are complete
         without them."""
-        with self._switching:
+        with self.switching:
             core, lost = self.core, [member for member in self._members if member in gone]
             self._members = tuple(member for member in self._members if member not in gone)
         self._reported.clear()

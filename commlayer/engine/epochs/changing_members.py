@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,14 +28,14 @@ from commlayer.cluster.processes import process_groups, site_process_group
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.rows import StepRows
 from commlayer.config import Config, judged_s, reconnect_window_s
+from commlayer.engine.components import Pending
 from commlayer.engine.epochs.schedule import Joining, Proposal, decide
 from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.job import DistributedJob
-from commlayer.errors import CommError
 from commlayer.records import Epoch, Member, Plan, plan_of
-from commlayer.transport.protocol import Handle, peer_name
+from commlayer.transport.protocol import SERVER_BASE, Handle, peer_name
 
 NO_PROPOSAL = Proposal(0, 0, 0)
 
@@ -64,7 +65,7 @@ class ChangingMembers(FixedMembers):
         self._known: dict[int, Member] = {}
         """All workers of which this rank knows that they are or were members, by number."""
         self._rows = context.rows.section("members", stays=True)
-        self._row_step, self._row_members, self._row_carried = 0, tuple[int, ...](), context.carried
+        self._row_step, self._row_members, self.row_carried = 0, tuple[int, ...](), context.carried
         """Of the row in flight: the step in which it is received, the members that send it, and the job's value of `carried`
         when it was sent."""
         self._received: dict[int, list[float]] | None = None
@@ -122,7 +123,7 @@ class ChangingMembers(FixedMembers):
     def _next_row(self) -> None:
         self.settle()
         context = self._context
-        self._row_step, self._row_carried = context.worker.step, context.carried
+        self._row_step, self.row_carried = context.worker.step, context.carried
         self._row_members = tuple(m.rank for m in context.uplink.epoch.members)
         self._rows.start(*map(float, self._proposal()))
 
@@ -143,8 +144,9 @@ class ChangingMembers(FixedMembers):
         self._received = None
         if gone:
             self._change(gone, at=self.confirmed)
-        self.confirmed = self._row_carried
-        proposals = [Proposal(*map(int, row)) for row in rows.values()]
+        self.confirmed = self.row_carried
+        proposals = [Proposal(*map(int, row)) for row in rows.values() if all(map(math.isfinite, row))]
+        proposals = [p for p in proposals if 0 <= p.member < SERVER_BASE and p.member not in self._let_in]
         if self._joining is None and (joining := decide(self._joined, self._row_step, proposals)) is not None:
             self._joining, uplink = joining, self._context.uplink
             self._let_in.add(joining.member)
@@ -155,10 +157,13 @@ class ChangingMembers(FixedMembers):
         """Waits for the row in flight, if there is one. Returns the members that have not sent it."""
         if self._rows.under_way:
             self._received = self._rows.read_by_sender()
-        return [] if self._received is None else [rank for rank in self._row_members if rank not in self._received]
+        received, present = self._received, {m.rank for m in self._context.uplink.epoch.members}
+        return [] if received is None else [rank for rank in self._row_members if rank in present and rank not in received]
 
     def between(self) -> None:
-        self.settle()
+        # A row that is not sent yet belongs to a call of a component at the end of a step; servers may have another plan.
+        if self._rows.sent or self._received is not None:
+            self.settle()
         if gone := self._departed():
             self._change(gone, at=self.confirmed)
 
@@ -169,11 +174,13 @@ class ChangingMembers(FixedMembers):
             return
         for handle in self._reported:
             context.uplink.await_report(handle)
+        context.complete(Pending.STEP)  # which averages of the last step were not applied
         if worker.late:
             worker.drain()
+        context.rows.send()
         self._joining, self._reported = None, []
         self._joined = worker.now.joined = context.rows.transport.joined = joining.number
-        context.uplink.membership.await_epoch(joining.generation, context.waits.notice_s)
+        context.uplink.membership.await_epoch(joining.generation, context.waits.notice_s + judged_s(self._config))
         member = self._known.get(joining.member, Member(joining.member, joining.member, ""))
         # The new worker sends the next row, so the server must have finished this one. It starts without members that have not
         # sent this row; the others continue without them after this exchange.
@@ -214,7 +221,7 @@ class ChangingMembers(FixedMembers):
 
         try:
             self._newest.run(act)
-        except CommError as error:
+        except Exception as error:
             context.worker.latch(error)
 
     @property

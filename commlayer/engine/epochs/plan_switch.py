@@ -103,7 +103,7 @@ def _complete(context: DistributedJob, prepared: _Prepared) -> None:
     if members are lost, the others send it again, which has no effect on a server that has it."""
     old, new, link = context.worker, prepared.worker, context.uplink
     while True:
-        generation = context.generation
+        generation, before = context.generation, link.epoch.members
         try:
             with all_or_none(context.groups, "switch()"):
                 for server in range(len(link.epoch.servers)):
@@ -121,6 +121,7 @@ def _complete(context: DistributedJob, prepared: _Prepared) -> None:
                 raise failure from (error.__cause__ if failure is error else error)
             context.drop_call(cause, generation)
             context.members.between()
+            new.plan = _of_those_left(new.plan, before, link.epoch.members) or new.plan
     context.terms.basis = None
     context.hand_on(old, new)
     context.follow(new)

@@ -78,8 +78,13 @@ class GivenState(Record, frozen=True):
     exits: dict[int, int] = msgspec.field(default_factory=dict)
     """Training step at which members left that are not in `epoch`, but still in the sender's; see FixedMembers.steps_at_exit.
     """
+    confirmed: int = 0
+    """See FixedMembers.row_carried."""
     totals: dict[int, float] = msgspec.field(default_factory=dict)
     """Total weight of each bucket's last result, by bucket."""
+    undone: dict[int, int] = msgspec.field(default_factory=dict)
+    """Slices of each bucket whose last result was not applied, which all workers report to the servers with their next
+    contribution: one bit per slice, by bucket."""
 
 
 class TakenState(NamedTuple):
@@ -152,7 +157,9 @@ class Replica:
                 head, epoch=epoch, joined=job.worker.now.joined, generation=job.worker.now.generation,
                 row=job.rows.transport.number, first_world=job.first_world,
                 exits={m.rank: job.members.confirmed for m in job.uplink.epoch.members if m not in epoch.members},
-                totals={b.id: b.assumed for b in job.worker.buckets if b.assumed is not None})
+                confirmed=job.members.row_carried,
+                totals={b.id: b.assumed for b in job.worker.buckets if b.assumed is not None},
+                undone={b.id: bits for b in job.worker.buckets if (bits := b.ledger.discarded | b.ledger.unreported)})
         if model:
             buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
             if job is not None:

@@ -172,10 +172,12 @@ class StateRelay:
         except CommError:
             if store is not site_process_group.kv_client():
                 self._put(rows, drop)  # this rank has continued with other members
-            elif not self._newest.is_outdated(self._epoch):
-                raise
-            else:
+            elif self._newest.is_outdated(self._epoch):
                 raise NewerEpoch from None
+            elif store is not site_process_group.kv_client():
+                self._put(rows, drop)
+            else:
+                raise
 
 
 def _unanswered(error: CommError) -> bool:

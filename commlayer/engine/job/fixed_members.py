@@ -17,6 +17,8 @@ class FixedMembers(Component):
     def __init__(self) -> None:
         self.steps_at_exit: dict[int, int] = {}
         """Training step at which each former member left, by rank: the job's value of `carried` then."""
+        self.row_carried = 0
+        """The job's value of `carried` when this rank sent its last row."""
         self.confirmed = 0
         """Training step up to which the work of all members is known to count, whoever leaves: a value of `carried`."""
 

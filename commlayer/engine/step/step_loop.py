@@ -124,9 +124,13 @@ class StepLoop(Component):
         self._use.end()
         try:
             self.worker.finish(leftovers, self.deadline_s)
-        finally:
+        except BaseException as error:
             self._passed()
-            self._end_first_step()
+            if isinstance(error, StepAbandoned):
+                self._end_first_step()
+            raise
+        self._passed()
+        self._end_first_step()
         if self._all_active():
             self.context.components.before_commit()
         into = targets()
