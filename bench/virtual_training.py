@@ -358,6 +358,9 @@ class _Rank:
         self._sums.write(targets)
         return True
 
+    def has_weight(self, fragment: int) -> bool:
+        return True
+
     def complete(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """No action: sums are complete at once."""
 

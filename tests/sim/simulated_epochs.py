@@ -25,9 +25,9 @@ from commlayer.transport.protocol import Flag, Header, Kind, Message
 STEPS, MOST_WORKERS = 9, 9
 MOST_EVENTS, MOST_IDLE = 60_000, 400
 """MOST_IDLE: number of events in a row in which no frame is under way; after that no member will ever continue."""
-_PART = struct.Struct("<iiiii")
+_PART = struct.Struct("<iiiiixxxx")
 """Rank, step, bucket, round, number of the plan."""
-_PROPOSAL = struct.Struct("<iii")
+_PROPOSAL = struct.Struct("<qqq")
 Until = Iterator[Callable[[], bool]]
 """What a member does, up to its end. It yields a condition whenever it waits."""
 

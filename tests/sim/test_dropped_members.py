@@ -134,7 +134,8 @@ def test_reported_worker_joins_and_the_report_can_be_repeated(opened: Opened) ->
     (Joins(2, 3, 3), "0 workers have joined"),
     (Joins(1, 1, 3), "0 workers have joined"),
     (Joins(1, 3, 4), "the coordinator's newest epoch is 3, not 4"),
-    (Joins(1, 4, 3), "the coordinator's epoch 3 does not contain it"),
+    (Joins(1, 4, 3), "the coordinator has not admitted it"),
+    (Joins(0, 3, 3), "0 workers have joined"),
 ])
 def test_member_that_reports_a_false_join_is_dropped(joins: Joins, problem: str, opened: Opened) -> None:
     job = Served(opened)

@@ -167,9 +167,9 @@ def test_search_space_is_limited_to_what_the_script_allows() -> None:
         assert plan_limits.limits_of(connection).young is young
 
 
-def test_auto_uses_fragments_only_for_fixed_members_and_no_setting_of_the_script() -> None:
+def test_auto_chooses_fragments_unless_the_script_does() -> None:
     connection = FakeJob()
-    for sync, elastic, allowed in ((None, False, True), (LocalSteps(4, fragments=2), False, False), (None, True, False)):
+    for sync, elastic, allowed in ((None, False, True), (LocalSteps(4, fragments=2), False, False), (None, True, True)):
         connection.terms.requested, connection.members.elastic = requested_modes(sync), elastic
         assert plan_limits.limits_of(connection).policy.fragments is allowed
 

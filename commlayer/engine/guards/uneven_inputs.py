@@ -120,11 +120,14 @@ class UnevenInputs:
         self._read()
         return all(self._active.values())
 
-    def _send(self, *, active: bool) -> None:
+    def check_entered(self) -> None:
+        """Raises ValueError in a backward pass of a session that is not inside session.join(), while another one is."""
         if _entered and not self.inside:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "a backward pass of this session runs inside another session's join(), so ranks that run out of "
                                "batches would not take part in it: enter both, with first.join(), second.join()")
+
+    def _send(self, *, active: bool) -> None:
         if self.inside and not self._sent:
             self._read()  # receives the rows of a step that was aborted
             self._sent = True

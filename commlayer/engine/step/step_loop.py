@@ -76,6 +76,7 @@ class StepLoop(Component):
 
     def _open(self, worker: Worker) -> None:
         self._units(worker)
+        self._uneven.check_entered()
         worker.open()  # a worker that joins sends the following row, too
         self._uneven.send()
 
