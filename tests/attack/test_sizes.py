@@ -213,10 +213,10 @@ def test_state_for_a_joining_worker_is_bounded_by_its_model(
     monkeypatch.setattr(site_process_group, "kv_client", lambda: desk)
     most_nbytes, soon = most_state_nbytes(model().parameters()), time.monotonic() + WAIT_S
     named = b"\xc1" if size == "noise" else msgspec.msgpack.encode((100 if size == "longer" else size, [0, 1, 2]))
-    hostile.request(soon, put=[(("joining2/state", HOSTILE), named), (("joining2/part0", HOSTILE), bytes(1000))])
+    hostile.request(soon, put=[(("joining2/2/state", HOSTILE), named), (("joining2/2/part0", HOSTILE), bytes(1000))])
     for rank, home in ((HOSTILE, hostile), (2, other)):
-        home.request(soon, put=[(("joining2/window0", rank), b"")])
-    relay = StateRelay(NewestEpoch(EPOCH, 0.0), EPOCH, 1, HOSTILE, WAIT_S, 0.0, most_nbytes)
+        home.request(soon, put=[(("joining2/2/window0", rank), b"")])
+    relay = StateRelay(NewestEpoch(EPOCH, 0.0), EPOCH, 2, 1, HOSTILE, WAIT_S, 0.0, most_nbytes)
     before = memory_nbytes("VmRSS")
     line = outcome(lambda: relay.take(lambda _: None) if how == "take" else relay.watch())
     assert_refused(line, "E-FRAME" if size == "noise" else "E-SIZE", "worker 0")

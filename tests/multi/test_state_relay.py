@@ -65,7 +65,7 @@ def store_clients(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> Desks:
 
 
 def relay(newest: NewestEpoch, at: Epoch, own: int, giver: int = 0, limit_s: float = WAIT_S) -> StateRelay:
-    return StateRelay(newest, at, own, giver, limit_s, 0.0, MOST_NBYTES)
+    return StateRelay(newest, at, JOINS, own, giver, limit_s, 0.0, MOST_NBYTES)
 
 
 @pytest.mark.parametrize("data", [b"", DATA], ids=["nothing", "two windows"])
@@ -85,7 +85,7 @@ def test_state_reaches_the_joining_worker_before_the_others_continue(data: bytes
         lambda: relay(NewestEpoch(FIRST, 0.0), FIRST, JOINS).take(enter))
     assert taken == data
     assert entered[0] <= watched
-    parts = [(f"joining2/part{part}", 0) for part in range(3)]
+    parts = [(f"joining2/{JOINS}/part{part}", 0) for part in range(3)]
     left = desks.clients[0].request(time.monotonic() + WAIT_S, want=parts, wait=False).values
     assert [*left] == [None] * 3, "what was read is deleted"
 
@@ -97,7 +97,7 @@ def test_next_member_gives_the_state_if_the_giver_leaves(desks: Desks) -> None:
 
     def leave() -> None:
         announced = msgspec.msgpack.encode((len(DATA), [0, 1, JOINS]))
-        desks.own().request(time.monotonic() + WAIT_S, put=[(("joining2/state", 0), announced)])
+        desks.own().request(time.monotonic() + WAIT_S, put=[((f"joining2/{JOINS}/state", 0), announced)])
         time.sleep(0.5)
         for each in newest[1:]:
             each.epoch = later

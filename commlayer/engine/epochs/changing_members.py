@@ -34,6 +34,7 @@ from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.job import DistributedJob
+from commlayer.errors import PeerLost
 from commlayer.records import Epoch, Member, Plan, plan_of
 from commlayer.transport.protocol import SERVER_BASE, Handle, peer_name
 
@@ -212,8 +213,8 @@ class ChangingMembers(FixedMembers):
             among = [rank for rank in members if rank in present]
             if joining not in among or context.id not in among:
                 return
-            relay = StateRelay(self._newest, epoch, context.id, among[0], self._config.deadline_s, judged_s(self._config),
-                               self._replica.most_nbytes)
+            relay = StateRelay(self._newest, epoch, joining, context.id, among[0], self._config.deadline_s,
+                               judged_s(self._config), self._replica.most_nbytes)
             if among[0] == context.id:
                 relay.give(data or self._replica.encoded(state), among)
             else:
@@ -242,6 +243,9 @@ class ChangingMembers(FixedMembers):
         """Continues without the members `gone`. They contribute nothing to training steps after number `at`."""
         context = self._context
         names = ", ".join(context.uplink.display_name(peer_name(rank)) for rank in gone)
+        if context.id in gone:
+            raise PeerLost("the job continued without this worker, which it had not heard of for too long or which had left",
+                           peer=f"coordinator {context.uplink.address}", code="E-EPOCH-ENDED")
         self.steps_at_exit |= dict.fromkeys(gone, at)
         self._switch([m for m in context.uplink.epoch.members if m.rank not in gone],
                      f"{names} left, with {'its' if len(gone) == 1 else 'their'} residuals", logging.WARNING)

@@ -60,12 +60,12 @@ class StateRelay:
     value of this epoch is accepted. So either all who take part have read all values that they wait for, or none has.
     """
 
-    def __init__(self, newest: NewestEpoch, epoch: Epoch, own: int, giver: int, limit_s: float, judged_s: float,
+    def __init__(self, newest: NewestEpoch, epoch: Epoch, joining: int, own: int, giver: int, limit_s: float, judged_s: float,
                  most_nbytes: int) -> None:
-        """`limit_s`: longest wait for others, in seconds; the coordinator receives this limit. `judged_s`: further seconds in
-        which the coordinator decides whether missing members are lost. `most_nbytes`: largest state that this rank receives or
-        waits for."""
-        self._newest, self._epoch, self._own, self._giver = newest, epoch, own, giver
+        """`joining`, `own`, `giver`: numbers of the joining worker, of this rank and of the giver. `limit_s`: longest wait for
+        others, in seconds; the coordinator receives this limit. `judged_s`: further seconds in which the coordinator decides
+        whether missing members are lost. `most_nbytes`: largest state that this rank receives or waits for."""
+        self._newest, self._epoch, self._joining, self._own, self._giver = newest, epoch, joining, own, giver
         self._limit_s, self._deadline_s, self._most_nbytes = limit_s, limit_s + judged_s, most_nbytes
 
     def give(self, data: bytes, among: Sequence[int]) -> None:
@@ -121,7 +121,7 @@ class StateRelay:
         return self._named(f"part{part}", self._giver)
 
     def _named(self, what: str, rank: int) -> StoreKey:
-        return f"joining{self._epoch.generation}/{what}", rank
+        return f"joining{self._epoch.generation}/{self._joining}/{what}", rank
 
     def _windows(self, nbytes: int) -> int:
         return -(-nbytes // (WINDOW * PART_NBYTES))

@@ -95,7 +95,8 @@ def _receive(
 
     def receive(epoch: Epoch) -> TakenState | None:
         _check_givers(epoch, own, link)
-        relay = StateRelay(newest, epoch, own, epoch.members[0].rank, config.deadline_s, judged_s(config), replica.most_nbytes)
+        relay = StateRelay(newest, epoch, own, own, epoch.members[0].rank, config.deadline_s, judged_s(config),
+                           replica.most_nbytes)
         fits = functools.partial(check, workers=len(epoch.members))
         try:
             return relay.take(functools.partial(replica.take, check=fits))
