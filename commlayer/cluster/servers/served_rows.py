@@ -51,7 +51,7 @@ class ServedRows(RowTransport):
             row.end(answer)
             with self._lock:
                 if not self._queue or self._queue[0] is not row:
-                    return  # the epoch or the plan has ended
+                    return  # the plan has ended
                 self._queue.popleft()
                 following = self._queue[0] if self._queue else None
             if following is not None:

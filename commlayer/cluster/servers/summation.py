@@ -46,7 +46,7 @@ class Summation:
         self.peer = SERVER_BASE + server
         self.generation = generation
         self.fenced = 0
-        """Number of messages of earlier epochs that were received and ignored."""
+        """Number of messages of earlier plans that were received and ignored."""
         self.joined: list[int] = []
         """Workers that have joined the job since it began, in that order."""
         self.gone: set[int] = set()
@@ -219,7 +219,7 @@ class Summation:
         else:
             begun = cell.sum.open or cell.awaited is not None
             state = f"round {cell.sum.round} of step {cell.sum.step} is expected" if begun else "no step has begun"
-        # Members differ in their step when one has restored another checkpoint or has switched to another epoch.
+        # Members differ in their step when one has restored another checkpoint.
         raise breach_of(message, f"contribution is out of order: it is for round {h.round} of step {h.step}, "
                                f"but {state}", "E-STEPS-DIFFER")
 

@@ -99,8 +99,8 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
 
 
 def _complete(context: DistributedJob, prepared: _Prepared) -> None:
-    """Sends the plan to the servers, and switches to it. A failure ends the job, because only some servers might have switched;
-    if members are lost, the others send it again, which has no effect on a server that has it."""
+    """Sends the plan to the servers, and switches to it. If members are lost meanwhile, the others send it again, which has no
+    effect on a server that has it. Any other failure ends the job, because only some servers might have switched."""
     old, new, link = context.worker, prepared.worker, context.uplink
     while True:
         generation, before = context.generation, link.epoch.members

@@ -35,8 +35,8 @@ class Joining(NamedTuple):
     first: int
 
 
-def decide(joined: int, step: int, proposals: Iterable[Proposal | None]) -> Joining | None:
+def decide(joined: int, step: int, proposals: Iterable[Proposal]) -> Joining | None:
     """Returns the worker that the rows of `step` let in; None if there is none. `joined`: number of workers that have been let
     in so far. Of several proposals one is chosen; the others are proposed again."""
-    valid = [p for p in proposals if p is not None and p.number == joined + 1]
+    valid = [p for p in proposals if p.number == joined + 1]
     return Joining(*min(valid), first=step + LEAD) if valid else None

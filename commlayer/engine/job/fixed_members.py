@@ -16,15 +16,15 @@ class FixedMembers(Component):
 
     def __init__(self) -> None:
         self.steps_at_exit: dict[int, int] = {}
-        """Training step at which each former member left, by rank: the job's value of `carried` then."""
+        """Training step at which each former member left, by its number in messages: the job's value of `carried` then."""
         self.row_carried = 0
         """The job's value of `carried` when this rank sent its last row."""
         self.confirmed = 0
-        """Training step up to which the work of all members is known to count, whoever leaves: a value of `carried`."""
+        """Training step up to which the work of each member counts, even if it leaves now: a value of `carried`."""
 
     def departed(self, wait_s: float) -> list[str]:
-        """Returns the names of the members that have left the job, if this rank still counts them. Waits up
-        to `wait_s` seconds for the coordinator's report."""
+        """Returns the names of the members that have left the job, if this rank still counts them. Waits up to `wait_s`
+        seconds for the coordinator's report."""
         return []
 
     def no_joins(self) -> contextlib.AbstractContextManager[None]:

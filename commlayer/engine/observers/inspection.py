@@ -53,7 +53,7 @@ class Inspection:
 
     @property
     def confirmed(self) -> int:
-        """Number of training steps that count for all workers that were there, whoever leaves from now on."""
+        """Number of training steps in which the work of each worker counts, even if it leaves now."""
         context = self.context
         return context.members.confirmed if isinstance(context, DistributedJob) and self.may_leave else context.carried
 
