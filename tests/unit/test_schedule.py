@@ -12,7 +12,7 @@ STEP, NONE = 10, Proposal(0, 0, 0)
 
 
 @pytest.mark.parametrize(("joined", "proposals", "member"), [
-    (0, [], None), (0, [None, NONE], None),
+    (0, [], None), (0, [NONE, NONE], None),
     (0, [Proposal(1, 5, 2)], 5),
     (0, [NONE, Proposal(1, 5, 2), NONE], 5),  # some members know of it later
     (0, [Proposal(1, 6, 3), Proposal(1, 5, 2)], 5),  # the other one is proposed again
