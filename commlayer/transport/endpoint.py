@@ -117,7 +117,6 @@ class StreamTransport:
         self.arrived: Callable[[Message], None] = self.deliver
         """Function that each connection's receive thread calls with a message that has arrived. Set before the first
         connection."""
-        self.end_generations = self._mailbox.end_generations
         self._checks_revocations = False
         self.named: Callable[[int], str] = lambda _: ""
         """Function that returns the name of the certificate that a dialer with this rank must use; "": any certificate."""

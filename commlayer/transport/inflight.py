@@ -94,12 +94,6 @@ class InFlightRequests:
         """Returns all requests in flight, in the order of sending."""
         return list(self._kept.values())
 
-    def end(self, generation: int) -> list[Request]:
-        """Drops and returns the requests of generations before `generation`."""
-        dropped = [request for request in self.pending() if request.header.generation < generation]
-        self._kept = {slot: kept for slot, kept in self._kept.items() if kept.header.generation >= generation}
-        return dropped
-
     def clear(self) -> list[Request]:
         """Drops and returns all requests, because no answers will arrive."""
         kept = self.pending()

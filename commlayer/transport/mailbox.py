@@ -48,7 +48,6 @@ class Mailbox:
         self._kept_nbytes: dict[int, int] = {}
         self.max_kept_nbytes = max_kept_nbytes
         self._failed: dict[int | None, CommError] = {}
-        self._generation = 0
 
     def failure(self, peer: int | None) -> CommError | None:
         """Returns the error that ended this peer (None: all peers); None if no error has."""
@@ -74,7 +73,7 @@ class Mailbox:
         """Delivers a checked message. Raises CorruptFrame if its sender exceeds the limit of bytes without a posted receive."""
         peer, k = message.peer, key(message.header)
         with self._lock:
-            if self.failure(peer) is not None or message.header.generation < self._generation:
+            if self.failure(peer) is not None:
                 return
             operation = self._posted_for(peer, k)
             if operation is None:
@@ -98,18 +97,6 @@ class Mailbox:
             for seq in [s for s, m in self._kept.items() if peer is None or m.peer == peer]:
                 self._forget(seq)
             operations = self._unpost(peer)
-        for operation in operations:
-            operation.fail(reason)
-
-    def end_generations(self, reason: CommError, generation: int) -> None:
-        """Fails receives whose generation number (of epoch and plan) is below `generation`. Drops messages of these
-        generations, including those that arrive later."""
-        with self._lock:
-            self._generation = generation
-            places = [place for place in self._posted if place[1] is not None and place[1][1] < generation]
-            operations = [operation for place in places for _, operation in self._posted.pop(place)]
-            for seq in [s for s, m in self._kept.items() if m.header.generation < generation]:
-                self._forget(seq)
         for operation in operations:
             operation.fail(reason)
 

@@ -53,10 +53,6 @@ class Carrier(Transport, Protocol):
         """Completes the receive that waits for the message, or keeps the message."""
         ...
 
-    def end_generations(self, reason: CommError, generation: int) -> None:
-        """Fails receives of earlier generations; see Mailbox.end_generations."""
-        ...
-
 
 class ReconnectPolicy(NamedTuple):
     """Seconds for which to try to reconnect. `refused_is_over`: True: a refused port means that the peer's process has
@@ -192,17 +188,6 @@ class ReconnectingTransport:
             requests = link.inflight.clear()
         for request in requests:
             request.fail(error)
-
-    def end(self, generation: int) -> None:
-        """Drops requests whose generation number (of epoch and plan) is below `generation`: the requests fail, and are not sent
-        again."""
-        reason = CommError("its epoch has ended")
-        for link in self._links.values():
-            with link.order:
-                requests = link.inflight.end(generation)
-            for request in requests:
-                request.fail(reason)
-        self._carrier.end_generations(reason, generation)
 
     def _broken(self, peer: int, error: CommError) -> None:
         link = self._links.get(peer)

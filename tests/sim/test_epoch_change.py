@@ -18,9 +18,6 @@ from commlayer.cluster.membership import epoch_change, membership
 from commlayer.cluster.membership.coordinator_journal import CoordinatorRecord, without_times
 from commlayer.cluster.membership.membership import State
 from commlayer.cluster.processes.relayed_group import RelayedGroup
-from commlayer.errors import CommError
-from commlayer.transport.mailbox import Mailbox
-from commlayer.transport.protocol import Header, Kind, Message, key
 
 
 def without(state: State, *ranks: int) -> State:
@@ -198,17 +195,6 @@ def test_refused_join_has_a_reason_and_no_effect(state: State, join: Join, line:
     assert line in taken[1].error
     assert ("--min-workers" in taken[1].error) == ("--min-workers" in line)
     assert taken[0] == state
-
-
-def test_waits_for_messages_of_an_ended_epoch_fail() -> None:
-    box = Mailbox()
-    old, new = (key(Header(Kind.RESULT, generation, 3, 5)) for generation in (1, 65537))
-    waits = box.recv(9, old), box.recv(9, new), box.recv(9, None)
-    box.deliver(Message(8, Header(Kind.RESULT, 1, 2, 5, sender=8), memoryview(b"kept")))
-    box.end_generations(CommError("its epoch has ended"), 65537)
-    assert [w.error() is not None for w in waits] == [True, False, False]
-    box.deliver(Message(8, Header(Kind.RESULT, 1, 3, 5, sender=8), memoryview(b"late")))
-    assert not box.recv(8, None).done(), "what came for it is forgotten"
 
 
 def test_collectives_of_scripts_continue_without_a_departed_site(opened: list[Any]) -> None:
