@@ -114,6 +114,8 @@ class Membership:
         """The newest epoch that the coordinator has sent; this process may not have switched to it yet."""
         self.on_epoch: OnEpoch = lambda _: None
         self._epoch_arrived = threading.Condition()
+        self._answered = 0
+        """Number of answered heartbeats."""
         self.plan = reply.plan
         self.rank = reply.rank
         self.name = f"{request.kind} {reply.rank}"
@@ -211,6 +213,9 @@ class Membership:
                     self.reachable, silent_s = True, 0.0
                     known = not pulse.unknown_token
                     self._on_reply(pulse)
+                    with self._epoch_arrived:
+                        self._answered += 1
+                        self._epoch_arrived.notify_all()
             mark = time.monotonic()
             if self._keeper is not None and not self._closing.is_set():
                 self._keeper.check_running()
@@ -259,9 +264,10 @@ class Membership:
 
     def await_epoch(self, generation: int, timeout_s: float) -> Epoch:
         """Waits until the coordinator has sent an epoch with at least this generation, at most `timeout_s`. Returns the newest
-        epoch."""
+        epoch: an older one as soon as the coordinator has answered a heartbeat that began during this call."""
         with self._epoch_arrived:
-            self._epoch_arrived.wait_for(lambda: self.newest.generation >= generation, timeout_s)
+            settled = self._answered + 2
+            self._epoch_arrived.wait_for(lambda: self.newest.generation >= generation or self._answered >= settled, timeout_s)
             return self.newest
 
     @property

@@ -21,7 +21,7 @@ from commlayer.cluster.servers.server_journal import ServerIdentity, ServerJourn
 from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import MAX_PROBE_NBYTES, Joins, SumServer
 from commlayer.compressors import kernels
-from commlayer.config import Config, Launch, codec_threads, host_port, join_host, reconnect_window_s, unheard_s
+from commlayer.config import Config, Launch, codec_threads, host_port, join_host, notice_s, reconnect_window_s, unheard_s
 from commlayer.errors import (
     CommError,
     CorruptFrame,
@@ -50,8 +50,6 @@ MESSAGES_SLACK = 64
 """Number of messages from or to one worker, in addition to those of two steps, that may be on their way at once."""
 READY_S = 9.0
 """Seconds for which a handshake waits until this server has its plan; less than the handshake's own deadline."""
-NOTICE_HEARTBEATS = 3
-"""Number of heartbeats to wait for the coordinator's newest epoch when a worker reports it first."""
 MAX_REPORTED = 64
 """Maximum number of dropped workers named in one heartbeat, which must stay small. The others are named after the first ones
 have been evicted."""
@@ -139,7 +137,7 @@ class DataServer:
             return coded("E-EPOCH-ENDED", "is no longer a member of the job")
         if self._await_epoch is None or self._newest is None:
             return coded("E-RANK", f"is not a member of the job, which has {len(self._present)} workers")
-        self._learn(self._await_epoch(self._newest.generation + 1, NOTICE_HEARTBEATS * self._config.heartbeat_s))
+        self._learn(self._await_epoch(self._newest.generation + 1, notice_s(self._config)))
         return same_job(self._hello)(theirs) if theirs.rank in self._present else RetryLater("is not a member of the job yet")
 
     def _certificate_of(self, rank: int) -> str:
@@ -312,7 +310,7 @@ class DataServer:
         assert self._await_epoch is not None
         assert self._server is not None
         assert self._plan is not None
-        wait_s = max(NOTICE_HEARTBEATS * self._config.heartbeat_s, reconnect_window_s(self._config))
+        wait_s = max(notice_s(self._config), reconnect_window_s(self._config))
         known = self._await_epoch(joins.generation, wait_s)
         self._learn(known)
         with self._server.switching, self._changing:
