@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from commlayer.planner.model import Cluster, Policy, Profile, Question
 from commlayer.planner.problem import Load, Problem, Template, with_final_delays
 from commlayer.planner.tensors import sent_numel
 from commlayer.records import Bucket, Job, Plan, Record, Slice, Timing
+
+if TYPE_CHECKING:
+    from commlayer._core import Schedule
 
 
 class Span(Record, frozen=True):
@@ -194,32 +197,6 @@ def fragments(
         for places in fragments_of(cuts, recipe.fragments)]
 
 
-class Steps(Protocol):
-    """Computes the step time of a choice: one option number per bucket."""
-
-    def run(self, choice: list[int], limit: float = math.inf) -> float:
-        """Seconds of a step; infinity if certainly above `limit`."""
-
-    def sweep(
-        self, choice: list[int], buckets: list[int], limit: float, now_s: float = math.nan, most: int = 0,
-        only: list[int] | None = None, factors: list[float] | None = None,
-    ) -> list[float]:
-        """Seconds for each option when all of `buckets` use it; infinity if above `limit`. All of `buckets` must have the same
-        number of options.
-
-        `factors`: seconds are multiplied by the option's factor before any comparison. `now_s`: seconds of the present choice,
-        if known. `most`, up to 8: only this many shortest times are needed; others may be infinity. `only`: options to try;
-        others are infinity.
-        """
-
-
-class Schedule(Steps, Protocol):
-    """The simulation of one exchange by the native core."""
-
-    def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
-        """Seconds of a step, and the start and end of each task, ordered by step, then by bucket."""
-
-
 def native_schedule(problem: Problem) -> Schedule:
     if core is None:
         raise InvalidInput("E-PACKAGE", "planning needs the native core, which is not installed: install a C++ compiler and "
@@ -240,6 +217,7 @@ class Simulation:
         """For each fragment, the options that were simulated last, and the resulting seconds."""
 
     def run(self, choice: list[int], limit: float = math.inf) -> float:
+        """Seconds of the outer step with one option number per bucket; infinity if certainly above `limit`."""
         seconds = 0.0
         for number in range(len(self._each)):
             seconds += self._fragment_s(number, choice, limit - seconds)
@@ -248,9 +226,15 @@ class Simulation:
         return seconds
 
     def sweep(
-        self, choice: list[int], buckets: list[int], limit: float, now_s: float = math.nan, most: int = 0,
-        only: list[int] | None = None, factors: list[float] | None = None,
+        self, choice: list[int], buckets: list[int], limit: float, now_s: float, most: int, only: list[int],
+        factors: list[float],
     ) -> list[float]:
+        """Seconds for each option when all of `buckets`, which have the same options, use it; infinity if above `limit`.
+
+        `factors`: seconds are multiplied by the option's factor before any comparison. `now_s`: seconds of the present choice;
+        NaN if unknown. `most`, up to 8: only this many shortest times are needed; others may be infinity. `only`: options to
+        try; others are infinity.
+        """
         if len(self._each) == 1:
             return self._each[0].sweep(choice, buckets, limit, now_s, most, only, factors)
         changed: dict[int, list[int]] = {}
@@ -258,7 +242,7 @@ class Simulation:
             number, place = self._at[b]
             changed.setdefault(number, []).append(place)
         rest = sum(self._fragment_s(number, choice) for number in range(len(self._each)) if number not in changed)
-        left = limit / min(factors or [1.0]) - rest  # `most` is for the whole outer step
+        left = limit / min(factors) - rest  # `most` is for the whole outer step
         swept = [self._each[number].sweep([choice[b] for b in self._places[number]], places, left, math.nan, 0, only)
                  for number, places in changed.items()]
         return [rest + sum(each) for each in zip(*swept, strict=True)]

@@ -478,10 +478,12 @@ def test_fragment_sweep_matches_running_each_choice(seed: int) -> None:
     parts = [Fragment([*range(edge)], first), Fragment([*range(edge, len(counts))], second)]
     simulation, choice = Simulation(parts), [0] * len(counts)
     assert simulation.run(choice) == pytest.approx(sum(Simulation([part]).run(choice) for part in parts))
-    exact, limit = simulation.sweep(choice, [0], math.inf), simulation.run(choice) * 1.01
+    options = [*range(counts[0])]
+    exact, limit = simulation.sweep(choice, [0], math.inf, math.nan, 0, options, [1.0] * counts[0]), simulation.run(choice) * 1.01
     assert exact == pytest.approx([simulation.run([option, *choice[1:]]) for option in range(counts[0])])
-    factors = [1.0 + 0.1 * option for option in range(counts[0])]
-    for seconds, full, factor in zip(simulation.sweep(choice, [0], limit, factors=factors), exact, factors, strict=True):
+    factors = [1.0 + 0.1 * option for option in options]
+    swept = simulation.sweep(choice, [0], limit, math.nan, 0, options, factors)
+    for seconds, full, factor in zip(swept, exact, factors, strict=True):
         assert full * factor > limit or seconds == pytest.approx(full), "all below the limit are reported"
 
 

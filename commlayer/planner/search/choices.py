@@ -14,7 +14,7 @@ from operator import getitem
 from typing import NamedTuple
 
 from commlayer.errors import InvalidInput
-from commlayer.planner.simulation import Steps
+from commlayer.planner.simulation import Simulation
 
 EQUAL = 1e-9
 """Relative tolerance: prices that differ by less than this fraction count as equal."""
@@ -32,7 +32,7 @@ MOST_SINGLE = 16
 class Space(NamedTuple):
     """The search space. Tables are indexed by bucket, then by option."""
 
-    steps: Steps
+    steps: Simulation
     loss: Sequence[Sequence[float]]
     """Relative increase of the whole model's loss from each option."""
     excess: Sequence[Sequence[float]]
