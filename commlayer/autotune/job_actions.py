@@ -35,7 +35,7 @@ from commlayer.errors import InvalidState
 from commlayer.observe.interface_counters import InterfaceCounters
 from commlayer.observe.link_monitor import Rates
 from commlayer.planner.data.tables import BUCKET_S, PCIE_COPY, SERVER_BYTE_S, learning_rows
-from commlayer.planner.model import CodecCost, Line, Link, PlanInputs, Profile, bare
+from commlayer.planner.model import CodecCost, Line, Link, Profile, Question, bare
 from commlayer.records import Plan
 
 PROBE_S = 1.0
@@ -179,7 +179,7 @@ class JobActions:
                              reachable=context.groups.members.reachable, elsewhere_bps=self._elsewhere_bps)
         profile = structs.replace(self._profile, learning=learning_rows(context.terms.learning))
         profile, policy = bounded(context, profile, allowed.policy)
-        order = SearchOrder(current, request.known, server_nodes, PlanInputs(measurements.job, cluster, profile, policy),
+        order = SearchOrder(current, request.known, server_nodes, Question(measurements.job, cluster, profile, policy),
                             measurements.step_s, self._contention, current.steps_locally and remembers(context),
                             allowed.suggests, allowed.young)
         candidate, self._contention, self._elsewhere_bps = self._process.search(order)
