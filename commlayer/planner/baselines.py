@@ -340,8 +340,8 @@ def what_if(
     question = checked_inputs(job, cluster, profile, policy)
     variants = {
         "bandwidth": [(rate_text(bps), bps, at_rate(cluster, bps)) for bps in bandwidths],
-        "add_node": _grown(cluster, add_nodes) if add_nodes else [],
-        "nodes": [(f"{count} nodes", float(count), _counted(cluster, count)) for count in counts],
+        "add_node": _clusters_with_more_nodes(cluster, add_nodes) if add_nodes else [],
+        "nodes": [(f"{count} nodes", float(count), _cluster_of_count(cluster, count)) for count in counts],
         "gpu": [(name, float(i), _with_gpu(cluster, name, job.timing)) for i, name in enumerate(gpus)],
     }
     swept = [name for name, each in variants.items() if each]
@@ -376,7 +376,7 @@ def at_rate(cluster: Cluster, bps: float) -> Cluster:
     return structs.replace(cluster, nodes=nodes)
 
 
-def _grown(cluster: Cluster, added: Sequence[Node]) -> list[tuple[str, float, Cluster]]:
+def _clusters_with_more_nodes(cluster: Cluster, added: Sequence[Node]) -> list[tuple[str, float, Cluster]]:
     """The cluster, then with one more of these nodes at a time."""
     grown = [("unchanged", cluster)] + [
         (f"+ {node.device} {rate_text(node.link.up_bps)} up", structs.replace(cluster, nodes=(*cluster.nodes, *added[: n + 1])))
@@ -384,7 +384,7 @@ def _grown(cluster: Cluster, added: Sequence[Node]) -> list[tuple[str, float, Cl
     return [(label, float(sum(1 for node in each.nodes if node.ranks)), each) for label, each in grown]
 
 
-def _counted(cluster: Cluster, count: int) -> Cluster:
+def _cluster_of_count(cluster: Cluster, count: int) -> Cluster:
     """The cluster with this number of training nodes; nodes that only host servers stay."""
     if count < 1:
         raise InvalidInput("E-PLAN-QUESTION", f"nodes: got {count}, allowed: 1 or more")

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
-from commlayer.planner.tensors import DOUBLE, codec_and_shape, is_buffer, is_sparse, row_of, with_exact_doubles
+from commlayer.planner.tensors import DOUBLE, all_reduce_doubles, codec_and_shape, is_buffer, is_sparse, row_of
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
 
 ELEMENT_NBYTES = 4
@@ -90,28 +90,28 @@ def default_plan(
     service = path == "service"
     hosts = [0] * len(sizes)
     if service:
-        hosts = _first_needed(sizes, servers) if forward and fragments == 1 else _in_turns(groups, sizes, servers, fragments)
+        hosts = _by_urgency(sizes, servers) if forward and fragments == 1 else _by_fragment(groups, sizes, servers, fragments)
     owners = spread(sizes, ranks_per_node) if service else [0] * len(sizes)
     buckets = []
     for i, group in enumerate(groups):
         buffer = is_buffer(job, group)
         mine, shape = codec_and_shape(BUFFER_CODEC if buffer else codec, job, group)
         buckets.append(Bucket(i, group, path, mine, hosts[i], owners[i], shape, down="" if buffer else down))
-    return with_exact_doubles(Plan(job.digest(), tuple(buckets), servers if service else 0, ranks_per_node), job)
+    return all_reduce_doubles(Plan(job.digest(), tuple(buckets), servers if service else 0, ranks_per_node), job)
 
 
-def _first_needed(sizes: Sequence[int], hosts: int) -> list[int]:
+def _by_urgency(sizes: Sequence[int], hosts: int) -> list[int]:
     """Chooses a host for each size, if the next forward pass waits for the last sizes first: whatever part of the last half it
     waits for, all hosts have about equal parts of it. The others follow by size, like `balanced`, for nearly equal sums.
 
-    >>> _first_needed([9, 3, 3, 5, 5], 2), balanced([9, 3, 3, 5, 5], 2)
+    >>> _by_urgency([9, 3, 3, 5, 5], 2), balanced([9, 3, 3, 5, 5], 2)
     ([0, 1, 1, 1, 0], [0, 0, 1, 1, 1])
     """
     last = sum(1 for done in accumulate(reversed(sizes)) if 2 * done <= sum(sizes))
     return _spread_in([*range(len(sizes))[::-1][:last], *_largest_first(sizes[: len(sizes) - last])], sizes, hosts)
 
 
-def _in_turns(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], hosts: int, fragments: int) -> list[int]:
+def _by_fragment(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], hosts: int, fragments: int) -> list[int]:
     """Chooses a host for each group, like `balanced`, but for each fragment separately. Ties go to the host with the fewest
     elements so far."""
     pieces = [_Piece(group, size) for group, size in zip(groups, sizes, strict=True)]

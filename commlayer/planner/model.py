@@ -289,17 +289,17 @@ def node_groups(cluster: Cluster, hosts: Sequence[int], *, spread: bool = False)
 
 
 KINDS = 6
-"""Limit of distinct kinds of nodes in the search; `with_few_kinds` merges more kinds."""
+"""Limit of distinct kinds of nodes in the search; `merge_nodes` merges more kinds."""
 ERROR = 0.05
-"""Initial tolerance: relative difference between two measurements of one link. `with_few_kinds` doubles it until at most KINDS
+"""Initial tolerance: relative difference between two measurements of one link. `merge_nodes` doubles it until at most KINDS
 kinds remain."""
 
 
-def with_few_kinds(cluster: Cluster) -> Cluster:
+def merge_nodes(cluster: Cluster) -> Cluster:
     """The cluster with similar nodes made equal: each takes the slowest rates of its kind, until at most KINDS kinds remain.
 
     >>> links = [Link(1e8 * (1 + i / 100), 1e9, 0.01) for i in range(20)]
-    >>> few_kinds = with_few_kinds(Cluster(tuple(Node(f"n{i}", 1, "cpu", link) for i, link in enumerate(links))))
+    >>> few_kinds = merge_nodes(Cluster(tuple(Node(f"n{i}", 1, "cpu", link) for i, link in enumerate(links))))
     >>> [round(bps / 1e6) for bps in sorted({node.link.up_bps for node in few_kinds.nodes})]
     [100, 106, 112, 118]
     """

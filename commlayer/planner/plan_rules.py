@@ -13,7 +13,7 @@ from commlayer.errors import InvalidInput, coded
 from commlayer.planner import tree
 from commlayer.planner.buckets import between
 from commlayer.planner.convergence import LATE_RATIO, LearningRow, late_allowed
-from commlayer.planner.tensors import rounded_doubles
+from commlayer.planner.tensors import rounding_problems
 from commlayer.planner.tree import parse, spell
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
 
@@ -34,7 +34,7 @@ def verify(plan: Plan, job: Job) -> list[str]:
     if plan.schema != SCHEMA:
         return problems
     problems += [line for bucket in plan.buckets for line in _slice_problems(job, bucket)]
-    return problems + list(rounded_doubles(plan, job)) + list(_buffer_problems(plan, job)) + list(_coverage_problems(plan, job))
+    return [*problems, *rounding_problems(plan, job), *_buffer_problems(plan, job), *_coverage_problems(plan, job)]
 
 
 def verify_alone(plan: Plan, world: int = 0, tensors: int = -1, elements: int = -1) -> list[str]:

@@ -13,10 +13,10 @@ from commlayer.native import core
 from commlayer.planner import buckets
 from commlayer.planner.buckets import Cut, fragments_of
 from commlayer.planner.convergence import Recipe
-from commlayer.planner.costs import Prices, recipe_of, with_hidden_rates
+from commlayer.planner.costs import Prices, overlapped_cluster, recipe_of
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import Cluster, Policy, Profile, Question
-from commlayer.planner.problem import Load, Problem, Template, with_final_delays
+from commlayer.planner.problem import Load, Problem, Template, add_final_delays
 from commlayer.planner.tensors import sent_numel
 from commlayer.records import Bucket, Job, Plan, Record, Slice, Timing
 
@@ -62,7 +62,7 @@ def simulate(
     `prices`: costs for the cluster with the plan's servers, if the caller has them. `spans` False: the timeline has only times
     by bucket.
     """
-    laid = _lay_out(plan, checked_inputs(job, cluster, profile, policy), prices)
+    laid = _set_up(plan, checked_inputs(job, cluster, profile, policy), prices)
     step_s = compute_s = 0.0
     ready, done = [laid.begun_s] * len(plan.buckets), [laid.begun_s] * len(plan.buckets)
     all_spans: list[Span] = []
@@ -96,7 +96,7 @@ def simulate(
 def step_seconds(plan: Plan, question: Question, prices: Prices | None = None) -> float:
     """Predicted seconds of one step, without a timeline. The cost of an exchange is divided by the number of steps that share
     it."""
-    laid = _lay_out(plan, question, prices)
+    laid = _set_up(plan, question, prices)
     return Simulation(laid.fragments).run([0] * len(plan.buckets)) / plan.local_steps
 
 
@@ -108,7 +108,7 @@ class Fragment(NamedTuple):
     problem: Problem
 
 
-class _LaidOut(NamedTuple):
+class _Setup(NamedTuple):
     fragments: list[Fragment]
     templates: list[Template]
     """One template per bucket."""
@@ -116,20 +116,21 @@ class _LaidOut(NamedTuple):
     """Seconds of the forward pass before the simulated problem begins."""
 
 
-def _lay_out(plan: Plan, question: Question, prices: Prices | None) -> _LaidOut:
+def _set_up(plan: Plan, question: Question, prices: Prices | None) -> _Setup:
     prices = prices or prices_of(plan, question)
     templates = [bucket_template(prices, bucket) for bucket in plan.buckets]
     recipe, timing = recipe_of(plan, question), question.timing
-    loads = [each.load(sent_numel(plan, bucket, question.job), needed_after_s(timing, bucket.slices), stale=bucket.stale)
+    loads = [each.load(sent_numel(plan, bucket, question.job), forward_need_s(timing, bucket.slices), stale=bucket.stale)
              for each, bucket in zip(templates, plan.buckets, strict=True)]
     begun_s = timing.forward_s / slowest_speed(prices) if recipe.overlap == "forward" else 0.0
-    return _LaidOut(fragments(question, plan.buckets, loads, prices, recipe), templates, begun_s)
+    return _Setup(fragments(question, plan.buckets, loads, prices, recipe), templates, begun_s)
 
 
 def prices_of(plan: Plan, question: Question) -> Prices:
     """Costs with the plan's servers. Overlapped exchanges have only a part of the links' rates."""
     cluster = question.cluster
-    return Prices(with_hidden_rates(cluster) if plan.overlap == "round" else cluster, question.profile, hosts_of(plan, cluster))
+    usable = overlapped_cluster(cluster) if plan.overlap == "round" else cluster
+    return Prices(usable, question.profile, hosts_of(plan, cluster))
 
 
 def hosts_of(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
@@ -151,7 +152,7 @@ def bucket_template(prices: Prices, bucket: Bucket) -> Template:
         raise InvalidInput("E-PLAN-INPUT", f"bucket {bucket.id}: {error}") from None
 
 
-def needed_after_s(timing: Timing, slices: Sequence[Slice]) -> float:
+def forward_need_s(timing: Timing, slices: Sequence[Slice]) -> float:
     """Seconds after which the next forward pass first needs a tensor of the bucket."""
     return min([timing.needed_s[s.tensor] for s in slices])
 
@@ -187,7 +188,7 @@ def fragments(
         ready = [before_s + buckets.readiness(question.job, cut.slices) for cut in cuts]
     if recipe.overlap == "forward":  # the slowest node computes the rest of the period after it receives the average
         rest_s = [(timing.forward_s - load.urgency) / slowest_speed(prices) for load in loads]
-        loads = with_final_delays(prices.network, loads, rest_s)
+        loads = add_final_delays(prices.network, loads, rest_s)
     speeds = np.array([group.node.speed for group in prices.groups if group.workers])
     tail_s = timing.update_s / slowest_speed(prices) if waits else 0.0
     return [

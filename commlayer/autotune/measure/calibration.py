@@ -16,7 +16,7 @@ from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors import Codec, parse, wrap
 from commlayer.compressors.plan_codecs import ReducedAccumulator, is_summable
 from commlayer.engine.job.plan_checks import promise_of
-from commlayer.planner.costs import moves
+from commlayer.planner.costs import traffic_of
 from commlayer.planner.model import ZERO, CodecCost, Line
 from commlayer.records import Spec
 
@@ -124,9 +124,9 @@ def _line(groups: Groups, run: Collective, name: str, members: int, budget_s: fl
     """Measures one collective and returns its cost: seconds per message and per byte. The fitted line's floor is divided by the
     number of sequential messages, the slope by the number of times that the collective moves the data."""
     times_s = _timed(groups, run, budget_s)
-    move = moves(name, members)
+    traffic = traffic_of(name, members)
     line = fit(list(times_s), list(times_s.values())) if len(times_s) > 1 else Line(next(iter(times_s.values())))
-    return Line(line.floor_s / move.messages, max(line.slope_s / move.passes, LEAST_BYTE_S), line.error)
+    return Line(line.floor_s / traffic.messages, max(line.slope_s / traffic.passes, LEAST_BYTE_S), line.error)
 
 
 def _timed(groups: Groups, run: Collective, budget_s: float) -> dict[float, float]:

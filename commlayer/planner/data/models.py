@@ -51,7 +51,7 @@ def norm(name: str, width: int) -> Layer:
     return layer_of(name, 0.0, weight=(width,), bias=(width,))
 
 
-def _attended(layer: Layer, seen: int, width: int) -> Layer:
+def _with_attention(layer: Layer, seen: int, width: int) -> Layer:
     """Adds to the layer the multiply-adds of the preceding attention scores and mixing."""
     return layer._replace(macs=layer.macs + 2.0 * seen * width)
 
@@ -128,7 +128,7 @@ class Bert(Record, frozen=True, tag_field="family", tag="bert"):
             name = f"bert.encoder.layer.{block}"
             for part in ("query", "key", "value"):
                 yield linear(f"{name}.attention.self.{part}", width, width)
-            yield _attended(linear(f"{name}.attention.output.dense", width, width), seen, width)
+            yield _with_attention(linear(f"{name}.attention.output.dense", width, width), seen, width)
             yield norm(f"{name}.attention.output.LayerNorm", width)
             yield linear(f"{name}.intermediate.dense", width, 4 * width)
             yield linear(f"{name}.output.dense", 4 * width, width)
@@ -158,7 +158,7 @@ class Gpt2(Record, frozen=True, tag_field="family", tag="gpt2"):
                     continue
                 layer = layer_of(f"{name}.{part}", float(inside * outside * width**2), weight=(inside * width, outside * width),
                                  bias=(outside * width,))
-                yield _attended(layer, seen, width) if part == "attn.c_proj" else layer
+                yield _with_attention(layer, seen, width) if part == "attn.c_proj" else layer
         yield norm("transformer.ln_f", width)
         yield Layer((), float(width * words))
 
@@ -199,7 +199,7 @@ class Decoder(Record, frozen=True, tag_field="family", tag="decoder"):
                 if part == "mlp.gate_proj":
                     yield layer_of(f"{name}.post_attention_layernorm", 0.0, weight=(self.width,))
                 layer = linear(f"{name}.{part}", inside, outside, bias=self.bias and part[10] in "qkv")
-                yield _attended(layer, seen, self.width) if part == "self_attn.o_proj" else layer
+                yield _with_attention(layer, seen, self.width) if part == "self_attn.o_proj" else layer
         yield layer_of("model.norm", 0.0, weight=(self.width,))
         yield Layer((), float(self.width * self.words)) if self.tied else linear("lm_head", self.width, self.words, bias=False)
 
@@ -217,7 +217,7 @@ class Adapters(Record, frozen=True, tag_field="family", tag="lora"):
                 name = f"base_model.model.model.layers.{block}.{part}"
                 layer = layer_of(name, float(inside * outside + rank * (inside + outside)),
                                  **{"lora_A.default.weight": (rank, inside), "lora_B.default.weight": (outside, rank)})
-                yield _attended(layer, seen, width) if part == "self_attn.o_proj" else layer
+                yield _with_attention(layer, seen, width) if part == "self_attn.o_proj" else layer
         yield Layer((), float(width * self.decoder.words))
 
 

@@ -15,8 +15,8 @@ from commlayer.planner.model import DENSE, Option, Question
 from commlayer.planner.search.choices import Choice, Space, cheapest, search, uniform
 from commlayer.planner.search.options import Catalog
 from commlayer.planner.search.placement import Part, cut_and_place
-from commlayer.planner.simulation import Simulation, fragments, needed_after_s, prices_of, step_seconds, steps_locally
-from commlayer.planner.tensors import codec_and_shape, nonzero_numel, with_exact_doubles
+from commlayer.planner.simulation import Simulation, forward_need_s, fragments, prices_of, step_seconds, steps_locally
+from commlayer.planner.tensors import all_reduce_doubles, codec_and_shape, nonzero_numel
 from commlayer.records import Bucket, Job, Plan, Slice
 
 SHARED, FINER = 4, (8, 16, 32)
@@ -67,7 +67,7 @@ class Layout(NamedTuple):
         pieces = []
         for group in buckets.groups(job, limits):
             kind = buckets.contents_of(job, group), sum(s.numel for s in group).bit_length()
-            pieces.append(Piece(group, nonzero_numel(job, group), needed_after_s(job.timed, group), kind))
+            pieces.append(Piece(group, nonzero_numel(job, group), forward_need_s(job.timed, group), kind))
         return cls(job, limits, tuple(pieces))
 
 
@@ -168,7 +168,7 @@ class Scenario:
             codec, shape = codec_and_shape(o.codec, job, part.slices)
             result.append(Bucket(i, part.slices, o.path, codec, part.server, part.owner, shape, o.down, o.by_node))
         hosts = self.catalog.prices.hosts if any(bucket.served for bucket in result) else ()
-        return with_exact_doubles(Plan(
+        return all_reduce_doubles(Plan(
             job.digest(), tuple(result), len(hosts), self.ranks_per_node, self.recipe.every,
             "updates" if steps_locally(self.recipe) else "gradients",
             cast(Literal["", "round", "forward"], self.recipe.overlap), self.recipe.fragments, hosts=hosts), job)
