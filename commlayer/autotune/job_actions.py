@@ -190,15 +190,14 @@ class JobActions:
         names are complete, as in plans."""
         active_codecs = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
         names = sorted({str(build(bare(codec))) for codec in (*codecs, *active_codecs)})
-        costs = [cost for name in names for cost in self._codec_costs(name)]
+        costs: list[CodecCost] = []
+        for name in names:
+            if self._process.over:
+                raise InvalidState("E-SESSION-CLOSED", "the session is over")
+            costs += calibration.measure_codecs([name])
         copy = PCIE_COPY if torch.cuda.is_available() else Line(0.0)
         return Profile(tuple(costs), Line(0.0, SERVER_BYTE_S), BUCKET_S, copy, across=self._measurements.collectives.across,
                        source="measured", energy=self._energy)
-
-    def _codec_costs(self, name: str) -> tuple[CodecCost, ...]:
-        if self._process.over:
-            raise InvalidState("E-SESSION-CLOSED", "the session is over")
-        return calibration.measure_codecs([name])
 
     @property
     def _measurements(self) -> Measurements:

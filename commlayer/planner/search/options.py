@@ -23,7 +23,7 @@ from commlayer.planner.costs import Excesses, Prices, overlapped_cluster
 from commlayer.planner.model import DENSE, Cluster, Option, Policy, Profile, bare
 from commlayer.planner.problem import COMPUTE, Load, Reals, Template, joined
 from commlayer.planner.tensors import EXACT, keeps_zeros
-from commlayer.planner.tree import ALIASES, Path, Promise, fits, on_gpus, parse, promise_of, spell
+from commlayer.planner.tree import ALIASES, Path, Promise, misfits, on_gpus, parse, promise_of, spell
 
 SIZES = np.exp2(np.array([8.0, 12.0, 16.0, 20.0, 25.0]))
 """Bucket sizes in elements for which paths are compared."""
@@ -50,7 +50,7 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
         paths = [path for path in tree.usable_paths(cluster, devices=devices, max_encodes=policy.max_encodes, sums=promise.sums,
                                                     kinds=kinds if served else (*kinds, "sum"), dense=False,
                                                     servers="cpu" in priced)
-                 if fits(path, [promise], gpus=on_gpus(cluster) and not policy.whole_tree)]
+                 if not any(misfits(path, [promise], gpus=on_gpus(cluster) and not policy.whole_tree))]
         kept = dict.fromkeys(path for name in dict.fromkeys((names[0], names[-1])) for path in best_paths(prices, paths, name))
         result += [Option(_name(path, cluster), name) for path in kept for name in names]
         result += _asymmetric_options(cluster, names, promise, [path for path in kept if tree.uses_server(path)])
@@ -118,7 +118,7 @@ def _asymmetric_options(cluster: Cluster, codecs: Sequence[str], promise: Promis
         for less, more in (pair for family in families.values() for pair in pairwise(family)):
             if any(slow) and not all(slow) and parse_spec(less).without_ratio() == parse_spec(more).without_ratio():
                 yield Option(text, more, by_node=tuple(less if is_slow else more for is_slow in slow))
-            if any(op.name == "pull" for op in path) and fits(path, [promise], down=promise):
+            if any(op.name == "pull" for op in path) and not any(misfits(path, [promise], down=promise)):
                 yield Option(text, more, down=less)
                 yield Option(text, less, down=more)
 

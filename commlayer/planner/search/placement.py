@@ -77,8 +77,8 @@ def link_shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
             raise InvalidInput("E-PLAN-INPUT",
                                f"node {node.name}: the link's rate is {_bps(node):g} bit/s, allowed: above 0")
     bits = 8 * nbytes
-    # Training nodes without a server send and receive all bytes with any split.
-    low_s = max((bits / _bps(node) for node in cluster.nodes if node.ranks and not _carries_less(node, n)), default=0.0)
+    # A training node sends and receives all bytes, unless it is the only one and hosts the server.
+    low_s = max((bits / _bps(node) for node in cluster.nodes if node.ranks and not (node.server and n == 1)), default=0.0)
     high_s = max([low_s, *(n * bits / _bps(node) for node in hosts)]) * 2
     for _ in range(200):
         middle_s = (low_s + high_s) / 2
@@ -92,11 +92,6 @@ def link_shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
     total_room = sum(rooms)
     owned = tuple(room / total_room for room in rooms)
     return Split(owned, max(_busy_s(node, share, n, bits) for node, share in zip(cluster.nodes, owned, strict=True)))
-
-
-def _carries_less(node: Node, n: int) -> bool:
-    """True: hosting a server reduces the node's own traffic, because with n = 1 the node then sends nothing."""
-    return node.server and n < 2
 
 
 def _busy_s(node: Node, share: float, n: int, bits: float) -> float:
