@@ -98,7 +98,7 @@ class Wires:
 
     def next(self, patience_s: float) -> link_rates.ChunkArrival:
         self.clock, server, way, nbytes = heapq.heappop(self.arrivals)
-        return link_rates.ChunkArrival(server, way, nbytes, self.clock)
+        return link_rates.ChunkArrival(server, nbytes, self.clock)
 
     def now(self) -> float:
         return self.clock
