@@ -44,7 +44,7 @@ class TwoWay(CodecWrapper, frozen=True):
 
     name: ClassVar[str] = "two_way"
 
-    down: Any
+    down: Codec
 
     def __post_init__(self) -> None:
         allowed = "but it must be a codec of one round with a dense float32 sum"
@@ -60,11 +60,11 @@ class TwoWay(CodecWrapper, frozen=True):
 
     @property
     def keeps(self) -> bool:  # type: ignore[override]
-        return bool(self.inner.keeps or self.down.keeps)
+        return self.inner.keeps or self.down.keeps
 
     @property
     def has_server_residual(self) -> bool:  # type: ignore[override]
-        return bool(self.down.has_server_residual)
+        return self.down.has_server_residual
 
     def bound(self, spec: Spec) -> int:
         return max(int(self.inner.bound(spec)), int(self.down.bound(spec)))
@@ -79,7 +79,7 @@ class TwoWay(CodecWrapper, frozen=True):
         self.down.undo_server(state["down"], elements)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
-        return int(self.down.emit(r, acc, state["down"], out))
+        return self.down.emit(r, acc, state["down"], out)
 
 
 def two_way(up: Codec, down: Codec) -> TwoWay:
