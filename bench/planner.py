@@ -74,9 +74,9 @@ def _planning(quick: bool, rows: list[dict[str, Any]]) -> Iterator[tuple[str, fl
         "plan_s_300_homes": ("300 tensors, all codecs, 4 homes", lambda: plan(_job(300), HOMES, None, full)),
         "plan_s_300_to_loss": ("the same by seconds to a loss, all ways", lambda: plan(_job(300), HOMES, None, free)),
         "plan_s_resnet50_32_unequal": ("ResNet-50, all codecs, 32 homes of 20 - 900 Mb/s",
-                                       lambda: plan(models.as_in_paper("resnet50"), unequal(32, 20e6, 900e6), None, full)),
+                                       lambda: plan(models.published_job("resnet50"), unequal(32, 20e6, 900e6), None, full)),
         "plan_s_resnet50_32_to_loss": ("the same by seconds to a loss, all ways",
-                                       lambda: plan(models.as_in_paper("resnet50"), unequal(32, 20e6, 900e6), None, free)),
+                                       lambda: plan(models.published_job("resnet50"), unequal(32, 20e6, 900e6), None, free)),
     }
     for key, (what, call) in cases.items():
         seconds, chosen = _least(call, 2 if quick else 5)

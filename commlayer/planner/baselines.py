@@ -185,7 +185,7 @@ def noise_range(question: Question) -> tuple[Question, Question]:
 def baselines(planned: Plan, question: Question, synchronous: Plan | None = None) -> tuple[Baseline, ...]:
     """The plan first, then its baselines. `synchronous`: the best plan that averages gradients in every step, if `planned` is a
     different one."""
-    dense = uncompressed(question)
+    dense = uncompressed_plan(question)
     return (*planned_rows(planned, question, synchronous),
             Baseline("dense fp32", dense.step_s, nbytes=busiest_nbytes(dense, question)),
             Baseline("DDP fp16", ddp_fp16_s(question), nbytes=busiest_nbytes(_ddp_plan(question), question) / 2),
@@ -220,7 +220,7 @@ def busiest_nbytes(plan: Plan, question: Question) -> float:
     return max(nbytes.values(), default=0.0) / plan.local_steps
 
 
-def uncompressed(question: Question) -> Plan:
+def uncompressed_plan(question: Question) -> Plan:
     """The best plan without compression that exchanges in every step."""
     job, cluster, profile, policy = question
     return plan(job, cluster, profile, structs.replace(policy, codecs=(DENSE,), objective="step", max_loss=NO_LIMIT, exact=True,
@@ -318,7 +318,7 @@ class Curve(Record, frozen=True):
 def point(label: str, x: float, question: Question) -> Point:
     """Plans for one cluster and compares the plan with its baselines."""
     job, cluster, _, policy = question
-    planned, dense = plan(*question), uncompressed(question)
+    planned, dense = plan(*question), uncompressed_plan(question)
     if policy.objective == "step":  # convergence does not count
         planned = structs.replace(planned, steps=0.0, steps_high=0.0)
     # The dense plan needs no codec and is always possible, but a search may miss it.

@@ -223,12 +223,12 @@ def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
         yield served
         return
     # Workers sum these shards in one reduce_scatter, and exchange the averaged shards in one allgather.
-    for owner, slices in enumerate(cut(bucket.slices, ranks_per_node)):
+    for owner, slices in enumerate(cut_slices(bucket.slices, ranks_per_node)):
         if slices:
             yield structs.replace(served, slices=slices, owner=owner, shape=())
 
 
-def cut(slices: Sequence[Slice], parts: int) -> list[tuple[Slice, ...]]:
+def cut_slices(slices: Sequence[Slice], parts: int) -> list[tuple[Slice, ...]]:
     """Cuts slices into `parts` lists of nearly equal numbers of elements; a list may be empty."""
     numel = sum(s.numel for s in slices)
     return [between(slices, start, stop) for start, stop in pairwise(numel * i // parts for i in range(parts + 1))]
@@ -256,11 +256,11 @@ def _shards(buckets: Sequence[Bucket]) -> bool:
     return (
         [bucket.owner for bucket in buckets] == [*range(len(buckets))]
         and max(sizes) - min(sizes) <= 1
-        and all(_joined(before.slices[-1], after.slices[0]) for before, after in pairwise(buckets))
+        and all(_adjacent(before.slices[-1], after.slices[0]) for before, after in pairwise(buckets))
     )
 
 
-def _joined(before: Slice, after: Slice) -> bool:
+def _adjacent(before: Slice, after: Slice) -> bool:
     return before.tensor == after.tensor and before.stop == after.start
 
 

@@ -175,7 +175,7 @@ class Network:
                 gated=_ints(map(len, gates)), gate=_ints(chain.from_iterable(gates)))
         return self._shapes[key]
 
-    def awaited(self, shape: Shape) -> Shape:
+    def with_final_task(self, shape: Shape) -> Shape:
         """The same tasks with an additional final task, which uses no link, CPU or GPU and waits for the last tasks."""
         last = tuple(sorted({*range(len(shape.after))} - {before for after in shape.after for before in after}))
         return self.shape((*shape.lanes, ()), (*shape.after, last), (*shape.ops, ""))
@@ -235,7 +235,7 @@ class Network:
         return self.nodes.get(name, self.nodes.get(name.rpartition(".")[0], -1))
 
 
-def joined(templates: Sequence[Template]) -> Template:
+def join_templates(templates: Sequence[Template]) -> Template:
     return Template(tuple(chain.from_iterable([each.tasks for each in templates])),
                     tuple(chain.from_iterable([each.shapes for each in templates])),
                     _concat([each.seconds for each in templates]), _concat([each.latency for each in templates]))
@@ -243,7 +243,7 @@ def joined(templates: Sequence[Template]) -> Template:
 
 def add_final_delays(network: Network, loads: Sequence[Load], seconds: Sequence[float]) -> list[Load]:
     """Adds a final delay of `seconds[b]` to all options of bucket b, during which no link, CPU or GPU is used."""
-    return [load._replace(shapes=tuple([network.awaited(shape) for shape in load.shapes]),
+    return [load._replace(shapes=tuple([network.with_final_task(shape) for shape in load.shapes]),
                           latency=np.insert(load.latency, np.cumsum([len(shape.after) for shape in load.shapes]), latency_s))
             for load, latency_s in zip(loads, seconds, strict=True)]
 

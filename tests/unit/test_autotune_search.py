@@ -35,7 +35,7 @@ from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes, with_m
 from commlayer.errors import InvalidInput, InvalidState
 from commlayer.planner import default_plan, simulate
 from commlayer.planner.convergence import LearningRow
-from commlayer.planner.data.models import as_in_paper, builtin
+from commlayer.planner.data.models import builtin, published_job
 from commlayer.planner.data.tables import node, profile_from_tables
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Cluster, Line, Link, Node, Policy, Profile, Question
@@ -55,7 +55,7 @@ FAST = "100/100Gb"
 def inputs(links: str, **policy: Any) -> Question:
     cluster = cluster_from_line(f"2xrtx3060@{links}")
     profile: Profile = structs.replace(profile_from_tables(cluster), learning=ROWS)
-    return Question(as_in_paper("resnet101") if links == FAST else JOB, cluster, profile, Policy(optimizer="adam", **policy))
+    return Question(published_job("resnet101") if links == FAST else JOB, cluster, profile, Policy(optimizer="adam", **policy))
 
 
 @pytest.mark.parametrize(("links", "exact", "away"), [
@@ -224,7 +224,7 @@ def test_after_local_steps_only_local_step_plans_are_compared(links: str, exact:
 LINKS = [Link(1e8, 1e8, 0.01)] * 3
 ROWS_REPLAN = [RankMeasurement(0.1 * (1 + rank), 0.2, 1e8, 1e8, 0.01) for rank in range(3)]
 INSIDE = calibration.CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
-JOB_REPLAN = as_in_paper("resnet50")
+JOB_REPLAN = published_job("resnet50")
 
 
 def costs() -> Profile:
@@ -419,7 +419,7 @@ def test_contention_of_many_senders_is_fitted_by_simulation() -> None:
     assert factor(step_s(3.0), step_s) == pytest.approx(3.0, rel=0.05)
 
 
-JOB_PRICE = as_in_paper("resnet50")
+JOB_PRICE = published_job("resnet50")
 POLICY = Policy(devices=("cpu",))
 
 

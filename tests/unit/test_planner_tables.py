@@ -15,7 +15,7 @@ from commlayer import records
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner import data
 from commlayer.planner.data import tables as machines
-from commlayer.planner.data.models import as_in_paper, built_in, builtin, layers, preset_of
+from commlayer.planner.data.models import built_in, builtin, layers, preset_of, published_job
 from commlayer.planner.data.tables import at_job_speed, gpu, link, links, node, profile_from_tables
 from commlayer.planner.inputs import cluster_from_line, cluster_of, link_of, nodes_of, profile_of, rate_of
 from commlayer.planner.model import Cluster, Link
@@ -54,7 +54,7 @@ def test_shapes_add_up_to_the_published_model(name: str) -> None:
         assert round(4 * numel / 2**20) == ESPRESSO_MIB[name]
 
 
-@pytest.mark.parametrize("result", [builtin, as_in_paper])
+@pytest.mark.parametrize("result", [builtin, published_job])
 @pytest.mark.parametrize("name", [name for name, model in built_in().items() if model.published])
 def test_times_of_presets_are_consistent(name: str, result: Callable[[str], Job]) -> None:
     job = result(name)

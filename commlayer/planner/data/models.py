@@ -379,7 +379,7 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
     published."""
     preset = _checked(name, batch).preset
     if preset is None:
-        return as_in_paper(name, batch, device)
+        return published_job(name, batch, device)
     model, batch = preset.model, batch or preset.batch
     parts, reads = layers(name, model.tokens), model.tokens or 1
     flops = 2 * sum(layer.macs for layer in parts) * reads * batch
@@ -395,7 +395,7 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
     return structs.replace(job, timing=timed.scaled(1 / job_speed(device, timed)))
 
 
-def as_in_paper(name: str, batch: int | None = None, device: str = "v100") -> Job:
+def published_job(name: str, batch: int | None = None, device: str = "v100") -> Job:
     """A job in FP32, with the batch and sequence length of the papers that measured it."""
     job = _checked(name, batch).published
     if job is None:

@@ -21,7 +21,7 @@ from commlayer.planner.buckets import Contents
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Excesses, Prices, overlapped_cluster
 from commlayer.planner.model import DENSE, Cluster, Option, Policy, Profile, bare
-from commlayer.planner.problem import COMPUTE, Load, Reals, Template, joined
+from commlayer.planner.problem import COMPUTE, Load, Reals, Template, join_templates
 from commlayer.planner.tensors import EXACT, keeps_zeros
 from commlayer.planner.tree import ALIASES, Path, Promise, misfits, on_gpus, parse, promise_of, spell
 
@@ -211,7 +211,7 @@ class Catalog:
         servers)."""
         if options not in self._joined:
             each = [self.template(o) for o in options]
-            self._joined[options] = joined(each), [*accumulate([len(t.seconds) for t in each], initial=0)]
+            self._joined[options] = join_templates(each), [*accumulate([len(t.seconds) for t in each], initial=0)]
         template, edges = self._joined[options]
         load = template.load(numel, urgency)
         held_s: list[float] = np.diff(np.append(0.0, np.cumsum(load.seconds))[edges]).tolist()

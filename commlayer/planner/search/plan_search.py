@@ -106,7 +106,7 @@ class PlanSearch:
         if not tried:
             raise InvalidInput("E-PLAN-CODEC-COST", f"profile {question.profile.source!r} has no cost of {DENSE}: "
                                "plans over servers need it for buffers and uncompressed buckets")
-        priced = _best_plan([(c, choice) for c in _best_scenarios(tried) for choice in (c.searched, c.quick)])
+        priced = _best_plan([(c, choice) for c in _best_scenarios(tried) for choice in (c.best, c.quick)])
         densest = min(tried, key=lambda c: c.dense.price)
         return _best_plan([(densest, densest.dense)], priced, by=-PAYS)
 
@@ -220,7 +220,7 @@ class PlanSearch:
         if recipe not in self._by_recipe:
             scenario = self._scenario(recipe)
             try:
-                self._by_recipe[recipe] = [(scenario, scenario.searched)]
+                self._by_recipe[recipe] = [(scenario, scenario.best)]
             except InvalidInput:  # no choice is within the loss budget
                 self._by_recipe[recipe] = []
         return self._by_recipe[recipe]
@@ -272,10 +272,10 @@ def _best_plan(choices: Sequence[tuple[Scenario, Choice]], best: PricedPlan | No
     ranked = sorted(choices, key=lambda pair: pair[0].price(pair[1]))
     if best is None:
         (scenario, choice), *ranked = ranked
-        best = scenario.placed(choice)
+        best = scenario.place(choice)
     for scenario, choice in ranked:
         if scenario.price(choice) * (1 - PLACED) < best.price * (1 - by):
-            priced = scenario.placed(choice)
+            priced = scenario.place(choice)
             best = priced if priced.price < best.price * (1 - by) else best
     return best
 

@@ -11,7 +11,7 @@ from commlayer.planner import buckets
 from commlayer.planner.buckets import Contents, Limits, least_spread_nbytes
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Prices, bucket_weights
-from commlayer.planner.model import DENSE, Option, Question
+from commlayer.planner.model import DENSE, Question
 from commlayer.planner.search.choices import Choice, Space, cheapest, search, uniform
 from commlayer.planner.search.options import Catalog
 from commlayer.planner.search.placement import Part, cut_and_place
@@ -121,21 +121,20 @@ class Scenario:
     @cached_property
     def dense(self) -> Choice:
         """The best choice without compression in which all buckets use the same option."""
-        plain = [choice for choice in self.uniform if all(o.codec == DENSE for o in self.used(choice))]
+        options = self.catalog.options
+        plain = [choice for choice in self.uniform if all(
+            options[mine[place]].codec == DENSE for mine, place in zip(self.useful, choice.options, strict=True))]
         return cheapest(plain or self.uniform[:1])
-
-    def used(self, choice: Choice) -> set[Option]:
-        return {self.catalog.options[mine[place]] for mine, place in zip(self.useful, choice.options, strict=True)}
 
     def price(self, choice: Choice) -> float:
         """Step time in seconds times the convergence factor, as the search estimates them for a choice."""
         return choice.price / self.recipe.every
 
     @cached_property
-    def searched(self) -> Choice:
+    def best(self) -> Choice:
         return search(self.space, self.uniform)
 
-    def placed(self, choice: Choice) -> PricedPlan:
+    def place(self, choice: Choice) -> PricedPlan:
         """Converts a choice (one option per bucket) to a complete plan, simulated with each part on its own server. Buckets are
         cut more finely if that saves enough time."""
         if choice.options not in self._placed:
