@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
@@ -34,17 +35,24 @@ def layer_of(name: str, macs: float, **shapes: tuple[int, ...]) -> Layer:
     return Layer(tuple(TensorInfo(f"{name}.{part}", shape) for part, shape in shapes.items()), macs)
 
 
+def weighted(name: str, shape: tuple[int, ...], times: int, *, bias: bool) -> Layer:
+    """A layer that multiplies by each element of its weight `times` times for a sample."""
+    shapes = {"weight": shape} | ({"bias": shape[:1]} if bias else {})
+    return layer_of(name, float(math.prod(shape) * times), **shapes)
+
+
 def conv(name: str, inside: int, outside: int, kernel: int, side: int, *, bias: bool = False) -> Layer:
     """A convolution with a square output of `side` x `side`."""
-    shape = (outside, inside, kernel, kernel)
-    macs = float(outside * inside * kernel**2 * side**2)
-    return layer_of(name, macs, weight=shape, bias=(outside,)) if bias else layer_of(name, macs, weight=shape)
+    return weighted(name, (outside, inside, kernel, kernel), side**2, bias=bias)
 
 
 def linear(name: str, inside: int, outside: int, *, bias: bool = True, times: int = 1) -> Layer:
-    macs = float(inside * outside * times)
-    shape = (outside, inside)
-    return layer_of(name, macs, weight=shape, bias=(outside,)) if bias else layer_of(name, macs, weight=shape)
+    return weighted(name, (outside, inside), times, bias=bias)
+
+
+def projection(name: str, inside: int, outside: int) -> Layer:
+    """A linear layer of GPT-2, whose weight has its inputs as rows."""
+    return layer_of(name, float(inside * outside), weight=(inside, outside), bias=(outside,))
 
 
 def norm(name: str, width: int) -> Layer:
@@ -151,14 +159,11 @@ class Gpt2(Record, frozen=True, tag_field="family", tag="gpt2"):
         for block in range(self.blocks):
             name = f"transformer.h.{block}"
             yield norm(f"{name}.ln_1", width)
-            for part, inside, outside in (("attn.c_attn", 1, 3), ("attn.c_proj", 1, 1), ("ln_2", 0, 0),
-                                          ("mlp.c_fc", 1, 4), ("mlp.c_proj", 4, 1)):
-                if not inside:
-                    yield norm(f"{name}.{part}", width)
-                    continue
-                layer = layer_of(f"{name}.{part}", float(inside * outside * width**2), weight=(inside * width, outside * width),
-                                 bias=(outside * width,))
-                yield _with_attention(layer, seen, width) if part == "attn.c_proj" else layer
+            yield projection(f"{name}.attn.c_attn", width, 3 * width)
+            yield _with_attention(projection(f"{name}.attn.c_proj", width, width), seen, width)
+            yield norm(f"{name}.ln_2", width)
+            yield projection(f"{name}.mlp.c_fc", width, 4 * width)
+            yield projection(f"{name}.mlp.c_proj", 4 * width, width)
         yield norm("transformer.ln_f", width)
         yield Layer((), float(width * words))
 
