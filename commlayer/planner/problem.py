@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from commlayer.errors import InvalidInput
 from commlayer.planner.model import ZERO, Line
 
 Ints = npt.NDArray[np.int32]
@@ -219,11 +218,6 @@ class Network:
             op = ""
         key = op, lanes
         if key not in self._queue_of:
-            if len(lanes) > 1 and not all(lane.startswith(_SHARED) for lane in lanes):
-                together = f"lanes {', '.join(lanes)} together"
-                raise InvalidInput("E-PLAN-INPUT",
-                                   f"task {op or lanes}: {together}, allowed: one lane, or only lanes of the kinds "
-                                   f"{', '.join(SHARED)}")
             self._queue_of[key] = len(self._queues)
             self._queues.append(tuple([self._lanes.setdefault(lane, len(self._lanes)) for lane in lanes]))
         return self._queue_of[key]

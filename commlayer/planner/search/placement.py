@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from commlayer.codec_spec import parse_spec
-from commlayer.errors import InvalidInput
 from commlayer.planner import buckets
 from commlayer.planner.buckets import ELEMENT_NBYTES, assign, fragments_of, spread
 from commlayer.planner.model import ZERO, Cluster, Node
@@ -68,14 +67,6 @@ def link_shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
     """The fastest split if every training node sends and receives `nbytes`. A node without a server has fraction 0."""
     n = sum(1 for node in cluster.nodes if node.ranks)
     hosts = [node for node in cluster.nodes if node.server]
-    if not hosts:
-        raise InvalidInput("E-PLAN-INPUT", "placement: no node of the cluster can host a server")
-    if n == 0:
-        raise InvalidInput("E-PLAN-INPUT", "placement: the cluster has no node with ranks")
-    for node in cluster.nodes:
-        if not _bps(node) > 0:
-            raise InvalidInput("E-PLAN-INPUT",
-                               f"node {node.name}: the link's rate is {_bps(node):g} bit/s, allowed: above 0")
     bits = 8 * nbytes
     # A training node sends and receives all bytes, unless it is the only one and hosts the server.
     low_s = max((bits / _bps(node) for node in cluster.nodes if node.ranks and not (node.server and n == 1)), default=0.0)
