@@ -245,8 +245,7 @@ def one_machine(question: Question) -> list[Baseline]:
 def ddp_fp16_s(question: Question) -> float:
     """Step time with an all-reduce of fp16 values, modeled as fp32 over links twice as fast. The conversion counts as free."""
     cluster, profile = question.cluster, question.profile
-    nodes = tuple(structs.replace(node, intra_bps=2 * node.intra_bps, link=structs.replace(
-        node.link, up_bps=2 * node.link.up_bps, down_bps=2 * node.link.down_bps)) for node in cluster.nodes)
+    nodes = tuple(structs.replace(node, intra_bps=2 * node.intra_bps, link=node.link.scaled(2)) for node in cluster.nodes)
     halved = {name: Line(line.floor_s, line.slope_s / 2, line.error)
               for name, line in (("inside", profile.inside), ("across", profile.across))}
     faster = question._replace(cluster=structs.replace(cluster, nodes=nodes), profile=structs.replace(profile, **halved))
@@ -255,10 +254,8 @@ def ddp_fp16_s(question: Question) -> float:
 
 def _ddp_plan(question: Question) -> Plan:
     """All-reduces of fp32 values in DDP's buckets."""
-    ranks = {node.ranks for node in question.cluster.nodes if node.ranks}
-    per_node = ranks.pop() if len(ranks) == 1 else 1
-    return default_plan(question.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=per_node, fuse_nbytes=DDP_NBYTES,
-                        cut_nbytes=MAX_BUCKET_NBYTES)
+    return default_plan(question.job, codec=DENSE, path="allreduce", servers=0,
+                        ranks_per_node=question.cluster.ranks_per_node, fuse_nbytes=DDP_NBYTES, cut_nbytes=MAX_BUCKET_NBYTES)
 
 
 LEAST_BPS, MOST_BPS = 1e5, 1e12

@@ -411,9 +411,8 @@ hidden: flows that share a long link leave part of it idle, at times for seconds
 
 def overlapped_cluster(cluster: Cluster) -> Cluster:
     """A copy of the cluster with link rates reduced to the fraction `FULL`, for exchanges hidden behind computing."""
-    return structs.replace(cluster, nodes=tuple(
-        structs.replace(node, link=structs.replace(node.link, up_bps=FULL * node.link.up_bps,
-                                                   down_bps=FULL * node.link.down_bps)) for node in cluster.nodes))
+    nodes = tuple(structs.replace(node, link=node.link.scaled(FULL)) for node in cluster.nodes)
+    return structs.replace(cluster, nodes=nodes)
 
 
 class Excesses:

@@ -289,9 +289,6 @@ def _nodes(written: NodeEntry, place: int, what: str) -> Iterator[Node]:
     name = written.name or f"{written.device}-{place}"
     if written.count < 1:
         raise InvalidInput("E-PLAN-INPUT", f"{what}: node {name}: count is {written.count}, allowed: 1 or more")
-    if written.intra not in tables.links().intra:
-        raise InvalidInput("E-PLAN-INPUT", f"{what}: node {name}: intra {written.intra!r}: allowed are "
-                                           f"{', '.join(tables.links().intra)}")
     try:
         node = tables.node(name, written.device, written.link, ranks=written.ranks, intra=written.intra, server=written.server,
                            relative_speed=written.speed)

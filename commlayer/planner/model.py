@@ -53,6 +53,10 @@ class Link(Record, frozen=True):
     down_bps: float
     alpha_s: float = 0.0
 
+    def scaled(self, factor: float) -> Link:
+        """A link whose rates are this many times as high."""
+        return Link(factor * self.up_bps, factor * self.down_bps, self.alpha_s)
+
 
 class Node(Record, frozen=True):
     """One machine: its ranks, their device, its network link and the connection between its ranks."""
@@ -80,6 +84,12 @@ class Cluster(Record, frozen=True):
     @property
     def ranks(self) -> int:
         return sum(n.ranks for n in self.nodes)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of ranks on each training node; 1 if the numbers differ."""
+        counts = {n.ranks for n in self.nodes if n.ranks}
+        return counts.pop() if len(counts) == 1 else 1
 
 
 def bare(codec: str) -> CodecSpec:

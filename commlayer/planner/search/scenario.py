@@ -80,8 +80,6 @@ class Scenario:
         self.catalog = catalog.hidden if recipe.overlap == "round" else catalog
         plain = Recipe(recipe.optimizer, workers=recipe.workers, numel=recipe.numel)
         self.useful = [self.catalog.useful(*piece.kind, plain) for piece in layout.pieces]
-        ranks = {node.ranks for node in question.cluster.nodes if node.ranks}
-        self.ranks_per_node = ranks.pop() if len(ranks) == 1 else 1
         self._placed: dict[tuple[int, ...], PricedPlan] = {}
 
     @cached_property
@@ -157,18 +155,19 @@ class Scenario:
         chosen = [mine[place] for mine, place in zip(self.useful, choice.options, strict=True)]
         return cut_and_place(
             self.layout.job, [piece.slices for piece in self.layout.pieces], chosen, self.catalog, finely,
-            fragments=self.recipe.fragments, ranks_per_node=self.ranks_per_node, last_first=not steps_locally(self.recipe),
+            fragments=self.recipe.fragments, ranks_per_node=self.question.cluster.ranks_per_node,
+            last_first=not steps_locally(self.recipe),
             least_nbytes=least_spread_nbytes(fine=self.recipe.fragments > 1 or finely > SHARED))
 
     def _plan(self, parts: Sequence[Part]) -> Plan:
-        job, result = self.question.job, []
+        job, ranks_per_node, result = self.question.job, self.question.cluster.ranks_per_node, []
         for i, part in enumerate(parts):
             o = self.catalog.options[part.option]
             codec, shape = codec_and_shape(o.codec, job, part.slices)
             result.append(Bucket(i, part.slices, o.path, codec, part.server, part.owner, shape, o.down, o.by_node))
         hosts = self.catalog.prices.hosts if any(bucket.served for bucket in result) else ()
         return all_reduce_doubles(Plan(
-            job.digest(), tuple(result), len(hosts), self.ranks_per_node, self.recipe.every,
+            job.digest(), tuple(result), len(hosts), ranks_per_node, self.recipe.every,
             "updates" if steps_locally(self.recipe) else "gradients",
             cast(Literal["", "round", "forward"], self.recipe.overlap), self.recipe.fragments, hosts=hosts), job)
 
