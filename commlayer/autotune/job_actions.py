@@ -127,7 +127,7 @@ class JobActions:
                                expected=expected), carried, self._fastest_down_bps())
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced)
         rows = gathered(groups, row)
-        collectives = CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
+        collectives = CollectiveCosts()
         if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
             collectives = calibration.measure_collectives(groups, GROUPS_SHARE * self._probe_s)
         self._measured = Measurements(structs.replace(self._job, timing=timing), rows, collectives)

@@ -223,7 +223,7 @@ def test_after_local_steps_only_local_step_plans_are_compared(links: str, exact:
 
 LINKS = [Link(1e8, 1e8, 0.01)] * 3
 ROWS_REPLAN = [RankMeasurement(0.1 * (1 + rank), 0.2, 1e8, 1e8, 0.01) for rank in range(3)]
-INSIDE = calibration.CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
+INSIDE = calibration.CollectiveCosts()
 JOB_REPLAN = published_job("resnet50")
 
 

@@ -95,8 +95,6 @@ COLLECTIVE_REPEATS = 3
 FLOAT_NBYTES = 4
 LEAST_BYTE_S = 1e-12
 """Lower limit of the seconds per byte, whatever a noisy fit gives."""
-NO_COLLECTIVES = Line(0.0)
-
 Collective = Callable[[torch.Tensor], PendingCollective]
 
 
@@ -104,15 +102,15 @@ class CollectiveCosts(NamedTuple):
     """Costs of collectives: seconds per message (the floor) and seconds per byte on a member's link (the slope). Zeros for a
     level that the cluster does not have."""
 
-    inside: Line
-    across: Line
+    inside: Line = ZERO
+    across: Line = ZERO
 
 
 def measure_collectives(groups: Groups, budget_s: float) -> CollectiveCosts:
     """Measures, in about `budget_s`, a reduce inside all nodes at once, and an all-reduce over ranks that can reach each
     other."""
     nodes, ranks = groups.world // groups.ranks_per_node, groups.ranks_per_node
-    inside = across = NO_COLLECTIVES
+    inside = across = ZERO
     if ranks > 1:
         inside = _line(groups, partial(groups.inside.out.reduce, root=0), "reduce", ranks, budget_s / (2 if nodes > 1 else 1))
     if nodes > 1 and groups.members.reachable:
