@@ -80,8 +80,7 @@ class Candidate(NamedTuple):
             buckets = tuple(structs.replace(b, stale=False) for b in buckets)
         actual = structs.replace(self.plan, buckets=buckets, step_s=plan.step_s, steps=plan.steps,
                                  steps_high=plan.steps_high, **{field: getattr(plan, field) for field in MODE_FIELDS})
-        return self._replace(basis=self.basis._replace(plan=actual), runnable=plan,
-                             steps=steps_of(actual, self.basis.inputs.complete))
+        return self._replace(basis=self.basis._replace(plan=actual), runnable=plan, steps=steps_of(actual, self.basis.inputs))
 
 
 def steps_of(plan: Plan, question: Question) -> float:

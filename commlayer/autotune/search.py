@@ -18,7 +18,7 @@ from commlayer.codec_spec import parse_spec
 from commlayer.planner.baselines import one_machine
 from commlayer.planner.buckets import COLLECTIVE_NBYTES, default_plan
 from commlayer.planner.convergence import Recipe, excess
-from commlayer.planner.model import DENSE, Basis, Cluster, Node, PlanInputs, Question
+from commlayer.planner.model import DENSE, Basis, Cluster, Node, Question
 from commlayer.planner.search.plan_search import PlanSearch
 from commlayer.planner.search.scenario import PricedPlan
 from commlayer.planner.simulation import simulate, step_seconds
@@ -90,7 +90,7 @@ def search(order: SearchOrder) -> SearchResult:
 
     def candidate(plan: Plan, leaves: str) -> Candidate:
         return Candidate(
-            Basis(plan, PlanInputs(*inputs)), on_servers(plan, order.server_nodes), as_planned, current_s(contention),
+            Basis(plan, inputs), on_servers(plan, order.server_nodes), as_planned, current_s(contention),
             current_s(1.0), price_of(plan, inputs), current_price, steps_of(plan, inputs), steps_of(as_planned, inputs), leaves)
 
     alone_s = _alone_s(inputs)
@@ -273,7 +273,7 @@ def _in_updates(plan: Plan, question: Question) -> Plan:
 def uncompressed(best: Candidate, *, apart: bool = False) -> Candidate | None:
     """Returns the plan without compression, predicted from the same costs. None if it is active, or if workers cannot reach
     each other."""
-    inputs = best.basis.inputs.complete
+    inputs = best.basis.inputs
     if not inputs.cluster.reachable:
         return None
     plain = default_plan(

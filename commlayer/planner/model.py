@@ -191,22 +191,6 @@ class Policy(Record, frozen=True):
     only."""
 
 
-class PlanInputs(Record, frozen=True):
-    """A plan's inputs, stored next to the plan so that it can be explained and changed later."""
-
-    job: Job
-    cluster: Cluster
-    profile: Profile | None = None
-    policy: Policy | None = None
-
-    @property
-    def complete(self) -> Question:
-        """The inputs with profile and policy. Raises InvalidInput if one of them is None."""
-        if self.profile is None or self.policy is None:
-            raise InvalidInput("E-PLAN-INPUT", "the plan's inputs lack a profile or a policy")
-        return Question(self.job, self.cluster, self.profile, self.policy)
-
-
 class Question(NamedTuple):
     """The planner's inputs without gaps: a job with its timing, the machines, the costs and what a plan may choose."""
 
@@ -229,7 +213,7 @@ class Basis(NamedTuple):
     """A plan before lowering to the runtime's paths, and the plan's inputs."""
 
     plan: Plan
-    inputs: PlanInputs
+    inputs: Question
 
 
 DENSE = "identity()"
