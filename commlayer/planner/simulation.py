@@ -21,7 +21,7 @@ from commlayer.planner.tensors import sent_numel
 from commlayer.records import Bucket, Job, Plan, Record, Slice, Timing
 
 if TYPE_CHECKING:
-    from commlayer._core import Schedule
+    from commlayer import _core
 
 
 class Span(Record, frozen=True):
@@ -198,11 +198,11 @@ def fragments(
         for places in fragments_of(cuts, recipe.fragments)]
 
 
-def native_schedule(problem: Problem) -> Schedule:
+def native_schedule(problem: Problem) -> _core.Schedule:
     if core is None:
         raise InvalidInput("E-PACKAGE", "planning needs the native core, which is not installed: install a C++ compiler and "
                            "reinstall commlayer")
-    schedule: Schedule = core.Schedule(problem)
+    schedule: _core.Schedule = core.Schedule(problem)
     return schedule
 
 

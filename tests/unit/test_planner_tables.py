@@ -165,7 +165,7 @@ def test_profile_file_round_trips() -> None:
         (NODE + 'link = "home-0/20"', "^c: node x: .*'home-0/20'.*E-LINK-NAME"),
         (NODE + 'link = "1g"\nrank = 3', r"^c: .*`rank`.*node\[0\].*E-PLAN-INPUT"),
         (NODE + 'link = "1g"\ncount = 0', r"^c: node x: count is 0\b.*E-PLAN-INPUT"),
-        (NODE + 'link = "1g"\nranks = 2\nintra = "wire"', "^c: node x: intra 'wire'.*E-PLAN-INPUT"),
+        (NODE + 'link = "1g"\nranks = 2\nintra = "wire"', "^c: node x: intra 'wire'.*E-LINK-NAME"),
         (NODE.replace("rtx3060", "rtx3600") + 'link = "1g"', "^c: node x: .*'rtx3600'.* rtx30.*E-GPU-NAME"),
         (NODE + 'link = "1g"\n' + NODE + 'link = "1g"', "^c: cluster: .*'x'.*E-PLAN-INPUT"),
         (NODE + 'link = "1g"\nranks = 0', "^c: cluster: .*has ranks.*E-PLAN-INPUT"),
