@@ -55,6 +55,10 @@ class TwoWay(CodecWrapper, frozen=True):
                                f"two_way: down is {self.down}, {allowed}, with or without error_feedback")
 
     @property
+    def rounds(self) -> tuple[Reduction, ...]:  # type: ignore[override]
+        return (Reduction.GATHER,)
+
+    @property
     def biased(self) -> bool:  # type: ignore[override]
         return False
 
