@@ -23,7 +23,7 @@ from commlayer.autotune.measure.measurements import (
 )
 from commlayer.autotune.measure.probes import at_least, gathered, held_up, meter_of, probed, seen_by
 from commlayer.autotune.measure.step_times import timing_of
-from commlayer.autotune.plan_limits import PlanLimits, bounded, codecs, limits_of, remembers
+from commlayer.autotune.plan_limits import PlanLimits, bounded, codecs, limits_of
 from commlayer.autotune.planning_process import PlanningProcess
 from commlayer.autotune.search import SearchOrder
 from commlayer.autotune.state import Measured, SearchRequest
@@ -180,7 +180,7 @@ class JobActions:
         profile = structs.replace(self._profile, learning=learning_rows(context.terms.learning))
         profile, policy = bounded(context, profile, allowed.policy)
         order = SearchOrder(current, request.known, server_nodes, Question(measurements.job, cluster, profile, policy),
-                            measurements.step_s, self._contention, current.steps_locally and remembers(context),
+                            measurements.step_s, self._contention, current.steps_locally and context.memory.remembers,
                             allowed.suggests, allowed.young)
         candidate, self._contention, self._elsewhere_bps = self._process.search(order)
         return candidate

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import permutations, product
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import NamedTuple
 
 from commlayer.errors import InvalidInput
 from commlayer.planner.simulation import Simulation
 
+BY_ORDER = attrgetter("order")
 EQUAL = 1e-9
 """Relative tolerance: prices that differ by less than this fraction count as equal."""
 STARTS = 2
@@ -67,12 +68,8 @@ class Choice(NamedTuple):
         return self.price, self.excess, self.loss, self.burden, self.options
 
 
-def _order(choice: Choice) -> tuple[object, ...]:
-    return choice.order
-
-
 def cheapest(choices: Iterable[Choice]) -> Choice:
-    return min(choices, key=_order)
+    return min(choices, key=BY_ORDER)
 
 
 def uniform(space: Space, starts: Sequence[Sequence[int]] = ()) -> list[Choice]:
@@ -94,7 +91,7 @@ def search(space: Space, starts: Sequence[Choice]) -> Choice:
     there are few combinations, tries all."""
     if math.prod(map(len, space.loss)) <= FEW:
         return _drop_useless_compression(space, _best_of_all(space))
-    best = cheapest(_improve(space, start, _groups(space)) for start in sorted(starts, key=_order)[:STARTS])
+    best = cheapest(_improve(space, start, _groups(space)) for start in sorted(starts, key=BY_ORDER)[:STARTS])
     single = [(b,) for members in space.groups if len(members) > 1 for b in members][:MOST_SINGLE]
     best = _improve(space, best, [*single, *_groups(space)])
     while len(best.options) <= SMALL and (paired := _best_pair(space, best)) != best:
