@@ -62,24 +62,24 @@ def simulate(
     `prices`: costs for the cluster with the plan's servers, if the caller has them. `spans` False: the timeline has only times
     by bucket.
     """
-    laid = _set_up(plan, checked_inputs(job, cluster, profile, policy), prices)
+    setup = _set_up(plan, checked_inputs(job, cluster, profile, policy), prices)
     step_s = compute_s = 0.0
-    ready, done = [laid.begun_s] * len(plan.buckets), [laid.begun_s] * len(plan.buckets)
+    ready, done = [setup.before_s] * len(plan.buckets), [setup.before_s] * len(plan.buckets)
     all_spans: list[Span] = []
-    for places, problem in laid.fragments:
+    for places, problem in setup.fragments:
         fragment_s, starts, ends = native_schedule(problem).trace([0] * len(places))
         at, begun = 0, 0.0
         if problem.steps > 1:
             # If steps overlap, the second step is the first that shares links with another step's transfers. The timeline shows
             # its transfers to their end.
             at, begun = len(starts) // problem.steps, native_schedule(problem._replace(steps=1)).run([0] * len(places))
-        begun -= laid.begun_s + step_s
+        begun -= setup.before_s + step_s
         first_s, last_s = np.array(starts[at:]) - begun, np.array(ends[at:]) - begun
         slowest = problem.ready.reshape(problem.nodes, -1).max(axis=0)
         at = 0
         for place in problem.order.tolist():
             b = places[place]
-            tasks = laid.templates[b].tasks
+            tasks = setup.templates[b].tasks
             ready[b] += float(slowest[place]) + step_s
             done[b] = max(ready[b], float(last_s[at : at + len(tasks)].max(initial=-math.inf)))
             if spans:
@@ -96,8 +96,8 @@ def simulate(
 def step_seconds(plan: Plan, question: Question, prices: Prices | None = None) -> float:
     """Predicted seconds of one step, without a timeline. The cost of an exchange is divided by the number of steps that share
     it."""
-    laid = _set_up(plan, question, prices)
-    return Simulation(laid.fragments).run([0] * len(plan.buckets)) / plan.local_steps
+    setup = _set_up(plan, question, prices)
+    return Simulation(setup.fragments).run([0] * len(plan.buckets)) / plan.local_steps
 
 
 class Fragment(NamedTuple):
@@ -112,7 +112,7 @@ class _Setup(NamedTuple):
     fragments: list[Fragment]
     templates: list[Template]
     """One template per bucket."""
-    begun_s: float
+    before_s: float
     """Seconds of the forward pass before the simulated problem begins."""
 
 
@@ -122,8 +122,8 @@ def _set_up(plan: Plan, question: Question, prices: Prices | None) -> _Setup:
     recipe, timing = recipe_of(plan, question), question.timing
     loads = [each.load(sent_numel(plan, bucket, question.job), forward_need_s(timing, bucket.slices), stale=bucket.stale)
              for each, bucket in zip(templates, plan.buckets, strict=True)]
-    begun_s = timing.forward_s / slowest_speed(prices) if recipe.overlap == "forward" else 0.0
-    return _Setup(fragments(question, plan.buckets, loads, prices, recipe), templates, begun_s)
+    before_s = timing.forward_s / slowest_speed(prices) if recipe.overlap == "forward" else 0.0
+    return _Setup(fragments(question, plan.buckets, loads, prices, recipe), templates, before_s)
 
 
 def prices_of(plan: Plan, question: Question) -> Prices:
