@@ -388,7 +388,7 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
     model, batch = preset.model, batch or preset.batch
     parts, reads = layers(name, model.tokens), model.tokens or 1
     flops = 2 * sum(layer.macs for layer in parts) * reads * batch
-    forward_s = flops / (preset.utilisation * gpus()["v100"].peak_tflops * 1e12)
+    forward_s = product_s(flops, convolution=preset.convolutions, half=True)
     # The gradients of weights are half of the backward pass; frozen weights need none.
     backward_s = forward_s if model.frozen else 2 * forward_s
     job = build(name, parts, batch, forward_s, backward_s, ADAM_NBYTES)
@@ -407,7 +407,7 @@ def published_job(name: str, batch: int | None = None, device: str = "v100") -> 
         raise InvalidInput("E-MODEL-NAME", f"model {name!r} has no published times")
     parts, batch = layers(name, job.model.tokens), batch or job.batch
     flops = 2 * 2 * sum(layer.macs for layer in parts) * (job.model.tokens or 1) * job.batch
-    backward_s = (job.backward_s or flops / FLOP_S) * batch / job.batch
+    backward_s = (job.backward_s or product_s(flops, convolution=False, half=False)) * batch / job.batch
     timed = build(name, parts, batch, backward_s / 2, backward_s, SGD_NBYTES)
     return structs.replace(timed, timing=structs.replace(
         timed.timed.scaled(1 / speed(device)), model=structs.replace(job.model, samples=batch)))
@@ -439,7 +439,7 @@ def update_s(numel: int, nbytes: int = ADAM_NBYTES) -> float:
 
 
 def product_s(flops: float, *, convolution: bool, half: bool) -> float:
-    """Seconds that a V100 takes for operations in matrix products or convolutions of a user's model, as for a built-in one."""
+    """Seconds that a V100 takes for operations in matrix products or convolutions."""
     if not half:
         return flops / FLOP_S
     return flops / ((CONVOLUTIONS if convolution else PRODUCTS) * gpus()["v100"].peak_tflops * 1e12)
