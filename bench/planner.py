@@ -30,7 +30,7 @@ from commlayer.planner.model import Cluster, Link, Policy
 from commlayer.planner.search.choices import Space, search, uniform
 from commlayer.planner.search.options import Catalog, options
 from commlayer.planner.search.plan_search import plan
-from commlayer.planner.simulation import native_schedule
+from commlayer.planner.simulation import Fragment, Simulation
 from commlayer.records import Job, Plan, TensorInfo, Timing
 
 FLAT = Cluster(tuple(tables.node(f"n{i}", "v100", "10g") for i in range(8)))
@@ -74,9 +74,9 @@ def _planning(quick: bool, rows: list[dict[str, Any]]) -> Iterator[tuple[str, fl
         "plan_s_300_homes": ("300 tensors, all codecs, 4 homes", lambda: plan(_job(300), HOMES, None, full)),
         "plan_s_300_to_loss": ("the same by seconds to a loss, all ways", lambda: plan(_job(300), HOMES, None, free)),
         "plan_s_resnet50_32_unequal": ("ResNet-50, all codecs, 32 homes of 20 - 900 Mb/s",
-                                       lambda: plan(models.as_in_paper("resnet50"), unequal(32, 20e6, 900e6), None, full)),
+                                       lambda: plan(models.published_job("resnet50"), unequal(32, 20e6, 900e6), None, full)),
         "plan_s_resnet50_32_to_loss": ("the same by seconds to a loss, all ways",
-                                       lambda: plan(models.as_in_paper("resnet50"), unequal(32, 20e6, 900e6), None, free)),
+                                       lambda: plan(models.published_job("resnet50"), unequal(32, 20e6, 900e6), None, free)),
     }
     for key, (what, call) in cases.items():
         seconds, chosen = _least(call, 2 if quick else 5)
@@ -125,7 +125,8 @@ def _gap(seed: int) -> float:
     ready = tuple(sorted(rng.uniform(0.3, 1.0) * work_s for _ in sizes))
     built = [catalog.load(mine, size, 0.0) for mine, size in zip(useful, sizes, strict=True)]
     each_node = np.array([[*ready, work_s]] * len(prices.network.nodes))
-    steps = native_schedule(prices.network.problem([load for load, _ in built], each_node, tail_s=0.001))
+    problem = prices.network.problem([load for load, _ in built], each_node, tail_s=0.001)
+    steps = Simulation([Fragment([*range(len(sizes))], problem)])
     loss = [[losses[o] * size / sum(sizes) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
     excess = [[0.0] * len(mine) for mine in useful]
     space = Space(steps, loss, excess, [held_s for _, held_s in built], [[b] for b in range(len(sizes))], policy.max_loss)
@@ -138,7 +139,7 @@ def _brute(space: Space) -> float:
     best_s = math.inf
     for head in itertools.product(*map(range, counts)):
         lost = sum(space.loss[b][o] for b, o in enumerate(head))
-        swept = space.steps.sweep([*head, 0], [len(counts)], best_s)
+        swept = space.steps.sweep([*head, 0], [len(counts)], best_s, math.nan, 0, [*range(last)], [1.0] * last)
         for option in range(last):
             if lost + space.loss[-1][option] <= space.max_loss + 1e-9:
                 best_s = min(best_s, swept[option])

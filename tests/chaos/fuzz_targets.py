@@ -33,6 +33,7 @@ from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.secret import NONCE_NBYTES, PROOF_NBYTES, make_proof
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
 from commlayer.transport.zero_chunks import drop_zeros, restore_zeros
+from tests.support.frames import frames_in
 
 CAP_NBYTES, KEPT_NBYTES = 1 << 18, 1 << 20
 CODECS = (
@@ -328,7 +329,7 @@ def sums() -> Target:
             for b in PLAN.buckets for rank in (0, 1)]
 
     def read(data: bytes, rng: random.Random) -> None:
-        for one in Reader(CAP_NBYTES).feed(data):
+        for one in frames_in(Reader(CAP_NBYTES), data):
             cell = core.cells.get(one.header.bucket)
             if cell is not None and cell.awaited is not None and rng.random() < 0.5:
                 one = one._replace(header=one.header._replace(step=cell.awaited))
