@@ -358,10 +358,7 @@ class OuterSteps:
         self._finite.append(finite)
         self._running = None
         if fragment.number == self._schedule.fragments - 1:
-            worker.end(finite=all(self._finite))
-            for number, is_finite in enumerate(self._finite):
-                if is_finite:
-                    worker.mark_applied(range(len(self.starts)), number)
+            worker.end(self._finite)
             self._finite.clear()
             self._memory.clear()
             self._steps = 0, self._steps[1]
