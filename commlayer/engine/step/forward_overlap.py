@@ -27,7 +27,7 @@ from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.hooks.forward_order import ModuleHook, before_forward
 from commlayer.engine.hooks.gradient_mark import GradientMark, Marks
 from commlayer.engine.model.optimizers import closure_of, watch
-from commlayer.engine.step.deferred import defer, defer_state, undefer, undefer_state
+from commlayer.engine.step.deferred import defer, undefer
 from commlayer.engine.step.step_loop import StepLoop
 from commlayer.engine.worker.partial_step import PartialStep
 from commlayer.errors import CommError, InvalidInput, StepAbandoned
@@ -151,7 +151,7 @@ class ForwardOverlap:
             except BaseException:
                 self._stepping = False  # the step will not run
                 raise
-            undefer_state(self._optimizer)
+            undefer(self._optimizer)
 
     def _hold(self, out: PendingStep, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Writes the averages that have arrived, and makes the optimizer skip all other parameters."""
@@ -199,17 +199,15 @@ class ForwardOverlap:
             self._whole_called = False
             self._need(exposed)
             if out.later:
-                defer_state(self._optimizer, weakly(self._finish_updates))
+                defer(self._optimizer, weakly(self._finish_updates))
 
     def _before_module(self, numbers: Sequence[int]) -> None:
         self._seen.update(numbers)
-        if self._out is not None:
-            self._need(numbers)
+        self._need(numbers)
 
     def _before_model(self, numbers: set[int]) -> None:
         unseen, self._seen, self._whole_called = numbers - self._seen, set(), True
-        if self._out is not None:
-            self._need(sorted(unseen))
+        self._need(sorted(unseen))
 
     def _need(self, numbers: Iterable[int]) -> None:
         """Waits for the averages of tensors that are about to be used, and applies their updates. `numbers`: the tensors'
@@ -222,12 +220,13 @@ class ForwardOverlap:
             wanted = [n for n in numbers if n in out.later or (n >= len(self._parameters) and not out.complete(n))]
             if wanted:
                 self._take(out, partial(out.wait, wanted), quietly=True)
-            self._end_if_over()
+            if self._out is not None and out.over and not self._stepping:
+                self._end(out)
 
     def _finish_updates(self) -> None:
         """Waits until all weights and buffers contain the last step's updates."""
         if (out := self._out) is not None:
-            self._need([*out.later, *range(len(self._parameters), len(out.averages))])
+            self._need(range(len(out.averages)))
 
     def _before_adding(self, p: torch.Tensor, _gradient: torch.Tensor) -> None:
         """Ends the previous step when a backward pass is about to add its first gradient. Called by gradient hooks."""
@@ -266,10 +265,6 @@ class ForwardOverlap:
         gradient = p.grad if mark.value is None else mark.value
         return torch.zeros_like(p) if gradient is None or gradient is mark else gradient
 
-    def _end_if_over(self) -> None:
-        if self._out is not None and self._out.over and not self._stepping:
-            self._end(self._out)
-
     def _end(self, out: PendingStep) -> None:
         worker = self._loop.worker
         with torch.inference_mode(mode=False):
@@ -279,16 +274,16 @@ class ForwardOverlap:
         for number in out.gone:
             worker.mark_discarded(number)
         self._loop.written(out.stepped | out.gone)
-        self._forget()
         self._unobserved = True
+        self._forget(out)
         self._written()
-        for act in out.after:
-            act()
 
-    def _forget(self) -> None:
-        undefer_state(self._optimizer)
+    def _forget(self, out: PendingStep) -> None:
+        undefer(self._optimizer)
         self._marks.release()
         self._out = None
+        for act in out.after:
+            act()
 
     def then(self, act: Callable[[], None]) -> None:
         """Calls `act` when the running step has ended, or at once if no step is running."""
@@ -335,20 +330,22 @@ class ForwardOverlap:
             out.stepped.add(number)
         elif p.grad is not mark or mark.zeroed:
             out.gone.add(number)
+        self._reveal(number, average)
+
+    def _reveal(self, number: int, average: torch.Tensor | None, *, clear: bool = False) -> None:
+        """Replaces a parameter's placeholder by its average; by zeros if the script has cleared the placeholder, or `clear`."""
+        p, mark = self._parameters[number], self._marks[number]
         if p.grad is mark:
-            p.grad = average.zero_() if mark.zeroed and average is not None else average
+            p.grad = average.zero_() if (mark.zeroed or clear) and average is not None else average
         self._marks.became(number, average)
 
     def _pass_over(self, out: PendingStep, number: int) -> None:
         """Drops an update whose average is not finite, when the optimizer's step has already run."""
-        p, mark = self._parameters[number], self._marks[number]
         del out.later[number]
-        undefer(p)
+        undefer(self._parameters[number])
         out.gone.add(number)
         out.passed_over = True
-        if p.grad is mark:
-            p.grad = None
-        self._marks.became(number, None)
+        self._reveal(number, None)
 
     def _keep_from_step(self, out: PendingStep) -> None:
         """Removes averages that have arrived and are not finite, before the optimizer's step."""
@@ -378,9 +375,8 @@ class ForwardOverlap:
             out.worker.latch(error)
             raise
         for number, grad in previous.items():
-            p, mark, average = self._parameters[number], self._marks[number], averages[number]
-            p.grad = grad if grad is not mark else average.zero_() if mark.zeroed else average
-            self._marks.became(number, average)
+            self._parameters[number].grad = grad
+            self._reveal(number, averages[number])
             del out.later[number]
         out.stepped.update(averages)
         out.worker.mark_applied_early(averages)
@@ -388,17 +384,11 @@ class ForwardOverlap:
     def _abandon(self, out: PendingStep) -> None:
         """Abandons the step: no update has been applied. `.grad` contains this rank's own gradients again, or zeros after the
         optimizer's step, so that no later step applies them."""
-        for number, (p, mark) in enumerate(zip(self._parameters, self._marks, strict=True)):
-            undefer(p)
-            own = out.averages[number]
-            if p.grad is mark:
-                p.grad = own.zero_() if (mark.zeroed or out.later) and own is not None else own
-            self._marks.became(number, own)
-        for buffer in out.buffers:
-            undefer(buffer)
-        self._forget()
-        for act in out.after:
-            act()
+        for tensor in (*self._parameters, *out.buffers):
+            undefer(tensor)
+        for number in range(len(self._parameters)):
+            self._reveal(number, out.averages[number], clear=bool(out.later))
+        self._forget(out)
 
     def _say(self, out: PendingStep, error: CommError) -> None:
         """Adds to an error's text how many parameters the failed step has updated. Changes each error once."""
