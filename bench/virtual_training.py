@@ -272,7 +272,7 @@ class _Local:
                 local.exchange(self._sums.worker(rank), [], 0.0)
             if not self._way.overlap:
                 for rank, local in enumerate(self._locals):
-                    local.settle(self._sums.worker(rank), [], 0.0)
+                    local.complete(self._sums.worker(rank), [], 0.0)
 
     def learnt(self) -> nn.Module:
         """The mean of all workers' weights."""

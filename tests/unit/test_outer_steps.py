@@ -294,7 +294,7 @@ def test_results_arrive_while_other_buckets_are_still_uploaded() -> None:
         while any(hub.waiting.values()):
             hub.turn()
         for worker, local in zip(rig.workers, rounds, strict=True):
-            local.settle(worker, [], 20.0)
+            local.complete(worker, [], 20.0)
     for rank in range(WORLD):
         up, down = ([(turn, bucket) for turn, *of, bucket in hub.carried if of == [rank, way]] for way in ("up", "down"))
         assert [bucket for _, bucket in up] == [bucket for _, bucket in down], "both in the order of the next forward pass"

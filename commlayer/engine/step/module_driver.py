@@ -102,7 +102,6 @@ class ModuleDriver(Driver):
         self._hooks = Hooks(self._parameters, lambda: context.worker, self._ready, self._end,
                             lambda: self._syncing and plain.get("require_backward_grad_sync", True)
                             and (ddp is None or ddp.syncing), self._guard.own.add, self._aborted)
-        self._loop.join_round()
 
     @property
     def in_join(self) -> bool:

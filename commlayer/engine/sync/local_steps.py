@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -118,12 +117,6 @@ class PendingResiduals:
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._pending = {number: tensors[name].clone().to(p.device) for number, p in enumerate(self._parameters)
                          if (name := f"local.residual.{number}") in tensors}
-
-
-class _Schedule(NamedTuple):
-    every: int
-    fragments: int
-    overlap: bool
 
 
 class Fragment:
@@ -221,11 +214,8 @@ class OuterSteps:
 
     def set_schedule(self, every: int, *, fragments: int, overlap: bool, norms: Norms | None = None) -> None:
         """Sets the schedule: number of steps per outer step, fragments, overlap. No exchange may be running."""
-        self._schedule, self._norms = _Schedule(every, fragments, overlap), norms if self._outer.matched else None
-
-    @property
-    def every(self) -> int:
-        return self._schedule.every
+        self.every, self._fragments, self._overlap = every, fragments, overlap
+        self._norms = norms if self._outer.matched else None
 
     def count(self) -> None:
         """Counts a step, before its optimizer step. Records residuals that were added to the previous step's gradients as
@@ -248,7 +238,7 @@ class OuterSteps:
 
     @property
     def due(self) -> bool:
-        return self.taken >= self.every // self._schedule.fragments
+        return self.taken >= self.every // self._fragments
 
     @property
     def behind(self) -> int:
@@ -259,7 +249,7 @@ class OuterSteps:
     @property
     def shifted(self) -> bool:
         """True: the ranks' weights are never all equal, so that only `starts` can be compared between ranks."""
-        return self._schedule.overlap or self._schedule.fragments > 1
+        return self._overlap or self._fragments > 1
 
     @property
     def common(self) -> dict[int, torch.Tensor]:
@@ -275,9 +265,9 @@ class OuterSteps:
         """Exchanges one fragment. Without overlap it merges the result of this exchange, with overlap that of the previous one.
         All ranks call it. The merged elements are then the same on all ranks, apart from steps that were made after the
         exchange began."""
-        self._turn(worker, buffers, deadline_s, overlap=self._schedule.overlap)
+        self._turn(worker, buffers, deadline_s, overlap=self._overlap)
         # A rank whose scaler skipped the due step exchanges later and can have counted further steps: these stay counted.
-        self.taken = max(0, self.taken - self.every // self._schedule.fragments)
+        self.taken = max(0, self.taken - self.every // self._fragments)
         self.apart = self.shifted
         self.recorder.restart()
 
@@ -287,21 +277,23 @@ class OuterSteps:
         for number, start in enumerate(self.starts):
             start.copy_(given[f"local.start.{number}"])
             self._set_velocity(number, given.get(f"local.velocity.{number}"))
-        self.taken, self._joins = self.every // self._schedule.fragments - 1, True
+        self.taken, self._joins = self.every // self._fragments - 1, True
         self._steps = int(given["local.behind"][0]), 0
 
-    def settle(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
-        """Completes the running exchange and the rest of the outer step."""
+    def complete(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:
+        """Completes the running exchange and the rest of the outer step. Returns True if an outer step had begun."""
+        was_under_way = self.under_way
         self._apply(worker, buffers, deadline_s)
         while self._next:
             self._turn(worker, buffers, deadline_s, overlap=False)
+        return was_under_way
 
     def drain(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:
         """Completes the outer step, then exchanges all remaining steps, so that weights and buffers are the same on all ranks.
         Returns True if there were any remaining steps."""
-        self.settle(worker, buffers, deadline_s)
+        self.complete(worker, buffers, deadline_s)
         was_apart, self.apart, self.taken = self.apart, False, 0
-        for _ in range(self._schedule.fragments if was_apart else 0):
+        for _ in range(self._fragments if was_apart else 0):
             self._turn(worker, buffers, deadline_s, overlap=False)
         return was_apart
 
@@ -328,7 +320,7 @@ class OuterSteps:
         tensors = self._tensors(buffers)
         fragment = Fragment(self._next, ranges_of(worker.fragments[self._next]), self.starts, self._velocity)
         fragment.prepare(tensors, self._memory, overlap=overlap)
-        self._running, self._next = fragment, (self._next + 1) % self._schedule.fragments
+        self._running, self._next = fragment, (self._next + 1) % self._fragments
         worker.send(fragment.changes, fragment.number)
         if self._next == 0:
             worker.complete([None] * len(tensors))
@@ -357,7 +349,7 @@ class OuterSteps:
         fragment.apply(tensors, self._outer, finite=finite)
         self._finite.append(finite)
         self._running = None
-        if fragment.number == self._schedule.fragments - 1:
+        if fragment.number == self._fragments - 1:
             worker.end(self._finite)
             self._finite.clear()
             self._memory.clear()
