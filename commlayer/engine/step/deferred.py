@@ -75,9 +75,10 @@ def defer(value: torch.Tensor | Optimizer, wait: Callable[[], None]) -> bool:
     """Makes the first use of a tensor, or of an optimizer's state, call `wait()`, which must also end the deferral. Returns
     False if this kind of tensor cannot be deferred."""
     if value not in _waits:
-        if not isinstance(value, Optimizer) and type(value) not in (nn.Parameter, torch.Tensor):
+        kind: Any = type(value)
+        if kind not in (nn.Parameter, torch.Tensor) and not issubclass(kind, Optimizer):
             return False
-        value.__class__ = _deferred_class(type(value))
+        value.__class__ = _deferred_class(kind)
     _waits[value] = wait
     return True
 

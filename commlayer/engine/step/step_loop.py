@@ -165,7 +165,7 @@ class StepLoop(Component):
         been applied."""
         (self._finite.dropped if dropped else self._finite.averaged)(worker.not_finite, finite=not worker.tentative)
 
-    def hand_in(self, leftovers: Sequence[torch.Tensor | None]) -> None:
+    def launch(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Ends a backward pass instead of `average`, if results are applied bucket by bucket after it (forward_overlap.py)."""
         self.begin()
         self._use.end()
