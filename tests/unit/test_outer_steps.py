@@ -227,6 +227,21 @@ def _parts(fragments: int) -> list[list[int]]:
 PARTS = {fragments: _parts(fragments) for fragments in (1, 2, 4)}
 
 
+def test_weight_of_a_fragment_is_the_mean_since_its_last_exchange() -> None:
+    weights = StepWeights(1.0)
+    weights.divide(2)
+    weights.count()
+    weights.weight = 3.0
+    weights.count()
+    assert weights.take(0) == 2.0
+    weights.count()
+    assert (weights.take(0), weights.take(1)) == (3.0, 7.0 / 3.0)
+    assert weights.take(1) == 3.0, "no step yet: that of the next one"
+    weights.count()
+    weights.divide(4)
+    assert [weights.take(fragment) for fragment in range(4)] == [3.0] * 4
+
+
 WORLD, BUCKETS = 3, 8
 
 

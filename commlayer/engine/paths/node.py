@@ -29,13 +29,13 @@ class NodeReduce(Path[ServedBucket]):
 
     def __init__(
         self, buckets: Sequence[ServedBucket], step: Step, staging: Staging, exchange: ServerExchange, groups: Groups,
-        lane: Lane, *, late: bool,
+        lane: Lane,
     ) -> None:
-        """`lane` distributes results, after a message to all ranks of the node. Paths with equal `late` share a lane. `late`:
-        averages are applied one step after their gradients, so exchanges run during the next step."""
+        """`lane` distributes results, after a message to all ranks of the node. Paths whose buckets have equal delays share a
+        lane and collectives."""
         super().__init__(buckets, step, staging)
         inside = groups.inside
-        self._out, self._back, self._ready = ((inside.late, inside.late, inside.late_ready) if late else
+        self._out, self._back, self._ready = ((inside.late, inside.late, inside.late_ready) if buckets[0].late else
                                               (inside.out, inside.back, inside.ready))
         self._exchange, self._lane, self._first_rank = exchange, lane, groups.rank - groups.local
         self._sums = node_sums(buckets, groups.ranks_per_node, groups.local)

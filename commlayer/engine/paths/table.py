@@ -79,7 +79,7 @@ def make_paths(
         late = buckets[0].late
         if late not in lanes:
             lanes[late] = Lane("late" if late else "distribution", step.latch)
-        return NodeReduce(buckets, step, staging, exchange, groups, lanes[late], late=late)
+        return NodeReduce(buckets, step, staging, exchange, groups, lanes[late])
 
     def paths_of(buckets: Sequence[WorkerBucket]) -> tuple[AnyPath, ...]:
         served = [bucket for bucket in buckets if isinstance(bucket, ServedBucket)]

@@ -46,29 +46,33 @@ def _spoilt(_own: int, *, finite: bool) -> None:
 
 
 class StepWeights:
-    """Weight of a worker's change in an exchange: the mean weight of the batches in its steps since the last exchange."""
+    """Weight of a worker's change in the exchange of a fragment: the mean weight of its batches since that fragment's last
+    exchange."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
         """The weight of this worker's batches from now on."""
-        self._steps, self._sum = 0.0, 0.0
-        """Number of steps since the last exchange, and the sum of this worker's weights in them."""
+        self._sums = [(0.0, 0.0)]
+        """For each fragment: number of steps since its last exchange, and the sum of this worker's weights in them."""
+
+    def divide(self, fragments: int) -> None:
+        """Sets the number of fragments. All of them contain the steps that no exchange has sent completely."""
+        self._sums = [max(self._sums)] * fragments
 
     def count(self) -> None:
-        self._steps += 1.0
-        self._sum += self.weight
+        self._sums = [(steps + 1.0, total + self.weight) for steps, total in self._sums]
 
-    def take(self) -> float:
-        """Returns this worker's weight for an exchange of the steps so far, and resets the sums."""
-        steps, total = self._steps, self._sum
-        self._steps = self._sum = 0.0
+    def take(self, fragment: int) -> float:
+        """Returns this worker's weight for an exchange of the steps so far, and resets the sums of the fragment."""
+        (steps, total), self._sums[fragment] = self._sums[fragment], (0.0, 0.0)
         return total / steps if steps else self.weight
 
     def snapshot(self) -> torch.Tensor:
-        return torch.tensor([self._steps, self._sum], dtype=torch.float64)
+        return torch.tensor(max(self._sums), dtype=torch.float64)
 
     def restore(self, kept: torch.Tensor | None) -> None:
-        self._steps, self._sum = (0.0, 0.0) if kept is None else kept.tolist()
+        steps, total = (0.0, 0.0) if kept is None else kept.tolist()
+        self._sums = [(steps, total)] * len(self._sums)
 
 
 class PendingResiduals:
@@ -202,8 +206,6 @@ class OuterSteps:
         self._running: Fragment | None = None
         self._joins = False
         """True: the next exchange is the first one of this rank, which has joined the job."""
-        self._weight: float | None = None
-        """This rank's weight in the current outer step; None before its first exchange."""
         self.pending_residuals = PendingResiduals(parameters)
         self.recorder = Recorder()
         """Records the times of steps without an exchange. The worker's recorder records exchanges."""
@@ -216,6 +218,7 @@ class OuterSteps:
         """Sets the schedule: number of steps per outer step, fragments, overlap. No exchange may be running."""
         self.every, self._fragments, self._overlap = every, fragments, overlap
         self._norms = norms if self._outer.matched else None
+        self.weights.divide(fragments)
 
     def count(self) -> None:
         """Counts a step, before its optimizer step. Records residuals that were added to the previous step's gradients as
@@ -307,13 +310,10 @@ class OuterSteps:
     def _launch(self, worker: Worker, buffers: Sequence[torch.Tensor], *, overlap: bool) -> None:
         if self._next == 0:
             worker.units.scale = worker.units.rate = 1.0  # the unit is that of the weights
-            self._weight = self.weights.take()
             self._steps = self._steps[0 if self._joins else 1], 0
-        elif self._weight is None:
-            self._weight = self.weights.take()
-        weight = self._weight
+        weight = self.weights.take(self._next)
         if self._joins:
-            self._joins, self._weight, weight = False, None, 0.0
+            self._joins, weight = False, 0.0
             for start, p in zip(self.starts, self._parameters, strict=True):
                 p.detach().copy_(start)
         worker.units.weight = weight
