@@ -125,6 +125,8 @@ def trained(
                     p.data += moved(rank, step, n)
                 if local.due:
                     local.exchange(worker, [], 20.0)
+                    sources = [source for bucket in worker.buckets for source in bucket.sources]
+                    assert overlap or not any(source is not None for source in sources), "applied changes take no memory"
                 results.append([s.clone() for s in local.starts])
             local.drain(worker, [], 20.0)
             return results, [p.detach().clone() for p in parameters]

@@ -146,16 +146,13 @@ class Fragment:
         """The changes of the parameters, later their means: one tensor for each range."""
         return [part for n in self._starts for part in _parts(self.changes[n], self._ranges[n])]
 
-    def prepare(self, tensors: Sequence[torch.Tensor], memory: dict[int, torch.Tensor], *, overlap: bool) -> None:
-        """Computes the changes into `memory`. All fragments of an outer step share it, because buckets refer to it until the
-        outer step ends. `overlap`: the values of `tensors` change before `apply`."""
+    def prepare(self, tensors: Sequence[torch.Tensor], *, overlap: bool) -> None:
+        """Computes the changes of `tensors` since the start. `overlap`: their values change before `apply`."""
         for n, parts in self._ranges.items():
             values = tensors[n].contiguous()
             ends, starts = _parts(values, parts), self._starts.get(n)
-            if n not in memory:
-                memory[n] = torch.empty_like(values, dtype=None if starts is None else starts[0].dtype)
-            self.changes[n] = memory[n]
-            changes = _parts(memory[n], parts)
+            self.changes[n] = torch.empty_like(values, dtype=None if starts is None else starts[0].dtype)
+            changes = _parts(self.changes[n], parts)
             if starts is None:
                 torch._foreach_copy_(changes, ends)
             else:
@@ -209,8 +206,6 @@ class OuterSteps:
         self.pending_residuals = PendingResiduals(parameters)
         self.recorder = Recorder()
         """Records the times of steps without an exchange. The worker's recorder records exchanges."""
-        self._memory: dict[int, torch.Tensor] = {}
-        """Maps a tensor number to the memory for the tensor's change in the current outer step."""
         self._finite: list[bool] = []
         """One flag for each fragment of the current outer step so far. True: the mean was finite."""
 
@@ -319,7 +314,7 @@ class OuterSteps:
         worker.units.weight = weight
         tensors = self._tensors(buffers)
         fragment = Fragment(self._next, ranges_of(worker.fragments[self._next]), self.starts, self._velocity)
-        fragment.prepare(tensors, self._memory, overlap=overlap)
+        fragment.prepare(tensors, overlap=overlap)
         self._running, self._next = fragment, (self._next + 1) % self._fragments
         worker.send(fragment.changes, fragment.number)
         if self._next == 0:
@@ -352,7 +347,6 @@ class OuterSteps:
         if fragment.number == self._fragments - 1:
             worker.end(self._finite)
             self._finite.clear()
-            self._memory.clear()
             self._steps = 0, self._steps[1]
         own, worker.not_finite = worker.not_finite, -1
         self._merged(own, finite=finite)

@@ -248,6 +248,7 @@ class Worker:
         with contiguous(targets, self._assembler.cut) as into:
             for bucket in self.fragments[fragment]:
                 finite = self.write_bucket(bucket, [into[s.tensor] for s in bucket.slices]) and finite
+                bucket.sources = [None] * len(bucket.slices)  # frees the changes of a fragment before the outer step ends
             if not self.late.write(self._factor, into):
                 finite = False
                 self.not_finite = self.late.not_finite if self.not_finite < 0 else self.not_finite
