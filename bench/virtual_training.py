@@ -272,7 +272,7 @@ class _Local:
                 local.exchange(self._sums.worker(rank), [], 0.0)
             if not self._way.overlap:
                 for rank, local in enumerate(self._locals):
-                    local.settle(self._sums.worker(rank), [], 0.0)
+                    local.complete(self._sums.worker(rank), [], 0.0)
 
     def learnt(self) -> nn.Module:
         """The mean of all workers' weights."""
@@ -367,11 +367,8 @@ class _Rank:
     def wait(self, deadline_s: float, fragment: int = 0) -> None:
         """No action: results are available at once."""
 
-    def end(self, *, finite: bool) -> None:
+    def end(self, applied: Sequence[bool]) -> None:
         """No action: nothing is rolled back."""
-
-    def mark_applied(self, numbers: Sequence[int], fragment: int) -> None:
-        """No action: all of it was applied."""
 
 
 class VirtualWorkers:
