@@ -272,13 +272,13 @@ def facts_about(script: str) -> Facts:
     if len(facts.homes) != 1:
         return facts
     # Imported late: these load grpc, which --help does not need.
+    from commlayer.cluster.calls.coordinator_channel import CALL_S, connect
     from commlayer.cluster.calls.messages import StatusReply, StatusRequest
-    from commlayer.doctor import server
 
     (home,) = facts.homes
     try:
-        with contextlib.closing(server.open_channel(config_of(join=home.address, keys=str(home.folder)))) as channel:
-            status = channel.call("Status", StatusRequest(), StatusReply, server.CALL_S)
+        with contextlib.closing(connect(config_of(join=home.address, keys=str(home.folder)))) as channel:
+            status = channel.call("Status", StatusRequest(), StatusReply, CALL_S)
     except (CommError, RecordError, InvalidInput) as error:
         return facts._replace(problem=without_code(error))
     return facts._replace(begun=status.begun, workers=status.workers, free_seats=status.free_seats)
