@@ -236,8 +236,8 @@ class CoordinatorChannel:
 
 
 def connect(config: Config, timeout_s: float = CALL_S) -> CoordinatorChannel:
-    """Opens a channel to the coordinator of the setting `join`. Raises CommError or RecordError if it refuses, or if its address
-    is wrong; one that does not answer may do so later."""
+    """Opens a channel to the coordinator of the setting `join`. Raises CommError or RecordError if the coordinator refuses, or
+    if the address is wrong. A coordinator that does not answer is no error here."""
     keys = Keys(config.keys) if config.keys else None
     diagnose(config.join, keys, time.monotonic() + timeout_s)
     return CoordinatorChannel(config.join, config.token, keys)
