@@ -112,19 +112,28 @@ def _drawn(data: Batch, size: int, seed: int) -> Callable[[int, int], Iterator[B
 
 
 def _letters(model: nn.Module, seed: int, rates: dict[str, float]) -> Task:
-    learnt, held = letters()
+    return next_character(model, letters(), rates, seed, length=LENGTH, size=2)
+
+
+def next_character(
+    model: nn.Module, texts: tuple[torch.Tensor, torch.Tensor], rates: dict[str, float], seed: int, *, length: int, size: int,
+    held_rows: int = 64, loss: Loss = class_loss,
+) -> Task:
+    """The model predicts the next character of a text. `texts`: character ids, for training and held out; `length`: of a
+    sequence; `size`: number of sequences in a batch."""
+    training, held = texts
+
+    def rows(text: torch.Tensor, starts: torch.Tensor) -> Batch:
+        sequences = text[starts[:, None] + torch.arange(length + 1)]
+        return sequences[:, :-1], sequences[:, 1:]
 
     def batches(rank: int, world: int) -> Iterator[Batch]:
+        del world
         generator = torch.Generator().manual_seed(1000 * (1 + seed) + rank)
         while True:
-            yield _rows(learnt, torch.randint(len(learnt) - LENGTH - 1, (2,), generator=generator))
+            yield rows(training, torch.randint(len(training) - length - 1, (size,), generator=generator))
 
-    return Task(model, batches, class_loss, _rows(held, torch.linspace(0, len(held) - LENGTH - 2, 64).long()), rates)
-
-
-def _rows(text: torch.Tensor, starts: torch.Tensor) -> Batch:
-    seen = torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()])
-    return seen[:, :-1], seen[:, 1:]
+    return Task(model, batches, loss, rows(held, torch.linspace(0, len(held) - length - 2, held_rows).long()), rates)
 
 
 class Layer(nn.Module):
@@ -183,20 +192,28 @@ def texts() -> dict[str, tuple[str, str]]:
         divided: tuple[list[str], list[str]] = ([], [])
         files = sorted((Path(sklearn.__file__).parent / part).glob("*.py"))
         for i, file in enumerate(files):
-            tree = ast.walk(ast.parse(file.read_text("utf-8")))
-            docs = [ast.get_docstring(n) or "" for n in tree if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
-            divided[i % HELD == HELD - 1].append("\n".join(docs))
+            divided[i % HELD == HELD - 1].append(docstrings(file))
         result[part] = "\n".join(divided[0]), "\n".join(divided[1])
     return result
 
 
+def docstrings(file: Path) -> str:
+    """All docstrings of a Python file."""
+    nodes = ast.walk(ast.parse(file.read_text("utf-8")))
+    return "\n".join(ast.get_docstring(n) or "" for n in nodes if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef))
+
+
+def character_ids(texts: Sequence[str], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two texts as character ids below `count`. Characters that are rare in the first text share one id."""
+    ids = {c: i for i, (c, _) in enumerate(Counter(texts[0]).most_common(count - 1))}
+    training, held = (torch.tensor([ids.get(c, count - 1) for c in text]) for text in texts)
+    return training, held
+
+
 @functools.cache
 def letters() -> tuple[torch.Tensor, torch.Tensor]:
-    """All texts as character ids, for training and held out; rare characters share one id."""
-    both = ["".join(pair[held] for pair in texts().values()) for held in (0, 1)]
-    places = {c: i for i, (c, _) in enumerate(Counter(both[0]).most_common(LETTERS - 1))}
-    learnt, held = (torch.tensor([places.get(c, LETTERS - 1) for c in text]) for text in both)
-    return learnt, held
+    """All texts as character ids, for training and held out."""
+    return character_ids(["".join(pair[held] for pair in texts().values()) for held in (0, 1)], LETTERS)
 
 
 @functools.cache
