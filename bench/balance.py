@@ -30,6 +30,7 @@ from bench.lab import Lab, LabUnavailable, check, sound
 from bench.lbb import Cubic, Lbb, fit_cubic
 from bench.ranks import as_rank, launch_hosts, slowest_s
 from bench.report import Result
+from bench.timing import least_s
 from bench.worker import DEADLINE, host_config
 from commlayer.balance import Communication, LinearTime, Sampler, shares, solve
 from commlayer.balance.profile import profile
@@ -120,9 +121,9 @@ def emulated(quick: bool) -> Result:
             "recover_iterations_additive50_small": max(one[3] for one in recovery),
             "share_sum_violations": sum(_wrong(steps, BATCH) for steps in ours) + _wrong(many, MANY_TOTAL),
             "oracle_gap_pct": max(_gap_pct(steps) for steps in ours),
-            "solve_us_4": _solve_us(lambda: shares(PAPER, BATCH), 200),
-            "solve_us_1000": _solve_us(lambda: shares(_many_lines(), MANY_TOTAL), 10),
-            "solve_us_1000_caps": _solve_us(lambda: solve(_many_lines(), MANY_TOTAL, MANY_CAPS), 10),
+            "solve_us_4": 1e6 * least_s(lambda: shares(PAPER, BATCH), 200),
+            "solve_us_1000": 1e6 * least_s(lambda: shares(_many_lines(), MANY_TOTAL), 10),
+            "solve_us_1000_caps": 1e6 * least_s(lambda: solve(_many_lines(), MANY_TOTAL, MANY_CAPS), 10),
         },
     }
 
@@ -187,16 +188,6 @@ def _thousand(steps: int) -> tuple[dict[str, Any], list[PlayedStep]]:
     cluster = PlayedCluster(tuple(_many_lines()), MANY_TOTAL, disturbances=slower, noise=NOISE)
     seen = run_mode(Ours(cluster), cluster, steps)
     return _row("1,000 workers, x2 on fifty", "ours", seen, MANY_TOTAL), seen
-
-
-def _solve_us(call: Callable[[], object], times: int) -> float:
-    """Minimum over several runs, because other load on the machine only adds time."""
-    best = float("inf")
-    for _ in range(times):
-        begin = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - begin)
-    return best * 1e6
 
 
 LINK_BPS, ONE_WAY_S = 200e6, 0.00025

@@ -9,13 +9,13 @@ residual, relative to the gradient's norm.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from bench.report import Result, one_thread
+from bench.timing import seconds
 from commlayer.codec_spec import parse_spec
 from commlayer.compressors import Codec, kernels, parse, seed, wrap
 from commlayer.compressors.kernels import BACKENDS
@@ -78,9 +78,7 @@ def best_s(call: Callable[[], object], quick: bool) -> float:
     """Minimum over the repetitions that fit into the budget."""
     spent: list[float] = []
     while len(spent) < 3 or (sum(spent) < (BUDGET_S / 5 if quick else BUDGET_S) and len(spent) < 200):
-        begin = time.perf_counter()
-        call()
-        spent.append(time.perf_counter() - begin)
+        spent.append(seconds(call))
     return min(spent)
 
 

@@ -77,10 +77,10 @@ def slowest(replies: list[dict[str, Any]], training: str) -> list[float]:
 
 def bucket_us(replies: list[dict[str, Any]]) -> float:
     """CPU time of a worker per additional bucket, for the same total bytes. Counts all threads and kernel time."""
-    few, many = (statistics.median(c for t in replies for c in t["trainings"][name]["cpu_s"]) for name in ("few", "many"))
+    few_s, many_s = (statistics.median(c for t in replies for c in t["trainings"][name]["cpu_s"]) for name in ("few", "many"))
     trainings = replies[0]["trainings"]
     spread: int = trainings["many"]["buckets"] - trainings["few"]["buckets"]
-    return float((many - few) / spread * 1e6)
+    return float((many_s - few_s) / spread * 1e6)
 
 
 def measured_memory(quick: bool, rows: list[dict[str, Any]]) -> tuple[float, float]:
