@@ -27,15 +27,15 @@ def run(quick: bool) -> Result:
     ratios = {f"peak memory of a rank over plain training, {mode}, x model": ratio for mode, ratio in _memory().items()}
     ratios |= _codec()
     if not quick:
-        answers = overhead.answers("bucket", 30)
+        answers = overhead.run_ranks("bucket", 30)
         ratios["CPU time per bucket, x calibration loop"] = overhead.bucket_us(answers) / (_calibration_s() * 1e6)
-        steps = overhead.answers("step", 20)
+        steps = overhead.run_ranks("step", 20)
         base = sum(overhead.slowest(steps, "ddp"))
         ratios |= {f"step, {mode}, x DDP": sum(overhead.slowest(steps, mode)) / base for mode in ("allreduce", "service")}
-    return compared(ratios, json.loads(EXPECTED.read_text()))
+    return compare(ratios, json.loads(EXPECTED.read_text()))
 
 
-def compared(ratios: dict[str, float], expected: dict[str, dict[str, float]]) -> Result:
+def compare(ratios: dict[str, float], expected: dict[str, dict[str, float]]) -> Result:
     """Returns code 1 if a ratio exceeds its limit."""
     rows: list[dict[str, Any]] = []
     for name, ratio in ratios.items():

@@ -117,7 +117,7 @@ def cases(
     """The trainings of one task, the most telling first. `faster`: factor of the task's learning rate."""
     rate = faster * rate_of(TASKS[task](seed), optimizer) if faster != 1 else 0.0
     dense = Variant(task, optimizer, workers=workers, seed=seed, batches=batches, rate=rate)
-    local = local_ways(dense)
+    local = local_variants(dense)
     coded = Case(structs.replace(dense, codec="int4()"), STEPS, schedule)
     whole = Case(dense, STEPS, schedule)
     others = [structs.replace(local[0], every=every, outer=outer)
@@ -127,7 +127,7 @@ def cases(
     return list(dict.fromkeys([*first, *whole.synchronous(), *rest]))
 
 
-def local_ways(dense: Variant) -> list[Variant]:
+def local_variants(dense: Variant) -> list[Variant]:
     """Local steps with the outer optimizer of the rule, the most telling first. The last ones overlap the exchange."""
     variant = structs.replace(dense, codec="int4()", codes="updates")
     overlapped = ((2, 2), (4, 4), (8, 1), (8, 2), (8, 4), (8, 8), (32, 1), (32, 4), (32, 8))
@@ -254,7 +254,7 @@ def run(quick: bool, args: argparse.Namespace) -> report.Result:
                 if case.variant.updates and (alone := factor_of(alone_of(case), store, args.workers)):
                     row["over_alone"] = round(alone / factor, 2)
             if factor and case.variant.updates and not case.variant.outer:
-                model = modelled(case, noise_of(case, store))
+                model = predicted_factor(case, noise_of(case, store))
                 row |= {"model": round(model, 2), "error": f"{model / factor - 1:+.0%}"}
                 pairs.append((factor, model))
             rows.append(row)
@@ -287,7 +287,7 @@ def noise_errors(case: Case, store: Store) -> dict[str, Any]:
             "alone_error_pct": round(100 * statistics.median(abs(running / direct - 1) for running, direct in alone), 1)}
 
 
-def modelled(case: Case, noise: float = 0.0) -> float:
+def predicted_factor(case: Case, noise: float = 0.0) -> float:
     """The convergence factor by the planner's model. `noise`: the noise scale that was measured in the synchronous training, in
     batches of one worker; 0: unknown."""
     variant = case.variant

@@ -62,7 +62,7 @@ class Task(NamedTuple):
         return hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()[:12]
 
 
-def together(batches: Sequence[Batch]) -> Batch:
+def concatenate(batches: Sequence[Batch]) -> Batch:
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
@@ -148,4 +148,4 @@ def passages(width: int = 256, samples: int = 4) -> Task:
 
 TASKS: dict[str, Callable[[], Task]] = {"chars": chars, "digits": digits, "passages": passages, "text": text, "docs": docs}
 
-__all__ = ["TASKS", "Batch", "Task", "characters", "chars", "digits", "docs", "layers_of", "passages", "text", "together"]
+__all__ = ["TASKS", "Batch", "Task", "characters", "chars", "concatenate", "digits", "docs", "layers_of", "passages", "text"]

@@ -22,9 +22,9 @@ import torch
 
 from bench.paced.pace import Pace
 from bench.paced.place import Place
-from bench.paced.systems import started
+from bench.paced.systems import start_system
 from bench.ranks import as_rank
-from bench.tasks import TASKS, layers_of, together
+from bench.tasks import TASKS, concatenate, layers_of
 
 LOOK = 10
 EARLY = (1, 2, 4)
@@ -71,8 +71,8 @@ def run(training: dict[str, Any], seconds: float, out: Path) -> dict[str, Any]:
     pace = Pace(model, layers_of(model), training.get("slow", [1.0] * ranks)[rank])
     batch_of = {"together": range(training.get("batches", ranks))}.get(training["system"]["kind"], range(rank, rank + 1))
     place = Place(rank, ranks, os.environ.get("HOST_ADDRESS", "127.0.0.1"), out, len(task.batch(0, 0)[1]), seed)
-    system = started(training["system"], place, model, task)
-    own = (together([task.batch(number, step, seed) for number in batch_of]) for step in itertools.count())
+    system = start_system(training["system"], place, model, task)
+    own = (concatenate([task.batch(number, step, seed) for number in batch_of]) for step in itertools.count())
     batches, samples = system.batches or own, len(batch_of) * place.samples
     steps = Steps(out, rank, ranks)
     report: dict[str, Any] = {"rank": rank, "looks": {}, "losses": []}

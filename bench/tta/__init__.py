@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from bench import Unmeasurable, report, tasks
 from bench.lab import Lab, check
 from bench.paced.pace import BACKWARD_S, FORWARD_S
-from bench.paced.race import LATE_PCT, Run, reached, trained
+from bench.paced.race import LATE_PCT, Run, reached, run_training
 from bench.report import Result
 from bench.tta import links, systems
 from bench.tta.links import NETWORKS, NO_LINK, RANKS, Network
@@ -66,7 +66,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 def run(quick: bool, args: argparse.Namespace) -> Result:
     """Measures the rows that the store lacks, and returns all chosen rows. `args` has the parsed flags."""
     if args.stored:
-        return stored(args)
+        return stored_rows(args)
     seconds = args.seconds or (QUICK_SECONDS if quick else SECONDS)
     store = Store(args.store, again=args.again)
     data = {name: TASKS[name]().digest() for name in TASKS}
@@ -87,12 +87,12 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
         with nullcontext() if link == NO_LINK else network.lab() as lab:
             passed = lab is None or check(lab).passed
             for cell in of_link:
-                store.add(measured(lab, network, passed, cell, seconds, data[cell.task]))
+                store.add(measure(lab, network, passed, cell, seconds, data[cell.task]))
     rows = [store.rows[key(cell)] for cell in wanted]
     return {"rows": [shown(row) for row in rows], "summary": {"seconds": seconds, **summary(rows)}}
 
 
-def stored(args: argparse.Namespace) -> Result:
+def stored_rows(args: argparse.Namespace) -> Result:
     """Rows from the store with the tasks' current data, trained for at least `--seconds` or STORED_SECONDS."""
     if not (args.store and args.store.exists()):
         raise Unmeasurable("--stored shows what a store has: name one that exists with --store FILE")
@@ -131,7 +131,7 @@ def cells(
     return sorted(result, key=lambda cell: (cell.link != NO_LINK, cell.seed > 0)) if not quick else result
 
 
-def measured(lab: Lab | None, network: Network, passed: bool, cell: Cell, seconds: float, data: str) -> dict[str, Any]:
+def measure(lab: Lab | None, network: Network, passed: bool, cell: Cell, seconds: float, data: str) -> dict[str, Any]:
     """Measures one row; a row that cannot be measured has the reason under "error"."""
     row: dict[str, Any] = {
         "task": cell.task, "link": cell.link, "system": cell.system.name, "seed": cell.seed, "seconds": seconds, "data": data,
@@ -146,7 +146,7 @@ def measured(lab: Lab | None, network: Network, passed: bool, cell: Cell, second
     during = (lambda over: network.play(lab, over)) if network.events and lab else None
     try:
         ranks = 1 if cell.system.name == "ideal" else network.hosts
-        slow_motion = trained(lab, way, seconds * network.stretch, ranks, python=cell.system.python(), during=during)
+        slow_motion = run_training(lab, way, seconds * network.stretch, ranks, python=cell.system.python(), during=during)
         result = _unstretched(slow_motion, network.stretch)
     except (RuntimeError, OSError, ValueError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
