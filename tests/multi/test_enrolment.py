@@ -119,7 +119,7 @@ def dialled(address: str, token: Token) -> Iterator[tuple[ssl.SSLSocket, bytes, 
     """A connection on which the server awaits the request, its nonce, and the fingerprint of its certificate."""
     with socket.create_connection(tuple(address.rsplit(":", 1)), WAIT_S) as sock:
         sock.sendall(MAGIC)
-        ca = enrolment_client._authority(sock, token, soon())
+        ca = enrolment_client.receive_authority(sock, token, soon())
         with enrolment_messages.secured(enrolling_context(ca), sock, soon(), server=False) as tls:
             nonce = enrolment_messages.receive_record(tls, EnrolmentChallenge, 4096, soon()).nonce
             yield tls, nonce, hashlib.sha256(tls.getpeercert(binary_form=True) or b"").digest()
@@ -568,7 +568,7 @@ def test_nothing_reaches_grpc_after_the_magic(server: Server) -> None:
     context.set_alpn_protocols(["h2"])
     with raw(server) as sock:
         sock.sendall(MAGIC)
-        enrolment_client._authority(sock, token, soon())
+        enrolment_client.receive_authority(sock, token, soon())
         with context.wrap_socket(sock) as tls:
             tls.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
             assert ends(tls) == b""
