@@ -12,6 +12,7 @@ from statistics import fmean, median
 import msgspec
 from msgspec import structs
 
+from commlayer.errors import listed
 from commlayer.observe.events import (
     COORDINATOR,
     AloneEvent,
@@ -403,7 +404,7 @@ class JobView:
         match event:
             case WaitEvent():
                 # A process that has not joined has no name; its number might be that of a worker of an earlier run.
-                names = _listed(event.names if event.what == "join" else [*map(self.display, event.names)]) or "other ranks"
+                names = listed(event.names if event.what == "join" else [*map(self.display, event.names)], 4) or "other ranks"
                 if event.over:
                     return f"no longer waiting for {names}"
                 what = {"join": " to join", "heartbeat": ", which sends no heartbeats"}.get(event.what, "")
@@ -428,7 +429,3 @@ class JobView:
         """The latest events with their times, oldest first."""
         for event in self.recent:
             yield event.time, self.words(event)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -63,9 +63,6 @@ TICK_S = 0.25
 PROVE_S = 2.0
 """Seconds in which a connection whose call was refused may still make a call that proves the job's secret. After that the
 refusal is logged."""
-TOLD_HEARTBEATS = 3
-"""Number of heartbeat intervals without a heartbeat after which a process counts as silent. A coordinator whose parent has
-ended runs for this long, so it can report the parent's death."""
 MAX_WORKERS = 64
 """Largest number of workers of a job with min_workers that is started without another number."""
 Q = TypeVar("Q", bound=Record)
@@ -113,6 +110,9 @@ class Coordinator:
                                            max_workers=workers if least else 0)
         self._lock = threading.Lock()
         self._clock, self._config, self._hangs = clock, config, StoreHangs()
+        self._silent_s = settings.notice_s(config)
+        """Seconds without a heartbeat after which a process counts as silent. A coordinator whose parent has ended runs for
+        this long, so it can report the parent's death."""
         self._closing = threading.Event()
         self._revision = secrets.randbits(48)  # probably another one than that of a previous coordinator of this job
         self._watches: dict[str, asyncio.Event] = {}
@@ -131,10 +131,7 @@ class Coordinator:
 
             self._port.enrolment = EnrolmentServer(Path(ca), self._keys, config.token)
         self._revoked: frozenset[int] = frozenset()
-        self._rendezvous = RendezvousService(workers, config.dead_after_s, self._lost, self._refusals, config.min_workers,
-                                             admission=self._admission, journal=journal,
-                                             noticed_s=TOLD_HEARTBEATS * config.heartbeat_s, invited=invited,
-                                             last_call_s=config.last_call_s)
+        self._rendezvous = RendezvousService(workers, config, self._lost, self._refusals, self._admission, journal, invited)
         if self._state.epoch is not None:
             self._rendezvous.begin()
             self.events.changed(membership.State(0, 0), self._state)
@@ -202,7 +199,7 @@ class Coordinator:
         registrations are dead from now on."""
         with self._lock:
             self._set(membership.mark_exited(self._state, socket.gethostname(), pid))
-        self.over.wait(TOLD_HEARTBEATS * self._config.heartbeat_s)
+        self.over.wait(self._silent_s)
 
     def _lost(self) -> dict[int, str]:
         """Returns the reason for each worker that died or left with an error, keyed by rank. Finished workers are not
@@ -219,7 +216,7 @@ class Coordinator:
 
     def _admission(self) -> AdmissionState:
         with self._lock:
-            return epoch_change.admission(self._state, self._clock(), TOLD_HEARTBEATS * self._config.heartbeat_s,
+            return epoch_change.admission(self._state, self._clock(), self._silent_s,
                                           max(self._patience_s, self._config.dead_after_s))
 
     def _register_site(self, request: messages.Join) -> messages.JoinReply:
@@ -337,8 +334,7 @@ class Coordinator:
             self._rendezvous.tick(ended_ranks, still_s)
             with self._lock:
                 before = self._state
-                state = membership.tick(before, self._clock(), self._config.dead_after_s, self._patience_s,
-                                        TOLD_HEARTBEATS * self._config.heartbeat_s)
+                state = membership.tick(before, self._clock(), self._config.dead_after_s, self._patience_s, self._silent_s)
                 for token, place in state.registrations.items():
                     if place.left and not before.registrations[token].left:
                         log.warning("%s: ended while no coordinator was running, according to its servers", place.peer)
@@ -354,8 +350,8 @@ class Coordinator:
         """Adds events about what the job waits for. `begin`: when this coordinator began to wait for processes."""
         with self._lock:
             state, now = self._state, self._clock()
-        noticed_s, pending = TOLD_HEARTBEATS * self._config.heartbeat_s, self._rendezvous.pending_waits()
-        self.events.waits(waits_of(state, pending, now, begin, noticed_s, self._config.dead_after_s, self._patience_s), now)
+        pending, dead_after_s = self._rendezvous.pending_waits(), self._config.dead_after_s
+        self.events.waits(waits_of(state, pending, now, begin, self._silent_s, dead_after_s, self._patience_s), now)
         if state.epoch is None:
             self.events.homes(self._rendezvous.homes())
 

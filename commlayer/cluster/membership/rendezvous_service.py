@@ -20,6 +20,7 @@ from commlayer.cluster.membership import sites
 from commlayer.cluster.membership.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.membership.kv_store import KvStore
 from commlayer.cluster.membership.sites import AdmissionState, PendingWait, Site
+from commlayer.config import Config, notice_s
 from commlayer.errors import MAX_PEER_TEXT_CHARS, CorruptFrame, coded, short_line
 from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.protocol import peer_name
@@ -50,20 +51,20 @@ class RendezvousService:
     """Registration of sites and their key-value store. `lost`: returns workers of the running job that died or failed, with the
     reason; not finished workers, which may still call."""
 
-    def __init__(self, max_workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], refusals: RefusalLog,
-                 min_workers: int = 0, clock: Clock = time.monotonic,
+    def __init__(self, max_workers: int, config: Config, lost: Callable[[], Mapping[int, str]], refusals: RefusalLog,
                  admission: Callable[[], AdmissionState] = AdmissionState, journal: CoordinatorJournal | None = None,
-                 noticed_s: float = 0.0, invited: Sequence[str] = (), last_call_s: float = 0.0) -> None:
-        """`max_workers`, `min_workers`, `last_call_s`: when the job begins, see sites.Sites. `silence_s`: a site counts as gone
-        after this many seconds without a call. `admission`: returns whether the running job admits sites.
-        `journal`: its contents are restored, and changes are recorded after the job begins. `noticed_s`: a worker or a
-        possibly restarted site counts as silent after this many seconds. `invited`: names of the sites that should register.
-        """
+                 invited: Sequence[str] = (), *, clock: Clock = time.monotonic) -> None:
+        """`max_workers`: largest number of workers. `admission`: returns whether the running job admits sites. `journal`: its
+        contents are restored, and changes are recorded after the job begins. `invited`: names of the sites that should
+        register."""
         self._state = sites.Sites(max_workers, meeting=secrets.token_hex(8), version=version(), invited=tuple(invited),
-                                  min_workers=min_workers, last_call_s=last_call_s)
+                                  min_workers=config.min_workers, last_call_s=config.last_call_s)
         self._store = KvStore()
-        self._silence_s, self._lost, self._refusals, self._clock = silence_s, lost, refusals, clock
-        self._min_workers, self._admission, self._noticed_s = min_workers, admission, noticed_s
+        self._lost, self._refusals, self._admission, self._clock = lost, refusals, admission, clock
+        self._min_workers = config.min_workers
+        self._gone_s, self._silent_s = config.dead_after_s, notice_s(config)
+        """Seconds without a call after which a site counts as gone; and after which a worker, or a site that may have been
+        restarted, counts as silent."""
         self._lock = threading.Lock()
         self._settled = 1
         self._waits: dict[int, dict[StoreKey, _Wait]] = defaultdict(dict)
@@ -80,7 +81,7 @@ class RendezvousService:
         frees, and the reason. `still_s`: how long this process was stopped until now, so it could not receive heartbeats."""
         with self._lock:
             before, now = self._state, self._clock() - still_s
-            token = sites.predecessor(before, request, now, self._noticed_s if before.begun else self._silence_s, seen_s)
+            token = sites.predecessor(before, request, now, self._silent_s if before.begun else self._gone_s, seen_s)
             if not token:
                 return frozenset(), ""
             why = f"was started again (pid {request.pid})"
@@ -92,7 +93,7 @@ class RendezvousService:
         admission = self._admission()
         with self._lock:
             before = self._state
-            state, reply = sites.register(before, request, self._clock(), admission, 2 * self._noticed_s)
+            state, reply = sites.register(before, request, self._clock(), admission, 2 * self._silent_s)
             self._set(state)
         reply = msgspec.structs.replace(reply, min_workers=self._min_workers, begun=state.begun)
         if reply.error and request.token not in before.former:
@@ -225,7 +226,7 @@ class RendezvousService:
         job can continue without lost workers, sites whose workers are all `dead` do not count, because their scripts may hang
         forever."""
         with self._lock:
-            return sites.staying(self._state, self._clock(), self._silence_s, dead if self._min_workers else ())
+            return sites.staying(self._state, self._clock(), self._gone_s, dead if self._min_workers else ())
 
     def tick(self, ended: Collection[int] = (), still_s: float = 0.0) -> None:
         """Removes silent sites. `ended`: ranks that have left the job. `still_s`: seconds for which this process was stopped
@@ -234,7 +235,7 @@ class RendezvousService:
             self._journal.wait()
         with self._lock:
             state, now = self._state, self._clock()
-            self._set(sites.tick(sites.reset_silence(state, now) if still_s else state, now, self._silence_s, ended))
+            self._set(sites.tick(sites.reset_silence(state, now) if still_s else state, now, self._gone_s, ended))
 
     def _record_contact(self, token: str) -> Site | None:
         """Records that a site has called, and returns the site; None if it is not part of this rendezvous."""

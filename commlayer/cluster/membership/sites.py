@@ -298,15 +298,10 @@ def assign(state: Sites, now: float) -> Sites:
 def _in_order(present: Mapping[str, Site]) -> list[str]:
     """Returns the tokens of sites in order. Sites that request an index get it if there are enough sites; the others fill the
     gaps in order of arrival."""
-    wished = dict(sorted((h.request.rank, token) for token, h in present.items() if h.request.rank != ANY))
-    others = [token for token, h in present.items() if h.request.rank == ANY]
-    order = []
-    for place in range(len(present)):
-        if place in wished:
-            order.append(wished.pop(place))
-        elif others:
-            order.append(others.pop(0))
-    return [*order, *wished.values(), *others]
+    order = [token for token, h in present.items() if h.request.rank == ANY]
+    for index, token in sorted((h.request.rank, token) for token, h in present.items() if h.request.rank != ANY):
+        order.insert(index, token)
+    return order
 
 
 class PendingWait(NamedTuple):
