@@ -6,7 +6,7 @@ A view knows no clock. Callers pass the current time, in the clock of the events
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import fmean, median
 
 import msgspec
@@ -424,8 +424,3 @@ class JobView:
                 sender = f"{self.display(f'worker {event.rank}')}: " if event.rank > 0 else ""  # rank 0 reports for all
                 return f"{sender}{event.text}{event.code and f' [{event.code}]'}"
         return type(event).__name__
-
-    def recent_words(self) -> Iterator[tuple[float, str]]:
-        """The latest events with their times, oldest first."""
-        for event in self.recent:
-            yield event.time, self.words(event)

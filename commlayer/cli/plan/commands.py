@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from msgspec import structs
@@ -11,9 +11,6 @@ from msgspec import structs
 from commlayer.cli.options import Batch, Codecs, Json, NoiseScale, Out
 from commlayer.cli.output import Commands, Notes, Part, Report, check_out, publish, write
 from commlayer.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from commlayer.records import Job, Plan
 
 app = typer.Typer(no_args_is_help=True, help="Plan a job's communication from tables or measurements: no GPU needed.")
 
@@ -134,9 +131,11 @@ def explain(
     from commlayer.cli.plan import report as plan_report
     from commlayer.planner.explanation import bucket_of
     from commlayer.planner.explanation import explain as explained
+    from commlayer.planner.plan_rules import verify
 
     record, inputs = plan_file.plan_in(plan), plan_file.inputs_of(plan)
-    _refuse(record, inputs.job)
+    if problems := verify(record, inputs.job):
+        raise InvalidInput("E-PLAN-REFUSED", f"plan: {problems[0]}")
     result = explained(record, bucket_of(record, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
     publish(Report(result, "", plan_report.explanation(result)), json)
 
@@ -240,15 +239,6 @@ def _codec_problem(text: str) -> str:
     except (ValueError, TypeError) as error:
         return str(error)
     return ""
-
-
-def _refuse(plan: Plan, job: Job) -> None:
-    """Raises InvalidInput if the plan does not fit the model."""
-    from commlayer.planner.plan_rules import verify
-
-    problems = verify(plan, job)
-    if problems:
-        raise InvalidInput("E-PLAN-REFUSED", f"plan: {problems[0]}")
 
 
 def _listed(text: str) -> list[str]:

@@ -150,7 +150,7 @@ def heartbeat(state: State, token: str, now: float, report: Heartbeat | None = N
         state = _missed(state, token, report.missed, now)
         if place.join.kind == "server":
             state = _update(state, lambda p: p.join.kind == "worker" and p.peer in report.heard, heard_s=now)
-            state = _parted(state, report.ended)
+            state = _update(state, lambda p: p.present and p.peer in report.ended, closed_cleanly=True)
             state = _dropped(state, place, report.dropped) if place.present else state
     return state, reply_to(state, token, 0 if report is None else report.generation)
 
@@ -213,10 +213,6 @@ def _missed(state: State, token: str, peers: tuple[str, ...], now: float) -> Sta
             state = _with(state, msgspec.structs.replace(p, missed_by=(*others, token) if is_new else others,
                                                          heard_s=now if is_new else p.heard_s))
     return state
-
-
-def _parted(state: State, peers: tuple[str, ...]) -> State:
-    return _update(state, lambda p: p.present and p.peer in peers, closed_cleanly=True)
 
 
 def _dropped(state: State, server: Registration, gone: tuple[PeerExit, ...]) -> State:

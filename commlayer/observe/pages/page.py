@@ -46,7 +46,7 @@ def state_of(view: JobView, now: float) -> PageState:
         "run": view.job.run, "name": view.job.name, "version": view.job.version,
         "world": view.job.world, "present": len(view.present), "over": view.over,
         "step": view.step, "step_s": view.step_s, "planned_s": plan.step_s,
-        "plan": f"{plan.digest[:8]} ({plan.reason}): {plan.summary}" if plan.digest else "",
+        "plan": view.words(plan).removeprefix("plan ") if plan.digest else "",
         "loss": view.loss, "samples_per_s": view.samples_per_s,
         "total": view.total_steps, "left_s": view.left_s,  # until the script's last step
         "sent": view.sent_bytes, "received": view.received_bytes, "gain": view.alone.over_alone,
