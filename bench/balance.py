@@ -152,13 +152,13 @@ def _row(scenario: str, name: str, steps: list[PlayedStep], total: int) -> dict[
 def _with_communication() -> tuple[list[dict[str, Any]], dict[str, float]]:
     """The authors' 100 ms of blocking all-reduce, the same all-reduce overlapped, and overlapped with a tenth of the bytes."""
     cluster = PlayedCluster(PAPER, BATCH, noise=NOISE)
-    ways = {
+    systems = {
         "LBB as published, blocking 100 ms": (MODES["LBB as published"], Communication(LBB_COMM_S)),
         "ours, overlapped": (MODES["ours"], Communication(LBB_COMM_S, BACKWARD)),
         "ours, overlapped, a tenth of the bytes": (MODES["ours"], Communication(LBB_COMM_S / 10, BACKWARD)),
     }
     rows, means = [], []
-    for name, (build, communication) in ways.items():
+    for name, (build, communication) in systems.items():
         steps = run_mode(build(cluster), cluster, 100, communication)
         rows.append(_row("paper, static, communication emulated", name, steps, BATCH))
         means.append(_mean_s(steps))
@@ -187,8 +187,8 @@ def _thousand(steps: int) -> tuple[dict[str, Any], list[PlayedStep]]:
     """A thousand workers, of which fifty slow down in the third step."""
     slower = tuple(Disturbance(worker, 3, 1000, factor=2.0) for worker in range(0, 1000, 20))
     cluster = PlayedCluster(tuple(_many_lines()), MANY_TOTAL, disturbances=slower, noise=NOISE)
-    seen = run_mode(Ours(cluster), cluster, steps)
-    return _row("1,000 workers, x2 on fifty", "ours", seen, MANY_TOTAL), seen
+    played = run_mode(Ours(cluster), cluster, steps)
+    return _row("1,000 workers, x2 on fifty", "ours", played, MANY_TOTAL), played
 
 
 LINK_BPS, ONE_WAY_S = 200e6, 0.00025

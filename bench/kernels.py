@@ -117,8 +117,8 @@ def check(n: int = 50_003) -> None:
     for (name, mine), theirs in zip(ours.rivals().items(), twin.rivals().values(), strict=True):
         if name in NOT_IN_FALLBACK:
             continue
-        got, expected = mine(), theirs()
-        assert isinstance(got, torch.Tensor) or got == expected, f"{name}: native {got}, fallback {expected}"
+        result, expected = mine(), theirs()
+        assert isinstance(result, torch.Tensor) or result == expected, f"{name}: native {result}, fallback {expected}"
         for field, memory in vars(ours).items():
             if isinstance(memory, torch.Tensor) and field not in ("idx", "val"):
                 same = torch.equal(memory.view(torch.uint8), getattr(twin, field).view(torch.uint8))

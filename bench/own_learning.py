@@ -71,7 +71,7 @@ def run(
         parse(codec)
     count = 0
 
-    def tell(variant: Variant, loss: float, table: LearningTable | None) -> None:
+    def report(variant: Variant, loss: float, table: LearningTable | None) -> None:
         nonlocal count
         count += 1
         print(f"{count:3}  {label(variant):56} loss {loss:.4g}")
@@ -79,7 +79,7 @@ def run(
             write_whole({out: encoded_table(table)})
 
     variants = list(variants_of(codecs, local_steps, late=staleness))
-    table = measure(name, make, variants, tell, steps=steps, seeds=seeds)
+    table = measure(name, make, variants, report, steps=steps, seeds=seeds)
     for row in table.rows:
         if row.workers == ALONE:
             print(f"{BY_ITSELF:56} {row.steps:.2f} times as many steps as {ALONE_AMONG} together")
@@ -115,7 +115,7 @@ def variants_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool
 
 
 def measure(
-    name: str, make: Make, variants: Sequence[Variant], tell: Tell, *, steps: int = STEPS, seeds: int = 1,
+    name: str, make: Make, variants: Sequence[Variant], report: Tell, *, steps: int = STEPS, seeds: int = 1,
 ) -> LearningTable:
     """Trains all configurations. Raises InvalidInput with one line for a task that cannot be trained."""
     family = family_of(_optimizer(name, make))
@@ -129,7 +129,7 @@ def measure(
             mine = structs.replace(variant, task=name, optimizer=family, seed=seed)
             curves[mine] = _curve_of(mine, make, steps)
             table = _table(name, curves)
-            tell(mine, curves[mine][-1], table)
+            report(mine, curves[mine][-1], table)
     if table is None:
         raise InvalidInput("E-USER-CODE", f"{name}: nothing to compare with dense training; name a codec or local steps")
     return table
@@ -190,7 +190,7 @@ def _fields(what: str, made: Any) -> dict[str, Any]:
 def _guarded(name: str, made: dict[str, Any]) -> TrainingTask:
     """The task with its functions wrapped: an exception in one becomes a one-line error that names the function."""
     def of(field: str) -> Callable[..., Any]:
-        return lambda *given: of_user(f"{name}: {field}", lambda: made[field](*given))
+        return lambda *call_arguments: of_user(f"{name}: {field}", lambda: made[field](*call_arguments))
 
     def batches(rank: int, world: int) -> Iterator[Any]:
         feed = of_user(f"{name}: batches", lambda: iter(made["batches"](rank, world)))

@@ -258,15 +258,15 @@ def acknowledge(transport: StreamTransport) -> None:
 
 def receive_plain(plain: socket.socket) -> None:
     """Receives bursts on the plain socket: a length, then that many bytes. Replies with the CPU time of this process."""
-    taken, _ = plain.accept()
+    connection, _ = plain.accept()
     room = bytearray(CHUNK_NBYTES)
-    while head := taken.recv(LENGTH.size, socket.MSG_WAITALL):
+    while head := connection.recv(LENGTH.size, socket.MSG_WAITALL):
         left = LENGTH.unpack(head)[0]
         while left:
-            if not (got := taken.recv_into(room, min(left, CHUNK_NBYTES))):
+            if not (nbytes := connection.recv_into(room, min(left, CHUNK_NBYTES))):
                 return  # the sender disconnected during a burst
-            left -= got
-        taken.sendall(LENGTH.pack(int(1e6 * time.process_time())))
+            left -= nbytes
+        connection.sendall(LENGTH.pack(int(1e6 * time.process_time())))
 
 
 def send(args: argparse.Namespace) -> None:
@@ -282,11 +282,11 @@ def send(args: argparse.Namespace) -> None:
         for kind in kinds if number % 2 else reversed(kinds):
             own_cpu_s = time.process_time()
             if kind == "socket":
-                took_s, after = send_plain_burst(plain, body, count)
+                elapsed_s, after = send_plain_burst(plain, body, count)
             else:
-                took_s, after = send_burst(transports[kind], body, count, number)
+                elapsed_s, after = send_burst(transports[kind], body, count, number)
             if number > 1:  # the first burst of each warms up the buffers
-                seconds[kind].append(count * len(body) / took_s / 1e9)
+                seconds[kind].append(count * len(body) / elapsed_s / 1e9)
                 spent[kind] += time.process_time() - own_cpu_s + after - peer_cpu_s
             peer_cpu_s = after
     gb = args.times * count * len(body) / 1e9

@@ -81,11 +81,11 @@ def gru(seed: int) -> Task:
 
 def words(seed: int) -> Task:
     torch.manual_seed(seed)
-    learnt, held = word_windows()
+    training, held = word_windows()
     known = nn.Embedding(WORDS, 32)
     nn.init.normal_(known.weight, std=0.1)
     net = nn.Sequential(known, _Sum(), nn.Linear(32, len(PARTS)))
-    return Task(net, _drawn(learnt, 8, seed), class_loss, held, {"sgd": 0.03, "adam": 4e-3})
+    return Task(net, _drawn(training, 8, seed), class_loss, held, {"sgd": 0.03, "adam": 4e-3})
 
 
 TASKS: dict[str, Callable[[int], Task]] = {
@@ -145,8 +145,8 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.mixed(self.first(x)).chunk(3, -1))
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.out(seen)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(attended)
         return x + self.after(self.second(x))  # type: ignore[no-any-return]
 
 
@@ -159,8 +159,8 @@ class Transformer(nn.Module):
         self.layers = nn.Sequential(*(Layer(width) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, letters)
 
-    def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.layers(self.letters(seen) + self.places)))  # type: ignore[no-any-return]
+    def forward(self, attended: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.layers(self.letters(attended) + self.places)))  # type: ignore[no-any-return]
 
 
 class Recurrent(nn.Module):
@@ -171,8 +171,8 @@ class Recurrent(nn.Module):
         self.letters, self.state = nn.Embedding(letters, inner), nn.GRU(inner, width, batch_first=True)
         self.head = nn.Linear(width, letters)
 
-    def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        return self.head(self.state(self.letters(seen))[0])  # type: ignore[no-any-return]
+    def forward(self, attended: torch.Tensor) -> torch.Tensor:
+        return self.head(self.state(self.letters(attended))[0])  # type: ignore[no-any-return]
 
 
 class _Sum(nn.Module):
@@ -220,7 +220,7 @@ def letters() -> tuple[torch.Tensor, torch.Tensor]:
 def word_windows() -> tuple[Batch, Batch]:
     """Windows of word ids with the number of their folder, for training and held out."""
     each = {part: [re.findall("[a-z]+", text.lower()) for text in pair] for part, pair in texts().items()}
-    common = Counter(word for learnt, _ in each.values() for word in learnt).most_common(WORDS - 1)
+    common = Counter(word for training, _ in each.values() for word in training).most_common(WORDS - 1)
     places = {word: i for i, (word, _) in enumerate(common)}
     return tuple(_windows([pair[held] for pair in each.values()], places) for held in (0, 1))  # type: ignore[return-value]
 

@@ -69,10 +69,10 @@ class SparseLoCo:
         self._residual.sub_(decode(sent, levels, CHUNK))
         own = torch.cat([sent.flatten(), levels.view(torch.int16).flatten()])
         self.sent = own.numel() * 2
-        everyone = self._gather(own)
-        for body in everyone:
+        payloads = self._gather(own)
+        for body in payloads:
             theirs, rest = body[: sent.numel()].view(sent.shape), body[sent.numel() :].view(torch.float16).view(levels.shape)
-            self._start.sub_(decode(theirs, rest, CHUNK), alpha=self._lr / len(everyone))
+            self._start.sub_(decode(theirs, rest, CHUNK), alpha=self._lr / len(payloads))
         at = 0
         for p in self._params:
             p.copy_(self._start.view(-1)[at : at + p.numel()].view(p.shape))

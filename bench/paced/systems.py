@@ -136,10 +136,10 @@ def leave() -> dict[str, Any]:
 
 
 def all_gather(own: torch.Tensor) -> list[torch.Tensor]:
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    buffers = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     # Gloo has no 16-bit integers.
-    dist.all_gather([buffer.view(torch.uint8) for buffer in everyone], own.view(torch.uint8))
-    return everyone
+    dist.all_gather([buffer.view(torch.uint8) for buffer in buffers], own.view(torch.uint8))
+    return buffers
 
 
 KINDS: dict[str, Callable[..., TrainingSystem]] = {

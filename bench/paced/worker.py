@@ -77,7 +77,7 @@ def run(training: dict[str, Any], seconds: float, out: Path) -> dict[str, Any]:
     steps = Steps(out, rank, ranks)
     report: dict[str, Any] = {"rank": rank, "looks": {}, "losses": []}
     (out / f"began.{rank}").touch()
-    step, seen, began = 0, 0.0, time.perf_counter()
+    step, paused_s, begin = 0, 0.0, time.perf_counter()
     while steps.last is None or step < steps.last:
         batch = next(batches)
         system.optimizer.zero_grad()
@@ -92,12 +92,12 @@ def run(training: dict[str, Any], seconds: float, out: Path) -> dict[str, Any]:
         if step in EARLY or step % LOOK == 0:
             weights = [value.clone() for value in model.state_dict().values()]
             looking = time.perf_counter()
-            report["looks"][step] = looking - began - seen
+            report["looks"][step] = looking - begin - paused_s
             torch.save(weights, out / f"{step}.{rank}.pt")
-            seen += time.perf_counter() - looking
-        if rank == 0 and steps.last is None and time.perf_counter() - began - seen > seconds:
+            paused_s += time.perf_counter() - looking
+        if rank == 0 and steps.last is None and time.perf_counter() - begin - paused_s > seconds:
             steps.stop()
-    report |= {"steps": step, "seconds": time.perf_counter() - began - seen, "late": pace.late, "passes": pace.passes}
+    report |= {"steps": step, "seconds": time.perf_counter() - begin - paused_s, "late": pace.late, "passes": pace.passes}
     until = time.monotonic() + END_S
     # No rank ends before all are finished: the others may need its part of the job.
     while not steps.all_there(steps.last or 0) and time.monotonic() < until:
