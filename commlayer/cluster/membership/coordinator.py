@@ -26,12 +26,10 @@ from commlayer.cluster.calls import messages
 from commlayer.cluster.calls.call_proofs import CHALLENGE, AuthenticationFailed, CallVerifier
 from commlayer.cluster.calls.grpc_port import GrpcPort
 from commlayer.cluster.calls.messages import (
-    MAX_PLAN_NBYTES,
     MAX_STATUS_NBYTES,
     PROTOCOL,
     PlanPart,
     StatusReply,
-    digest_of,
     version,
 )
 from commlayer.cluster.calls.rpc_server import Answer, Encode, RpcServer
@@ -46,6 +44,7 @@ from commlayer.cluster.membership.coordinator_journal import (
 from commlayer.cluster.membership.job_events import JobEvents, log_of_job, waits_of
 from commlayer.cluster.membership.rendezvous_service import RendezvousService
 from commlayer.cluster.membership.sites import AdmissionState, PendingWait
+from commlayer.cluster.membership.uploaded_plans import UploadedPlans
 from commlayer.config import Config
 from commlayer.errors import MAX_PEER_TEXT_CHARS, CorruptFrame, InvalidInput, coded, short_line, without_code
 from commlayer.observe.event_log import EventLog
@@ -118,7 +117,7 @@ class Coordinator:
         self._watches: dict[str, asyncio.Event] = {}
         """Maps the token of a process whose Watch call waits to the event that ends the wait. Used on the event loop."""
         self._keys, self._refusals = Keys(config.keys) if config.keys else None, RefusalLog()
-        self._plans = defaultdict[str, Plans](Plans)
+        self._plans = defaultdict[str, UploadedPlans](UploadedPlans)
         """Uploaded plans by the name of the certificate, so that no member replaces another's."""
         self._verifier = CallVerifier(config.token, self._keys)
         self._suspects: dict[str, tuple[str, str]] = {}
@@ -486,41 +485,3 @@ class StoreHangs:
         late = epoch_change.hung_in_store(state, pending, config.deadline_s, ago_s, patience_s)
         self.suspects = {rank: self.suspects.get(rank, now) for rank in late}
         return {rank: why for rank, why in late.items() if now - self.suspects[rank] >= config.heartbeat_s}
-
-
-MOST = 2
-"""Maximum number of uploaded plans that are kept, although a job uses only one. The oldest plan is dropped first."""
-
-
-class Plans:
-    """Uploaded plans, keyed by digest. Plans arrive in chunks."""
-
-    def __init__(self) -> None:
-        self._chunks: dict[str, dict[int, bytes]] = {}
-        """Maps the digest of an incomplete plan to its chunks. Each chunk is keyed by the position of its first byte in the
-        plan."""
-        self._whole: dict[str, bytes] = {}
-
-    def take(self, part: PlanPart) -> None:
-        """Stores a chunk of a plan. Raises CorruptFrame if the chunk does not fit its plan."""
-        end = part.begin + len(part.data)
-        if not 0 < part.nbytes <= MAX_PLAN_NBYTES or not 0 <= part.begin < end <= part.nbytes:
-            raise CorruptFrame(f"sent bytes {part.begin} to {end} of a plan of {part.nbytes} bytes; the chunk must lie inside "
-                               f"the plan, and a plan has at most {MAX_PLAN_NBYTES} bytes")
-        if part.plan_digest in self._whole:
-            return
-        chunks = self._chunks.setdefault(part.plan_digest, {})
-        chunks[part.begin] = part.data
-        if sum(map(len, chunks.values())) >= part.nbytes:
-            del self._chunks[part.plan_digest]
-            data = b"".join(data for _, data in sorted(chunks.items()))
-            if digest_of(data) != part.plan_digest:
-                raise CorruptFrame("sent a plan that does not match its digest")
-            self._whole[part.plan_digest] = data
-        for plans in (self._chunks, self._whole):
-            while len(plans) > MOST:
-                del plans[next(iter(plans))]
-
-    def whole(self, digest: str) -> bytes:
-        """Returns the plan with this digest; b"" if chunks are missing."""
-        return self._whole.get(digest, b"")
