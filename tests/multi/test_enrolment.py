@@ -521,7 +521,7 @@ def test_another_server_of_the_job_cannot_issue_false_keys(server: Server) -> No
     """It fabricates a certificate and a secret."""
     key = new_key()
     ca = x509.load_pem_x509_certificate((server.ca / "ca.pem").read_bytes())
-    false = authority.sign(key, ca, "home-1", new_key().public_key(), dials_only=True)
+    false = authority.renew(server.ca, key, ca, "home-1", new_key().public_key(), dials_only=True)
 
     def reply(inner: Any) -> None:
         enrolment_messages.receive_record(inner, EnrolmentRequest, 4096, soon())
