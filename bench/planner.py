@@ -21,6 +21,7 @@ from msgspec import structs
 from bench.lab import Lab, LabUnavailable, check, sound
 from bench.ranks import launch_hosts, median_step_s
 from bench.report import Result
+from bench.timing import least_s
 from bench.worker import command
 from commlayer.planner.buckets import Contents
 from commlayer.planner.convergence import Recipe
@@ -62,6 +63,8 @@ def run(quick: bool) -> Result:
     if errors := [abs(row["error_pct"]) for row in measured if not row["void"]]:
         summary |= {"predicted_vs_measured_pct_p50": statistics.median(errors), "predicted_vs_measured_pct_worst": max(errors)}
     return {"rows": rows + measured, "summary": summary}
+
+
 def _planning(quick: bool, rows: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
     """CPU seconds of planning on one thread, the minimum of several runs."""
     small, full = Policy(codecs=("topk(ratio=0.01)",), objective="step"), Policy(objective="step")
@@ -79,20 +82,11 @@ def _planning(quick: bool, rows: list[dict[str, Any]]) -> Iterator[tuple[str, fl
                                        lambda: plan(models.published_job("resnet50"), unequal(32, 20e6, 900e6), None, free)),
     }
     for key, (what, call) in cases.items():
-        seconds, chosen = _least(call, 2 if quick else 5)
-        rows.append({"what": what, "plan_s": seconds, "buckets": len(chosen.buckets), "step_ms": chosen.step_s * 1e3})
-        yield key, seconds
-
-
-def _least(call: Callable[[], Plan], times: int) -> tuple[float, Plan]:
-    result = call()
-    taken = []
-    for _ in range(times):
+        chosen = call()
         gc.collect()
-        begin = time.process_time()
-        result = call()
-        taken.append(time.process_time() - begin)
-    return min(taken), result
+        plan_s = least_s(call, 2 if quick else 5, time.process_time)
+        rows.append({"what": what, "plan_s": plan_s, "buckets": len(chosen.buckets), "step_ms": chosen.step_s * 1e3})
+        yield key, plan_s
 
 
 def _job(tensors: int) -> Job:

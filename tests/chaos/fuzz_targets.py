@@ -18,7 +18,7 @@ from commlayer import planner, records
 from commlayer.cluster.calls import messages
 from commlayer.cluster.calls.call_proofs import AuthenticationFailed, CallVerifier
 from commlayer.cluster.keys import enrolment_messages
-from commlayer.cluster.membership import coordinator, job_events, membership
+from commlayer.cluster.membership import job_events, membership, uploaded_plans
 from commlayer.cluster.servers import server_codecs, summation, summation_server
 from commlayer.compressors import codec_of, parse, seed, wrap
 from commlayer.compressors.codec import Codec
@@ -299,7 +299,7 @@ def parts_of_plans() -> Target:
     plan = bytes(range(256)) * 4
     parts = [messages.PlanPart(messages.digest_of(plan), len(plan), at, plan[at : at + 300]) for at in range(0, 1024, 300)]
     examples = [messages.pack(part) for part in parts]
-    known = coordinator.Plans()
+    known = uploaded_plans.UploadedPlans()
 
     def read(data: bytes, _: random.Random) -> None:
         part = messages.unpack(data, messages.PlanPart, "worker 0")

@@ -262,7 +262,7 @@ def test_fastest_download_counts_after_any_idle_time(monkeypatch: pytest.MonkeyP
         for bps in (0.0, 1e6, 9.6e7, 9.6e7, 9.6e7, 0.0, 4e8, 0.0, 0.0):  # 400 Mb/s for 50 ms: packets that were held back
             clock[0] += BIN_S
             nbytes[1] += int(bps * BIN_S / 8)
-            meter._read()
+            meter.read()
         assert 9.6e7 <= meter.fastest_down_bps() <= 4e8 / 2
         meter.look()
         assert meter.fastest_down_bps() == 0.0
