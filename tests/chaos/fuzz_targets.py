@@ -33,7 +33,7 @@ from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.secret import NONCE_NBYTES, PROOF_NBYTES, make_proof
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
 from commlayer.transport.zero_chunks import drop_zeros, restore_zeros
-from tests.support.frames import frames_in
+from tests.chaos.frames import frames_in
 
 CAP_NBYTES, KEPT_NBYTES = 1 << 18, 1 << 20
 CODECS = (

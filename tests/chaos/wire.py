@@ -16,8 +16,8 @@ from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import Flag, Kind
+from tests.chaos.frames import frames_in
 from tests.chaos.reports import Finding
-from tests.support.frames import frames_in
 
 BASE = 4
 MOST_FAULTS = 5

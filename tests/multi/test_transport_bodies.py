@@ -14,7 +14,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.attached import assert_refused, outcome
 from support.coordinators import until
-from support.frames import frames_in
 from support.internals import connections_of, socket_of
 from support.meshes import FAR, PATIENCE_S, data, far_pair, frame, raw_peer, soon
 from support.workers import Rig, job, on_ranks, step
@@ -29,6 +28,7 @@ from commlayer.transport.framing import Frame, Reader, allocate_bytes
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
 from commlayer.transport.zero_chunks import CHUNK_NBYTES, MIN_NBYTES, drop_zeros, restore_zeros
+from tests.chaos.frames import frames_in
 
 parted = pytest.mark.skipif(not credit.SUPPORTED, reason="bodies are cut on Linux only")
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.frames import frames_in
 
 from commlayer import native
 from commlayer.errors import CorruptFrame, Damaged
 from commlayer.transport import crc, framing
 from commlayer.transport.framing import HEADER_NBYTES, STAGING_NBYTES, Frame, Reader
 from commlayer.transport.protocol import Flag, Header, Kind
+from tests.chaos.frames import frames_in
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "frames"
 
