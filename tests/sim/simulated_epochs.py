@@ -53,7 +53,7 @@ class Killed(Exception):
 class RecordingOps:
     """Codec operations that record contributions. The result is the list of contributions."""
 
-    codec, bound, means, in_means, assumes_total, senders = 7, 4096, False, True, True, ()
+    codec, bound, means, in_means, assumes_total, senders, leavers = 7, 4096, False, True, True, (), ()
 
     def __init__(self, world: World) -> None:
         self.rounds, self._world = world.rounds, world
