@@ -194,7 +194,10 @@ class Server:
             self.core.cells[ROW_BUCKET].ops.allow(len(self.all_members))  # type: ignore[attr-defined]
         self.core.add(joins.number, joins.member)
         self._remove()
-        self._write_down(self.core)
+        if self.world.journal:
+            self.world.kill_sometimes()
+            self.journal = self.journal._replace(joined=tuple(self.joined))
+            self.world.kill_sometimes()
 
     def _switch(self, plan: int) -> None:
         if plan == self.core.generation:
