@@ -133,10 +133,9 @@ def _send(context: DistributedJob, prepared: _Prepared) -> None:
             return
         except Exception as error:
             cause = error if isinstance(error, CommError) else error.__cause__
-            if not context.elastic or not isinstance(cause, CommError):
-                failure = error if isinstance(error, CommError) else CommError(f"the switch to another plan failed: {error}")
-                old.latch(failure)
-                raise failure from (error.__cause__ if failure is error else error)
+            if not isinstance(cause, CommError):
+                cause = CommError(f"the switch to another plan failed: {error}")
+                old.latch(cause)
             context.drop_call(cause, generation)
             context.members.between()
             new.plan = _of_those_left(new.plan, before, link.epoch.members) or new.plan
