@@ -4,8 +4,9 @@ Components communicate with those of other ranks, so all ranks call them in the 
 not on the time at which a component was added.
 
 Components that only observe steps must not end training. `Components` reports the first error of each with its traceback, and
-calls the component again after the next step, because other ranks may wait for its messages. A CommError means that ranks are
-lost; then the job decides whether it ends, or continues with the remaining members.
+calls the component again after the next step, because other ranks may wait for its messages. An error of those that find lost
+members ends the step. A CommError means that ranks are lost; then the job decides whether it ends, or continues with the
+remaining members.
 """
 
 from __future__ import annotations
@@ -177,12 +178,12 @@ class Components:
                 skip(perf_counter() - begin)
 
     def _guarded(self, component: Component, act: Callable[[], T], *, otherwise: T) -> T:
-        """Calls `act` of a component. Its first error is reported with its traceback; later ones are ignored."""
+        """Calls `act` of a component that observes. Its first error is reported with its traceback; later ones are ignored."""
         try:
             return act()
-        except CommError:
-            raise
         except Exception as error:
+            if isinstance(error, CommError) or component.order is Order.JOB:
+                raise
             if component not in self._failed and self._job is not None:
                 self._failed.add(component)
                 self._job.report_failure(type(component).__name__, error)

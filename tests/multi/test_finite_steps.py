@@ -14,7 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.guards.finite_steps import MOST
+from commlayer.engine.guards.finite_steps import COUNTS, MOST, FiniteSteps
+from commlayer.engine.job.job import JoinedState
+from commlayer.engine.model.optimizers import HeldParameters
 
 WORLD, STEPS = 2, 12
 NAN = float("nan")
@@ -97,6 +99,27 @@ def run(rank: int, how: str, codec: str, bad: list[int], where: tuple[int, ...],
     decisions = [line for line in script.session.inspect.decisions() if "not finite" in line]
     script.session.close()
     return Result(error, script.number, decisions, parameters(script.model), script.scaler.get_scale())
+
+
+def counted(rank: int, how: str) -> tuple[str, str]:
+    """What a joining rank receives after three bad steps of rank 1, and what that rank would send then."""
+    script = Script(rank, how, "identity()", [1, 2, 3], (1,), "adamw")
+    for script.number in range(4):
+        script.step()
+    script.session.flush()
+    context, weights = distributed_job(script.session), [*script.model.parameters()]
+    received = context.followers[COUNTS]()
+    context.joined = JoinedState({}, list, {COUNTS: received}, 0)
+    FiniteSteps(context, weights, HeldParameters(weights))
+    sent = context.followers[COUNTS]()
+    script.session.close()
+    return received, sent
+
+
+@pytest.mark.parametrize(("how", "counts"), [("module", '[0,{"0":3}]'), ("local", "[0,{}]")])
+def test_joining_rank_counts_dropped_steps_like_the_others(how: str, counts: str) -> None:
+    """Under local steps each rank drops its own steps."""
+    assert pool(WORLD).call(counted, how) == [(counts, counts)] * WORLD
 
 
 def completed(results: list[Result]) -> None:

@@ -225,9 +225,10 @@ def test_job_is_not_over_when_a_worker_that_left_early_is_reported(opened: Opene
 
 def test_restarted_server_knows_who_has_joined_and_who_is_gone(opened: Opened, tmp_path: Path) -> None:
     job = Serving(opened, journal=str(tmp_path))
-    ends = [job.end(rank) for rank in range(3)]
+    ends, begun = [job.end(rank) for rank in range(3)], (tmp_path / "server.journal").stat().st_ino
     job.report(ends[0], 1, 3, job.epoch(0, 1, 2, 3).generation)
     job.report(ends[0], 2, 4, job.epoch(0, 1, 2, 3, 4).generation)
+    assert (tmp_path / "server.journal").stat().st_ino == begun, "sums go on meanwhile"
     newest = job.epoch(0, 1, 4, generation=5)
     job.serving.change(newest)
     job.serving.close(over=False)

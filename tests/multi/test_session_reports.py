@@ -275,6 +275,21 @@ def test_failing_observer_is_reported_once_and_training_continues() -> None:
         assert re.fullmatch(r"E-OBSERVER test_session_reports\.py:\d+ broken", error)
 
 
+def broken(rank: int) -> str:
+    model = torch.nn.Linear(2, 1, bias=False)
+
+    def fail() -> None:
+        raise ValueError("it does not find lost members")
+
+    with commlayer.attach(model, config=quick(ranks_per_node=WORLD)) as session:
+        session.inspect.components.add(Calls(Order.JOB, end_step=fail))
+        return outcome(model(torch.ones(1, 2)).sum().backward)
+
+
+def test_error_of_a_part_that_finds_lost_members_ends_the_step() -> None:
+    assert pool(WORLD).call(broken) == ["ValueError: it does not find lost members"] * WORLD
+
+
 def test_components_added_or_removed_during_a_call_count_from_the_next() -> None:
     context, called = JobContext(), list[str]()
     later = Calls(Order.CONTROLLER, end_step=lambda: called.append("later"))

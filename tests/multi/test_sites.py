@@ -539,6 +539,28 @@ def test_wait_error_names_the_departed_site_and_not_the_coordinator(opened: Open
     assert another.value.peer == f"coordinator {coordinator.address}", "its own row is there"
 
 
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_all_or_none_pass_a_barrier_that_a_lost_member_has_called(opened: Opened, *, is_complete: bool) -> None:
+    coordinator, desks = met(opened, 3, min_workers=2)
+    members, keys = joined(opened, coordinator, 3), [("barrier", rank) for rank in range(3)]
+
+    def call(rank: int, wait_s: float = 0.0) -> tuple[bytes | None, ...]:
+        """That rank's call of the barrier, or one part of its wait."""
+        return desks[rank].request(time.monotonic() + wait_s, put=[(keys[rank], PART)], want=keys).values
+
+    assert call(2) == (None, None, PART)
+    assert call(0) == (PART, None, PART)
+    if is_complete:
+        assert call(1) == (PART,) * 3
+    members[2].leave("it breaks off")
+    for rank in (0, 1, 0):
+        if is_complete:
+            assert call(rank) == (PART,) * 3
+        else:
+            with pytest.raises(PeerLost, match="it breaks off.*E-PEER-LOST"):
+                call(rank, WAIT_S)
+
+
 def test_finished_site_is_reported_as_finished(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
     """At the end of a job one site is always the first to leave: no failure."""
     coordinator, _ = met(opened, 3, min_workers=1)

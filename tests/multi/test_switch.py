@@ -35,9 +35,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 import commlayer.engine.epochs.plan_switch as automatic
+from commlayer.cluster.processes.collectives import all_or_none
 from commlayer.engine.components import Order
 from commlayer.engine.model.model_tensors import job_of
+from commlayer.errors import PeerLost
 from commlayer.records import Plan
+from commlayer.transport.protocol import SERVER_BASE
 
 WORLD, SERVERS, STEPS = 2, 2, 4
 _ranks = ranks_first(WORLD)
@@ -160,6 +163,36 @@ def test_server_that_refuses_the_plan_ends_the_job_on_all_ranks() -> None:
     assert_refused(results[requested][0], "E-PLAN-REFUSED", f"server {requested} ", "no room")
     assert_refused(results[1 - requested][0], "E-OTHER-RANK", "switch()", f"rank {requested}")
     assert all(first == again for first, again in results)
+
+
+def lost_while_switching(run: Run) -> list[str]:
+    """In a job whose members can leave; here none does."""
+    model, session = attached(run)
+    context, made = session.inspect.context, list[Any]()
+    context.members.elastic = True
+    make = context.worker_for
+    context.worker_for = lambda *args: made.append(make(*args)) or made[-1]
+    if run.rank == 1:
+        context.uplink.transport.abort(PeerLost("is gone", peer="server 1"), SERVER_BASE + 1)
+    lines = [outcome(lambda: session.switch(plan(model, "topk")))]
+    return [*lines, str(made[-1].error), *(outcome(lambda error=error: _together(context, error)) for error in (
+        PeerLost("is gone", peer="server 1"), RuntimeError("a bug")))]
+
+
+def _together(context: Any, error: Exception) -> None:
+    with all_or_none(context.groups, "a call"):
+        if context.rank == 1:
+            raise error
+
+
+def test_failed_connection_of_another_rank_may_be_that_of_a_lost_one() -> None:
+    first, second = on_ranks(lost_while_switching)
+    assert_refused(second[0], "E-PEER-LOST", "PeerLost: server 1: ")
+    assert first[0].startswith("CommError: switch() failed on rank 1"), "it would continue without rank 1"
+    assert [lines[1] for lines in (first, second)] == ["the session is closed [E-SESSION-CLOSED]"] * 2
+    assert first[2:] == [f"{kind}: a call failed on rank 1: see the error on that rank [E-OTHER-RANK]"
+                         for kind in ("CommError", "InvalidInput")]
+    assert second[2:] == ["PeerLost: server 1: is gone [E-PEER-LOST]", "RuntimeError: a bug"]
 
 
 def again_and_again(run: Run) -> dict[str, Any]:

@@ -118,6 +118,13 @@ def test_site_with_an_error_and_site_with_fewer_batches_leave(sites: Sites) -> N
         assert report["weights"] == expected(steps[:count])[0]
 
 
+def test_site_that_cannot_continue_with_other_members_ends_with_the_cause(sites: Sites) -> None:
+    script = Script(events=(Event(0, ODD), Event(2, ODD, "fail", at="new_world"), Event(2, ODD + 1, "fail", at="new_world")))
+    ends = all_ended(start(sites, 4, script)[1], KILLED, 0, 1, 0)
+    assert "RuntimeError: new_world fails" in ends[2].errors
+    assert [end.rows[0]["counts"][-1] for end in (ends[1], ends[3])] == [2, 2]
+
+
 @pytest.mark.parametrize(("action", "why"), [("hang", "backward"), ("payload", "payload"), ("frame", "frame")])
 def test_hung_or_violating_site_is_evicted_and_named(
     sites: Sites, action: str, why: str,

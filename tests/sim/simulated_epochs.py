@@ -15,11 +15,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from commlayer.cluster.calls.messages import KvReply, KvRequest, site_request
+from commlayer.cluster.membership.rendezvous_service import RendezvousService
+from commlayer.cluster.membership.sites import AdmissionState
 from commlayer.cluster.servers.gather import GATHER, ROW_BUCKET, GatherOps
 from commlayer.cluster.servers.summation import Summation
 from commlayer.engine.epochs import schedule
 from commlayer.engine.epochs.schedule import Joining, Proposal
 from commlayer.errors import CorruptFrame
+from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.protocol import Flag, Header, Kind, Message
 
 STEPS, MOST_WORKERS = 9, 9
@@ -49,7 +53,7 @@ class Killed(Exception):
 class RecordingOps:
     """Codec operations that record contributions. The result is the list of contributions."""
 
-    codec, bound, means, in_means, assumes_total, senders = 7, 4096, False, True, True, ()
+    codec, bound, means, in_means, assumes_total, senders, leavers = 7, 4096, False, True, True, (), ()
 
     def __init__(self, world: World) -> None:
         self.rounds, self._world = world.rounds, world
@@ -190,7 +194,10 @@ class Server:
             self.core.cells[ROW_BUCKET].ops.allow(len(self.all_members))  # type: ignore[attr-defined]
         self.core.add(joins.number, joins.member)
         self._remove()
-        self._write_down(self.core)
+        if self.world.journal:
+            self.world.kill_sometimes()
+            self.journal = self.journal._replace(joined=tuple(self.joined))
+            self.world.kill_sometimes()
 
     def _switch(self, plan: int) -> None:
         if plan == self.core.generation:
@@ -513,7 +520,10 @@ class World:
         self.entered: dict[int, set[int]] = {}
         """Maps a worker to the generations in which it has received its state."""
         self._agreed: dict[str, object] = {}
-        self._meetings: dict[object, set[int]] = {}
+        self._store = RendezvousService(len(self.first_members), 1.0, self._lost, RefusalLog(), 1, lambda: 0.0,
+                                        lambda: AdmissionState(generation=self.generation), last_call_s=1.0)
+        self._sites = [self._register() for _ in self.first_members]
+        self._store.begin()
         self._states: dict[tuple[int, int], dict[int, State]] = {}
         self._idle = 0
         self.server = [Server(self, number) for number in range(self.servers)]
@@ -549,15 +559,32 @@ class World:
     def rendezvous(self, joining: int) -> dict[int, State]:
         return self._states.setdefault((joining, self.generation), {})
 
+    def _register(self) -> str:
+        """Registers the site of the next worker. Returns its token."""
+        request = site_request(1)
+        self._store.register(request)
+        return request.token
+
+    def _lost(self) -> dict[int, str]:
+        return dict.fromkeys(self.gone, "it is lost")
+
     def meet(self, what: str, member: Member) -> bool | None:
-        """Returns True if all members have called this. Returns False if one of them has left before: then none receives True.
-        None: the member must wait."""
-        met = self._meetings.setdefault((what, member.members), set())
-        if {*member.members} <= {*self.epochs[-1]}:
-            met.add(member.rank)
-        if {*member.members} <= met:
-            return True
+        """Returns True if all members have called this; False if one of them is lost before, and the member knows that. None:
+        the member must wait."""
+        keys = {rank: (f"{what}, {member.members}", rank) for rank in member.members}
+        reply = self._call(KvRequest(self._sites[member.rank], ((keys[member.rank], b""),), want=(*keys.values(),)))
+        if not reply.error:
+            return True if None not in reply.values else None
         return None if {*member.members} <= {*self.epochs[member.newest]} else False
+
+    def _call(self, request: KvRequest) -> KvReply:
+        """Calls the coordinator's store, without waiting."""
+        try:
+            self._store.handle(request).send(None)
+        except StopIteration as over:
+            reply: KvReply = over.value
+            return reply
+        raise AssertionError("a call that does not wait has waited")
 
     def agree(self, what: str, value: object) -> None:
         """Checks that all members have an equal value."""
@@ -656,6 +683,7 @@ class World:
     def _admit(self) -> None:
         """A worker registers with the coordinator."""
         rank = len(self.members)
+        self._sites.append(self._register())
         self.epochs.append((*self.epochs[-1], rank))
         self.members[rank] = Member(self, rank, None)
 

@@ -32,7 +32,7 @@ class Killed(Exception):
 class Sums:
     """Codec operations on one double per payload that record the contributions in each result."""
 
-    codec, bound, means, assumes_total = 7, 8, False, True
+    codec, bound, means, assumes_total, leavers = 7, 8, False, True, ()
 
     def __init__(self, rounds: int, *, in_means: bool, bucket: int) -> None:
         self.rounds, self.in_means, self._bucket = rounds, in_means, bucket

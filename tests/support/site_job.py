@@ -33,6 +33,7 @@ from commlayer.compressors import parse, wrap
 from commlayer.compressors.feedback import split_by_tensor
 from commlayer.engine.buckets.current_step import Arrivals
 from commlayer.engine.checkpoints import checkpoint_files
+from commlayer.engine.epochs import changing_members
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.epochs.replica import Replica
 from commlayer.engine.sync.local_steps import OuterSteps
@@ -252,7 +253,8 @@ class Faults:
         client.join = watched_join
         Arrivals.expect, Arrivals.arrived = counted_expect, late_arrived
         for owner, name in ((Groups, "gather_all"), (Groups, "share_bytes"), (WorkerClient, "send_plan"),
-                            (WorkerClient, "put_state"), (OuterSteps, "drain"), (OuterSteps, "exchange"), (Replica, "take")):
+                            (WorkerClient, "put_state"), (OuterSteps, "drain"), (OuterSteps, "exchange"), (Replica, "take"),
+                            (changing_members, "new_world")):
             self._watch(owner, name, after=owner is WorkerClient)
 
     def at(self, action: str) -> list[Event]:
@@ -305,8 +307,8 @@ class Faults:
 
         def watched(*args: Any, **named: Any) -> Any:
             self._calls[name] = self._calls.get(name, 0) + 1
-            if not after:
-                self.due(name)
+            if not after and self.due(name) == "fail":
+                raise RuntimeError(f"{name} fails")
             result = real(*args, **named)
             if after:
                 self.due(name)

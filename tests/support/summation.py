@@ -20,7 +20,7 @@ from support.loopback import Hub, Loopback
 class Doubles:
     """Ops over one float64 per payload; the residual is what emitting as float32 keeps back, so undo has something to do."""
 
-    codec, bound, in_means = 7, 8, False
+    codec, bound, in_means, leavers = 7, 8, False, ()
     means = False
 
     def __init__(self, rounds: int = 1) -> None:

@@ -283,6 +283,18 @@ def test_last_entry_of_each_bucket_is_read(tmp_path: Path) -> None:
         written(tmp_path, (2, b"x", bytes(50)))
 
 
+def test_workers_that_join_are_added_while_there_is_room(tmp_path: Path) -> None:
+    journal = ServerJournal(str(tmp_path), required=True)
+    assert journal.write_joined([7], {1: 100}), "there is no journal to add them to"
+    assert journal.replace(about(), {1: 100}, lambda write: write(1, b"a", b"one"))
+    for joined in ([7], [7, 8], [*range(1 << 31, (1 << 31) + 800)]):
+        assert journal.write_joined(joined, {1: 100})
+        assert read(tmp_path / NAME_JOURNAL) == (msgspec.structs.replace(about(), joined=tuple(joined)), {1: (b"a", b"one")})
+    assert not journal.write_joined([7], {1: 101}), "an entry has grown"
+    assert not journal.write_joined([*range(1 << 31, (1 << 31) + 900)], {1: 100})
+    journal.close(over=False)
+
+
 def test_torn_write_leaves_the_previous_entry_or_none(tmp_path: Path) -> None:
     full = written(tmp_path, (1, b"old", b"state"), (1, b"new", b"later"), (2, b"w", b"s"))
     seen = set()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.coordinators import until
 from support.loopback import Hub
 from support.summation import hub_of_a_test  # noqa: F401  (a fixture)
 
@@ -126,6 +128,29 @@ def test_row_of_a_member_that_leaves_afterwards_counts(hub: Site) -> None:
     send(rows, (1, 2))
     server.remove({2})
     send(rows, (0,))
+    assert rows[0].section("members").read() == [[0.0], [1.0], [2.0]]
+
+
+def test_row_of_a_member_that_has_said_it_leaves_is_refused_and_named(hub: Site) -> None:
+    server, rows = served(hub, may_leave=True)
+    with ThreadPoolExecutor() as pool:
+        left = pool.submit(rows[2].leave, 20.0)
+        send(rows, (0, 1))
+        assert not left.result()
+    for each in rows[:2]:
+        assert [*each.section("members").read_by_sender()] == [0, 1]
+    send(rows, (2,))
+    until(lambda: 2 in server.dropped(), "the breach")
+    assert "not a member of this bucket's sum" in server.dropped()[2]
+    send(rows, (0, 1))
+    assert [*rows[0].section("members").read_by_sender()] == [0, 1]
+
+
+def test_members_that_leave_after_the_same_row_may_send_rows_together(hub: Site) -> None:
+    rows = ranks(hub)
+    with ThreadPoolExecutor() as pool:
+        assert [*pool.map(lambda each: each.leave(20.0), rows)] == [True] * WORLD
+    send(rows, range(WORLD))
     assert rows[0].section("members").read() == [[0.0], [1.0], [2.0]]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.coordinators import until
 from support.loopback import Hub
 from support.summation import VALUES, Doubles, ask, hub_of_a_test, next_stalled, push, served, service, value  # noqa: F401  (a fixture)
 
@@ -159,6 +161,28 @@ def test_wrong_number_of_joined_workers_is_refused_without_effect(sender: int, j
     assert contributed(core, 1, 2, JOINS, joined=1) == [0, 1, 2, JOINS]
 
 
+def test_member_that_counts_too_few_joined_workers_first_does_no_harm_to_others() -> None:
+    core, ops = service()
+    core.add(1, JOINS)
+    assert contributed(core, 0) == contributed(core, 1, JOINS, joined=1) == []
+    with pytest.raises(CorruptFrame, match="worker 2: counts 0 workers that have joined, but.* count 1.*E-STEPS-DIFFER"):
+        contributed(core, 2)
+    assert contributed(core, 2, joined=1) == [0, 1, 2, JOINS]
+    assert ops.added == [*VALUES, VALUES[JOINS % 3]]
+    with pytest.raises(CorruptFrame, match="worker 0: counts 0 workers that have joined, but.* count 1.*E-STEPS-DIFFER"):
+        contributed(core, 0, step=1)
+    assert contributed(core, 0, 1, 2, JOINS, step=1, joined=1) == [0, 1, 2, JOINS]
+
+
+def test_workers_join_between_steps_and_not_between_rounds() -> None:
+    core, _ = service(rounds=2)
+    core.add(1, JOINS)
+    assert contributed(core, 0, 1, 2) == [0, 1, 2]
+    with pytest.raises(CorruptFrame, match="worker 1: counts 1 workers that have joined, but.* count 0.*E-STEPS-DIFFER"):
+        contributed(core, 1, joined=1, r=1)
+    assert contributed(core, 0, 1, 2, r=1) == [0, 1, 2]
+
+
 @pytest.mark.parametrize(("number", "member"), [(1, JOINS + 1), (3, JOINS + 1)])
 def test_worker_joins_under_the_next_number(number: int, member: int) -> None:
     core, _ = service()
@@ -207,6 +231,17 @@ def test_later_rounds_of_a_step_have_the_members_that_are_left(in_round: int) ->
     assert [reply.peer for reply in core.remove({2}) if not isinstance(reply, CorruptFrame)] == [0, 1]
     step, r = (0, 1) if in_round == 0 else (1, 0)
     assert contributed(core, 0, 1, step=step, r=r) == [0, 1]
+
+
+def test_contribution_of_a_member_that_is_removed_meanwhile_is_ignored() -> None:
+    core, ops = service()
+    with ThreadPoolExecutor() as pool:
+        with core.pause():
+            late, removed = pool.submit(contributed, core, 2), pool.submit(core.remove, {2})
+            until(lambda: 2 in core.gone, "the removal")
+        assert (late.result(), removed.result()) == ([], [])
+    assert contributed(core, 0, 1) == [0, 1]
+    assert ops.added == VALUES[:2]
 
 
 def test_breach_that_a_removal_uncovers_is_named() -> None:

@@ -111,22 +111,21 @@ class RendezvousService:
         if request.put or request.add:
             newest = max(1, self._admission().generation)
         # Writes for an earlier epoch are dropped, so all readers that know the newer epoch read the same values.
-        put = request.put if not request.generation or request.generation >= newest else ()
-        store.put(request.home, put, newest)
+        is_late = 0 < request.generation < newest or bool(self.never_written(request, ()))
+        store.put(request.home, () if is_late else request.put, newest)
         store.drop(request.drop)
         total = 0 if request.add is None else store.add(request.home, *request.add, newest)
         until = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
         begin_s = self._clock() - max(0.0, request.waited_s)
         while None in (values := store.values(request.want)):
-            lost = {**self._state.left, **self._lost()}
             absent = [want for want, value in zip(request.want, values, strict=True) if value is None]
-            never = [rank for _, rank in absent if rank in lost]
             self._record_waits(site, request, absent, begin_s)
+            never = self.never_written(request, absent)
             over = request.without and len(never) == len(absent)
             if over or (never and not request.without):  # `without`: writers that are present may still write
                 self._record_waits(site, request, (), begin_s)
-                error, peer = ("", "") if over else (lost[never[0]], peer_name(never[0]))
-                return KvReply(values, error, total, over=over, lost=peer)
+                rank, error = never[0]
+                return KvReply(values, "" if over else error, total, over=over, lost="" if over else peer_name(rank))
             if (left_s := until - time.monotonic()) <= 0:
                 present = self._record_contact(request.home) is not None
                 return KvReply(values, "" if present else self._departure(request.home), total)
@@ -142,6 +141,13 @@ class RendezvousService:
                 self._waiting += Counter()  # drops zeros
         self._record_waits(site, request, (), begin_s)
         return KvReply(values, "", total)
+
+    def never_written(self, request: KvRequest, absent: Sequence[StoreKey]) -> list[tuple[int, str]]:
+        """Returns lost writers of the `absent` keys, each with the reason. If the call needs all writers, returns those of all
+        wanted keys, and nothing is written for the call: either all of its callers have written before the first loss, and all
+        can read all values, or none can."""
+        lost = {**self._state.left, **self._lost()}
+        return [(rank, lost[rank]) for _, rank in (absent if request.without else request.want) if rank in lost]
 
     def _write_problem(self, site: Site, request: KvRequest) -> str:
         """Returns why the site may not write or drop the request's keys; "" if it may. A key that names a rank belongs to that

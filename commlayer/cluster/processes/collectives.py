@@ -187,8 +187,9 @@ class RankNumbers:
 @contextlib.contextmanager
 def all_or_none(groups: Groups | None, what: str, numbers: int = 0) -> Iterator[RankNumbers]:
     """Makes all ranks leave the block together. If a rank raises an error in the block, the other ranks raise an error that
-    names that rank. The block must not contain collectives, since other ranks would wait in them for a rank that fails.
-    `numbers`: how many integers each rank puts into `mine`, to be sent to all ranks."""
+    names that rank: a CommError if all of these errors are, since the job may continue without those ranks. The block must not
+    contain collectives, since other ranks would wait in them for a rank that fails. `numbers`: how many integers each rank puts
+    into `mine`, to be sent to all ranks."""
     failure: Exception | None = None
     shared = RankNumbers(numbers)
     try:
@@ -196,7 +197,7 @@ def all_or_none(groups: Groups | None, what: str, numbers: int = 0) -> Iterator[
     except Exception as error:
         failure = error
     try:
-        rows = gather(groups, [failure is not None, *shared.mine])
+        rows = gather(groups, [(failure is not None) + isinstance(failure, CommError), *shared.mine])
     except CommError as error:
         if failure is None or isinstance(failure, CommError):
             raise (failure or error) from None
@@ -205,7 +206,8 @@ def all_or_none(groups: Groups | None, what: str, numbers: int = 0) -> Iterator[
         raise failure
     failed = [str(rank) for rank, row in enumerate(rows) if row[0]]
     if failed:
-        raise InvalidInput("E-OTHER-RANK", f"{what} failed on rank {', '.join(failed)}: see the error on that rank")
+        line = f"{what} failed on rank {', '.join(failed)}: see the error on that rank"
+        raise InvalidInput("E-OTHER-RANK", line) if any(row[0] == 1 for row in rows) else CommError(line, code="E-OTHER-RANK")
     shared.rows = [row[1:] for row in rows]
 
 

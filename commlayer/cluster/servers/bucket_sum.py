@@ -83,8 +83,6 @@ class RoundSum:
         """The member that contributed first."""
         self.early: dict[int, Message] = {}
         self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
-        self.joined = 0
-        """Number of workers that had joined the job when the step began; see Header.joined."""
         self.assumed = 0.0
         """Total weight that the members assumed when they encoded their contributions; 0 if the codec needs none."""
         self.abandoned = b""
@@ -101,6 +99,8 @@ class BucketSum:
         self.joining: dict[int, int] = {}
         """Maps each worker that has joined to its number among them. It contributes to the steps whose contributions name
         that number, or a higher one, in Header.joined."""
+        self.joined = 0
+        """Number of workers that have joined the job up to the last step that has begun; see Header.joined."""
         self.lock = threading.Lock()
         self.accs: list[Any] = [None] * ops.rounds
         # One buffer per kept step and round. A result stays valid until KEPT_STEPS later steps have begun.
@@ -122,11 +122,13 @@ class BucketSum:
         contribution decides."""
         self.awaited, self.sum = step, RoundSum(step or 0, 0, begun=False)
 
-    def begin(self, step: int, r: int, joined: int) -> None:
-        self.members = self.members_with(joined)
-        self.joining = {member: number for member, number in self.joining.items() if number > joined}
+    def begin(self, step: int, r: int) -> None:
         self.sum = RoundSum(step, r)
-        self.sum.joined = joined
+
+    def count(self, joined: int) -> None:
+        """Lets workers that have joined take part, from the sum in progress on. `joined`: number of the last one."""
+        self.members, self.joined = self.members_with(joined), joined
+        self.joining = {member: number for member, number in self.joining.items() if number > joined}
 
     def members_with(self, joined: int) -> tuple[int, ...]:
         """Returns the members after `joined` workers have joined, in the order in which they are added."""
@@ -192,7 +194,7 @@ class SumEntry(Record, frozen=True):
     round: int
     open: bool
     joined: int = 0
-    """See RoundSum.joined."""
+    """See BucketSum.joined."""
     assumed: float | None = None
     """See BucketSum.assumed."""
     result: Header | None = None

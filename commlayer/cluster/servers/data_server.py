@@ -328,11 +328,14 @@ class DataServer:
                                    peer=peer_name(sender))
             self._joined.append(joins.member)
             self._seen.add(joins.member)
-            for ops in self._ops.values():
+            sizes = {}
+            for bucket, ops in self._ops.items():
                 if isinstance(ops, GatherOps):
                     ops.allow(len(self._all_members))
+                    sizes[bucket] = ops.bound + ENTRY_HEADER_NBYTES
             self._server.core.add(joins.number, joins.member)
-            self._write_down(self._server.core, records.encode(self._plan), self._hello.rank - SERVER_BASE)
+            if self.journal is not None and not self.journal.write_joined(self._joined, sizes):
+                self._write_down(self._server.core, records.encode(self._plan), self._hello.rank - SERVER_BASE)
             self._set_limits(self._plan, self._hello.rank - SERVER_BASE)
         if gone := self._gone:
             self._server.remove(gone)  # `change` may not have been called with this epoch yet

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import msgspec
 
 from commlayer.errors import InvalidInput
@@ -13,6 +15,8 @@ GATHER = 17
 ROW_NBYTES = 16 << 10
 """Largest size of a member's row."""
 NUMBER_NBYTES = 8
+LEAVES = struct.pack("=d", -1.0)
+"""The last row of a member that leaves; see rows.py."""
 MESSAGE_NBYTES = 16
 """Upper bound of the bytes that the result adds to each row, and to all rows together."""
 
@@ -24,6 +28,8 @@ class GatherOps:
 
     def __init__(self, members: int) -> None:
         self.senders: tuple[int, ...] = ()
+        self.leavers: tuple[int, ...] = ()
+        """Members whose last row has been emitted. If all leave after the same row, there is none: they may go on together."""
         self.allow(members)
 
     def allow(self, members: int) -> None:
@@ -42,6 +48,8 @@ class GatherOps:
         acc.append(bytes(payload))
 
     def emit(self, r: int, acc: list[bytes], out: memoryview) -> int:
+        left = tuple(sender for sender, row in zip(self.senders, acc, strict=True) if row == LEAVES)
+        self.leavers = left if len(left) < len(acc) else ()
         data = msgspec.msgpack.encode([*zip(self.senders, acc, strict=True)])
         out[: len(data)] = data
         return len(data)

@@ -29,6 +29,9 @@ SLACK_NBYTES = 16 << 20
 class CodecOps:
     """Codec operations and server state of one bucket."""
 
+    leavers: tuple[int, ...] = ()
+    """Members that contribute to no later sum of this bucket."""
+
     def __init__(self, codec: Codec, bucket: Bucket, job: str, *, weights: bool = False, buffers: bool = False) -> None:
         """`weights`: the sums are of weight updates, not gradients. `buffers`: the bucket contains model buffers, which are
         averaged."""

@@ -1,10 +1,11 @@
 """A summation server's journal: identity, plan and sums, so that a server restarted with the same folder resumes bit for bit.
 
-The journal is a memory-mapped file with one entry per bucket. An entry has two slots, written alternately: first the bytes,
-then a header with a sequence number and a checksum. If the process is killed while it writes, the other slot still contains the
-previous version. The kernel keeps what was written to the mapping when the process dies. After a power failure some of it may
-be lost, which checksums detect. The file is allocated completely before use, so that a full disk is detected then. It gets its
-final name after the first entries are written, so an incomplete journal is never read.
+The journal is a memory-mapped file with one entry per bucket, and one for the workers that have joined. An entry has two slots,
+written alternately: first the bytes, then a header with a sequence number and a checksum. If the process is killed while it
+writes, the other slot still contains the previous version. The kernel keeps what was written to the mapping when the process
+dies. After a power failure some of it may be lost, which checksums detect. The file is allocated completely before use, so that
+a full disk is detected then. It gets its final name after the first entries are written, so an incomplete journal is never
+read.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,7 +32,11 @@ _FILE = struct.Struct("<8sII")
 """Header of the journal file: magic, and size and checksum of the Metadata. The Metadata comes next, then the slots."""
 _SLOT = struct.Struct("<QIII")
 """Header of a slot: sequence number, sizes of the entry's two parts, checksum of the header and the parts."""
-MAGIC, ALIGN = b"CMLJ0004", 64
+MAGIC, ALIGN = b"CMLJ0005", 64
+JOINED = (1 << 32) - 2
+"""Key of the entry with the workers that have joined, as no plan numbers a bucket."""
+JOINED_NBYTES, NUMBER_NBYTES = 4096, 5
+"""Room in that entry for further workers, and the maximum size of a worker's number."""
 Entry = tuple[bytes, bytes]
 """A bucket's entry: encoded metadata of the sum, and codec state."""
 
@@ -89,7 +94,8 @@ class ServerJournal:
         """
         new = None
         try:
-            new = _JournalFile(self._path, Metadata(identity, dict(sizes)))
+            room = {JOINED: JOINED_NBYTES + NUMBER_NBYTES * len(identity.joined)}
+            new = _JournalFile(self._path, Metadata(identity, {**sizes, **room}))
             write_all(new.write)
             new.publish()
         except OSError as error:
@@ -105,6 +111,17 @@ class ServerJournal:
             return False
         self._end()
         self._file = new
+        return True
+
+    def write_joined(self, joined: Sequence[int], sizes: Mapping[int, int]) -> bool:
+        """Records the workers that have joined. Returns False if the journal has no room for their number, or for entries of
+        `sizes`, so that it must be replaced. Thread: that of `replace`."""
+        words, file = msgspec.msgpack.encode(joined), self._file
+        if file is None:
+            return True
+        if any(file.sizes[bucket] < nbytes for bucket, nbytes in {**sizes, JOINED: len(words)}.items()):
+            return False
+        file.write(JOINED, words, b"")
         return True
 
     def ignore(self, why: str) -> None:
@@ -134,7 +151,7 @@ class _JournalFile:
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         """Allocates the file. Raises OSError, and changes nothing, if there is no space."""
-        data, self._sizes = msgspec.msgpack.encode(metadata), metadata.sizes
+        data, self.sizes = msgspec.msgpack.encode(metadata), metadata.sizes
         self._slots, nbytes = _layout(_FILE.size + len(data), metadata.sizes)
         self._number = dict.fromkeys(metadata.sizes, 0)
         self._path, self._published = folder / f"{NAME}.new", folder / NAME
@@ -151,9 +168,9 @@ class _JournalFile:
 
     def write(self, bucket: int, words: bytes, state: bytes | memoryview) -> None:
         """Writes the bucket's entry. After this returns, the entry survives a crash of the process."""
-        if len(words) + len(state) > self._sizes[bucket]:
+        if len(words) + len(state) > self.sizes[bucket]:
             raise InvalidInput("E-JOURNAL", f"journal: the entry of bucket {bucket} has {len(words) + len(state)} bytes, "
-                                            f"allowed {self._sizes[bucket]}")
+                                            f"allowed {self.sizes[bucket]}")
         self._number[bucket] = number = self._number[bucket] + 1
         start = self._slots[bucket][number % 2]
         body, middle = start + _SLOT.size, start + _SLOT.size + len(words)
@@ -197,7 +214,10 @@ def read(path: Path) -> tuple[ServerIdentity, dict[int, Entry]]:
             raise InvalidInput("E-JOURNAL", f"it has {len(mapped)} bytes, expected {size}")
         found = {bucket: [entry for start in starts for entry in _entry(mapped, start, metadata.sizes[bucket])]
                  for bucket, starts in slots.items()}
-        return metadata.identity, {bucket: max(entries)[1:] for bucket, entries in found.items() if entries}
+        identity, last = metadata.identity, {bucket: max(entries)[1:] for bucket, entries in found.items() if entries}
+        if (joined := last.pop(JOINED, None)) is not None:
+            identity = msgspec.structs.replace(identity, joined=msgspec.msgpack.decode(joined[0], type=tuple[int, ...]))
+        return identity, last
 
 
 def _entry(mapped: mmap.mmap, start: int, most: int) -> Iterator[tuple[int, bytes, bytes]]:

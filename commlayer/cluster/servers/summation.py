@@ -75,7 +75,7 @@ class Summation:
         last = max(cell.results, default=None)
         header, body = cell.results[last] if last is not None else (None, b"")
         step = cell.sum.step if cell.sum.open else cell.awaited
-        entry = SumEntry(step, cell.sum.round, cell.sum.open, cell.sum.joined, cell.assumed, header, bytes(body))
+        entry = SumEntry(step, cell.sum.round, cell.sum.open, cell.joined, cell.assumed, header, bytes(body))
         self._keep(cell.bucket, msgspec.msgpack.encode(entry), cell.ops.remember())
 
     def recall(self, bucket: int, words: bytes, state: bytes) -> None:
@@ -89,7 +89,8 @@ class Summation:
                 body = room[: len(body)].toreadonly()
             cell.results = {(entry.result.step, entry.result.round): (entry.result, body)}
         cell.ops.recall(state, body)
-        cell.begin(entry.step or 0, entry.round, entry.joined)
+        cell.begin(entry.step or 0, entry.round)
+        cell.count(entry.joined)
         if not entry.open or entry.step is None:
             cell.idle(entry.step)
         cell.assumed = entry.assumed
@@ -111,10 +112,12 @@ class Summation:
         are unchecked, and a pool of buffers would keep one of each size.
         """
         h = message.header
-        if message.peer in self.gone or self._ended(message):
+        if self._ended(message):
             return []
         cell = self._cell(message)
         with cell.lock:
+            if message.peer in self.gone:
+                return []
             self._fits(cell, message)
             result = cell.results.get((h.step, h.round))
             if result is not None:
@@ -207,12 +210,15 @@ class Summation:
         h = message.header
         if cell.sum.resumed:
             self._catch_up(cell, h)
-        if not cell.sum.open and h.round == 0 and cell.awaited in (None, h.step):
-            cell.begin(h.step, 0, h.joined)
-        if cell.sum.open and (h.step, h.round) == (cell.sum.step, cell.sum.round):
-            if h.joined != cell.sum.joined:
+        begins = not cell.sum.open and h.round == 0 and cell.awaited in (None, h.step)
+        if begins or (cell.sum.open and (h.step, h.round) == (cell.sum.step, cell.sum.round)):
+            # The count never falls. If the first contribution of a step counts too few, the highest count holds.
+            if h.joined < cell.joined or (h.round and h.joined > cell.joined):
                 raise breach_of(message, f"counts {h.joined} workers that have joined, but other members of this step count "
-                                       f"{cell.sum.joined}", "E-STEPS-DIFFER")
+                                       f"{cell.joined}", "E-STEPS-DIFFER")
+            if begins:
+                cell.begin(h.step, 0)
+            cell.count(h.joined)
             return
         if cell.sum.first is not None:
             state = f"{peer_name(cell.sum.first)} is in round {cell.sum.round} of step {cell.sum.step}"
@@ -235,7 +241,8 @@ class Summation:
                             h.step, h.round)
                 cell.ops.begin_anew()
                 cell.forget_results()
-            cell.begin(h.step, h.round, h.joined)
+            cell.begin(h.step, h.round)
+            cell.count(h.joined)
 
     def _advance(self, cell: BucketSum, release: Callable[[Message], None]) -> list[Reply]:
         """Adds early contributions in member order. When all members have contributed, returns the result for all members."""
@@ -325,9 +332,10 @@ class Summation:
         ops.senders = tuple(cell.sum.handled)
         replies = self._reply(cell, Flag.NONE, out[: ops.emit(r, cell.accs[r], out)].toreadonly())
         if r + 1 < ops.rounds:
-            cell.begin(step, r + 1, cell.sum.joined)
+            cell.begin(step, r + 1)
         else:
             cell.idle(step + 1)
+        cell.remove(ops.leavers)
         self._remember(cell)
         return replies
 

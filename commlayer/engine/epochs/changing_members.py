@@ -34,7 +34,7 @@ from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.job import DistributedJob
-from commlayer.errors import PeerLost
+from commlayer.errors import CommError, PeerLost
 from commlayer.records import Epoch, Member, Plan, plan_of
 from commlayer.transport.protocol import SERVER_BASE, Handle, peer_name
 
@@ -252,6 +252,15 @@ class ChangingMembers(FixedMembers):
 
     def _switch(self, members: Sequence[Member], what: str, level: int) -> None:
         """Continues with these members. All ranks call it after the same step."""
+        try:
+            self._continue_with(members, what, level)
+        except CommError:
+            raise
+        except Exception as error:  # some parts have the new members, others do not
+            self._context.worker.latch(error)
+            raise
+
+    def _continue_with(self, members: Sequence[Member], what: str, level: int) -> None:
         context, former = self._context, self._context.uplink.epoch
         begin, places = time.monotonic(), {m.rank: place for place, m in enumerate(former.members)}
         kept = [places[m.rank] for m in members if m.rank in places]

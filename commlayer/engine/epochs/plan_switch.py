@@ -99,8 +99,27 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
 
 
 def _complete(context: DistributedJob, prepared: _Prepared) -> None:
-    """Sends the plan to the servers, and switches to it. If members are lost meanwhile, the others send it again, which has no
-    effect on a server that has it. Any other failure ends the job, because only some servers might have switched."""
+    """Sends the plan to the servers, and switches to it."""
+    old, new = context.worker, prepared.worker
+    try:
+        _send(context, prepared)
+    except BaseException:
+        new.close()
+        raise
+    context.terms.basis = None
+    context.hand_on(old, new)
+    context.follow(new)
+    old.close()
+    old.forget_states()
+    if prepared.note:
+        context.say(prepared.note)
+    context.components.new_plan()
+    trim()
+
+
+def _send(context: DistributedJob, prepared: _Prepared) -> None:
+    """Sends the plan to the servers. If members are lost meanwhile, the others send it again, which has no effect on a server
+    that has it. Any other failure ends the job, because only some servers might have switched."""
     old, new, link = context.worker, prepared.worker, context.uplink
     while True:
         generation, before = context.generation, link.epoch.members
@@ -111,26 +130,15 @@ def _complete(context: DistributedJob, prepared: _Prepared) -> None:
                         mine = {b.id: prepared.undone[b.id] for b in old.plan.buckets
                                 if b.server == server and b.id in prepared.undone}
                         link.send_plan(server, records.encode(new.plan), new.now.generation, mine)
-            break
+            return
         except Exception as error:
             cause = error if isinstance(error, CommError) else error.__cause__
-            if not context.elastic or not isinstance(cause, CommError):
-                new.close()
-                failure = error if isinstance(error, CommError) else CommError(f"the switch to another plan failed: {error}")
-                old.latch(failure)
-                raise failure from (error.__cause__ if failure is error else error)
+            if not isinstance(cause, CommError):
+                cause = CommError(f"the switch to another plan failed: {error}")
+                old.latch(cause)
             context.drop_call(cause, generation)
             context.members.between()
             new.plan = _of_those_left(new.plan, before, link.epoch.members) or new.plan
-    context.terms.basis = None
-    context.hand_on(old, new)
-    context.follow(new)
-    old.close()
-    old.forget_states()
-    if prepared.note:
-        context.say(prepared.note)
-    context.components.new_plan()
-    trim()
 
 
 class _RankRow(NamedTuple):

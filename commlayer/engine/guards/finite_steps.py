@@ -13,10 +13,12 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from commlayer.cluster.processes.collectives import decode_json
 from commlayer.engine.buckets.bucket_layout import all_finite
 from commlayer.engine.components import Component, Order
 from commlayer.engine.job.job import DistributedJob
@@ -27,6 +29,8 @@ MOST = 5
 """Number of steps or exchanges in a row that are dropped before the job ends."""
 SHARED_EVERY = 4
 """Number of local steps after which ranks exchange how many steps each has dropped, at the next exchange of weight changes."""
+COUNTS = "dropped in a row"
+"""Name of the counts that a joining rank receives."""
 REMEDY = "check the data and the learning rate, and continue from the last checkpoint"
 
 
@@ -55,6 +59,13 @@ class FiniteSteps(Component):
         self._unshared = 0
         """Number of local steps since ranks last exchanged how many steps each has dropped."""
         context.on_close.append(watch(self._before))
+        if context.joined is not None and (counts := context.joined.followed.get(COUNTS)):
+            self._spoilt, self._in_row = decode_json(counts.encode(), tuple[int, dict[int, int]], COUNTS, "the running job")
+        context.followers[COUNTS] = self._common_counts
+
+    def _common_counts(self) -> str:
+        """Returns what all ranks have counted alike. Under local steps each rank drops its own steps."""
+        return msgspec.json.encode((self._spoilt, {} if self._context.local else self._in_row)).decode()
 
     def averaged(self, own: int, *, finite: bool) -> None:
         """Records whether a step's averages are finite. All ranks call it with the same `finite`. `own`: number of the first
