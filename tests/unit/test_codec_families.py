@@ -98,8 +98,9 @@ def test_selected_count_is_within_a_tenth_of_k(n: int, ratio: float, kind: str, 
 @pytest.mark.parametrize("kind", ["normal", "equal"])
 def test_trimming_and_reselection_conserve_the_gradient(kind: str) -> None:
     """The threshold is far too low, then far too high: the step corrects it, and the residual holds the rest bit for bit."""
-    codec = error_feedback(topk(ratio=0.01, values="fp32"))
-    k, state = codec.inner.wanted(N), codec.init(Spec((N,)))
+    plain = topk(ratio=0.01, values="fp32")
+    codec = error_feedback(plain)
+    k, state = plain.wanted(N), codec.init(Spec((N,)))
     for step, factor in enumerate((1.0, 0.5, 2.0, 0.9, 1.1)):
         x = kit.noise(N, step) if kind == "normal" else torch.ones(N)
         state["inner"]["threshold"] *= factor
