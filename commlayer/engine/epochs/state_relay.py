@@ -20,8 +20,8 @@ from commlayer.transport.protocol import peer_name
 T = TypeVar("T")
 BATCH_NBYTES = PARTS_IN_FLIGHT * PART_NBYTES
 """Number of bytes that one member gives, and that a joining worker reads, at a time."""
-WINDOW = 8
-"""Number of batches of the state that are in the store at a time; 10 MB in total."""
+WINDOW = 4
+"""Number of batches in a window. Two windows of the state are in the store at a time; 10 MB in total."""
 LOOK_S = 0.5
 """Seconds between two checks by a waiting member whether there is a newer epoch."""
 
@@ -61,8 +61,8 @@ class _Transfer(NamedTuple):
     name: str
     own_nbytes: int
     common_nbytes: int
-    among: tuple[int, ...]
-    """All who take part: givers, then joining workers."""
+    givers: list[int]
+    joining: list[int]
 
     @property
     def own_batches(self) -> int:
@@ -89,12 +89,16 @@ class _Transfer(NamedTuple):
         begin = (batch if own else batch - self.own_batches) * BATCH_NBYTES
         return begin, min(begin + BATCH_NBYTES, self.own_nbytes if own else self.common_nbytes)
 
-    def keys(self, batch: int, giver: int) -> list[StoreKey]:
+    def parts(self, batch: int, giver: int) -> list[StoreKey]:
         begin, end = self.bounds(batch)
         return [(f"{self.name}/{batch}.{part}", giver) for part in range(-(-(end - begin) // PART_NBYTES))]
 
     def giver(self, batch: int) -> StoreKey:
         return f"{self.name}/giver{batch}", ANY
+
+    def read(self, window: int, member: int) -> StoreKey:
+        """Returns the key that a joining worker writes when it has read a window."""
+        return f"{self.name}/read{window}", member
 
 
 class StateRelay:
@@ -107,41 +111,48 @@ class StateRelay:
     value of this epoch is accepted. So either all who take part have read all values that they wait for, or none has.
     """
 
-    def __init__(self, newest: NewestEpoch, epoch: Epoch, own: int, limit_s: float, judged_s: float, most_nbytes: int) -> None:
-        """`own`: number of this rank. `limit_s`: longest wait for others, in seconds; the coordinator receives this limit.
+    def __init__(self, newest: NewestEpoch, epoch: Epoch, rank: int, limit_s: float, judged_s: float, most_nbytes: int) -> None:
+        """`rank`: number of this rank. `limit_s`: longest wait for others, in seconds; the coordinator receives this limit.
         `judged_s`: further seconds in which the coordinator decides whether missing members are lost. `most_nbytes`: largest
         state that this rank receives or waits for."""
-        self._newest, self._epoch, self._own, self._most_nbytes = newest, epoch, own, most_nbytes
+        self._newest, self._epoch, self._rank, self._most_nbytes = newest, epoch, rank, most_nbytes
         self._first = epoch.members[0].rank
         self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
 
     def give(self, own: bytes, common: bytes, givers: Sequence[int], joining: Sequence[int]) -> None:
         """Sends the state. Returns when all joining workers have entered. `own`: what only the first member sends."""
-        if self._own == self._first:
+        if self._rank == self._first:
             announced = msgspec.msgpack.encode((len(own), len(common), givers, joining))
             self._put([(self._announcement(member), announced) for member in joining])
         transfer = self._announced(joining[0])
-        for window in range(transfer.windows):
-            keys: list[StoreKey] = []
-            try:
+        given: list[list[StoreKey]] = []
+        try:
+            for window in range(transfer.windows):
+                if window > 1:
+                    self._read([transfer.read(window - 2, member) for member in transfer.joining])
+                    self._put([], drop=given.pop(0))
+                given.append([])
                 for batch in self._batches_to_give(transfer, window, len(common)):
-                    data = own if batch < transfer.own_batches else common
-                    begin, end = transfer.bounds(batch)
-                    keys.append(transfer.giver(batch))
-                    self._put([(keys[-1], msgspec.msgpack.encode(self._own))])
-                    for key, start in zip(transfer.keys(batch, self._own), range(begin, end, PART_NBYTES), strict=True):
-                        keys.append(key)
-                        self._put([(key, data[start : min(start + PART_NBYTES, end)])])
-                self._meet(transfer, window)
-            finally:
+                    self._give(transfer, batch, own if batch < transfer.own_batches else common, given[-1])
+            self._meet(transfer)
+        finally:
+            for keys in given:
                 self._put([], drop=keys)
-        self._meet(transfer, transfer.windows)
+
+    def _give(self, transfer: _Transfer, batch: int, data: bytes, keys: list[StoreKey]) -> None:
+        """Sends one batch, and adds the keys that it writes to `keys`."""
+        keys.append(transfer.giver(batch))
+        self._put([(keys[-1], msgspec.msgpack.encode(self._rank))])
+        begin, end = transfer.bounds(batch)
+        for key, start in zip(transfer.parts(batch, self._rank), range(begin, end, PART_NBYTES), strict=True):
+            keys.append(key)
+            self._put([(key, data[start : min(start + PART_NBYTES, end)])])
 
     def _batches_to_give(self, transfer: _Transfer, window: int, common_nbytes: int) -> Iterator[int]:
         """Yields the next batch for this rank to give, as long as the window has one. A rank with a common state of another
         size gives none."""
         own, shared = transfer.window(window)
-        if self._own == self._first:
+        if self._rank == self._first:
             yield from own
         while shared and common_nbytes == transfer.common_nbytes:
             number = self._put([], add=((f"{transfer.name}/given{window}", ANY), 1)) - 1
@@ -152,19 +163,20 @@ class StateRelay:
     def take(self, enter: Callable[[bytes, bytes], T]) -> T:
         """Receives the complete state and calls `enter` with the first member's own state and the common one, before the others
         are told of its arrival. Returns the result of `enter`."""
-        transfer, own, common = self._announced(self._own), bytearray(), bytearray()
+        transfer, own, common = self._announced(self._rank), bytearray(), bytearray()
         for window in range(transfer.windows):
             for batch in chain(*transfer.window(window)):
                 (row,) = self._read([transfer.giver(batch)])
-                if (giver := unpack(row, int, peer_name(self._first), "a giver")) not in transfer.among:
-                    raise CorruptFrame(f"worker {giver} gives a state, but it is no member", peer=peer_name(self._first))
+                if (giver := unpack(row, int, peer_name(self._first), "a giver")) not in transfer.givers:
+                    raise CorruptFrame(f"names worker {giver} as a giver of the state, but these are {transfer.givers}",
+                                       peer=peer_name(self._first))
                 begin, end = transfer.bounds(batch)
-                rows = self._read(transfer.keys(batch, giver))
+                rows = self._read(transfer.parts(batch, giver))
                 self._check(sum(map(len, rows)), end - begin, giver)
                 (own if batch < transfer.own_batches else common).extend(b"".join(rows))
-            self._meet(transfer, window)
+            self._put([(transfer.read(window, self._rank), b"")])
         entered = enter(bytes(own), bytes(common))
-        self._meet(transfer, transfer.windows)
+        self._meet(transfer)
         return entered
 
     def _announced(self, joining: int) -> _Transfer:
@@ -176,7 +188,7 @@ class StateRelay:
                                peer=peer_name(self._first))
         self._check(own, self._most_nbytes, self._first)
         self._check(common, self._most_nbytes - own, self._first)
-        return _Transfer(f"state{self._epoch.generation}/{new[0]}", own, common, among)
+        return _Transfer(f"state{self._epoch.generation}/{new[0]}", own, common, givers, new)
 
     def _check(self, nbytes: int, most_nbytes: int, giver: int) -> int:
         return check_nbytes(nbytes, most_nbytes, "the state for a joining worker", peer_name(giver))
@@ -184,9 +196,10 @@ class StateRelay:
     def _announcement(self, joining: int) -> StoreKey:
         return f"state{self._epoch.generation}/{joining}", self._first
 
-    def _meet(self, transfer: _Transfer, window: int) -> None:
-        what = f"{transfer.name}/window{window}"
-        self._read([(what, rank) for rank in transfer.among], put=[((what, self._own), b"")])
+    def _meet(self, transfer: _Transfer) -> None:
+        """Waits until all who take part in the transfer have completed it."""
+        what = f"{transfer.name}/over"
+        self._read([(what, rank) for rank in (*transfer.givers, *transfer.joining)], put=[((what, self._rank), b"")])
 
     def _read(self, want: Sequence[StoreKey], put: Sequence[tuple[StoreKey, bytes]] = ()) -> list[bytes]:
         """Waits for values in the store and returns them. `want`: their keys. `put`: keys and values to write first."""
@@ -197,7 +210,7 @@ class StateRelay:
                 newer, store = self._newest.epoch is not self._epoch, site_process_group.kv_client()
                 rows = store.request(
                     min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer,
-                    generation=self._epoch.generation, rank=self._own, since=begin,
+                    generation=self._epoch.generation, rank=self._rank, since=begin,
                     limit_s=0.0 if any(rank == ANY for _, rank in want) else self._limit_s).values
             except CommError as error:
                 if store is not site_process_group.kv_client():
