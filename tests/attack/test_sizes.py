@@ -220,7 +220,7 @@ def test_state_for_a_joining_worker_is_bounded_by_its_model(
            (("state2/1/giver0", ANY), msgspec.msgpack.encode(HOSTILE))]
     hostile.request(soon, put=put)
     for rank, home in ((HOSTILE, hostile), (2, other)):
-        home.request(soon, put=[(("state2/1/over", rank), b"")])
+        home.request(soon, put=[(("state2/1/end0", rank), b"")])
     relay = StateRelay(NewestEpoch(EPOCH, 0.0), EPOCH, 1, WAIT_S, 0.0, most_nbytes)
     before = memory_nbytes("VmRSS")
     line = outcome(lambda: relay.give(b"", b"", givers, joining) if how == "give" else relay.take(lambda *_: None))

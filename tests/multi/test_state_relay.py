@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.coordinators import WAIT_S, Opened
-from support.site_groups import met
+from support.site_groups import joined, met
 
 from commlayer.cluster.calls.messages import ANY
 from commlayer.cluster.calls.site_client import KvClient
@@ -21,7 +22,7 @@ from commlayer.cluster.processes import site_process_group
 from commlayer.cluster.processes.relayed_group import PART_NBYTES
 from commlayer.engine.epochs import state_relay
 from commlayer.engine.epochs.state_relay import BATCH_NBYTES, NewestEpoch, StateRelay
-from commlayer.errors import CommError, DeadlineExceeded
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.records import Epoch, Member
 
 WORLD, JOINS, MOST_NBYTES = 4, (2, 3), 1 << 30
@@ -135,7 +136,7 @@ def test_others_begin_again_if_one_leaves(leaves: int, desks: Desks) -> None:
     def leave() -> None:
         announced = msgspec.msgpack.encode((len(OWN), len(COMMON), [0, 1], JOINS))
         put = {0: [(("state2/2", 0), announced), (("state2/3", 0), announced)],
-               1: [(("state2/2/giver1", ANY), b"\1")], 2: [(("state2/2/read0", 2), b"")]}[leaves]
+               1: [(("state2/2/giver1", ANY), b"\1")], 2: [(("state2/2/end0", 2), b"")]}[leaves]
         desks.own().request(time.monotonic() + WAIT_S, put=put)
         time.sleep(0.5)
         for each in newest:
@@ -152,6 +153,30 @@ def test_others_begin_again_if_one_leaves(leaves: int, desks: Desks) -> None:
     acts = [leave if rank == leaves else partial(take if rank in JOINS else give, rank) for rank in range(WORLD)]
     taken = desks.run(*acts)
     assert [taken[rank] for rank in JOINS if rank != leaves] == [(OWN, COMMON)] * (len(JOINS) - (leaves in JOINS))
+
+
+def test_giver_that_hangs_is_dropped_because_all_others_wait_for_it(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator, clients = met(opened, WORLD, min_workers=2, deadline_s=0.5, reconnect_s=0.1, dead_after_s=WAIT_S)
+    joined(opened, coordinator, WORLD)
+    desks = Desks(clients)
+    monkeypatch.setattr(site_process_group, "kv_client", desks.own)
+
+    def hang() -> None:
+        until, given = time.monotonic() + WAIT_S, ("state2/3/given0", ANY)
+        batch = desks.own().request(until, add=(given, 1)).sum - 1
+        desks.own().request(until, put=[((f"state2/3/giver{batch}", ANY), b"\1")])
+
+    def lost(act: Callable[[StateRelay], Any], rank: int) -> str:
+        with pytest.raises(PeerLost) as caught:
+            act(StateRelay(NewestEpoch(FIRST, 0.0), FIRST, rank, 0.5, WAIT_S, MOST_NBYTES))
+        return f"{caught.value.peer}: {caught.value.what}"
+
+    def give(one: StateRelay) -> None:
+        one.give(b"", COMMON, [0, 1, 2], [3])
+
+    lines = desks.run(partial(lost, give, 0), hang, partial(lost, give, 2),
+                      partial(lost, lambda one: one.take(lambda *state: state), 3))
+    assert all(re.match(r"worker 1: .*[23] others waited 0\.5 s for it", line) for line in lines if line), lines
 
 
 def test_missing_giver_ends_the_wait_at_the_deadline_by_name(desks: Desks) -> None:

@@ -96,9 +96,14 @@ class _Transfer(NamedTuple):
     def giver(self, batch: int) -> StoreKey:
         return f"{self.name}/giver{batch}", ANY
 
-    def read(self, window: int, member: int) -> StoreKey:
-        """Returns the key that a joining worker writes when it has read a window."""
-        return f"{self.name}/read{window}", member
+    def end(self, window: int, member: int) -> StoreKey:
+        """Returns the key that a member writes when it has given or read its part of a window; after the last window, when it
+        has completed the transfer."""
+        return f"{self.name}/end{window}", member
+
+    def ends(self, window: int) -> list[StoreKey]:
+        """Returns these keys of all members: if one of them hangs, all others wait for it."""
+        return [self.end(window, member) for member in (*self.givers, *self.joining)]
 
 
 class StateRelay:
@@ -129,11 +134,12 @@ class StateRelay:
         try:
             for window in range(transfer.windows):
                 if window > 1:
-                    self._read([transfer.read(window - 2, member) for member in transfer.joining])
+                    self._read(transfer.ends(window - 2))
                     self._put([], drop=given.pop(0))
                 given.append([])
                 for batch in self._batches_to_give(transfer, window, len(common)):
                     self._give(transfer, batch, own if batch < transfer.own_batches else common, given[-1])
+                self._put([(transfer.end(window, self._rank), b"")])
             self._meet(transfer)
         finally:
             for keys in given:
@@ -174,7 +180,7 @@ class StateRelay:
                 rows = self._read(transfer.parts(batch, giver))
                 self._check(sum(map(len, rows)), end - begin, giver)
                 (own if batch < transfer.own_batches else common).extend(b"".join(rows))
-            self._put([(transfer.read(window, self._rank), b"")])
+            self._put([(transfer.end(window, self._rank), b"")])
         entered = enter(bytes(own), bytes(common))
         self._meet(transfer)
         return entered
@@ -198,8 +204,7 @@ class StateRelay:
 
     def _meet(self, transfer: _Transfer) -> None:
         """Waits until all who take part in the transfer have completed it."""
-        what = f"{transfer.name}/over"
-        self._read([(what, rank) for rank in (*transfer.givers, *transfer.joining)], put=[((what, self._rank), b"")])
+        self._read(transfer.ends(transfer.windows), put=[(transfer.end(transfer.windows, self._rank), b"")])
 
     def _read(self, want: Sequence[StoreKey], put: Sequence[tuple[StoreKey, bytes]] = ()) -> list[bytes]:
         """Waits for values in the store and returns them. `want`: their keys. `put`: keys and values to write first."""
