@@ -26,6 +26,7 @@ from support.serving import PLAN
 from support.site_groups import met, options, together
 
 from commlayer.balance import Sampler
+from commlayer.cluster.calls.messages import ANY
 from commlayer.cluster.processes import collectives, relayed_group, site_process_group
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.process_groups import Members
@@ -206,21 +207,37 @@ EPOCH = Epoch(2, (Member(0, 0, "a", 1), Member(1, 1, "b", 2), Member(2, 2, "c", 
 
 
 @pytest.mark.parametrize(("how", "size"), [
-    ("take", "longer"), *((how, size) for how in ("take", "watch") for size in (*SIZES, "noise"))])
+    ("take", "longer"), *((how, size) for how in ("take", "give", "common") for size in (*SIZES, "noise"))])
 def test_state_for_a_joining_worker_is_bounded_by_its_model(
         how: str, size: int | str, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     _, (hostile, desk, other) = met(opened, 3)
     monkeypatch.setattr(site_process_group, "kv_client", lambda: desk)
     most_nbytes, soon = most_state_nbytes(model().parameters()), time.monotonic() + WAIT_S
-    named = b"\xc1" if size == "noise" else msgspec.msgpack.encode((100 if size == "longer" else size, [0, 1, 2]))
-    hostile.request(soon, put=[(("joining2/2/state", HOSTILE), named), (("joining2/2/part0", HOSTILE), bytes(1000))])
+    sizes = (0, size) if how == "common" else (100 if size == "longer" else size, 0)
+    givers, joining = ([0, 1], [2]) if how == "give" else ([0, 2], [1])
+    named = b"\xc1" if size == "noise" else msgspec.msgpack.encode((*sizes, givers, joining))
+    put = [((f"state2/{joining[0]}", HOSTILE), named), (("state2/1/0.0", HOSTILE), bytes(1000)),
+           (("state2/1/giver0", ANY), msgspec.msgpack.encode(HOSTILE))]
+    hostile.request(soon, put=put)
     for rank, home in ((HOSTILE, hostile), (2, other)):
-        home.request(soon, put=[(("joining2/2/window0", rank), b"")])
-    relay = StateRelay(NewestEpoch(EPOCH, 0.0), EPOCH, 2, 1, HOSTILE, WAIT_S, 0.0, most_nbytes)
+        home.request(soon, put=[(("state2/1/end0", rank), b"")])
+    relay = StateRelay(NewestEpoch(EPOCH, 0.0), EPOCH, 1, WAIT_S, 0.0, most_nbytes)
     before = memory_nbytes("VmRSS")
-    line = outcome(lambda: relay.take(lambda _: None) if how == "take" else relay.watch())
+    line = outcome(lambda: relay.give(b"", b"", givers, joining) if how == "give" else relay.take(lambda *_: None))
     assert_refused(line, "E-FRAME" if size == "noise" else "E-SIZE", "worker 0")
     assert memory_nbytes("VmRSS") - before < ALLOWED_GROWTH_NBYTES
+
+
+@pytest.mark.parametrize(("givers", "giver"), [([0], HOSTILE), ([2], HOSTILE), ([0, 0], HOSTILE), ([0, 7], HOSTILE), ([0], 7)])
+def test_state_for_a_joining_worker_is_taken_from_members_only(
+        givers: list[int], giver: int, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (hostile, desk, _) = met(opened, 3)
+    monkeypatch.setattr(site_process_group, "kv_client", lambda: desk)
+    named = msgspec.msgpack.encode((100, 0, givers, [2 if (givers, giver) == ([0], HOSTILE) else 1]))
+    hostile.request(time.monotonic() + WAIT_S, put=[
+        (("state2/1", HOSTILE), named), (("state2/1/giver0", ANY), msgspec.msgpack.encode(giver))])
+    relay = StateRelay(NewestEpoch(EPOCH, 0.0), EPOCH, 1, WAIT_S, 0.0, 1000)
+    assert_refused(outcome(lambda: relay.take(lambda *_: None)), "E-FRAME", "worker 0")
 
 
 def references(count: int) -> bytes:
@@ -237,7 +254,7 @@ def test_state_for_a_joining_worker_needs_no_more_memory_than_its_bytes(data: by
     net = model()
     replica, before = Replica(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)), memory_nbytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    line = outcome(lambda: replica.take(data, lambda _: None))
+    line = outcome(lambda: replica.take(data, b"", lambda _: None))
     assert_refused(line, "E-JOIN-STATE" if len(data) > 1000 else "E-FRAME")
     assert memory_nbytes("VmHWM") - before < ALLOWED_GROWTH_NBYTES
 
@@ -246,9 +263,9 @@ def test_state_above_the_size_limit_is_an_error_of_the_sender() -> None:
     """The joining worker gets the reason. The other ranks continue to train."""
     net = model()
     replica = Replica(net)
-    data = replica.encoded({"buffer.x": torch.zeros(replica.most_nbytes // 4 + 1)})
-    assert len(data) < 1000
-    assert_refused(outcome(lambda: replica.take(data, lambda _: None)), "E-JOIN-STATE", f"at most {replica.most_nbytes}")
+    data, rest = replica.encoded({"buffer.x": torch.zeros(replica.most_nbytes // 4 + 1)}, apart=False)
+    assert len(data) + len(rest) < 1000
+    assert_refused(outcome(lambda: replica.take(data, rest, lambda _: None)), "E-JOIN-STATE", f"at most {replica.most_nbytes}")
 
 
 @pytest.mark.parametrize("change", [

@@ -43,7 +43,7 @@ class Job:
     def reports(self, **fields: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Of the sites that trained on, and of the one that joins."""
         new = self.again(**fields)
-        dead = {event.site for event in self._script.events}
+        dead = {event.site for event in self._script.events if event.action == "kill"}
         assert new.code == 0, "\n".join([new.errors, *(ended(process).errors for process in self._left.values())])
         ends = all_ended(self._left.values(), *(KILLED if site in dead else 0 for site in self._left))
         old = [end.rows[-1] | {"errors": end.errors} for end in ends if end.rows]
@@ -88,6 +88,22 @@ def test_either_of_two_workers_of_a_site_may_join_first(sites: Sites, tmp_path: 
     assert [one["members"] for one in new] == [[0, 1, 5, 4]] * 2 or [one["members"] for one in new] == [[0, 1, 4, 5]] * 2
 
 
+@pytest.mark.parametrize("modes", [{}, {"every": 2}, {"every": 2, "overlap": "round"}], ids=str)
+def test_workers_that_wait_at_the_same_time_join_in_the_same_step(sites: Sites, modes: dict[str, Any]) -> None:
+    script = Script(attach=modes, momentum=True, events=(Event(0, DEAD_AT, "wait"),))
+    old, new = Job(sites, script, 2, workers=2).reports()
+    assert [one["first"] for one in new] == [new[0]["first"]] * 2
+    assert sorted(old[0]["members"]) == [0, 1, 4, 5]
+    joined_lines = [line for line in old[0]["decisions"] if "joined" in line]
+    assert len(joined_lines) == 1
+    assert re.search("worker [45], worker [45] joined; continuing with 4 workers", joined_lines[0])
+    if not modes:
+        counts = old[0]["counts"]
+        assert counts == sorted(counts[:DEAD_AT], reverse=True) + sorted(counts[DEAD_AT:])
+        weights, momentum = expected([{4: [0, 1, 2, 3], 2: [0, 1]}[int(count)] for count in counts], momentum=True)
+        assert [(one["weights"], one["optimizer"]) for one in (*old, *new)] == [(weights, momentum)] * 4
+
+
 @pytest.mark.parametrize("script", [
     pytest.param(Script(momentum=True, workers=2), id="two"),
     pytest.param(Script(momentum=True, workers=1, joiners=2), id="one"),
@@ -112,8 +128,8 @@ def test_sites_join_a_job_that_started_with_fewer(sites: Sites, script: Script) 
     for name in ("weights", "step", "plan", "members", "sums"):
         assert all(one[name] == reports[0][name] for one in reports), name
     if script.momentum or script.attach == {"overlap": "forward"}:
-        order = [one["site"] for one in reports]  # of those that join, in the order of arrival
-        steps = [order[: int(count)] for count in counts]
+        order = [*zip(reports[0]["members"], (one["site"] for one in reports), strict=True)]
+        steps = [[site for _, site in sorted(order[: int(count)])] for count in counts]  # servers add in order of numbers
         weights, momentum = expected(steps, script.momentum)
         assert reports[0]["weights"] == weights
         assert not script.momentum or reports[0]["optimizer"] == momentum

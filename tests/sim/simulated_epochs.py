@@ -97,8 +97,8 @@ class Frame(NamedTuple):
     """Number of the bucket, "joins" or "plan"."""
     header: Header | None = None
     body: bytes = b""
-    about: Proposal | int = 0
-    """The worker that joins, or the number of the plan."""
+    about: tuple[Proposal, ...] | int = 0
+    """The workers that join, or the number of the plan."""
 
 
 class Journal(NamedTuple):
@@ -172,8 +172,9 @@ class Server:
     def take(self, peer: int, frame: Frame) -> None:
         if peer in self.gone:
             return  # its connection has ended
-        if isinstance(frame.about, Proposal):
-            self._admit(frame.about)
+        if isinstance(frame.about, tuple):
+            for joins in frame.about:
+                self._admit(joins)
             self.world.send_down(self.number, peer, frame)
         elif frame.header is None:
             self._switch(frame.about)
@@ -233,6 +234,8 @@ class State(NamedTuple):
     plan: int
     row: int
     totals: tuple[tuple[int, float], ...]
+    new: int
+    """Number of joining workers, which are the last members."""
 
 
 class Transfer:
@@ -253,13 +256,13 @@ class Member:
         self.newest, self.first = world.generation, STEPS
         self.alive, self.hung, self.done = True, False, False
         self.started = False
-        self.joining: Joining | None = None
+        self.joining = list[Joining]()
         self.acknowledged = set[int]()
         self.transfers: list[Transfer] = []
         self.inflight: dict[int, dict[int | str, Frame]] = {s: {} for s in range(world.servers)}
         self.committed: dict[int, dict[int, bytes]] = {}
         self.results: dict[int, bytes] = {}
-        self.entering: int | None = None
+        self.entering: tuple[int, ...] = ()
         self.sent, self.group = list[int](), 0
         """Buckets of the fragment in flight, and the number of the next fragment."""
         self.row_sent = False
@@ -269,7 +272,7 @@ class Member:
 
     def start(self, state: State) -> None:
         self.started, self.first = True, state.step
-        self.step, self.members, self.joined, self.plan, self.row, totals = state
+        self.step, self.members, self.joined, self.plan, self.row, totals, _ = state
         self.totals, self.let_in = dict(totals), {*self.members}
         self._work = self._train()
         self._until: Callable[[], bool] = lambda: True
@@ -303,34 +306,35 @@ class Member:
         if self.step in self.world.switches:
             yield from self._switch_plan()
         joining = self.joining
-        if joining is None or self.step in self.world.early or not self.is_due(joining):
+        if not joining or self.step in self.world.early or not self.is_due(joining[0]):
             return
         yield self.is_known
         yield self.can_give
-        self.joining, self.joined = None, joining.number
-        self.newest = max(self.newest, joining.generation)  # waits for the coordinator
-        transfer = Transfer(joining.member, self.state_for(joining.member))
-        self.world.agree(f"state for worker {joining.member}", transfer.state)
-        self.transfers.append(transfer)
-        self.entering = joining.member
+        self.joining, self.joined = [], joining[-1].number
+        self.newest = max(self.newest, *(one.generation for one in joining))  # waits for the coordinator
+        self.entering = tuple(one.member for one in joining)
+        state = self.state_for(self.entering)
+        self.world.agree(f"state for workers {self.entering}", state)
+        transfers = [Transfer(member, state) for member in self.entering]
+        self.transfers += transfers
         if not self.world.overlap:
-            yield lambda: transfer.over
+            yield lambda: all(transfer.over for transfer in transfers)
 
     def is_due(self, joining: Joining) -> bool:
         return self.step >= joining.first
 
     def is_known(self) -> bool:
-        """Returns whether all servers know of the joining worker."""
+        """Returns whether all servers know of the joining workers."""
         return len(self.acknowledged) == self.world.servers
 
     def can_give(self) -> bool:
-        """Returns whether no row is in flight, so that the server accepts the joining worker's first row."""
+        """Returns whether no row is in flight, so that the server accepts the joining workers' first row."""
         return self._is_read()
 
-    def state_for(self, member: int) -> State:
+    def state_for(self, new: tuple[int, ...]) -> State:
         missing = self._missing()
-        members = *(each for each in self.members if each not in missing), member
-        return State(self.step, members, self.joined, self.plan, self.row, tuple(sorted(self.totals.items())))
+        members = *(each for each in self.members if each not in missing), *new
+        return State(self.step, members, self.joined, self.plan, self.row, tuple(sorted(self.totals.items())), len(new))
 
     def _send(self) -> None:
         self.sent = self.world.fragment_of(self.plan, self.group)
@@ -358,13 +362,12 @@ class Member:
 
     def _end_exchange(self) -> Until:
         yield from self._settle()
-        if self.entering is not None:
-            self.members, self.entering = (*self.members, self.entering), None
+        self.members, self.entering = (*self.members, *self.entering), ()
         self.world.agree(f"members in row {self.row} of plan {self.plan}", self.members)
         self.row_step, self.row_members, self.row_sent, self.rows = self.step, self.members, True, None
         header = Header(Kind.PUSH, self.plan, self.row, ROW_BUCKET, codec=GATHER, sender=self.rank, joined=self.row_joined)
         self.row += 1
-        self._request(0, Frame(ROW_BUCKET, header, _PROPOSAL.pack(*self._proposal())))
+        self._request(0, Frame(ROW_BUCKET, header, b"".join(_PROPOSAL.pack(*p) for p in self._proposals())))
 
     @property
     def row_joined(self) -> int:
@@ -372,14 +375,13 @@ class Member:
 
     @property
     def is_occupied(self) -> bool:
-        """Whether a worker is let in, and has not begun."""
-        return self.joining is not None
+        """Whether workers are let in, and have not begun."""
+        return bool(self.joining)
 
-    def _proposal(self) -> Proposal:
-        new = [m for m in self.world.epochs[self.newest] if m not in self.let_in]
-        if not new or self.is_occupied or not all(transfer.over for transfer in self.transfers):
-            return Proposal(0, 0, 0)
-        return Proposal(self.joined + 1, new[0], self.newest)
+    def _proposals(self) -> list[Proposal]:
+        waits = self.is_occupied or not all(transfer.over for transfer in self.transfers)
+        new = [] if waits else [m for m in self.world.epochs[self.newest] if m not in self.let_in]
+        return schedule.propose(self.joined, new, self.newest)
 
     def _is_read(self) -> bool:
         """Returns whether no row is in flight."""
@@ -400,14 +402,16 @@ class Member:
             return
         self._drop(self._missing())
         self.row_sent = False
-        proposals = [Proposal(*_PROPOSAL.unpack(row)) for row in self._received().values()]
-        if self.is_occupied or (joining := schedule.decide(self.joined, self.row_step, proposals)) is None:
+        proposals = [Proposal(*numbers) for row in self._received().values() for numbers in _PROPOSAL.iter_unpack(row)]
+        proposals = [p for p in proposals if p.member not in self.let_in]
+        if self.is_occupied or not (joining := schedule.decide(self.joined, self.row_step, proposals)):
             return
-        self.world.agree(f"joining {joining.number}", joining)
+        self.world.agree(f"joining {joining[0].number}", joining)
+        self.world.counts["joins at once"] += len(joining) > 1
         self.joining, self.acknowledged = joining, set()
-        self.let_in.add(joining.member)
+        self.let_in |= {one.member for one in joining}
         for server in range(self.world.servers):
-            self._request(server, Frame("joins", about=Proposal(*joining[:3])))
+            self._request(server, Frame("joins", about=tuple(Proposal(*one[:3]) for one in joining)))
 
     def _drop(self, gone: list[int]) -> None:
         self.members = tuple(member for member in self.members if member not in gone)
@@ -485,7 +489,7 @@ class Member:
     def _receive(self, met: dict[int, State]) -> None:
         present = self.world.epochs[self.newest]
         if (state := met.get(present[0])) is not None and all(
-                member in met for member in state.members if member in present and member != self.rank):
+                member in met for member in state.members[: -state.new] if member in present):
             self.world.entered.setdefault(self.rank, set()).add(self.newest)
             self.world.counts["joins"] += 1
             self.start(state)
@@ -527,7 +531,7 @@ class World:
         self._states: dict[tuple[int, int], dict[int, State]] = {}
         self._idle = 0
         self.server = [Server(self, number) for number in range(self.servers)]
-        state = State(0, self.first_members, 0, 1, 0, tuple(self.totals_of(1).items()))
+        state = State(0, self.first_members, 0, 1, 0, tuple(self.totals_of(1).items()), 0)
         self.members = {rank: Member(self, rank, state) for rank in self.first_members}
 
     # What the plan says.

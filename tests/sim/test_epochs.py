@@ -26,7 +26,8 @@ def test_epochs_hold_under_faults() -> None:
         world = World(seed)
         assert world.run() == [], seed
         counts += world.counts
-    for what in ("joins", "plans", "servers killed", "dies", "hangs", "is dropped by mistake", "leaves", "connections broken"):
+    for what in ("joins", "joins at once", "plans", "servers killed", "dies", "hangs", "is dropped by mistake", "leaves",
+                 "connections broken"):
         assert counts[what] > SCHEDULES / 20, f"hardly any: {what}"
 
 
@@ -47,20 +48,20 @@ def closes_early(self: BucketSum) -> bool:
     return self.sum.open and len(self.contributors()) >= max(1, len(self.members) - 1)
 
 
-def of_wrong_step(self: Member, member: int) -> State:
-    return STATE(self, member)._replace(step=self.step + 1)
+def of_wrong_step(self: Member, new: tuple[int, ...]) -> State:
+    return STATE(self, new)._replace(step=self.step + 1)
 
 
-def of_wrong_totals(self: Member, member: int) -> State:
-    return STATE(self, member)._replace(totals=tuple(self.world.totals_of(self.plan).items()))
+def of_wrong_totals(self: Member, new: tuple[int, ...]) -> State:
+    return STATE(self, new)._replace(totals=tuple(self.world.totals_of(self.plan).items()))
 
 
-def of_all_members(self: Member, member: int) -> State:
-    return STATE(self, member)._replace(members=(*self.members, member))
+def of_all_members(self: Member, new: tuple[int, ...]) -> State:
+    return STATE(self, new)._replace(members=(*self.members, *new))
 
 
 def row_with_new_count(self: Member) -> int:
-    return self.joined if self.joining is None else self.joining.number
+    return self.joining[-1].number if self.joining else self.joined
 
 
 def once(self: Member) -> None:
@@ -114,6 +115,6 @@ def run(seed: int) -> list[str]:
 
 def test_rows_decide_on_the_lowest_valid_proposal() -> None:
     first, second = Proposal(3, 7, 5), Proposal(3, 8, 6)
-    assert decide(2, 10, [second, first, Proposal(0, 0, 0)]) == Joining(3, 7, 5, 12)
-    assert decide(3, 10, [first, second]) is None, "a proposal for a number that was decided meanwhile is made again"
-    assert decide(2, 10, []) is None
+    assert decide(2, 10, [second, first, Proposal(0, 0, 0)]) == [Joining(3, 7, 5, 12)]
+    assert decide(3, 10, [first, second]) == [], "a proposal for a number that was decided meanwhile is made again"
+    assert decide(2, 10, []) == []

@@ -280,9 +280,13 @@ class Faults:
         return any(len({m.rank for m in one.newest.members} - {m.rank for m in one.epoch.members}) >= count
                    for one in self._memberships)
 
+    def await_joiners(self, count: int, pause_s: float = 0.01) -> None:
+        until = time.monotonic() + WAIT_S
+        while not self.joined_by(count) and time.monotonic() < until:
+            time.sleep(pause_s)
+
     def die_with_joiner(self, after_s: float) -> None:
-        while not self.joined_by(1):
-            time.sleep(0.001)
+        self.await_joiners(1, 0.001)
         time.sleep(after_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -319,9 +323,7 @@ class Faults:
     def _die(self, event: Event) -> None:
         if event.joiner:
             joiner_waits(self._folder).touch()
-            until = time.monotonic() + WAIT_S
-            while not self.joined_by(1) and time.monotonic() < until:
-                time.sleep(0.05)
+            self.await_joiners(1, 0.05)
         if event.at == "start" and event.after_s:
             threading.Timer(event.after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
             if self._step > event.step:  # the process may have passed that step before the signal
@@ -444,6 +446,8 @@ def main(site: int, script: Script) -> None:
                 raise RuntimeError("this site has had enough")
             if action == "leave":
                 break
+            if action == "wait":
+                faults.await_joiners(script.joiners)
             model.aborts = action == "abort"
             action = faults.due("backward")
             if action == "hang":

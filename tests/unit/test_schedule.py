@@ -1,4 +1,4 @@
-"""Which worker joins next, and in which step it begins: the rows of one step decide."""
+"""Which workers join next, and in which step they begin: the rows of one step decide."""
 
 from __future__ import annotations
 
@@ -6,25 +6,35 @@ import itertools
 
 import pytest
 
-from commlayer.engine.epochs.schedule import LEAD, Joining, Proposal, decide
+from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, Joining, Proposal, decide, propose
 
 STEP, NONE = 10, Proposal(0, 0, 0)
 
 
-@pytest.mark.parametrize(("joined", "proposals", "member"), [
-    (0, [], None), (0, [NONE, NONE], None),
-    (0, [Proposal(1, 5, 2)], 5),
-    (0, [NONE, Proposal(1, 5, 2), NONE], 5),  # some members know of it later
-    (0, [Proposal(1, 6, 3), Proposal(1, 5, 2)], 5),  # the other one is proposed again
-    (1, [Proposal(1, 5, 2)], None),  # it has joined
-    (1, [Proposal(3, 7, 4), Proposal(2, 6, 3)], 6), (0, [Proposal(2, 6, 3)], None),
+@pytest.mark.parametrize(("joined", "proposals", "members"), [
+    (0, [], []), (0, [NONE, NONE], []),
+    (0, [Proposal(1, 5, 2)], [5]),
+    (0, [NONE, Proposal(1, 5, 2), NONE], [5]),  # some members know of it later
+    (0, [Proposal(1, 6, 3), Proposal(1, 5, 2)], [5]),  # the other one is proposed again
+    (0, [Proposal(1, 5, 3), Proposal(2, 6, 3)], [5, 6]), (0, [Proposal(1, 5, 2), Proposal(1, 5, 3), Proposal(2, 6, 3)], [5, 6]),
+    (0, [Proposal(1, 6, 2), Proposal(1, 5, 3), Proposal(2, 6, 3)], [5, 6]),  # some members know of one of them
+    (0, [Proposal(1, 5, 2), Proposal(1, 6, 3), Proposal(2, 5, 3)], [5]),  # none joins twice
+    (1, [Proposal(1, 5, 2)], []),  # it has joined
+    (1, [Proposal(3, 7, 4), Proposal(2, 6, 3)], [6, 7]), (0, [Proposal(2, 6, 3)], []),
 ])
-def test_rows_of_a_step_decide_in_any_order(joined: int, proposals: list[Proposal], member: int | None) -> None:
+def test_rows_of_a_step_decide_in_any_order(joined: int, proposals: list[Proposal], members: list[int]) -> None:
     for order in itertools.permutations(proposals):
         decided = decide(joined, STEP, order)
-        assert (None if decided is None else decided.member) == member
-        assert decided is None or decided[0] == joined + 1
+        assert [one.member for one in decided] == members
+        assert [one.number for one in decided] == [joined + place for place in range(1, len(members) + 1)]
 
 
 def test_worker_begins_when_all_members_can_have_reported_it() -> None:
-    assert decide(0, STEP, [Proposal(1, 5, 2)]) == Joining(1, 5, 2, STEP + LEAD)
+    assert decide(0, STEP, [Proposal(1, 5, 2)]) == [Joining(1, 5, 2, STEP + LEAD)]
+
+
+@pytest.mark.parametrize(("new", "members"), [([], []), ([7, 5], [7, 5]), ([9, 8, 7, 6, 5], [9, 8, 7, 6])])
+def test_row_proposes_some_workers_in_order(new: list[int], members: list[int]) -> None:
+    proposals = propose(2, new, 4)
+    assert len(proposals) == MOST_AT_ONCE
+    assert [one.member for one in decide(2, STEP, proposals)] == members

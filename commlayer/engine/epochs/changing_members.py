@@ -4,9 +4,9 @@ A member that is gone: the coordinator removes it, and servers close all sums wi
 nothing else, so nothing is repeated. They learn of it from the first row that lacks it, after the same step, and then continue
 with fewer ranks.
 
-A worker that joins: members propose it in their rows, and the rows decide on its first step (schedule.py). Each member reports
-it to all servers before that step. Before a member sends anything of that step, it gives the new worker the job's state, or
-waits until another member has done so. With local steps that overlap their exchange, the transfer runs beside training.
+Workers that join: members propose them in their rows, and the rows decide on their first step (schedule.py). Each member
+reports them to all servers before that step. Before members send anything of that step, they give the new workers the job's
+state, together. With local steps that overlap their exchange, the transfer runs beside training.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -29,7 +30,7 @@ from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.rows import StepRows
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine.components import Pending
-from commlayer.engine.epochs.schedule import Joining, Proposal, decide
+from commlayer.engine.epochs.schedule import Joining, Proposal, decide, propose
 from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
@@ -38,7 +39,7 @@ from commlayer.errors import CommError, PeerLost
 from commlayer.records import Epoch, Member, Plan, plan_of
 from commlayer.transport.protocol import SERVER_BASE, Handle, peer_name
 
-NO_PROPOSAL = Proposal(0, 0, 0)
+PROPOSAL_NUMBERS = len(Proposal._fields)
 
 
 class StateGiver(Protocol):
@@ -49,7 +50,7 @@ class StateGiver(Protocol):
 
     def given(self, context: DistributedJob, plan: Plan, epoch: Epoch) -> dict[str, torch.Tensor]: ...
 
-    def encoded(self, state: Mapping[str, torch.Tensor]) -> bytes: ...
+    def encoded(self, state: Mapping[str, torch.Tensor], *, apart: bool) -> tuple[bytes, bytes]: ...
 
 
 class ChangingMembers(FixedMembers):
@@ -75,15 +76,15 @@ class ChangingMembers(FixedMembers):
         self._let_in = {m.rank for m in context.uplink.epoch.members}
         """Numbers of all workers that are or were members, or will be."""
         self._joined = joined
-        self._joining: Joining | None = None
-        """The worker that rows have let in, until its first step begins."""
+        self._joining: list[Joining] = []
+        """The workers that rows have let in, until their first step begins. It is the same step for all of them."""
         self._reported: list[Handle] = []
-        """The reports of that worker to the servers."""
-        self._entering: Member | None = None
-        """The worker that takes part in the current step for the first time, until this step ends."""
+        """The reports of these workers to the servers."""
+        self._entering: list[Member] = []
+        """The workers that take part in the current step for the first time, until this step ends."""
         self._transfer: threading.Thread | None = None
         self._admits = True
-        """True: a worker can begin in the exchange that begins now."""
+        """True: workers can begin in the exchange that begins now."""
         context.members = self
         context.components.add(self)
         context.uplink.subscribe_epochs(weakly(self.offer))
@@ -126,18 +127,16 @@ class ChangingMembers(FixedMembers):
         context = self._context
         self._row_step, self.row_carried = context.worker.step, context.carried
         self._row_members = tuple(m.rank for m in context.uplink.epoch.members)
-        self._rows.start(*map(float, self._proposal()))
+        self._rows.start(*map(float, chain.from_iterable(self._proposals())))
 
-    def _proposal(self) -> Proposal:
-        """Returns the next worker to let in, if this rank knows of one. One worker joins at a time."""
-        if self._joining is not None or (self._transfer is not None and self._transfer.is_alive()):
-            return NO_PROPOSAL
-        newest = self._newest.epoch
-        new = next((m.rank for m in newest.members if m.rank not in self._let_in), None)
-        return NO_PROPOSAL if new is None else Proposal(self._joined + 1, new, newest.generation)
+    def _proposals(self) -> list[Proposal]:
+        """Returns the next workers to let in, as far as this rank knows of them. Further workers join after these."""
+        newest, waits = self._newest.epoch, self._joining or (self._transfer is not None and self._transfer.is_alive())
+        new = () if waits else (m.rank for m in newest.members if m.rank not in self._let_in)
+        return propose(self._joined, new, newest.generation)
 
     def settle(self) -> None:
-        """Reads the row that was sent last: continues without members that have sent none, and lets in a worker that the row
+        """Reads the row that was sent last: continues without members that have sent none, and lets in workers that the row
         names. All ranks call it after the same step."""
         gone, rows = self._missing(), self._received
         if rows is None:
@@ -146,13 +145,14 @@ class ChangingMembers(FixedMembers):
         if gone:
             self._change(gone, at=self.confirmed)
         self.confirmed = self.row_carried
-        proposals = [Proposal(*map(int, row)) for row in rows.values() if all(map(math.isfinite, row))]
+        proposals = [Proposal(*map(int, row[at : at + PROPOSAL_NUMBERS])) for row in rows.values()
+                     if all(map(math.isfinite, row)) for at in range(0, len(row), PROPOSAL_NUMBERS)]
         proposals = [p for p in proposals if 0 <= p.member < SERVER_BASE and p.member not in self._let_in]
-        if self._joining is None and (joining := decide(self._joined, self._row_step, proposals)) is not None:
+        if not self._joining and (joining := decide(self._joined, self._row_step, proposals)):
             self._joining, uplink = joining, self._context.uplink
-            self._let_in.add(joining.member)
-            self._reported = [uplink.report_joining(server.id, joining.number, joining.member, joining.generation)
-                              for server in uplink.epoch.servers]
+            self._let_in.update(one.member for one in joining)
+            self._reported = [uplink.report_joining(server.id, one.number, one.member, one.generation)
+                              for server in uplink.epoch.servers for one in joining]
 
     def _missing(self) -> list[int]:
         """Waits for the row in flight, if there is one. Returns the members that have not sent it."""
@@ -169,9 +169,9 @@ class ChangingMembers(FixedMembers):
             self._change(gone, at=self.confirmed)
 
     def begin_exchange(self) -> None:
-        """Lets the worker that joins take part from the exchange on that begins now, if it is its first one."""
+        """Lets the workers that join take part from the exchange on that begins now, if it is their first one."""
         joining, context, worker = self._joining, self._context, self._context.worker
-        if joining is None or not self._admits or worker.step < joining.first:
+        if not joining or not self._admits or worker.step < joining[0].first:
             return
         for handle in self._reported:
             context.uplink.await_report(handle)
@@ -179,46 +179,41 @@ class ChangingMembers(FixedMembers):
         if worker.late:
             worker.drain()
         context.rows.send()
-        self._joining, self._reported = None, []
-        self._joined = worker.now.joined = context.rows.transport.joined = joining.number
-        context.uplink.membership.await_epoch(joining.generation, context.waits.notice_s + judged_s(self._config))
-        member = self._known.get(joining.member, Member(joining.member, joining.member, ""))
-        # The new worker sends the next row, so the server must have finished this one. It starts without members that have not
+        self._joining, self._reported = [], []
+        self._joined = worker.now.joined = context.rows.transport.joined = joining[-1].number
+        context.uplink.membership.await_epoch(max(one.generation for one in joining),
+                                              context.waits.notice_s + judged_s(self._config))
+        new = [self._known.get(one.member, Member(one.member, one.member, "")) for one in joining]
+        # The new workers send the next row, so the server must have finished this one. They start without members that have not
         # sent this row; the others continue without them after this exchange.
         epoch, gone = context.uplink.epoch, self._missing()
         kept = [place for place, m in enumerate(epoch.members) if m.rank not in gone]
-        epoch = structs.replace(epoch, generation=epoch.generation + len(gone) + 1,
-                                members=(*(epoch.members[place] for place in kept), member))
-        state = self._replica.given(context, plan_of(context.plan, kept, 1), epoch)
-        overlaps = worker.plan.overlap == "round"
-        data = self._replica.encoded(state) if overlaps or epoch.members[0].rank == context.id else b""
+        givers = [epoch.members[place] for place in kept]
+        epoch = structs.replace(epoch, generation=epoch.generation + len(gone) + len(new), members=(*givers, *new))
+        state = self._replica.given(context, plan_of(context.plan, kept, len(new)), epoch)
+        apart, overlaps = context.stepped_apart(), worker.plan.overlap == "round"
         if worker.plan.steps_locally:
-            self._enter(member)
+            self._enter(new)
         else:
-            self._entering = member
-        transfer = functools.partial(self._transfer_state, member.rank, [m.rank for m in epoch.members], state, data)
-        if overlaps:  # any member may have to give this state later, while it trains
+            self._entering = new
+        transfer = functools.partial(self._transfer_state, [m.rank for m in givers], [m.rank for m in new],
+                                     self._replica.encoded(state, apart=apart))
+        if overlaps:
             self._transfer = threading.Thread(target=transfer, name="commlayer-state", daemon=True)
             self._transfer.start()
         else:
             transfer()
 
-    def _transfer_state(self, joining: int, members: Sequence[int], state: Mapping[str, torch.Tensor], data: bytes) -> None:
-        """Gives the joining worker the job's state, or waits until another member has given it. If the giver leaves, the next
-        member begins again. `data`: the encoded state; b"" if it is to be encoded now."""
+    def _transfer_state(self, givers: Sequence[int], joining: Sequence[int], state: tuple[bytes, bytes]) -> None:
+        """Gives the joining workers the job's state, with the other members. If one of them leaves, the others begin again."""
         context = self._context
 
         def act(epoch: Epoch) -> None:
             present = {m.rank for m in epoch.members}
-            among = [rank for rank in members if rank in present]
-            if joining not in among or context.id not in among:
-                return
-            relay = StateRelay(self._newest, epoch, joining, context.id, among[0], self._config.deadline_s,
-                               judged_s(self._config), self._replica.most_nbytes)
-            if among[0] == context.id:
-                relay.give(data or self._replica.encoded(state), among)
-            else:
-                relay.watch()
+            remaining, new = ([rank for rank in ranks if rank in present] for ranks in (givers, joining))
+            if new and context.id in remaining:
+                StateRelay(self._newest, epoch, context.id, self._config.deadline_s, judged_s(self._config),
+                           self._replica.most_nbytes).give(*state, remaining, new)
 
         try:
             self._newest.run(act)
@@ -227,17 +222,17 @@ class ChangingMembers(FixedMembers):
 
     @property
     def entering(self) -> bool:
-        return self._entering is not None
+        return bool(self._entering)
 
     def end_first_step(self) -> None:
-        if self._entering is not None:
+        if self._entering:
             self.settle()
-            member, self._entering = self._entering, None
-            self._enter(member)
+            new, self._entering = self._entering, []
+            self._enter(new)
 
-    def _enter(self, member: Member) -> None:
-        self._switch([*self._context.uplink.epoch.members, member],
-                     f"{self._context.uplink.display_name(peer_name(member.rank))} joined", logging.INFO)
+    def _enter(self, new: Sequence[Member]) -> None:
+        names = ", ".join(self._context.uplink.display_name(peer_name(member.rank)) for member in new)
+        self._switch([*self._context.uplink.epoch.members, *new], f"{names} joined", logging.INFO)
 
     def _change(self, gone: Sequence[int], at: int) -> None:
         """Continues without the members `gone`. They contribute nothing to training steps after number `at`."""

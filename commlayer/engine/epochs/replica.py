@@ -30,7 +30,8 @@ from commlayer.records import MALFORMED, Epoch, Plan, Record
 
 TENSOR, TUPLE = "\0tensor", "\0tuple"
 """Keys that mark tensors and tuples, for which msgpack has no type, in the encoded optimizer state."""
-LOCAL, OWN, HEAD, CODEC = "local.", "own.", "head", "codec."
+LOCAL, OWN, HEAD, CODEC, BUFFER, STATE = "local.", "own.", "head", "codec.", "buffer.", "state."
+START, VELOCITY, BEHIND = "local.start.", "local.velocity.", "local.behind"
 STATE_PER_ELEMENT, HEAD_NBYTES = 16, messages.MAX_PLAN_NBYTES
 """Largest size of a state, which limits what a rank receives: 16 values per element of the model (weights, moments, master
 weights, the state of local steps, and as much of a script's own objects), and as much as a plan for all else."""
@@ -121,16 +122,23 @@ class Replica:
         try:
             codecs = {f"{CODEC}{bucket.id}.{name}": torch.from_numpy(value) for bucket in context.worker.buckets
                       if isinstance(bucket, EncodedBucket) for name, value in shared_snapshot(bucket.ledger.state).items()}
-            return self.state(context, plan, epoch=epoch) | context.worker.late.snapshot() | codecs
+            state = self.state(context, plan, epoch=epoch)
+            # A joining worker needs no local progress. Its starts are the parameters.
+            local = [name for name in state if name.startswith(LOCAL) and not name.startswith((VELOCITY, BEHIND))]
+            return {name: t for name, t in state.items() if name not in local} | context.worker.late.snapshot() | codecs
         except Exception as error:  # the optimizer's code can raise any error; the other ranks continue to train
             return {HEAD: _head(GivenState(error=f"{type(error).__name__}: {error}".splitlines()[0]))}
 
-    def encoded(self, state: Mapping[str, torch.Tensor]) -> bytes:
-        data = safetensors.torch.save({name: on_host(t) for name, t in state.items()})
-        if len(data) <= self.most_nbytes:
-            return data
-        why = f"it has {len(data)} bytes, but with this model at most {self.most_nbytes}"
-        return safetensors.torch.save({HEAD: _head(GivenState(error=why))})
+    def encoded(self, state: Mapping[str, torch.Tensor], *, apart: bool) -> tuple[bytes, bytes]:
+        """Encodes a result of `given`: what only this rank gives, and what is equal on all ranks. `apart`: True if the
+        optimizers of ranks have different states."""
+        own = {name for name in state if name.startswith((HEAD, BUFFER, *([STATE] if apart else [])))}
+        parts = [{name: on_host(t) for name, t in state.items() if (name in own) == mine} for mine in (True, False)]
+        data = [safetensors.torch.save(part) for part in parts]
+        if (nbytes := sum(map(len, data))) <= self.most_nbytes:
+            return data[0], data[1]
+        why = f"it has {nbytes} bytes, but with this model at most {self.most_nbytes}"
+        return safetensors.torch.save({HEAD: _head(GivenState(error=why))}), b""
 
     def state(
         self, context: JobContext, plan: Plan | None, extra: Mapping[str, Any] = MappingProxyType({}), *, model: bool = True,
@@ -198,11 +206,11 @@ class Replica:
         tensors |= {f"buffer.{name}": buffers[name].detach() for name in self._averaged}
         return {f"{OWN}{name}": t for name, t in (tensors | {HEAD: head}).items()}
 
-    def take(self, data: bytes, check: Callable[[Plan], None]) -> TakenState:
-        """Installs the state of a running job that this rank joins. `check` receives the plan. Raises ValueError if the state
-        does not fit."""
+    def take(self, own: bytes, common: bytes, check: Callable[[Plan], None]) -> TakenState:
+        """Installs the state of a running job that this rank joins, as `encoded` returns it. `check` receives the plan. Raises
+        ValueError if the state does not fit."""
         try:
-            tensors = safetensors.torch.load(data)
+            tensors = safetensors.torch.load(own) | (safetensors.torch.load(common) if common else {})
             transfer = msgspec.msgpack.decode(tensors.pop(HEAD).numpy().tobytes(), type=GivenState)
         except (*MALFORMED, ValueError, KeyError, SafetensorError) as error:
             raise CorruptFrame(f"the state received from the job is malformed: {short_line(error, 200)}") from None
@@ -218,7 +226,11 @@ class Replica:
         except Exception as error:  # of the optimizer's code
             raise InvalidInput("E-JOIN-STATE", "joining a running job: the state of its workers does not fit: "
                                                f"{short_line(error, 200)}") from None
-        return TakenState(transfer, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)},
+        local = {name: t for name, t in tensors.items() if name.startswith(LOCAL)}
+        if local:
+            names = {id(p): name for name, p in self._model.named_parameters()}
+            local |= {f"{START}{n}": tensors[f"parameter.{names[id(p)]}"] for n, p in enumerate(self._trained)}
+        return TakenState(transfer, plan, local,
                           {name: t for name, t in tensors.items() if name.startswith("late.")},
                           {name.removeprefix(CODEC): t for name, t in tensors.items() if name.startswith(CODEC)}, restore)
 
@@ -340,7 +352,9 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         tensors[name] = value
         return {TENSOR: name}
     if isinstance(value, Mapping):
-        return {key: _plain(inner, tensors) for key, inner in value.items()}
+        # An optimizer's parameters have an order that can differ between ranks, but their tensors must have equal names.
+        numbered = all(isinstance(key, int) for key in value)
+        return {key: _plain(value[key], tensors) for key in (sorted(value) if numbered else value)}
     if isinstance(value, tuple):
         return {TUPLE: [_plain(inner, tensors) for inner in value]}
     if isinstance(value, list):

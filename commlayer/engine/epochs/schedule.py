@@ -1,8 +1,8 @@
-"""Decides from rows which worker joins a job next, and in which step it begins. Pure functions.
+"""Decides from rows which workers join a job next, and in which step they begin. Pure functions.
 
-A member that learns of a joining worker proposes it in its row. The rows of a step are one exchange: all members receive the
-same rows, even if some die. So the rows decide, and no other agreement is needed. The worker becomes a member LEAD steps later.
-Until then each member has reported it to all servers and has their acknowledgements.
+A member that learns of joining workers proposes them in its row. The rows of a step are one exchange: all members receive the
+same rows, even if some die. So the rows decide, and no other agreement is needed. The workers become members LEAD steps later.
+Until then each member has reported them to all servers and has their acknowledgements.
 
 A removal needs no agreement: servers learn of it from the coordinator, and close sums without the removed member.
 """
@@ -10,11 +10,14 @@ A removal needs no agreement: servers learn of it from the coordinator, and clos
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 LEAD = 2
 """Steps between the rows that decide on a joining worker and its first step. Results of a step may be taken during the next
 one."""
+MOST_AT_ONCE = 4
+"""Number of proposals in a row: the largest number of workers that join in the same step."""
 
 
 class Proposal(NamedTuple):
@@ -35,8 +38,18 @@ class Joining(NamedTuple):
     first: int
 
 
-def decide(joined: int, step: int, proposals: Iterable[Proposal]) -> Joining | None:
-    """Returns the worker that the rows of `step` let in; None if there is none. `joined`: number of workers that have been let
-    in so far. Of several proposals one is chosen; the others are proposed again."""
-    valid = [p for p in proposals if p.number == joined + 1]
-    return Joining(*min(valid), first=step + LEAD) if valid else None
+def propose(joined: int, new: Iterable[int], generation: int) -> list[Proposal]:
+    """Returns the proposals of a row. `new`: workers that are to join, in this order. `joined`: number of workers that have
+    been let in so far."""
+    proposals = [Proposal(joined + place, member, generation) for place, member in enumerate(islice(new, MOST_AT_ONCE), 1)]
+    return proposals + [Proposal(0, 0, 0)] * (MOST_AT_ONCE - len(proposals))
+
+
+def decide(joined: int, step: int, proposals: Iterable[Proposal]) -> list[Joining]:
+    """Returns the workers that the rows of `step` let in. `joined`: number of workers that have been let in so far. Of several
+    proposals with the same number one is chosen; a worker that is not chosen is proposed again."""
+    chosen, left = list[Joining](), [*proposals]
+    while valid := [p for p in left if p.number == joined + len(chosen) + 1]:
+        chosen.append(Joining(*min(valid), first=step + LEAD))
+        left = [p for p in left if p.member != chosen[-1].member]
+    return chosen

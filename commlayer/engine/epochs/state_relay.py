@@ -1,24 +1,27 @@
-"""Sends a training worker's state to a joining worker, in parts, through the store of the rendezvous."""
+"""Sends the job's state to joining workers, in parts, through the store of the rendezvous."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from commlayer.cluster.calls.messages import StoreKey, unpack
+from commlayer.cluster.calls.messages import ANY, StoreKey, unpack
 from commlayer.cluster.processes import site_process_group
 from commlayer.cluster.processes.relayed_group import PART_NBYTES, PARTS_IN_FLIGHT
-from commlayer.errors import CommError, DeadlineExceeded, PeerLost, check_nbytes
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, check_nbytes
 from commlayer.records import Epoch
 from commlayer.transport.protocol import peer_name
 
 T = TypeVar("T")
-WINDOW = 64
-"""Number of parts of the state that are in the store at a time; 10 MB in total."""
+BATCH_NBYTES = PARTS_IN_FLIGHT * PART_NBYTES
+"""Number of bytes that one member gives, and that a joining worker reads, at a time."""
+WINDOW = 4
+"""Number of batches in a window. Two windows of the state are in the store at a time; 10 MB in total."""
 LOOK_S = 0.5
 """Seconds between two checks by a waiting member whether there is a newer epoch."""
 
@@ -52,86 +55,156 @@ class NewestEpoch:
         return self.epoch is not epoch
 
 
+class _Transfer(NamedTuple):
+    """One transfer of the state, which is sent in batches of parts: first those of the first member's own state."""
+
+    name: str
+    own_nbytes: int
+    common_nbytes: int
+    givers: list[int]
+    joining: list[int]
+
+    @property
+    def own_batches(self) -> int:
+        return -(-self.own_nbytes // BATCH_NBYTES)
+
+    @property
+    def common_batches(self) -> int:
+        return -(-self.common_nbytes // BATCH_NBYTES)
+
+    @property
+    def windows(self) -> int:
+        return -(-(self.own_batches + self.common_batches) // WINDOW)
+
+    def window(self, number: int) -> tuple[range, range]:
+        """Returns the batches of a window: those of the first member's own state, and of the common one. Each window has an
+        equal part of both, so that no member waits until another one has given its own state."""
+        first, common = (range(min(number * most, count), min((number + 1) * most, count))
+                         for count in (self.own_batches, self.common_batches) for most in [-(-count // self.windows)])
+        return first, range(self.own_batches + common.start, self.own_batches + common.stop)
+
+    def bounds(self, batch: int) -> tuple[int, int]:
+        """Returns where a batch begins and ends, in bytes of the first member's own state or of the common one."""
+        own = batch < self.own_batches
+        begin = (batch if own else batch - self.own_batches) * BATCH_NBYTES
+        return begin, min(begin + BATCH_NBYTES, self.own_nbytes if own else self.common_nbytes)
+
+    def parts(self, batch: int, giver: int) -> list[StoreKey]:
+        begin, end = self.bounds(batch)
+        return [(f"{self.name}/{batch}.{part}", giver) for part in range(-(-(end - begin) // PART_NBYTES))]
+
+    def giver(self, batch: int) -> StoreKey:
+        return f"{self.name}/giver{batch}", ANY
+
+    def end(self, window: int, member: int) -> StoreKey:
+        """Returns the key that a member writes when it has given or read its part of a window; after the last window, when it
+        has completed the transfer."""
+        return f"{self.name}/end{window}", member
+
+    def ends(self, window: int) -> list[StoreKey]:
+        """Returns these keys of all members: if one of them hangs, all others wait for it."""
+        return [self.end(window, member) for member in (*self.givers, *self.joining)]
+
+
 class StateRelay:
-    """Sends the state for a joining worker through the store, in one epoch. The giver calls `give`, the joining worker `take`,
-    and other members that must wait for the transfer call `watch`.
+    """Sends the state for joining workers through the store, in one epoch. Each other member calls `give`, and each joining
+    worker calls `take`. The first member gives what only it has; givers share the rest, which is equal on all of them: each
+    gives the next batch when it has uploaded one. So the transfer uses the uplinks of all givers, and everything is uploaded
+    once, however many workers join.
 
     Values stay in the store, so late readers receive them, too. A wait ends as soon as there is a newer epoch. After that, no
     value of this epoch is accepted. So either all who take part have read all values that they wait for, or none has.
     """
 
-    def __init__(self, newest: NewestEpoch, epoch: Epoch, joining: int, own: int, giver: int, limit_s: float, judged_s: float,
-                 most_nbytes: int) -> None:
-        """`joining`, `own`, `giver`: numbers of the joining worker, of this rank and of the giver. `limit_s`: longest wait for
-        others, in seconds; the coordinator receives this limit. `judged_s`: further seconds in which the coordinator decides
-        whether missing members are lost. `most_nbytes`: largest state that this rank receives or waits for."""
-        self._newest, self._epoch, self._joining, self._own, self._giver = newest, epoch, joining, own, giver
-        self._limit_s, self._deadline_s, self._most_nbytes = limit_s, limit_s + judged_s, most_nbytes
+    def __init__(self, newest: NewestEpoch, epoch: Epoch, rank: int, limit_s: float, judged_s: float, most_nbytes: int) -> None:
+        """`rank`: number of this rank. `limit_s`: longest wait for others, in seconds; the coordinator receives this limit.
+        `judged_s`: further seconds in which the coordinator decides whether missing members are lost. `most_nbytes`: largest
+        state that this rank receives or waits for."""
+        self._newest, self._epoch, self._rank, self._most_nbytes = newest, epoch, rank, most_nbytes
+        self._first = epoch.members[0].rank
+        self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
 
-    def give(self, data: bytes, among: Sequence[int]) -> None:
-        """Sends the state. `among`: all who wait for the transfer, with giver and joining worker."""
-        windows = self._windows(len(data))
-        self._put([(self._size, msgspec.msgpack.encode((len(data), among)))])
-        for window in range(windows):
-            parts = self._parts(window, len(data))
-            keys = [self._key(part) for part in parts]
-            try:
-                for part, key in zip(parts, keys, strict=True):
-                    self._put([(key, data[part * PART_NBYTES : (part + 1) * PART_NBYTES])])
-                self._meet(window, among)
-            finally:
+    def give(self, own: bytes, common: bytes, givers: Sequence[int], joining: Sequence[int]) -> None:
+        """Sends the state. Returns when all joining workers have entered. `own`: what only the first member sends."""
+        if self._rank == self._first:
+            announced = msgspec.msgpack.encode((len(own), len(common), givers, joining))
+            self._put([(self._announcement(member), announced) for member in joining])
+        transfer = self._announced(joining[0])
+        given: list[list[StoreKey]] = []
+        try:
+            for window in range(transfer.windows):
+                if window > 1:
+                    self._read(transfer.ends(window - 2))
+                    self._put([], drop=given.pop(0))
+                given.append([])
+                for batch in self._batches_to_give(transfer, window, len(common)):
+                    self._give(transfer, batch, own if batch < transfer.own_batches else common, given[-1])
+                self._put([(transfer.end(window, self._rank), b"")])
+            self._meet(transfer)
+        finally:
+            for keys in given:
                 self._put([], drop=keys)
-        self._meet(windows, among)
 
-    def take(self, enter: Callable[[bytes], T]) -> T:
-        """Receives the complete state and calls `enter` with it, before the others are told of its arrival. Returns the result
-        of `enter`."""
-        nbytes, among = self._announced()
-        windows, data = self._windows(nbytes), bytearray()
-        for window in range(windows):
-            parts = self._parts(window, nbytes)
-            for first in range(0, len(parts), PARTS_IN_FLIGHT):
-                want = [self._key(part) for part in parts[first : first + PARTS_IN_FLIGHT]]
-                for row in self._read(want):
-                    data += row
-                self._check(len(data), nbytes)
-            self._meet(window, among)
-        entered = enter(bytes(data))
-        self._meet(windows, among)
+    def _give(self, transfer: _Transfer, batch: int, data: bytes, keys: list[StoreKey]) -> None:
+        """Sends one batch, and adds the keys that it writes to `keys`."""
+        keys.append(transfer.giver(batch))
+        self._put([(keys[-1], msgspec.msgpack.encode(self._rank))])
+        begin, end = transfer.bounds(batch)
+        for key, start in zip(transfer.parts(batch, self._rank), range(begin, end, PART_NBYTES), strict=True):
+            keys.append(key)
+            self._put([(key, data[start : min(start + PART_NBYTES, end)])])
+
+    def _batches_to_give(self, transfer: _Transfer, window: int, common_nbytes: int) -> Iterator[int]:
+        """Yields the next batch for this rank to give, as long as the window has one. A rank with a common state of another
+        size gives none."""
+        own, shared = transfer.window(window)
+        if self._rank == self._first:
+            yield from own
+        while shared and common_nbytes == transfer.common_nbytes:
+            number = self._put([], add=((f"{transfer.name}/given{window}", ANY), 1)) - 1
+            if number >= len(shared):
+                return
+            yield shared[number]
+
+    def take(self, enter: Callable[[bytes, bytes], T]) -> T:
+        """Receives the complete state and calls `enter` with the first member's own state and the common one, before the others
+        are told of its arrival. Returns the result of `enter`."""
+        transfer, own, common = self._announced(self._rank), bytearray(), bytearray()
+        for window in range(transfer.windows):
+            for batch in chain(*transfer.window(window)):
+                (row,) = self._read([transfer.giver(batch)])
+                if (giver := unpack(row, int, peer_name(self._first), "a giver")) not in transfer.givers:
+                    raise CorruptFrame(f"names worker {giver} as a giver of the state, but these are {transfer.givers}",
+                                       peer=peer_name(self._first))
+                begin, end = transfer.bounds(batch)
+                rows = self._read(transfer.parts(batch, giver))
+                self._check(sum(map(len, rows)), end - begin, giver)
+                (own if batch < transfer.own_batches else common).extend(b"".join(rows))
+            self._put([(transfer.end(window, self._rank), b"")])
+        entered = enter(bytes(own), bytes(common))
+        self._meet(transfer)
         return entered
 
-    def watch(self) -> None:
-        nbytes, among = self._announced()
-        for window in range(self._windows(nbytes) + 1):
-            self._meet(window, among)
+    def _announced(self, joining: int) -> _Transfer:
+        (row,) = self._read([self._announcement(joining)])
+        own, common, givers, new = unpack(row, tuple[int, int, list[int], list[int]], peer_name(self._first), "a size")
+        among, present = (*givers, *new), {member.rank for member in self._epoch.members}
+        if not {joining, self._first} <= {*among} <= present or len({*among}) < len(among):
+            raise CorruptFrame(f"names workers {[*among]} for the transfer of a state, but the members are {sorted(present)}",
+                               peer=peer_name(self._first))
+        self._check(own, self._most_nbytes, self._first)
+        self._check(common, self._most_nbytes - own, self._first)
+        return _Transfer(f"state{self._epoch.generation}/{new[0]}", own, common, givers, new)
 
-    def _announced(self) -> tuple[int, Sequence[int]]:
-        (row,) = self._read([self._size])
-        nbytes, among = unpack(row, tuple[int, list[int]], peer_name(self._giver), "a size")
-        return self._check(nbytes, self._most_nbytes), among
+    def _check(self, nbytes: int, most_nbytes: int, giver: int) -> int:
+        return check_nbytes(nbytes, most_nbytes, "the state for a joining worker", peer_name(giver))
 
-    def _check(self, nbytes: int, most_nbytes: int) -> int:
-        return check_nbytes(nbytes, most_nbytes, "the state for a joining worker", peer_name(self._giver))
+    def _announcement(self, joining: int) -> StoreKey:
+        return f"state{self._epoch.generation}/{joining}", self._first
 
-    @property
-    def _size(self) -> StoreKey:
-        return self._named("state", self._giver)
-
-    def _key(self, part: int) -> StoreKey:
-        return self._named(f"part{part}", self._giver)
-
-    def _named(self, what: str, rank: int) -> StoreKey:
-        return f"joining{self._epoch.generation}/{self._joining}/{what}", rank
-
-    def _windows(self, nbytes: int) -> int:
-        return -(-nbytes // (WINDOW * PART_NBYTES))
-
-    def _parts(self, window: int, nbytes: int) -> range:
-        return range(window * WINDOW, min((window + 1) * WINDOW, -(-nbytes // PART_NBYTES)))
-
-    def _meet(self, window: int, among: Sequence[int]) -> None:
-        what = f"window{window}"
-        self._read([self._named(what, rank) for rank in among], put=[(self._named(what, self._own), b"")])
+    def _meet(self, transfer: _Transfer) -> None:
+        """Waits until all who take part in the transfer have completed it."""
+        self._read(transfer.ends(transfer.windows), put=[(transfer.end(transfer.windows, self._rank), b"")])
 
     def _read(self, want: Sequence[StoreKey], put: Sequence[tuple[StoreKey, bytes]] = ()) -> list[bytes]:
         """Waits for values in the store and returns them. `want`: their keys. `put`: keys and values to write first."""
@@ -142,7 +215,8 @@ class StateRelay:
                 newer, store = self._newest.epoch is not self._epoch, site_process_group.kv_client()
                 rows = store.request(
                     min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer,
-                    generation=self._epoch.generation, rank=self._own, limit_s=self._limit_s, since=begin).values
+                    generation=self._epoch.generation, rank=self._rank, since=begin,
+                    limit_s=0.0 if any(rank == ANY for _, rank in want) else self._limit_s).values
             except CommError as error:
                 if store is not site_process_group.kv_client():
                     continue  # this rank has continued with other members
@@ -161,23 +235,26 @@ class StateRelay:
             if newer:
                 raise NewerEpoch
             if time.monotonic() >= until:
-                late = [peer_name(rank) for (_, rank), row in zip(want, rows, strict=True) if row is None]
+                late = [peer_name(self._first if rank == ANY else rank)
+                        for (_, rank), row in zip(want, rows, strict=True) if row is None]
                 raise DeadlineExceeded("has not sent or received the state for a joining worker before the deadline",
                                        peer=", ".join(late))
 
-    def _put(self, rows: Sequence[tuple[StoreKey, bytes]], drop: Sequence[StoreKey] = ()) -> None:
-        store = site_process_group.kv_client()
-        try:
-            store.request(time.monotonic() + self._deadline_s, put=rows, drop=drop, generation=self._epoch.generation)
-        except CommError:
-            if store is not site_process_group.kv_client():
-                self._put(rows, drop)  # this rank has continued with other members
-            elif self._newest.is_outdated(self._epoch):
-                raise NewerEpoch from None
-            elif store is not site_process_group.kv_client():
-                self._put(rows, drop)
-            else:
-                raise
+    def _put(
+        self, rows: Sequence[tuple[StoreKey, bytes]], drop: Sequence[StoreKey] = (), add: tuple[StoreKey, int] | None = None,
+    ) -> int:
+        """Writes values to the store and drops keys. Returns the number that `add` has increased."""
+        while True:
+            store = site_process_group.kv_client()
+            try:
+                return store.request(time.monotonic() + self._deadline_s, put=rows, drop=drop, add=add,
+                                     generation=self._epoch.generation).sum
+            except CommError:
+                if store is site_process_group.kv_client() and self._newest.is_outdated(self._epoch):
+                    raise NewerEpoch from None
+                if store is site_process_group.kv_client():
+                    raise
+                # this rank has continued with other members
 
 
 def _unanswered(error: CommError) -> bool:

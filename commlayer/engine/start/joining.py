@@ -85,7 +85,7 @@ def enter(
 def _receive(
     replica: Replica, link: WorkerClient, own: int, config: Config, waits: WaitsFor, check: Callable[..., None], begin: float,
 ) -> TakenState:
-    """Waits until another member gives the state of an exchange in which this rank can take part, and installs that state."""
+    """Waits until the other members give the state of an exchange in which this rank can take part, and installs that state."""
     newest = NewestEpoch(link.epoch, waits.notice_s, reconnect_window_s(config))
 
     def offer(epoch: Epoch) -> None:
@@ -95,8 +95,7 @@ def _receive(
 
     def receive(epoch: Epoch) -> TakenState | None:
         _check_givers(epoch, own, link)
-        relay = StateRelay(newest, epoch, own, own, epoch.members[0].rank, config.deadline_s, judged_s(config),
-                           replica.most_nbytes)
+        relay = StateRelay(newest, epoch, own, config.deadline_s, judged_s(config), replica.most_nbytes)
         fits = functools.partial(check, workers=len(epoch.members))
         try:
             return relay.take(functools.partial(replica.take, check=fits))
