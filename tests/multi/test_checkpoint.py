@@ -112,31 +112,31 @@ def test_checkpoint_does_not_change_the_run(tmp_path: Path) -> None:
     assert equal(*ends)
 
 
-def residual_sum(job: Training, world: int) -> torch.Tensor:
+def residual_sum(job: Training) -> torch.Tensor:
     """Contribution of this rank's residuals to the mean, over all elements of the model."""
     worker = job.connection.worker
     worker.roll_back()
-    return torch.cat(by_tensor(slices_of(worker), [t.numel for t in worker.job.tensors])) / world
+    return torch.cat(by_tensor(slices_of(worker), [t.numel for t in worker.job.tensors])) / worker.units.members
 
 
 def saved(rank: int, address: str, folder: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     job = training(rank, address, how="")
     job.train(5)
     job.session.checkpoint(f"{folder}/{rank}" if rank else folder)
-    result = residual_sum(job, WORLD), job.tensors(buffers=False)
+    result = residual_sum(job), job.tensors(buffers=False)
     job.session.close()
     return result
 
 
 def taken(
-    rank: int, address: str, folder: str, world: int, codec: str,
+    rank: int, address: str, folder: str, codec: str,
 ) -> tuple[torch.Tensor, list[torch.Tensor], int, list[str]]:
     job = training(rank, address, how="", codec=codec)
     with torch.no_grad():
         for p in job.model.parameters():
             p.add_(1.0)
     assert job.session.resume(f"{folder}/{rank}" if rank else folder)
-    result = residual_sum(job, world), job.tensors(buffers=False), job.session.step, job.session.inspect.decisions()
+    result = residual_sum(job), job.tensors(buffers=False), job.session.step, job.session.inspect.decisions()
     job.train(2)
     job.session.close()
     return result
@@ -154,7 +154,7 @@ def test_residuals_are_inherited_by_other_workers_and_plans(world: int, codec: s
             shutil.rmtree(tmp_path / str(rank), ignore_errors=True)
             (tmp_path / str(rank)).symlink_to(tmp_path)
     with Servers(world, SERVERS) as servers:
-        after = pool(world).call(taken, servers.address, str(tmp_path), world, codec)
+        after = pool(world).call(taken, servers.address, str(tmp_path), codec)
     server = torch.zeros_like(before[0][0])
     torch.testing.assert_close(sum(part for part, *_ in after), sum(part for part, _ in before) + server)
     assert sum(part for part, *_ in after).abs().max() > 0

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from commlayer.compressors.codec import ranges
-from commlayer.compressors.feedback import ResidualSlice, ranges_of, split_by_tensor
+from commlayer.compressors.feedback import ranges_of
+from commlayer.compressors.residual_slices import ResidualSlice, split_by_tensor
 from commlayer.engine.buckets.bucket import WorkerBucket
 
 NAN = float("nan")
