@@ -84,7 +84,7 @@ def split_by_tensor(slices: Sequence[Slice], start: int, values: Array) -> Itera
 
 def overlaps(parts: Iterable[ResidualSlice], slices: Sequence[Slice]) -> Iterator[tuple[int, Array]]:
     """Yields the values that lie on a bucket's elements, each with the bucket's element where they begin."""
-    at = 0
+    at, parts = 0, [*parts]
     for s in slices:
         for part in parts:
             low, high = max(s.start, part.start), min(s.stop, part.stop)
@@ -93,7 +93,7 @@ def overlaps(parts: Iterable[ResidualSlice], slices: Sequence[Slice]) -> Iterato
         at += s.numel
 
 
-def residual_on(parts: Sequence[ResidualSlice], slices: Sequence[Slice]) -> Array | None:
+def residual_on(parts: Iterable[ResidualSlice], slices: Sequence[Slice]) -> Array | None:
     """Returns the sum of residuals on a bucket's elements as a numpy array; None if no residual lies on them."""
     total: Array | None = None
     for at, values in overlaps(parts, slices):

@@ -7,7 +7,7 @@ exchange: its content returns to the residuals. So for every element, applied av
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -100,12 +100,15 @@ class Ledger:
                 owner[name][:] = 0
 
     def residuals(self) -> list[ResidualSlice]:
-        """Returns all unsent residuals of this worker, as slices of tensors. Units.worth defines their unit."""
-        found = [] if self.inherited is None else list(split_by_tensor(self._slices, 0, self.inherited))
+        """Returns all residuals of this worker, as slices of tensors. Units defines their unit."""
+        inherited = [] if self.inherited is None else split_by_tensor(self._slices, 0, self.inherited)
+        return [*inherited, *self.unsent()]
+
+    def unsent(self) -> Iterator[ResidualSlice]:
+        """Yields the residuals that codecs keep."""
         for (low, _), state in self.encoders:
             if (values := residual_of(state)) is not None:
-                found += split_by_tensor(self._slices, low, values)
-        return found
+                yield from split_by_tensor(self._slices, low, values)
 
     def inherit(self, residuals: Sequence[ResidualSlice], factor: float) -> None:
         """Makes residuals on this bucket's elements, times `factor`, the inherited residual."""

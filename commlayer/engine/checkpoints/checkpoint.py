@@ -29,8 +29,8 @@ from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES, named_at
 from commlayer.cluster.processes.collectives import Groups, all_or_none, gather, gather_values
 from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.compressors import codec_of, restore, snapshot
-from commlayer.compressors.feedback import in_updates, residual_of
-from commlayer.compressors.residual_slices import Residuals, ResidualSlice, split_by_tensor, together
+from commlayer.compressors.feedback import in_updates
+from commlayer.compressors.residual_slices import Residuals, ResidualSlice, residual_on, split_by_tensor, together
 from commlayer.engine.buckets import shared_buffers
 from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.checkpoints.checkpoint_files import (
@@ -71,8 +71,8 @@ from commlayer.records import Bucket, Plan
 
 log = logging.getLogger("commlayer")
 RESIDUAL, CARRY, ASSUMED = "residual.", "carry.", "assumed."
-"""Prefixes of tensor names in the file of a rank: residuals of a bucket's elements, residuals inherited from an earlier plan,
-and the total weight that a bucket assumes next (WorkerBucket.assumed)."""
+"""Prefixes of tensor names in the file of a rank: residuals of a bucket whose codec state has them by encoder, residuals
+inherited from an earlier plan, and the total weight that a bucket assumes next (WorkerBucket.assumed)."""
 SAVING, LOADING = "checkpoint()", "resume()"
 
 
@@ -86,36 +86,19 @@ def worker_state(context: DistributedJob) -> dict[str, Any]:
         worker.roll_back()
     tensors: dict[str, torch.Tensor] = {}
     for bucket in worker.buckets:
-        state = snapshot(bucket.ledger.state)
-        residual = _residual_of(bucket)
-        if residual is not None:
-            tensors[f"{RESIDUAL}{bucket.id}"] = residual
-            state = {name: t for name, t in state.items() if not isinstance(bucket, EncodedBucket) or not _is_residual(name)}
-        tensors |= {f"{bucket.id}.{name}": torch.from_numpy(value) for name, value in state.items()}
+        number, ledger = bucket.id, bucket.ledger
+        tensors |= {f"{number}.{name}": torch.from_numpy(value) for name, value in snapshot(ledger.state).items()}
+        if not isinstance(bucket, EncodedBucket) and (residual := residual_on(ledger.unsent(), bucket.slices)) is not None:
+            tensors[f"{RESIDUAL}{number}"] = torch.from_numpy(residual)
+        if ledger.inherited is not None:
+            tensors[f"{CARRY}{number}"] = ledger.inherited.clone()
+        if bucket.assumed is not None:
+            tensors[f"{ASSUMED}{number}"] = torch.tensor(bucket.assumed, dtype=torch.float64)
     tensors["total"] = torch.tensor(worker.units.total, dtype=torch.float64)
-    tensors |= {f"{ASSUMED}{bucket.id}": torch.tensor(bucket.assumed, dtype=torch.float64) for bucket in worker.buckets
-                if bucket.assumed is not None}
-    inherited = {bucket.id: bucket.ledger.inherited for bucket in worker.buckets}
-    tensors |= {f"{CARRY}{number}": residual.clone() for number, residual in inherited.items() if residual is not None}
     tensors |= worker.late.snapshot()
     tensors |= shared_buffers.snapshot(worker.shared_buffers)
     tensors |= {} if context.local is None else context.local.pending_residuals.snapshot()
     return {"step": worker.step, "plan": records.digest(worker.plan), "tensors": tensors}
-
-
-def _residual_of(bucket: Any) -> torch.Tensor | None:
-    """Returns the residuals of a bucket's elements that this rank keeps, and 0 for other elements; None if the codec keeps no
-    residuals."""
-    total = None
-    for (low, high), state in bucket.ledger.encoders:
-        if (values := residual_of(state)) is not None:
-            total = torch.zeros(bucket.numel) if total is None else total
-            total[low:high] = torch.as_tensor(values).cpu()
-    return total
-
-
-def _is_residual(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] == "residual"
 
 
 def restore_worker(context: DistributedJob, state: Mapping[str, Any]) -> None:
@@ -128,13 +111,7 @@ def restore_worker(context: DistributedJob, state: Mapping[str, Any]) -> None:
     tensors: Mapping[str, torch.Tensor] = state["tensors"]
     worker.drain()
     for bucket in worker.buckets:
-        saved = _of_bucket(tensors, bucket.id)
-        if isinstance(bucket, EncodedBucket) and (residual := tensors.get(f"{RESIDUAL}{bucket.id}")) is not None:
-            at = 0
-            for name, like in snapshot(bucket.ledger.state).items():
-                if _is_residual(name):
-                    saved[name], at = residual[at : at + like.size].view(like.shape), at + like.size
-        restore(bucket.ledger.state, saved)
+        restore(bucket.ledger.state, _of_bucket(tensors, bucket.id))
     for bucket in worker.buckets:
         bucket.forget()
         bucket.ledger.inherited = tensors.get(f"{CARRY}{bucket.id}")
@@ -414,11 +391,11 @@ def residuals_in(tensors: Mapping[str, torch.Tensor], plan: Plan, mark: Mark, *,
     found: list[ResidualSlice] = []
     for bucket in plan.buckets:
         codec = codec_of(bucket, plan=plan)
-        parts = [t.reshape(-1) for name, t in _of_bucket(tensors, bucket.id).items() if _is_residual(name)]
-        if f"{RESIDUAL}{bucket.id}" in tensors:
-            parts = [tensors[f"{RESIDUAL}{bucket.id}"]]
-        whole = [torch.cat(parts)] if sum(part.numel() for part in parts) == bucket.numel else []
-        whole += [tensors[name] for name in (f"{CARRY}{bucket.id}",) if name in tensors]
+        names = {f"{RESIDUAL}{bucket.id}", f"{CARRY}{bucket.id}"} & tensors.keys()
+        state = _of_bucket(tensors, bucket.id)
+        whole = [tensors[name] for name in names]
+        if f"{RESIDUAL}{bucket.id}" not in names:
+            whole += [t.reshape(-1) for name, t in state.items() if name.rpartition(".")[2] == "residual"]
         own = [part for values in whole for part in split_by_tensor(bucket.slices, 0, values)]
         if late and "x" in (result := _of_bucket(tensors, bucket.id, "late.")):
             in_means = bucket.path != "allreduce" and (codec.has_residual or codec.has_server_residual)
