@@ -168,7 +168,7 @@ class Session:
                 if context.rank == 0:
                     log.warning("resume(): there is no checkpoint in %s yet: training starts from the beginning", directory)
                 return False
-            local = checkpoint.load_training(context.groups, context.rank, context.world, found, self._replica, extra)
+            local = checkpoint.load_training(context.groups, context.rank, found, self._replica, extra)
         except CommError as error:
             raise checkpoint.not_loaded(context, directory, error) from None
         self._resumed = found.mark.step

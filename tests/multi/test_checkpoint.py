@@ -16,8 +16,11 @@ from support.disks import files_up_to
 from support.rank_pool import Servers, pool
 from support.residuals import by_tensor, slices_of
 from support.sync_modes import WORLD, Net, Training
+from torch import nn
 
 import commlayer
+from commlayer.engine.checkpoints import checkpoint
+from commlayer.engine.checkpoints.checkpoint_files import Mark, SaveOnDisk
 from commlayer.errors import code_of
 from commlayer.optim import OuterSGD
 
@@ -184,6 +187,51 @@ def test_single_process_resumes(tmp_path: Path) -> None:
     assert (three, six) == (3, 6)
     assert not equal(first, second)
     assert [p.name for p in tmp_path.iterdir()] == ["save-2"]
+
+
+@pytest.mark.parametrize(("model", "groups", "text"), [
+    (mlp(width=24), 1, "has shape"), (nn.Sequential(*list(mlp())[:-1]), 1, "but (3,) in the saved state"),
+    (mlp(), 2, "the optimizer's state does not fit"),
+])
+def test_checkpoint_of_another_model_is_one_line(model: nn.Module, groups: int, text: str, tmp_path: Path) -> None:
+    alone(str(tmp_path), 0)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": parameters[n::groups]} for n in range(groups)])
+    with commlayer.attach(model, optimizer) as session:
+        line = error_of(lambda: session.resume(tmp_path))
+    assert text in line
+    assert code_of(line) == "E-CHECKPOINT"
+    assert "\n" not in line
+
+
+def test_file_of_another_checkpoint_is_named(tmp_path: Path) -> None:
+    alone(str(tmp_path / "a"), 0)
+    alone(str(tmp_path / "b"), 0)
+    shutil.copy(tmp_path / "b" / "save-1" / "rank-0.safetensors", tmp_path / "a" / "save-1")
+    line = error_of(lambda: checkpoint.find(None, 0, 1, tmp_path / "a"))
+    assert "rank-0.safetensors belongs to another checkpoint, of step 3" in line
+    assert code_of(line) == "E-CHECKPOINT"
+
+
+def on_disk(number: int, save: str, run: int) -> SaveOnDisk:
+    return SaveOnDisk(number, save, Mark(save, 10 * number, 0, 2, 1, "", run=run), (), sealed=True)
+
+
+@pytest.mark.parametrize(("third", "refused"), [
+    ([], False), ([on_disk(5, "old", 1)], False), ([on_disk(5, "other", 2)], True), ([on_disk(7, "fork", 1)], True),
+    ([on_disk(5, "other", 2), on_disk(7, "new", 1)], False),
+])
+def test_only_an_older_checkpoint_of_the_same_training_is_replaced(third: list[SaveOnDisk], refused: bool) -> None:
+    """The first two ranks have the checkpoint with number 7; the third one was away, or comes from another training."""
+    new = on_disk(7, "new", 1)
+    rows = [[new], [new], third]
+    assert new.mark is not None
+    if refused:
+        line = error_of(lambda: checkpoint.refuse_mixture(Path("dir"), rows, 7, "new", new.mark))
+        assert "rank 2" in line
+        assert code_of(line) == "E-CHECKPOINT"
+    else:
+        checkpoint.refuse_mixture(Path("dir"), rows, 7, "new", new.mark)
 
 
 def averaged(rank: int, address: str, mode: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:

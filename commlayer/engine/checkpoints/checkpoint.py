@@ -237,7 +237,7 @@ def find(groups: Groups | None, rank: int, world: int, directory: Path) -> Found
         elif not any(name.startswith(TRAINING) for name in holders):
             fault = "no rank has its model"
         else:
-            _refuse_mixture(directory, rows, number, save, mark)
+            refuse_mixture(directory, rows, number, save, mark)
             readers = {name: reader_of(name, holders[name], world) for name in (*mark.files, PLAN) if name in holders}
             exact = mark.world == world and all(
                 readers.get(name) == reader_of(name, range(world), world) for name in mark.files)
@@ -253,7 +253,7 @@ def find(groups: Groups | None, rank: int, world: int, directory: Path) -> Found
     return None
 
 
-def _refuse_mixture(directory: Path, rows: Sequence[Sequence[SaveOnDisk]], number: int, save: str, mark: Mark) -> None:
+def refuse_mixture(directory: Path, rows: Sequence[Sequence[SaveOnDisk]], number: int, save: str, mark: Mark) -> None:
     """Raises an error if ranks have checkpoints of different trainings, or files of different checkpoints. A rank may have an
     older checkpoint of the same training: its home was away when the others saved."""
     for rank, row in enumerate(rows):
@@ -271,7 +271,7 @@ def _refuse_mixture(directory: Path, rows: Sequence[Sequence[SaveOnDisk]], numbe
 
 
 def load_training(
-    groups: Groups | None, rank: int, world: int, found: FoundCheckpoint, replica: Replica, extra: Mapping[str, Any],
+    groups: Groups | None, rank: int, found: FoundCheckpoint, replica: Replica, extra: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
     """Restores model, optimizer, GradScaler and `extra`. A rank without the file receives the state from a rank that has it.
     All ranks call it together. Returns the state of local steps."""
@@ -294,6 +294,7 @@ def load_training(
             raise CorruptFrame(f"sends a checkpoint that is malformed: {short_line(error, 200)}",
                                peer=f"rank {groups.members.ranks[source]}") from None
     with all_or_none(groups, LOADING), reading(found.folder):
+        world = 1 if groups is None else groups.world
         has_own = found.mark.world == world and found.readers.get(f"rank-{rank}") == rank
         own = read(found.folder, f"rank-{rank}", found.mark) if has_own else None
         return replica.load(state, extra, own, buffers=found.exact)

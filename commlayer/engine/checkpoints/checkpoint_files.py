@@ -190,7 +190,7 @@ def _look(directory: Path, number: int) -> SaveOnDisk:
         return SaveOnDisk(number, fault=fault or f"{folder}: no file of a checkpoint")
     mark = marks.get(MANIFEST) or next(iter(marks.values()))
     same = tuple(name for name, other in marks.items() if other == mark and name != MANIFEST)
-    foreign = next((f"{path_of(folder, name)} is of step {other.step}, but the checkpoint is of step {mark.step}"
+    foreign = next((f"{path_of(folder, name)} belongs to another checkpoint, of step {other.step}"
                     for name, other in marks.items() if other != mark), "")
     plan = (PLAN,) if (folder / PLAN).is_file() else ()
     return SaveOnDisk(number, mark.save, mark, same + plan, MANIFEST in marks, fault, foreign)
