@@ -107,7 +107,8 @@ def restore_worker(context: DistributedJob, state: Mapping[str, Any]) -> None:
     if not state:
         return
     _refuse_under_way(context)
-    _same("saved state", "plan", state.get("plan"), records.digest(worker.plan))
+    if (saved := state.get("plan")) != (here := records.digest(worker.plan)):
+        raise InvalidInput("E-CHECKPOINT", f"the state was saved with plan {saved}, but this job has {here}: use the same plan")
     tensors: Mapping[str, torch.Tensor] = state["tensors"]
     worker.drain()
     for bucket in worker.buckets:
@@ -316,14 +317,15 @@ def load_codecs(
     try:
         if mark.plan:
             context.first_world = context.worker.units.members = mark.members
-        if found.exact:
-            _take_plan(context, found.folder)
+        plan = _saved_plan(context, found)
+        if found.exact and context.terms.auto and plan is not None and records.digest(plan) != records.digest(context.plan):
+            switch(context, plan)  # it can differ from the one with which the saving job started
         if context.local is not None and local:
             context.local.restore(local)
         if found.exact and mark.plan == records.digest(context.plan):
             _restore_unchanged(context, found)
         else:
-            _inherit_residuals(context, found, replica)
+            _inherit_residuals(context, found, plan, replica)
     except CommError as error:
         raise not_loaded(context, directory, error) from None
     except Exception as error:
@@ -345,17 +347,13 @@ def _restore_unchanged(context: DistributedJob, found: FoundCheckpoint) -> None:
         restore_worker(context, {"step": found.mark.round, "plan": found.mark.plan, "tensors": states[f"rank-{context.rank}"]})
 
 
-def _inherit_residuals(context: DistributedJob, found: FoundCheckpoint, replica: Replica) -> None:
+def _inherit_residuals(context: DistributedJob, found: FoundCheckpoint, plan: Plan | None, replica: Replica) -> None:
     """Replaces this job's residuals by those in the checkpoint of another number of workers or another plan. Each rank inherits
     the residuals in the files that it reads. Momenta of codecs start again from zero."""
     worker, mark, link = context.worker, found.mark, context.uplink
-    source = found.readers.get(PLAN, 0)
-    with all_or_none(context.groups, LOADING), reading(found.folder):
+    with all_or_none(context.groups, LOADING):
         worker.drain()
-        offered = (found.folder / PLAN).read_bytes() if context.rank == source and PLAN in found.readers else b""
-    shared = context.groups.share_bytes(offered, MAX_PLAN_NBYTES, "a plan", source=source)
     with all_or_none(context.groups, LOADING), reading(found.folder):  # no rank may push before every server is reset
-        plan = records.decode(shared, Plan, f"plan {found.folder / PLAN}") if shared else None
         fits = plan is not None and plan.job == worker.plan.job
         late = next((name for name in mark.files if name in found.readers and name.startswith("rank-")), "")
         own = [residuals_in(read(found.folder, name, mark), plan, mark, late=name == late)
@@ -426,19 +424,14 @@ def not_loaded(context: JobContext, directory: Path, error: Exception) -> CommEr
     return final
 
 
-def _take_plan(context: DistributedJob, folder: Path) -> None:
-    """Switches to the plan in the checkpoint, unless the user specified a plan. This plan can differ from the one with which
-    the saving job started."""
-    if not context.terms.auto:
-        return
-    saved: Plan | None = None
-    with all_or_none(context.groups, LOADING), reading(folder.parent):
-        file = folder / PLAN
-        if context.rank == 0 and file.is_file():
-            saved = records.decode(file.read_bytes(), Plan, f"plan {file}")
-    other = saved is not None and records.digest(saved) != records.digest(context.plan)
-    if gather(context.groups, [other])[0][0]:
-        switch(context, saved)
+def _saved_plan(context: DistributedJob, found: FoundCheckpoint) -> Plan | None:
+    """Returns the plan under which the checkpoint was saved, which one rank reads for all; None if no rank has it."""
+    source, offered = found.readers.get(PLAN, 0), b""
+    with all_or_none(context.groups, LOADING), reading(found.folder):
+        if context.rank == source and PLAN in found.readers:
+            offered = (found.folder / PLAN).read_bytes()
+    shared = context.groups.share_bytes(offered, MAX_PLAN_NBYTES, "a plan", source=source)
+    return records.decode(shared, Plan, f"plan {found.folder / PLAN}") if shared else None
 
 
 def _servers_of(context: DistributedJob) -> list[int]:
@@ -458,8 +451,3 @@ def _of_bucket(tensors: Mapping[str, torch.Tensor], bucket: int, kind: str = "")
 def _refuse_under_way(context: DistributedJob) -> None:
     if context.local is not None and context.local.under_way:
         raise InvalidInput("E-CHECKPOINT", "an exchange of local steps is running: call session.flush() on all ranks first")
-
-
-def _same(name: str, what: str, saved: object, here: object) -> None:
-    if saved != here:
-        raise InvalidInput("E-CHECKPOINT", f"{name} was saved with {what} {saved}, but this job has {here}")
