@@ -167,6 +167,31 @@ def test_residuals_are_inherited_by_other_workers_and_plans(world: int, codec: s
         assert any("residuals of the 2 workers" in line for line in decisions)
 
 
+def gone_back(rank: int, address: str, folder: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    job = training(rank, address, how="")
+    job.train(3)
+    job.session.checkpoint(folder)
+    before = residual_sum(job)
+    job.codec = "int8(block=64)"
+    job.switch("gradients", servers=SERVERS)
+    job.train(3)
+    assert job.session.resume(folder)
+    after, step = residual_sum(job), job.session.step
+    job.train(2)
+    job.session.close()
+    return before, after, step
+
+
+def test_running_job_goes_back_under_another_plan(tmp_path: Path) -> None:
+    """Residuals of the steps that are taken back are dropped."""
+    with Servers(WORLD, SERVERS) as servers:
+        results = pool(WORLD).call(gone_back, servers.address, str(tmp_path))
+    before, after = (sum(result[n] for result in results) for n in (0, 1))
+    assert before.abs().max() > 0
+    torch.testing.assert_close(after, before)
+    assert [result[2] for result in results] == [3, 3]
+
+
 def alone(folder: str, start: int) -> tuple[list[torch.Tensor], int]:
     torch.manual_seed(start)
     model = mlp()

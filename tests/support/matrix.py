@@ -57,7 +57,7 @@ FEATURES = {
     "join": Feature("`session.join()`", ("tests/multi/test_uneven_inputs.py",)),
     "shares": Feature("`LoadBalancer`", ("tests/nightly/test_shares_live.py",)),
     "weight": Feature("`session.weight(n)`", ("tests/multi/test_exact_averages.py", "tests/nightly/test_law_sessions.py")),
-    "resume": Feature("checkpoint of another number of workers", ("tests/multi/test_checkpoint.py",)),
+    "resume": Feature("checkpoint of another number of workers", ("tests/multi/test_checkpoint.py", "tests/nightly/test_site_resumes.py")),
     "guard": Feature("quality guard", ("tests/nightly/test_guard_live.py",)),
     "switch": Feature("`session.switch()`", ("tests/multi/test_switch.py", LEAVES)),
     "trainer": Feature("transformers' Trainer", FRAMEWORKS),
