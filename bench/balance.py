@@ -30,6 +30,7 @@ from bench.lab import Lab, LabUnavailable, check, sound
 from bench.lbb import Cubic, Lbb, fit_cubic
 from bench.ranks import as_rank, launch_hosts, slowest_s
 from bench.report import Result
+from bench.timing import least_s
 from bench.worker import DEADLINE, host_config
 from commlayer.balance import Communication, LinearTime, Sampler, shares, solve
 from commlayer.balance.profile import profile
@@ -49,11 +50,11 @@ BACKWARD = 2 / 3
 """Fraction of the compute time that communication can overlap with: backward takes about twice as long as forward."""
 
 
-def in_turn(workers: int) -> tuple[Disturbance, ...]:
+def each_in_turn(workers: int) -> tuple[Disturbance, ...]:
     return tuple(Disturbance(w, 25 + TURN * w, 25 + TURN * (w + 1), added_s=ADDED_S) for w in range(workers))
 
 
-def mixed(ratio: float) -> tuple[LinearTime, ...]:
+def two_speeds(ratio: float) -> tuple[LinearTime, ...]:
     """Two fast workers and two that are `ratio` times slower."""
     fast, slow = LinearTime(0.5e-3, 5e-3), LinearTime(0.5e-3 * ratio, 5e-3 * ratio)
     return fast, fast, slow, slow
@@ -62,15 +63,15 @@ def mixed(ratio: float) -> tuple[LinearTime, ...]:
 HEAT = (Disturbance(0, 30, 200, factor=2.0, ramp=60), Disturbance(1, 60, 200, factor=1.5, ramp=20))
 SCENARIOS: dict[str, tuple[PlayedCluster, int]] = {
     "paper, static": (PlayedCluster(PAPER, BATCH, noise=NOISE), 100),
-    "paper, +50 ms in turn": (PlayedCluster(PAPER, BATCH, disturbances=in_turn(4), noise=NOISE), 25 + 4 * TURN + 20),
+    "paper, +50 ms in turn": (PlayedCluster(PAPER, BATCH, disturbances=each_in_turn(4), noise=NOISE), 25 + 4 * TURN + 20),
     "paper, thermal ramps": (PlayedCluster(PAPER, BATCH, disturbances=HEAT, noise=NOISE), 220),
     **{f"{ratio}:1 mix, x2 on one": (
-        PlayedCluster(mixed(ratio), BATCH, disturbances=(Disturbance(0, 30, 70, factor=2.0),), noise=NOISE), 100
+        PlayedCluster(two_speeds(ratio), BATCH, disturbances=(Disturbance(0, 30, 70, factor=2.0),), noise=NOISE), 100
     ) for ratio in (3, 10, 30)},
 }
 
 
-def cubics(cluster: PlayedCluster) -> list[Cubic]:
+def profile_models(cluster: PlayedCluster) -> list[Cubic]:
     """LBB's profile models, fitted to batch sizes in powers of two up to the total, with the cluster's noise."""
     fitted = []
     for worker in range(len(cluster.lines)):
@@ -83,18 +84,18 @@ def cubics(cluster: PlayedCluster) -> list[Cubic]:
 
 MODES: Mapping[str, Callable[[PlayedCluster], Mode]] = {
     "equal (SSGD)": Equal,
-    "LBB as published": lambda c: Lbb(cubics(c), c.total),
+    "LBB as published": lambda c: Lbb(profile_models(c), c.total),
     "ours": Ours,
 }
 
 
 def run(quick: bool) -> Result:
-    parts = emulated(quick), real(50 if quick else 100)
+    parts = emulation(quick), real_processes(50 if quick else 100)
     rows = [row for part in parts for row in part["rows"]]
     return {"rows": rows, "summary": {key: value for part in parts for key, value in part["summary"].items()}}
 
 
-def emulated(quick: bool) -> Result:
+def emulation(quick: bool) -> Result:
     """Runs all modes in virtual time."""
     rows: list[dict[str, Any]] = []
     done: dict[tuple[str, str], list[PlayedStep]] = {}
@@ -118,11 +119,11 @@ def emulated(quick: bool) -> Result:
             **vs_lbb,
             "recover_iterations_additive50": max(max(one[:3]) for one in recovery),
             "recover_iterations_additive50_small": max(one[3] for one in recovery),
-            "share_sum_violations": sum(_wrong(steps, BATCH) for steps in ours) + _wrong(many, MANY_TOTAL),
+            "share_sum_violations": sum(_wrong_sums(steps, BATCH) for steps in ours) + _wrong_sums(many, MANY_TOTAL),
             "oracle_gap_pct": max(_gap_pct(steps) for steps in ours),
-            "solve_us_4": _solve_us(lambda: shares(PAPER, BATCH), 200),
-            "solve_us_1000": _solve_us(lambda: shares(_many_lines(), MANY_TOTAL), 10),
-            "solve_us_1000_caps": _solve_us(lambda: solve(_many_lines(), MANY_TOTAL, MANY_CAPS), 10),
+            "solve_us_4": 1e6 * least_s(lambda: shares(PAPER, BATCH), 200),
+            "solve_us_1000": 1e6 * least_s(lambda: shares(_many_lines(), MANY_TOTAL), 10),
+            "solve_us_1000_caps": 1e6 * least_s(lambda: solve(_many_lines(), MANY_TOTAL, MANY_CAPS), 10),
         },
     }
 
@@ -135,7 +136,7 @@ def _gap_pct(steps: list[PlayedStep]) -> float:
     return 100 * (sum(step.iteration_s for step in steps) / sum(step.oracle_s for step in steps) - 1)
 
 
-def _wrong(steps: list[PlayedStep], total: int) -> int:
+def _wrong_sums(steps: list[PlayedStep], total: int) -> int:
     return sum(sum(step.shares) != total for step in steps)
 
 
@@ -143,20 +144,21 @@ def _row(scenario: str, name: str, steps: list[PlayedStep], total: int) -> dict[
     return {
         "scenario": scenario, "mode": name, "iteration_ms": _mean_s(steps) * 1e3, "samples_per_s": total / _mean_s(steps),
         "oracle_gap_pct": _gap_pct(steps), "slow_iterations": sum(step.slow for step in steps), "moves": moves(steps),
-        "sum_wrong": _wrong(steps, total), "final": "/".join(map(str, steps[-1].shares)) if len(steps[-1].shares) < 9 else "",
+        "sum_wrong": _wrong_sums(steps, total),
+        "final": "/".join(map(str, steps[-1].shares)) if len(steps[-1].shares) < 9 else "",
     }  # fmt: skip
 
 
 def _with_communication() -> tuple[list[dict[str, Any]], dict[str, float]]:
     """The authors' 100 ms of blocking all-reduce, the same all-reduce overlapped, and overlapped with a tenth of the bytes."""
     cluster = PlayedCluster(PAPER, BATCH, noise=NOISE)
-    ways = {
+    systems = {
         "LBB as published, blocking 100 ms": (MODES["LBB as published"], Communication(LBB_COMM_S)),
         "ours, overlapped": (MODES["ours"], Communication(LBB_COMM_S, BACKWARD)),
         "ours, overlapped, a tenth of the bytes": (MODES["ours"], Communication(LBB_COMM_S / 10, BACKWARD)),
     }
     rows, means = [], []
-    for name, (build, communication) in ways.items():
+    for name, (build, communication) in systems.items():
         steps = run_mode(build(cluster), cluster, 100, communication)
         rows.append(_row("paper, static, communication emulated", name, steps, BATCH))
         means.append(_mean_s(steps))
@@ -165,7 +167,7 @@ def _with_communication() -> tuple[list[dict[str, Any]], dict[str, float]]:
 
 def _recovery(seed: int) -> list[int]:
     """Number of slow iterations after 50 ms were added, for each of the workers."""
-    cluster = PlayedCluster(PAPER, BATCH, disturbances=in_turn(4), noise=NOISE, seed=seed)
+    cluster = PlayedCluster(PAPER, BATCH, disturbances=each_in_turn(4), noise=NOISE, seed=seed)
     steps = run_mode(Ours(cluster), cluster, 25 + 4 * TURN)
     return [slow_after(steps, 25 + TURN * w, 25 + TURN * (w + 1)) for w in range(4)]
 
@@ -185,18 +187,8 @@ def _thousand(steps: int) -> tuple[dict[str, Any], list[PlayedStep]]:
     """A thousand workers, of which fifty slow down in the third step."""
     slower = tuple(Disturbance(worker, 3, 1000, factor=2.0) for worker in range(0, 1000, 20))
     cluster = PlayedCluster(tuple(_many_lines()), MANY_TOTAL, disturbances=slower, noise=NOISE)
-    seen = run_mode(Ours(cluster), cluster, steps)
-    return _row("1,000 workers, x2 on fifty", "ours", seen, MANY_TOTAL), seen
-
-
-def _solve_us(call: Callable[[], object], times: int) -> float:
-    """Minimum over several runs, because other load on the machine only adds time."""
-    best = float("inf")
-    for _ in range(times):
-        begin = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - begin)
-    return best * 1e6
+    played = run_mode(Ours(cluster), cluster, steps)
+    return _row("1,000 workers, x2 on fifty", "ours", played, MANY_TOTAL), played
 
 
 LINK_BPS, ONE_WAY_S = 200e6, 0.00025
@@ -210,7 +202,7 @@ REAL_MODES = {
 }
 
 
-def real(steps: int) -> Result:
+def real_processes(steps: int) -> Result:
     """LBB and ours in real processes."""
     rows: list[dict[str, Any]] = []
     times: dict[str, float] = {}
@@ -268,11 +260,11 @@ class SleepingModel(nn.Module):
         return x
 
 
-def published(model: SleepingModel, line: LinearTime, steps: int) -> Iterator[int]:
+def lbb_training(model: SleepingModel, line: LinearTime, steps: int) -> Iterator[int]:
     """LBB as its authors run it: a blocking all-reduce for each parameter after backward. Yields this rank's share after each
     step."""
     rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.01)
-    mode = Lbb(cubics(PlayedCluster(PAPER, BATCH)), BATCH)
+    mode = Lbb(profile_models(PlayedCluster(PAPER, BATCH)), BATCH)
     x = torch.randn(SAMPLES, WIDTHS[0])
     for step in range(steps):
         shares = mode.shares(step)
@@ -291,7 +283,7 @@ def published(model: SleepingModel, line: LinearTime, steps: int) -> Iterator[in
         mode.observe(step, [float(one) for one in times])
 
 
-def balanced(model: SleepingModel, line: LinearTime, steps: int, codec: str) -> Iterator[int]:
+def balancer_training(model: SleepingModel, line: LinearTime, steps: int, codec: str) -> Iterator[int]:
     """Our balancer: starts with equal shares, without a profile. Yields this rank's share after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = host_config(servers="each", fuse_nbytes=1 << 17, cut_nbytes=1 << 18)  # small: as many buckets as a large model has
@@ -314,7 +306,7 @@ def rank(mode: str, steps: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=DEADLINE)
     model, line = SleepingModel(), PAPER[dist.get_rank()]
-    running = published(model, line, steps) if mode == "lbb" else balanced(model, line, steps, mode)
+    running = lbb_training(model, line, steps) if mode == "lbb" else balancer_training(model, line, steps, mode)
     shares, marks = zip(*((share, time.perf_counter()) for share in running), strict=True)
     step_s = [0.0] + [after - before for before, after in itertools.pairwise(marks)]
     print(json.dumps({"step_s": step_s, "shares": shares}), flush=True)

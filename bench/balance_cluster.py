@@ -7,7 +7,6 @@ and step, so all modes see the same noise.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
@@ -94,12 +93,6 @@ class PlayedStep(Record, frozen=True):
     iteration_s: float
     oracle_s: float
     """Iteration time of the best shares for the true times, without noise."""
-
-    @property
-    def effect(self) -> float:
-        """LBB's straggler effect: (longest - shortest) / mean, over the workers that computed."""
-        times = [t for t in self.times_s if 0 < t < math.inf]
-        return (max(times) - min(times)) / (sum(times) / len(times))
 
     @property
     def slow(self) -> bool:

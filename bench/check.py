@@ -9,10 +9,12 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 from bench import memory, overhead
 from bench.report import DATA, Result
+from bench.timing import least_s
 
 EXPECTED = DATA / "expected.json"
 """By name: the expected `ratio`, and `tolerance`, the relative amount by which a run may exceed it."""
@@ -25,15 +27,15 @@ def run(quick: bool) -> Result:
     ratios = {f"peak memory of a rank over plain training, {mode}, x model": ratio for mode, ratio in _memory().items()}
     ratios |= _codec()
     if not quick:
-        answers = overhead.answers("bucket", 30)
+        answers = overhead.run_ranks("bucket", 30)
         ratios["CPU time per bucket, x calibration loop"] = overhead.bucket_us(answers) / (_calibration_s() * 1e6)
-        steps = overhead.answers("step", 20)
+        steps = overhead.run_ranks("step", 20)
         base = sum(overhead.slowest(steps, "ddp"))
         ratios |= {f"step, {mode}, x DDP": sum(overhead.slowest(steps, mode)) / base for mode in ("allreduce", "service")}
-    return compared(ratios, json.loads(EXPECTED.read_text()))
+    return compare(ratios, json.loads(EXPECTED.read_text()))
 
 
-def compared(ratios: dict[str, float], expected: dict[str, dict[str, float]]) -> Result:
+def compare(ratios: dict[str, float], expected: dict[str, dict[str, float]]) -> Result:
     """Returns code 1 if a ratio exceeds its limit."""
     rows: list[dict[str, Any]] = []
     for name, ratio in ratios.items():
@@ -64,9 +66,9 @@ def _codec() -> dict[str, float]:
     spec = Spec(shape=(x.numel(),))
     state, out = codec.init(spec), memoryview(bytearray(codec.bound(spec)))
     nbytes = codec.start(x, state, out)
-    tanh_s = _least_s(lambda: torch.tanh(x, out=y))
-    return {"int4 encode, x tanh": _least_s(lambda: codec.start(x, state, out)) / tanh_s,
-            "int4 decode, x tanh": _least_s(lambda: codec.decode(out[:nbytes], state, y)) / tanh_s}
+    tanh_s = _cpu_s(lambda: torch.tanh(x, out=y))
+    return {"int4 encode, x tanh": _cpu_s(lambda: codec.start(x, state, out)) / tanh_s,
+            "int4 decode, x tanh": _cpu_s(lambda: codec.decode(out[:nbytes], state, y)) / tanh_s}
 
 
 def _calibration_s() -> float:
@@ -76,13 +78,8 @@ def _calibration_s() -> float:
         for i in range(1000):
             total.setdefault(i % 17, []).append(len(str(i)))
 
-    return _least_s(loop)
+    return _cpu_s(loop)
 
 
-def _least_s(call: Any) -> float:
-    taken = []
-    for _ in range(20):
-        begin = time.thread_time()
-        call()
-        taken.append(time.thread_time() - begin)
-    return min(taken)
+def _cpu_s(call: Callable[[], object]) -> float:
+    return least_s(call, 20, time.thread_time)

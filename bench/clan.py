@@ -57,8 +57,8 @@ CASES = {
     "digits": Case(tuning_tasks.digits_task, 800, (0.005, 0.01, 0.02)),
     "chars": Case(tuning_tasks.chars_task, 800, (0.014, 0.02, 0.028)),
 }
-UNCODED = Setting(LANS, "identity()"), Setting(CLAN, "identity()")
-CODED = Setting(CLAN, "onebit()"), Setting(CLAN, "topk(ratio=0.1)")
+UNCOMPRESSED = Setting(LANS, "identity()"), Setting(CLAN, "identity()")
+COMPRESSED = Setting(CLAN, "onebit()"), Setting(CLAN, "topk(ratio=0.1)")
 
 
 def run(quick: bool) -> report.Result:
@@ -67,8 +67,8 @@ def run(quick: bool) -> report.Result:
     rows: list[dict[str, Any]] = []
     for name, case in CASES.items():
         tried = case._replace(rates=case.rates[1:2]) if quick else case
-        best = {setting: _best(tried, setting, 1 if quick else SEEDS) for setting in (*UNCODED, *CODED)}
-        plain = [best[setting][1] for setting in UNCODED]
+        best = {setting: _best(tried, setting, 1 if quick else SEEDS) for setting in (*UNCOMPRESSED, *COMPRESSED)}
+        plain = [best[setting][1] for setting in UNCOMPRESSED]
         rows += [_row(name, case.steps, setting, rate, runs, *plain) for setting, (rate, runs) in best.items()]
     coded = [row for row in rows if row["codec"] != "identity()"]
     return {"rows": rows, "summary": {

@@ -9,13 +9,13 @@ residual, relative to the gradient's norm.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from bench.report import Result, one_thread
+from bench.timing import seconds
 from commlayer.codec_spec import parse_spec
 from commlayer.compressors import Codec, kernels, parse, seed, wrap
 from commlayer.compressors.kernels import BACKENDS
@@ -39,7 +39,7 @@ BUDGET_S = 0.15
 Calls = dict[str, Callable[[], object]]
 
 
-def steps(codec: Codec, x: torch.Tensor) -> Calls:
+def step_calls(codec: Codec, x: torch.Tensor) -> Calls:
     """The parts of a step of one worker and a server. `encode` runs all rounds, since each needs the results before it."""
     spec = Spec((math.isqrt(x.numel()),) * 2)
     state, server, last = codec.init(spec), codec.init_server(spec), len(codec.rounds) - 1
@@ -78,15 +78,13 @@ def best_s(call: Callable[[], object], quick: bool) -> float:
     """Minimum over the repetitions that fit into the budget."""
     spent: list[float] = []
     while len(spent) < 3 or (sum(spent) < (BUDGET_S / 5 if quick else BUDGET_S) and len(spent) < 200):
-        begin = time.perf_counter()
-        call()
-        spent.append(time.perf_counter() - begin)
+        spent.append(seconds(call))
     return min(spent)
 
 
 def error_of(codec: Codec, x: torch.Tensor) -> tuple[float, float]:
     """(bits per element, relative error) of a first payload, when the result is sent back exactly."""
-    calls = steps(codec, x)
+    calls = step_calls(codec, x)
     nbytes = calls["encode"]()
     for name in ("add", "emit", "decode"):
         calls[name]()
@@ -103,7 +101,7 @@ def row(text: str, backend: str, x: torch.Tensor, quick: bool) -> dict[str, Any]
     with kernels.use(BACKENDS[backend]):
         bits, error = error_of(codec, x)
         assert error < 3, f"{text}: relative error {error}"
-        calls = steps(wrap(codec), x)
+        calls = step_calls(wrap(codec), x)
         for name in ("encode", "add", "emit", "decode"):
             calls[name]()
         spent = {name: best_s(calls[name], quick) for name in ("encode", "add", "decode")}

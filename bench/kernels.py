@@ -8,7 +8,6 @@ feedback, from gradient to payload, including sampling, trimming and packing.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from bench.report import Result, one_thread
+from bench.timing import seconds
 from commlayer.compressors import Codec, error_feedback, int8, kernels, onebit, topk
 from commlayer.compressors.kernels import fallback
 from commlayer.native import core
@@ -117,8 +117,8 @@ def check(n: int = 50_003) -> None:
     for (name, mine), theirs in zip(ours.rivals().items(), twin.rivals().values(), strict=True):
         if name in NOT_IN_FALLBACK:
             continue
-        got, expected = mine(), theirs()
-        assert isinstance(got, torch.Tensor) or got == expected, f"{name}: native {got}, fallback {expected}"
+        result, expected = mine(), theirs()
+        assert isinstance(result, torch.Tensor) or result == expected, f"{name}: native {result}, fallback {expected}"
         for field, memory in vars(ours).items():
             if isinstance(memory, torch.Tensor) and field not in ("idx", "val"):
                 same = torch.equal(memory.view(torch.uint8), getattr(twin, field).view(torch.uint8))
@@ -136,12 +136,6 @@ def check(n: int = 50_003) -> None:
     assert abs(count - DENSITY * n) < 0.2 * DENSITY * n
     assert torch.equal(ours.idx[:count], twin.idx[:count])
     assert torch.equal(ours.val[:count], twin.val[:count])
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 def run(quick: bool) -> Result:
@@ -163,7 +157,7 @@ def _run(quick: bool) -> Result:
     slow = {"torch.topk": lambda: torch.topk(stage.g.abs(), k)}
     few = 2 if quick else 4
     rounds = [
-        {name: _seconds(call) for name, call in (rivals | slow if i < few else rivals).items()}
+        {name: seconds(call) for name, call in (rivals | slow if i < few else rivals).items()}
         for i in range(7 if quick else 15)
     ]
 

@@ -10,7 +10,7 @@ Each finished training is a line of bench/data/longrun_runs.jsonl. Ctrl-C stops;
 from __future__ import annotations
 
 import argparse
-import ast
+import contextlib
 import functools
 import importlib.util
 import json
@@ -18,8 +18,7 @@ import math
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,39 +54,19 @@ def corpus() -> tuple[torch.Tensor, torch.Tensor]:
         assert spec is not None
         assert spec.origin is not None
         for i, file in enumerate(sorted(Path(spec.origin).parent.rglob("*.py"))):
-            if "/tests/" in str(file):
-                continue
-            try:
-                tree = ast.walk(ast.parse(file.read_text("utf-8")))
-            except SyntaxError:  # for a newer Python
-                continue
-            parts[i % 5 == 4].append("\n".join(
-                ast.get_docstring(n) or "" for n in tree if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)))
-    learnt, held = ("\n".join(part) for part in parts)
-    places = {c: i for i, (c, _) in enumerate(Counter(learnt).most_common(LETTERS - 1))}
-    return tuple(torch.tensor([places.get(c, LETTERS - 1) for c in text]) for text in (learnt, held))  # type: ignore[return-value]
+            if "/tests/" not in str(file):
+                with contextlib.suppress(SyntaxError):  # for a newer Python
+                    parts[i % 5 == 4].append(learning_tasks.docstrings(file))
+    return learning_tasks.character_ids(["\n".join(part) for part in parts], LETTERS)
 
 
 def characters(
-    make: Callable[[], torch.nn.Module], rates: Mapping[str, float], seed: int, *, size: int = 8,
+    make: Callable[[], torch.nn.Module], rates: Mapping[str, float], seed: int,
     loss: learning_tasks.Loss = learning_tasks.class_loss,
 ) -> learning_tasks.Task:
-    """The model that `make` returns predicts the next character of `corpus`. `size`: sequences in a batch."""
+    """The model that `make` returns predicts the next character of `corpus`."""
     torch.manual_seed(seed)
-    learnt, held = corpus()
-
-    def rows(text: torch.Tensor, starts: torch.Tensor) -> learning_tasks.Batch:
-        seen = text[starts[:, None] + torch.arange(CONTEXT + 1)]
-        return seen[:, :-1], seen[:, 1:]
-
-    def batches(rank: int, world: int) -> Iterator[learning_tasks.Batch]:
-        del world
-        generator = torch.Generator().manual_seed(1000 * (1 + seed) + rank)
-        while True:
-            yield rows(learnt, torch.randint(len(learnt) - CONTEXT - 1, (size,), generator=generator))
-
-    return learning_tasks.Task(make(), batches, loss,
-                               rows(held, torch.linspace(0, len(held) - CONTEXT - 2, 256).long()), dict(rates))
+    return learning_tasks.next_character(make(), corpus(), dict(rates), seed, length=CONTEXT, size=8, held_rows=256, loss=loss)
 
 
 def mixed_loss(model: torch.nn.Module, batch: learning_tasks.Batch) -> torch.Tensor:
@@ -138,7 +117,7 @@ def cases(
     """The trainings of one task, the most telling first. `faster`: factor of the task's learning rate."""
     rate = faster * rate_of(TASKS[task](seed), optimizer) if faster != 1 else 0.0
     dense = Variant(task, optimizer, workers=workers, seed=seed, batches=batches, rate=rate)
-    local = local_ways(dense)
+    local = local_variants(dense)
     coded = Case(structs.replace(dense, codec="int4()"), STEPS, schedule)
     whole = Case(dense, STEPS, schedule)
     others = [structs.replace(local[0], every=every, outer=outer)
@@ -148,7 +127,7 @@ def cases(
     return list(dict.fromkeys([*first, *whole.synchronous(), *rest]))
 
 
-def local_ways(dense: Variant) -> list[Variant]:
+def local_variants(dense: Variant) -> list[Variant]:
     """Local steps with the outer optimizer of the rule, the most telling first. The last ones overlap the exchange."""
     variant = structs.replace(dense, codec="int4()", codes="updates")
     overlapped = ((2, 2), (4, 4), (8, 1), (8, 2), (8, 4), (8, 8), (32, 1), (32, 4), (32, 8))
@@ -275,7 +254,7 @@ def run(quick: bool, args: argparse.Namespace) -> report.Result:
                 if case.variant.updates and (alone := factor_of(alone_of(case), store, args.workers)):
                     row["over_alone"] = round(alone / factor, 2)
             if factor and case.variant.updates and not case.variant.outer:
-                model = modelled(case, noise_of(case, store))
+                model = predicted_factor(case, noise_of(case, store))
                 row |= {"model": round(model, 2), "error": f"{model / factor - 1:+.0%}"}
                 pairs.append((factor, model))
             rows.append(row)
@@ -308,7 +287,7 @@ def noise_errors(case: Case, store: Store) -> dict[str, Any]:
             "alone_error_pct": round(100 * statistics.median(abs(running / direct - 1) for running, direct in alone), 1)}
 
 
-def modelled(case: Case, noise: float = 0.0) -> float:
+def predicted_factor(case: Case, noise: float = 0.0) -> float:
     """The convergence factor by the planner's model. `noise`: the noise scale that was measured in the synchronous training, in
     batches of one worker; 0: unknown."""
     variant = case.variant

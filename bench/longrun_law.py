@@ -51,7 +51,7 @@ def trainings(store: Store) -> list[Training]:
         usual = Variant(variant.task, "adam", workers=variant.workers, seed=variant.seed, batches=variant.batches)
         if case != Case(usual):
             continue
-        for each in (longrun.alone_of(case), *map(Case, longrun.local_ways(variant))):
+        for each in (longrun.alone_of(case), *map(Case, longrun.local_variants(variant))):
             factor, noise = longrun.factor_of(each, store, variant.workers), longrun.noise_of(case, store)
             if factor and noise and variant.workers > 1:
                 result.append(Training(variant.task, variant.workers, longrun.numel_of(variant.task), noise,
@@ -60,16 +60,16 @@ def trainings(store: Store) -> list[Training]:
     return result
 
 
-def fitted(known: Sequence[Training]) -> LongRunLaw:
+def fit(known: Sequence[Training]) -> LongRunLaw:
     """The median law."""
-    law = _fitted_lost(known, 0.5)
-    return law._replace(late=_fitted_late(law, known))
+    law = _fit_lost(known, 0.5)
+    return law._replace(late=_fit_late(law, known))
 
 
-def fitted_high(known: Sequence[Training]) -> LongRunLaw:
+def fit_cautious(known: Sequence[Training]) -> LongRunLaw:
     """The cautious law: the 80th percentile of what blocking trainings lost, and the smallest `late` with which 80 % of the
     overlapped trainings need at most the law's factor."""
-    law, overlapped = _fitted_lost(known, 0.8), [one for one in known if one.fragments]
+    law, overlapped = _fit_lost(known, 0.8), [one for one in known if one.fragments]
     for late in (hundredths / 100 for hundredths in range(1000)):
         if sum(covers(law._replace(late=late), one) for one in overlapped) >= 0.8 * len(overlapped):
             return law._replace(late=late)
@@ -80,7 +80,7 @@ def covers(law: LongRunLaw, one: Training) -> bool:
     return log_factor(law, one) >= math.log(one.factor)
 
 
-def _fitted_late(law: LongRunLaw, known: Sequence[Training]) -> float:
+def _fit_late(law: LongRunLaw, known: Sequence[Training]) -> float:
     """The median of what overlapped trainings lost in addition to the blocking ones with as many local steps. A training with F
     fragments weighs F^-1.5, because its difference is multiplied by F^1.5."""
     blocking = {one._replace(training="", factor=0.0): one.factor for one in known if not one.fragments}
@@ -95,7 +95,7 @@ def _fitted_late(law: LongRunLaw, known: Sequence[Training]) -> float:
     return round(next((late for (late, _), so_far in zip(lates, sums, strict=True) if so_far >= sums[-1] / 2), 0.0), 2)
 
 
-def _fitted_lost(known: Sequence[Training], quantile: float) -> LongRunLaw:
+def _fit_lost(known: Sequence[Training], quantile: float) -> LongRunLaw:
     """Fits to the trainings that do not overlap: realised and growth to the least absolute error, with a free lost part. Then
     takes as lost part the quantile of what the trainings with local steps lost. A training of one worker alone counts as much
     as three with local steps."""
@@ -120,7 +120,7 @@ def _fitted_lost(known: Sequence[Training], quantile: float) -> LongRunLaw:
 def run(_quick: bool) -> report.Result:
     """A row for each training: the measured factor, the law's, and that of a law whose fit omits this task."""
     known = trainings(Store(longrun.STORE))
-    omitting = {task: fitted([one for one in known if one.task != task]) for task in dict.fromkeys(one.task for one in known)}
+    omitting = {task: fit([one for one in known if one.task != task]) for task in dict.fromkeys(one.task for one in known)}
     absent = [math.exp(log_factor(omitting[one.task], one)) for one in known]
     rows: list[dict[str, Any]] = [
         {"task": one.task, "workers": one.workers, "noise": round(one.noise / one.workers, 1),
@@ -128,7 +128,7 @@ def run(_quick: bool) -> report.Result:
          "law": round(math.exp(log_factor(LONG_RUNS, one)), 2), "left_out": round(out, 2)}
         for one, out in zip(known, absent, strict=True)]
     summary: dict[str, Any] = {
-        "fit_median": str(tuple(fitted(known))), "fit_cautious": str(tuple(fitted_high(known))),
+        "fit_median": str(tuple(fit(known))), "fit_cautious": str(tuple(fit_cautious(known))),
         "below_the_cautious_factor": statistics.mean(covers(LONG_RUNS_HIGH, one) for one in known if one.every)}
     kinds = ["alone" if not one.every else "overlapped" if one.fragments else "local_steps" for one in known]
     for name in dict.fromkeys(kinds):

@@ -36,7 +36,7 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 def run(quick: bool) -> Result:
     steps = 20 if quick else 60
     rows: list[dict[str, Any]] = []
-    replies = answers("step", steps)
+    replies = run_ranks("step", steps)
     ratios: dict[str, float] = {}
     base = slowest(replies, "ddp")
     for training in ("ddp", "allreduce", "service"):
@@ -45,13 +45,13 @@ def run(quick: bool) -> Result:
         ratios[training] = ratio
         rows.append({"what": f"step, {training}", "ms": statistics.median(times) * 1e3, "x_ddp": ratio,
                      "buckets": replies[0]["trainings"][training]["buckets"], "steps": steps})
-    few_and_many = answers("bucket", steps)
+    few_and_many = run_ranks("bucket", steps)
     per_bucket = bucket_us(few_and_many)
     # The second session of a process finds all modules imported. Its server is a new process, which loads its own.
     attach_s = max(t["attach_s"]["many"] for t in few_and_many)
     rows.append({"what": "attach() with a server of its own, beyond imports", "s": attach_s})
     rows.append({"what": "own CPU time of a worker per bucket", "us": per_bucket})
-    memory, growth = measured_memory(quick, rows)
+    memory, growth = measure_memory(quick, rows)
     return {"rows": rows, "summary": {
         "step_vs_ddp_allreduce": ratios["allreduce"],
         "step_vs_ddp_service": ratios["service"],
@@ -62,7 +62,7 @@ def run(quick: bool) -> Result:
     }}
 
 
-def answers(what: str, steps: int, *more: object, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
+def run_ranks(what: str, steps: int, *more: object, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
     replies = launch_hosts(None, RANKS, [sys.executable, "-m", "bench.overhead", what, *map(str, (steps, *more))], env=env)
     worst = max(t.get("disagreement", 0.0) for t in replies)
     if worst > AGREE:
@@ -77,13 +77,13 @@ def slowest(replies: list[dict[str, Any]], training: str) -> list[float]:
 
 def bucket_us(replies: list[dict[str, Any]]) -> float:
     """CPU time of a worker per additional bucket, for the same total bytes. Counts all threads and kernel time."""
-    few, many = (statistics.median(c for t in replies for c in t["trainings"][name]["cpu_s"]) for name in ("few", "many"))
+    few_s, many_s = (statistics.median(c for t in replies for c in t["trainings"][name]["cpu_s"]) for name in ("few", "many"))
     trainings = replies[0]["trainings"]
     spread: int = trainings["many"]["buckets"] - trainings["few"]["buckets"]
-    return float((many - few) / spread * 1e6)
+    return float((many_s - few_s) / spread * 1e6)
 
 
-def measured_memory(quick: bool, rows: list[dict[str, Any]]) -> tuple[float, float]:
+def measure_memory(quick: bool, rows: list[dict[str, Any]]) -> tuple[float, float]:
     """Peak resident memory of a worker beyond plain training, in model sizes; then its growth in percent over many steps.
 
     Servers are separate processes. The figure is the median over the ranks that started no server. MALLOC makes the allocator
@@ -92,7 +92,7 @@ def measured_memory(quick: bool, rows: list[dict[str, Any]]) -> tuple[float, flo
     megabytes, short = 128, 8 if quick else 12  # with a smaller model, the fixed 25 MB of gRPC and buffers would dominate
 
     def train(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
-        first, *others = answers("memory", steps, mode, megabytes, env=MALLOC)
+        first, *others = run_ranks("memory", steps, mode, megabytes, env=MALLOC)
         return sorted(others, key=lambda t: int(t["peak"]))[len(others) // 2] | {"servers": first["servers"]}
 
     base = train("plain", megabytes, short)
@@ -130,7 +130,7 @@ class Training(NamedTuple):
     attach_s: float = 0.0
 
 
-def trained(
+def with_sgd(
     module: nn.Module, model: nn.Module, close: Callable[[], None], buckets: int, servers: tuple[int, ...] = (),
     attach_s: float = 0.0,
 ) -> Training:
@@ -147,15 +147,15 @@ def trained(
 
 def plain(make: Callable[[], nn.Module]) -> Training:
     model = make()
-    return trained(model, model, lambda: None, 0)
+    return with_sgd(model, model, lambda: None, 0)
 
 
 def ddp(make: Callable[[], nn.Module]) -> Training:
     model = make()
-    return trained(DistributedDataParallel(model), model, lambda: None, 0)
+    return with_sgd(DistributedDataParallel(model), model, lambda: None, 0)
 
 
-def attached(make: Callable[[], nn.Module], path: str, **sizes: int) -> Training:
+def uncompressed(make: Callable[[], nn.Module], path: str, **sizes: int) -> Training:
     """attach() with the identity codec, by all-reduce or through one summation server (`path`)."""
     model = make()
     world = dist.get_world_size()
@@ -165,10 +165,10 @@ def attached(make: Callable[[], nn.Module], path: str, **sizes: int) -> Training
     dist.barrier()
     begin = time.perf_counter()
     session = commlayer.attach(model, plan=plan, config={"ranks_per_node": 1 if path == "service" else world})
-    return trained(model, model, session.close, len(plan.buckets), servers_of(session), time.perf_counter() - begin)
+    return with_sgd(model, model, session.close, len(plan.buckets), servers_of(session), time.perf_counter() - begin)
 
 
-def many(layers: int, width: int) -> Callable[[], nn.Module]:
+def equal_layers(layers: int, width: int) -> Callable[[], nn.Module]:
     """A stack of equal layers: many buckets of equal size, little compute."""
     def make() -> nn.Module:
         torch.manual_seed(7)
@@ -181,7 +181,7 @@ Paired = tuple[dict[str, dict[str, Any]], float]
 """Times by method, and the largest difference between their parameters after COMPARED steps."""
 
 
-def paired(trainings: dict[str, Training], width: int, batch: int, classes: int, steps: int) -> Paired:
+def compare_steps(trainings: dict[str, Training], width: int, batch: int, classes: int, steps: int) -> Paired:
     """Times each method one step at a time. A barrier before each step keeps stragglers of one method out of the next time."""
     disagreement = 0.0
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
@@ -198,11 +198,11 @@ def paired(trainings: dict[str, Training], width: int, batch: int, classes: int,
                 times[name]["step_s"].append(time.perf_counter() - begin)
                 times[name]["cpu_s"].append(time.process_time() - cpu)
         if number + 1 == min(COMPARED, WARMUP + steps):
-            disagreement = agree(trainings)
+            disagreement = largest_difference(trainings)
     return times, disagreement
 
 
-def agree(trainings: dict[str, Training]) -> float:
+def largest_difference(trainings: dict[str, Training]) -> float:
     """Largest difference between any method's parameters and the first method's, relative to the largest parameter."""
     flat = [torch.cat([p.detach().view(-1) for p in training.model.parameters()]) for training in trainings.values()]
     return max(float((f - flat[0]).abs().max() / flat[0].abs().max()) for f in flat)
@@ -214,8 +214,8 @@ def memory(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
     The peak is the memory that a machine needs. Between steps, resident bytes depend on what the allocator has returned.
     """
     width = int((megabytes * (1 << 20) / 4 / 4) ** 0.5)
-    make = many(4, width)
-    training = {"plain": plain, "topk": compressed}[mode](make) if mode in ("plain", "topk") else attached(make, mode)
+    make = equal_layers(4, width)
+    training = {"plain": plain, "topk": with_topk}[mode](make) if mode in ("plain", "topk") else uncompressed(make, mode)
     x, y = torch.randn(2, width), torch.zeros(2, dtype=torch.long)
     marks = []
     for number in range(steps):
@@ -232,10 +232,10 @@ def memory(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
     return answer
 
 
-def compressed(make: Callable[[], nn.Module]) -> Training:
+def with_topk(make: Callable[[], nn.Module]) -> Training:
     model = make()
     session = commlayer.attach(model, compression=commlayer.compressors.topk(ratio=0.01), config={"ranks_per_node": 1})
-    return trained(model, model, session.close, 0, servers_of(session))
+    return with_sgd(model, model, session.close, 0, servers_of(session))
 
 
 def servers_of(session: commlayer.Session) -> tuple[int, ...]:
@@ -250,14 +250,15 @@ def rank(what: str, steps: int, mode: str = "plain", megabytes: str = "64") -> N
         print(json.dumps(memory(mode, int(megabytes), steps)), flush=True)
     else:
         if what == "step":
-            make = partial(build, MODEL)
-            trainings = {"ddp": ddp(make), "allreduce": attached(make, "allreduce"), "service": attached(make, "service")}
-            times, disagreement = paired(trainings, MODELS[MODEL][0], 32, 10, steps)
+            make, width = partial(build, MODEL), MODELS[MODEL][0]
+            trainings = {"ddp": ddp(make)} | {path: uncompressed(make, path) for path in ("allreduce", "service")}
+            times, disagreement = compare_steps(trainings, width, 32, 10, steps)
         else:
             # The same bytes in 64 buckets and in 4: only the number of buckets differs.
-            equal = many(64, 64)
-            trainings = {name: attached(equal, "service", fuse_nbytes=size) for name, size in (("few", 1 << 18), ("many", 0))}
-            times, disagreement = paired(trainings, 64, 2, 64, steps)
+            equal = equal_layers(64, 64)
+            sizes = {"few": 1 << 18, "many": 0}
+            trainings = {name: uncompressed(equal, "service", fuse_nbytes=size) for name, size in sizes.items()}
+            times, disagreement = compare_steps(trainings, 64, 2, 64, steps)
         print(json.dumps({"trainings": times, "disagreement": disagreement,
                           "attach_s": {name: training.attach_s for name, training in trainings.items()}}), flush=True)
         dist.barrier()

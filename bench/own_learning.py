@@ -71,15 +71,15 @@ def run(
         parse(codec)
     count = 0
 
-    def tell(variant: Variant, loss: float, table: LearningTable | None) -> None:
+    def report(variant: Variant, loss: float, table: LearningTable | None) -> None:
         nonlocal count
         count += 1
-        print(f"{count:3}  {said(variant):56} loss {loss:.4g}")
+        print(f"{count:3}  {label(variant):56} loss {loss:.4g}")
         if table is not None:  # written after each training, so that an interrupted run keeps its rows
             write_whole({out: encoded_table(table)})
 
-    variants = list(ways_of(codecs, local_steps, late=staleness))
-    table = measured(name, make, variants, tell, steps=steps, seeds=seeds)
+    variants = list(variants_of(codecs, local_steps, late=staleness))
+    table = measure(name, make, variants, report, steps=steps, seeds=seeds)
     for row in table.rows:
         if row.workers == ALONE:
             print(f"{BY_ITSELF:56} {row.steps:.2f} times as many steps as {ALONE_AMONG} together")
@@ -96,7 +96,7 @@ Tell = Callable[[Variant, float, LearningTable | None], None]
 """Called after each training with its last loss and the table so far."""
 
 
-def ways_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = False) -> Iterator[Variant]:
+def variants_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = False) -> Iterator[Variant]:
     """The most useful configurations: each codec for gradients and for updates; local steps, with and without overlap, with
     the finest codec that is not sparse; and, if local steps are requested, overlapped updates of each step."""
     dense = Variant("", "")
@@ -114,8 +114,8 @@ def ways_of(codecs: Sequence[str], local_steps: Sequence[int], *, late: bool = F
         yield structs.replace(dense, codec=fine, late=True)
 
 
-def measured(
-    name: str, make: Make, variants: Sequence[Variant], tell: Tell, *, steps: int = STEPS, seeds: int = 1,
+def measure(
+    name: str, make: Make, variants: Sequence[Variant], report: Tell, *, steps: int = STEPS, seeds: int = 1,
 ) -> LearningTable:
     """Trains all configurations. Raises InvalidInput with one line for a task that cannot be trained."""
     family = family_of(_optimizer(name, make))
@@ -127,15 +127,15 @@ def measured(
     for seed in range(seeds):
         for variant in variants:
             mine = structs.replace(variant, task=name, optimizer=family, seed=seed)
-            curves[mine] = _trained(mine, make, steps)
+            curves[mine] = _curve_of(mine, make, steps)
             table = _table(name, curves)
-            tell(mine, curves[mine][-1], table)
+            report(mine, curves[mine][-1], table)
     if table is None:
         raise InvalidInput("E-USER-CODE", f"{name}: nothing to compare with dense training; name a codec or local steps")
     return table
 
 
-def _trained(variant: Variant, make: Make, steps: int) -> Sequence[float]:
+def _curve_of(variant: Variant, make: Make, steps: int) -> Sequence[float]:
     """Trains one configuration; an error in the user's code becomes one line."""
     try:
         curve = train(variant, make, steps=steps, looks=min(LOOKS, steps))
@@ -190,7 +190,7 @@ def _fields(what: str, made: Any) -> dict[str, Any]:
 def _guarded(name: str, made: dict[str, Any]) -> TrainingTask:
     """The task with its functions wrapped: an exception in one becomes a one-line error that names the function."""
     def of(field: str) -> Callable[..., Any]:
-        return lambda *given: of_user(f"{name}: {field}", lambda: made[field](*given))
+        return lambda *call_arguments: of_user(f"{name}: {field}", lambda: made[field](*call_arguments))
 
     def batches(rank: int, world: int) -> Iterator[Any]:
         feed = of_user(f"{name}: batches", lambda: iter(made["batches"](rank, world)))
@@ -201,7 +201,7 @@ def _guarded(name: str, made: dict[str, Any]) -> TrainingTask:
     return TrainingTask(made["model"], of("optimizer"), batches, of("loss"), of("validation"))
 
 
-def said(variant: Variant) -> str:
+def label(variant: Variant) -> str:
     """The sync mode, for the console."""
     parts = [BY_ITSELF if variant.workers == ALONE else variant.codec, "updates" if variant.codes == "updates" else "",
              f"every={variant.every}" if variant.every > 1 else "", 'overlap="round"' if variant.overlap else "",

@@ -21,6 +21,7 @@ from msgspec import structs
 from bench.lab import Lab, LabUnavailable, check, sound
 from bench.ranks import launch_hosts, median_step_s
 from bench.report import Result
+from bench.timing import least_s
 from bench.worker import command
 from commlayer.planner.buckets import Contents
 from commlayer.planner.convergence import Recipe
@@ -30,7 +31,7 @@ from commlayer.planner.model import Cluster, Link, Policy
 from commlayer.planner.search.choices import Space, search, uniform
 from commlayer.planner.search.options import Catalog, options
 from commlayer.planner.search.plan_search import plan
-from commlayer.planner.simulation import native_schedule
+from commlayer.planner.simulation import Fragment, Simulation
 from commlayer.records import Job, Plan, TensorInfo, Timing
 
 FLAT = Cluster(tuple(tables.node(f"n{i}", "v100", "10g") for i in range(8)))
@@ -62,6 +63,8 @@ def run(quick: bool) -> Result:
     if errors := [abs(row["error_pct"]) for row in measured if not row["void"]]:
         summary |= {"predicted_vs_measured_pct_p50": statistics.median(errors), "predicted_vs_measured_pct_worst": max(errors)}
     return {"rows": rows + measured, "summary": summary}
+
+
 def _planning(quick: bool, rows: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
     """CPU seconds of planning on one thread, the minimum of several runs."""
     small, full = Policy(codecs=("topk(ratio=0.01)",), objective="step"), Policy(objective="step")
@@ -74,25 +77,16 @@ def _planning(quick: bool, rows: list[dict[str, Any]]) -> Iterator[tuple[str, fl
         "plan_s_300_homes": ("300 tensors, all codecs, 4 homes", lambda: plan(_job(300), HOMES, None, full)),
         "plan_s_300_to_loss": ("the same by seconds to a loss, all ways", lambda: plan(_job(300), HOMES, None, free)),
         "plan_s_resnet50_32_unequal": ("ResNet-50, all codecs, 32 homes of 20 - 900 Mb/s",
-                                       lambda: plan(models.as_in_paper("resnet50"), unequal(32, 20e6, 900e6), None, full)),
+                                       lambda: plan(models.published_job("resnet50"), unequal(32, 20e6, 900e6), None, full)),
         "plan_s_resnet50_32_to_loss": ("the same by seconds to a loss, all ways",
-                                       lambda: plan(models.as_in_paper("resnet50"), unequal(32, 20e6, 900e6), None, free)),
+                                       lambda: plan(models.published_job("resnet50"), unequal(32, 20e6, 900e6), None, free)),
     }
     for key, (what, call) in cases.items():
-        seconds, chosen = _least(call, 2 if quick else 5)
-        rows.append({"what": what, "plan_s": seconds, "buckets": len(chosen.buckets), "step_ms": chosen.step_s * 1e3})
-        yield key, seconds
-
-
-def _least(call: Callable[[], Plan], times: int) -> tuple[float, Plan]:
-    result = call()
-    taken = []
-    for _ in range(times):
+        chosen = call()
         gc.collect()
-        begin = time.process_time()
-        result = call()
-        taken.append(time.process_time() - begin)
-    return min(taken), result
+        plan_s = least_s(call, 2 if quick else 5, time.process_time)
+        rows.append({"what": what, "plan_s": plan_s, "buckets": len(chosen.buckets), "step_ms": chosen.step_s * 1e3})
+        yield key, plan_s
 
 
 def _job(tensors: int) -> Job:
@@ -125,7 +119,8 @@ def _gap(seed: int) -> float:
     ready = tuple(sorted(rng.uniform(0.3, 1.0) * work_s for _ in sizes))
     built = [catalog.load(mine, size, 0.0) for mine, size in zip(useful, sizes, strict=True)]
     each_node = np.array([[*ready, work_s]] * len(prices.network.nodes))
-    steps = native_schedule(prices.network.problem([load for load, _ in built], each_node, tail_s=0.001))
+    problem = prices.network.problem([load for load, _ in built], each_node, tail_s=0.001)
+    steps = Simulation([Fragment([*range(len(sizes))], problem)])
     loss = [[losses[o] * size / sum(sizes) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
     excess = [[0.0] * len(mine) for mine in useful]
     space = Space(steps, loss, excess, [held_s for _, held_s in built], [[b] for b in range(len(sizes))], policy.max_loss)
@@ -138,7 +133,7 @@ def _brute(space: Space) -> float:
     best_s = math.inf
     for head in itertools.product(*map(range, counts)):
         lost = sum(space.loss[b][o] for b, o in enumerate(head))
-        swept = space.steps.sweep([*head, 0], [len(counts)], best_s)
+        swept = space.steps.sweep([*head, 0], [len(counts)], best_s, math.nan, 0, [*range(last)], [1.0] * last)
         for option in range(last):
             if lost + space.loss[-1][option] <= space.max_loss + 1e-9:
                 best_s = min(best_s, swept[option])

@@ -46,7 +46,7 @@ def factor_of(row: dict[str, Any]) -> float:
     return math.exp(max(0.0, math.log1p(loss_pct / 100)) / LOSS_EXPONENT)
 
 
-def fitted(known: Sequence[Cell], quantile: float = 0.5) -> LocalStepLaw:
+def fit(known: Sequence[Cell], quantile: float = 0.5) -> LocalStepLaw:
     """The law with the least quantile loss of ln F."""
     def off(parameters: np.ndarray) -> float:
         scale, power, sizes = parameters
@@ -69,10 +69,10 @@ def error(law: LocalStepLaw, cell: Cell) -> float:
     return factor / max(1.0, cell.factor) - 1
 
 
-def left_out(known: Sequence[Cell]) -> Iterable[tuple[str, LocalStepLaw, list[float]]]:
+def leave_one_out(known: Sequence[Cell]) -> Iterable[tuple[str, LocalStepLaw, list[float]]]:
     """For each paper: the law of the other papers, and its errors on this one."""
     for paper in dict.fromkeys(cell.paper for cell in known):
-        law = fitted([cell for cell in known if cell.paper != paper])
+        law = fit([cell for cell in known if cell.paper != paper])
         yield paper, law, [error(law, cell) for cell in known if cell.paper == paper]
 
 
@@ -88,11 +88,11 @@ def run(_quick: bool) -> report.Result:
                      "cautious": round(high, 2), "error_pct": round(100 * error(LOCAL_STEPS, cell))})
     errors = [abs(error(LOCAL_STEPS, cell)) for cell in known]
     summary: dict[str, Any] = {
-        "fit_median": str(tuple(fitted(known))), "fit_cautious": str(tuple(fitted(known, 0.8))),
+        "fit_median": str(tuple(fit(known))), "fit_cautious": str(tuple(fit(known, 0.8))),
         "median_error_pct": 100 * median(errors), "largest_error_pct": 100 * max(errors),
         "below_the_cautious_factor": sum(error(LOCAL_STEPS_HIGH, cell) >= 0 for cell in known) / len(known)}
     absent: list[float] = []
-    for paper, _, each in left_out(known):
+    for paper, _, each in leave_one_out(known):
         sizes = [abs(one) for one in each]
         absent += sizes
         summary |= {f"left_out_{paper}_median_pct": 100 * median(sizes), f"left_out_{paper}_largest_pct": 100 * max(sizes)}

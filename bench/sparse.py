@@ -148,13 +148,13 @@ def _learning(seeds: tuple[int, ...]) -> list[dict[str, Any]]:
     rows = []
     for kind, (lazy, dense, settings) in KINDS.items():
         chosen = {**settings, "lr": {"sgd": 10 * RATE, "sgdm": RATE, "adamw": 1e-3}[kind]}
-        ways: dict[str, dict[str, Any]] = {
+        settings_by_name: dict[str, dict[str, Any]] = {
             "dense": {"make": partial(dense, **chosen), "sparse": False},
             "flushed each step": {"make": partial(lazy, **chosen), "sparse": True, "flush": True},
         }
         for lag in LAGS if kind != "sgd" else ():
-            ways[f"lag {lag}"] = {"make": partial(lazy, **chosen, lag=lag), "sparse": True}
-        rows += [{"optimizer": kind, "step": name, "loss": mean(**how)} for name, how in ways.items()]
+            settings_by_name[f"lag {lag}"] = {"make": partial(lazy, **chosen, lag=lag), "sparse": True}
+        rows += [{"optimizer": kind, "step": name, "loss": mean(**how)} for name, how in settings_by_name.items()]
     return rows
 
 

@@ -62,7 +62,7 @@ class Task(NamedTuple):
         return hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()[:12]
 
 
-def together(batches: Sequence[Batch]) -> Batch:
+def concatenate(batches: Sequence[Batch]) -> Batch:
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
@@ -72,18 +72,18 @@ def characters(text: str, width: int, sequences: int, layers: int = 4, lr: float
     places = {c: i for i, c in enumerate(alphabet)}
     ids = torch.tensor([places[c] for c in text])
     edge = len(ids) * 9 // 10
-    learnt, held = ids[:edge], ids[edge:]
+    training, held = ids[:edge], ids[edge:]
 
     def rows(source: torch.Tensor, starts: torch.Tensor) -> Batch:
-        taken = torch.stack([source[s : s + LENGTH + 1] for s in starts.tolist()])
-        return taken[:, :-1], taken[:, 1:]
+        windows = torch.stack([source[s : s + LENGTH + 1] for s in starts.tolist()])
+        return windows[:, :-1], windows[:, 1:]
 
     def model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return GPT(len(alphabet), width, layers)
 
     def draw(chosen: torch.Generator) -> Batch:
-        return rows(learnt, torch.randint(len(learnt) - LENGTH, (sequences,), generator=chosen))
+        return rows(training, torch.randint(len(training) - LENGTH, (sequences,), generator=chosen))
 
     return Task("chars", model, draw, rows(held, torch.linspace(0, len(held) - LENGTH - 1, 64).long()),
                 lambda p: torch.optim.AdamW(p, lr=lr), "adam", (2.85, 2.65, 2.5))
@@ -113,9 +113,9 @@ def digits(hidden: int = 640, images: int = 4) -> Task:
     loaded = load_digits()
     x, y = torch.tensor(loaded.images, dtype=torch.float32) / 16, torch.tensor(loaded.target)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    held, learnt = order[:360], order[360:]
+    held, training = order[:360], order[360:]
 
-    def shown(which: torch.Tensor, chosen: torch.Generator) -> Batch:
+    def rendered(which: torch.Tensor, chosen: torch.Generator) -> Batch:
         canvas = NOISE * torch.randn(len(which), CANVAS, CANVAS, generator=chosen)
         corners = torch.randint(CANVAS - 7, (len(which), 2), generator=chosen)
         contrast = 0.5 + torch.rand(len(which), generator=chosen)
@@ -128,9 +128,9 @@ def digits(hidden: int = 640, images: int = 4) -> Task:
         return conv(CANVAS, hidden)
 
     def draw(chosen: torch.Generator) -> Batch:
-        return shown(learnt[torch.randint(len(learnt), (images,), generator=chosen)], chosen)
+        return rendered(training[torch.randint(len(training), (images,), generator=chosen)], chosen)
 
-    return Task("digits", model, draw, shown(held.repeat(2), torch.Generator().manual_seed(1)),
+    return Task("digits", model, draw, rendered(held.repeat(2), torch.Generator().manual_seed(1)),
                 lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), "sgd", (1.7, 1.3, 1.0))
 
 
@@ -148,4 +148,4 @@ def passages(width: int = 256, samples: int = 4) -> Task:
 
 TASKS: dict[str, Callable[[], Task]] = {"chars": chars, "digits": digits, "passages": passages, "text": text, "docs": docs}
 
-__all__ = ["TASKS", "Batch", "Task", "characters", "chars", "digits", "docs", "layers_of", "passages", "text", "together"]
+__all__ = ["TASKS", "Batch", "Task", "characters", "chars", "concatenate", "digits", "docs", "layers_of", "passages", "text"]

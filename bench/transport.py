@@ -89,11 +89,11 @@ def run(quick: bool) -> Result:
                     rows.append(row | {"void": not sound(before, lab.counters()), "congestion": lab.congestion})
             except LabUnavailable as reason:
                 rows.append({"where": line.name, "void": True, "why": str(reason)})
-    added, server = summed(quick)
-    return {"rows": [*rows, added], "summary": summarised(rows) | server}
+    added, server = server_throughput(quick)
+    return {"rows": [*rows, added], "summary": summary_of(rows) | server}
 
 
-def summarised(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Summary of the rows that are not void: throughput ratios between transports, and throughput relative to the link rate."""
     result: dict[str, Any] = {}
     for place in (LOOPBACK, *LINES):
@@ -123,11 +123,11 @@ def _row(place: Place, size: str, keys: dict[str, str], lab: Lab | None, quick: 
     address = lab.addresses[0] if lab else "127.0.0.1"
     command = [sys.executable, "-m", "bench.transport"]
     source = None
-    sink = _start(lab, 0, [*command, "take", "--keys", keys["sink"], "--address", address], stdin=subprocess.PIPE)
+    sink = _start(lab, 0, [*command, "receive", "--keys", keys["sink"], "--address", address], stdin=subprocess.PIPE)
     try:
         assert sink.stdout
         if not select.select([sink.stdout], [], [], DEADLINE_S)[0]:
-            raise TimeoutError(f"the taking process said no ports within {DEADLINE_S:.0f} s")
+            raise TimeoutError(f"the receiving process reported no ports within {DEADLINE_S:.0f} s")
         ports = json.loads(sink.stdout.readline())
         source = _start(lab, 1, [
             *command, "send", "--keys", keys["source"], "--address", address, "--ports", json.dumps(ports), "--body",
@@ -164,7 +164,7 @@ FLOATS = 4 << 20
 TIMES, QUICK_TIMES = 25, 7
 
 
-def summed(quick: bool) -> tuple[dict[str, Any], dict[str, float]]:
+def server_throughput(quick: bool) -> tuple[dict[str, Any], dict[str, float]]:
     """A row and the summary figure `server_add_vs_stream`: a summation server on dense bodies, against `r += g` in place.
 
     Uses the real server without sockets: it checks each body and adds the bodies in member order. Rates count the added bytes.
@@ -214,12 +214,12 @@ LENGTH = struct.Struct("<Q")
 CHUNK_NBYTES = 1 << 20
 
 
-def ends(rank: int, folder: str) -> dict[str, StreamTransport]:
+def transports_of(rank: int, folder: str) -> dict[str, StreamTransport]:
     return {kind: StreamTransport(Hello("transport", rank), settings=Settings(keys=Keys(folder) if kind == "tls" else None))
             for kind in KINDS[1:]}
 
 
-def listening(kind: str, transport: StreamTransport, address: str) -> int:
+def listen(kind: str, transport: StreamTransport, address: str) -> int:
     if kind != "grpc":
         return transport.listen(address)[1]
     return open_stream_port(None, address, 0, transport.take, RefusalLog().refused).number
@@ -233,19 +233,19 @@ def dial(kind: str, transport: StreamTransport, address: tuple[str, int]) -> Non
         transport.dial(SERVER_BASE, address, deadline)
 
 
-def take(args: argparse.Namespace) -> None:
+def receive(args: argparse.Namespace) -> None:
     """Receives until standard input is closed. Prints the ports first."""
-    transports = ends(SERVER_BASE, args.keys)
-    bare = socket.create_server((args.address, 0))
-    threading.Thread(target=drink, args=(bare,), daemon=True).start()
-    ports = {kind: listening(kind, transport, args.address) for kind, transport in transports.items()}
-    print(json.dumps({"socket": bare.getsockname()[1], **ports}), flush=True)
+    transports = transports_of(SERVER_BASE, args.keys)
+    plain = socket.create_server((args.address, 0))
+    threading.Thread(target=receive_plain, args=(plain,), daemon=True).start()
+    ports = {kind: listen(kind, transport, args.address) for kind, transport in transports.items()}
+    print(json.dumps({"socket": plain.getsockname()[1], **ports}), flush=True)
     for transport in transports.values():
-        threading.Thread(target=answer, args=(transport,), daemon=True).start()
+        threading.Thread(target=acknowledge, args=(transport,), daemon=True).start()
     sys.stdin.read()
 
 
-def answer(transport: StreamTransport) -> None:
+def acknowledge(transport: StreamTransport) -> None:
     """Acknowledges the last body of each burst, with the CPU time of this process so far."""
     with contextlib.suppress(CommError):  # the sender disconnected
         while True:
@@ -256,34 +256,37 @@ def answer(transport: StreamTransport) -> None:
             transport.pool.give(message.body)
 
 
-def drink(bare: socket.socket) -> None:
+def receive_plain(plain: socket.socket) -> None:
     """Receives bursts on the plain socket: a length, then that many bytes. Replies with the CPU time of this process."""
-    taken, _ = bare.accept()
+    connection, _ = plain.accept()
     room = bytearray(CHUNK_NBYTES)
-    while head := taken.recv(LENGTH.size, socket.MSG_WAITALL):
+    while head := connection.recv(LENGTH.size, socket.MSG_WAITALL):
         left = LENGTH.unpack(head)[0]
         while left:
-            if not (got := taken.recv_into(room, min(left, CHUNK_NBYTES))):
+            if not (nbytes := connection.recv_into(room, min(left, CHUNK_NBYTES))):
                 return  # the sender disconnected during a burst
-            left -= got
-        taken.sendall(LENGTH.pack(int(1e6 * time.process_time())))
+            left -= nbytes
+        connection.sendall(LENGTH.pack(int(1e6 * time.process_time())))
 
 
 def send(args: argparse.Namespace) -> None:
-    transports, ports, kinds = ends(0, args.keys), json.loads(args.ports), args.kinds.split(",")
+    transports, ports, kinds = transports_of(0, args.keys), json.loads(args.ports), args.kinds.split(",")
     for kind, transport in transports.items():
         dial(kind, transport, (args.address, ports[kind]))
-    bare = socket.create_connection((args.address, ports["socket"]))
+    plain = socket.create_connection((args.address, ports["socket"]))
     body, count = bytes(args.body), args.burst // args.body
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     spent: dict[str, float] = dict.fromkeys(kinds, 0.0)
-    peer_cpu_s = burst(transports["plain"], body, 1, 0)[1]
+    peer_cpu_s = send_burst(transports["plain"], body, 1, 0)[1]
     for number in range(1, 2 + args.times):
         for kind in kinds if number % 2 else reversed(kinds):
             own_cpu_s = time.process_time()
-            took_s, after = poured(bare, body, count) if kind == "socket" else burst(transports[kind], body, count, number)
+            if kind == "socket":
+                elapsed_s, after = send_plain_burst(plain, body, count)
+            else:
+                elapsed_s, after = send_burst(transports[kind], body, count, number)
             if number > 1:  # the first burst of each warms up the buffers
-                seconds[kind].append(count * len(body) / took_s / 1e9)
+                seconds[kind].append(count * len(body) / elapsed_s / 1e9)
                 spent[kind] += time.process_time() - own_cpu_s + after - peer_cpu_s
             peer_cpu_s = after
     gb = args.times * count * len(body) / 1e9
@@ -291,7 +294,7 @@ def send(args: argparse.Namespace) -> None:
     print(json.dumps(figures), flush=True)
 
 
-def burst(transport: StreamTransport, body: bytes, count: int, number: int) -> tuple[float, float]:
+def send_burst(transport: StreamTransport, body: bytes, count: int, number: int) -> tuple[float, float]:
     """Seconds until the peer acknowledges the burst, and the peer's CPU seconds so far."""
     handle = transport.recv(SERVER_BASE, key(Header(Kind.DATA, step=number, sender=SERVER_BASE)))
     begin = time.monotonic()
@@ -301,19 +304,19 @@ def burst(transport: StreamTransport, body: bytes, count: int, number: int) -> t
     return time.monotonic() - begin, reply.header.used / 1e6
 
 
-def poured(bare: socket.socket, body: bytes, count: int) -> tuple[float, float]:
+def send_plain_burst(plain: socket.socket, body: bytes, count: int) -> tuple[float, float]:
     """The same over the plain socket."""
     begin = time.monotonic()
-    bare.sendall(LENGTH.pack(count * len(body)))
+    plain.sendall(LENGTH.pack(count * len(body)))
     for _ in range(count):
-        bare.sendall(body)
-    spent = LENGTH.unpack(bare.recv(LENGTH.size, socket.MSG_WAITALL))[0] / 1e6
+        plain.sendall(body)
+    spent = LENGTH.unpack(plain.recv(LENGTH.size, socket.MSG_WAITALL))[0] / 1e6
     return time.monotonic() - begin, spent
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.transport")
-    parser.add_argument("role", choices=["take", "send"])
+    parser.add_argument("role", choices=["receive", "send"])
     parser.add_argument("--keys", required=True)
     parser.add_argument("--address", required=True)
     parser.add_argument("--ports", default="{}")
@@ -322,7 +325,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=9)
     parser.add_argument("--kinds", default=",".join(KINDS), help="which of them send")
     args = parser.parse_args()
-    {"take": take, "send": send}[args.role](args)
+    {"receive": receive, "send": send}[args.role](args)
 
 
 if __name__ == "__main__":

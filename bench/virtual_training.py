@@ -137,7 +137,7 @@ def train(
     for step in range(1, steps + 1):
         trainer.step([_drawn(variant, feed, rank, step) for rank, feed in enumerate(feeds)], rate(step))
         if step * looks % steps < looks:
-            curve.append(_validated(variant, task.validation(trainer.learnt())))
+            curve.append(_validated(variant, task.validation(trainer.trained_model())))
             if noise is not None and isinstance(trainer, _Averaged) and trainer.noise is not None:
                 draws = [_drawn(variant, unseen, variant.workers, step) for _ in range(DRAWS)]
                 noise.append(Noise(trainer.noise.known, trainer.noise_here(draws)))
@@ -155,12 +155,12 @@ def _drawn(variant: Variant, feed: Iterator[Any], rank: int, step: int) -> list[
                        "end")
 
 
-def _validated(variant: Variant, found: Any) -> float:
+def _validated(variant: Variant, value: Any) -> float:
     """Converts a validation result to a number, or raises a one-line error."""
     try:
-        return float(found)
+        return float(value)
     except (TypeError, ValueError):
-        what = f"Tensor of {found.numel()}" if isinstance(found, torch.Tensor) else type(found).__name__
+        what = f"Tensor of {value.numel()}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise InvalidInput("E-USER-CODE", f"task {variant.task}: validation returned {what}, needed is one number") from None
 
 
@@ -207,7 +207,7 @@ class _Averaged:
 
     def __init__(self, variant: Variant, task: TrainingTask, make: Make) -> None:
         del make
-        self._way, self._task, self._model = variant, task, task.model
+        self._variant, self._task, self._model = variant, task, task.model
         self._optimizer = _Optimizer(task, self._model)
         self._workers = VirtualWorkers(job_of(self._model), plan_of(variant, self._model), variant.workers)
         self._late: list[torch.Tensor] | None = None
@@ -217,12 +217,12 @@ class _Averaged:
     def step(self, batches: Sequence[Sequence[Any]], part: float) -> None:
         """`batches`: of each worker."""
         parameters = list(self._model.parameters())
-        gradients = [torch.autograd.grad(losses(self._task, self._way, self._model, each), parameters) for each in batches]
+        gradients = [torch.autograd.grad(losses(self._task, self._variant, self._model, each), parameters) for each in batches]
         average = self._workers.average(gradients)[0]
         if self.noise is not None and self._workers.world > 1:
             self.noise = self.noise.plus([_square(each) for each in gradients], _square(average))
         mean: list[torch.Tensor] | None = average
-        if self._way.late:
+        if self._variant.late:
             mean, self._late = self._late, mean
         for i, parameter in enumerate(parameters):
             parameter.grad = None if mean is None else mean[i]
@@ -233,12 +233,12 @@ class _Averaged:
         squares, parameters = list[float](), list(self._model.parameters())
         total = [torch.zeros_like(p) for p in parameters]
         for batches in draws:
-            gradients = torch.autograd.grad(losses(self._task, self._way, self._model, batches), parameters)
+            gradients = torch.autograd.grad(losses(self._task, self._variant, self._model, batches), parameters)
             squares.append(_square(gradients))
             total = [old + gradient for old, gradient in zip(total, gradients, strict=True)]
         return NoiseScale().plus(squares, _square(total) / len(draws) ** 2).batches
 
-    def learnt(self) -> nn.Module:
+    def trained_model(self) -> nn.Module:
         return self._model
 
 
@@ -250,7 +250,7 @@ class _Local:
     """Local steps: each worker has its own model and optimizer, and their changes are averaged."""
 
     def __init__(self, variant: Variant, task: TrainingTask, make: Make) -> None:
-        self._way, self._task = variant, task
+        self._variant, self._task = variant, task
         self._models = [make(variant.seed).model for _ in range(variant.workers)]
         self._optimizers = [_Optimizer(task, model) for model in self._models]
         plan = plan_of(variant, task.model)
@@ -264,17 +264,17 @@ class _Local:
         """`batches`: of each worker."""
         for model, optimizer, local, mine in zip(self._models, self._optimizers, self._locals, batches, strict=True):
             optimizer.zero_grad()
-            losses(self._task, self._way, model, mine).backward()
+            losses(self._task, self._variant, model, mine).backward()
             local.count()
             optimizer.step(part)
         if self._locals[0].due:
             for rank, local in enumerate(self._locals):
                 local.exchange(self._sums.worker(rank), [], 0.0)
-            if not self._way.overlap:
+            if not self._variant.overlap:
                 for rank, local in enumerate(self._locals):
-                    local.settle(self._sums.worker(rank), [], 0.0)
+                    local.complete(self._sums.worker(rank), [], 0.0)
 
-    def learnt(self) -> nn.Module:
+    def trained_model(self) -> nn.Module:
         """The mean of all workers' weights."""
         with torch.no_grad():
             for mine, each in zip(self._task.model.parameters(), zip(*(m.parameters() for m in self._models), strict=True),
@@ -367,11 +367,8 @@ class _Rank:
     def wait(self, deadline_s: float, fragment: int = 0) -> None:
         """No action: results are available at once."""
 
-    def end(self, *, finite: bool) -> None:
+    def end(self, applied: Sequence[bool]) -> None:
         """No action: nothing is rolled back."""
-
-    def mark_applied(self, numbers: Sequence[int], fragment: int) -> None:
-        """No action: all of it was applied."""
 
 
 class VirtualWorkers:

@@ -45,7 +45,7 @@ MODELS = {
 }
 
 
-class Trained(NamedTuple):
+class ModelSetup(NamedTuple):
     """A model set up by a mode: the module to call forward on, and how to close it. After close() no rank needs another."""
 
     module: nn.Module
@@ -62,24 +62,24 @@ def host_config(**fields: Any) -> dict[str, Any]:
     return {"ranks_per_node": 1, "bind": address, "insecure": address != "127.0.0.1"} | fields
 
 
-def ddp_fp32(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str) -> Trained:
+def ddp_fp32(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str) -> ModelSetup:
     dist.init_process_group("gloo", timeout=DEADLINE)
-    return Trained(DistributedDataParallel(model), dist.barrier)
+    return ModelSetup(DistributedDataParallel(model), dist.barrier)
 
 
-def ddp_fp16(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str) -> Trained:
+def ddp_fp16(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str) -> ModelSetup:
     dist.init_process_group("gloo", timeout=DEADLINE)
     module = DistributedDataParallel(model)
     module.register_comm_hook(None, fp16_compress_hook)
-    return Trained(module, dist.barrier)
+    return ModelSetup(module, dist.barrier)
 
 
-def commlayer_service(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
+def commlayer_service(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> ModelSetup:
     """Summation servers on all hosts. `argument` is the codec for every gradient, or "auto" for plan "auto"."""
     dist.init_process_group("gloo", timeout=DEADLINE)
     codec = None if argument == "auto" else argument
     session = commlayer.attach(model, optimizer, compression=codec, config=host_config(servers="each"))
-    return Trained(model, session.close, session.inspect.decisions)
+    return ModelSetup(model, session.close, session.inspect.decisions)
 
 
 class PricingActions(JobActions):
@@ -97,7 +97,7 @@ class PricingActions(JobActions):
         raise InvalidState("E-ARGUMENT", "the active plan stays")
 
 
-def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
+def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> ModelSetup:
     """As mode `commlayer`; the plan is also priced from the first steps, as by "auto", but never replaced."""
     trained = commlayer_service(model, optimizer, argument)
     session: commlayer.Session = trained.close.__self__  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argumen
 
 
 # A mode is called with the model, its optimizer and the ARGUMENT of "--mode NAME:ARGUMENT".
-MODES: dict[str, Callable[[nn.Module, torch.optim.Optimizer, str], Trained]] = {
+MODES: dict[str, Callable[[nn.Module, torch.optim.Optimizer, str], ModelSetup]] = {
     "ddp_fp32": ddp_fp32,
     "ddp_fp16": ddp_fp16,
     "commlayer": commlayer_service,
@@ -152,7 +152,7 @@ class Steps(NamedTuple):
     loss: list[float]
 
 
-def train(trained: Trained, optimizer: torch.optim.Optimizer, width: int, batch: int, rank: int, steps: int) -> Steps:
+def train(trained: ModelSetup, optimizer: torch.optim.Optimizer, width: int, batch: int, rank: int, steps: int) -> Steps:
     """Trains on this rank's seeded data. Generating the data is not timed."""
     generator = torch.Generator().manual_seed(1000 + rank)
     loss_of = nn.CrossEntropyLoss()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 CODES: dict[str, tuple[str, str]] = {
@@ -375,6 +376,15 @@ def short_line(text: object, most: int) -> str:
     line = one_line(without_code(text)[: room + 1])
     line = line if len(line) <= room else f"{line[: room - 3]}..."
     return coded(code, line) if code else line
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Joins at most `most` names, and says how many more there are.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def code_of(text: object) -> str:

@@ -13,17 +13,21 @@ from msgspec import structs
 from commlayer import loss_budget, records
 from commlayer.balance.loss_model import LossModel
 from commlayer.errors import InvalidInput, RecordError
-from commlayer.planner import model
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.data.tables import learning_rows, profile_from_tables
-from commlayer.planner.inputs import remeasure_hint
-from commlayer.planner.model import Basis, Node, Policy, Profile
-from commlayer.records import SCHEMA, Bucket, Plan
+from commlayer.planner.inputs import checked_inputs, remeasure_hint
+from commlayer.planner.model import Basis, Cluster, Node, Policy, Profile
+from commlayer.records import SCHEMA, Bucket, Job, Plan, Record
 
 
-class PlanFileInputs(model.PlanInputs, frozen=True):
-    """The inputs from which the planner made a plan, stored next to the plan file."""
+class PlanFileInputs(Record, frozen=True):
+    """The inputs from which the planner made a plan, stored next to the plan file, so that the plan can be explained and
+    changed later."""
 
+    job: Job
+    cluster: Cluster
+    profile: Profile | None = None
+    policy: Policy | None = None
     loss: LossModel | None = None
     """Loss penalties of codecs, measured on the user's task. None: convergence factors determine the loss."""
 
@@ -125,8 +129,9 @@ def basis_of(plan: Any) -> Basis | None:
     ValueError if one of them is invalid or they belong to different models."""
     if not isinstance(plan, str | Path) or str(plan) == "auto" or not os.path.isfile(sidecar(Path(plan))):
         return None
-    basis = Basis(plan_in(Path(plan)), inputs_of(Path(plan)))
-    if basis.plan.job != basis.inputs.job.digest():
+    stored = inputs_of(Path(plan))
+    basis = Basis(plan_in(Path(plan)), checked_inputs(stored.job, stored.cluster, stored.profile, stored.policy))
+    if basis.plan.job != stored.job.digest():
         raise InvalidInput("E-PLAN-FILE", f"{sidecar(Path(plan))} belongs to another model than {plan}; create "
                                           "both files again with `commlayer plan create`")
     return basis

@@ -60,15 +60,15 @@ def echo(listener: socket.socket) -> None:
 
 
 def ping(address: str, times: int) -> list[float]:
-    took_s = []
+    round_trips_s = []
     with socket.create_connection((address, PORT), TIMEOUT_S) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for _ in range(times):
             begin = time.perf_counter()
             connection.sendall(b"?")
             connection.recv(1)
-            took_s.append(time.perf_counter() - begin)
-    return took_s
+            round_trips_s.append(time.perf_counter() - begin)
+    return round_trips_s
 
 
 def main() -> None:

@@ -104,6 +104,6 @@ class Router:
         return line.decode()
 
     @staticmethod
-    def _expect(wanted: str, got: str) -> None:
-        if got != wanted:
-            raise ValueError(f"the lab's router answered {got!r}")
+    def _expect(expected: str, received: str) -> None:
+        if received != expected:
+            raise ValueError(f"the lab's router answered {received!r}")

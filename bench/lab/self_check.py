@@ -55,7 +55,7 @@ class _Probe:
         self.child = lab.popen(host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         self.answer()
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         self.child.stdin.write(line + "\n")  # type: ignore[union-attr]
 
     def answer(self) -> Any:
@@ -67,8 +67,8 @@ class _Probe:
             raise RuntimeError(f"the probe on host {self.host} gave no answer in {ANSWER_S:g} s")
         return json.loads(line)
 
-    def ask(self, line: str) -> Any:
-        self.tell(line)
+    def request(self, line: str) -> Any:
+        self.send(line)
         return self.answer()
 
     def close(self) -> None:
@@ -88,32 +88,32 @@ def check(lab: Lab, window_s: float = 0.3) -> Check:
     """
     if lab.hosts < 2:
         raise ValueError(f"hosts: got {lab.hosts}, a self-check needs at least 2")
-    everyone = range(lab.hosts)
+    all_hosts = range(lab.hosts)
     links = lab.links
     with ExitStack() as stack:
-        probes = [_Probe(lab, host) for host in everyone]
+        probes = [_Probe(lab, host) for host in all_hosts]
         for probe in probes:
             stack.callback(probe.close)
-        rows = [_round_trip(lab, probes, host) for host in everyone]
-        for host in everyone:
-            others = [other for other in everyone if other != host]
-            got = _rates(lab, probes, {host: others}, window_s)
-            rows.append(_rate_row(f"up {host}", sent_bps(links, host), got.all(others)))
-        for host in everyone:
-            others = [other for other in everyone if other != host]
-            got = _rates(lab, probes, {other: [host] for other in others}, window_s)
+        rows = [_round_trip(lab, probes, host) for host in all_hosts]
+        for host in all_hosts:
+            others = [other for other in all_hosts if other != host]
+            rates = _rates(lab, probes, {host: others}, window_s)
+            rows.append(_rate_row(f"up {host}", sent_bps(links, host), rates.all(others)))
+        for host in all_hosts:
+            others = [other for other in all_hosts if other != host]
+            rates = _rates(lab, probes, {other: [host] for other in others}, window_s)
             limit = min(links[host].down_bps, sum(links[other].up_bps for other in others))
-            rows.append(_rate_row(f"down {host}", limit, got.all([host])))
-        got = _rates(lab, probes, {host: [(host + 1) % lab.hosts] for host in everyone}, window_s)
-        for host in everyone:
+            rows.append(_rate_row(f"down {host}", limit, rates.all([host])))
+        rates = _rates(lab, probes, {host: [(host + 1) % lab.hosts] for host in all_hosts}, window_s)
+        for host in all_hosts:
             target = (host + 1) % lab.hosts
             limit = min(links[host].up_bps, links[target].down_bps)
-            rows.append(_rate_row(f"all at once, {host} to {target}", limit, got.all([target])))
+            rows.append(_rate_row(f"all at once, {host} to {target}", limit, rates.all([target])))
     counters = lab.counters()
     return Check(
         rows=rows,
         passed=all(row["ok"] for row in rows),
-        cpu_share=got.cpu_share,
+        cpu_share=rates.cpu_share,
         late_5ms_share=counters["late_5ms"] / max(1, counters["deliveries"]),
         device_dropped=sum(host["device_dropped"] for host in counters["hosts"]),
     )
@@ -139,15 +139,15 @@ class _Rates(NamedTuple):
 def _rates(lab: Lab, probes: list[_Probe], senders: dict[int, list[int]], window_s: float) -> _Rates:
     for host, targets in senders.items():
         offered_bps = OFFERED * min(lab.links[host].up_bps, sum(lab.links[target].down_bps for target in targets))
-        probes[host].ask(f"send {lab.mtu - 28} {offered_bps:.0f} {' '.join(lab.addresses[target] for target in targets)}")
+        probes[host].request(f"send {lab.mtu - 28} {offered_bps:.0f} {' '.join(lab.addresses[target] for target in targets)}")
     time.sleep(0.1 + 2 * max(link.delay_s for link in lab.links))
-    before, read_before = lab.counters(), [probe.ask("count") for probe in probes]
+    before, read_before = lab.counters(), [probe.request("count") for probe in probes]
     begin_s = time.monotonic()
     time.sleep(window_s)
-    after, read_after = lab.counters(), [probe.ask("count") for probe in probes]
+    after, read_after = lab.counters(), [probe.request("count") for probe in probes]
     read_s = time.monotonic() - begin_s
     for host in senders:
-        probes[host].ask("stop")
+        probes[host].request("stop")
     _drain(lab)
     wire_s = after["time_s"] - before["time_s"]
     return _Rates(
@@ -170,7 +170,7 @@ def _drain(lab: Lab) -> None:
 def _round_trip(lab: Lab, probes: list[_Probe], host: int) -> dict[str, Any]:
     target = (host + 1) % lab.hosts
     set_s = lab.links[host].delay_s + lab.links[target].delay_s
-    got_s = min(probes[host].ask(f"ping {lab.addresses[target]} 5"))
+    got_s = min(probes[host].request(f"ping {lab.addresses[target]} 5"))
     share = got_s / set_s if set_s else 1.0
     ok = set_s <= got_s <= set_s * 1.05 + 2e-3  # two small packets on the wire and four wake-ups
     return {
@@ -178,8 +178,8 @@ def _round_trip(lab: Lab, probes: list[_Probe], host: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rate_row(what: str, limit_bps: float, got: tuple[float, float]) -> dict[str, Any]:
-    wire_bps, goodput_bps = got
+def _rate_row(what: str, limit_bps: float, rates: tuple[float, float]) -> dict[str, Any]:
+    wire_bps, goodput_bps = rates
     return {
         "what": what, "unit": "Mb/s", "set": limit_bps / 1e6, "got": wire_bps / 1e6, "share": wire_bps / limit_bps,
         "goodput": goodput_bps / 1e6, "ok": wire_bps >= PASS_SHARE * limit_bps,

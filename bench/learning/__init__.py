@@ -34,7 +34,7 @@ def run(quick: bool) -> report.Result:
         measure(campaign.quick() if quick else campaign.campaign(), store)
     except KeyboardInterrupt:
         print("bench: stopped; what is measured stays, and the same command goes on from there", file=sys.stderr)
-    return shown(store)
+    return result_of(store)
 
 
 def measure(variants: Iterable[Variant], store: Store) -> None:
@@ -57,13 +57,13 @@ def _outcome(variant: Variant) -> str:
     return " ".join(f"{loss:.5g}" for loss in train(variant, steps=max(MARKED_STEPS, 2 * variant.every), looks=2))
 
 
-def current(store: Store) -> dict[Variant, tuple[float, ...]]:
+def valid_curves(store: Store) -> dict[Variant, tuple[float, ...]]:
     """Loss curves whose mark matches the current code."""
     return {variant: one.curve for variant, one in store.runs.items() if one.mark == mark(variant)}
 
 
-def shown(store: Store) -> report.Result:
-    curves = current(store)
+def result_of(store: Store) -> report.Result:
+    curves = valid_curves(store)
     cost_by_variant = factors.costs(curves)
     rows = factors.shared_rows(cost_by_variant)
     held_out = factors.held_out(cost_by_variant)

@@ -85,15 +85,15 @@ def costs(curves: Mapping[Variant, Curve]) -> dict[Variant, Cost]:
     return results
 
 
-def rows_of(found: Mapping[Variant, Cost], *, least_tasks: int = 1) -> tuple[LearningRow, ...]:
+def rows_of(costs: Mapping[Variant, Cost], *, least_tasks: int = 1) -> tuple[LearningRow, ...]:
     """The rows of all measurements, for each number of workers. If there are several numbers, also a row with the worst of
     them.
 
     Rows of fewer tasks are left out, because they could not be compared with the others.
     """
     table_rows: list[LearningRow] = []
-    tasks = {variant.optimizer: {other.task for other in found if other.optimizer == variant.optimizer} for variant in found}
-    for key, by_workers in sorted(_grouped(found).items(), key=lambda item: repr(item[0])):
+    tasks = {variant.optimizer: {other.task for other in costs if other.optimizer == variant.optimizer} for variant in costs}
+    for key, by_workers in sorted(_grouped(costs).items(), key=lambda item: repr(item[0])):
         each = [_row(key, workers, runs) for workers, runs in sorted(by_workers.items())]
         enough = [row for row in each if row.tasks >= max(least_tasks, len(tasks[key[0]]))]
         if not enough:
@@ -135,10 +135,10 @@ def has_row(variant: Variant) -> bool:
     return variant.ratio_over == "bucket" and variant.fragments == 1 and not variant.outer and variant.batches == 1
 
 
-def _grouped(found: Mapping[Variant, Cost]) -> dict[_Key, dict[int, dict[str, list[Cost]]]]:
+def _grouped(costs: Mapping[Variant, Cost]) -> dict[_Key, dict[int, dict[str, list[Cost]]]]:
     """Grouped by configuration, workers and task."""
     groups: dict[_Key, dict[int, dict[str, list[Cost]]]] = {}
-    for variant, one in found.items():
+    for variant, one in costs.items():
         if has_row(variant):
             groups.setdefault(key_of(variant), {}).setdefault(variant.workers, {}).setdefault(variant.task, []).append(one)
     return groups
@@ -190,8 +190,8 @@ def held_out(costs: Mapping[Variant, Cost]) -> list[HeldOutPrediction]:
             mine = {variant: steps for variant, steps in mine.items() if key_of(variant) in known}
             if len(mine) < LEAST_TASKS:
                 continue
-            looked_up = [excess(table, variant.codec, _recipe(variant)) for variant in mine]
-            guessed, cautious = [1 + each.steps for each in looked_up], [1 + each.high for each in looked_up]
+            predicted = [excess(table, variant.codec, _recipe(variant)) for variant in mine]
+            guessed, cautious = [1 + each.steps for each in predicted], [1 + each.high for each in predicted]
             measured = list(mine.values())
             errors = [abs(g - m) / m for g, m in zip(guessed, measured, strict=True)]
             covered = fmean(m <= high for m, high in zip(measured, cautious, strict=True))

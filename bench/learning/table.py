@@ -30,7 +30,7 @@ OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD with momentum"}
 
 def table(store: Store, date: str) -> LearningTable:
     """The table, from the results that are valid for the current code."""
-    curves = learning.current(store)
+    curves = learning.valid_curves(store)
     costs = factors.costs(curves)
     rows = factors.shared_rows(costs)
     rows += factors.alone_rows(curves, least_tasks=factors.LEAST_TASKS)

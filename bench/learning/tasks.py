@@ -81,11 +81,11 @@ def gru(seed: int) -> Task:
 
 def words(seed: int) -> Task:
     torch.manual_seed(seed)
-    learnt, held = word_windows()
+    training, held = word_windows()
     known = nn.Embedding(WORDS, 32)
     nn.init.normal_(known.weight, std=0.1)
     net = nn.Sequential(known, _Sum(), nn.Linear(32, len(PARTS)))
-    return Task(net, _drawn(learnt, 8, seed), class_loss, held, {"sgd": 0.03, "adam": 4e-3})
+    return Task(net, _drawn(training, 8, seed), class_loss, held, {"sgd": 0.03, "adam": 4e-3})
 
 
 TASKS: dict[str, Callable[[int], Task]] = {
@@ -112,19 +112,28 @@ def _drawn(data: Batch, size: int, seed: int) -> Callable[[int, int], Iterator[B
 
 
 def _letters(model: nn.Module, seed: int, rates: dict[str, float]) -> Task:
-    learnt, held = letters()
+    return next_character(model, letters(), rates, seed, length=LENGTH, size=2)
+
+
+def next_character(
+    model: nn.Module, texts: tuple[torch.Tensor, torch.Tensor], rates: dict[str, float], seed: int, *, length: int, size: int,
+    held_rows: int = 64, loss: Loss = class_loss,
+) -> Task:
+    """The model predicts the next character of a text. `texts`: character ids, for training and held out; `length`: of a
+    sequence; `size`: number of sequences in a batch."""
+    training, held = texts
+
+    def rows(text: torch.Tensor, starts: torch.Tensor) -> Batch:
+        sequences = text[starts[:, None] + torch.arange(length + 1)]
+        return sequences[:, :-1], sequences[:, 1:]
 
     def batches(rank: int, world: int) -> Iterator[Batch]:
+        del world
         generator = torch.Generator().manual_seed(1000 * (1 + seed) + rank)
         while True:
-            yield _rows(learnt, torch.randint(len(learnt) - LENGTH - 1, (2,), generator=generator))
+            yield rows(training, torch.randint(len(training) - length - 1, (size,), generator=generator))
 
-    return Task(model, batches, class_loss, _rows(held, torch.linspace(0, len(held) - LENGTH - 2, 64).long()), rates)
-
-
-def _rows(text: torch.Tensor, starts: torch.Tensor) -> Batch:
-    seen = torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()])
-    return seen[:, :-1], seen[:, 1:]
+    return Task(model, batches, loss, rows(held, torch.linspace(0, len(held) - length - 2, held_rows).long()), rates)
 
 
 class Layer(nn.Module):
@@ -136,8 +145,8 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.mixed(self.first(x)).chunk(3, -1))
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.out(seen)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(attended)
         return x + self.after(self.second(x))  # type: ignore[no-any-return]
 
 
@@ -150,8 +159,8 @@ class Transformer(nn.Module):
         self.layers = nn.Sequential(*(Layer(width) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, letters)
 
-    def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.layers(self.letters(seen) + self.places)))  # type: ignore[no-any-return]
+    def forward(self, attended: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.layers(self.letters(attended) + self.places)))  # type: ignore[no-any-return]
 
 
 class Recurrent(nn.Module):
@@ -162,8 +171,8 @@ class Recurrent(nn.Module):
         self.letters, self.state = nn.Embedding(letters, inner), nn.GRU(inner, width, batch_first=True)
         self.head = nn.Linear(width, letters)
 
-    def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        return self.head(self.state(self.letters(seen))[0])  # type: ignore[no-any-return]
+    def forward(self, attended: torch.Tensor) -> torch.Tensor:
+        return self.head(self.state(self.letters(attended))[0])  # type: ignore[no-any-return]
 
 
 class _Sum(nn.Module):
@@ -183,27 +192,35 @@ def texts() -> dict[str, tuple[str, str]]:
         divided: tuple[list[str], list[str]] = ([], [])
         files = sorted((Path(sklearn.__file__).parent / part).glob("*.py"))
         for i, file in enumerate(files):
-            tree = ast.walk(ast.parse(file.read_text("utf-8")))
-            docs = [ast.get_docstring(n) or "" for n in tree if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
-            divided[i % HELD == HELD - 1].append("\n".join(docs))
+            divided[i % HELD == HELD - 1].append(docstrings(file))
         result[part] = "\n".join(divided[0]), "\n".join(divided[1])
     return result
 
 
+def docstrings(file: Path) -> str:
+    """All docstrings of a Python file."""
+    nodes = ast.walk(ast.parse(file.read_text("utf-8")))
+    return "\n".join(ast.get_docstring(n) or "" for n in nodes if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef))
+
+
+def character_ids(texts: Sequence[str], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two texts as character ids below `count`. Characters that are rare in the first text share one id."""
+    ids = {c: i for i, (c, _) in enumerate(Counter(texts[0]).most_common(count - 1))}
+    training, held = (torch.tensor([ids.get(c, count - 1) for c in text]) for text in texts)
+    return training, held
+
+
 @functools.cache
 def letters() -> tuple[torch.Tensor, torch.Tensor]:
-    """All texts as character ids, for training and held out; rare characters share one id."""
-    both = ["".join(pair[held] for pair in texts().values()) for held in (0, 1)]
-    places = {c: i for i, (c, _) in enumerate(Counter(both[0]).most_common(LETTERS - 1))}
-    learnt, held = (torch.tensor([places.get(c, LETTERS - 1) for c in text]) for text in both)
-    return learnt, held
+    """All texts as character ids, for training and held out."""
+    return character_ids(["".join(pair[held] for pair in texts().values()) for held in (0, 1)], LETTERS)
 
 
 @functools.cache
 def word_windows() -> tuple[Batch, Batch]:
     """Windows of word ids with the number of their folder, for training and held out."""
     each = {part: [re.findall("[a-z]+", text.lower()) for text in pair] for part, pair in texts().items()}
-    common = Counter(word for learnt, _ in each.values() for word in learnt).most_common(WORDS - 1)
+    common = Counter(word for training, _ in each.values() for word in training).most_common(WORDS - 1)
     places = {word: i for i, (word, _) in enumerate(common)}
     return tuple(_windows([pair[held] for pair in each.values()], places) for held in (0, 1))  # type: ignore[return-value]
 

@@ -81,12 +81,12 @@ class DeMo(torch.optim.Optimizer):
                 parts.append((p, group["lr"], chunks, coefficients.shape, places.shape))
         own = torch.cat(payloads)
         self.sent = own.numel() * 2
-        everyone, at = self._gather(own), 0
-        for p, lr, chunks, shape, taken in parts:
-            count, mean = math.prod(taken), torch.zeros(shape)
-            for payload in everyone:
-                places = payload[at : at + count].view(taken).long()
-                values = payload[at + count : at + 2 * count].view(torch.float16).view(taken).float()
+        payloads_of_all, at = self._gather(own), 0
+        for p, lr, chunks, shape, shape_sent in parts:
+            count, mean = math.prod(shape_sent), torch.zeros(shape)
+            for payload in payloads_of_all:
+                places = payload[at : at + count].view(shape_sent).long()
+                values = payload[at + count : at + 2 * count].view(torch.float16).view(shape_sent).float()
                 mean.scatter_add_(1, places, values)
             at += 2 * count
             p.sub_(chunks.decode(mean).sign(), alpha=lr)

@@ -26,7 +26,7 @@ class Place(NamedTuple):
     seed: int = 0
 
 
-class Started(NamedTuple):
+class TrainingSystem(NamedTuple):
     """A model as set up by a training system."""
 
     module: nn.Module

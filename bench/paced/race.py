@@ -52,7 +52,7 @@ class Run(NamedTuple):
     """Further results that rank 0 reports."""
 
 
-def trained(
+def run_training(
     lab: Lab | None, training: dict[str, Any], seconds: float, ranks: int, *, python: str = sys.executable,
     during: Callable[[threading.Event], None] | None = None,
 ) -> Run:

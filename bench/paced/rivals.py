@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.paced.place import Place, Started, shared_text
+from bench.paced.place import Place, TrainingSystem, shared_text
 from bench.tasks import Task
 
 TIMEOUT = timedelta(seconds=120)
 """Timeout of one exchange. The 10 s of torchft's examples would end the run on slow links."""
 
 
-def torchft_diloco(place: Place, model: nn.Module, task: Task, every: int, lr: float = 0.7, momentum: float = 0.9) -> Started:
+def torchft_diloco(
+    place: Place, model: nn.Module, task: Task, every: int, lr: float = 0.7, momentum: float = 0.9,
+) -> TrainingSystem:
     """Like torchft's train_diloco.py: a manager per replica, one lighthouse, and SGD with Nesterov momentum as outer optimizer.
     All ranks start with equal weights (init_sync=False): the initial copy would come over HTTP from a bare host name, which
     other hosts cannot resolve."""
@@ -63,12 +65,11 @@ def torchft_diloco(place: Place, model: nn.Module, task: Task, every: int, lr: f
         manager.shutdown(wait=False)
         return report
 
-    started = Started(model, inner, end)
     keep.append((lighthouse, store))
-    return started
+    return TrainingSystem(model, inner, end)
 
 
-def hivemind_sync(place: Place, model: nn.Module, task: Task, steps: int = 1) -> Started:
+def hivemind_sync(place: Place, model: nn.Module, task: Task, steps: int = 1) -> TrainingSystem:
     """Like hivemind's guide for slow networks: an optimizer step per target batch of all peers, averaged with 16 bits in the
     background, one step stale. `steps`: number of a rank's own steps per optimizer step."""
     import hivemind  # type: ignore[import-not-found, unused-ignore]
@@ -79,7 +80,7 @@ def hivemind_sync(place: Place, model: nn.Module, task: Task, steps: int = 1) ->
                  state_averaging_compression=half)
 
 
-def hivemind_local(place: Place, model: nn.Module, task: Task, steps: int) -> Started:
+def hivemind_local(place: Place, model: nn.Module, task: Task, steps: int) -> TrainingSystem:
     """hivemind with local updates: peers step by themselves; weights are averaged in the background every `steps` steps."""
     import hivemind  # type: ignore[import-not-found, unused-ignore]
 
@@ -87,7 +88,7 @@ def hivemind_local(place: Place, model: nn.Module, task: Task, steps: int) -> St
                  use_local_updates=True, state_averaging_compression=hivemind.compression.Float16Compression())
 
 
-def _peer(place: Place, model: nn.Module, task: Task, steps: int, **options: Any) -> Started:
+def _peer(place: Place, model: nn.Module, task: Task, steps: int, **options: Any) -> TrainingSystem:
     import hivemind
 
     def peers(initial: list[str]) -> Any:
@@ -114,7 +115,7 @@ def _peer(place: Place, model: nn.Module, task: Task, steps: int, **options: Any
         dht.shutdown()
         return report
 
-    return Started(model, optimizer, end)
+    return TrainingSystem(model, optimizer, end)
 
 
 keep: list[Any] = []

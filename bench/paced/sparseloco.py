@@ -20,7 +20,7 @@ CHUNK = 4096
 PLACE_BITS = 12
 
 
-def coded(x: torch.Tensor, entries: int) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(x: torch.Tensor, entries: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Encodes rows of chunks: 12-bit places with two bits of value in an int16, and two float16 levels per chunk."""
     places = x.abs().topk(min(entries, x.shape[1]), dim=1).indices
     values = x.gather(1, places)
@@ -31,7 +31,7 @@ def coded(x: torch.Tensor, entries: int) -> tuple[torch.Tensor, torch.Tensor]:
     return places.short() | (bits << PLACE_BITS), levels
 
 
-def decoded(sent: torch.Tensor, levels: torch.Tensor, size: int) -> torch.Tensor:
+def decode(sent: torch.Tensor, levels: torch.Tensor, size: int) -> torch.Tensor:
     places, bits = (sent & ((1 << PLACE_BITS) - 1)).long(), (sent >> PLACE_BITS).long()
     values = levels.float().gather(1, bits & 1) * (1 - (bits & 2)).float()
     return torch.zeros(len(sent), size).scatter_(1, places, values)
@@ -50,7 +50,7 @@ class SparseLoCo:
         self._decay, self._lr, self._steps, self.sent = decay, lr, 0, 0
         count = sum(p.numel() for p in self._params)
         self._start = torch.zeros(-(-count // CHUNK), CHUNK)
-        self._owed = torch.zeros_like(self._start)
+        self._residual = torch.zeros_like(self._start)
         self._flat(self._start)
         inner.register_step_post_hook(self._after)
 
@@ -64,15 +64,15 @@ class SparseLoCo:
         self._steps += 1
         if self._steps % self._every:
             return
-        self._owed.mul_(self._decay).add_(self._start - self._flat(torch.zeros_like(self._start)))
-        sent, levels = coded(self._owed, self._entries)
-        self._owed.sub_(decoded(sent, levels, CHUNK))
+        self._residual.mul_(self._decay).add_(self._start - self._flat(torch.zeros_like(self._start)))
+        sent, levels = encode(self._residual, self._entries)
+        self._residual.sub_(decode(sent, levels, CHUNK))
         own = torch.cat([sent.flatten(), levels.view(torch.int16).flatten()])
         self.sent = own.numel() * 2
-        everyone = self._gather(own)
-        for body in everyone:
+        payloads = self._gather(own)
+        for body in payloads:
             theirs, rest = body[: sent.numel()].view(sent.shape), body[sent.numel() :].view(torch.float16).view(levels.shape)
-            self._start.sub_(decoded(theirs, rest, CHUNK), alpha=self._lr / len(everyone))
+            self._start.sub_(decode(theirs, rest, CHUNK), alpha=self._lr / len(payloads))
         at = 0
         for p in self._params:
             p.copy_(self._start.view(-1)[at : at + p.numel()].view(p.shape))

@@ -22,9 +22,9 @@ import torch
 
 from bench.paced.pace import Pace
 from bench.paced.place import Place
-from bench.paced.systems import started
+from bench.paced.systems import start_system
 from bench.ranks import as_rank
-from bench.tasks import TASKS, layers_of, together
+from bench.tasks import TASKS, concatenate, layers_of
 
 LOOK = 10
 EARLY = (1, 2, 4)
@@ -71,13 +71,13 @@ def run(training: dict[str, Any], seconds: float, out: Path) -> dict[str, Any]:
     pace = Pace(model, layers_of(model), training.get("slow", [1.0] * ranks)[rank])
     batch_of = {"together": range(training.get("batches", ranks))}.get(training["system"]["kind"], range(rank, rank + 1))
     place = Place(rank, ranks, os.environ.get("HOST_ADDRESS", "127.0.0.1"), out, len(task.batch(0, 0)[1]), seed)
-    system = started(training["system"], place, model, task)
-    own = (together([task.batch(number, step, seed) for number in batch_of]) for step in itertools.count())
+    system = start_system(training["system"], place, model, task)
+    own = (concatenate([task.batch(number, step, seed) for number in batch_of]) for step in itertools.count())
     batches, samples = system.batches or own, len(batch_of) * place.samples
     steps = Steps(out, rank, ranks)
     report: dict[str, Any] = {"rank": rank, "looks": {}, "losses": []}
     (out / f"began.{rank}").touch()
-    step, seen, began = 0, 0.0, time.perf_counter()
+    step, paused_s, begin = 0, 0.0, time.perf_counter()
     while steps.last is None or step < steps.last:
         batch = next(batches)
         system.optimizer.zero_grad()
@@ -92,12 +92,12 @@ def run(training: dict[str, Any], seconds: float, out: Path) -> dict[str, Any]:
         if step in EARLY or step % LOOK == 0:
             weights = [value.clone() for value in model.state_dict().values()]
             looking = time.perf_counter()
-            report["looks"][step] = looking - began - seen
+            report["looks"][step] = looking - begin - paused_s
             torch.save(weights, out / f"{step}.{rank}.pt")
-            seen += time.perf_counter() - looking
-        if rank == 0 and steps.last is None and time.perf_counter() - began - seen > seconds:
+            paused_s += time.perf_counter() - looking
+        if rank == 0 and steps.last is None and time.perf_counter() - begin - paused_s > seconds:
             steps.stop()
-    report |= {"steps": step, "seconds": time.perf_counter() - began - seen, "late": pace.late, "passes": pace.passes}
+    report |= {"steps": step, "seconds": time.perf_counter() - begin - paused_s, "late": pace.late, "passes": pace.passes}
     until = time.monotonic() + END_S
     # No rank ends before all are finished: the others may need its part of the job.
     while not steps.all_there(steps.last or 0) and time.monotonic() < until:

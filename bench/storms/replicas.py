@@ -45,9 +45,9 @@ def lighthouse(folder: Path, scale: float) -> None:
 def train(folder: Path, number: int, work: Work, scale: float, *, joins: bool) -> None:
     while not (folder / "address").exists():
         time.sleep(0.02)
-    learnt = task()
-    model = learnt.model(number if joins else 0)  # a replica that joins must receive weights
-    inner = learnt.optimizer(model.parameters())
+    trained_task = task()
+    model = trained_task.model(number if joins else 0)  # a replica that joins must receive weights
+    inner = trained_task.optimizer(model.parameters())
     outer = torch.optim.SGD(model.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
     parts: dict[str, Any] = {"model": model, "inner": inner, "outer": outer}
 
@@ -69,13 +69,13 @@ def train(folder: Path, number: int, work: Work, scale: float, *, joins: bool) -
         optimizer: Any = inner
     else:
         optimizer = torchft.Optimizer(manager, inner)
-    every, taken = (EVERY if work.mode == LOCAL else 1), 0
+    every, local_steps = (EVERY if work.mode == LOCAL else 1), 0
     with (folder / f"{number}.jsonl").open("a", buffering=1) as reports:
         while True:
             begin = time.monotonic()
             exchanged = manager.current_step()
             optimizer.zero_grad()
-            loss = learnt.loss(model, learnt.batch(number, taken))
+            loss = trained_task.loss(model, trained_task.batch(number, local_steps))
             loss.backward()
             if work.mode != LOCAL:
                 gradients = [parameter.grad for parameter in model.parameters()]
@@ -85,8 +85,8 @@ def train(folder: Path, number: int, work: Work, scale: float, *, joins: bool) -
                     if gradient is not None:
                         gradient.copy_(mean.view_as(gradient))
             optimizer.step()
-            taken += 1
-            step = manager.current_step() * every + taken % every
+            local_steps += 1
+            step = manager.current_step() * every + local_steps % every
             if not joins or exchanged:
                 reports.write(line(Stepped(step, manager.current_step(), loss.item(), time.time())) + "\n")
             time.sleep(max(0.0, begin + work.pace_s - time.monotonic()))

@@ -48,15 +48,15 @@ def train(pipe: Any, number: int, work: Work) -> None:
 def _train(pipe: Any, number: int, work: Work, done: list[int]) -> Ended:
     from commlayer import LocalSteps, attach
 
-    learnt = task()
-    model = learnt.model(0)
-    optimizer = learnt.optimizer(model.parameters())
+    trained_task = task()
+    model = trained_task.model(0)
+    optimizer = trained_task.optimizer(model.parameters())
     sync = LocalSteps(EVERY) if work.mode == LOCAL else "step"
     with attach(model, optimizer, compression="int4", sync=sync) as session:
         last = sys.maxsize
         while session.step < last:
             begin = time.monotonic()
-            loss = learnt.loss(model, learnt.batch(number, session.step))
+            loss = trained_task.loss(model, trained_task.batch(number, session.step))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from bench import Unmeasurable, report, tasks
 from bench.lab import Lab, check
 from bench.paced.pace import BACKWARD_S, FORWARD_S
-from bench.paced.race import LATE_PCT, Run, reached, trained
+from bench.paced.race import LATE_PCT, Run, reached, run_training
 from bench.report import Result
 from bench.tta import links, systems
 from bench.tta.links import NETWORKS, NO_LINK, RANKS, Network
@@ -66,20 +66,20 @@ def flags(parser: argparse.ArgumentParser) -> None:
 def run(quick: bool, args: argparse.Namespace) -> Result:
     """Measures the rows that the store lacks, and returns all chosen rows. `args` has the parsed flags."""
     if args.stored:
-        return stored(args)
+        return stored_rows(args)
     seconds = args.seconds or (QUICK_SECONDS if quick else SECONDS)
     store = Store(args.store, again=args.again)
     data = {name: TASKS[name]().digest() for name in TASKS}
-    wanted = cells(quick, args.task, args.link, args.system, args.seeds)
+    chosen_cells = cells(quick, args.task, args.link, args.system, args.seeds)
 
     def key(cell: Cell) -> tuple[Any, ...]:
         return key_of({"task": cell.task, "link": cell.link, "system": cell.system.name, "seed": cell.seed, "seconds": seconds,
                        "data": data[cell.task], "stretch": args.stretch, "hosts": args.hosts})
 
-    networks = {cell.link: links.named(cell.link, args.hosts).stretched(args.stretch) for cell in wanted}
-    left = [cell for cell in wanted if args.renew or key(cell) not in store]
+    networks = {cell.link: links.named(cell.link, args.hosts).stretched(args.stretch) for cell in chosen_cells}
+    left = [cell for cell in chosen_cells if args.renew or key(cell) not in store]
     minutes = len(left) * (seconds * args.stretch + AROUND_S) / 60
-    say(f"{len(wanted)} rows, {len(wanted) - len(left)} of them in the store; about {minutes:.0f} minutes")
+    log(f"{len(chosen_cells)} rows, {len(chosen_cells) - len(left)} of them in the store; about {minutes:.0f} minutes")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     for link in dict.fromkeys(cell.link for cell in left):
         of_link = [cell for cell in left if cell.link == link]
@@ -87,12 +87,12 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
         with nullcontext() if link == NO_LINK else network.lab() as lab:
             passed = lab is None or check(lab).passed
             for cell in of_link:
-                store.add(measured(lab, network, passed, cell, seconds, data[cell.task]))
-    rows = [store.rows[key(cell)] for cell in wanted]
+                store.add(measure(lab, network, passed, cell, seconds, data[cell.task]))
+    rows = [store.rows[key(cell)] for cell in chosen_cells]
     return {"rows": [shown(row) for row in rows], "summary": {"seconds": seconds, **summary(rows)}}
 
 
-def stored(args: argparse.Namespace) -> Result:
+def stored_rows(args: argparse.Namespace) -> Result:
     """Rows from the store with the tasks' current data, trained for at least `--seconds` or STORED_SECONDS."""
     if not (args.store and args.store.exists()):
         raise Unmeasurable("--stored shows what a store has: name one that exists with --store FILE")
@@ -110,7 +110,8 @@ def stored(args: argparse.Namespace) -> Result:
 
 
 def cells(
-    quick: bool, things: Sequence[str] | None, networks: Sequence[str] | None, names: Sequence[str] | None, seeds: int | None
+    quick: bool, task_names: Sequence[str] | None, networks: Sequence[str] | None, names: Sequence[str] | None,
+    seeds: int | None,
 ) -> list[Cell]:
     """Rows to measure, in order: first those that need no network, then link by link.
 
@@ -120,8 +121,8 @@ def cells(
     chosen = names or (systems.QUICK if quick else SYSTEMS)
     result = []
     for link in (NO_LINK, *(networks or (links.QUICK if quick else NETWORKS))):
-        for task in things or (["chars"] if quick else USUAL):
-            if link not in (NO_LINK, *links.HEADLINE) and task != "chars" and not (things and networks):
+        for task in task_names or (["chars"] if quick else USUAL):
+            if link not in (NO_LINK, *links.HEADLINE) and task != "chars" and not (task_names and networks):
                 continue
             for name in sorted(chosen, key=lambda name: name not in systems.HEADLINE):
                 system = SYSTEMS[name]
@@ -131,30 +132,31 @@ def cells(
     return sorted(result, key=lambda cell: (cell.link != NO_LINK, cell.seed > 0)) if not quick else result
 
 
-def measured(lab: Lab | None, network: Network, passed: bool, cell: Cell, seconds: float, data: str) -> dict[str, Any]:
+def measure(lab: Lab | None, network: Network, passed: bool, cell: Cell, seconds: float, data: str) -> dict[str, Any]:
     """Measures one row; a row that cannot be measured has the reason under "error"."""
     row: dict[str, Any] = {
         "task": cell.task, "link": cell.link, "system": cell.system.name, "seed": cell.seed, "seconds": seconds, "data": data,
         "group": cell.system.group, "targets": TASKS[cell.task]().targets, "commit": report.commit(),
         "day": time.strftime("%Y-%m-%d"), "stretch": network.stretch, "hosts": network.hosts,
     }
-    say(f"{time.strftime('%H:%M:%S')} {cell.task}, {cell.link}, {cell.system.name}, seed {cell.seed}", end=" ... ")
+    log(f"{time.strftime('%H:%M:%S')} {cell.task}, {cell.link}, {cell.system.name}, seed {cell.seed}", end=" ... ")
     if reason := cell.system.missing():
-        say(reason)
+        log(reason)
         return row | {"error": reason}
-    way = {"task": cell.task, "system": cell.system.start, "seed": cell.seed, "batches": network.hosts, "slow": network.slow}
+    training = {"task": cell.task, "system": cell.system.start, "seed": cell.seed, "batches": network.hosts,
+                "slow": network.slow}
     during = (lambda over: network.play(lab, over)) if network.events and lab else None
     try:
         ranks = 1 if cell.system.name == "ideal" else network.hosts
-        slow_motion = trained(lab, way, seconds * network.stretch, ranks, python=cell.system.python(), during=during)
+        slow_motion = run_training(lab, training, seconds * network.stretch, ranks, python=cell.system.python(), during=during)
         result = _unstretched(slow_motion, network.stretch)
     except (RuntimeError, OSError, ValueError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         row["error"] = " ".join(dict.fromkeys([lines[0], lines[-1].strip()]))[:200]
-        say(row["error"])
+        log(row["error"])
         return row
     row |= {key: value for key, value in result._asdict().items() if key != "sound"} | {"void": void(passed, result)}
-    say(f"{result.s_per_step:.2f} s a step, loss {result.curve[-1][2]:.3f} {row['void']}")
+    log(f"{result.s_per_step:.2f} s a step, loss {result.curve[-1][2]:.3f} {row['void']}")
     return row
 
 
@@ -193,5 +195,5 @@ def exposed_s(row: dict[str, Any]) -> float:
     return max(0.0, float(row["s_per_step"]) - slowest * (FORWARD_S + BACKWARD_S))
 
 
-def say(text: str, end: str = "\n") -> None:
+def log(text: str, end: str = "\n") -> None:
     print(text, end=end, file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer.planner.costs import plan_excess
-from commlayer.planner.model import DENSE, Basis, PlanInputs
+from commlayer.planner.model import DENSE, Basis, Question
 from commlayer.records import Plan
 
 Price = tuple[float, float]
@@ -83,6 +83,6 @@ class Candidate(NamedTuple):
         return self._replace(basis=self.basis._replace(plan=actual), runnable=plan, steps=steps_of(actual, self.basis.inputs))
 
 
-def steps_of(plan: Plan, inputs: PlanInputs) -> float:
+def steps_of(plan: Plan, question: Question) -> float:
     """Returns a cautious estimate of a plan's convergence factor."""
-    return 1.0 + plan_excess(plan, inputs.complete).high
+    return 1.0 + plan_excess(plan, question).high

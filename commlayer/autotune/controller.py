@@ -290,7 +290,7 @@ class TuningController(Component):
     def _due(self, rows: Sequence[Report], *, entered: bool) -> bool:
         """Returns whether all ranks send reports after this step: every few steps while links are watched or load is balanced,
         after a comparison with exact gradients and after its reports, and after a change of plans."""
-        compared = (self.guard is not None and self.guard.has_error) or any(row.compared for row in rows)
+        compared = (self.guard is not None and self.guard.error is not None) or any(row.compared for row in rows)
         wanted = self._watched is not None or self.shares is not None
         return entered or compared or (wanted and self._reports.due)
 
@@ -312,7 +312,9 @@ class TuningController(Component):
             decisive_s = links.watch.decisive_s
             if self.state.leads:
                 self.state, request = plan_policy.next_request(self.state, time.monotonic())
-        error = None if self.guard is None else self.guard.take_error()
+        error = None
+        if self.guard is not None:
+            error, self.guard.error = self.guard.error, None
         return Report(
             request=request, carried=self._reports.traffic(), compared=float(error is not None), error=error or GradientError(),
             alone=Alone(*plan_policy.over_alone(self.state)),

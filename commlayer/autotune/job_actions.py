@@ -23,7 +23,7 @@ from commlayer.autotune.measure.measurements import (
 )
 from commlayer.autotune.measure.probes import at_least, gathered, held_up, meter_of, probed, seen_by
 from commlayer.autotune.measure.step_times import timing_of
-from commlayer.autotune.plan_limits import PlanLimits, bounded, codecs, limits_of, remembers
+from commlayer.autotune.plan_limits import PlanLimits, bounded, codecs, limits_of
 from commlayer.autotune.planning_process import PlanningProcess
 from commlayer.autotune.search import SearchOrder
 from commlayer.autotune.state import Measured, SearchRequest
@@ -35,7 +35,7 @@ from commlayer.errors import InvalidState
 from commlayer.observe.interface_counters import InterfaceCounters
 from commlayer.observe.link_monitor import Rates
 from commlayer.planner.data.tables import BUCKET_S, PCIE_COPY, SERVER_BYTE_S, learning_rows
-from commlayer.planner.model import CodecCost, Line, Link, PlanInputs, Profile, bare
+from commlayer.planner.model import CodecCost, Line, Link, Profile, Question, bare
 from commlayer.records import Plan
 
 PROBE_S = 1.0
@@ -127,7 +127,7 @@ class JobActions:
                                expected=expected), carried, self._fastest_down_bps())
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced)
         rows = gathered(groups, row)
-        collectives = CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
+        collectives = CollectiveCosts()
         if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
             collectives = calibration.measure_collectives(groups, GROUPS_SHARE * self._probe_s)
         self._measured = Measurements(structs.replace(self._job, timing=timing), rows, collectives)
@@ -179,8 +179,8 @@ class JobActions:
                              reachable=context.groups.members.reachable, elsewhere_bps=self._elsewhere_bps)
         profile = structs.replace(self._profile, learning=learning_rows(context.terms.learning))
         profile, policy = bounded(context, profile, allowed.policy)
-        order = SearchOrder(current, request.known, server_nodes, PlanInputs(measurements.job, cluster, profile, policy),
-                            measurements.step_s, self._contention, current.steps_locally and remembers(context),
+        order = SearchOrder(current, request.known, server_nodes, Question(measurements.job, cluster, profile, policy),
+                            measurements.step_s, self._contention, current.steps_locally and context.memory.remembers,
                             allowed.suggests, allowed.young)
         candidate, self._contention, self._elsewhere_bps = self._process.search(order)
         return candidate
@@ -190,15 +190,14 @@ class JobActions:
         names are complete, as in plans."""
         active_codecs = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
         names = sorted({str(build(bare(codec))) for codec in (*codecs, *active_codecs)})
-        costs = [cost for name in names for cost in self._codec_costs(name)]
+        costs: list[CodecCost] = []
+        for name in names:
+            if self._process.over:
+                raise InvalidState("E-SESSION-CLOSED", "the session is over")
+            costs += calibration.measure_codecs([name])
         copy = PCIE_COPY if torch.cuda.is_available() else Line(0.0)
         return Profile(tuple(costs), Line(0.0, SERVER_BYTE_S), BUCKET_S, copy, across=self._measurements.collectives.across,
                        source="measured", energy=self._energy)
-
-    def _codec_costs(self, name: str) -> tuple[CodecCost, ...]:
-        if self._process.over:
-            raise InvalidState("E-SESSION-CLOSED", "the session is over")
-        return calibration.measure_codecs([name])
 
     @property
     def _measurements(self) -> Measurements:

@@ -38,11 +38,6 @@ def codecs(context: DistributedJob) -> list[str]:
     return codec_floor.at_least(context.terms.floor, loss_budget.names(_model(context), _budget(context)))
 
 
-def remembers(context: DistributedJob) -> bool:
-    """Returns whether the optimizer has state, which local steps let diverge between ranks."""
-    return context.memory.remembers
-
-
 def limits_of(context: DistributedJob, rows: Sequence[RankMeasurement] = ()) -> PlanLimits:
     """Returns the limits that the script on rank 0 sets, and those in the other ranks' measurements (`rows`). A rank with
     other limits refuses the plan."""

@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from commlayer import planner
 from commlayer.autotune.candidate import LEAVES, MOST_STEPS, Candidate, Price, steps_of
 from commlayer.autotune.contention import dearer, factor
 from commlayer.codec_spec import parse_spec
 from commlayer.planner.baselines import one_machine
-from commlayer.planner.buckets import COLLECTIVE_NBYTES
+from commlayer.planner.buckets import COLLECTIVE_NBYTES, default_plan
 from commlayer.planner.convergence import Recipe, excess
-from commlayer.planner.model import DENSE, Basis, Cluster, Node, PlanInputs
+from commlayer.planner.model import DENSE, Basis, Cluster, Node, Question
 from commlayer.planner.search.plan_search import PlanSearch
 from commlayer.planner.search.scenario import PricedPlan
+from commlayer.planner.simulation import simulate, step_seconds
 from commlayer.records import Plan, with_updates
 
 NEARLY = 0.03
@@ -47,7 +47,7 @@ class SearchOrder(NamedTuple):
     """The planner's form of the active plan, if the planner made that plan; otherwise None."""
     server_nodes: tuple[int, ...]
     """The node number of each server."""
-    inputs: PlanInputs
+    inputs: Question
     """The planner's inputs, with costs that do not include contention for the CPU."""
     measured_s: float
     """Measured step time under the active plan, in seconds."""
@@ -69,29 +69,29 @@ class SearchResult(NamedTuple):
 
 def search(order: SearchOrder) -> SearchResult:
     """Finds the best plan, and predicts the active plan's step time from the same costs."""
-    job, cluster, alone, policy = order.inputs.complete
+    job, cluster, alone, policy = order.inputs
     as_planned = order.known or on_hosts(order.current, order.server_nodes)
     # Recorded steps wait for their results, even if the active plan overlaps them with the next forward pass.
     recorded = structs.replace(as_planned, overlap="") if as_planned.overlap == "forward" else as_planned
     if not order.contention:  # after a measurement; later rates of links come from the traffic of steps
-        cluster = sped_up(cluster, lambda faster: step_s(recorded, PlanInputs(job, faster, alone, policy)), order.measured_s)
+        cluster = sped_up(
+            cluster, lambda faster: step_seconds(recorded, order.inputs._replace(cluster=faster)), order.measured_s)
 
     @functools.cache
     def current_s(contention: float) -> float:
-        return step_s(as_planned, PlanInputs(job, cluster, dearer(alone, contention), policy))
+        return step_seconds(as_planned, Question(job, cluster, dearer(alone, contention), policy))
 
     contention = order.contention or factor(
-        order.measured_s, lambda times: step_s(recorded, PlanInputs(job, cluster, dearer(alone, times), policy)))
+        order.measured_s, lambda times: step_seconds(recorded, Question(job, cluster, dearer(alone, times), policy)))
     profile = dearer(alone, contention)
-    inputs = PlanInputs(job, cluster, profile, policy)
+    inputs = Question(job, cluster, profile, policy)
     best = best_plan(inputs, order.current, apart=order.apart, suggests=order.suggests, young=order.young)
     current_price = price_of(as_planned, inputs)
 
     def candidate(plan: Plan, leaves: str) -> Candidate:
         return Candidate(
-            Basis(plan, inputs), on_servers(plan, order.server_nodes), as_planned, current_s(contention), current_s(1.0),
-            price_of(plan, inputs), current_price, steps_of(plan, inputs),
-            steps_of(as_planned, inputs), leaves)
+            Basis(plan, inputs), on_servers(plan, order.server_nodes), as_planned, current_s(contention),
+            current_s(1.0), price_of(plan, inputs), current_price, steps_of(plan, inputs), steps_of(as_planned, inputs), leaves)
 
     alone_s = _alone_s(inputs)
     result = candidate(best.plan, best.leaves)._replace(
@@ -147,12 +147,6 @@ def on_servers(plan: Plan, server_nodes: Sequence[int]) -> Plan:
     return structs.replace(plan, buckets=buckets, servers=len(server_nodes), hosts=())
 
 
-def step_s(plan: Plan, made_from: PlanInputs) -> float:
-    """Returns the predicted seconds per step; local steps share the cost of their exchange."""
-    timeline = planner.simulate(plan, made_from.job, made_from.cluster, made_from.profile, made_from.policy, spans=False)
-    return timeline.step_s / plan.local_steps
-
-
 class Best(NamedTuple):
     """The plan that is predicted to reach a loss first. If it gives up averaged gradients, `leaves` is the reason."""
 
@@ -168,49 +162,48 @@ class Best(NamedTuple):
 
 
 def best_plan(
-    made_from: PlanInputs, current: Plan, *, apart: bool = False, suggests: bool = False, young: bool = False,
+    question: Question, current: Plan, *, apart: bool = False, suggests: bool = False, young: bool = False,
 ) -> Best:
     """Returns the best plan whose codecs have a convergence factor below MOST_STEPS; for a young job, one with FINE codecs if
     it is fast enough."""
-    _, _, profile, policy = made_from.complete
-    recipe = Recipe(policy.optimizer, workers=made_from.cluster.ranks, numel=made_from.job.numel)
-    allowed = _narrowed(made_from, lambda codec: 1.0 + excess(profile.learning, codec, recipe).high < MOST_STEPS)
+    job, cluster, profile, policy = question
+    recipe = Recipe(policy.optimizer, workers=cluster.ranks, numel=job.numel)
+    allowed = _narrowed(question, lambda codec: 1.0 + excess(profile.learning, codec, recipe).high < MOST_STEPS)
     finely = _narrowed(allowed, lambda codec: parse_spec(codec).core.family in FINE)
 
-    def best_of(inputs: PlanInputs) -> tuple[Best, float]:
+    def best_of(inputs: Question) -> tuple[Best, float]:
         best = _of_ways(inputs, current, apart=apart, suggests=suggests)
         return best, best.plan.step_s * steps_of(best.plan, inputs)
 
     if not young or finely == allowed:
         return best_of(allowed)[0]
     fine, fine_s = best_of(finely)
-    if fine_s <= NOTHING_ELSE * _computing_s(made_from):  # no plan is faster than steps without communication
+    if fine_s <= NOTHING_ELSE * _computing_s(question):  # no plan is faster than steps without communication
         return fine
     other, other_s = best_of(allowed)
     return fine if fine_s <= NOTHING_ELSE * other_s else other
 
 
-def _narrowed(made_from: PlanInputs, keeps: Callable[[str], bool]) -> PlanInputs:
+def _narrowed(question: Question, keeps: Callable[[str], bool]) -> Question:
     """Returns the inputs with the policy restricted to codecs for which `keeps` returns True; unchanged if there is none."""
-    _, _, profile, policy = made_from.complete
+    _, _, profile, policy = question
     codecs = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
     fit = tuple(codec for codec in codecs if keeps(codec))
-    return structs.replace(made_from, policy=structs.replace(policy, codecs=fit)) if 0 < len(fit) < len(codecs) else made_from
+    return question._replace(policy=structs.replace(policy, codecs=fit)) if 0 < len(fit) < len(codecs) else question
 
 
-def _alone_s(made_from: PlanInputs) -> float:
+def _alone_s(question: Question) -> float:
     """Returns the seconds that the fastest machine alone needs for the progress of one dense step; infinite if unknown."""
-    machines = one_machine(made_from.complete)
-    return min((machine.to_loss_s for machine in machines), default=math.inf)
+    return min((machine.to_loss_s for machine in one_machine(question)), default=math.inf)
 
 
-def _computing_s(made_from: PlanInputs) -> float:
+def _computing_s(question: Question) -> float:
     """Returns the computing seconds of a step on the slowest node."""
-    timing = made_from.job.timed
-    return (timing.forward_s + timing.backward_s) / min(node.speed for node in made_from.cluster.nodes if node.ranks)
+    timing = question.timing
+    return (timing.forward_s + timing.backward_s) / min(node.speed for node in question.cluster.nodes if node.ranks)
 
 
-def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: bool) -> Best:
+def _of_ways(question: Question, current: Plan, *, apart: bool, suggests: bool) -> Best:
     """Chooses between averaged gradients and local steps. Local steps must be clearly faster, because they change the
     optimizer states, unless one machine alone is faster than averaged gradients.
 
@@ -218,31 +211,31 @@ def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: boo
     predicted as they would run. `suggests`: True: if the policy requires averaged gradients, reports how much faster local
     steps would be.
     """
-    searched, policy = PlanSearch(*made_from.complete), made_from.complete.policy
+    searched, policy = PlanSearch(*question), question.policy
 
     def timed(option: PricedPlan) -> Plan:
         plan = _with_ratios(option.plan, current)
-        return structs.replace(plan, step_s=step_s(plan, made_from))
+        return structs.replace(plan, step_s=step_seconds(plan, question))
 
     def explained(option: PricedPlan) -> Plan:
         return _with_ratios(searched.explained(option), current)
 
     averaged = searched.best(exact=True)
-    plain = _in_updates(timed(averaged), made_from) if apart else timed(averaged)
-    plain_s = plain.step_s * steps_of(plain, made_from)
+    plain = _in_updates(timed(averaged), question) if apart else timed(averaged)
+    plain_s = plain.step_s * steps_of(plain, question)
     enough = SOONER if policy.exact else LEAVES
     # Steps without communication are a lower bound.
-    keeps_up = (policy.exact and (apart or not suggests)) or (not apart and enough * plain_s <= _computing_s(made_from))
+    keeps_up = (policy.exact and (apart or not suggests)) or (not apart and enough * plain_s <= _computing_s(question))
     free = averaged if keeps_up else searched.best(exact=False)
     other = timed(free)
-    other_s = other.step_s * steps_of(other, made_from)
-    if not other.steps_locally or other_s > plain_s or steps_of(other, made_from) >= MOST_STEPS:
-        return Best(_in_updates(explained(averaged), made_from) if apart else explained(averaged))
+    other_s = other.step_s * steps_of(other, question)
+    if not other.steps_locally or other_s > plain_s or steps_of(other, question) >= MOST_STEPS:
+        return Best(_in_updates(explained(averaged), question) if apart else explained(averaged))
     if policy.exact:
-        hint = _hint(plain, other, made_from) if other_s <= SOONER * plain_s else ""
+        hint = _hint(plain, other, question) if other_s <= SOONER * plain_s else ""
         return Best(explained(averaged), hint=hint, auto_times=plain_s / other_s)
-    leaves = "" if apart or not exact(current) else _leaves(plain, other, made_from)
-    if apart or other_s <= LEAVES * plain_s or plain_s > _alone_s(made_from):
+    leaves = "" if apart or not exact(current) else _leaves(plain, other, question)
+    if apart or other_s <= LEAVES * plain_s or plain_s > _alone_s(question):
         return Best(explained(free), leaves)
     return Best(explained(averaged), local=explained(free), for_local=leaves)
 
@@ -254,15 +247,15 @@ def _how(other: Plan) -> str:
     return how
 
 
-def _hint(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
-    (plain_s, plain_steps), (other_s, other_steps) = ((plan.step_s, steps_of(plan, made_from)) for plan in (plain, other))
+def _hint(plain: Plan, other: Plan, question: Question) -> str:
+    (plain_s, plain_steps), (other_s, other_steps) = ((plan.step_s, steps_of(plan, question)) for plan in (plain, other))
     times = plain_s * plain_steps / (other_s * other_steps)
     return (f"{_how(other)} would reach a loss {times:.1f} times as fast ({1e3 * other_s:.3g} instead of {1e3 * plain_s:.3g} "
             f"ms a step, factor {other_steps:.2f} instead of {plain_steps:.2f}): attach(..., sync='auto') allows them")
 
 
-def _leaves(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
-    speeds = [f"{1e3 * plan.step_s:.3g} ms a step, factor {steps_of(plan, made_from):.2f}" for plan in (plain, other)]
+def _leaves(plain: Plan, other: Plan, question: Question) -> str:
+    speeds = [f"{1e3 * plan.step_s:.3g} ms a step, factor {steps_of(plan, question):.2f}" for plan in (plain, other)]
     return (f"switching to {_how(other)} ({speeds[1]}): averaged gradients need {speeds[0]}; sync='step' would keep them")
 
 
@@ -271,10 +264,10 @@ def exact(plan: Plan) -> bool:
     return not plan.steps_locally and not any(b.stale for b in plan.buckets)
 
 
-def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
+def _in_updates(plan: Plan, question: Question) -> Plan:
     """Returns the plan as it runs when optimizer states differ between ranks, with its predicted step time."""
     converted = structs.replace(with_updates(plan), steps=0.0, steps_high=0.0)
-    return structs.replace(converted, step_s=step_s(converted, made_from))
+    return structs.replace(converted, step_s=step_seconds(converted, question))
 
 
 def uncompressed(best: Candidate, *, apart: bool = False) -> Candidate | None:
@@ -283,13 +276,13 @@ def uncompressed(best: Candidate, *, apart: bool = False) -> Candidate | None:
     inputs = best.basis.inputs
     if not inputs.cluster.reachable:
         return None
-    plain = planner.default_plan(
+    plain = default_plan(
         inputs.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=best.runnable.ranks_per_node,
         fuse_nbytes=COLLECTIVE_NBYTES, cut_nbytes=COLLECTIVE_NBYTES,
     )
     if plain.buckets == best.current.buckets:
         return None
-    plain = _in_updates(plain, inputs) if apart else structs.replace(plain, step_s=step_s(plain, inputs))
+    plain = _in_updates(plain, inputs) if apart else structs.replace(plain, step_s=step_seconds(plain, inputs))
     plain = _with_ratios(plain, best.runnable)
     return best._replace(basis=best.basis._replace(plan=plain), runnable=plain, price=price_of(plain, inputs),
                           steps=steps_of(plain, inputs), leaves="")
@@ -300,7 +293,7 @@ def _with_ratios(plan: Plan, before: Plan) -> Plan:
     return structs.replace(plan, ratio_over=before.ratio_over, warmup=before.warmup)
 
 
-def price_of(plan: Plan, inputs: PlanInputs) -> Price:
+def price_of(plan: Plan, inputs: Question) -> Price:
     """Returns the predicted seconds of communication, and the fraction of computing that overlaps it. The prediction is exact
     for steps without computing, and for the job's own computing time. All nodes count as computing equally long, as balanced
     ones do."""
@@ -309,7 +302,7 @@ def price_of(plan: Plan, inputs: PlanInputs) -> Price:
 
     def exposed_s(part: float) -> float:
         job = structs.replace(inputs.job, timing=timing.scaled(part))
-        return planner.simulate(plan, job, cluster, inputs.profile, inputs.policy).exposed_s / plan.local_steps
+        return simulate(plan, job, cluster, inputs.profile, inputs.policy).exposed_s / plan.local_steps
 
     comm_s, compute_s = exposed_s(0.0), timing.forward_s + timing.backward_s + timing.update_s
     return comm_s, min(1.0, max(0.0, (comm_s - exposed_s(1.0)) / compute_s)) if compute_s else 0.0

@@ -47,7 +47,6 @@ class Decision(Record, frozen=True):
     step: int
     from_step: int
     shares: tuple[int, ...]
-    micro_batches: tuple[int, ...]
     reason: str
     before_s: float
     """Expected step time with the previous shares, in seconds."""
@@ -226,8 +225,7 @@ class Balancer:
 
     def _decision(self, step: int, from_step: int, shares: Sequence[int], reason: str, before_s: float,
                   after_s: float | None = None) -> Decision:
-        pieces = tuple(-(-share // cap) for share, cap in zip(shares, self.caps, strict=True))
-        return Decision(step, from_step, tuple(shares), pieces, reason, before_s,
+        return Decision(step, from_step, tuple(shares), reason, before_s,
                         self._expected_s(shares) if after_s is None else after_s, self._effect)
 
 

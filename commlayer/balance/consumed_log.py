@@ -55,7 +55,8 @@ class ConsumedLog:
     def __init__(self, length: int) -> None:
         self.length = length
         self._left = merged([(0, length)])
-        self._open: dict[int, dict[int, list[Range]]] = {}
+        self.open: dict[int, dict[int, list[Range]]] = {}
+        """Ranges that can still be taken back, by step and worker."""
 
     @property
     def left(self) -> int:
@@ -63,62 +64,57 @@ class ConsumedLog:
         return size(self._left)
 
     @property
-    def open(self) -> Mapping[int, Mapping[int, list[Range]]]:
-        """Ranges that can still be taken back, by step and worker."""
-        return self._open
-
-    @property
     def done(self) -> list[Range]:
         """Ranges whose samples are trained, so they are not assigned again."""
-        busy = merged([*self._left, *(r for given in self._open.values() for ranges in given.values() for r in ranges)])
+        busy = merged([*self._left, *(r for given in self.open.values() for ranges in given.values() for r in ranges)])
         edges = [0, *(edge for r in busy for edge in r), self.length]
         return merged(zip(edges[::2], edges[1::2], strict=True))
 
     def assign(self, step: int, counts: Mapping[int, int]) -> dict[int, list[Range]]:
         """Assigns counts[worker] positions to each worker, in the order of worker numbers. The positions stay open (may be
         taken back) until `commit`."""
-        if step in self._open:
+        if step in self.open:
             raise InvalidInput("E-SAMPLER-ARGUMENT", f"consumed log: step {step} is assigned already")
         if sum(counts.values()) > self.left:
             raise InvalidInput("E-SAMPLER-ARGUMENT",
                                f"consumed log: step {step} needs {sum(counts.values())} positions, {self.left} are left")
         given = {worker: self._take(counts[worker]) for worker in sorted(counts)}
-        self._open[step] = {worker: list(ranges) for worker, ranges in given.items()}
+        self.open[step] = {worker: list(ranges) for worker, ranges in given.items()}
         return given
 
     def commit(self, step: int, missing: Iterable[int] = ()) -> None:
         """Marks the positions of an applied step as done. Positions of workers in `missing`, which had no part in the step,
         are left again."""
-        if step not in self._open:
+        if step not in self.open:
             raise InvalidInput("E-SAMPLER-ARGUMENT", f"consumed log: step {step} is not open")
-        given = self._open.pop(step)
+        given = self.open.pop(step)
         self._put_back(given.get(worker, []) for worker in set(missing))
 
     def take_back(self, worker: int, from_step: int = 0) -> int:
         """Takes back the positions that a lost worker was assigned from `from_step` on. Returns their number."""
-        ranges = [given.pop(worker, []) for step, given in self._open.items() if step >= from_step]
+        ranges = [given.pop(worker, []) for step, given in self.open.items() if step >= from_step]
         self._put_back(ranges)
         return sum(map(size, ranges))
 
     def renumber(self, number: Callable[[int], int]) -> None:
         """Renumbers the workers. `number` maps each old number to a new one, no two to the same."""
-        self._open = {step: {number(worker): ranges for worker, ranges in given.items()} for step, given in self._open.items()}
+        self.open = {step: {number(worker): ranges for worker, ranges in given.items()} for step, given in self.open.items()}
 
     def copy(self) -> ConsumedLog:
         clone = ConsumedLog(self.length)
         clone._left = list(self._left)
-        clone._open = {step: {w: list(r) for w, r in given.items()} for step, given in self._open.items()}
+        clone.open = {step: {w: list(r) for w, r in given.items()} for step, given in self.open.items()}
         return clone
 
     @property
     def state(self) -> ConsumedLogState:
-        return ConsumedLogState(self.length, self._left, self._open)
+        return ConsumedLogState(self.length, self._left, self.open)
 
     @classmethod
     def of(cls, kept: ConsumedLogState) -> ConsumedLog:
         """Creates a consumed log from the value that `state` returned."""
         log = cls(kept.length)
-        log._left, log._open = merged(kept.left), kept.open
+        log._left, log.open = merged(kept.left), kept.open
         given = [r for by_worker in kept.open.values() for ranges in by_worker.values() for r in ranges]
         held = merged([*kept.left, *given])  # raises on overlap
         if held and (held[0][0] < 0 or held[-1][1] > kept.length):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
+from commlayer.balance.assignment import split
 from commlayer.balance.balancer import Decision, Note, straggler_effect
 from commlayer.balance.share_solver import solve
 from commlayer.balance.time_models import (
@@ -137,17 +138,16 @@ def initial_shares(
     points = [_valid_points(worker, profile.points, step, invalid) for worker, profile in enumerate(profiles)]
     models: list[TimeModel] = [fit_piecewise(one) if len(one) > 1 else _local_line(one, 1) for one in points]
     caps = [profile.cap if profile.ended else None for profile in profiles]
-    solution = solve(models, total, caps, minimum=minimum)
-    shares, pieces = solution.shares, solution.micro_batches
+    shares = solve(models, total, caps, minimum=minimum).shares
     room = [cap or total for cap in caps]
 
     def times_s(of: Sequence[int]) -> list[float]:
         return [in_pieces_s(models[worker], share, room[worker]) for worker, share in enumerate(of) if share]
 
     now = [before.get(worker, 0) for worker in range(len(profiles))]
-    decision = Decision(step, step, shares, pieces, "the profile",
+    decision = Decision(step, step, shares, "the profile",
                         max(times_s(now), default=math.inf), max(times_s(shares)), straggler_effect(times_s(now)))
-    at = [max(1, -(-share // max(1, parts))) for share, parts in zip(shares, pieces, strict=True)]
+    at = [max(split(share, cap), default=1) for share, cap in zip(shares, room, strict=True)]
     lines = tuple(_local_line(measured, batch) for measured, batch in zip(points, at, strict=True))
     return InitialShares(decision, lines, tuple(invalid))
 

@@ -159,7 +159,7 @@ class Sampler:
         """
         if self._trained.is_finished():
             self.set_epoch(self.epoch + 1)
-        self._lead = _lead_of(loader)
+        self._lead = lookahead_of(loader)
         self._check_lead(session)
         given = self._received_state(session)
         if given is not None and self.epoch < joining_epoch(given):
@@ -422,6 +422,6 @@ class Sampler:
             self._schedule.forget(self.step)
 
 
-def _lead_of(loader: Any) -> int:
+def lookahead_of(loader: Any) -> int:
     """Returns how many batches the loader draws in advance, from a torch DataLoader's settings."""
     return (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", 0) or 0)

@@ -29,9 +29,6 @@ class Solution(Record, frozen=True):
     """Shares of the workers, in the order of their time models."""
 
     shares: tuple[int, ...]
-    micro_batches: tuple[int, ...]
-    """Number of pieces, each within the worker's cap, in which each share is computed. More than 1 means gradient
-    accumulation."""
     makespan_s: float
 
 
@@ -76,5 +73,4 @@ def solve(models: Sequence[TimeModel], total: int, caps: Sequence[int | None] = 
             high_s = middle_s
     for worker, most in enumerate(within(high_s)):
         taken[worker] += max(0, min(most - taken[worker], total - sum(taken)))
-    pieces = tuple(-(-share // cap) for share, cap in zip(taken, room, strict=True))
-    return Solution(tuple(taken), pieces, max(map(time_s, workers, taken)))
+    return Solution(tuple(taken), max(map(time_s, workers, taken)))

@@ -151,7 +151,7 @@ class OnlineLine:
     def __init__(self, start: LinearTime | None = None) -> None:
         self._a = start.intercept_s if start else 0.0
         self._s = start.slope_s if start else 0.0
-        self._known = start is not None
+        self.known = start is not None
         self._p = (0.0, 0.0, 0.0)
         self._fresh = True
         self._noise_s2 = 0.0
@@ -166,17 +166,13 @@ class OnlineLine:
         return clone
 
     @property
-    def known(self) -> bool:
-        return self._known
-
-    @property
     def line(self) -> LinearTime:
         return LinearTime(self._s, self._a)
 
     def observe(self, batch: int, time_s: float) -> Seen:
         """Processes the measured time of a share above 0."""
-        if not self._known:
-            self._a, self._s, self._known = 0.1 * time_s, 0.9 * time_s / batch, True
+        if not self.known:
+            self._a, self._s, self.known = 0.1 * time_s, 0.9 * time_s / batch, True
             self._widen(batch, 0.5 * time_s, 0.5)
             self._fresh, self._jumped_at = False, batch
             self._noise_s2 = (NOISE * time_s) ** 2

@@ -70,16 +70,16 @@ def _run(settings: DemoSettings, png: Path, json: Path | None, links: str) -> No
     workers = 2 * settings.homes + 1
     console.print(f"Starting {workers} workers and a server, which takes some 15 s: each worker loads PyTorch.")
     with Fleet(settings) as fleet:
-        for event in fleet.begin():
-            progress.take(event)
+        for worker_report in fleet.begin():
+            progress.take(worker_report)
         console.print("Training begins: one machine alone, DDP, and commlayer at the same time.")
         if fleet.page:
             console.print(f"The job's page: {fleet.page}", soft_wrap=True)
         begin = last = time.monotonic()
         with Live(console=console, auto_refresh=False, transient=True) as live:
             while (elapsed := time.monotonic() - begin) < settings.seconds:
-                for event in fleet.events(FRAME_S):
-                    progress.take(event)
+                for worker_report in fleet.reports(FRAME_S):
+                    progress.take(worker_report)
                 for run in (DDP, COMMLAYER):
                     sent_nbytes[run] = sum(line.up.nbytes for line in fleet.lines[run]) // settings.homes
                 rows = progress.rows(sent_nbytes)

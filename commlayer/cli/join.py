@@ -59,14 +59,14 @@ def join(
         return examine(address, keys=keys, insecure=insecure, script=script)
     if script is None:
         raise typer.BadParameter("give the training script, or --check", param_hint="'SCRIPT'")
+    if not script.is_file():  # before the token is used
+        raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
     if home_keys.is_line(address):
         home = parse_line(address, keys)
-        _check_script(script)  # before the token is used
         keys, address = str(fetched_keys(home, _log)), home.address
     else:
         address, keys = stored_keys(address, keys, insecure=insecure)
     config = config_with_secret("joining", join=address, insecure=insecure, keys=keys)
-    _check_script(script)
     settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else ""}
     line = ["traceback" if full else "line", str(script), *(args or [])]
     for _ in range(TRIES):
@@ -111,11 +111,6 @@ def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: 
         others = f"continue if they have {reply.min_workers} workers" if reply.min_workers and lease.begun else "end, too"
         _log(f"{reason}; the other homes {others}")
     return code
-
-
-def _check_script(script: Path) -> None:
-    if not script.is_file():
-        raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
 
 
 class JoinCommand(TyperCommand):
@@ -272,13 +267,13 @@ def facts_about(script: str) -> Facts:
     if len(facts.homes) != 1:
         return facts
     # Imported late: these load grpc, which --help does not need.
+    from commlayer.cluster.calls.coordinator_channel import CALL_S, connect
     from commlayer.cluster.calls.messages import StatusReply, StatusRequest
-    from commlayer.doctor import server
 
     (home,) = facts.homes
     try:
-        with contextlib.closing(server.open_channel(config_of(join=home.address, keys=str(home.folder)))) as channel:
-            status = channel.call("Status", StatusRequest(), StatusReply, server.CALL_S)
+        with contextlib.closing(connect(config_of(join=home.address, keys=str(home.folder)))) as channel:
+            status = channel.call("Status", StatusRequest(), StatusReply, CALL_S)
     except (CommError, RecordError, InvalidInput) as error:
         return facts._replace(problem=without_code(error))
     return facts._replace(begun=status.begun, workers=status.workers, free_seats=status.free_seats)

@@ -42,7 +42,7 @@ def add(
     from commlayer.cluster.keys import authority
 
     place = authority.add(folder, name, days, dials_only=dials_only, again=again)
-    until = next(one.until for one in authority.issued(folder) if one.name == name and not one.revoked)
+    until = authority.valid(folder, name)[0].until
     print(f"created keys of {name} in {place}, valid until {until:%Y-%m-%d}")
     if dials_only:  # scp cannot connect to a machine behind NAT
         print(f"send that folder to {name} over a channel that you trust: tar -czf {name}.tgz -C {place.parent} {name}; "

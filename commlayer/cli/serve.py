@@ -45,7 +45,7 @@ def serve(
     least = min_workers or read_config({"bind": "127.0.0.1", "insecure": True}).min_workers  # the environment may set it
     names = _home_names(invite, workers or least)
     workers = workers or (0 if least else len(names))
-    config, invites = _read(settings, names, wanted=bool(invite))
+    config, invites = read_settings(settings, names, wanted=bool(invite))
     if config.join and no_server:
         raise InvalidInput("E-CLI-OPTION", f"--no-server with --join {config.join} leaves nothing to run: remove one of them")
     if config.join and (events or page):
@@ -76,7 +76,7 @@ def _home_names(invite: str, workers: int) -> list[str]:
     return names or [f"home-{number}" for number in range(1, workers + 1)]
 
 
-def _read(settings: dict[str, Any], names: list[str], *, wanted: bool) -> tuple[Config, bool]:
+def read_settings(settings: dict[str, Any], names: list[str], *, wanted: bool) -> tuple[Config, bool]:
     """Reads the settings. Returns also whether homes are to be invited: if `wanted`, or if the server listens on another
     address than loopback without keys. Creates nothing."""
     try:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,8 @@ from commlayer.cli.options import Insecure, Keys, config_with_secret, stored_key
 from commlayer.errors import CommError, InvalidInput
 
 if TYPE_CHECKING:
+    from commlayer.cluster.calls.event_client import EventClient
+    from commlayer.observe.event_files import EventFiles
     from commlayer.observe.events import Event
     from commlayer.observe.job_view import JobView
 
@@ -25,15 +27,6 @@ LINE_S = 10.0
 """Seconds between two lines about a running job, if output is not a terminal."""
 REPLAY_S = 60.0
 """Seconds that a replay takes, unless the run itself was shorter."""
-
-
-class Source(Protocol):
-    """The events of a running job. `ahead_s`: their clock minus this process's, in seconds."""
-
-    @property
-    def ahead_s(self) -> float: ...
-
-    def read(self) -> list[Event]: ...
 
 
 def top(
@@ -79,7 +72,7 @@ def _watch_files(path: Path, *, once: bool) -> None:
     _watch(files, events, once=once)
 
 
-def _watch(source: Source, events: list[Event], *, once: bool) -> None:
+def _watch(source: EventClient | EventFiles, events: list[Event], *, once: bool) -> None:
     """Shows the job until its last worker has left. `events`: what `source` has returned already. A coordinator that stops
     answering is shown, and asked again."""
     from commlayer.observe.job_view import JobView

@@ -31,11 +31,12 @@ CALM = {"trains": 1, "left": 2}
 
 def screen(view: JobView, now: float, *, width: int = 80, height: int = 24, note: str = "") -> RenderableType:
     """The job at the time `now`, in the clock of the events. `note`: a line about the screen itself, shown last."""
-    head = [_title(view, now), *_plan(view), *_numbers(view, width)]
+    plan = [Text(view.words(view.plan))] if view.plan.digest else []
+    head = [_title(view, now), *plan, *_numbers(view, width)]
     waits = [Text(line, style="bold red") for line in view.failures[:3]]
     waits += [Text(line, style="bold yellow") for line in view.notices(now)[:3]]
-    latest = list(view.recent_words())[-min(RECENT_ROWS if len(view.workers) <= FEW else FEWEST_ROWS, height // 4):]
-    recent = [Text.assemble((f"{clock(at)} ", "dim"), text) for at, text in latest]
+    latest = list(view.recent)[-min(RECENT_ROWS if len(view.workers) <= FEW else FEWEST_ROWS, height // 4):]
+    recent = [Text.assemble((f"{clock(event.time)} ", "dim"), view.words(event)) for event in latest]
     left = height - len(head) - len(waits) - len(recent) - 6 - bool(note)
     parts: list[RenderableType] = [*head, *waits, _workers(view, now, width, max(FEWEST_ROWS, left))]
     parts += [Text("latest events", style="bold"), *recent] if recent else []
@@ -57,12 +58,6 @@ def _title(view: JobView, now: float) -> Text:
 def outcome(view: JobView) -> str:
     """How the job ended; empty while it runs."""
     return ("failed" if view.failures else "finished") if view.over else ""
-
-
-def _plan(view: JobView) -> Iterator[Text]:
-    plan = view.plan
-    if plan.digest:
-        yield Text(f"plan {plan.digest[:8]} ({plan.reason}): {plan.summary}")
 
 
 def _numbers(view: JobView, width: int) -> Iterator[Text]:

@@ -189,6 +189,10 @@ class Codec(msgspec.Struct, frozen=True):
         """Checks the complete payload, then adds it to the accumulator. If it raises CorruptPayload, `acc` is unchanged."""
         raise NotImplementedError
 
+    def add_to(self, payload_: Buffer, out: Array) -> None:
+        """Adds the decompressed payload to `out`. A payload that is flagged as not finite adds nothing."""
+        raise NotImplementedError
+
     def before_emit(self, acc: Any, state: State) -> None:
         """Lets the codec read an accumulator's data other than the sum, such as the members' numbers of entries. Error feedback
         calls `before_emit` before it compresses the sum."""
@@ -266,7 +270,6 @@ class OneRound(Codec, frozen=True):
         acc["flagged"][0] = head.flagged or (acc["flagged"][0] and not first)
 
     def add_to(self, payload_: Buffer, out: Array) -> None:
-        """Adds the decompressed payload to `out`. A payload that is flagged as not finite adds nothing."""
         self.add(0, payload_, accumulator(out), first=False)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
@@ -293,35 +296,34 @@ class CodecWrapper(Codec, frozen=True):
     Forwards each call to the inner codec, whose state is stored under "inner" in the wrapper's state.
     """
 
-    inner: Any
+    inner: Codec
 
     @property
     def id(self) -> int:
-        return int(self.inner.id)
+        return self.inner.id
 
     @property
     def rounds(self) -> tuple[Reduction, ...]:  # type: ignore[override]
-        rounds: tuple[Reduction, ...] = self.inner.rounds
-        return rounds
+        return self.inner.rounds
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
-        return bool(self.inner.biased)
+        return self.inner.biased
 
     @property
     def keeps(self) -> bool:  # type: ignore[override]
-        return bool(self.inner.keeps)
+        return self.inner.keeps
 
     @property
     def has_residual(self) -> bool:  # type: ignore[override]
-        return bool(self.inner.has_residual)
+        return self.inner.has_residual
 
     @property
     def has_server_residual(self) -> bool:  # type: ignore[override]
-        return bool(self.inner.has_server_residual)
+        return self.inner.has_server_residual
 
     def bound(self, spec: Spec) -> int:
-        return int(self.inner.bound(spec))
+        return self.inner.bound(spec)
 
     def init(self, spec: Spec) -> State:
         return {"inner": self.inner.init(spec)}
@@ -330,13 +332,13 @@ class CodecWrapper(Codec, frozen=True):
         return {"inner": self.inner.init_server(spec)}
 
     def start(self, x: Array, state: State, out: Out) -> int:
-        return int(self.inner.start(x, state["inner"], out))
+        return self.inner.start(x, state["inner"], out)
 
     def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
-        return int(self.inner.next(r, result, state["inner"], out))
+        return self.inner.next(r, result, state["inner"], out)
 
     def decode(self, result: Buffer, state: State, out: Array) -> bool:
-        return bool(self.inner.decode(result, state["inner"], out))
+        return self.inner.decode(result, state["inner"], out)
 
     def undo(self, state: State, x: Array, elements: Ranges = None) -> None:
         self.inner.undo(state["inner"], x, elements)
@@ -357,4 +359,4 @@ class CodecWrapper(Codec, frozen=True):
         self.inner.add_to(payload_, out)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
-        return int(self.inner.emit(r, acc, state["inner"], out))
+        return self.inner.emit(r, acc, state["inner"], out)

@@ -100,7 +100,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
         return nbytes
 
     def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
-        nbytes = int(self.inner.next(r, result, state["inner"], out))
+        nbytes = self.inner.next(r, result, state["inner"], out)
         if r + 2 == len(self.rounds):
             self.inner.sent(state["inner"], state["_scratch"])
             state["residual"] -= state["_scratch"]
@@ -109,7 +109,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
 
     def decode(self, result: Buffer, state: State, out: Array) -> bool:
         out = as_array(self.name, "out", out, len(state["residual"]), state["residual"])
-        return bool(self.inner.decode(result, state["inner"], out))
+        return self.inner.decode(result, state["inner"], out)
 
     def undo(self, state: State, x: Array, elements: Ranges = None) -> None:
         if state["_sent"] is None:
@@ -158,7 +158,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         if not self.has_server_residual:
-            return int(self.inner.emit(r, acc, state["inner"], out))
+            return self.inner.emit(r, acc, state["inner"], out)
         state["_sent"] = state["_added"] = None
         total = acc["sum"]
         if acc["flagged"][0] or not kernels.of(total).all_finite(total, state["residual"]):
@@ -179,13 +179,13 @@ class ErrorFeedback(CodecWrapper, frozen=True):
         if not kernels.add_finite(residual, x):
             v[:] = NAN
             return int(self.inner.start(v, inner, out))  # flagged; start still increments inner step counters
-        nbytes = int(self.inner.start(residual, inner, out))
+        nbytes = self.inner.start(residual, inner, out)
         if len(self.rounds) > 1:
             return nbytes
         sent = self.inner.decode(out[:nbytes], inner, v)
         if not sent:
             v[:] = residual.clip(-self.inner.most, self.inner.most)
-            nbytes = int(self.inner.start(v, inner, out))
+            nbytes = self.inner.start(v, inner, out)
             sent = self.inner.decode(out[:nbytes], inner, v)
         if sent:
             residual -= v
@@ -252,7 +252,7 @@ class Momentum(CodecWrapper, frozen=True):
             if not k.all_finite(velocity):
                 velocity[:] = velocity.clip(-kernels.MOST["fp32"], kernels.MOST["fp32"])
             x = velocity
-        return int(self.inner.start(x, state["inner"], out))
+        return self.inner.start(x, state["inner"], out)
 
     def undo(self, state: State, x: Array, elements: Ranges = None) -> None:
         velocity = state["velocity"]

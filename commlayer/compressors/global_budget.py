@@ -59,6 +59,7 @@ class BudgetedTopK(CodecWrapper, frozen=True):
 
     name: ClassVar[str] = "budgeted_topk"
 
+    inner: TopK | BlockThreshold
     max_ratio: float
     """Largest ratio that can be requested."""
     mean_ratio: float

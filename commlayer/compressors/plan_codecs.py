@@ -39,76 +39,58 @@ _reported: set[str] = set()
 """Texts of kernel launch errors that were already logged, so each is logged only once."""
 
 
-class TwoWay(Codec, frozen=True):
-    """Compresses uploads with codec `up` and the server's sum (the download) with codec `down`. Workers and servers keep
-    separate residuals. Both codecs must have one round and a dense float32 sum, as most have. With topk(ratio=1.0) as `down`,
-    the server sends all nonzero entries of the sum."""
+class TwoWay(CodecWrapper, frozen=True):
+    """Uploads are payloads of `inner`, downloads those of `down`: see two_way."""
 
     name: ClassVar[str] = "two_way"
-    rounds: ClassVar[tuple[Reduction, ...]] = (Reduction.GATHER,)
 
-    up: Any
-    down: Any
+    down: Codec
 
     def __post_init__(self) -> None:
         allowed = "but it must be a codec of one round with a dense float32 sum"
-        if not is_separable(self.up):
-            raise InvalidInput("E-CODEC-ARGUMENT", f"two_way: up is {self.up}, {allowed}")
+        if not is_separable(self.inner):
+            raise InvalidInput("E-CODEC-ARGUMENT", f"two_way: up is {self.inner}, {allowed}")
         if not is_download_codec(self.down):
             raise InvalidInput("E-CODEC-ARGUMENT",
                                f"two_way: down is {self.down}, {allowed}, with or without error_feedback")
 
     @property
-    def keeps(self) -> bool:  # type: ignore[override]
-        return bool(self.up.keeps or self.down.keeps)
+    def rounds(self) -> tuple[Reduction, ...]:  # type: ignore[override]
+        return (Reduction.GATHER,)
 
     @property
-    def has_residual(self) -> bool:  # type: ignore[override]
-        return bool(self.up.has_residual)
+    def biased(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def keeps(self) -> bool:  # type: ignore[override]
+        return self.inner.keeps or self.down.keeps
 
     @property
     def has_server_residual(self) -> bool:  # type: ignore[override]
-        return bool(self.down.has_server_residual)
-
-    @property
-    def id(self) -> int:
-        return int(self.up.id)
+        return self.down.has_server_residual
 
     def bound(self, spec: Spec) -> int:
-        return max(int(self.up.bound(spec)), int(self.down.bound(spec)))
-
-    def init(self, spec: Spec) -> State:
-        return {"up": self.up.init(spec)}
+        return max(int(self.inner.bound(spec)), int(self.down.bound(spec)))
 
     def init_server(self, spec: Spec) -> State:
         return {"down": self.down.init_server(spec)}
 
-    def start(self, x: Array, state: State, out: Out) -> int:
-        return int(self.up.start(x, state["up"], out))
-
     def decode(self, result: Buffer, state: State, out: Array) -> bool:
         return bool(_bare(self.down).decode(result, {}, out))
-
-    def undo(self, state: State, x: Array, elements: Ranges = None) -> None:
-        self.up.undo(state["up"], x, elements)
-
-    def reweigh(self, state: State, share: float, more: Array) -> None:
-        self.up.reweigh(state["up"], share, more)
 
     def undo_server(self, state: State, elements: Ranges = None) -> None:
         self.down.undo_server(state["down"], elements)
 
-    def zeros(self, spec: Spec, r: int) -> Any:
-        return self.up.zeros(spec, r)
-
-    def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
-        self.up.add(r, payload_, acc, first=first)
-
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
-        return int(self.down.emit(r, acc, state["down"], out))
+        return self.down.emit(r, acc, state["down"], out)
 
 
-two_way = TwoWay
+def two_way(up: Codec, down: Codec) -> TwoWay:
+    """Compresses uploads with codec `up` and the server's sum (the download) with codec `down`. Workers and servers keep
+    separate residuals. Both codecs must have one round and a dense float32 sum, as most have. With topk(ratio=1.0) as `down`,
+    the server sends all nonzero entries of the sum."""
+    return TwoWay(up, down)
 
 
 def is_download_codec(codec: Codec) -> bool:
@@ -203,7 +185,7 @@ def runs_on(codec: Codec, device: torch.device) -> bool:
 
 def result_codec(codec: Any) -> Any:
     """Returns the innermost codec that decodes results (downloads) of `codec`."""
-    while isinstance(codec, CodecWrapper | TwoWay):
+    while isinstance(codec, CodecWrapper):
         codec = codec.down if isinstance(codec, TwoWay) else codec.inner
     return codec
 
@@ -222,9 +204,9 @@ def is_summable(codec: Codec) -> bool:
 def is_separable(codec: Any) -> bool:
     """True: each payload can be decompressed separately and added to a dense sum.
 
-    This excludes codecs of several rounds, and random-k, whose accumulators contain only values.
+    This excludes two_way, codecs of several rounds, and random-k, whose accumulators contain only values.
     """
-    while isinstance(codec, CodecWrapper):
+    while isinstance(codec, CodecWrapper) and not isinstance(codec, TwoWay):
         codec = codec.inner
     return isinstance(codec, OneRound) and type(codec).zeros is OneRound.zeros
 

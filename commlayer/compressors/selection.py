@@ -142,7 +142,7 @@ TINY = 2.0**-126
 """Smallest normal float32, the smallest threshold. All numbers reach it except zeros and denormals, which the CPU may flush to
 zero."""
 
-HUGE = 3.4028234663852886e38
+HUGE = kernels.MOST["fp32"]
 GAIN, TREND = 0.5, 0.15
 """Fractions of a count's error that change the next threshold (GAIN) and the trend (TREND). The trend follows growing
 residuals."""

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from commlayer.config import Config, child_environment
 from commlayer.demo.links import LOOPBACK, Link, Relay
-from commlayer.demo.settings import ALONE, COMMLAYER, DDP, RTT_S, DemoSettings, Event, WorkerSettings, read_event
+from commlayer.demo.settings import ALONE, COMMLAYER, DDP, RTT_S, DemoSettings, WorkerReport, WorkerSettings, read_report
 from commlayer.errors import CommError, DeadlineExceeded
 from commlayer.records import encode
 
@@ -55,7 +55,7 @@ class Fleet:
         """Address of the job's page; "" without."""
         self._folder = tempfile.TemporaryDirectory(prefix="commlayer-demo-")
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[WorkerReport] = queue.SimpleQueue()
         self._readers: list[threading.Thread] = []
         self._ports = [0] * settings.homes
         """Gloo's port of each rank of DDP, from the rank's report."""
@@ -122,19 +122,19 @@ class Fleet:
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            if (event := read_event(line)) is not None:
-                self._events.put(event)
+            if (report := read_report(line)) is not None:
+                self._reports.put(report)
 
-    def begin(self) -> list[Event]:
+    def begin(self) -> list[WorkerReport]:
         """Starts the training of all workers together, once they are ready. Returns their reports that they are."""
-        ready: list[Event] = []
+        ready: list[WorkerReport] = []
         until = time.monotonic() + START_S
         while len(ready) < 1 + 2 * self._settings.homes:
-            for event in self.events(0.1):
-                if event.port:
-                    self._ports[event.home] = event.port
-                elif event.ready:
-                    ready.append(event)
+            for report in self.reports(0.1):
+                if report.port:
+                    self._ports[report.home] = report.port
+                elif report.ready:
+                    ready.append(report)
             self._check(until)
         for line in (line for lines in self.lines.values() for line in lines):
             line.up.nbytes = line.down.nbytes = 0
@@ -144,12 +144,12 @@ class Fleet:
             process.stdin.flush()
         return ready
 
-    def events(self, seconds: float) -> Iterator[Event]:
+    def reports(self, seconds: float) -> Iterator[WorkerReport]:
         """Yields what workers report within that time. Raises CommError with the end of its log if a process has ended."""
         until = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
             while (left_s := until - time.monotonic()) > 0:
-                yield self._events.get(timeout=left_s)
+                yield self._reports.get(timeout=left_s)
         self._check()
 
     def _check(self, until: float | None = None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from commlayer.demo.settings import ALONE, COMMLAYER, RTT_S, RUNS, STEP_S, DemoSettings, Event
+from commlayer.demo.settings import ALONE, COMMLAYER, RTT_S, RUNS, STEP_S, DemoSettings, WorkerReport
 
 COLORS: dict[str, str] = dict(zip(RUNS, ("yellow", "red", "green"), strict=True))
 SMOOTHED = 10
@@ -51,13 +51,13 @@ class Progress:
         self.settings, self.native = settings, True
         self.runs = {run: RunProgress() for run in RUNS}
 
-    def take(self, event: Event) -> None:
-        run = self.runs[event.run]
-        self.native &= event.native
-        if event.step and event.at_s < self.settings.seconds:
-            run.steps, run.every, run.late = max(run.steps, event.step), event.every, max(run.late, event.late)
-            if event.loss is not None:
-                run.losses.append((event.at_s, event.loss))
+    def take(self, report: WorkerReport) -> None:
+        run = self.runs[report.run]
+        self.native &= report.native
+        if report.step and report.at_s < self.settings.seconds:
+            run.steps, run.every, run.late = max(run.steps, report.step), report.every, max(run.late, report.late)
+            if report.loss is not None:
+                run.losses.append((report.at_s, report.loss))
 
     def curve(self, run: str) -> Curve:
         """The smoothed loss at the time of each evaluation."""

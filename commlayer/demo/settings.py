@@ -1,4 +1,4 @@
-"""The demo's settings, those of one of its workers, and the events that workers report."""
+"""The demo's settings, those of one of its workers, and what workers report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WorkerSettings(Record, frozen=True):
     """The relay's ports towards the ranks of DDP with smaller numbers, by rank."""
 
 
-class Event(Record, frozen=True):
+class WorkerReport(Record, frozen=True):
     """What a worker reports: Gloo's port, that it is ready to start, or the end of a step."""
 
     run: str
@@ -57,11 +57,11 @@ class Event(Record, frozen=True):
     native: bool = True
 
 
-_decoder = msgspec.json.Decoder(Event)
+_decoder = msgspec.json.Decoder(WorkerReport)
 
 
-def read_event(line: bytes) -> Event | None:
-    """Parses a line of a worker's output; None if the line is not an event."""
+def read_report(line: bytes) -> WorkerReport | None:
+    """Parses a line of a worker's output; None if the line is no report."""
     try:
         return _decoder.decode(line)
     except msgspec.MsgspecError:

@@ -1,6 +1,6 @@
 """One worker of the demo: trains a small character model at the pace of a GPU, alone, with DDP, or with commlayer.
 
-It reports events on standard output, one line of JSON each, starts after a line on standard input, and ends when standard input
+It reports on standard output, one line of JSON each, starts after a line on standard input, and ends when standard input
 closes, because then the demo has ended. Each worker takes one byte of the input.
 """
 
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer import native, records
-from commlayer.demo.settings import COMMLAYER, DDP, STEP_S, Event, WorkerSettings
+from commlayer.demo.settings import COMMLAYER, DDP, STEP_S, WorkerReport, WorkerSettings
 
 WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 192, 4, 4, 32, 4
 """A GPT of 1.8 million parameters, and 128 characters in each batch: far below its noise scale."""
@@ -135,8 +135,8 @@ class Worker:
         threading.Thread(target=self._follow, name="demo", daemon=True).start()
 
     def report(self, **what: Any) -> None:
-        """Reports an event in one write, so that lines of several processes do not mix."""
-        os.write(1, records.encode(Event(self.settings.run, self.settings.home, **what)) + b"\n")
+        """Reports in one write, so that lines of several processes do not mix."""
+        os.write(1, records.encode(WorkerReport(self.settings.run, self.settings.home, **what)) + b"\n")
 
     def wait(self) -> None:
         self.report(ready=True, native=native.core is not None)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from commlayer.config import is_loopback, join_host
 from commlayer.doctor.findings import Finding, fail, of_error, ok, warn
+from commlayer.errors import listed
 from commlayer.records import Record
 from commlayer.transport import own_address
 from commlayer.transport.flow.pacing import SLOW_BPS
@@ -190,8 +191,7 @@ def listen_error(host: str, number: int) -> OSError | None:
 
 
 def _listed(interfaces: Sequence[Interface]) -> str:
-    names = [f"{one.name} {one.address}" for one in interfaces]
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return listed([f"{one.name} {one.address}" for one in interfaces], 4)
 
 
 def is_address(text: str) -> bool:

@@ -26,7 +26,7 @@ from commlayer.doctor.findings import Finding, fail, judge, ok
 from commlayer.doctor.machine import own_version
 from commlayer.doctor.network import INSIDE, connect_problem, own_addresses
 from commlayer.doctor.server import rate_text
-from commlayer.errors import CommError
+from commlayer.errors import CommError, listed
 from commlayer.records import Record
 from commlayer.transport import own_address
 
@@ -100,8 +100,7 @@ def check_distinct(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 
 def _names(nodes: Sequence[NodeFacts], numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
-    return ", ".join(f"node {number} ({nodes[number].host})" for number in numbers[:3]) + more
+    return listed([f"node {number} ({nodes[number].host})" for number in numbers], 3)
 
 
 def check_links(nodes: Sequence[NodeFacts], links: Sequence[Sequence[Link]]) -> Iterator[Finding]:

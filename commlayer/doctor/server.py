@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from commlayer.autotune.measure import link_rates
 from commlayer.cluster.calls import messages
-from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
+from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel, connect
 from commlayer.cluster.calls.diagnosis import diagnose
 from commlayer.cluster.calls.messages import MAX_STATUS_NBYTES, StatusReply, StatusRequest
 from commlayer.cluster.servers import dialing
@@ -52,7 +52,7 @@ class ServerCheck:
         """Runs all checks except the link's rate. `plan`: digest of the local plan file, empty without one."""
         config = self._config
         try:
-            with contextlib.closing(open_channel(config)) as channel:
+            with contextlib.closing(connect(config, CALL_S)) as channel:
                 status, round_trip_s, ahead_s = _query(channel)
                 blocked = _blocked_directions(channel, status)
                 keys = channel.keys
@@ -86,7 +86,7 @@ class ServerCheck:
             yield warn("link", "not measured: the server is running a job", "measure before the job starts")
             return
         try:
-            with contextlib.closing(open_channel(self._config)) as channel, ThreadPoolExecutor(WORKERS, "doctor") as pool:
+            with contextlib.closing(connect(self._config, CALL_S)) as channel, ThreadPoolExecutor(WORKERS, "doctor") as pool:
                 network = link_rates.RequestNetwork(lambda _, up, down, done: _probe(channel, pool, up, down, done))
                 round_trip_s, each_s = self.round_trip_s, budget_s / 2
                 up_bps = link_rates.rate(network, link_rates.UP, [0], round_trip_s, each_s, CALL_S)
@@ -184,13 +184,6 @@ def dial_coordinator(config: Config) -> str:
     except RecordError:
         keys = None  # the key check reports the error; the port check needs no keys
     return dial_tls(config.join, keys, tls.CONTROL)
-
-
-def open_channel(config: Config) -> CoordinatorChannel:
-    """Opens a connection to the coordinator. Raises CommError or RecordError if it cannot be reached or refuses."""
-    keys = Keys(config.keys) if config.keys else None
-    diagnose(config.join, keys, time.monotonic() + CALL_S)
-    return CoordinatorChannel(config.join, config.token, keys)
 
 
 def _query(channel: CoordinatorChannel) -> tuple[StatusReply, float, float]:

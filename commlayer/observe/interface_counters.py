@@ -108,7 +108,7 @@ class InterfaceCounters:
         self._counters, self._period_s = counters, period_s
         self._readings: deque[Reading] = deque(maxlen=KEPT)
         self._over = threading.Event()
-        self._read()
+        self.read()
         self._thread = threading.Thread(target=self._loop, name="commlayer-meter", daemon=True)
         self._thread.start()
 
@@ -119,7 +119,7 @@ class InterfaceCounters:
 
     def look(self) -> Throughput:
         """Returns the throughput since the last call."""
-        self._read()
+        self.read()
         readings = []
         while len(self._readings) > 1:
             readings.append(self._readings.popleft())
@@ -136,7 +136,8 @@ class InterfaceCounters:
                 first += 1
         return fastest_bps
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Reads the counters once, as the thread does every `period_s`."""
         try:
             begin_s, counts = time.monotonic(), self._counters()
             if time.monotonic() - begin_s < LATE_S or not self._readings:
@@ -146,7 +147,7 @@ class InterfaceCounters:
 
     def _loop(self) -> None:
         while not self._over.wait(self._period_s):
-            self._read()
+            self.read()
 
     def close(self) -> None:
         self._over.set()

@@ -6,12 +6,13 @@ A view knows no clock. Callers pass the current time, in the clock of the events
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import fmean, median
 
 import msgspec
 from msgspec import structs
 
+from commlayer.errors import listed
 from commlayer.observe.events import (
     COORDINATOR,
     AloneEvent,
@@ -403,7 +404,7 @@ class JobView:
         match event:
             case WaitEvent():
                 # A process that has not joined has no name; its number might be that of a worker of an earlier run.
-                names = _listed(event.names if event.what == "join" else [*map(self.display, event.names)]) or "other ranks"
+                names = listed(event.names if event.what == "join" else [*map(self.display, event.names)], 4) or "other ranks"
                 if event.over:
                     return f"no longer waiting for {names}"
                 what = {"join": " to join", "heartbeat": ", which sends no heartbeats"}.get(event.what, "")
@@ -423,12 +424,3 @@ class JobView:
                 sender = f"{self.display(f'worker {event.rank}')}: " if event.rank > 0 else ""  # rank 0 reports for all
                 return f"{sender}{event.text}{event.code and f' [{event.code}]'}"
         return type(event).__name__
-
-    def recent_words(self) -> Iterator[tuple[float, str]]:
-        """The latest events with their times, oldest first."""
-        for event in self.recent:
-            yield event.time, self.words(event)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

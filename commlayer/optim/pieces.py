@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
 
 Group = dict[str, Any]
 """One of an optimizer's `param_groups`."""
@@ -130,10 +131,7 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _alike(one: Any, other: Any) -> bool:
     """Returns True if two nested values are equal, bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return isinstance(other, Mapping) and one.keys() == other.keys() and all(_alike(v, other[k]) for k, v in one.items())
-    if isinstance(one, list | tuple):
-        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_alike, one, other))
-    return bool(one is other or one == other)
+    (leaves, structure), (others, other_structure) = tree_flatten(one), tree_flatten(other)
+    return bool(structure == other_structure and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b or a == b
+        for a, b in zip(leaves, others, strict=True)))

@@ -185,7 +185,7 @@ def noise_range(question: Question) -> tuple[Question, Question]:
 def baselines(planned: Plan, question: Question, synchronous: Plan | None = None) -> tuple[Baseline, ...]:
     """The plan first, then its baselines. `synchronous`: the best plan that averages gradients in every step, if `planned` is a
     different one."""
-    dense = uncompressed(question)
+    dense = uncompressed_plan(question)
     return (*planned_rows(planned, question, synchronous),
             Baseline("dense fp32", dense.step_s, nbytes=busiest_nbytes(dense, question)),
             Baseline("DDP fp16", ddp_fp16_s(question), nbytes=busiest_nbytes(_ddp_plan(question), question) / 2),
@@ -220,7 +220,7 @@ def busiest_nbytes(plan: Plan, question: Question) -> float:
     return max(nbytes.values(), default=0.0) / plan.local_steps
 
 
-def uncompressed(question: Question) -> Plan:
+def uncompressed_plan(question: Question) -> Plan:
     """The best plan without compression that exchanges in every step."""
     job, cluster, profile, policy = question
     return plan(job, cluster, profile, structs.replace(policy, codecs=(DENSE,), objective="step", max_loss=NO_LIMIT, exact=True,
@@ -245,8 +245,7 @@ def one_machine(question: Question) -> list[Baseline]:
 def ddp_fp16_s(question: Question) -> float:
     """Step time with an all-reduce of fp16 values, modeled as fp32 over links twice as fast. The conversion counts as free."""
     cluster, profile = question.cluster, question.profile
-    nodes = tuple(structs.replace(node, intra_bps=2 * node.intra_bps, link=structs.replace(
-        node.link, up_bps=2 * node.link.up_bps, down_bps=2 * node.link.down_bps)) for node in cluster.nodes)
+    nodes = tuple(structs.replace(node, intra_bps=2 * node.intra_bps, link=node.link.scaled(2)) for node in cluster.nodes)
     halved = {name: Line(line.floor_s, line.slope_s / 2, line.error)
               for name, line in (("inside", profile.inside), ("across", profile.across))}
     faster = question._replace(cluster=structs.replace(cluster, nodes=nodes), profile=structs.replace(profile, **halved))
@@ -255,10 +254,8 @@ def ddp_fp16_s(question: Question) -> float:
 
 def _ddp_plan(question: Question) -> Plan:
     """All-reduces of fp32 values in DDP's buckets."""
-    ranks = {node.ranks for node in question.cluster.nodes if node.ranks}
-    per_node = ranks.pop() if len(ranks) == 1 else 1
-    return default_plan(question.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=per_node, fuse_nbytes=DDP_NBYTES,
-                        cut_nbytes=MAX_BUCKET_NBYTES)
+    return default_plan(question.job, codec=DENSE, path="allreduce", servers=0,
+                        ranks_per_node=question.cluster.ranks_per_node, fuse_nbytes=DDP_NBYTES, cut_nbytes=MAX_BUCKET_NBYTES)
 
 
 LEAST_BPS, MOST_BPS = 1e5, 1e12
@@ -318,7 +315,7 @@ class Curve(Record, frozen=True):
 def point(label: str, x: float, question: Question) -> Point:
     """Plans for one cluster and compares the plan with its baselines."""
     job, cluster, _, policy = question
-    planned, dense = plan(*question), uncompressed(question)
+    planned, dense = plan(*question), uncompressed_plan(question)
     if policy.objective == "step":  # convergence does not count
         planned = structs.replace(planned, steps=0.0, steps_high=0.0)
     # The dense plan needs no codec and is always possible, but a search may miss it.
@@ -340,8 +337,8 @@ def what_if(
     question = checked_inputs(job, cluster, profile, policy)
     variants = {
         "bandwidth": [(rate_text(bps), bps, at_rate(cluster, bps)) for bps in bandwidths],
-        "add_node": _grown(cluster, add_nodes) if add_nodes else [],
-        "nodes": [(f"{count} nodes", float(count), _counted(cluster, count)) for count in counts],
+        "add_node": _clusters_with_more_nodes(cluster, add_nodes) if add_nodes else [],
+        "nodes": [(f"{count} nodes", float(count), _cluster_of_count(cluster, count)) for count in counts],
         "gpu": [(name, float(i), _with_gpu(cluster, name, job.timing)) for i, name in enumerate(gpus)],
     }
     swept = [name for name, each in variants.items() if each]
@@ -376,7 +373,7 @@ def at_rate(cluster: Cluster, bps: float) -> Cluster:
     return structs.replace(cluster, nodes=nodes)
 
 
-def _grown(cluster: Cluster, added: Sequence[Node]) -> list[tuple[str, float, Cluster]]:
+def _clusters_with_more_nodes(cluster: Cluster, added: Sequence[Node]) -> list[tuple[str, float, Cluster]]:
     """The cluster, then with one more of these nodes at a time."""
     grown = [("unchanged", cluster)] + [
         (f"+ {node.device} {rate_text(node.link.up_bps)} up", structs.replace(cluster, nodes=(*cluster.nodes, *added[: n + 1])))
@@ -384,7 +381,7 @@ def _grown(cluster: Cluster, added: Sequence[Node]) -> list[tuple[str, float, Cl
     return [(label, float(sum(1 for node in each.nodes if node.ranks)), each) for label, each in grown]
 
 
-def _counted(cluster: Cluster, count: int) -> Cluster:
+def _cluster_of_count(cluster: Cluster, count: int) -> Cluster:
     """The cluster with this number of training nodes; nodes that only host servers stay."""
     if count < 1:
         raise InvalidInput("E-PLAN-QUESTION", f"nodes: got {count}, allowed: 1 or more")

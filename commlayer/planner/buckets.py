@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
-from commlayer.planner.tensors import DOUBLE, codec_and_shape, is_buffer, is_sparse, row_of, with_exact_doubles
+from commlayer.planner.tensors import DOUBLE, all_reduce_doubles, codec_and_shape, is_buffer, is_sparse, row_of
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
 
 ELEMENT_NBYTES = 4
@@ -82,7 +82,7 @@ def default_plan(
         first_nbytes = min(FIRST_COLLECTIVE_NBYTES, fuse_nbytes)
     collective = path == "allreduce"
     spread_nbytes = least_spread_nbytes(fine=forward or fragments > 1)
-    groups = list(fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective,
+    groups = list(fuse(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective,
                         MAX_BUCKET_NBYTES if matrices else 0, spread_nbytes))
     # A bucket is ready when its last tensor is; buckets of buffers are ready when backward ends.
     groups.sort(key=lambda group: (is_buffer(job, group), -min(part.tensor for part in group)))
@@ -90,36 +90,36 @@ def default_plan(
     service = path == "service"
     hosts = [0] * len(sizes)
     if service:
-        hosts = _first_needed(sizes, servers) if forward and fragments == 1 else _in_turns(groups, sizes, servers, fragments)
+        hosts = _by_urgency(sizes, servers) if forward and fragments == 1 else _by_fragment(groups, sizes, servers, fragments)
     owners = spread(sizes, ranks_per_node) if service else [0] * len(sizes)
     buckets = []
     for i, group in enumerate(groups):
         buffer = is_buffer(job, group)
         mine, shape = codec_and_shape(BUFFER_CODEC if buffer else codec, job, group)
         buckets.append(Bucket(i, group, path, mine, hosts[i], owners[i], shape, down="" if buffer else down))
-    return with_exact_doubles(Plan(job.digest(), tuple(buckets), servers if service else 0, ranks_per_node), job)
+    return all_reduce_doubles(Plan(job.digest(), tuple(buckets), servers if service else 0, ranks_per_node), job)
 
 
-def _first_needed(sizes: Sequence[int], hosts: int) -> list[int]:
+def _by_urgency(sizes: Sequence[int], hosts: int) -> list[int]:
     """Chooses a host for each size, if the next forward pass waits for the last sizes first: whatever part of the last half it
-    waits for, all hosts have about equal parts of it. The others follow by size, like `balanced`, for nearly equal sums.
+    waits for, all hosts have about equal parts of it. The others follow by size, like `largest_first`, for nearly equal sums.
 
-    >>> _first_needed([9, 3, 3, 5, 5], 2), balanced([9, 3, 3, 5, 5], 2)
+    >>> _by_urgency([9, 3, 3, 5, 5], 2), largest_first([9, 3, 3, 5, 5], 2)
     ([0, 1, 1, 1, 0], [0, 0, 1, 1, 1])
     """
     last = sum(1 for done in accumulate(reversed(sizes)) if 2 * done <= sum(sizes))
-    return _spread_in([*range(len(sizes))[::-1][:last], *_largest_first(sizes[: len(sizes) - last])], sizes, hosts)
+    return _spread_in_order([*range(len(sizes))[::-1][:last], *_by_size(sizes[: len(sizes) - last])], sizes, hosts)
 
 
-def _in_turns(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], hosts: int, fragments: int) -> list[int]:
-    """Chooses a host for each group, like `balanced`, but for each fragment separately. Ties go to the host with the fewest
-    elements so far."""
+def _by_fragment(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], hosts: int, fragments: int) -> list[int]:
+    """Chooses a host for each group, like `largest_first`, but for each fragment separately. Ties go to the host with the
+    fewest elements so far."""
     pieces = [_Piece(group, size) for group, size in zip(groups, sizes, strict=True)]
     chosen, loads = [0] * len(sizes), [0] * hosts
     # Callers check that the plan has enough buckets for its fragments.
     for places in fragments_of(pieces, min(fragments, len(pieces))):
         order = sorted(range(hosts), key=loads.__getitem__)
-        for place, number in zip(places, balanced([sizes[i] for i in places], hosts), strict=True):
+        for place, number in zip(places, largest_first([sizes[i] for i in places], hosts), strict=True):
             chosen[place] = order[number]
             loads[order[number]] += sizes[place]
     return chosen
@@ -130,21 +130,21 @@ class _Piece(NamedTuple):
     numel: int
 
 
-def balanced(sizes: Sequence[int], hosts: int) -> list[int]:
+def largest_first(sizes: Sequence[int], hosts: int) -> list[int]:
     """Chooses a host for each size: the largest size first, each to the host with the smallest sum so far. Balance matters
     because a step waits for the host with the largest sum.
 
-    >>> balanced([5, 1, 1, 5, 5], 3), spread([4, 4, 4, 4, 14, 4], 2), balanced([4, 4, 4, 4, 14, 4], 2)
+    >>> largest_first([5, 1, 1, 5, 5], 3), spread([4, 4, 4, 4, 14, 4], 2), largest_first([4, 4, 4, 4, 14, 4], 2)
     ([0, 0, 1, 1, 2], [0, 1, 0, 1, 0, 1], [1, 1, 1, 1, 0, 0])
     """
-    return _spread_in(_largest_first(sizes), sizes, hosts)
+    return _spread_in_order(_by_size(sizes), sizes, hosts)
 
 
-def _largest_first(sizes: Sequence[int]) -> list[int]:
+def _by_size(sizes: Sequence[int]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda place: -sizes[place])
 
 
-def _spread_in(order: Sequence[int], sizes: Sequence[int], hosts: int) -> list[int]:
+def _spread_in_order(order: Sequence[int], sizes: Sequence[int], hosts: int) -> list[int]:
     """Chooses a host for each size, like `spread`, but in this order of their indices."""
     host_of = dict(zip(order, spread([sizes[place] for place in order], hosts), strict=True))
     return [host_of[place] for place in range(len(sizes))]
@@ -173,13 +173,13 @@ def assign(sizes: Sequence[float], weights: Sequence[float], loads: list[float] 
     return chosen
 
 
-def cut(tensor: int, numel: int, parts: int, row: int = 1) -> tuple[Slice, ...]:
+def cut_tensor(tensor: int, numel: int, parts: int, row: int = 1) -> tuple[Slice, ...]:
     """Cuts a tensor into `parts` slices whose sizes differ by at most one element (or `row` elements)."""
     edges = [numel // row * i // parts * row for i in range(parts + 1)]
     return tuple(Slice(tensor, start, stop) for start, stop in pairwise(edges))
 
 
-def fused(
+def fuse(
     job: Job, first_nbytes: int, fuse_nbytes: int, cut_nbytes: int, servers: int, collective: bool,
     matrix_nbytes: int = 0, spread_nbytes: int = SPREAD_NBYTES,
 ) -> Iterator[tuple[Slice, ...]]:
@@ -204,7 +204,7 @@ def fused(
             row = max(row_of(info.shape), 1)
             parts = -(-info.numel // (matrix_nbytes // ELEMENT_NBYTES // row * row))
         if parts > 1:
-            for part in cut(tensor, info.numel, parts, row):
+            for part in cut_tensor(tensor, info.numel, parts, row):
                 yield (part,)
             limit = fuse_nbytes
         elif nbytes:
@@ -277,7 +277,7 @@ def limits(
 
 def groups(job: Job, limit: Limits) -> list[tuple[Slice, ...]]:
     """The slices of each bucket, in the order in which backward finishes them; buffers last."""
-    unsorted = list(fused(job, limit.fuse_nbytes, limit.fuse_nbytes, limit.cut_nbytes, 1, False, limit.matrix_nbytes))
+    unsorted = list(fuse(job, limit.fuse_nbytes, limit.fuse_nbytes, limit.cut_nbytes, 1, False, limit.matrix_nbytes))
     return sorted(unsorted, key=lambda group: (is_buffer(job, group), readiness(job, group), -min(s.tensor for s in group),
                                            group[0].start))
 

@@ -22,7 +22,7 @@ from commlayer.planner.tree import CODING, Op, Path, parse, spell, uses_server
 from commlayer.records import Job, Plan, Slice
 
 
-class Moves(NamedTuple):
+class Traffic(NamedTuple):
     """One collective among n members: number of messages in sequence, and how often a member's bytes cross its link."""
 
     messages: float
@@ -34,21 +34,21 @@ def _rounds(n: int) -> int:
     return (n - 1).bit_length()
 
 
-def moves(name: str, n: int) -> Moves:
+def traffic_of(name: str, n: int) -> Traffic:
     match name:
         case "allreduce":
-            return Moves(2 * (n - 1), 2 * (n - 1) / n)
+            return Traffic(2 * (n - 1), 2 * (n - 1) / n)
         case "reduce_scatter" | "alltoall":
-            return Moves(n - 1, (n - 1) / n)
+            return Traffic(n - 1, (n - 1) / n)
         case "allgather":
-            return Moves(n - 1, n - 1)
+            return Traffic(n - 1, n - 1)
         case "gather":
-            return Moves(_rounds(n), n - 1)
+            return Traffic(_rounds(n), n - 1)
         case _:  # reduce, broadcast
-            return Moves(_rounds(n), min(n - 1, 1))
+            return Traffic(_rounds(n), min(n - 1, 1))
 
 
-def crossing(name: str, n: int, per_node: int) -> float:
+def uplink_passes(name: str, n: int, per_node: int) -> float:
     """How often one rank's bytes cross the busiest node's link in a collective over all n ranks.
 
     A ring visits node after node, so it crosses each link once per pass, for any number of ranks per node. A pairwise
@@ -62,7 +62,7 @@ def crossing(name: str, n: int, per_node: int) -> float:
         return per_node * outside / n
     if name == "gather":
         return float(outside)
-    return moves(name, n).passes
+    return traffic_of(name, n).passes
 
 
 FLOAT_NBYTES = 4
@@ -78,7 +78,7 @@ class GroupCosts(NamedTuple):
 
 
 @dataclass
-class HeldData:
+class RankData:
     """What each of `flows` ranks of a node holds of a bucket, while the path's operations are applied in order."""
 
     last: tuple[int, ...] = ()
@@ -122,7 +122,7 @@ class PathTasks:
         self.workers = [g for g, group in enumerate(groups) if group.workers]
         self.nodes = sum(groups[g].workers for g in self.workers)
         self.ranks = sum(groups[g].workers * groups[g].node.ranks for g in self.workers)
-        self.held = {g: HeldData(flows=groups[g].node.ranks) for g in self.workers}
+        self.held = {g: RankData(flows=groups[g].node.ranks) for g in self.workers}
         self.tasks: list[Task] = []
         for place, op in enumerate(path):
             match op.name, op.where:
@@ -181,9 +181,9 @@ class PathTasks:
         group, held = self.groups[g], self.held[g]
         n = group.node.ranks
         if n > 1:
-            move = moves(op.name, n)
-            seconds = Line(move.messages * group.node.intra_alpha_s * self._rounds(g))
-            seconds += held.nbytes * (move.passes * 8 / group.node.intra_bps)
+            traffic = traffic_of(op.name, n)
+            seconds = Line(traffic.messages * group.node.intra_alpha_s * self._rounds(g))
+            seconds += held.nbytes * (traffic.passes * 8 / group.node.intra_bps)
             held.last = self._add(str(op), [(f"intra:{group.name}", seconds)], held.last)
         self._share(op, g, n)
         if op.name in ("reduce", "gather"):
@@ -198,18 +198,19 @@ class PathTasks:
         n = self.ranks if everyone else self.nodes
         if n > 1:
             nodes = [self.groups[g].node for g in self.workers]
-            widest, move = max(node.ranks for node in nodes), moves(op.name, n)
-            held = max((self._put_in(op, g) for g in self.workers), key=_slope)
-            passes = crossing(op.name, n, widest) if everyone else move.passes * max(self.held[g].flows for g in self.workers)
+            widest, traffic = max(node.ranks for node in nodes), traffic_of(op.name, n)
+            held = max((self._contribution(op, g) for g in self.workers), key=_slope)
+            flows = max(self.held[g].flows for g in self.workers)
+            passes = uplink_passes(op.name, n, widest) if everyone else traffic.passes * flows
             nbytes = held * passes
             link_bps = min(min(node.link.up_bps, node.link.down_bps) for node in nodes)
             wires = [nbytes * max(8 / link_bps, self.profile.across.slope_s)] if passes else []
             lanes = [f"{end}:{self.groups[g].name}" for g in self.workers for end in ("up", "down")] if self.nodes > 1 else []
             if everyone and widest > 1:
-                wires.append(held * (move.passes * 8 / min(node.intra_bps for node in nodes if node.ranks > 1)))
+                wires.append(held * (traffic.passes * 8 / min(node.intra_bps for node in nodes if node.ranks > 1)))
                 lanes += [f"intra:{self.groups[g].name}" for g in self.workers if self.groups[g].node.ranks > 1]
             rounds = max(self._rounds(g) for g in self.workers)
-            seconds = Line(move.messages * self._alpha_s() * rounds) + max(wires, key=_slope)
+            seconds = Line(traffic.messages * self._alpha_s() * rounds) + max(wires, key=_slope)
             after = tuple(sorted({i for g in self.workers for i in self.held[g].last}))
             last = self._add(str(op), [(lane, seconds) for lane in lanes], after, nbytes=nbytes)
             for g in self.workers:
@@ -217,7 +218,7 @@ class PathTasks:
         for g in self.workers:
             self._share(op, g, n)
 
-    def _put_in(self, op: Op, g: int) -> Line:
+    def _contribution(self, op: Op, g: int) -> Line:
         """Bytes that a rank contributes to a collective. An all-reduce of compressed payloads may need more bytes than the
         payloads have."""
         held = self.held[g]
@@ -408,11 +409,10 @@ their links. Plans that filled three quarters made steps 10 to 25 % longer, and 
 hidden: flows that share a long link leave part of it idle, at times for seconds. Blocking exchanges are not affected."""
 
 
-def with_hidden_rates(cluster: Cluster) -> Cluster:
+def overlapped_cluster(cluster: Cluster) -> Cluster:
     """A copy of the cluster with link rates reduced to the fraction `FULL`, for exchanges hidden behind computing."""
-    return structs.replace(cluster, nodes=tuple(
-        structs.replace(node, link=structs.replace(node.link, up_bps=FULL * node.link.up_bps,
-                                                   down_bps=FULL * node.link.down_bps)) for node in cluster.nodes))
+    nodes = tuple(structs.replace(node, link=node.link.scaled(FULL)) for node in cluster.nodes)
+    return structs.replace(cluster, nodes=nodes)
 
 
 class Excesses:

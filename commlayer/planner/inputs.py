@@ -154,7 +154,7 @@ GROUP = re.compile(r"(?:(\d{1,4})(?:\s*[x\u00d7]\s*|\s+))?(?:(\d{1,4})\s*\*\s*)?
 GROUP_FORM = '"3xrtx3060@100/20Mb" (3 machines, down/up), "rtx4090@1Gb", "2x8*v100@25g" (2 machines of 8 GPUs)'
 MOST_NODES = 1024
 
-class WrittenNode(Record, frozen=True):
+class NodeEntry(Record, frozen=True):
     """A node in a cluster file: like `Node`, but most fields have defaults."""
 
     device: str
@@ -170,8 +170,8 @@ class WrittenNode(Record, frozen=True):
     server: bool = True
 
 
-class WrittenCluster(Record, frozen=True):
-    node: tuple[WrittenNode, ...]
+class ClusterFile(Record, frozen=True):
+    node: tuple[NodeEntry, ...]
     reachable: bool = True
 
 
@@ -181,7 +181,7 @@ def cluster_of(text: str, what: str, *, toml: bool) -> Cluster:
     if isinstance(data, dict) and "nodes" in data:
         cluster = _convert(data, Cluster, what)
     else:
-        written = _convert(data, WrittenCluster, what)
+        written = _convert(data, ClusterFile, what)
         cluster = Cluster(tuple(n for i, w in enumerate(written.node) for n in _nodes(w, i, what)), written.reachable)
     _raise_first(cluster_problems(cluster), what)
     return cluster
@@ -285,13 +285,10 @@ def _rate_match(text: str, what: str) -> re.Match[str] | None:
     return match
 
 
-def _nodes(written: WrittenNode, place: int, what: str) -> Iterator[Node]:
+def _nodes(written: NodeEntry, place: int, what: str) -> Iterator[Node]:
     name = written.name or f"{written.device}-{place}"
     if written.count < 1:
         raise InvalidInput("E-PLAN-INPUT", f"{what}: node {name}: count is {written.count}, allowed: 1 or more")
-    if written.intra not in tables.links().intra:
-        raise InvalidInput("E-PLAN-INPUT", f"{what}: node {name}: intra {written.intra!r}: allowed are "
-                                           f"{', '.join(tables.links().intra)}")
     try:
         node = tables.node(name, written.device, written.link, ranks=written.ranks, intra=written.intra, server=written.server,
                            relative_speed=written.speed)

@@ -53,10 +53,10 @@ def with_micro_batches(job: Job, devices: list[str], optimizer: str) -> Job:
         most = int(room / memory.activations * (job.batch or 1)) if memory.activations else 0
         if not memory.fits and memory.activations:
             pieces = max(pieces, -(-(job.batch or 1) // max(1, most)))
-    return job if pieces == 1 else _divided(job, -(-(job.batch or 1) // pieces))
+    return job if pieces == 1 else _with_micro_batch(job, -(-(job.batch or 1) // pieces))
 
 
-def _divided(job: Job, micro_batch: int) -> Job:
+def _with_micro_batch(job: Job, micro_batch: int) -> Job:
     """The job with micro-batches of this size. All backward passes but the last one precede the exchange, so they count as
     parts of the forward pass."""
     timing, pieces = job.timed, -(-(job.batch or 1) // micro_batch)

@@ -53,6 +53,10 @@ class Link(Record, frozen=True):
     down_bps: float
     alpha_s: float = 0.0
 
+    def scaled(self, factor: float) -> Link:
+        """A link whose rates are this many times as high."""
+        return Link(factor * self.up_bps, factor * self.down_bps, self.alpha_s)
+
 
 class Node(Record, frozen=True):
     """One machine: its ranks, their device, its network link and the connection between its ranks."""
@@ -80,6 +84,12 @@ class Cluster(Record, frozen=True):
     @property
     def ranks(self) -> int:
         return sum(n.ranks for n in self.nodes)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of ranks on each training node; 1 if the numbers differ."""
+        counts = {n.ranks for n in self.nodes if n.ranks}
+        return counts.pop() if len(counts) == 1 else 1
 
 
 def bare(codec: str) -> CodecSpec:
@@ -181,22 +191,6 @@ class Policy(Record, frozen=True):
     only."""
 
 
-class PlanInputs(Record, frozen=True):
-    """A plan's inputs, stored next to the plan so that it can be explained and changed later."""
-
-    job: Job
-    cluster: Cluster
-    profile: Profile | None = None
-    policy: Policy | None = None
-
-    @property
-    def complete(self) -> Question:
-        """The inputs with profile and policy. Raises InvalidInput if one of them is None."""
-        if self.profile is None or self.policy is None:
-            raise InvalidInput("E-PLAN-INPUT", "the plan's inputs lack a profile or a policy")
-        return Question(self.job, self.cluster, self.profile, self.policy)
-
-
 class Question(NamedTuple):
     """The planner's inputs without gaps: a job with its timing, the machines, the costs and what a plan may choose."""
 
@@ -219,7 +213,7 @@ class Basis(NamedTuple):
     """A plan before lowering to the runtime's paths, and the plan's inputs."""
 
     plan: Plan
-    inputs: PlanInputs
+    inputs: Question
 
 
 DENSE = "identity()"
@@ -289,17 +283,17 @@ def node_groups(cluster: Cluster, hosts: Sequence[int], *, spread: bool = False)
 
 
 KINDS = 6
-"""Limit of distinct kinds of nodes in the search; `with_few_kinds` merges more kinds."""
+"""Limit of distinct kinds of nodes in the search; `merge_nodes` merges more kinds."""
 ERROR = 0.05
-"""Initial tolerance: relative difference between two measurements of one link. `with_few_kinds` doubles it until at most KINDS
+"""Initial tolerance: relative difference between two measurements of one link. `merge_nodes` doubles it until at most KINDS
 kinds remain."""
 
 
-def with_few_kinds(cluster: Cluster) -> Cluster:
+def merge_nodes(cluster: Cluster) -> Cluster:
     """The cluster with similar nodes made equal: each takes the slowest rates of its kind, until at most KINDS kinds remain.
 
     >>> links = [Link(1e8 * (1 + i / 100), 1e9, 0.01) for i in range(20)]
-    >>> few_kinds = with_few_kinds(Cluster(tuple(Node(f"n{i}", 1, "cpu", link) for i, link in enumerate(links))))
+    >>> few_kinds = merge_nodes(Cluster(tuple(Node(f"n{i}", 1, "cpu", link) for i, link in enumerate(links))))
     >>> [round(bps / 1e6) for bps in sorted({node.link.up_bps for node in few_kinds.nodes})]
     [100, 106, 112, 118]
     """

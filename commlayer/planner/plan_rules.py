@@ -13,7 +13,7 @@ from commlayer.errors import InvalidInput, coded
 from commlayer.planner import tree
 from commlayer.planner.buckets import between
 from commlayer.planner.convergence import LATE_RATIO, LearningRow, late_allowed
-from commlayer.planner.tensors import rounded_doubles
+from commlayer.planner.tensors import rounding_problems
 from commlayer.planner.tree import parse, spell
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
 
@@ -34,7 +34,7 @@ def verify(plan: Plan, job: Job) -> list[str]:
     if plan.schema != SCHEMA:
         return problems
     problems += [line for bucket in plan.buckets for line in _slice_problems(job, bucket)]
-    return problems + list(rounded_doubles(plan, job)) + list(_buffer_problems(plan, job)) + list(_coverage_problems(plan, job))
+    return [*problems, *rounding_problems(plan, job), *_buffer_problems(plan, job), *_coverage_problems(plan, job)]
 
 
 def verify_alone(plan: Plan, world: int = 0, tensors: int = -1, elements: int = -1) -> list[str]:
@@ -223,12 +223,12 @@ def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
         yield served
         return
     # Workers sum these shards in one reduce_scatter, and exchange the averaged shards in one allgather.
-    for owner, slices in enumerate(cut(bucket.slices, ranks_per_node)):
+    for owner, slices in enumerate(cut_slices(bucket.slices, ranks_per_node)):
         if slices:
             yield structs.replace(served, slices=slices, owner=owner, shape=())
 
 
-def cut(slices: Sequence[Slice], parts: int) -> list[tuple[Slice, ...]]:
+def cut_slices(slices: Sequence[Slice], parts: int) -> list[tuple[Slice, ...]]:
     """Cuts slices into `parts` lists of nearly equal numbers of elements; a list may be empty."""
     numel = sum(s.numel for s in slices)
     return [between(slices, start, stop) for start, stop in pairwise(numel * i // parts for i in range(parts + 1))]
@@ -256,11 +256,11 @@ def _shards(buckets: Sequence[Bucket]) -> bool:
     return (
         [bucket.owner for bucket in buckets] == [*range(len(buckets))]
         and max(sizes) - min(sizes) <= 1
-        and all(_joined(before.slices[-1], after.slices[0]) for before, after in pairwise(buckets))
+        and all(_adjacent(before.slices[-1], after.slices[0]) for before, after in pairwise(buckets))
     )
 
 
-def _joined(before: Slice, after: Slice) -> bool:
+def _adjacent(before: Slice, after: Slice) -> bool:
     return before.tensor == after.tensor and before.stop == after.start
 
 

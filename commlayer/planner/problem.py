@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from commlayer.errors import InvalidInput
 from commlayer.planner.model import ZERO, Line
 
 Ints = npt.NDArray[np.int32]
@@ -175,7 +174,7 @@ class Network:
                 gated=_ints(map(len, gates)), gate=_ints(chain.from_iterable(gates)))
         return self._shapes[key]
 
-    def awaited(self, shape: Shape) -> Shape:
+    def with_final_task(self, shape: Shape) -> Shape:
         """The same tasks with an additional final task, which uses no link, CPU or GPU and waits for the last tasks."""
         last = tuple(sorted({*range(len(shape.after))} - {before for after in shape.after for before in after}))
         return self.shape((*shape.lanes, ()), (*shape.after, last), (*shape.ops, ""))
@@ -186,12 +185,12 @@ class Network:
         """The arrays for simulating any choice among the options. `ready`: by node and bucket, seconds until the gradient is
         final; the last column is the end of the node's computing."""
         shapes = [load.shapes for load in loads]
-        tasks, held, queue, need, followed, following, gated, gate = map(_chained, zip(*map(self._of, shapes), strict=True)) \
+        tasks, held, queue, need, followed, following, gated, gate = map(_concat, zip(*map(self._of, shapes), strict=True)) \
             if loads else [_ints(())] * 8
         stale = _ints([load.stale for load in loads])
-        queues, task_line = _numbered(queue, len(self._queues))
+        queues, task_line = _renumber(queue, len(self._queues))
         mine = [self._queues[number] for number in queues]
-        used, line_lane = _numbered(_ints(chain.from_iterable(mine)), len(self._lanes))
+        used, line_lane = _renumber(_ints(chain.from_iterable(mine)), len(self._lanes))
         names = list(self._lanes)
         lanes = tuple([names[number] for number in used])
         return Problem(
@@ -203,7 +202,7 @@ class Network:
             lane_shared=_ints([lane.startswith(_SHARED) for lane in lanes]), tail=tail_s,
             bucket_options=_offsets(_ints(map(len, shapes))), option_tasks=_offsets(tasks),
             line_lanes=_offsets(_ints(map(len, mine))), line_lane=line_lane, task_line=task_line, task_seconds=_offsets(held),
-            seconds=_chained([load.seconds for load in loads]), latency=_chained([load.latency for load in loads]),
+            seconds=_concat([load.seconds for load in loads]), latency=_concat([load.latency for load in loads]),
             need=need, task_next=_offsets(followed), next=following, task_gates=_offsets(gated), gate=gate,
             most_tasks=sum([int(self._of(each)[0].max()) for each in shapes]))
 
@@ -211,7 +210,7 @@ class Network:
         """The number of tasks of each `Shape` (tasks without durations), and the joined arrays of all shapes."""
         if shapes not in self._joined:
             columns = zip(*[shape.arrays for shape in shapes], strict=True)
-            self._joined[shapes] = _ints([len(shape.after) for shape in shapes]), *map(_chained, columns)
+            self._joined[shapes] = _ints([len(shape.after) for shape in shapes]), *map(_concat, columns)
         return self._joined[shapes]
 
     def _queue(self, op: str, lanes: tuple[str, ...]) -> int:
@@ -219,11 +218,6 @@ class Network:
             op = ""
         key = op, lanes
         if key not in self._queue_of:
-            if len(lanes) > 1 and not all(lane.startswith(_SHARED) for lane in lanes):
-                together = f"lanes {', '.join(lanes)} together"
-                raise InvalidInput("E-PLAN-INPUT",
-                                   f"task {op or lanes}: {together}, allowed: one lane, or only lanes of the kinds "
-                                   f"{', '.join(SHARED)}")
             self._queue_of[key] = len(self._queues)
             self._queues.append(tuple([self._lanes.setdefault(lane, len(self._lanes)) for lane in lanes]))
         return self._queue_of[key]
@@ -235,15 +229,15 @@ class Network:
         return self.nodes.get(name, self.nodes.get(name.rpartition(".")[0], -1))
 
 
-def joined(templates: Sequence[Template]) -> Template:
+def join_templates(templates: Sequence[Template]) -> Template:
     return Template(tuple(chain.from_iterable([each.tasks for each in templates])),
                     tuple(chain.from_iterable([each.shapes for each in templates])),
-                    _chained([each.seconds for each in templates]), _chained([each.latency for each in templates]))
+                    _concat([each.seconds for each in templates]), _concat([each.latency for each in templates]))
 
 
-def with_final_delays(network: Network, loads: Sequence[Load], seconds: Sequence[float]) -> list[Load]:
+def add_final_delays(network: Network, loads: Sequence[Load], seconds: Sequence[float]) -> list[Load]:
     """Adds a final delay of `seconds[b]` to all options of bucket b, during which no link, CPU or GPU is used."""
-    return [load._replace(shapes=tuple([network.awaited(shape) for shape in load.shapes]),
+    return [load._replace(shapes=tuple([network.with_final_task(shape) for shape in load.shapes]),
                           latency=np.insert(load.latency, np.cumsum([len(shape.after) for shape in load.shapes]), latency_s))
             for load, latency_s in zip(loads, seconds, strict=True)]
 
@@ -256,7 +250,7 @@ def _ints(values: Iterable[Any] | Ints) -> Ints:
     return np.array(values if isinstance(values, np.ndarray) else list(values), np.int32)
 
 
-def _numbered(values: Ints, count: int) -> tuple[list[int], Ints]:
+def _renumber(values: Ints, count: int) -> tuple[list[int], Ints]:
     """The distinct values from 0 to `count`, and each value's index among them; negative values stay."""
     used = np.zeros(count, bool)
     used[values[values >= 0]] = True
@@ -268,5 +262,5 @@ def _offsets(counts: Ints) -> Ints:
     return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
 
 
-def _chained(arrays: Sequence[Any]) -> Any:
+def _concat(arrays: Sequence[Any]) -> Any:
     return np.concatenate(arrays) if len(arrays) else np.zeros(0)

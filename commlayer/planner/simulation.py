@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,12 +13,15 @@ from commlayer.native import core
 from commlayer.planner import buckets
 from commlayer.planner.buckets import Cut, fragments_of
 from commlayer.planner.convergence import Recipe
-from commlayer.planner.costs import Prices, recipe_of, with_hidden_rates
+from commlayer.planner.costs import Prices, overlapped_cluster, recipe_of
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import Cluster, Policy, Profile, Question
-from commlayer.planner.problem import Load, Problem, Template, with_final_delays
+from commlayer.planner.problem import Load, Problem, Template, add_final_delays
 from commlayer.planner.tensors import sent_numel
 from commlayer.records import Bucket, Job, Plan, Record, Slice, Timing
+
+if TYPE_CHECKING:
+    from commlayer import _core
 
 
 class Span(Record, frozen=True):
@@ -59,24 +62,24 @@ def simulate(
     `prices`: costs for the cluster with the plan's servers, if the caller has them. `spans` False: the timeline has only times
     by bucket.
     """
-    laid = _lay_out(plan, checked_inputs(job, cluster, profile, policy), prices)
+    setup = _set_up(plan, checked_inputs(job, cluster, profile, policy), prices)
     step_s = compute_s = 0.0
-    ready, done = [laid.begun_s] * len(plan.buckets), [laid.begun_s] * len(plan.buckets)
+    ready, done = [setup.before_s] * len(plan.buckets), [setup.before_s] * len(plan.buckets)
     all_spans: list[Span] = []
-    for places, problem in laid.fragments:
+    for places, problem in setup.fragments:
         fragment_s, starts, ends = native_schedule(problem).trace([0] * len(places))
         at, begun = 0, 0.0
         if problem.steps > 1:
             # If steps overlap, the second step is the first that shares links with another step's transfers. The timeline shows
             # its transfers to their end.
             at, begun = len(starts) // problem.steps, native_schedule(problem._replace(steps=1)).run([0] * len(places))
-        begun -= laid.begun_s + step_s
+        begun -= setup.before_s + step_s
         first_s, last_s = np.array(starts[at:]) - begun, np.array(ends[at:]) - begun
         slowest = problem.ready.reshape(problem.nodes, -1).max(axis=0)
         at = 0
         for place in problem.order.tolist():
             b = places[place]
-            tasks = laid.templates[b].tasks
+            tasks = setup.templates[b].tasks
             ready[b] += float(slowest[place]) + step_s
             done[b] = max(ready[b], float(last_s[at : at + len(tasks)].max(initial=-math.inf)))
             if spans:
@@ -93,8 +96,8 @@ def simulate(
 def step_seconds(plan: Plan, question: Question, prices: Prices | None = None) -> float:
     """Predicted seconds of one step, without a timeline. The cost of an exchange is divided by the number of steps that share
     it."""
-    laid = _lay_out(plan, question, prices)
-    return Simulation(laid.fragments).run([0] * len(plan.buckets)) / plan.local_steps
+    setup = _set_up(plan, question, prices)
+    return Simulation(setup.fragments).run([0] * len(plan.buckets)) / plan.local_steps
 
 
 class Fragment(NamedTuple):
@@ -105,28 +108,29 @@ class Fragment(NamedTuple):
     problem: Problem
 
 
-class _LaidOut(NamedTuple):
+class _Setup(NamedTuple):
     fragments: list[Fragment]
     templates: list[Template]
     """One template per bucket."""
-    begun_s: float
+    before_s: float
     """Seconds of the forward pass before the simulated problem begins."""
 
 
-def _lay_out(plan: Plan, question: Question, prices: Prices | None) -> _LaidOut:
+def _set_up(plan: Plan, question: Question, prices: Prices | None) -> _Setup:
     prices = prices or prices_of(plan, question)
     templates = [bucket_template(prices, bucket) for bucket in plan.buckets]
     recipe, timing = recipe_of(plan, question), question.timing
-    loads = [each.load(sent_numel(plan, bucket, question.job), needed_after_s(timing, bucket.slices), stale=bucket.stale)
+    loads = [each.load(sent_numel(plan, bucket, question.job), forward_need_s(timing, bucket.slices), stale=bucket.stale)
              for each, bucket in zip(templates, plan.buckets, strict=True)]
-    begun_s = timing.forward_s / slowest_speed(prices) if recipe.overlap == "forward" else 0.0
-    return _LaidOut(fragments(question, plan.buckets, loads, prices, recipe), templates, begun_s)
+    before_s = timing.forward_s / slowest_speed(prices) if recipe.overlap == "forward" else 0.0
+    return _Setup(fragments(question, plan.buckets, loads, prices, recipe), templates, before_s)
 
 
 def prices_of(plan: Plan, question: Question) -> Prices:
     """Costs with the plan's servers. Overlapped exchanges have only a part of the links' rates."""
     cluster = question.cluster
-    return Prices(with_hidden_rates(cluster) if plan.overlap == "round" else cluster, question.profile, hosts_of(plan, cluster))
+    usable = overlapped_cluster(cluster) if plan.overlap == "round" else cluster
+    return Prices(usable, question.profile, hosts_of(plan, cluster))
 
 
 def hosts_of(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
@@ -148,7 +152,7 @@ def bucket_template(prices: Prices, bucket: Bucket) -> Template:
         raise InvalidInput("E-PLAN-INPUT", f"bucket {bucket.id}: {error}") from None
 
 
-def needed_after_s(timing: Timing, slices: Sequence[Slice]) -> float:
+def forward_need_s(timing: Timing, slices: Sequence[Slice]) -> float:
     """Seconds after which the next forward pass first needs a tensor of the bucket."""
     return min([timing.needed_s[s.tensor] for s in slices])
 
@@ -184,7 +188,7 @@ def fragments(
         ready = [before_s + buckets.readiness(question.job, cut.slices) for cut in cuts]
     if recipe.overlap == "forward":  # the slowest node computes the rest of the period after it receives the average
         rest_s = [(timing.forward_s - load.urgency) / slowest_speed(prices) for load in loads]
-        loads = with_final_delays(prices.network, loads, rest_s)
+        loads = add_final_delays(prices.network, loads, rest_s)
     speeds = np.array([group.node.speed for group in prices.groups if group.workers])
     tail_s = timing.update_s / slowest_speed(prices) if waits else 0.0
     return [
@@ -194,37 +198,11 @@ def fragments(
         for places in fragments_of(cuts, recipe.fragments)]
 
 
-class Steps(Protocol):
-    """Computes the step time of a choice: one option number per bucket."""
-
-    def run(self, choice: list[int], limit: float = math.inf) -> float:
-        """Seconds of a step; infinity if certainly above `limit`."""
-
-    def sweep(
-        self, choice: list[int], buckets: list[int], limit: float, now_s: float = math.nan, most: int = 0,
-        only: list[int] | None = None, factors: list[float] | None = None,
-    ) -> list[float]:
-        """Seconds for each option when all of `buckets` use it; infinity if above `limit`. All of `buckets` must have the same
-        number of options.
-
-        `factors`: seconds are multiplied by the option's factor before any comparison. `now_s`: seconds of the present choice,
-        if known. `most`, up to 8: only this many shortest times are needed; others may be infinity. `only`: options to try;
-        others are infinity.
-        """
-
-
-class Schedule(Steps, Protocol):
-    """The simulation of one exchange by the native core."""
-
-    def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
-        """Seconds of a step, and the start and end of each task, ordered by step, then by bucket."""
-
-
-def native_schedule(problem: Problem) -> Schedule:
+def native_schedule(problem: Problem) -> _core.Schedule:
     if core is None:
         raise InvalidInput("E-PACKAGE", "planning needs the native core, which is not installed: install a C++ compiler and "
                            "reinstall commlayer")
-    schedule: Schedule = core.Schedule(problem)
+    schedule: _core.Schedule = core.Schedule(problem)
     return schedule
 
 
@@ -240,6 +218,7 @@ class Simulation:
         """For each fragment, the options that were simulated last, and the resulting seconds."""
 
     def run(self, choice: list[int], limit: float = math.inf) -> float:
+        """Seconds of the outer step with one option number per bucket; infinity if certainly above `limit`."""
         seconds = 0.0
         for number in range(len(self._each)):
             seconds += self._fragment_s(number, choice, limit - seconds)
@@ -248,9 +227,15 @@ class Simulation:
         return seconds
 
     def sweep(
-        self, choice: list[int], buckets: list[int], limit: float, now_s: float = math.nan, most: int = 0,
-        only: list[int] | None = None, factors: list[float] | None = None,
+        self, choice: list[int], buckets: list[int], limit: float, now_s: float, most: int, only: list[int],
+        factors: list[float],
     ) -> list[float]:
+        """Seconds for each option when all of `buckets`, which have the same options, use it; infinity if above `limit`.
+
+        `factors`: seconds are multiplied by the option's factor before any comparison. `now_s`: seconds of the present choice;
+        NaN if unknown. `most`, up to 8: only this many shortest times are needed; others may be infinity. `only`: options to
+        try; others are infinity.
+        """
         if len(self._each) == 1:
             return self._each[0].sweep(choice, buckets, limit, now_s, most, only, factors)
         changed: dict[int, list[int]] = {}
@@ -258,7 +243,7 @@ class Simulation:
             number, place = self._at[b]
             changed.setdefault(number, []).append(place)
         rest = sum(self._fragment_s(number, choice) for number in range(len(self._each)) if number not in changed)
-        left = limit / min(factors or [1.0]) - rest  # `most` is for the whole outer step
+        left = limit / min(factors) - rest  # `most` is for the whole outer step
         swept = [self._each[number].sweep([choice[b] for b in self._places[number]], places, left, math.nan, 0, only)
                  for number, places in changed.items()]
         return [rest + sum(each) for each in zip(*swept, strict=True)]

@@ -150,7 +150,7 @@ DOUBLE = "float64"
 EXACT = "allreduce"
 
 
-def with_exact_doubles(plan: Plan, job: Job) -> Plan:
+def all_reduce_doubles(plan: Plan, job: Job) -> Plan:
     """The plan with every bucket of doubles on an uncompressed all-reduce. Unchanged if there are no doubles."""
     buckets = tuple(
         structs.replace(b, path=EXACT, codec="identity()", server=0, owner=0, down="", by_node=(), coder="", stale=False)
@@ -171,7 +171,7 @@ def doubles_notice(job: Job, nodes: int) -> str:
             "compression; model.float() makes them float32")
 
 
-def rounded_doubles(plan: Plan, job: Job) -> Iterator[str]:
+def rounding_problems(plan: Plan, job: Job) -> Iterator[str]:
     """Reports buckets in which the plan would round doubles to float32, one line each."""
     for bucket in plan.buckets:
         if bucket.path != EXACT and (names := _doubles(bucket, job)):

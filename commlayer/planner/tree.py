@@ -101,11 +101,6 @@ def sums_payloads(path: Path) -> bool:
     return encodes(path) > 0 and any(op.name == "allreduce" for op in path)
 
 
-def one_device(path: Path) -> bool:
-    """True: a rank encodes and decodes on one device only."""
-    return len({op.where for op in path if op.name in CODING}) <= 1
-
-
 @cache
 def paths_of_kind(name: Kind, devices: tuple[Device, ...] = GPU_AND_CPU) -> Paths:
     """All paths of one kind, in a fixed order."""
@@ -213,10 +208,14 @@ def usable_paths(
     usable: tuple[Device, ...] = tuple(
         d for d in GPU_AND_CPU if d in devices and (d == "cpu" or any(n.device != "cpu" for n in cluster.nodes if n.ranks))
     )
+
+    def coders(path: Path) -> int:
+        return len({op.where for op in path if op.name in CODING})
+
     return tuple(
         path for name in KINDS if name in kinds and (sums or name != "sum") and (servers or name != "service")
         for path in paths_of_kind(name, usable)
-        if encodes(path) <= max_encodes and (mixed or one_device(path)) and (dense or encodes(path))
+        if encodes(path) <= max_encodes and (mixed or coders(path) <= 1) and (dense or encodes(path))
         and not any(_cluster_breaks(path, cluster))
     )
 
@@ -312,12 +311,6 @@ def misfits(
                "use path 'service', or, if payloads can be added, 'encode@cpu all.allreduce decode@cpu'")
     if gpus and sums_payloads(path):
         yield "payloads can be added only in host memory: for a model on GPUs choose a path without an all-reduce of payloads"
-
-
-def fits(
-    path: Path, up: Iterable[Promise], *, down: Promise | None = None, by_node: bool = False, gpus: bool = False,
-) -> bool:
-    return next(misfits(path, up, down=down, by_node=by_node, gpus=gpus), None) is None
 
 
 def on_gpus(cluster: Cluster) -> bool:

@@ -228,7 +228,8 @@ class Connection:
         self._busy = False  # a thread is writing a frame
         self._rest: _Item | None = None  # a frame that a caller's thread began to write and the sender thread must finish
         self._users = 2  # threads that may be in a system call on the socket; the last one closes the socket
-        self._error: CommError | None = None
+        self.error: CommError | None = None
+        """The error that ended the connection; None while it is open."""
         name = peer_name(peer)
         self._threads = [
             threading.Thread(target=self._send_loop, name=f"send to {name}", daemon=True),
@@ -242,7 +243,7 @@ class Connection:
     def send(self, operation: Handle, header: Header, body: memoryview | bytes, *, last: bool = False) -> None:
         frame = _Outgoing(operation, header, body)
         with self._work:
-            error = self._error
+            error = self.error
             self._seq += 1
             item = (_LAST if last else header.step, header.order, self._seq, frame)
             inline = error is None and not (self._busy or self._queue) and not last \
@@ -270,7 +271,7 @@ class Connection:
         except OSError as failure:
             error = failure
         with self._work:
-            if done or error or self._error:
+            if done or error or self.error:
                 self._busy = False
                 self._unsent_nbytes -= frame.held_nbytes
                 self._room.notify()
@@ -282,8 +283,8 @@ class Connection:
             self._break(error)
         if done:
             mailbox.sent(frame.operation, frame.header)
-        elif self._error is not None:
-            frame.operation.fail(self._error)
+        elif self.error is not None:
+            frame.operation.fail(self.error)
         self._leave()
 
     def _send_loop(self) -> None:
@@ -303,7 +304,7 @@ class Connection:
                 break
             with self._work:
                 self._busy = False
-                ended = self._error
+                ended = self.error
                 if frame.out:
                     self._unsent_nbytes -= frame.held_nbytes
                     self._room.notify()
@@ -317,7 +318,7 @@ class Connection:
 
     def _next(self) -> _Item | None:
         with self._work:
-            while self._error is None:
+            while self.error is None:
                 if self._rest is not None:
                     item, self._rest = self._rest, None
                     self._busy = True
@@ -364,7 +365,7 @@ class Connection:
         """Waits, at most until the connection ends, while more than the allowed bytes wait to be sent to the peer. A peer that
         does not read its replies thus cannot send further requests."""
         def is_ready() -> bool:
-            return self._unsent_nbytes <= self._limits().messages * FRAME_NBYTES or self._error is not None
+            return self._unsent_nbytes <= self._limits().messages * FRAME_NBYTES or self.error is not None
 
         if not is_ready():
             with self._work:
@@ -376,8 +377,8 @@ class Connection:
 
     def _take(self, frame: Frame) -> None:
         kind = frame.header.kind
-        if self._error is not None:
-            raise self._error  # buffered frames must not mix with a new connection of this peer
+        if self.error is not None:
+            raise self.error  # buffered frames must not mix with a new connection of this peer
         if kind == Kind.BYE:
             raise PeerEnded("closed its connection in order")
         if kind in _ONCE:
@@ -388,32 +389,27 @@ class Connection:
         """Ends the connection because of an error of its socket. Returns the error that ended it."""
         lost = PeerLost(f"connection lost: {error.strerror or error}{self._name}", peer=peer_name(self.peer))
         self._end_lost(lost, reports_peer_close(self._sock) and isinstance(error, ConnectionResetError))
-        return self._error or lost
+        return self.error or lost
 
     def _end_lost(self, lost: PeerLost, by_peer: bool) -> None:
         """Ends a connection that was lost. The kernel tells the cause to one of both threads only, whichever asks first. The
         other one sees the end of the stream or a broken pipe, so it waits for the one that knows."""
         if not by_peer:
             with self._work:
-                self._work.wait_for(lambda: self._error is not None, CAUSE_S)
+                self._work.wait_for(lambda: self.error is not None, CAUSE_S)
         self.end(lost, broken=True, by_peer=by_peer)
 
     @property
     def _name(self) -> str:
         return f" ({self.certified.name})" if self.certified else ""
 
-    @property
-    def error(self) -> CommError | None:
-        """The error that ended the connection; None while it is open."""
-        return self._error
-
     def end(self, reason: CommError, *, broken: bool = False, by_peer: bool = False) -> None:
         """Ends the connection. All operations in progress with this peer fail with `reason`. `broken`: True: the connection may
         be re-established, so receives stay posted if `resumes`. Only the first call has an effect."""
         with self._work:
-            if self._error is not None:
+            if self.error is not None:
                 return
-            self._error, self.broken, self.by_peer = reason, broken and self._resumes, by_peer
+            self.error, self.broken, self.by_peer = reason, broken and self._resumes, by_peer
             frames = [item[-1] for item in (*self._queue, *([self._rest] if self._rest else []))]
             self._queue, self._rest = [], None
             self._work.notify_all()

@@ -111,8 +111,8 @@ class Reader:
     """Decodes a byte stream to frames. The transport writes received bytes into wanted(), calls filled(n), then calls next()
     until next() returns None.
 
-    Large bodies are read directly into memory from `allocate`, except for their beginning. feed() does all three steps for
-    bytes in memory. After CorruptFrame every later call of next() raises the same error.
+    Large bodies are read directly into memory from `allocate`, except for their beginning. After CorruptFrame every later call
+    of next() raises the same error.
     """
 
     def __init__(self, max_nbytes: int = DEFAULT_MAX_NBYTES, allocate: Callable[[int], memoryview] = allocate_bytes) -> None:
@@ -161,20 +161,6 @@ class Reader:
             raise
         body, self._body = self._body, None
         return Frame(self._header, body)
-
-    def feed(self, data: bytes | memoryview) -> list[Frame]:
-        """Adds these bytes and returns all frames that they complete."""
-        rest, frames = memoryview(data), []
-        while True:
-            while (frame := self.next()) is not None:
-                frames.append(frame)
-            if not rest:
-                return frames
-            room = self.wanted()
-            n = min(len(room), len(rest))
-            room[:n] = rest[:n]
-            self.filled(n)
-            rest = rest[n:]
 
     def _read_header(self) -> None:
         """Decodes a header, if it is complete, and moves the beginning of the body to the body's memory."""

@@ -41,7 +41,8 @@ def test_peer_that_does_not_read_is_read_only_as_far_as_the_job_needs(
     peer = raw_peer(server.listen(), PEER)
     peer.sendall(frame(data(PEER)))
     server.wait(server.recv(PEER), soon())  # the server's end is connected
-    replies = [server.send(PEER, data(0, bucket=i), body) for i in range(count)]
+    for number in range(count):
+        server.send(PEER, data(0, bucket=number), body)
     received = [server.recv(PEER) for _ in range(3)]
     for number in range(3):
         peer.sendall(frame(data(PEER, bucket=number)))

@@ -134,8 +134,6 @@ class Cluster:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._open.close()
 
-    # ---- setting up
-
     def _free_ports(self) -> list[int]:
         """The coordinator's port, the port of its own server, and one for each separate server."""
         chance = random.Random()
@@ -248,8 +246,6 @@ class Cluster:
         """Whether a proxy reads the frames. It cannot with gRPC or TLS; if homes may leave, weights count no contributions."""
         return self.setting.carrier == "tcp" and not self.setting.keys and not self.setting.least
 
-    # ---- for strikes
-
     def pause(self, chance: random.Random, least_s: float, most_s: float) -> None:
         """Waits until what was struck comes back."""
         time.sleep(chance.uniform(least_s, most_s))
@@ -306,8 +302,6 @@ class Cluster:
     def _lines_of(self, number: int) -> str:
         path = self.folder / f"server-{number}.lines"
         return path.read_text(errors="replace") if path.exists() else ""
-
-    # ---- running
 
     def run(self, limit_s: float, strike: Callable[[Cluster, Trial, random.Random], int] = lambda *_: 1) -> Evidence:
         """Runs until all workers that can end have ended, or for `limit_s`. `strike` is called once and returns its hits."""

@@ -18,7 +18,7 @@ from commlayer import planner, records
 from commlayer.cluster.calls import messages
 from commlayer.cluster.calls.call_proofs import AuthenticationFailed, CallVerifier
 from commlayer.cluster.keys import enrolment_messages
-from commlayer.cluster.membership import coordinator, job_events, membership
+from commlayer.cluster.membership import job_events, membership, uploaded_plans
 from commlayer.cluster.servers import server_codecs, summation, summation_server
 from commlayer.compressors import codec_of, parse, seed, wrap
 from commlayer.compressors.codec import Codec
@@ -33,6 +33,7 @@ from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.secret import NONCE_NBYTES, PROOF_NBYTES, make_proof
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
 from commlayer.transport.zero_chunks import drop_zeros, restore_zeros
+from tests.support.frames import frames_in
 
 CAP_NBYTES, KEPT_NBYTES = 1 << 18, 1 << 20
 CODECS = (
@@ -298,7 +299,7 @@ def parts_of_plans() -> Target:
     plan = bytes(range(256)) * 4
     parts = [messages.PlanPart(messages.digest_of(plan), len(plan), at, plan[at : at + 300]) for at in range(0, 1024, 300)]
     examples = [messages.pack(part) for part in parts]
-    known = coordinator.Plans()
+    known = uploaded_plans.UploadedPlans()
 
     def read(data: bytes, _: random.Random) -> None:
         part = messages.unpack(data, messages.PlanPart, "worker 0")
@@ -328,7 +329,7 @@ def sums() -> Target:
             for b in PLAN.buckets for rank in (0, 1)]
 
     def read(data: bytes, rng: random.Random) -> None:
-        for one in Reader(CAP_NBYTES).feed(data):
+        for one in frames_in(Reader(CAP_NBYTES), data):
             cell = core.cells.get(one.header.bucket)
             if cell is not None and cell.awaited is not None and rng.random() < 0.5:
                 one = one._replace(header=one.header._replace(step=cell.awaited))

@@ -17,6 +17,7 @@ from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import Flag, Kind
 from tests.chaos.reports import Finding
+from tests.support.frames import frames_in
 
 BASE = 4
 MOST_FAULTS = 5
@@ -100,7 +101,7 @@ class Stretch:
         if reader is None:
             return
         try:
-            for frame in reader.feed(data):
+            for frame in frames_in(reader, data):
                 if frame.header.kind == Kind.HELLO:
                     with contextlib.suppress(msgspec.MsgspecError):
                         self.rank = msgspec.msgpack.decode(frame.body, type=Hello).rank

@@ -11,8 +11,8 @@ from support.rank_pool import pool
 
 from commlayer.autotune.measure import calibration
 from commlayer.cluster.processes.collectives import Groups
-from commlayer.planner.costs import Prices, moves
-from commlayer.planner.model import Line, Profile
+from commlayer.planner.costs import Prices, traffic_of
+from commlayer.planner.model import ZERO, Line, Profile
 
 BUDGET_S = 0.2
 
@@ -33,7 +33,7 @@ def test_collective_times_are_equal_on_all_ranks(world: int, per_node: int, insi
     assert all(rows == results[0] for rows in results)
     for line, present in zip(results[0], (inside, across), strict=True):
         assert (line.slope_s > 0) == present
-        assert line == calibration.NO_COLLECTIVES or line.floor_s < 1.0, "a message inside a machine takes no second"
+        assert line == ZERO or line.floor_s < 1.0, "a message inside a machine takes no second"
 
 
 def test_one_collective_gives_the_latency_if_time_is_short() -> None:
@@ -62,8 +62,9 @@ def test_no_collective_between_nodes_is_faster_than_its_links() -> None:
     lines = seconds(PROFILE, path, tall_nodes=False)
     quick, slow = (structs.replace(PROFILE, across=line) for line in (Line(1e-9, 1e-12), Line(5e-3, 20e-9)))
     assert seconds(quick, path, tall_nodes=False) == lines
-    move = moves("allreduce", 4)
-    assert seconds(slow, path, tall_nodes=False) == pytest.approx(move.messages * 5e-3 + move.passes * 4 * (1 << 20) * 20e-9)
+    traffic = traffic_of("allreduce", 4)
+    expected_s = traffic.messages * 5e-3 + traffic.passes * 4 * (1 << 20) * 20e-9
+    assert seconds(slow, path, tall_nodes=False) == pytest.approx(expected_s)
 
 
 def test_allreduce_sum_is_priced_by_its_own_bytes() -> None:
@@ -71,7 +72,7 @@ def test_allreduce_sum_is_priced_by_its_own_bytes() -> None:
     wider = structs.replace(PROFILE, codecs=tuple(structs.replace(c, reduced=Line(8, 2.0)) if c.codec == SHARED else c
                                                   for c in PROFILE.codecs))
     summed, served = "encode@cpu all.allreduce decode@cpu", "encode@cpu net.push net.pull decode@cpu"
-    passes = moves("allreduce", 4).passes
+    passes = traffic_of("allreduce", 4).passes
     more_nbytes = passes * ((2.0 - 0.04) * (1 << 20) + 8 - 16)
     assert (seconds(wider, summed, SHARED, tall_nodes=False) - seconds(PROFILE, summed, SHARED, tall_nodes=False)
             == pytest.approx(more_nbytes * 8 / 1e9))

@@ -119,7 +119,7 @@ def dialled(address: str, token: Token) -> Iterator[tuple[ssl.SSLSocket, bytes, 
     """A connection on which the server awaits the request, its nonce, and the fingerprint of its certificate."""
     with socket.create_connection(tuple(address.rsplit(":", 1)), WAIT_S) as sock:
         sock.sendall(MAGIC)
-        ca = enrolment_client._authority(sock, token, soon())
+        ca = enrolment_client.receive_authority(sock, token, soon())
         with enrolment_messages.secured(enrolling_context(ca), sock, soon(), server=False) as tls:
             nonce = enrolment_messages.receive_record(tls, EnrolmentChallenge, 4096, soon()).nonce
             yield tls, nonce, hashlib.sha256(tls.getpeercert(binary_form=True) or b"").digest()
@@ -521,7 +521,7 @@ def test_another_server_of_the_job_cannot_issue_false_keys(server: Server) -> No
     """It fabricates a certificate and a secret."""
     key = new_key()
     ca = x509.load_pem_x509_certificate((server.ca / "ca.pem").read_bytes())
-    false = authority.sign(key, ca, "home-1", new_key().public_key(), dials_only=True)
+    false = authority.renew(server.ca, key, ca, "home-1", new_key().public_key(), dials_only=True)
 
     def reply(inner: Any) -> None:
         enrolment_messages.receive_record(inner, EnrolmentRequest, 4096, soon())
@@ -568,7 +568,7 @@ def test_nothing_reaches_grpc_after_the_magic(server: Server) -> None:
     context.set_alpn_protocols(["h2"])
     with raw(server) as sock:
         sock.sendall(MAGIC)
-        enrolment_client._authority(sock, token, soon())
+        enrolment_client.receive_authority(sock, token, soon())
         with context.wrap_socket(sock) as tls:
             tls.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
             assert ends(tls) == b""

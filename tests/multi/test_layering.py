@@ -67,7 +67,7 @@ DRIVERS = {"engine.start", "engine.step", "engine.job.job", "engine.epochs.plan_
 """Folders and modules that act; no decision imports them."""
 IMPURE = {"torch", "threading", "time", "datetime", "random", "os", "socket", "subprocess", "grpc", "queue", "asyncio",
           "concurrent", "multiprocessing"}
-KNOW_PATHS = {"bucket_assembler", "worker"}
+KNOW_PATHS = {"bucket_assembler", "exchange", "worker"}
 """Modules of engine/ outside of paths/ that import a path."""
 TORCHLESS = {"codec_spec", "errors", "files", "records", "native", "config", "plan_file", "loss_budget",
               "planner", "balance", "observe", ""}

@@ -79,7 +79,7 @@ class Pings:
         self.clock += next(self.answers)
 
     def next(self, patience_s: float) -> link_rates.ChunkArrival:
-        return link_rates.ChunkArrival(0, 0, 1, self.clock)
+        return link_rates.ChunkArrival(0, 1, self.clock)
 
     def now(self) -> float:
         return self.clock

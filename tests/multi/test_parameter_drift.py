@@ -26,14 +26,18 @@ def momentum(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def run(rank: int, how: str, drift: str, strays: bool, unlike: bool = False) -> dict[str, Any]:
-    """Rank 1 alone changes a weight by its last bits, and what its optimizer keeps of it."""
+    """Rank 1 alone changes a weight by its last bits, and what its optimizer keeps of it. "changed": the weight has changed
+    during some backward pass."""
     model = mlp().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     wrapped: Any = DistributedDataParallel(model) if how == "ddp" else model
     plan = "auto" if how != "local" else plan_of(model, path="allreduce", ranks_per_node=WORLD, local_steps=2)
-    line = ""
+    line, used, changed = "", [model[2].weight.detach().clone()], []
     config = quick(ranks_per_node=WORLD, drift=drift, drift_steps=2)
-    session = commlayer.attach(wrapped, optimizer, **plan_or_codec(plan), config=config)
+    session = commlayer.attach(wrapped, optimizer, **plan_or_codec(plan), config=config,
+                               sync="forward" if how == "forward" else None)
+    model[2].register_forward_pre_hook(lambda module, _: used.append(module.weight.detach().clone()))
+    model[0].weight.register_hook(lambda _: changed.append(not torch.equal(model[2].weight, used[-1])))
     try:
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -51,6 +55,7 @@ def run(rank: int, how: str, drift: str, strays: bool, unlike: bool = False) -> 
     decisions = session.inspect.decisions()
     session.close()
     return {"error": line, "decisions": decisions, "weights": [p.detach().clone() for p in model.parameters()],
+            "changed": any(changed),
             "momentum": momentum(optimizer)}
 
 
@@ -60,7 +65,8 @@ def equal(results: list[dict[str, Any]], what: str) -> bool:
 
 @pytest.mark.parametrize(("how", "drift", "strays", "unlike"), [
     ("module", "resync", True, False), ("ddp", "resync", True, False), ("local", "resync", True, False),
-    ("module", "resync", True, True), ("module", "warn", True, False), ("ddp", "warn", True, False),
+    ("forward", "resync", True, False), ("module", "resync", True, True),
+    ("module", "warn", True, False), ("ddp", "warn", True, False),
     ("module", "end", True, False), ("ddp", "end", True, False),
     ("module", "end", False, False), ("ddp", "end", False, False), ("local", "end", False, False),
 ])
@@ -73,6 +79,7 @@ def test_changed_weight_is_reported_and_handled_as_configured(how: str, drift: s
             assert "\n" not in result["error"]
         return
     assert [r["error"] for r in results] == ["", ""]
+    assert not any(r["changed"] for r in results)
     reported = strays and how != "local"
     assert any("the weights of rank 1 and rank 0 differ in" in line for line in results[0]["decisions"]) == reported
     assert equal(results, "weights") == (drift != "warn")

@@ -24,8 +24,8 @@ from commlayer.engine.start.plan_choice import with_server_nodes
 from commlayer.engine.sync.sync_modes import LocalSteps, modes_of, requested_modes, with_modes
 from commlayer.observe.prediction_check import PATIENCE, StalePlan
 from commlayer.planner import builtin, diff, verify, verify_alone
-from commlayer.planner.inputs import cluster_from_line
-from commlayer.planner.model import Basis, PlanInputs, Policy
+from commlayer.planner.inputs import checked_inputs, cluster_from_line
+from commlayer.planner.model import Basis, Policy
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
 
 _ranks = rank_pool.ranks_first(2)
@@ -273,7 +273,7 @@ def test_stale_plan_is_an_event_and_a_log_line(predicted_s: float, level: int, c
 def test_plan_for_other_machines_is_reported() -> None:
     job, machines = builtin("lstm"), cluster_from_line("3xrtx3060@fiber-1000")
     lines: list[str] = []
-    basis = Basis(commlayer.planner.plan(job, machines, policy=Policy(objective="step")), PlanInputs(job, machines))
+    basis = Basis(commlayer.planner.plan(job, machines, policy=Policy(objective="step")), checked_inputs(job, machines))
     with_server_nodes(basis.plan, basis, 2, lines.append)
     assert lines[0] == "the plan was made for 3 nodes, but this job has 2: its predictions do not apply"
     assert "no rank trains on node 2; to run servers on other machines, start `commlayer serve`" in lines[1]

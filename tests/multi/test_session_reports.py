@@ -45,8 +45,8 @@ from commlayer.engine.observers import trace
 from commlayer.errors import code_of
 from commlayer.observe.events import LogEvent, decode
 from commlayer.observe.trace_files import read_comparison
-from commlayer.planner.inputs import cluster_from_line
-from commlayer.planner.model import Basis, PlanInputs
+from commlayer.planner.inputs import checked_inputs, cluster_from_line
+from commlayer.planner.model import Basis
 from commlayer.records import Job, Timing
 
 WORLD = 2
@@ -354,7 +354,7 @@ def basis_of(session: Any, nodes: str = "2xcpu@10g") -> Basis:
     job = job_of(mlp())
     zeros = (0.0,) * len(job.tensors)
     timed = Job(job.tensors, timing=Timing(zeros, zeros, 1e-3, 1e-3))
-    return Basis(session.inspect.plan, PlanInputs(timed, cluster_from_line(nodes)))
+    return Basis(session.inspect.plan, checked_inputs(timed, cluster_from_line(nodes)))
 
 
 def traced(rank: int, address: str, file: str, changes: dict[int, str], steps: int) -> int:

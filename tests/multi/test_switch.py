@@ -426,7 +426,7 @@ def test_applied_plus_residual_equals_input_through_all_sync_modes(codec: str, h
     put, owed = sum(r["put"] for r in results), sum(r["owed"] for r in results)
     assert torch.equal(results[0]["applied"], results[1]["applied"])
     assert float(owed.abs().max()) > 0
-    torch.testing.assert_close(WORLD * results[0]["applied"] + owed, put, check_dtype=False, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close((WORLD * results[0]["applied"] + owed).float(), put, rtol=1e-4, atol=1e-4)
 
 
 PLAIN = {"overlap": "", "codes": "gradients", "local_steps": 1}

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.attached import assert_refused, outcome
 from support.coordinators import until
+from support.frames import frames_in
 from support.internals import connections_of, socket_of
 from support.meshes import FAR, PATIENCE_S, data, far_pair, frame, raw_peer, soon
 from support.workers import Rig, job, on_ranks, step
@@ -63,7 +64,7 @@ class Receiver:
         return allocate_bytes(nbytes)
 
     def feed(self, *frames: bytes) -> list[Frame]:
-        read = (got for one in frames for got in self.reader.feed(one))
+        read = (got for one in frames for got in frames_in(self.reader, one))
         return [body for got in read if (body := self.assembly.whole(got)) is not None]
 
 
@@ -301,7 +302,7 @@ def test_connection_refuses_damage_with_its_step_and_the_body_cap() -> None:
         reader = Reader(cap)
         assembly = Assembly(take, lambda _: cap, lambda: CAP_NBYTES)
         reader.place = assembly.place
-        (one,) = reader.feed(frame(Header(Kind.PUSH, step=8, bucket=3, flags=Flag.MEAN | Flag.WITHOUT_ZEROS), SHORT))
+        (one,) = frames_in(reader, frame(Header(Kind.PUSH, step=8, bucket=3, flags=Flag.MEAN | Flag.WITHOUT_ZEROS), SHORT))
         return assembly.whole(one)
 
     assert_refused(outcome(lambda: feed(4999)), "E-FRAME", "5000 bytes", "1 to 4999 (step 8, bucket 3)")

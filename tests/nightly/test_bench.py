@@ -60,20 +60,20 @@ STORED = json.loads(check.EXPECTED.read_text())
 
 def test_what_is_stored_passes() -> None:
     results = {name: each["ratio"] for name, each in STORED.items()}
-    assert check.compared(results, STORED)["code"] == 0
+    assert check.compare(results, STORED)["code"] == 0
 
 
 def test_one_that_is_worse_fails_and_is_named() -> None:
     for name, each in STORED.items():
         limit = each["ratio"] * (1 + each["tolerance"])
-        result = check.compared({name: limit * 1.01}, STORED)
+        result = check.compare({name: limit * 1.01}, STORED)
         assert result["code"] == 1
         assert result["summary"]["worse"] == [name]
-        assert check.compared({name: limit * 0.99}, STORED)["code"] == 0
+        assert check.compare({name: limit * 0.99}, STORED)["code"] == 0
 
 
 def test_the_summary_holds_and_the_rows_are_there() -> None:
-    result = balance.emulated(quick=True)
+    result = balance.emulation(quick=True)
     summary = result["summary"]
     assert round(summary["paper_fixture_makespan_ms"], 2) == 104.41
     assert summary["paper_fixture_shares"] == "166/167/159/20"

@@ -27,12 +27,12 @@ def test_the_law_of_long_trainings_is_found_again() -> None:
              for workers in (2, 8) for numel in (20_000, 2_000_000) for noise in (5.0, 60.0)
              for every, fragments in ((0, 0), (8, 0), (128, 0), (8, 1), (8, 4))]
     exact = [one._replace(factor=math.exp(longrun_law.log_factor(law, one))) for one in known]
-    assert tuple(longrun_law.fitted(exact)) == pytest.approx(tuple(law), rel=0.02)
+    assert tuple(longrun_law.fit(exact)) == pytest.approx(tuple(law), rel=0.02)
 
 
 def test_the_shipped_laws_are_those_of_the_stored_trainings() -> None:
     known = longrun_law.trainings(longrun.Store(longrun.STORE))
-    assert longrun_law.fitted(known) == LONG_RUNS
-    assert longrun_law.fitted_high(known) == LONG_RUNS_HIGH
+    assert longrun_law.fit(known) == LONG_RUNS
+    assert longrun_law.fit_cautious(known) == LONG_RUNS_HIGH
     kept = [longrun_law.covers(LONG_RUNS_HIGH, one) for one in known if one.every]
     assert sum(kept) >= 0.8 * len(kept)

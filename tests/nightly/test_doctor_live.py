@@ -29,7 +29,7 @@ from bench.lab import Lab
 from commlayer import plan_file
 from commlayer.cli.output import PIPE_WIDTH
 from commlayer.cluster.calls import messages
-from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
+from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel, connect
 from commlayer.cluster.membership import client, coordinator
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.servers.data_server import DataServer
@@ -142,7 +142,7 @@ def test_running_job_is_not_measured() -> None:
         busy = server.ServerCheck(config)
         assert verdicts([*busy.run("another hash"), *busy.link(0.4)]) == {
             "server": "warn", "clock": "ok", "latency": "ok", "packets": "ok", "plan": "fail", "link": "warn"}
-        with contextlib.closing(server.open_channel(config)) as channel:
+        with contextlib.closing(connect(config)) as channel:
             assert channel.call("Status", messages.StatusRequest(wanted=1 << 17), messages.StatusReply, LIMIT_S).data == b""
         member.leave()
 

@@ -87,8 +87,6 @@ def test_a_cut_for_good_ends_all_and_each_names_the_silent_peer() -> None:
         assert all(worker.returncode for worker in workers)
 
 
-# ---- two machines with torchrun's line on each and nothing else but what plain text demands
-
 HOSTS = 2
 
 

@@ -76,8 +76,6 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "needs root" in errors
 
 
-# ---- ranks on hosts
-
 ECHO = """
 import json, os
 print("noise")
@@ -114,8 +112,6 @@ def test_a_failing_rank_is_named_with_its_words_and_ends_the_others() -> None:
         launch_hosts(None, 3, isolated(ONE_FAILS), deadline_s=300)
     assert time.monotonic() - begin < 300, "the sleeping ranks were not waited for"
 
-
-# ---- links of one lab for all tests below
 
 RECEIVE = """
 import hashlib, socket

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from commlayer.planner.baselines import baselines
 from commlayer.planner.costs import plan_excess
-from commlayer.planner.data.models import as_in_paper
+from commlayer.planner.data.models import published_job
 from commlayer.planner.inputs import checked_inputs, cluster_from_line
 from commlayer.planner.model import Cluster, Policy, Profile, Question
 from commlayer.planner.search.plan_search import PAYS, plan
@@ -58,7 +58,7 @@ def priced(result: Plan, job: Job, machines: Cluster, profile: Profile, policy: 
 @pytest.mark.parametrize(("model", "optimizer"), [("resnet50", "adam"), ("lstm", "sgd"), ("bert-base", "adam")])
 def test_compression_is_no_stronger_than_the_link_requires(model: str, optimizer: str) -> None:
     """Beyond half of what compression must win."""
-    job, results = as_in_paper(model), []
+    job, results = published_job(model), []
     for rate in RATES[model]:
         machines = cluster_from_line(f"4xrtx3060@{rate}Mb")
         question = checked_inputs(job, machines, None, Policy(exact=False, optimizer=optimizer))
@@ -79,7 +79,7 @@ def test_compression_is_no_stronger_than_the_link_requires(model: str, optimizer
 
 @pytest.mark.parametrize("max_loss", [0.0, 0.005, 0.05])
 def test_loss_budget_is_met_without_a_loss_model(max_loss: float) -> None:
-    job = as_in_paper("lstm")
+    job = published_job("lstm")
     for rate, optimizer in ((3, "adam"), (100, "sgd")):
         machines = cluster_from_line(f"4xrtx3060@{rate}Mb")
         question = checked_inputs(job, machines, None, Policy(exact=False, optimizer=optimizer, max_loss=max_loss))

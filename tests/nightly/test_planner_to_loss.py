@@ -17,7 +17,7 @@ from support.plans import toy_job
 from commlayer.codec_spec import parse_spec
 from commlayer.planner.buckets import default_plan
 from commlayer.planner.convergence import Recipe
-from commlayer.planner.costs import Excesses, bucket_weights, plan_excess, with_hidden_rates
+from commlayer.planner.costs import Excesses, bucket_weights, overlapped_cluster, plan_excess
 from commlayer.planner.data.tables import learning_rows as shipped_rows
 from commlayer.planner.model import Cluster, Policy, Question
 from commlayer.planner.plan_rules import verify
@@ -117,7 +117,7 @@ def test_overlapped_outer_steps_take_the_longer_of_compute_and_exchange() -> Non
         profile = learnt(machines)
         plain = default_plan(job, **FP16)
         waited = structs.replace(plain, codes="updates", local_steps=every)
-        exchange_s = simulate(waited, job, with_hidden_rates(machines), profile).step_s - every * computing_s
+        exchange_s = simulate(waited, job, overlapped_cluster(machines), profile).step_s - every * computing_s
         overlapped = simulate(structs.replace(waited, overlap="round"), job, machines, profile)
         assert overlapped.step_s == pytest.approx(max(every * computing_s, exchange_s))
         assert overlapped.compute_s == pytest.approx(every * computing_s)

@@ -86,7 +86,7 @@ def profile(codec: str, *, free: bool = False) -> Profile:
 
 
 def published(name: str) -> Job:
-    return ugatit() if name == "ugatit" else models.as_in_paper(name)
+    return ugatit() if name == "ugatit" else models.published_job(name)
 
 
 class Case(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bench.paced.demo import Chunks, DeMo, dct
-from bench.paced.sparseloco import CHUNK, SparseLoCo, coded, decoded
+from bench.paced.sparseloco import CHUNK, SparseLoCo, decode, encode
 
 
 def test_cosines_are_orthonormal_and_chunks_round_trip() -> None:
@@ -53,9 +53,9 @@ def test_demo_keeps_unsent_values_and_steps_by_the_sign_of_the_mean() -> None:
 def test_sparseloco_sends_the_largest_with_two_bits() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, CHUNK)
-    sent, levels = coded(x, 64)
+    sent, levels = encode(x, 64)
     assert (sent.dtype, sent.shape, levels.shape) == (torch.int16, (3, 64), (3, 2))
-    back = decoded(sent, levels, CHUNK)
+    back = decode(sent, levels, CHUNK)
     places = back != 0
     assert places.sum(1).tolist() == [64, 64, 64]
     assert all(row.abs()[sent].min() >= row.abs()[~sent].max() for row, sent in zip(x, places, strict=True))
@@ -76,5 +76,5 @@ def test_sparseloco_steps_periodically_and_keeps_the_rest() -> None:
         local = before - 0.1 * p.grad
     moved = start - p.detach()
     assert 0 < int((moved != 0).sum()) <= 2 * 64
-    assert torch.allclose(moved + outer._owed.view(-1)[:5000], start - local, atol=1e-5), "all of the change"
+    assert torch.allclose(moved + outer._residual.view(-1)[:5000], start - local, atol=1e-5), "all of the change"
     assert outer.sent == 2 * (2 * 64) + 2 * (2 * 2), "two chunks: 64 entries of two bytes, two levels"

@@ -20,7 +20,7 @@ import pytest
 from msgspec import structs
 
 from commlayer.planner.costs import plan_excess
-from commlayer.planner.data.models import as_in_paper, builtin
+from commlayer.planner.data.models import builtin, published_job
 from commlayer.planner.inputs import checked_inputs, cluster_from_line, cluster_of_homes
 from commlayer.planner.model import Cluster, Link, Node, Policy
 from commlayer.planner.plan_lint import lint
@@ -79,17 +79,17 @@ def cases() -> dict[str, Case]:
     line, homes = cluster_from_line, cluster_of_homes
     resnet, bert, gpt2 = builtin("resnet50"), builtin("bert-base"), builtin("gpt2")
     table = {
-        "resnet50 8xv100@10g": Case(as_in_paper("resnet50"), line("8xv100@10g")),
-        "resnet50 8xv100@10g step": Case(as_in_paper("resnet50"), line("8xv100@10g"), STEP),
-        "vgg16 8x8*v100@25g step": Case(as_in_paper("vgg16"), line("8x8*v100@25g"), STEP),
-        "vgg16 8x8*v100@25g": Case(as_in_paper("vgg16"), line("8x8*v100@25g"), FREE),
+        "resnet50 8xv100@10g": Case(published_job("resnet50"), line("8xv100@10g")),
+        "resnet50 8xv100@10g step": Case(published_job("resnet50"), line("8xv100@10g"), STEP),
+        "vgg16 8x8*v100@25g step": Case(published_job("vgg16"), line("8x8*v100@25g"), STEP),
+        "vgg16 8x8*v100@25g": Case(published_job("vgg16"), line("8x8*v100@25g"), FREE),
         "bert-base 2x8*a100@10g": Case(bert, line("2x8*a100@10g"), EXACT),
         "bert-large 4x8*v100@100g": Case(builtin("bert-large"), line("4x8*v100@100g"), EXACT),
         "gpt2 4xrtx3090@1g": Case(gpt2, line("4xrtx3090@1g"), EXACT),
         "gpt2 4xrtx3090@1g forward": Case(gpt2, line("4xrtx3090@1g"), structs.replace(EXACT, forward=True)),
         "gpt2 4xrtx3090@1g free": Case(gpt2, line("4xrtx3090@1g"), FREE),
         "gpt2 4xrtx3090@1g budget": Case(gpt2, line("4xrtx3090@1g"), structs.replace(EXACT, max_loss=0.01)),
-        "lstm 8xt4@10g step": Case(as_in_paper("lstm"), line("8xt4@10g"), STEP),
+        "lstm 8xt4@10g step": Case(published_job("lstm"), line("8xt4@10g"), STEP),
         "vit-b16 16xrtx3060@1g": Case(builtin("vit-b16"), line("16xrtx3060@1g"), EXACT),
         "resnet50 2xrtx3060@100m": Case(resnet, line("2xrtx3060@100m"), EXACT),
         "resnet50 homes exact": Case(resnet, line(HOMES), EXACT),
@@ -108,8 +108,8 @@ def cases() -> dict[str, Case]:
         "resnet50 10-900 x4": Case(resnet, sites(4, 10, 900), FREE),
         "resnet50 10-900 x8 exact": Case(resnet, sites(8, 10, 900), EXACT),
         "gpt2 10-900 x8": Case(gpt2, sites(8, 10, 900, 3), FREE),
-        "resnet50 20-900 x32": Case(as_in_paper("resnet50"), sites(32, 20, 900), Policy(exact=False)),
-        "resnet50 20-900 x32 step": Case(as_in_paper("resnet50"), sites(32, 20, 900), STEP),
+        "resnet50 20-900 x32": Case(published_job("resnet50"), sites(32, 20, 900), Policy(exact=False)),
+        "resnet50 20-900 x32 step": Case(published_job("resnet50"), sites(32, 20, 900), STEP),
         "small 3xrtx3060@100m": Case(layered(6, 1, step_s=0.02), line("3xrtx3060@100m"), EXACT),
         "small homes": Case(layered(6, 1, step_s=0.02), line("3xrtx3060@100/20Mb"), FREE),
         "small homes forward": Case(layered(24, 2), sites(4, 10, 30, 2, "cpu"), structs.replace(

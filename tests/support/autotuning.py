@@ -27,7 +27,8 @@ from commlayer.observe.interface_counters import Direction, Throughput
 from commlayer.observe.link_monitor import SeenStep
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner import builtin, default_plan
-from commlayer.planner.model import Basis, Cluster, Link, PlanInputs
+from commlayer.planner.data.tables import profile_from_tables
+from commlayer.planner.model import Basis, Cluster, Link, Policy, Question
 from commlayer.records import Plan
 
 JOB = builtin("lstm")
@@ -52,7 +53,7 @@ LEAVING = "nothing on averaged gradients keeps up"
 
 
 def basis_of(plan: Plan) -> Basis:
-    return Basis(plan, PlanInputs(JOB, Cluster(())))
+    return Basis(plan, Question(JOB, Cluster(()), profile_from_tables(Cluster(())), Policy()))
 
 
 def candidate(

@@ -11,7 +11,7 @@ from oracle.fifo import TimedTask
 
 from commlayer.planner import problem as planner
 from commlayer.planner.model import Line
-from commlayer.planner.problem import Network, Problem, Template, joined
+from commlayer.planner.problem import Network, Problem, Template, join_templates
 
 ALONE = ("compute:a", "cpu:a", "compute:b", "cpu:b", "server:0")
 SHARED = ("up:a", "down:a", "up:b", "down:b", "intra:a")
@@ -34,7 +34,7 @@ class Load(NamedTuple):
 
 
 def template(network: Network, options: Sequence[Sequence[TimedTask]]) -> Template:
-    return joined([network.template([
+    return join_templates([network.template([
         planner.Task(tuple((lane, Line(seconds)) for lane, seconds in task.lanes), task.after, Line(task.latency_s), task.op)
         for task in tasks]) for tasks in options])
 

@@ -26,7 +26,7 @@ from commlayer.autotune.contention import MOST_FACTOR, dearer, factor
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.measurements import RankMeasurement, cluster_of, server_nodes_of
 from commlayer.autotune.planning_process import PlanningProcess
-from commlayer.autotune.search import NEARLY, SearchOrder, on_servers, price_of, sped_up, step_s
+from commlayer.autotune.search import NEARLY, SearchOrder, on_servers, price_of, sped_up
 from commlayer.autotune.search import search as process_search
 from commlayer.balance import Communication
 from commlayer.codec_spec import parse_spec
@@ -35,10 +35,11 @@ from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes, with_m
 from commlayer.errors import InvalidInput, InvalidState
 from commlayer.planner import default_plan, simulate
 from commlayer.planner.convergence import LearningRow
-from commlayer.planner.data.models import as_in_paper, builtin
+from commlayer.planner.data.models import builtin, published_job
 from commlayer.planner.data.tables import node, profile_from_tables
 from commlayer.planner.inputs import cluster_from_line
-from commlayer.planner.model import Cluster, Line, Link, Node, PlanInputs, Policy, Profile
+from commlayer.planner.model import Cluster, Line, Link, Node, Policy, Profile, Question
+from commlayer.planner.simulation import step_seconds
 from commlayer.records import Epoch, Plan, ServerInfo
 
 ROWS = tuple(
@@ -51,10 +52,10 @@ ROWS = tuple(
 FAST = "100/100Gb"
 
 
-def inputs(links: str, **policy: Any) -> PlanInputs:
+def inputs(links: str, **policy: Any) -> Question:
     cluster = cluster_from_line(f"2xrtx3060@{links}")
     profile: Profile = structs.replace(profile_from_tables(cluster), learning=ROWS)
-    return PlanInputs(as_in_paper("resnet101") if links == FAST else JOB, cluster, profile, Policy(optimizer="adam", **policy))
+    return Question(published_job("resnet101") if links == FAST else JOB, cluster, profile, Policy(optimizer="adam", **policy))
 
 
 @pytest.mark.parametrize(("links", "exact", "away"), [
@@ -217,13 +218,13 @@ def test_after_local_steps_only_local_step_plans_are_compared(links: str, exact:
     assert plan.steps_locally
     assert (result.leaves, result.local) == ("", None)
     assert not exact or (plan.codes, plan.local_steps, plan.overlap) == ("updates", 1, "")
-    assert plan.step_s == pytest.approx(search.step_s(plan, made_from)), "priced as it runs, by the step"
+    assert plan.step_s == pytest.approx(step_seconds(plan, made_from)), "priced as it runs, by the step"
 
 
 LINKS = [Link(1e8, 1e8, 0.01)] * 3
 ROWS_REPLAN = [RankMeasurement(0.1 * (1 + rank), 0.2, 1e8, 1e8, 0.01) for rank in range(3)]
-INSIDE = calibration.CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
-JOB_REPLAN = as_in_paper("resnet50")
+INSIDE = calibration.CollectiveCosts()
+JOB_REPLAN = published_job("resnet50")
 
 
 def costs() -> Profile:
@@ -287,7 +288,7 @@ CURRENT = plan_of(0.0, "int4()")
 
 
 def order(measured_s: float = 1.0) -> SearchOrder:
-    inputs = PlanInputs(JOB, CLUSTER, profile_from_tables(CLUSTER), Policy(optimizer="adam", exact=True))
+    inputs = Question(JOB, CLUSTER, profile_from_tables(CLUSTER), Policy(optimizer="adam", exact=True))
     return SearchOrder(CURRENT, None, (0, 1), inputs, measured_s)
 
 
@@ -320,7 +321,7 @@ def test_search_process_finds_the_same_plan_as_a_search_in_process(process: Plan
 
 
 def test_search_process_error_is_raised_and_the_next_search_works(process: PlanningProcess) -> None:
-    wrong = order()._replace(inputs=structs.replace(order().inputs, policy=Policy(max_local_steps=-1)))
+    wrong = order()._replace(inputs=order().inputs._replace(policy=Policy(max_local_steps=-1)))
     with pytest.raises(InvalidInput, match=r"max_local_steps is -1\b.*E-PLAN-INPUT"):
         process.search(wrong)
     assert process.search(order()).candidate.plan.buckets
@@ -362,7 +363,7 @@ def test_links_are_at_least_as_fast_as_the_measured_step_requires() -> None:
     copy = structs.replace(CURRENT, hosts=(0,))
 
     def seconds(cluster: Cluster) -> float:
-        return step_s(copy, PlanInputs(JOB, cluster, alone, Policy()))
+        return step_seconds(copy, Question(JOB, cluster, alone, Policy()))
 
     true_s = seconds(CLUSTER)
     slow = structs.replace(CLUSTER, nodes=tuple(
@@ -382,7 +383,7 @@ def test_slow_step_is_attributed_to_the_dedicated_server_link_first() -> None:
     alone, copy = profile_from_tables(fast), structs.replace(CURRENT, hosts=(3,))
 
     def seconds(cluster: Cluster) -> float:
-        return step_s(copy, PlanInputs(JOB, cluster, alone, Policy()))
+        return step_seconds(copy, Question(JOB, cluster, alone, Policy()))
 
     assert seconds(slow) > 1.2 * seconds(fast)
     result = sped_up(slow, seconds, seconds(fast))
@@ -418,13 +419,13 @@ def test_contention_of_many_senders_is_fitted_by_simulation() -> None:
     assert factor(step_s(3.0), step_s) == pytest.approx(3.0, rel=0.05)
 
 
-JOB_PRICE = as_in_paper("resnet50")
+JOB_PRICE = published_job("resnet50")
 POLICY = Policy(devices=("cpu",))
 
 
 @pytest.mark.parametrize("link", [Link(1e9, 1e9, 1e-4), Link(20e6, 20e6, 0.01), home()])
 def test_price_of_a_plan_is_the_simulated_time(link: Link) -> None:
-    inputs = PlanInputs(JOB_PRICE, flat(3, link), PROFILE_PRICE, POLICY)
+    inputs = Question(JOB_PRICE, flat(3, link), PROFILE_PRICE, POLICY)
     plan = planner.plan(JOB_PRICE, inputs.cluster, PROFILE_PRICE, POLICY)
     line = planner.simulate(plan, inputs.job, inputs.cluster, PROFILE_PRICE, POLICY)
     comm_s, overlap = price_of(plan, inputs)

@@ -23,7 +23,7 @@ from commlayer.cli.main import run
 from commlayer.cli.plan import report as plan_report
 from commlayer.demo import report, screen
 from commlayer.demo.report import Progress
-from commlayer.demo.settings import DemoSettings, Event
+from commlayer.demo.settings import DemoSettings, WorkerReport
 from commlayer.planner import builtin, plan
 from commlayer.planner.baselines import Curve, one_machine, what_if
 from commlayer.planner.convergence import ALONE
@@ -681,7 +681,8 @@ def progress_of(losses: Mapping[str, Mapping[int, float]], seconds: int = 20) ->
     for name, by_second in losses.items():
         for step, (second, loss) in enumerate(by_second.items(), 1):
             for home in range(3):
-                progress.take(Event(name, home, step=step, at_s=second, loss=loss if home == 0 else None, late=0.1 * home))
+                validation = loss if home == 0 else None
+                progress.take(WorkerReport(name, home, step=step, at_s=second, loss=validation, late=0.1 * home))
     return progress
 
 

@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from bench.__main__ import MEASUREMENTS, parser_of
 from commlayer.cli.main import app
 from commlayer.compressors import parse
 from commlayer.compressors.plan_codecs import FACTORIES
+from commlayer.config import settings
 from commlayer.errors import CODES
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -220,12 +222,9 @@ def test_bench_modules_in_pages_exist() -> None:
             assert importlib.util.find_spec(module), f"{page.name}: python -m {module}"
 
 
-FOLDER = Path(__file__).parents[2] / "docs"
-SPEC = importlib.util.spec_from_file_location("generate", FOLDER / "generate.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-generate = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(generate)
+FOLDER = ROOT / "docs"
+sys.path.append(str(FOLDER))
+generate, codec_table, markdown = map(importlib.import_module, ("generate", "codec_table", "reference_pages.markdown"))
 
 
 @pytest.mark.parametrize("name", generate.PAGES)
@@ -234,8 +233,8 @@ def test_generated_pages_are_current(name: str) -> None:
 
 
 def test_every_setting_and_command_is_documented() -> None:
-    settings, commands = ((FOLDER / "reference" / name).read_text() for name in ("settings.md", "cli.md"))
-    assert all(f"| `{name}` |" in settings for name in generate.config.Config.__struct_fields__)
+    documented, commands = ((FOLDER / "reference" / name).read_text() for name in ("settings.md", "cli.md"))
+    assert all(f"| `{name}` |" in documented for name in settings.Config.__struct_fields__)
     assert {"commlayer serve", "commlayer plan create", "commlayer keys add"} <= {
         line.lstrip("# ") for line in commands.splitlines() if line.startswith("#")}
 
@@ -263,18 +262,9 @@ def test_supported_features_name_their_tests() -> None:
 
 def test_undocumented_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     source = "class Config:\n    join: str = ''\n    bind: str = ''\n"
-    monkeypatch.setattr(generate.inspect, "getsource", lambda _: source)
+    monkeypatch.setattr(markdown.inspect, "getsource", lambda _: source)
     with pytest.raises(ValueError, match=r"\bjoin\b"):
-        generate._texts_of(generate.config, "Config")
-
-
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE = DOCS / "reference" / "codecs.md"
-SPEC_CATALOGUE = importlib.util.spec_from_file_location("codec_table", DOCS / "codec_table.py")
-assert SPEC_CATALOGUE is not None
-assert SPEC_CATALOGUE.loader is not None
-codec_table = importlib.util.module_from_spec(SPEC_CATALOGUE)
-SPEC_CATALOGUE.loader.exec_module(codec_table)
+        markdown.texts_of(settings, "Config")
 
 
 def test_every_codec_has_an_entry_with_a_valid_spelling() -> None:
@@ -286,5 +276,5 @@ def test_every_codec_has_an_entry_with_a_valid_spelling() -> None:
 
 
 def test_codec_page_is_up_to_date() -> None:
-    page = PAGE.read_text()
+    page = (FOLDER / "reference" / "codecs.md").read_text()
     assert codec_table.renewed(page) == page, "run `make docs`"

@@ -82,7 +82,7 @@ def test_next_step(facts: Facts, words: str) -> None:
     ({"bind": "10.0.0.1", "insecure": True}, True, True),
 ])
 def test_invited_sites_use_keys_even_if_the_page_is_plain_text(given: dict[str, Any], wanted: bool, invites: bool) -> None:
-    assert serve._read(given, ["home-1"], wanted=wanted)[1] == invites
+    assert serve.read_settings(given, ["home-1"], wanted=wanted)[1] == invites
 
 
 @pytest.mark.parametrize(("words", "workers", "names"), [

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from support.coordinators import quick
 from support.disks import files_up_to
 
 from commlayer.cluster.calls import messages
@@ -162,8 +163,9 @@ class SiteService:
         if self.journal is not None:
             self.journal.close()
         self.journal = CoordinatorJournal(str(self._folder))
-        self.service = RendezvousService(3, 10.0, lambda: self.lost, RefusalLog(), 2, clock=lambda: self.now, last_call_s=60.0,
-                                         admission=lambda: self.door, journal=self.journal)
+        config = quick(min_workers=2, dead_after_s=10.0, last_call_s=60.0)
+        self.service = RendezvousService(3, config, lambda: self.lost, RefusalLog(), lambda: self.door, self.journal,
+                                         clock=lambda: self.now)
 
     def begin(self) -> None:
         self.service.begin()

@@ -97,8 +97,8 @@ class Wires:
         heapq.heappush(self.arrivals, (theirs + 2 * self.alpha_s, server, way, nbytes))
 
     def next(self, patience_s: float) -> link_rates.ChunkArrival:
-        self.clock, server, way, nbytes = heapq.heappop(self.arrivals)
-        return link_rates.ChunkArrival(server, way, nbytes, self.clock)
+        self.clock, server, _, nbytes = heapq.heappop(self.arrivals)
+        return link_rates.ChunkArrival(server, nbytes, self.clock)
 
     def now(self) -> float:
         return self.clock

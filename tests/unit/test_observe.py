@@ -39,8 +39,8 @@ from commlayer.observe.noise_scale import ENOUGH, HIDDEN, Agreement, NoiseScale
 from commlayer.observe.prediction_check import PredictionCheck
 from commlayer.observe.step_trace import EXCHANGE, NO_BUCKET, Event
 from commlayer.observe.trace_files import STEP, Comparison, Seen, by_lane, read_comparison, rows_of, write_trace
-from commlayer.planner.inputs import nodes_of
-from commlayer.planner.model import Basis, Cluster, Link, Node, PlanInputs
+from commlayer.planner.inputs import checked_inputs, nodes_of
+from commlayer.planner.model import Basis, Cluster, Link, Node
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, Timing
 
 PREDICTED = [
@@ -262,7 +262,7 @@ def test_fastest_download_counts_after_any_idle_time(monkeypatch: pytest.MonkeyP
         for bps in (0.0, 1e6, 9.6e7, 9.6e7, 9.6e7, 0.0, 4e8, 0.0, 0.0):  # 400 Mb/s for 50 ms: packets that were held back
             clock[0] += BIN_S
             nbytes[1] += int(bps * BIN_S / 8)
-            meter._read()
+            meter.read()
         assert 9.6e7 <= meter.fastest_down_bps() <= 4e8 / 2
         meter.look()
         assert meter.fastest_down_bps() == 0.0
@@ -458,7 +458,7 @@ HOMES = tuple(structs.replace(n, ranks=2, intra_bps=1e10, server=False) for n in
 def events(path: str, cluster: Cluster, hosts: tuple[int, ...], codec: str = "topk(ratio=0.1)") -> dict[int, list[Event]]:
     buckets = (Bucket(0, (Slice(1, 0, 300),), path, codec), Bucket(1, (Slice(0, 0, 5000),), path, codec))
     plan = Plan(JOB.digest(), buckets, servers=len(hosts), hosts=hosts, ranks_per_node=2)
-    result = predict(Basis(plan, PlanInputs(JOB, cluster)))
+    result = predict(Basis(plan, checked_inputs(JOB, cluster)))
     results = planner.simulate(plan, JOB, cluster)
     for mine in result.by_node.values():
         assert [e for e in mine if e.op == STEP] == [Event(STEP, NO_BUCKET, 0.0, results.step_s)]

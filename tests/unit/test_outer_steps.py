@@ -125,6 +125,8 @@ def trained(
                     p.data += moved(rank, step, n)
                 if local.due:
                     local.exchange(worker, [], 20.0)
+                    sources = [source for bucket in worker.buckets for source in bucket.sources]
+                    assert overlap or not any(source is not None for source in sources), "applied changes take no memory"
                 results.append([s.clone() for s in local.starts])
             local.drain(worker, [], 20.0)
             return results, [p.detach().clone() for p in parameters]
@@ -227,6 +229,21 @@ def _parts(fragments: int) -> list[list[int]]:
 PARTS = {fragments: _parts(fragments) for fragments in (1, 2, 4)}
 
 
+def test_weight_of_a_fragment_is_the_mean_since_its_last_exchange() -> None:
+    weights = StepWeights(1.0)
+    weights.divide(2)
+    weights.count()
+    weights.weight = 3.0
+    weights.count()
+    assert weights.take(0) == 2.0
+    weights.count()
+    assert (weights.take(0), weights.take(1)) == (3.0, 7.0 / 3.0)
+    assert weights.take(1) == 3.0, "no step yet: that of the next one"
+    weights.count()
+    weights.divide(4)
+    assert [weights.take(fragment) for fragment in range(4)] == [3.0] * 4
+
+
 WORLD, BUCKETS = 3, 8
 
 
@@ -294,7 +311,7 @@ def test_results_arrive_while_other_buckets_are_still_uploaded() -> None:
         while any(hub.waiting.values()):
             hub.turn()
         for worker, local in zip(rig.workers, rounds, strict=True):
-            local.settle(worker, [], 20.0)
+            local.complete(worker, [], 20.0)
     for rank in range(WORLD):
         up, down = ([(turn, bucket) for turn, *of, bucket in hub.carried if of == [rank, way]] for way in ("up", "down"))
         assert [bucket for _, bucket in up] == [bucket for _, bucket in down], "both in the order of the next forward pass"

@@ -35,7 +35,7 @@ from commlayer.observe.prediction_check import PATIENCE, StalePlan
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.data.tables import profile_from_tables
 from commlayer.planner.inputs import cluster_from_line
-from commlayer.planner.model import Basis, Link, PlanInputs, Policy
+from commlayer.planner.model import Basis, Link, Policy, Question
 
 JUDGED = TRIED + 1
 """Steps from a switch to its judgement."""
@@ -161,7 +161,7 @@ def test_plan_is_priced_in_the_mode_it_runs_in(back: bool) -> None:
     cluster = cluster_from_line("2xrtx3060@100/20Mb")
     costly = tuple(LearningRow("adam", codes, "int4()", 1, "", False, 0, steps, steps, 0.0, 0.0, 5, 5)
                    for codes, steps in (("gradients", 1.0), ("updates", 1.5)))
-    inputs = PlanInputs(JOB, cluster, structs.replace(profile_from_tables(cluster), learning=costly), Policy(optimizer="adam"))
+    inputs = Question(JOB, cluster, structs.replace(profile_from_tables(cluster), learning=costly), Policy(optimizer="adam"))
     result = candidate(plan_of(0.5, "int4()"))
     rank = proposing(result._replace(basis=Basis(result.plan, inputs)))
     if back:

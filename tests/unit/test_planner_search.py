@@ -34,12 +34,12 @@ from commlayer.engine.worker.worker import Worker
 from commlayer.planner import default_plan, verify
 from commlayer.planner.buckets import fragments_of
 from commlayer.planner.convergence import Recipe, excess
-from commlayer.planner.costs import Prices, plan_excess, with_hidden_rates
+from commlayer.planner.costs import Prices, overlapped_cluster, plan_excess
 from commlayer.planner.data import tables as machines
 from commlayer.planner.data.tables import learning_rows as shipped_rows
 from commlayer.planner.data.tables import profile_from_tables
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import DENSE, Cluster, Line, Link, Node, PlanInputs, Policy, Profile, Question
+from commlayer.planner.model import DENSE, Cluster, Line, Link, Node, Policy, Profile, Question
 from commlayer.planner.plan_lint import lint
 from commlayer.planner.plan_rules import lower, sync_mode
 from commlayer.planner.search import choices
@@ -426,7 +426,7 @@ def test_outer_step_is_the_sum_of_fragments_each_bounded_by_exchange_or_compute(
     expected = 0.0
     for places in fragments_of(chosen.buckets, count):
         kept = tuple(structs.replace(waited.buckets[b], id=i) for i, b in enumerate(places))
-        alone = simulate(structs.replace(waited, buckets=kept), SMALL, with_hidden_rates(machines), profile)
+        alone = simulate(structs.replace(waited, buckets=kept), SMALL, overlapped_cluster(machines), profile)
         expected += max(fragment_s, alone.step_s - 8 * step_s(SMALL))
     result = simulate(chosen, SMALL, machines, profile).step_s
     assert result == pytest.approx(expected)
@@ -478,10 +478,13 @@ def test_fragment_sweep_matches_running_each_choice(seed: int) -> None:
     parts = [Fragment([*range(edge)], first), Fragment([*range(edge, len(counts))], second)]
     simulation, choice = Simulation(parts), [0] * len(counts)
     assert simulation.run(choice) == pytest.approx(sum(Simulation([part]).run(choice) for part in parts))
-    exact, limit = simulation.sweep(choice, [0], math.inf), simulation.run(choice) * 1.01
+    options = [*range(counts[0])]
+    limit = simulation.run(choice) * 1.01
+    exact = simulation.sweep(choice, [0], math.inf, math.nan, 0, options, [1.0] * counts[0])
     assert exact == pytest.approx([simulation.run([option, *choice[1:]]) for option in range(counts[0])])
-    factors = [1.0 + 0.1 * option for option in range(counts[0])]
-    for seconds, full, factor in zip(simulation.sweep(choice, [0], limit, factors=factors), exact, factors, strict=True):
+    factors = [1.0 + 0.1 * option for option in options]
+    swept = simulation.sweep(choice, [0], limit, math.nan, 0, options, factors)
+    for seconds, full, factor in zip(swept, exact, factors, strict=True):
         assert full * factor > limit or seconds == pytest.approx(full), "all below the limit are reported"
 
 
@@ -490,7 +493,7 @@ def test_small_models_have_one_fragment_and_auto_reports_the_number_of_large_one
     small = toy_job(tensors=1, numel=20_000, step_s=0.03)
     assert plan(small, at(1e5), fragments_measured(at(1e5)), free).fragments == 1
     current = structs.replace(rounds(SMALL, 1, 1, overlap=""), codes="gradients")
-    best = best_plan(PlanInputs(SMALL, at(1e7), fragments_measured(at(1e7)), free), current)
+    best = best_plan(Question(SMALL, at(1e7), fragments_measured(at(1e7)), free), current)
     assert best.plan.fragments > 1
     assert sync_mode(best.plan) in best.leaves
     assert f"{best.plan.fragments} parts" in best.leaves

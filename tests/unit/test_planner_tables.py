@@ -15,7 +15,7 @@ from commlayer import records
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner import data
 from commlayer.planner.data import tables as machines
-from commlayer.planner.data.models import as_in_paper, built_in, builtin, layers, preset_of
+from commlayer.planner.data.models import built_in, builtin, layers, preset_of, published_job
 from commlayer.planner.data.tables import at_job_speed, gpu, link, links, node, profile_from_tables
 from commlayer.planner.inputs import cluster_from_line, cluster_of, link_of, nodes_of, profile_of, rate_of
 from commlayer.planner.model import Cluster, Link
@@ -54,7 +54,7 @@ def test_shapes_add_up_to_the_published_model(name: str) -> None:
         assert round(4 * numel / 2**20) == ESPRESSO_MIB[name]
 
 
-@pytest.mark.parametrize("result", [builtin, as_in_paper])
+@pytest.mark.parametrize("result", [builtin, published_job])
 @pytest.mark.parametrize("name", [name for name, model in built_in().items() if model.published])
 def test_times_of_presets_are_consistent(name: str, result: Callable[[str], Job]) -> None:
     job = result(name)
@@ -165,7 +165,7 @@ def test_profile_file_round_trips() -> None:
         (NODE + 'link = "home-0/20"', "^c: node x: .*'home-0/20'.*E-LINK-NAME"),
         (NODE + 'link = "1g"\nrank = 3', r"^c: .*`rank`.*node\[0\].*E-PLAN-INPUT"),
         (NODE + 'link = "1g"\ncount = 0', r"^c: node x: count is 0\b.*E-PLAN-INPUT"),
-        (NODE + 'link = "1g"\nranks = 2\nintra = "wire"', "^c: node x: intra 'wire'.*E-PLAN-INPUT"),
+        (NODE + 'link = "1g"\nranks = 2\nintra = "wire"', "^c: node x: intra 'wire'.*E-LINK-NAME"),
         (NODE.replace("rtx3060", "rtx3600") + 'link = "1g"', "^c: node x: .*'rtx3600'.* rtx30.*E-GPU-NAME"),
         (NODE + 'link = "1g"\n' + NODE + 'link = "1g"', "^c: cluster: .*'x'.*E-PLAN-INPUT"),
         (NODE + 'link = "1g"\nranks = 0', "^c: cluster: .*has ranks.*E-PLAN-INPUT"),

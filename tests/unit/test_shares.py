@@ -162,8 +162,6 @@ def test_solver_finds_the_fastest_split(models: list[TimeModel], total: int, min
     solution = solve(models, total, caps, minimum=minimum)
     assert sum(solution.shares) == total
     assert min(solution.shares) >= minimum
-    pairs = zip(solution.shares, caps, strict=True)
-    assert solution.micro_batches == tuple(-(-share // min(cap, total)) for share, cap in pairs)
     vectors = (head for head in itertools.product(range(minimum, total + 1), repeat=len(models)) if sum(head) == total)
     best_s = min(max(in_pieces_s(*one) for one in zip(models, vector, [min(cap, total) for cap in caps], strict=True))
                  for vector in vectors)

@@ -62,7 +62,7 @@ def test_job_slower_than_a_single_machine_is_marked(
     view.apply(events.AloneEvent(time=START + 10, rank=0, over_alone=over_alone, forecast=forecast, auto_times=auto_times))
     lines = [each for each in shown(view, 10) if "than one machine alone" in each]
     assert lines == ([line] if line else [])
-    assert [each for each in state_of(view, START + 10).waits if "alone" in each] == lines
+    assert [each for each in state_of(view, START + 10)["waits"] if "alone" in each] == lines
     assert any(f"{over_alone:.3g} x one machine alone" in each for each in shown(view, 10)) == (over_alone > 0)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.frames import frames_in
 
 from commlayer import native
 from commlayer.errors import CorruptFrame, Damaged
@@ -47,7 +48,7 @@ def test_golden_bytes(name: str) -> None:
     if os.environ.get("COMMLAYER_REGENERATE_GOLDEN"):
         path.write_bytes(wire(header, body))
     assert path.read_bytes() == wire(header, body)
-    (frame,) = Reader().feed(path.read_bytes())
+    (frame,) = frames_in(Reader(), path.read_bytes())
     same(frame, header, body)
 
 
@@ -72,7 +73,7 @@ def test_frames_of_any_size_cut_at_any_byte(sizes: list[int], cuts: list[int]) -
     reader, got, at, turn = Reader(), [], 0, 0
     while at < len(data):
         n = cuts[turn % len(cuts)]
-        got += reader.feed(data[at : at + n])
+        got += frames_in(reader, data[at : at + n])
         at, turn = at + n, turn + 1
     assert len(got) == len(sent)
     for frame, (header, body) in zip(got, sent, strict=True):
@@ -84,7 +85,7 @@ def test_truncated_stream_yields_no_frame_and_is_reported() -> None:
     data = wire(FULL, b"x" * 100)
     for cut in (1, HEADER_NBYTES - 1, HEADER_NBYTES, HEADER_NBYTES + 99):
         reader = Reader()
-        assert reader.feed(data[:cut]) == []
+        assert frames_in(reader, data[:cut]) == []
         assert not reader.between
     assert Reader().between
 
@@ -96,7 +97,7 @@ def test_large_body_is_written_to_allocated_memory() -> None:
         given.append(memoryview(bytearray(nbytes)))
         return given[-1]
 
-    (frame,) = Reader(allocate=allocate).feed(wire(FULL, body))
+    (frame,) = frames_in(Reader(allocate=allocate), wire(FULL, body))
     assert bytes(frame.body) == body
     assert [frame.body.obj] == [g.obj for g in given]
 
@@ -111,8 +112,8 @@ def test_oversized_body_is_refused_before_allocation() -> None:
         raise AssertionError("allocated")
 
     with pytest.raises(CorruptFrame, match=r"\b101 bytes\b.*\b100\b.*E-FRAME"):
-        Reader(100, allocate).feed(wire(FULL, b"x" * 101))
-    assert len(Reader(100).feed(wire(FULL, b"x" * 100))) == 1
+        frames_in(Reader(100, allocate), wire(FULL, b"x" * 101))
+    assert len(frames_in(Reader(100), wire(FULL, b"x" * 100))) == 1
 
 
 @pytest.mark.parametrize(("offset", "value", "message"), [
@@ -127,7 +128,7 @@ def test_malformed_header_with_a_valid_checksum_is_refused(offset: int, value: i
     data = bytearray(wire(FULL, b"abc"))
     data[offset] = value
     with pytest.raises(CorruptFrame, match=message) as caught:
-        Reader().feed(reheaded(bytes(data)))
+        frames_in(Reader(), reheaded(bytes(data)))
     assert not isinstance(caught.value, Damaged)
 
 
@@ -135,10 +136,10 @@ def test_malformed_header_with_a_valid_checksum_is_refused(offset: int, value: i
 def test_only_payloads_may_omit_zeros(kind: Kind) -> None:
     data = wire(Header(kind, flags=Flag.WITHOUT_ZEROS), b"abc")
     if kind in (Kind.PUSH, Kind.RESULT):
-        assert len(Reader().feed(data)) == 1
+        assert len(frames_in(Reader(), data)) == 1
         return
     with pytest.raises(CorruptFrame, match=f"{kind.name} .*zeros.*PUSH and RESULT.*E-FRAME"):
-        Reader().feed(data)
+        frames_in(Reader(), data)
 
 
 @pytest.mark.parametrize(("start", "guess"), [
@@ -149,7 +150,7 @@ def test_only_payloads_may_omit_zeros(kind: Kind) -> None:
 ])
 def test_wrong_magic_names_the_likely_protocol(start: bytes, guess: str) -> None:
     with pytest.raises(CorruptFrame, match=guess):
-        Reader().feed(start.ljust(HEADER_NBYTES, b"\0"))
+        frames_in(Reader(), start.ljust(HEADER_NBYTES, b"\0"))
 
 
 def test_every_bit_flip_is_detected_and_the_error_latches() -> None:
@@ -159,10 +160,10 @@ def test_every_bit_flip_is_detected_and_the_error_latches() -> None:
         broken[bit // 8] ^= 1 << bit % 8
         reader = Reader()
         with pytest.raises(CorruptFrame) as first:
-            reader.feed(bytes(broken))
+            frames_in(reader, bytes(broken))
         assert not reader.between
         with pytest.raises(CorruptFrame) as second:
-            reader.feed(data)
+            frames_in(reader, data)
         assert second.value is first.value
 
 
@@ -170,10 +171,10 @@ def test_frames_before_the_fault_are_delivered_and_none_after() -> None:
     good, bad = wire(FULL, b"good"), bytearray(wire(FULL, b"bad"))
     bad[-1] ^= 1
     reader = Reader()
-    (frame,) = reader.feed(good)
+    (frame,) = frames_in(reader, good)
     assert bytes(frame.body) == b"good"
     with pytest.raises(CorruptFrame, match=r"\b3 bytes\b.*step 123456, bucket 42.*E-CHECKSUM"):
-        reader.feed(bytes(bad) + good)
+        frames_in(reader, bytes(bad) + good)
 
 
 @given(st.binary(max_size=300))
@@ -181,7 +182,7 @@ def test_frames_before_the_fault_are_delivered_and_none_after() -> None:
 def test_garbage_never_yields_a_frame(data: bytes) -> None:
     reader = Reader(1000)
     try:
-        assert reader.feed(data) == []
+        assert frames_in(reader, data) == []
     except CorruptFrame:
         assert not reader.between
 
@@ -199,7 +200,7 @@ def test_random_header_with_a_valid_checksum_is_refused_or_round_trips(head: byt
         assert framing.encode(header, nbytes, check)[:64] == data
     reader = Reader(64)
     with pytest.raises(CorruptFrame):
-        reader.feed(framing.encode(header, len(tail) + 65, check) + tail)
+        frames_in(reader, framing.encode(header, len(tail) + 65, check) + tail)
 
 
 @pytest.mark.parametrize("field", ["generation", "step", "bucket", "part", "round", "codec", "sender", "order", "used",

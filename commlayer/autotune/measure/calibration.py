@@ -16,7 +16,7 @@ from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors import Codec, parse, wrap
 from commlayer.compressors.plan_codecs import ReducedAccumulator, is_summable
 from commlayer.engine.job.plan_checks import promise_of
-from commlayer.planner.costs import moves
+from commlayer.planner.costs import traffic_of
 from commlayer.planner.model import ZERO, CodecCost, Line
 from commlayer.records import Spec
 
@@ -95,8 +95,6 @@ COLLECTIVE_REPEATS = 3
 FLOAT_NBYTES = 4
 LEAST_BYTE_S = 1e-12
 """Lower limit of the seconds per byte, whatever a noisy fit gives."""
-NO_COLLECTIVES = Line(0.0)
-
 Collective = Callable[[torch.Tensor], PendingCollective]
 
 
@@ -104,15 +102,15 @@ class CollectiveCosts(NamedTuple):
     """Costs of collectives: seconds per message (the floor) and seconds per byte on a member's link (the slope). Zeros for a
     level that the cluster does not have."""
 
-    inside: Line
-    across: Line
+    inside: Line = ZERO
+    across: Line = ZERO
 
 
 def measure_collectives(groups: Groups, budget_s: float) -> CollectiveCosts:
     """Measures, in about `budget_s`, a reduce inside all nodes at once, and an all-reduce over ranks that can reach each
     other."""
     nodes, ranks = groups.world // groups.ranks_per_node, groups.ranks_per_node
-    inside = across = NO_COLLECTIVES
+    inside = across = ZERO
     if ranks > 1:
         inside = _line(groups, partial(groups.inside.out.reduce, root=0), "reduce", ranks, budget_s / (2 if nodes > 1 else 1))
     if nodes > 1 and groups.members.reachable:
@@ -124,9 +122,9 @@ def _line(groups: Groups, run: Collective, name: str, members: int, budget_s: fl
     """Measures one collective and returns its cost: seconds per message and per byte. The fitted line's floor is divided by the
     number of sequential messages, the slope by the number of times that the collective moves the data."""
     times_s = _timed(groups, run, budget_s)
-    move = moves(name, members)
+    traffic = traffic_of(name, members)
     line = fit(list(times_s), list(times_s.values())) if len(times_s) > 1 else Line(next(iter(times_s.values())))
-    return Line(line.floor_s / move.messages, max(line.slope_s / move.passes, LEAST_BYTE_S), line.error)
+    return Line(line.floor_s / traffic.messages, max(line.slope_s / traffic.passes, LEAST_BYTE_S), line.error)
 
 
 def _timed(groups: Groups, run: Collective, budget_s: float) -> dict[float, float]:

@@ -44,7 +44,6 @@ class ChunkArrival(NamedTuple):
     """A chunk that has been transferred, and when."""
 
     server: int
-    direction: int
     nbytes: int
     at_s: float
 
@@ -149,7 +148,7 @@ class RequestNetwork:
         """Sends this many bytes to the server (UP), or requests this many from it (DOWN)."""
 
         def done(error: Exception | None) -> None:
-            self._arrived.put((ChunkArrival(server, direction, nbytes, time.perf_counter()), error))
+            self._arrived.put((ChunkArrival(server, nbytes, time.perf_counter()), error))
 
         self._waiting.append(server)
         self._ask(server, *((1, nbytes) if direction == DOWN else (nbytes, 1)), done)

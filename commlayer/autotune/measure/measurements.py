@@ -55,12 +55,8 @@ def energy_of(worker: Worker) -> tuple[float, ...]:
     energies = torch.zeros(len(worker.job.tensors), dtype=torch.float64)
     for bucket in worker.buckets:
         if not bucket.buffer:
-            at = 0
-            parts, y = [], bucket.y
-            for s in bucket.slices:
-                parts.append(y[at : at + s.numel].double().square().sum())
-                at += s.numel
-            energy = torch.stack(parts).cpu() / float(bucket.exchange.scaled) ** 2
+            parts = bucket.y.split([s.numel for s in bucket.slices])
+            energy = torch.stack([part.double().square().sum() for part in parts]).cpu() / float(bucket.exchange.scaled) ** 2
             energies.index_add_(0, torch.tensor([s.tensor for s in bucket.slices]), energy)
     total = float(energies.sum())
     return tuple(energies.tolist()) if 0.0 < total < math.inf else ()
@@ -75,13 +71,11 @@ def filled_of(worker: Worker, workers: int) -> tuple[float, ...]:
     """
     nonzero = [0.0] * len(worker.job.tensors)
     for bucket in worker.buckets:
-        at = 0
-        for s in bucket.slices:
-            part = 1.0 if bucket.buffer else _nonzero(bucket.x[at : at + s.numel])
+        for s, x in zip(bucket.slices, bucket.x.split([s.numel for s in bucket.slices]), strict=True):
+            part = 1.0 if bucket.buffer else _nonzero(x)
             # Unless the codec keeps its input, the result has overwritten the gradient.
             up_part, down_part = (part, min(1.0, workers * part)) if bucket.keeps else (part / workers, part)
             nonzero[s.tensor] += s.numel * (1.0 if part == 1.0 else (up_part + down_part) / 2)
-            at += s.numel
     parts = tuple(part / info.numel if info.numel else 1.0 for part, info in zip(nonzero, worker.job.tensors, strict=True))
     return parts if min(parts, default=1.0) < 1.0 else ()
 

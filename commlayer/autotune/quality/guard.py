@@ -62,7 +62,8 @@ class QualityGuard:
         """Whether this step, under `_plan`, measures the compression error on all ranks."""
         self._piece: SampledPiece | None = None
         self._prepared_s = 0.0
-        self._error: GradientError | None = None
+        self.error: GradientError | None = None
+        """This rank's comparison of the last step, whose results all ranks send; None if that step had none."""
         self._noise, self._logged_noise = NoiseScale(), 0.0
         self._state = policy.begin(bounds, self._levels())
 
@@ -85,7 +86,7 @@ class QualityGuard:
         `failure`: an earlier error on this rank; then no rank compares."""
         if not self.has_work():
             return
-        self._state, self._error = policy.compared(self._state, step), GradientError()  # all ranks send their errors now
+        self._state, self.error = policy.compared(self._state, step), GradientError()  # all ranks send their errors now
         worker, begin_s, summed = self._context.worker, time.perf_counter(), Dots()
         # With overlapped results the comparison makes the step wait for them: that wait is part of its cost.
         held_s = worker.counters.exposed_s - self._exposed_s if self._state.plan.overlapped else 0.0
@@ -101,7 +102,7 @@ class QualityGuard:
         while self._losses:
             self._trend = self._trend.add(float(self._losses.popleft()))
         took_s = time.perf_counter() - begin_s
-        self._error = GradientError(self._sent, summed, self._trend.seen(), held_s + self._prepared_s + took_s,
+        self.error = GradientError(self._sent, summed, self._trend.seen(), held_s + self._prepared_s + took_s,
                                     time.perf_counter() - self._begin_s)
         worker.counters.guard_s += took_s
 
@@ -119,16 +120,6 @@ class QualityGuard:
             self._piece = gradient_comparison.piece(self._watched, self._state.samples, self._state.elements)
             self._prepared_s = time.perf_counter() - begin_s
             worker.counters.guard_s += self._prepared_s  # counters pass to the worker of the next plan
-
-    @property
-    def has_error(self) -> bool:
-        """True: the last step had a comparison, whose results all ranks send."""
-        return self._error is not None
-
-    def take_error(self) -> GradientError | None:
-        """Returns this rank's comparison of the last step, once; None if that step had none."""
-        error, self._error = self._error, None
-        return error
 
     def _observe_noise(self, rows: Sequence[GradientError]) -> None:
         """Updates the gradient noise scale, and logs it when it is known and when it has doubled or halved."""

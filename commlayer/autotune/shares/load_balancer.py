@@ -26,6 +26,7 @@ from commlayer.autotune.start import reporting
 from commlayer.balance import Decision, LinearTime, Outcome, Sampler, SharePolicy
 from commlayer.balance.balancer import Event, describe
 from commlayer.balance.profile import LIMIT_S, WorkerProfile
+from commlayer.balance.sampler import lookahead_of
 from commlayer.balance.schedule import CHANGE_DELAY_STEPS
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import CommError, InvalidInput
@@ -118,7 +119,7 @@ class LoadBalancer:
             yield from self.sampler.follow(loader, self.session, weigh=weigh)
             return
         self._decide(self.sampler.step)  # before the loader draws, so that all batches are drawn with all decisions known
-        self._ahead = _lookahead(loader) if self._lookahead is None else self._lookahead
+        self._ahead = lookahead_of(loader) if self._lookahead is None else self._lookahead
         self._times.clear()
         self._samples.clear()
         first = True
@@ -235,9 +236,3 @@ def _check_plan(session: BalancedSession | None) -> None:
     raise InvalidInput("E-SHARES-ARGUMENT",
                        f"LoadBalancer: the plan {how}, since shares follow what each step takes; make the plan {remedy}, or "
                        "leave shares as they are: sampler.follow(loader, session)")
-
-
-def _lookahead(loader: Iterable[Any]) -> int:
-    """Returns the number of batches that a DataLoader's workers have requested beyond the present one."""
-    workers = int(getattr(loader, "num_workers", 0))
-    return workers * int(getattr(loader, "prefetch_factor", None) or 2)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 from msgspec import structs
@@ -12,14 +11,6 @@ from msgspec import structs
 from commlayer.cli.options import Batch, Codecs, Json, NoiseScale, Out
 from commlayer.cli.output import Commands, Notes, Part, Report, check_out, publish, write
 from commlayer.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from commlayer.cli.plan.report import Unfit
-    from commlayer.plan_file import PlanFileInputs
-    from commlayer.planner.baselines import Baseline, Gains
-    from commlayer.planner.data.tables import LearningTable
-    from commlayer.planner.model import Cluster, Policy, Profile
-    from commlayer.records import Job, Plan
 
 app = typer.Typer(no_args_is_help=True, help="Plan a job's communication from tables or measurements: no GPU needed.")
 
@@ -45,8 +36,6 @@ Costs = Annotated[str, typer.Option(
     "--profile", help="Costs of codecs, measured by `commlayer profile`; its job file, as MODEL, has measured step times.",
     metavar="FILE")]
 ALLOWED = ("forward", "staleness")
-UNEVEN = 1.2
-"""From this ratio of speeds on, `estimate` gives the workers unequal shares of the batch."""
 
 
 def estimate(
@@ -58,32 +47,32 @@ def estimate(
     """Estimate how much faster training is on these machines than on the fastest one alone."""
     from commlayer.cli import arguments
     from commlayer.cli.plan import report as plan_report
+    from commlayer.cli.plan.planned_job import planned_job, policy_of
     from commlayer.planner.baselines import Verdict, training_costs
     from commlayer.planner.convergence import measured_local_steps
     from commlayer.planner.data.tables import learning_rows
 
     server, price = arguments.server_price(server, steps)
     machines = arguments.cluster_named(cluster, nodes, homes, server)
-    policy = _policy(sync, optimizer)
+    policy = policy_of(sync, optimizer)
     if not policy.exact:  # as in a running job
         policy = structs.replace(policy, max_local_steps=measured_local_steps(learning_rows()))
     measured = arguments.profile_named(profile)
-    planned = _planned(model, machines, batch, optimizer, policy, measured, noise_scale=noise_scale, shares=True)
-    rows, gain = planned.judged()
-    assumptions = planned.assumptions(model, named=bool(optimizer))
+    planned = planned_job(model, machines, batch, optimizer, policy, measured, noise_scale, by_speed=True)
+    rows, gain = planned.alternatives()
     costs = training_costs(rows, planned.inputs.cluster, steps, price) if steps else ()
     headline, unfit = planned.headline(gain), planned.unfit
     result = Verdict(headline, *((gain.plan, gain.cautious, gain.high, gain.step) if unfit is None else (0.0,) * 4), rows,
-                     assumptions, planned.plan, costs)
+                     planned.assumptions, planned.plan, costs)
     if unfit is not None:
-        publish(Report(result, headline, (Notes("assumed", assumptions), f"Instead: {unfit.remedy}.")), json)
+        publish(Report(result, headline, (Notes("assumed", planned.assumptions), f"Instead: {unfit.remedy}.")), json)
         return
     parts: list[Part] = []
     if gain.plan:
         parts.append(plan_report.verdicts(gain, auto=not planned.policy.exact, synchronous=planned.synchronous is None))
     if steps:
         parts.append(plan_report.training(steps, costs))
-    parts += planned.parts(rows, assumptions, plan_report.labels(exact=planned.policy.exact), steps or 0,
+    parts += planned.parts(rows, plan_report.labels(exact=planned.policy.exact), steps or 0,
                            table=arguments.learning_table("", measured), verbose=verbose, buckets=verbose)
     commands = plan_report.next_lines(gain, rows, planned.plan, planned.shares)
     publish(Report(result, headline, (*parts, Commands(tuple(commands)))), json)
@@ -107,6 +96,7 @@ def create(
     """Write the plan with the shortest time to a loss, and its inputs in a file next to it."""
     from commlayer import plan_file, records
     from commlayer.cli import arguments
+    from commlayer.cli.plan.planned_job import planned_job, policy_of
     from commlayer.planner.model import NO_LIMIT
 
     check_out(out)
@@ -118,145 +108,16 @@ def create(
     if sync == "step" and "staleness" in (allow or ()):
         raise InvalidInput("E-CLI-OPTION", "--sync step and --allow staleness contradict each other: remove one of them")
     policy = structs.replace(
-        _policy(sync, optimizer), codecs=arguments.codecs_named(codec or [], measured),
+        policy_of(sync, optimizer), codecs=arguments.codecs_named(codec or [], measured),
         max_loss=arguments.loss_part("--max-loss", max_loss) if max_loss else NO_LIMIT, forward="forward" in (allow or ()),
         staleness="staleness" in (allow or ()))
-    planned = _planned(model, machines, batch, optimizer, policy, measured, loss, learning, noise_scale)
+    planned = planned_job(model, machines, batch, optimizer, policy, measured, noise_scale, loss=loss, learning=learning)
     beside = plan_file.sidecar(out)
     write({beside: records.encode(planned.inputs).decode() + "\n", out: plan_file.written(planned.plan)})
-    rows, gain = planned.judged()
-    parts = planned.parts(rows, planned.assumptions(model, named=bool(optimizer)), {},
-                          table=arguments.learning_table(learning, measured), buckets=True)
+    rows, gain = planned.alternatives()
+    parts = planned.parts(rows, {}, table=arguments.learning_table(learning, measured), buckets=True)
     where = f"plan {records.digest(planned.plan)} is in {out}, its inputs are in {beside}"
     publish(Report(planned.plan, planned.headline(gain), (*parts, where)), json)
-
-
-def _policy(sync: str, optimizer: str) -> Policy:
-    from commlayer.cli import arguments
-    from commlayer.planner.model import Policy
-
-    if sync not in ("step", "auto"):
-        raise InvalidInput("E-CLI-OPTION", f"--sync {sync}: allowed are step and auto")
-    # sync="auto" never takes stale results.
-    return Policy(optimizer=arguments.optimizer_named(optimizer or "adamw"), exact=sync == "step", fragments=True,
-                  staleness=False)
-
-
-class _Planned(NamedTuple):
-    """A plan with its inputs."""
-
-    inputs: PlanFileInputs
-    shared: Cluster
-    """The machines with the speeds at which they compute their shares of the batch; `inputs.cluster` if shares are equal."""
-    shares: tuple[int, ...]
-    """Each worker's samples; empty if all have the same number."""
-    policy: Policy
-    plan: Plan
-    synchronous: Plan | None
-    """The best synchronous plan; None if `plan` is synchronous."""
-
-    @property
-    def job(self) -> Job:
-        return self.inputs.job
-
-    @property
-    def unfit(self) -> Unfit | None:
-        from commlayer.cli.plan import report as plan_report
-
-        return plan_report.unfit(self.job, self.inputs.cluster, self.policy.optimizer)
-
-    def judged(self) -> tuple[tuple[Baseline, ...], Gains]:
-        """The plan and its alternatives, and the gains over one machine alone. If the noise scale is unknown, the alternatives
-        are those of a small one."""
-        from commlayer.planner.baselines import baselines, gains, noise_range, one_machine, planned_rows
-        from commlayer.planner.inputs import checked_inputs
-
-        low, high = noise_range(checked_inputs(self.job, self.inputs.cluster, *self.inputs.costs()))
-        rows = baselines(self.plan, low, self.synchronous)
-        most = [*planned_rows(self.plan, high, self.synchronous), *one_machine(high)] if high is not low else ()
-        return rows, gains(rows, most)
-
-    def headline(self, gain: Gains) -> str:
-        from commlayer.errors import coded
-        from commlayer.planner.baselines import verdict
-
-        unfit = self.unfit
-        return verdict(gain) if unfit is None else coded("E-PLAN-MEMORY", f"DOES NOT FIT: {unfit.why}: {unfit.remedy}")
-
-    def assumptions(self, model: str, *, named: bool) -> tuple[str, ...]:
-        from commlayer.cli.plan import report as plan_report
-
-        return tuple(plan_report.assumptions(model, self.job, self.inputs.cluster, self.policy, self.shares, named=named))
-
-    def parts(self, rows: tuple[Baseline, ...], assumptions: tuple[str, ...], names: Mapping[str, str], steps: int = 0, *,
-              table: LearningTable | None, buckets: bool, verbose: bool = False) -> Iterator[Part]:
-        """The alternatives, the plan and the assumptions. `names`: what to call an alternative; `steps`: length of the
-        training, 0 if unknown."""
-        from commlayer.cli.plan import report as plan_report
-        from commlayer.planner.data.tables import learning_rows
-        from commlayer.planner.simulation import simulate
-        from commlayer.planner.tensors import uncompressed_notices
-
-        (costs, limits), known = self.inputs.costs(), self.plan.steps > 0
-        timeline = simulate(self.plan, self.job, self.shared, costs, limits)
-        yield from plan_report.alternatives(rows, known, names, steps)
-        if known and buckets:
-            yield plan_report.factor_error(table, self.policy.optimizer, self.job)
-        yield plan_report.title(self.plan, self.job, self.inputs.cluster)
-        yield plan_report.summary(self.plan, self.job, self.inputs.cluster, timeline)
-        yield Notes("assumed", assumptions)
-        if verbose:
-            learning = costs.learning if costs is not None else learning_rows()
-            yield Notes("sources of the convergence factors", tuple(plan_report.provenance(
-                self.job, self.policy.optimizer, self.inputs.cluster.ranks, self.plan, learning)))
-        if buckets:
-            yield plan_report.by_decision(self.plan, self.job)
-            yield from uncompressed_notices(self.plan, self.job)
-
-
-def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, policy: Policy, profile: Profile | None = None,
-             loss: str = "", learning: str = "", noise_scale: float | None = None, *, shares: bool = False) -> _Planned:
-    """Makes a plan from the command's arguments. `optimizer`: the user's name of the optimizer. `shares`: machines of different
-    speed get shares of the batch by their speed."""
-    from commlayer import plan_file
-    from commlayer.balance import loss_model
-    from commlayer.cli import arguments
-    from commlayer.cli.plan import report as plan_report
-    from commlayer.planner.data.tables import at_job_speed, gpus, learning_rows
-    from commlayer.planner.memory import with_micro_batches
-    from commlayer.planner.search.plan_search import PlanSearch
-
-    job = arguments.with_noise(arguments.job_named(model, batch), noise_scale)
-    if job.timing is not None:
-        info = job.timing.model
-        if info is not None and (info.tokens or info.image_side):
-            job = structs.replace(job, batch=job.batch or info.samples)
-        devices = [node.device for node in machines.nodes if node.ranks and node.device in gpus()]
-        job = with_micro_batches(job, devices, policy.optimizer)
-    machines = structs.replace(machines, nodes=at_job_speed(machines.nodes, job.timing))
-    shared, by_speed = _by_speed(job, machines) if shares else (machines, ())
-    inputs = plan_file.PlanFileInputs(job, machines, profile, policy, loss_model.read(Path(loss)) if loss else None,
-                                      learning_rows(learning) if learning else ())
-    search = PlanSearch(job, shared, *inputs.costs())
-    result = search.explained(search.best(exact=policy.exact))
-    synchronous = None if plan_report.is_synchronous(result) else search.explained(search.best(exact=True))
-    return _Planned(inputs, shared, by_speed, policy, result, synchronous)
-
-
-def _by_speed(job: Job, machines: Cluster) -> tuple[Cluster, tuple[int, ...]]:
-    """Shares of the global batch that all workers compute in the same time, and the machines with speeds that express this.
-    Without shares if the workers are about equally fast, or the batch is unknown."""
-    from commlayer.balance import LinearTime, shares
-
-    workers = [node.speed for node in machines.nodes for _ in range(node.ranks)]
-    if not job.batch or max(workers) < UNEVEN * min(workers):
-        return machines, ()
-    samples = shares([LinearTime(1 / speed) for speed in workers], job.batch * len(workers))
-    nodes, left = [], list(samples)
-    for node in machines.nodes:
-        own, left = left[: node.ranks], left[node.ranks :]
-        nodes.append(structs.replace(node, speed=node.speed * job.batch / max(own)) if own else node)
-    return structs.replace(machines, nodes=tuple(nodes)), tuple(samples)
 
 
 @app.command()
@@ -270,9 +131,11 @@ def explain(
     from commlayer.cli.plan import report as plan_report
     from commlayer.planner.explanation import bucket_of
     from commlayer.planner.explanation import explain as explained
+    from commlayer.planner.plan_rules import verify
 
     record, inputs = plan_file.plan_in(plan), plan_file.inputs_of(plan)
-    _refuse(record, inputs.job)
+    if problems := verify(record, inputs.job):
+        raise InvalidInput("E-PLAN-REFUSED", f"plan: {problems[0]}")
     result = explained(record, bucket_of(record, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
     publish(Report(result, "", plan_report.explanation(result)), json)
 
@@ -376,15 +239,6 @@ def _codec_problem(text: str) -> str:
     except (ValueError, TypeError) as error:
         return str(error)
     return ""
-
-
-def _refuse(plan: Plan, job: Job) -> None:
-    """Raises InvalidInput if the plan does not fit the model."""
-    from commlayer.planner.plan_rules import verify
-
-    problems = verify(plan, job)
-    if problems:
-        raise InvalidInput("E-PLAN-REFUSED", f"plan: {problems[0]}")
 
 
 def _listed(text: str) -> list[str]:

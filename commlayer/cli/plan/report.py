@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from commlayer.cli.output import Part, Table, ms, nbytes
+from commlayer.errors import listed
 from commlayer.planner.baselines import (
     ALONE,
     PLAN,
@@ -264,8 +265,7 @@ def shortened(name: str) -> str:
 
 def explanation(result: Explanation) -> Iterator[Part]:
     bucket, why = result.bucket, result.bucket.why
-    names = ", ".join(result.tensors[:6]) + (f" and {len(result.tensors) - 6} more" if len(result.tensors) > 6 else "")
-    yield f"bucket {bucket.id}: {bucket.numel:,} elements ({nbytes(4 * bucket.numel)}) of {names}"
+    yield f"bucket {bucket.id}: {bucket.numel:,} elements ({nbytes(4 * bucket.numel)}) of {listed(result.tensors, 6)}"
     yield f"sent as {how_sent(bucket)}" + (f", to server {bucket.server}" if bucket.served else "")
     if why is not None:
         yield f"because: {why.reason}"

@@ -23,7 +23,7 @@ from commlayer.cluster.calls.messages import (
     Join,
     JoinReply,
 )
-from commlayer.config import host_port
+from commlayer.config import Config, host_port
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost, Refused
 from commlayer.records import Record
 from commlayer.transport.backoff import Backoff
@@ -233,6 +233,14 @@ class CoordinatorChannel:
             while getattr(watched, "polling", False) and time.monotonic() < until:
                 time.sleep(0.005)
         self._channel.close()
+
+
+def connect(config: Config, timeout_s: float = CALL_S) -> CoordinatorChannel:
+    """Opens a channel to the coordinator of the setting `join`. Raises CommError or RecordError if the coordinator refuses, or
+    if the address is wrong. A coordinator that does not answer is no error here."""
+    keys = Keys(config.keys) if config.keys else None
+    diagnose(config.join, keys, time.monotonic() + timeout_s)
+    return CoordinatorChannel(config.join, config.token, keys)
 
 
 def _unproved(error: Exception) -> bool:

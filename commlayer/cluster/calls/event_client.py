@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 
 from commlayer.cluster.calls import messages
-from commlayer.cluster.calls.coordinator_channel import CALL_S, CoordinatorChannel
-from commlayer.cluster.calls.diagnosis import diagnose
+from commlayer.cluster.calls.coordinator_channel import CALL_S, connect
 from commlayer.config import Config
 from commlayer.errors import CorruptFrame, short_line
 from commlayer.observe.events import Event, clean, decode
 from commlayer.records import MALFORMED
-from commlayer.transport.keys.key_folder import Keys
 
 
 class EventClient:
@@ -19,9 +17,7 @@ class EventClient:
 
     def __init__(self, config: Config) -> None:
         """Connects. Raises CommError with the reason if that fails."""
-        keys = Keys(config.keys) if config.keys else None
-        diagnose(config.join, keys, time.monotonic() + CALL_S)
-        self._channel = CoordinatorChannel(config.join, config.token, keys)
+        self._channel = connect(config)
         self._request = messages.EventsRequest()
         self.ahead_s = 0.0
         """The coordinator's clock, to which the events refer, minus this process's, in seconds."""

@@ -88,7 +88,6 @@ class GrpcPort:
         """Serves homes that fetch their first certificate at this port; None if this process has no CA."""
         self._lock = threading.Lock()
         self._known: dict[str, _TlsConnection] = {}
-        self._distrusted: set[str] = set()
         self._closed = threading.Event()
         self._folder, self._names = "", itertools.count()
         self._handshakes, self._connections, self._calls = PendingHandshakes(), ConnectionTable(MAX_CONNECTIONS), FairShare()
@@ -124,7 +123,7 @@ class GrpcPort:
 
     def _connection(self, peer: str) -> _TlsConnection:
         with self._lock:
-            connection = None if peer in self._distrusted else self._known.get(peer)
+            connection = self._known.get(peer)
         if connection is None:
             raise AuthenticationFailed
         return connection
@@ -168,9 +167,9 @@ class GrpcPort:
         """Treats a TLS connection as unauthenticated from now on. Closes the connection after REPLY_ARRIVES_S seconds, in
         which the pending reply can arrive. Call this on the event loop."""
         with self._lock:
-            if peer in self._known:
-                self._distrusted.add(peer)
-                event_loop().call_later(REPLY_ARRIVES_S, shut_down, self._known[peer].sock)
+            connection = self._known.pop(peer, None)
+        if connection is not None:
+            event_loop().call_later(REPLY_ARRIVES_S, shut_down, connection.sock)
 
     def drop(self, serials: frozenset[int]) -> None:
         """Closes all connections that use certificates with these serial numbers."""
@@ -248,8 +247,7 @@ class GrpcPort:
             finally:
                 back.join()
                 with self._lock:
-                    del self._known[name]
-                    self._distrusted.discard(name)
+                    self._known.pop(name, None)
                 close_channel(inner)
 
 

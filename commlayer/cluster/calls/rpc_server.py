@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 from commlayer.cluster.calls.call_proofs import CHALLENGE, AuthenticationFailed
 from commlayer.cluster.calls.messages import MAX_NBYTES, MAX_REPLY_NBYTES, SERVICE
@@ -42,49 +42,34 @@ Broke = Callable[[str, CorruptFrame], str]
 
 
 class UnsentReplies:
-    """Replies that wait to be sent, by their source: the member's certificate, or without keys its connection. A reply is
-    encoded when most of the earlier ones of its source have been sent, so a member that does not read its replies holds few of
-    them in memory. Use it on the event loop."""
+    """Replies that wait to be sent to one source: the member's certificate, or without keys its connection. A reply is encoded
+    when most of the earlier ones have been sent, so a member that does not read its replies holds few of them in memory. Use it
+    on the event loop."""
 
     def __init__(self) -> None:
-        self._nbytes = Counter[str]()
-        self._turns: dict[str, deque[asyncio.Future[None]]] = {}
-        """Calls of a source that wait for their turn, first in, first out."""
+        self._turn, self._room, self._nbytes = asyncio.Lock(), asyncio.Event(), 0
+        self._room.set()
 
-    async def encode_in_turn(self, source: str, encode: Encode, context: Any, *, prompt: bool) -> bytes:
+    async def encode_in_turn(self, encode: Encode, context: Any, *, prompt: bool) -> bytes:
         """Returns the encoded reply to the call of this context. `prompt`: True: does not wait for earlier replies."""
-        if not prompt:
-            await self._turn(source)
-        try:
-            reply = encode()
-            self._nbytes[source] += len(reply)
-            context.add_done_callback(lambda _: self._sent(source, len(reply)))
-            return reply
-        finally:
-            self._begin_next(source)
+        if prompt:
+            return self._encoded(encode, context)
+        async with self._turn:  # first in, first out
+            await self._room.wait()
+            return self._encoded(encode, context)
 
-    async def _turn(self, source: str) -> None:
-        turns, turn = self._turns.setdefault(source, deque()), asyncio.get_running_loop().create_future()
-        turns.append(turn)
-        self._begin_next(source)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            turns.remove(turn)
-            self._begin_next(source)
-            raise
-        turns.remove(turn)
+    def _encoded(self, encode: Encode, context: Any) -> bytes:
+        reply = encode()
+        self._count(len(reply))
+        context.add_done_callback(lambda _: self._count(-len(reply)))
+        return reply
 
-    def _sent(self, source: str, nbytes: int) -> None:
-        self._nbytes[source] -= nbytes
-        self._begin_next(source)
-
-    def _begin_next(self, source: str) -> None:
-        if not (turns := self._turns.get(source)):
-            self._turns.pop(source, None)
-            self._nbytes += Counter()  # drops zeros
-        elif self._nbytes[source] <= MAX_UNSENT_NBYTES and not turns[0].done():
-            turns[0].set_result(None)
+    def _count(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        if self._nbytes <= MAX_UNSENT_NBYTES:
+            self._room.set()
+        else:
+            self._room.clear()
 
 
 class RpcServer:
@@ -93,7 +78,8 @@ class RpcServer:
     def __init__(self, answers: Mapping[str, Answer], handlers: Iterable[grpc.GenericRpcHandler] = (),
                  broke: Broke = lambda _, error: str(error)) -> None:
         self._answers, self._handlers, self._broke = answers, tuple(handlers), broke
-        self._unsent = UnsentReplies()
+        self._unsent = WeakValueDictionary[str, UnsentReplies]()
+        """By source; an entry lasts as long as a call of the source."""
         self._server: Any = None
 
     def start(self, address: str, identify: Identify) -> int:
@@ -131,8 +117,8 @@ class RpcServer:
             try:
                 reply = answer(data or b"", peer)
                 encode = await reply if inspect.isawaitable(reply) else reply
-                source = caller.source if caller.certificate else peer
-                return await self._unsent.encode_in_turn(source, encode, context, prompt=prompt)
+                unsent = self._unsent.setdefault(caller.source if caller.certificate else peer, UnsentReplies())
+                return await unsent.encode_in_turn(encode, context, prompt=prompt)
             except AuthenticationFailed:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, UNPROVED)
             except CorruptFrame as error:

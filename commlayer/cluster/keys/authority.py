@@ -95,24 +95,19 @@ def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = Fa
 
 def renew(folder: Path, key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, name: str,
           public: ec.EllipticCurvePublicKey, days: int = NODE_DAYS, *, dials_only: bool) -> x509.Certificate:
-    """Revokes the node's present certificates, if any, and makes another one: see sign()."""
+    """Revokes the node's present certificates, if any, and makes another one. The caller holds the CA's lock, and must record
+    the certificate before handing it out."""
     if former := {one.serial for one in valid(folder, name)}:
         revoke_serials(folder, key, authority, former)
-    return sign(key, authority, name, public, days, dials_only=dials_only)
+    start, end = _times(days)
+    purposes = [ExtendedKeyUsageOID.CLIENT_AUTH] + ([] if dials_only else [ExtendedKeyUsageOID.SERVER_AUTH])
+    return _signed(key, authority.subject, common_name(name), public, start, min(end, authority.not_valid_after_utc),
+                   x509.ExtendedKeyUsage(purposes), x509.SubjectAlternativeName([x509.DNSName(SERVICE), x509.DNSName(name)]))
 
 
 def check_name(name: str) -> None:
     if not NAME.fullmatch(name):
         raise InvalidInput("E-CLI-OPTION", f"node name: got {name!r}, {ALLOWED_NAMES}, for example gpu-2")
-
-
-def sign(key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, name: str, public: ec.EllipticCurvePublicKey,
-         days: int = NODE_DAYS, *, dials_only: bool) -> x509.Certificate:
-    """Makes a node's certificate. The caller holds the CA's lock, and must record the certificate before handing it out."""
-    start, end = _times(days)
-    purposes = [ExtendedKeyUsageOID.CLIENT_AUTH] + ([] if dials_only else [ExtendedKeyUsageOID.SERVER_AUTH])
-    return _signed(key, authority.subject, common_name(name), public, start, min(end, authority.not_valid_after_utc),
-                   x509.ExtendedKeyUsage(purposes), x509.SubjectAlternativeName([x509.DNSName(SERVICE), x509.DNSName(name)]))
 
 
 def record_of(folder: Path, certificate: x509.Certificate) -> Path:

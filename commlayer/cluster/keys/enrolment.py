@@ -94,12 +94,13 @@ class EnrolmentServer:
             request = receive_record(tls, EnrolmentRequest, MAX_REQUEST_NBYTES, deadline)
             name = one_line(request.name[:80])
             try:
-                granted = invitations.redeem(self._folder, request.name, request.csr, request.proof, (nonce, self._fingerprint))
+                certificate, revoked = invitations.redeem(self._folder, request.name, request.csr, request.proof,
+                                                          (nonce, self._fingerprint))
             except (Coded, OSError) as error:
                 known = isinstance(error, Refused)
                 reason = str(error) if known else coded("E-KEYS", "the server cannot issue certificates now: see its log")
                 send_record(tls, EnrolmentReply(reason), deadline)
                 return f"enrolment of {name}: {error}"
-            send_record(tls, EnrolmentReply("", granted.certificate, granted.revoked, self._secret), deadline)
+            send_record(tls, EnrolmentReply("", certificate, revoked, self._secret), deadline)
         log.info("%s at %s has fetched its certificate", name, where)
         return ""

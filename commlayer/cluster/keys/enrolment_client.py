@@ -96,7 +96,7 @@ def _fetch(home: HomeLine, token: Token, csr: bytes, deadline: float) -> tuple[b
     try:
         with contextlib.closing(_connect(home.address, deadline)) as sock:
             send(sock, MAGIC, deadline)
-            ca = _authority(sock, token, deadline)
+            ca = receive_authority(sock, token, deadline)
             with secured(enrolling_context(ca), sock, deadline, server=False) as tls:
                 shown = tls.getpeercert(binary_form=True)
                 assert shown is not None
@@ -127,7 +127,7 @@ def _connect(address: str, deadline: float) -> socket.socket:
                       "address", code="E-ADDRESS") from None
 
 
-def _authority(sock: socket.socket, token: Token, deadline: float) -> bytes:
+def receive_authority(sock: socket.socket, token: Token, deadline: float) -> bytes:
     """Receives the CA's certificate, and returns it if it is the token's."""
     try:
         start = receive(sock, len(MAGIC), deadline)

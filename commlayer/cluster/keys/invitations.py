@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 from cryptography import x509
@@ -54,13 +53,6 @@ class Book(Record, frozen=True):
 
     address: str = ""
     homes: dict[str, Invitation] = msgspec.field(default_factory=dict)
-
-
-class Granted(NamedTuple):
-    """What an invited home receives, as PEM: its certificate and the CA's revocation list."""
-
-    certificate: bytes
-    revoked: bytes
 
 
 def signing_key(secret: bytes) -> Ed25519PrivateKey:
@@ -152,9 +144,9 @@ def withdraw(folder: Path, name: str) -> bool:
         return name in book.homes
 
 
-def redeem(folder: Path, name: str, csr: bytes, proof: bytes, binding: Sequence[bytes]) -> Granted:
-    """Issues the certificate of an invited home. Raises Refused. A repeated request for the same public key gets the same
-    certificate, because the reply may have been lost.
+def redeem(folder: Path, name: str, csr: bytes, proof: bytes, binding: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """Issues the certificate of an invited home. Returns it and the CA's revocation list, as PEM. Raises Refused. A repeated
+    request for the same public key gets the same certificate, because the reply may have been lost.
 
     Nothing but the signature is looked at before it is verified. A stranger therefore reaches no parser, and learns neither
     which homes were invited nor whether they came.
@@ -183,7 +175,7 @@ def redeem(folder: Path, name: str, csr: bytes, proof: bytes, binding: Sequence[
             book = msgspec.structs.replace(book, homes={**book.homes, name: used})
             write_whole({authority.record_of(folder, certificate): authority.pem(certificate),
                          folder / FILE: msgspec.json.encode(book)}, durable=True, mode=0o600)
-        return Granted(authority.pem(certificate), authority.read(folder / REVOKED))
+        return authority.pem(certificate), authority.read(folder / REVOKED)
 
 
 def certificate_authority(folder: Path) -> bytes:

@@ -26,12 +26,10 @@ from commlayer.cluster.calls import messages
 from commlayer.cluster.calls.call_proofs import CHALLENGE, AuthenticationFailed, CallVerifier
 from commlayer.cluster.calls.grpc_port import GrpcPort
 from commlayer.cluster.calls.messages import (
-    MAX_PLAN_NBYTES,
     MAX_STATUS_NBYTES,
     PROTOCOL,
     PlanPart,
     StatusReply,
-    digest_of,
     version,
 )
 from commlayer.cluster.calls.rpc_server import Answer, Encode, RpcServer
@@ -46,6 +44,7 @@ from commlayer.cluster.membership.coordinator_journal import (
 from commlayer.cluster.membership.job_events import JobEvents, log_of_job, waits_of
 from commlayer.cluster.membership.rendezvous_service import RendezvousService
 from commlayer.cluster.membership.sites import AdmissionState, PendingWait
+from commlayer.cluster.membership.uploaded_plans import UploadedPlans
 from commlayer.config import Config
 from commlayer.errors import MAX_PEER_TEXT_CHARS, CorruptFrame, InvalidInput, coded, short_line, without_code
 from commlayer.observe.event_log import EventLog
@@ -63,9 +62,6 @@ TICK_S = 0.25
 PROVE_S = 2.0
 """Seconds in which a connection whose call was refused may still make a call that proves the job's secret. After that the
 refusal is logged."""
-TOLD_HEARTBEATS = 3
-"""Number of heartbeat intervals without a heartbeat after which a process counts as silent. A coordinator whose parent has
-ended runs for this long, so it can report the parent's death."""
 MAX_WORKERS = 64
 """Largest number of workers of a job with min_workers that is started without another number."""
 Q = TypeVar("Q", bound=Record)
@@ -113,12 +109,15 @@ class Coordinator:
                                            max_workers=workers if least else 0)
         self._lock = threading.Lock()
         self._clock, self._config, self._hangs = clock, config, StoreHangs()
+        self._silent_s = settings.notice_s(config)
+        """Seconds without a heartbeat after which a process counts as silent. A coordinator whose parent has ended runs for
+        this long, so it can report the parent's death."""
         self._closing = threading.Event()
         self._revision = secrets.randbits(48)  # probably another one than that of a previous coordinator of this job
         self._watches: dict[str, asyncio.Event] = {}
         """Maps the token of a process whose Watch call waits to the event that ends the wait. Used on the event loop."""
         self._keys, self._refusals = Keys(config.keys) if config.keys else None, RefusalLog()
-        self._plans = defaultdict[str, Plans](Plans)
+        self._plans = defaultdict[str, UploadedPlans](UploadedPlans)
         """Uploaded plans by the name of the certificate, so that no member replaces another's."""
         self._verifier = CallVerifier(config.token, self._keys)
         self._suspects: dict[str, tuple[str, str]] = {}
@@ -131,10 +130,7 @@ class Coordinator:
 
             self._port.enrolment = EnrolmentServer(Path(ca), self._keys, config.token)
         self._revoked: frozenset[int] = frozenset()
-        self._rendezvous = RendezvousService(workers, config.dead_after_s, self._lost, self._refusals, config.min_workers,
-                                             admission=self._admission, journal=journal,
-                                             noticed_s=TOLD_HEARTBEATS * config.heartbeat_s, invited=invited,
-                                             last_call_s=config.last_call_s)
+        self._rendezvous = RendezvousService(workers, config, self._lost, self._refusals, self._admission, journal, invited)
         if self._state.epoch is not None:
             self._rendezvous.begin()
             self.events.changed(membership.State(0, 0), self._state)
@@ -202,7 +198,7 @@ class Coordinator:
         registrations are dead from now on."""
         with self._lock:
             self._set(membership.mark_exited(self._state, socket.gethostname(), pid))
-        self.over.wait(TOLD_HEARTBEATS * self._config.heartbeat_s)
+        self.over.wait(self._silent_s)
 
     def _lost(self) -> dict[int, str]:
         """Returns the reason for each worker that died or left with an error, keyed by rank. Finished workers are not
@@ -219,7 +215,7 @@ class Coordinator:
 
     def _admission(self) -> AdmissionState:
         with self._lock:
-            return epoch_change.admission(self._state, self._clock(), TOLD_HEARTBEATS * self._config.heartbeat_s,
+            return epoch_change.admission(self._state, self._clock(), self._silent_s,
                                           max(self._patience_s, self._config.dead_after_s))
 
     def _register_site(self, request: messages.Join) -> messages.JoinReply:
@@ -337,8 +333,7 @@ class Coordinator:
             self._rendezvous.tick(ended_ranks, still_s)
             with self._lock:
                 before = self._state
-                state = membership.tick(before, self._clock(), self._config.dead_after_s, self._patience_s,
-                                        TOLD_HEARTBEATS * self._config.heartbeat_s)
+                state = membership.tick(before, self._clock(), self._config.dead_after_s, self._patience_s, self._silent_s)
                 for token, place in state.registrations.items():
                     if place.left and not before.registrations[token].left:
                         log.warning("%s: ended while no coordinator was running, according to its servers", place.peer)
@@ -354,8 +349,8 @@ class Coordinator:
         """Adds events about what the job waits for. `begin`: when this coordinator began to wait for processes."""
         with self._lock:
             state, now = self._state, self._clock()
-        noticed_s, pending = TOLD_HEARTBEATS * self._config.heartbeat_s, self._rendezvous.pending_waits()
-        self.events.waits(waits_of(state, pending, now, begin, noticed_s, self._config.dead_after_s, self._patience_s), now)
+        pending, dead_after_s = self._rendezvous.pending_waits(), self._config.dead_after_s
+        self.events.waits(waits_of(state, pending, now, begin, self._silent_s, dead_after_s, self._patience_s), now)
         if state.epoch is None:
             self.events.homes(self._rendezvous.homes())
 
@@ -490,41 +485,3 @@ class StoreHangs:
         late = epoch_change.hung_in_store(state, pending, config.deadline_s, ago_s, patience_s)
         self.suspects = {rank: self.suspects.get(rank, now) for rank in late}
         return {rank: why for rank, why in late.items() if now - self.suspects[rank] >= config.heartbeat_s}
-
-
-MOST = 2
-"""Maximum number of uploaded plans that are kept, although a job uses only one. The oldest plan is dropped first."""
-
-
-class Plans:
-    """Uploaded plans, keyed by digest. Plans arrive in chunks."""
-
-    def __init__(self) -> None:
-        self._chunks: dict[str, dict[int, bytes]] = {}
-        """Maps the digest of an incomplete plan to its chunks. Each chunk is keyed by the position of its first byte in the
-        plan."""
-        self._whole: dict[str, bytes] = {}
-
-    def take(self, part: PlanPart) -> None:
-        """Stores a chunk of a plan. Raises CorruptFrame if the chunk does not fit its plan."""
-        end = part.begin + len(part.data)
-        if not 0 < part.nbytes <= MAX_PLAN_NBYTES or not 0 <= part.begin < end <= part.nbytes:
-            raise CorruptFrame(f"sent bytes {part.begin} to {end} of a plan of {part.nbytes} bytes; the chunk must lie inside "
-                               f"the plan, and a plan has at most {MAX_PLAN_NBYTES} bytes")
-        if part.plan_digest in self._whole:
-            return
-        chunks = self._chunks.setdefault(part.plan_digest, {})
-        chunks[part.begin] = part.data
-        if sum(map(len, chunks.values())) >= part.nbytes:
-            del self._chunks[part.plan_digest]
-            data = b"".join(data for _, data in sorted(chunks.items()))
-            if digest_of(data) != part.plan_digest:
-                raise CorruptFrame("sent a plan that does not match its digest")
-            self._whole[part.plan_digest] = data
-        for plans in (self._chunks, self._whole):
-            while len(plans) > MOST:
-                del plans[next(iter(plans))]
-
-    def whole(self, digest: str) -> bytes:
-        """Returns the plan with this digest; b"" if chunks are missing."""
-        return self._whole.get(digest, b"")

@@ -27,7 +27,7 @@ from commlayer.cluster.calls.messages import (
     named_at,
     names,
 )
-from commlayer.errors import coded, one_line, without_code
+from commlayer.errors import coded, listed, one_line, without_code
 from commlayer.records import Epoch, Member, Record, ServerInfo
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -142,15 +142,15 @@ def heartbeat(state: State, token: str, now: float, report: Heartbeat | None = N
     if place.present and parent == "ended" and state.epoch is not None:
         place = msgspec.structs.replace(place, dead=f"{_silent(state, place, now)}; its machine reports that it has ended")
         state = _with(state, place)
-    elif place.present:
-        active_generation = max(place.active_generation, 0 if report is None or parent else report.active_generation)
-        place = msgspec.structs.replace(place, seen_s=place.seen_s if parent else now, active_generation=active_generation)
-        state = _with(state, place) if parent else _lives(_with(state, place), place)
+    elif place.present and not parent:
+        active_generation = max(place.active_generation, 0 if report is None else report.active_generation)
+        place = msgspec.structs.replace(place, seen_s=now, active_generation=active_generation)
+        state = _lives(_with(state, place), place)
     if report is not None and not parent:
         state = _missed(state, token, report.missed, now)
         if place.join.kind == "server":
             state = _update(state, lambda p: p.join.kind == "worker" and p.peer in report.heard, heard_s=now)
-            state = _parted(state, report.ended)
+            state = _update(state, lambda p: p.present and p.peer in report.ended, closed_cleanly=True)
             state = _dropped(state, place, report.dropped) if place.present else state
     return state, reply_to(state, token, 0 if report is None else report.generation)
 
@@ -213,10 +213,6 @@ def _missed(state: State, token: str, peers: tuple[str, ...], now: float) -> Sta
             state = _with(state, msgspec.structs.replace(p, missed_by=(*others, token) if is_new else others,
                                                          heard_s=now if is_new else p.heard_s))
     return state
-
-
-def _parted(state: State, peers: tuple[str, ...]) -> State:
-    return _update(state, lambda p: p.present and p.peer in peers, closed_cleanly=True)
 
 
 def _dropped(state: State, server: Registration, gone: tuple[PeerExit, ...]) -> State:
@@ -306,10 +302,9 @@ def missing(state: State) -> str:
     parts = []
     for kind, total, one in (("worker", state.workers, "rank"), ("server", state.servers, "server")):
         joined_ranks = _ranks(state, kind)
-        absent = total - len(joined_ranks)
+        absent = [str(rank) for rank in range(total) if rank not in joined_ranks]
         if absent or (kind == "worker" and not total):
-            first = itertools.islice((rank for rank in range(total) if rank not in joined_ranks), MAX_LISTED)
-            names = f"; missing: {one}{'s' if absent > 1 else ''} {_listed(first, absent)}" if absent else ""
+            names = f"; missing: {one}{'s' if len(absent) > 1 else ''} {listed(absent, MAX_LISTED)}" if absent else ""
             wanted = total or (f"at least {state.min_workers}" if state.min_workers else "?")
             parts.append(f"{len(joined_ranks)} of {wanted} {kind}{'' if total == 1 else 's'} joined{names}")
     seated = {p.peer for p in state.registrations.values()}
@@ -445,8 +440,3 @@ def _where(state: State, place: Registration) -> str:
     """Returns the same text as `_who`, plus a server's node, since several processes may have the name of its machine."""
     servers = () if state.epoch is None or place.join.kind != "server" else state.epoch.servers
     return next((f"{_who(place.join)} on node {s.node}" for s in servers if s.id == place.rank), _who(place.join))
-
-
-def _listed(first: Iterable[int], count: int) -> str:
-    names = ", ".join(map(str, first))
-    return f"{names} and {count - MAX_LISTED} more" if count > MAX_LISTED else names

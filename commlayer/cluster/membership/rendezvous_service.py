@@ -19,7 +19,8 @@ from commlayer.cluster.calls.messages import ANY, MAX_KEYS, Join, JoinReply, KvR
 from commlayer.cluster.membership import sites
 from commlayer.cluster.membership.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.membership.kv_store import KvStore
-from commlayer.cluster.membership.sites import PendingWait
+from commlayer.cluster.membership.sites import AdmissionState, PendingWait, Site
+from commlayer.config import Config, notice_s
 from commlayer.errors import MAX_PEER_TEXT_CHARS, CorruptFrame, coded, short_line
 from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.protocol import peer_name
@@ -50,20 +51,20 @@ class RendezvousService:
     """Registration of sites and their key-value store. `lost`: returns workers of the running job that died or failed, with the
     reason; not finished workers, which may still call."""
 
-    def __init__(self, max_workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], refusals: RefusalLog,
-                 min_workers: int = 0, clock: Clock = time.monotonic,
-                 admission: Callable[[], sites.AdmissionState | None] = lambda: None, journal: CoordinatorJournal | None = None,
-                 noticed_s: float = 0.0, invited: Sequence[str] = (), last_call_s: float = 0.0) -> None:
-        """`max_workers`, `min_workers`, `last_call_s`: when the job begins, see sites.Sites. `silence_s`: a site counts as gone
-        after this many seconds without a call. `admission`: returns whether the running job admits sites; None if it never
-        does. `journal`: its contents are restored, and changes are recorded after the job begins. `noticed_s`: a worker or a
-        possibly restarted site counts as silent after this many seconds. `invited`: names of the sites that should register.
-        """
+    def __init__(self, max_workers: int, config: Config, lost: Callable[[], Mapping[int, str]], refusals: RefusalLog,
+                 admission: Callable[[], AdmissionState] = AdmissionState, journal: CoordinatorJournal | None = None,
+                 invited: Sequence[str] = (), *, clock: Clock = time.monotonic) -> None:
+        """`max_workers`: largest number of workers. `admission`: returns whether the running job admits sites. `journal`: its
+        contents are restored, and changes are recorded after the job begins. `invited`: names of the sites that should
+        register."""
         self._state = sites.Sites(max_workers, meeting=secrets.token_hex(8), version=version(), invited=tuple(invited),
-                                  min_workers=min_workers, last_call_s=last_call_s)
+                                  min_workers=config.min_workers, last_call_s=config.last_call_s)
         self._store = KvStore()
-        self._silence_s, self._lost, self._refusals, self._clock = silence_s, lost, refusals, clock
-        self._min_workers, self._admission, self._noticed_s = min_workers, admission, noticed_s
+        self._lost, self._refusals, self._admission, self._clock = lost, refusals, admission, clock
+        self._min_workers = config.min_workers
+        self._gone_s, self._silent_s = config.dead_after_s, notice_s(config)
+        """Seconds without a call after which a site counts as gone; and after which a worker, or a site that may have been
+        restarted, counts as silent."""
         self._lock = threading.Lock()
         self._settled = 1
         self._waits: dict[int, dict[StoreKey, _Wait]] = defaultdict(dict)
@@ -80,7 +81,7 @@ class RendezvousService:
         frees, and the reason. `still_s`: how long this process was stopped until now, so it could not receive heartbeats."""
         with self._lock:
             before, now = self._state, self._clock() - still_s
-            token = sites.predecessor(before, request, now, self._noticed_s if before.begun else self._silence_s, seen_s)
+            token = sites.predecessor(before, request, now, self._silent_s if before.begun else self._gone_s, seen_s)
             if not token:
                 return frozenset(), ""
             why = f"was started again (pid {request.pid})"
@@ -92,7 +93,7 @@ class RendezvousService:
         admission = self._admission()
         with self._lock:
             before = self._state
-            state, reply = sites.register(before, request, self._clock(), admission, 2 * self._noticed_s)
+            state, reply = sites.register(before, request, self._clock(), admission, 2 * self._silent_s)
             self._set(state)
         reply = msgspec.structs.replace(reply, min_workers=self._min_workers, begun=state.begun)
         if reply.error and request.token not in before.former:
@@ -100,13 +101,15 @@ class RendezvousService:
         return reply
 
     async def handle(self, request: KvRequest) -> KvReply:
-        if why := self._record_contact(request.home) or self._excluded_reason(request.home) or self._write_problem(request):
+        if (site := self._record_contact(request.home)) is None:
+            return KvReply(error=self._departure(request.home))
+        if why := self._excluded_reason(site) or self._write_problem(site, request):
             return KvReply(error=why)
         store, newest = self._store, 1
         if (workers := _workers(self._state)) != store.workers:
             store.allow(workers)
         if request.put or request.add:
-            newest = max(1, (self._admission() or sites.AdmissionState()).generation)
+            newest = max(1, self._admission().generation)
         # Writes for an earlier epoch are dropped, so all readers that know the newer epoch read the same values.
         put = request.put if not request.generation or request.generation >= newest else ()
         store.put(request.home, put, newest)
@@ -118,15 +121,16 @@ class RendezvousService:
             lost = {**self._state.left, **self._lost()}
             absent = [want for want, value in zip(request.want, values, strict=True) if value is None]
             never = [rank for _, rank in absent if rank in lost]
-            self._record_waits(request, absent, begin_s)
+            self._record_waits(site, request, absent, begin_s)
             over = request.without and len(never) == len(absent)
             if over or (never and not request.without):  # `without`: writers that are present may still write
-                self._record_waits(request, (), begin_s)
+                self._record_waits(site, request, (), begin_s)
                 error, peer = ("", "") if over else (lost[never[0]], peer_name(never[0]))
                 return KvReply(values, error, total, over=over, lost=peer)
             if (left_s := until - time.monotonic()) <= 0:
-                return KvReply(values, self._record_contact(request.home), total)
-            if self._waiting[request.home] >= MAX_WAITS * self._workers_of(request.home):
+                present = self._record_contact(request.home) is not None
+                return KvReply(values, "" if present else self._departure(request.home), total)
+            if self._waiting[request.home] >= MAX_WAITS * site.request.world:
                 raise CorruptFrame("makes another call that waits for keys, but a home may have "
                                    f"{self._waiting[request.home]}: use fewer process groups that span homes at the same time",
                                    code="E-QUOTA")
@@ -136,16 +140,13 @@ class RendezvousService:
             finally:
                 self._waiting.subtract((request.home,))
                 self._waiting += Counter()  # drops zeros
-        self._record_waits(request, (), begin_s)
+        self._record_waits(site, request, (), begin_s)
         return KvReply(values, "", total)
 
-    def _write_problem(self, request: KvRequest) -> str:
+    def _write_problem(self, site: Site, request: KvRequest) -> str:
         """Returns why the site may not write or drop the request's keys; "" if it may. A key that names a rank belongs to that
         rank's site, from before its first write on. Any other key belongs to the site that wrote it first."""
-        with self._lock:
-            state = self._state
-        if (site := state.present.get(request.home)) is None:
-            return self._record_contact(request.home)
+        state = self._state
         if (count := len(request.put) + len(request.drop) + len(request.want)) > MAX_KEYS + state.workers:
             raise CorruptFrame(f"{count} keys in one call, allowed {MAX_KEYS + state.workers}")
         for (name, rank), adds in [*((key, False) for key, _ in request.put), *((key, False) for key in request.drop),
@@ -167,10 +168,11 @@ class RendezvousService:
             return problem
         return ""
 
-    def _record_waits(self, request: KvRequest, absent: Iterable[StoreKey], begin_s: float) -> None:
-        """Records that the caller's rank waits for the `absent` keys, and for no other key of this request."""
+    def _record_waits(self, site: Site, request: KvRequest, absent: Iterable[StoreKey], begin_s: float) -> None:
+        """Records that the caller's rank waits for the `absent` keys, and for no other key of this request. No site may report
+        waits for another site's ranks."""
         # Without min_workers no worker is dropped for being slow.
-        if not self._min_workers or request.limit_s <= 0.0 or not self._has_rank(request.home, request.rank):
+        if not self._min_workers or request.limit_s <= 0.0 or request.rank not in site.ranks:
             return
         now = self._clock()
         with self._lock:
@@ -217,16 +219,14 @@ class RendezvousService:
 
     def closed_reason(self) -> str:
         """Returns why the running job admits no site; "" if it does."""
-        admission = self._admission() or sites.AdmissionState()
-        with self._lock:
-            return sites.closed_reason(self._state, admission)
+        return sites.closed_reason(self._state, self._admission())
 
     def staying(self, dead: Collection[int]) -> bool:
         """Returns whether a site is present that may still call, since sites stay registered until their scripts end. If the
         job can continue without lost workers, sites whose workers are all `dead` do not count, because their scripts may hang
         forever."""
         with self._lock:
-            return sites.staying(self._state, self._clock(), self._silence_s, dead if self._min_workers else ())
+            return sites.staying(self._state, self._clock(), self._gone_s, dead if self._min_workers else ())
 
     def tick(self, ended: Collection[int] = (), still_s: float = 0.0) -> None:
         """Removes silent sites. `ended`: ranks that have left the job. `still_s`: seconds for which this process was stopped
@@ -235,34 +235,24 @@ class RendezvousService:
             self._journal.wait()
         with self._lock:
             state, now = self._state, self._clock()
-            self._set(sites.tick(sites.reset_silence(state, now) if still_s else state, now, self._silence_s, ended))
+            self._set(sites.tick(sites.reset_silence(state, now) if still_s else state, now, self._gone_s, ended))
 
-    def _record_contact(self, site: str) -> str:
-        """Records that the site has called. Returns why the site is not part of this rendezvous; "" if it is."""
+    def _record_contact(self, token: str) -> Site | None:
+        """Records that a site has called, and returns the site; None if it is not part of this rendezvous."""
         with self._lock:
-            if site in self._state.present:
-                self._state = sites.mark_seen(self._state, site, self._clock())
-                return ""
-            return self._state.former.get(site, sites.RESTARTED)
+            if token in self._state.present:
+                self._state = sites.mark_seen(self._state, token, self._clock())
+            return self._state.present.get(token)
 
-    def _has_rank(self, site: str, rank: int) -> bool:
-        """Returns whether the rank belongs to the site. No site may report waits for another site's ranks."""
-        with self._lock:
-            one = self._state.present.get(site)
-        return one is not None and rank in one.ranks
+    def _departure(self, token: str) -> str:
+        """Returns why the site is not part of this rendezvous."""
+        return self._state.former.get(token, sites.RESTARTED)
 
-    def _workers_of(self, site: str) -> int:
-        with self._lock:
-            one = self._state.present.get(site)
-        return 0 if one is None else one.request.world
-
-    def _excluded_reason(self, site: str) -> str:
+    def _excluded_reason(self, site: Site) -> str:
         """Returns why the site may not write; "" if it may. A site whose rank was evicted may not, because the other ranks have
         continued without that rank. Only some of them would read a value that the site writes now."""
-        if not self._min_workers or (one := self._state.present.get(site)) is None:
-            return ""
-        lost = self._lost()
-        return next((coded("E-PEER-LOST", f"worker {rank}: {lost[rank]}") for rank in one.ranks if rank in lost), "")
+        lost = self._lost() if self._min_workers else {}
+        return next((coded("E-PEER-LOST", f"worker {rank}: {lost[rank]}") for rank in site.ranks if rank in lost), "")
 
     def _set(self, state: sites.Sites) -> None:
         """Replaces the state of the sites by `state`. Logs sites that have joined or left, and writes them to the journal once

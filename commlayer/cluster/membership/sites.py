@@ -100,10 +100,9 @@ class Sites(Record, frozen=True):
         return self.workers > 0
 
 
-def register(state: Sites, request: Join, now: float, admission: AdmissionState | None = None,
+def register(state: Sites, request: Join, now: float, admission: AdmissionState = AdmissionState(),
              grace_s: float = 0.0) -> tuple[Sites, JoinReply]:
-    """Registers a site, refuses it, or repeats its reply. `admission`: whether the running job admits sites; None: it never
-    does.
+    """Registers a site, refuses it, or repeats its reply. `admission`: whether the running job admits sites.
 
     `grace_s`: how long a site should ask again while no worker is known to be gone. One of the job's workers may belong to the
     site's own previous process, whose silence has not been detected yet.
@@ -117,7 +116,7 @@ def register(state: Sites, request: Join, now: float, admission: AdmissionState 
         return state, JoinReply(error=RESTARTED)
     if request.token in state.present:
         state = mark_seen(state, request.token, now)
-    elif state.begun and admission is not None and (
+    elif state.begun and (
             admission.retry_reason or (admission.closed_reason and admission.all_present and request.waited_s < grace_s)):
         return state, JoinReply(missing=admission.retry_reason or admission.closed_reason)
     elif state.begun and request.waited_s < grace_s and (namesakes := _namesakes(state, request)):
@@ -128,7 +127,7 @@ def register(state: Sites, request: Join, now: float, admission: AdmissionState 
     elif state.ranks_assigned and not state.begun:
         return state, JoinReply(missing=f"{workers_text(state.workers)} {'is' if state.workers == 1 else 'are'} starting; this "
                                         "home joins the running job")
-    elif state.begun and admission is not None:
+    elif state.begun:
         number = state.workers + state.numbers
         site = Site(request, now, number, number, admission.size + request.world)
         state = msgspec.structs.replace(state, present={**state.present, request.token: site},
@@ -235,15 +234,13 @@ def _kept(former: Mapping[str, str]) -> dict[str, str]:
     return dict(list(former.items())[-MAX_FORMER:])
 
 
-def _problem(state: Sites, request: Join, admission: AdmissionState | None) -> str:
+def _problem(state: Sites, request: Join, admission: AdmissionState) -> str:
     if problem := incompatible(request, state.version or next((h.request.version for h in state.present.values()), "")):
         return problem
     if not state.max_workers:
         return coded("E-WORKERS", "the coordinator does not know how many workers to wait for: start it with commlayer serve "
                      "--workers N or --min-workers N")
-    if state.begun and admission is None:
-        return coded("E-JOB-CLOSED", f"the job has begun with {state.workers} workers; a running job admits no new members")
-    if state.begun and admission is not None:
+    if state.begun:
         return _late(state, request, admission)
     free_seats = state.max_workers - count(state)
     if not 1 <= request.world <= free_seats:
@@ -301,15 +298,10 @@ def assign(state: Sites, now: float) -> Sites:
 def _in_order(present: Mapping[str, Site]) -> list[str]:
     """Returns the tokens of sites in order. Sites that request an index get it if there are enough sites; the others fill the
     gaps in order of arrival."""
-    wished = dict(sorted((h.request.rank, token) for token, h in present.items() if h.request.rank != ANY))
-    others = [token for token, h in present.items() if h.request.rank == ANY]
-    order = []
-    for place in range(len(present)):
-        if place in wished:
-            order.append(wished.pop(place))
-        elif others:
-            order.append(others.pop(0))
-    return [*order, *wished.values(), *others]
+    order = [token for token, h in present.items() if h.request.rank == ANY]
+    for index, token in sorted((h.request.rank, token) for token, h in present.items() if h.request.rank != ANY):
+        order.insert(index, token)
+    return order
 
 
 class PendingWait(NamedTuple):

@@ -80,7 +80,7 @@ class WorkerBucket:
         self.planned, self.codec, self.order = planned, codec, order
         self.id, self.slices, self.numel = planned.id, planned.slices, planned.numel
         self.late = planned.stale
-        """True: the average is applied one step after its gradients (late_results.py)."""
+        """True: the average is applied one step after its gradients (LateExchange)."""
         self.buffer = job.tensors[planned.slices[0].tensor].buffer
         dense = planned.path == "allreduce"
         self.in_updates = not dense and in_updates(codec)

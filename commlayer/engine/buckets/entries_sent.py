@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from commlayer.codec_spec import CodecSpec, parse_spec
 from commlayer.compressors.codec import CodecWrapper, State
 from commlayer.compressors.global_budget import BudgetedTopK, ratio_at, share_budget
-from commlayer.compressors.plan_codecs import TwoWay
 from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket
 
 
@@ -88,10 +87,7 @@ def _ratio(one: _One, step: int) -> float:
 def _budgeted(codec: Any, state: State) -> _One | None:
     """Returns the codec inside `codec` whose number of entries can be set, with its state; None if `codec` contains none."""
     while not isinstance(codec, BudgetedTopK):
-        if isinstance(codec, TwoWay):
-            codec, state = codec.up, state["up"]
-        elif isinstance(codec, CodecWrapper) and "inner" in state:
-            codec, state = codec.inner, state["inner"]
-        else:
+        if not isinstance(codec, CodecWrapper) or "inner" not in state:
             return None
+        codec, state = codec.inner, state["inner"]
     return _One(codec, state)

@@ -30,6 +30,7 @@ from commlayer.cluster.processes.collectives import Groups, gather, gather_value
 from commlayer.config import Config
 from commlayer.engine.components import Component, Order
 from commlayer.engine.epochs.replica import share_optimizer
+from commlayer.engine.hooks.callbacks import after_backward
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.digests import Digests, pieces
 from commlayer.engine.model.optimizer_settings import differences, digest, settings_of, structural
@@ -408,9 +409,13 @@ class ParameterDrift(Component):
         return "with the optimizer's state" if has_state else "without any optimizer's state"
 
     def _copy(self, tensor: torch.Tensor, groups: Groups) -> None:
-        received = tensor.detach().to(groups.device).contiguous()
+        received = tensor.detach().to(groups.device, copy=True, memory_format=torch.contiguous_format)
         groups.broadcast_all(received).wait(time.monotonic() + self._deadline_s)
-        # Writes to .data, so autograd does not count a change, as it counts none of the optimizer's.
-        tensor.data.copy_(received)
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()  # the optimizer may run on another stream
+
+        def write() -> None:
+            # Writes to .data, so autograd does not count a change, as it counts none of the optimizer's.
+            tensor.data.copy_(received)
+            if tensor.is_cuda:
+                torch.cuda.current_stream(tensor.device).synchronize()  # the optimizer may run on another stream
+
+        after_backward(write)  # under sync="forward" a backward pass is running, which must not see two sets of weights

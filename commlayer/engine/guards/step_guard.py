@@ -12,12 +12,11 @@ from torch.optim import Optimizer
 from commlayer.engine.guards.attached_model import AttachedModel
 from commlayer.engine.guards.local_parameters import LocalParameters
 from commlayer.engine.guards.model_checks import STEP_AFTER_BACKWARD
+from commlayer.engine.hooks.callbacks import in_backward
 from commlayer.engine.hooks.gradient_mark import GradientMark
 from commlayer.engine.model.optimizers import HeldParameters, closure_of, watch
 from commlayer.errors import InvalidInput, InvalidState
 
-OUTSIDE = -1
-"""Value of torch._C._current_graph_task_id() in a thread that runs no backward pass."""
 WITNESSES = 8
 """Number of gradients that are compared to detect that an optimizer steps a second time with the same gradients."""
 Gradient = tuple[int, int, int]
@@ -82,7 +81,7 @@ class StepGuard:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         mine = self._held.by(optimizer)
-        if mine and torch._C._current_graph_task_id() != OUTSIDE:
+        if mine and in_backward():
             raise InvalidState("E-STEP-IN-BACKWARD",
                                f"{type(optimizer).__name__} updates {self._names[mine[0]]} inside backward, with this "
                                f"rank's own gradient: {STEP_AFTER_BACKWARD}")

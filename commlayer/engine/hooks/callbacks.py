@@ -20,6 +20,19 @@ def in_compiled_autograd() -> bool:
     return module is not None and bool(module.in_compiled_autograd_region)
 
 
+def in_backward() -> bool:
+    """Returns True in a thread that runs a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def after_backward(act: Callable[[], None]) -> None:
+    """Calls `act` when this thread's backward pass ends; at once if none is running."""
+    if in_backward():
+        torch.autograd.Variable._execution_engine.queue_callback(uncompiled(act))
+    else:
+        act()
+
+
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Excludes a hook that autograd calls, and all functions that the hook calls, from torch.compile, because a compiled
     function might call backward().

@@ -24,9 +24,8 @@ class Prediction(NamedTuple):
 
 
 def predict(basis: Basis) -> Prediction:
-    plan, made_of = basis.plan, basis.inputs
-    cluster = made_of.cluster
-    timeline = simulate(plan, made_of.job, cluster, made_of.profile, made_of.policy)
+    plan, cluster = basis.plan, basis.inputs.cluster
+    timeline = simulate(plan, *basis.inputs)
     groups = node_groups(cluster, hosts_of(plan, cluster))
     trained = [place for place, node in enumerate(cluster.nodes) if node.ranks]
     by_bucket: list[list[Span]] = [[] for _ in plan.buckets]
@@ -48,9 +47,7 @@ def origins(plan: Plan) -> list[int]:
 
 
 def _compute(basis: Basis, group: Group, timeline: Timeline) -> Iterator[Event]:
-    timing = basis.inputs.job.timing
-    if timing is None:
-        return  # `simulate` has refused this plan
+    timing = basis.inputs.timing
     forward_s, backward_s = timing.forward_s / group.node.speed, timing.backward_s / group.node.speed
     yield Event("forward", NO_BUCKET, 0.0, forward_s)
     yield Event("backward", NO_BUCKET, forward_s, forward_s + backward_s)

@@ -13,7 +13,7 @@ from commlayer.engine.buckets.bucket import EncodedBucket, ServedBucket, WorkerB
 from commlayer.engine.buckets.current_step import Step
 from commlayer.engine.paths.lanes import FOREVER_S, Lane
 from commlayer.engine.paths.node_sums import NodeSum, node_sums
-from commlayer.engine.paths.path import OneStepLate, Path
+from commlayer.engine.paths.path import Path
 from commlayer.engine.paths.server_exchange import ServerExchange
 from commlayer.engine.paths.staging import Staging
 from commlayer.errors import CommError, DeadlineExceeded
@@ -29,12 +29,13 @@ class NodeReduce(Path[ServedBucket]):
 
     def __init__(
         self, buckets: Sequence[ServedBucket], step: Step, staging: Staging, exchange: ServerExchange, groups: Groups,
-        lane: Lane, *, late: bool = False,
+        lane: Lane,
     ) -> None:
-        """`lane` distributes results, after a message to all ranks of the node. Paths with equal `late` share a lane."""
+        """`lane` distributes results, after a message to all ranks of the node. Paths whose buckets have equal delays share a
+        lane and collectives."""
         super().__init__(buckets, step, staging)
         inside = groups.inside
-        self._out, self._back, self._ready = ((inside.late, inside.late, inside.late_ready) if late else
+        self._out, self._back, self._ready = ((inside.late, inside.late, inside.late_ready) if buckets[0].late else
                                               (inside.out, inside.back, inside.ready))
         self._exchange, self._lane, self._first_rank = exchange, lane, groups.rank - groups.local
         self._sums = node_sums(buckets, groups.ranks_per_node, groups.local)
@@ -115,11 +116,3 @@ class NodeReduce(Path[ServedBucket]):
     def reset(self) -> None:
         super().reset()
         self._begun.clear()
-
-
-class LateNodeReduce(OneStepLate[ServedBucket], NodeReduce):
-    """Like NodeReduce, for buckets whose averages are applied one step after their gradients. It sums a step's gradients after
-    all results of the previous step have been distributed, so all ranks of the node call collectives in the same order."""
-
-    def start(self, bucket: ServedBucket) -> None:
-        NodeReduce.begin(self, bucket)

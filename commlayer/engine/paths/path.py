@@ -1,21 +1,20 @@
 """Defines the interface of a path: how one kind of bucket gets from final gradients to the sum over all workers.
 
-In each step the worker calls `begin` for each of the path's buckets when their gradients are final. After the backward pass it
-calls `finish`, and before that `take` for single buckets if averages are applied one by one. Then it writes the results, and
-calls `reset`. Between two steps, a bucket's ledger rolls back what was not applied. These calls come from one thread at a time.
-A path can have threads of its own. It reports their errors, counts and arrivals to the Step object.
+The worker calls `begin` for each of the path's buckets when their gradients are final. Then it calls `finish`, and before that
+`take` for single buckets if averages are applied one by one. When the results are written or held, it calls `reset`. Between
+two exchanges, a bucket's ledger rolls back what was not applied. These calls come from one thread at a time. A path can have
+threads of its own. It reports their errors, counts and arrivals to the Step object.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from commlayer.cluster.processes.bounded_calls import ANY_PEER
 from commlayer.engine.buckets.bucket import BucketExchange, WorkerBucket
 from commlayer.engine.buckets.current_step import Step
-from commlayer.engine.paths.late_results import LateResult
 from commlayer.engine.paths.staging import Staging
 from commlayer.errors import CommError, DeadlineExceeded
 
@@ -70,11 +69,8 @@ class Path(ABC, Generic[B]):
             self._staging.join()
         return bucket.exchange.done
 
-    def quiet(self, deadline: float) -> None:
-        """Waits for exchanges that continue after the end of their step."""
-
     def reset(self) -> None:
-        """Prepares the path for the next step. Called after the results of the last step were written."""
+        """Prepares the path for its next exchanges. Called after the results of the last ones were written or held."""
         self._arrivals.expect(len(self.buckets))
         for bucket in self.buckets:
             bucket.exchange = BucketExchange()
@@ -98,34 +94,3 @@ class Path(ABC, Generic[B]):
         self._staging.catch_up(bucket)
         self._step.units.gather(bucket)
         bucket.write_tail(bucket.memory.tail)
-
-
-class OneStepLate(Path[B]):
-    """Base class of paths whose averages are applied one step after their gradients. A step's exchanges begin when the step
-    ends, after the results of the previous step have arrived and been taken."""
-
-    results: Mapping[int, LateResult]
-    """Maps bucket id to the bucket's late result, an average that is applied one step after its gradients."""
-
-    @abstractmethod
-    def start(self, bucket: B) -> None:
-        """Copies a bucket's gradients into its send buffer, and starts its exchange."""
-
-    def begin(self, bucket: B) -> None:
-        """Does nothing: the exchange begins when the step ends, because the previous result might not have arrived."""
-
-    def quiet(self, deadline: float) -> None:
-        super().finish(deadline)
-
-    def finish(self, deadline: float) -> None:
-        self.quiet(deadline)
-        if self._step.error is None:
-            for bucket in self.buckets:
-                self.results[bucket.id].take()
-            super().reset()
-            for bucket in self.buckets:
-                self.start(bucket)
-                self.results[bucket.id].sent()
-
-    def reset(self) -> None:
-        """Does nothing: exchanges continue during the next step."""

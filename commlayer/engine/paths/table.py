@@ -12,10 +12,9 @@ from commlayer.engine.buckets.current_step import Step
 from commlayer.engine.paths.allreduce import AllReducePath
 from commlayer.engine.paths.collectives import CollectivesPath
 from commlayer.engine.paths.lanes import Lane
-from commlayer.engine.paths.late_results import LateResult
-from commlayer.engine.paths.node import LateNodeReduce, NodeReduce
-from commlayer.engine.paths.path import OneStepLate, Path
-from commlayer.engine.paths.server import LateServerPath, ServerPath
+from commlayer.engine.paths.node import NodeReduce
+from commlayer.engine.paths.path import Path
+from commlayer.engine.paths.server import ServerPath
 from commlayer.engine.paths.server_exchange import ServerExchange
 from commlayer.engine.paths.staging import Staging
 from commlayer.records import Plan
@@ -28,9 +27,9 @@ class PathTable(NamedTuple):
     """The paths of one worker under one plan, and the threads that they share. `of` maps a bucket id to its path."""
 
     of: Mapping[int, AnyPath]
-    fragments: tuple[tuple[AnyPath, ...], ...]
-    """Paths for each fragment, in the order in which the worker waits for them. Paths over servers come first, because a server
-    can name missing workers."""
+    groups: tuple[tuple[AnyPath, ...], ...]
+    """Paths for each group of buckets, in the order in which the worker waits for them. Paths over servers come first, because
+    a server can name missing workers."""
     exchange: ServerExchange | None
     """Exchanges with servers, shared by several paths; None if no bucket uses a server."""
     lanes: Sequence[Lane]
@@ -38,7 +37,7 @@ class PathTable(NamedTuple):
 
     @property
     def all(self) -> list[AnyPath]:
-        return [path for paths in self.fragments for path in paths]
+        return [path for paths in self.groups for path in paths]
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
         """Stores a server's report that the server waits for the workers `missing`, for one bucket and step."""
@@ -61,46 +60,38 @@ class PathTable(NamedTuple):
 
 
 def make_paths(
-    fragments: Sequence[Sequence[WorkerBucket]], plan: Plan, codecs: Mapping[int, Codec], step: Step, staging: Staging,
-    late_results: Mapping[int, LateResult], transport: Transport | None, groups: Groups | None,
-    recycle: Callable[[memoryview], None],
+    bucket_groups: Sequence[Sequence[WorkerBucket]], plan: Plan, codecs: Mapping[int, Codec], step: Step, staging: Staging,
+    transport: Transport | None, groups: Groups | None, recycle: Callable[[memoryview], None],
 ) -> PathTable:
-    """Creates the paths. `fragments`: lists of buckets that are exchanged together, in the order in which the worker waits for
-    them."""
+    """Creates the paths. `bucket_groups`: lists of buckets that are exchanged together and have the same delay."""
     of: dict[int, AnyPath] = {}
     exchange: ServerExchange | None = None
     lanes: dict[bool, Lane] = {}
 
-    def over_server(buckets: list[ServedBucket], late: bool) -> AnyPath | None:
+    def over_server(buckets: list[ServedBucket]) -> AnyPath | None:
         nonlocal exchange
         if not buckets or transport is None:
             return None
         exchange = exchange or ServerExchange(step, transport, recycle, staging)
-        path: AnyPath
         if plan.ranks_per_node == 1 or groups is None:
             encoded = [bucket for bucket in buckets if isinstance(bucket, EncodedBucket)]
-            path = (LateServerPath if late else ServerPath)(encoded, step, staging, exchange)
-        else:
-            if late not in lanes:
-                lanes[late] = Lane("late" if late else "distribution", step.latch)
-            path = (LateNodeReduce if late else NodeReduce)(buckets, step, staging, exchange, groups, lanes[late], late=late)
-        if isinstance(path, OneStepLate):
-            path.results = late_results
-        return path
+            return ServerPath(encoded, step, staging, exchange)
+        late = buckets[0].late
+        if late not in lanes:
+            lanes[late] = Lane("late" if late else "distribution", step.latch)
+        return NodeReduce(buckets, step, staging, exchange, groups, lanes[late])
 
     def paths_of(buckets: Sequence[WorkerBucket]) -> tuple[AnyPath, ...]:
         served = [bucket for bucket in buckets if isinstance(bucket, ServedBucket)]
         collective = [bucket for bucket in buckets if isinstance(bucket, CollectiveBucket)]
-        timely, late = ([bucket for bucket in served if bucket.late == is_late] for is_late in (False, True))
         others, dense = ([bucket for bucket in collective if bucket.dense == is_dense] for is_dense in (False, True))
         pairs: list[tuple[AnyPath | None, Sequence[WorkerBucket]]] = [
-            (over_server(timely, late=False), timely),
-            (over_server(late, late=True), late),
+            (over_server(served), served),
             (CollectivesPath(others, step, staging, codecs, plan, groups) if others else None, others),
             (AllReducePath(dense, step, staging, groups) if dense else None, dense),
         ]
         of.update((bucket.id, path) for path, its in pairs if path is not None for bucket in its)
         return tuple(path for path, _ in pairs if path is not None)
 
-    made = tuple(paths_of(buckets) for buckets in fragments)
+    made = tuple(paths_of(buckets) for buckets in bucket_groups)
     return PathTable(of, made, exchange, [*lanes.values()])

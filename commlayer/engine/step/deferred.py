@@ -5,60 +5,34 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-_waiting_method: WeakKeyDictionary[Optimizer, Callable[[], None]] = WeakKeyDictionary()
-"""Maps an optimizer to the function that the first use of its state calls."""
+_waits: Any = WeakIdKeyDictionary()
+"""Maps a deferred tensor or optimizer to the function that its first use calls."""
 
 
-class _DeferredState:
+class _Deferred:
+    """Base class of the classes that deferred objects have meanwhile. The second base is the object's own class."""
+
+    # The own class's version reads the class before the contents, so the class must be restored first.
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _fetch(self).__reduce_ex__(protocol)
+
+
+class _DeferredState(_Deferred):
     @property
     def state(self) -> Any:
-        return vars(_fetched(self))["state"]
+        return vars(_fetch(self))["state"]
 
     @state.setter
     def state(self, value: Any) -> None:
-        vars(_fetched(self))["state"] = value
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _fetched(self).__reduce_ex__(protocol)
+        vars(_fetch(self))["state"] = value
 
 
-@functools.cache
-def _deferred_class(kind: type) -> type:
-    return type(kind.__name__, (_DeferredState, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
-
-
-def defer_state(optimizer: Optimizer, wait: Callable[[], None]) -> None:
-    """Makes the first use of the optimizer's state call `wait()`."""
-    if optimizer not in _waiting_method:
-        _waiting_method[optimizer] = wait
-        kind: Any = type(optimizer)
-        optimizer.__class__ = _deferred_class(kind)
-
-
-def undefer_state(optimizer: Any) -> None:
-    """Ends `defer_state`: use of the optimizer's state no longer waits. Called when no update is pending."""
-    _waiting_method.pop(optimizer, None)
-    if isinstance(optimizer, _DeferredState):
-        optimizer.__class__ = type(optimizer).__mro__[2]
-
-
-def _fetched(optimizer: Any) -> Any:
-    wait = _waiting_method.get(optimizer)
-    if wait is not None:
-        wait()
-    undefer_state(optimizer)
-    return optimizer
-
-
-_waits: Any = WeakIdKeyDictionary()
-"""Maps a deferred tensor to the function that its first use calls."""
 _T: Any = torch.Tensor
 _ATTRIBUTES = (
     _T.grad, _T.shape, _T.dtype, _T.device, _T.layout, _T.requires_grad, _T.is_leaf, _T.ndim, _T.grad_fn, _T._version,
@@ -72,7 +46,7 @@ _HARMLESS: set[Any] = {
 """Functions of torch that do not read a tensor's contents, so calling them on a deferred tensor does not wait."""
 
 
-class _Deferred:
+class _DeferredTensor(_Deferred):
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None,
@@ -84,57 +58,49 @@ class _Deferred:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    # torch's versions use the class before they read the contents, so the class must be restored first.
     def __deepcopy__(self, memo: Any) -> Any:
         return _fetch(self).__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _fetch(self).__reduce_ex__(protocol)
 
     def __repr__(self, **kwargs: Any) -> str:
         return str(_fetch(self).__repr__(**kwargs))
 
 
-class _DeferredParameter(_Deferred, nn.Parameter):  # type: ignore[misc]
-    pass
+@functools.cache
+def _deferred_class(kind: type) -> type:
+    base = _DeferredState if issubclass(kind, Optimizer) else _DeferredTensor
+    return type(kind.__name__, (base, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
-class _DeferredTensor(_Deferred, torch.Tensor):  # type: ignore[misc]
-    pass
-
-
-_CLASSES: dict[type, type] = {nn.Parameter: _DeferredParameter, torch.Tensor: _DeferredTensor}
-_OWN = {deferred: own for own, deferred in _CLASSES.items()}
-
-
-def defer(tensor: torch.Tensor, wait: Callable[[], None]) -> bool:
-    """Makes the first use of the tensor call `wait()`, which must also end the deferral. Returns False if this kind of tensor
-    cannot be deferred."""
-    if type(tensor) not in _CLASSES:
-        return False
-    _waits[tensor] = wait
-    tensor.__class__ = _CLASSES[type(tensor)]
+def defer(value: torch.Tensor | Optimizer, wait: Callable[[], None]) -> bool:
+    """Makes the first use of a tensor, or of an optimizer's state, call `wait()`, which must also end the deferral. Returns
+    False if this kind of tensor cannot be deferred."""
+    if value not in _waits:
+        kind: Any = type(value)
+        if kind not in (nn.Parameter, torch.Tensor) and not issubclass(kind, Optimizer):
+            return False
+        value.__class__ = _deferred_class(kind)
+    _waits[value] = wait
     return True
 
 
-def undefer(tensor: torch.Tensor) -> None:
-    """Ends the deferral of a tensor: its use no longer waits. Called when its new value has been written, or will never be."""
-    if type(tensor) in _OWN:
-        tensor.__class__ = _OWN[type(tensor)]
-        _waits.pop(tensor, None)
+def undefer(value: Any) -> None:
+    """Ends the deferral: uses no longer wait. Called when the new value has been written, or will never be."""
+    if isinstance(value, _Deferred):
+        value.__class__ = type(value).__mro__[3]
+        _waits.pop(value, None)
 
 
-def _fetch(tensor: Any) -> Any:
-    wait = _waits.get(tensor)
+def _fetch(value: Any) -> Any:
+    wait = _waits.get(value)
     if wait is not None:
         wait()
-    undefer(tensor)
-    return tensor
+    undefer(value)
+    return value
 
 
 def _deferred(values: Sequence[Any]) -> Iterator[torch.Tensor]:
     for value in values:
-        if isinstance(value, _Deferred):
+        if isinstance(value, _DeferredTensor):
             yield value  # type: ignore[misc]
         elif isinstance(value, list | tuple):
             yield from _deferred(value)

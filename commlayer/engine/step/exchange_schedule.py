@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class ExchangeSchedule(Component):
         context.on_close.append(watch(after=self._after_step))
         context.components.add(self)
         self.new_plan()
+        if self.local is not None and context.joined is not None:
+            self.local.join(context.joined.local)
 
     @property
     def local(self) -> OuterSteps | None:
@@ -135,28 +137,24 @@ class ExchangeSchedule(Component):
         elif self._versions()[1] - self._noted[1] >= self._noted[0] and not self._skipped():
             self._noted = self._versions()  # gradients were clipped or unscaled, not cleared
 
-    def join_round(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Starts local steps on a rank that joins during an exchange of the other ranks. `given`: the state that one of these
-        ranks sent."""
-        if self.local is not None:
-            self.local.join(given)
-
     def drain(self, deadline_s: float = 0.0) -> None:
         """Exchanges the weight changes of all local steps since the last exchange. All ranks call it after the same step.
         `deadline_s`: 0: the usual one, in which a slower rank can take all steps of a round."""
         self._catch_up()  # other ranks have made this exchange already, if this rank's scaler has skipped the step
+        if self.local is not None:
+            self._exchange_early(self.local.drain, deadline_s or self._deadline_s * self.local.every)
+
+    def _exchange_early(self, exchange: Callable[[Worker, list[torch.Tensor], float], bool], deadline_s: float) -> None:
+        """Calls `exchange`, which returns True if something was left to exchange. No worker joins meanwhile."""
         with self._context.members.no_joins():
-            deadline_s = deadline_s or self._deadline_s * (1 if self.local is None else self.local.every)
-            if self.local is not None and self.local.drain(self._worker, self._buffers(), deadline_s):
+            if exchange(self._worker, self._buffers(), deadline_s):
                 self._ended(early=True)
 
     def complete(self, pending: Pending) -> None:
         if pending >= Pending.DUE:
             self._catch_up()
-        if pending is Pending.RUNNING and self.local is not None and self.local.under_way:
-            with self._context.members.no_joins():
-                self.local.settle(self._worker, self._buffers(), self._deadline_s * self.local.every)
-            self._ended(early=True)
+        if pending is Pending.RUNNING and self.local is not None:
+            self._exchange_early(self.local.complete, self._deadline_s * self.local.every)
         elif pending is Pending.ALL_STEPS:
             self.drain()
         elif pending is Pending.ALL_EXCHANGES:
@@ -192,7 +190,6 @@ class ExchangeSchedule(Component):
                 self.detach()
             return
         before = 0 if context.local is None else context.local.every
-        schedule: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
         if context.local is None:
             weights = StepWeights(units.weight)
             context.local = OuterSteps(self._parameters, plan.local_steps, self._outer, weights, merged=self._merged)
@@ -203,7 +200,7 @@ class ExchangeSchedule(Component):
             steps = "every step" if plan.local_steps == 1 else f"every {plan.local_steps} steps"
             context.log(f"exchanging weight changes {steps}{parts}; outer optimizer: {self._outer}")
         norms = self._norms if self._norms.begin_plan(plan.local_steps) else None
-        context.local.set_schedule(plan.local_steps, **schedule, norms=norms)
+        context.local.set_schedule(plan.local_steps, fragments=plan.fragments, overlap=plan.overlap == "round", norms=norms)
         context.local.pending_residuals.inherit(context.worker.pending_residuals)
 
     def _catch_up(self) -> None:

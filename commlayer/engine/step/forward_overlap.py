@@ -1,7 +1,7 @@
 """Implements sync="forward": backward() returns before averages arrive, and each update is applied on arrival. Results are
 bit for bit the same as without overlap.
 
-    hand_in       after backward: `.grad` gets placeholders (pending-gradient marks) that raise if they are used
+    launch        after backward: `.grad` gets placeholders (pending-gradient marks) that raise if they are used
     step()        the optimizer applies the averages that have arrived; it keeps its hyperparameters for the others
     forward       each module waits for its own tensors; the model as a whole waits for tensors of modules that are not called
     end           when the next backward pass begins: the remaining averages arrive, the step ends, observers read it
@@ -27,7 +27,7 @@ from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.hooks.forward_order import ModuleHook, before_forward
 from commlayer.engine.hooks.gradient_mark import GradientMark, Marks
 from commlayer.engine.model.optimizers import closure_of, watch
-from commlayer.engine.step.deferred import defer, defer_state, undefer, undefer_state
+from commlayer.engine.step.deferred import defer, undefer
 from commlayer.engine.step.step_loop import StepLoop
 from commlayer.engine.worker.partial_step import PartialStep
 from commlayer.errors import CommError, InvalidInput, StepAbandoned
@@ -45,18 +45,18 @@ class PendingStep(PartialStep):
     ) -> None:
         super().__init__(loop.worker, tensors, parameters, loop.deadline_s)
         self.buffers = buffers
-        self.later: dict[int, Group] = {}
+        self.deferred: dict[int, Group] = {}
         """Maps the number of each parameter that is not updated yet to the hyperparameters of the optimizer step that will
         update it."""
-        self.held: list[int] = []
+        self.withheld: list[int] = []
         """Numbers of the parameters that the running optimizer step must skip, because their averages have not arrived."""
-        self.stepped: set[int] = set()
-        self.gone: set[int] = set()
+        self.applied: set[int] = set()
+        self.discarded: set[int] = set()
         """Numbers of the parameters whose averages the script cleared before an optimizer step, or which are not finite."""
-        self.passed_over = False
+        self.dropped = False
         """True: some averages were not applied because they are not finite."""
-        self.after: list[Callable[[], None]] = []
-        """Functions to call at the end of the step, because `then` was called during it."""
+        self.on_end: list[Callable[[], None]] = []
+        """Functions to call at the end of the step, because `when_ended` was called during it."""
 
 
 class ForwardOverlap:
@@ -75,13 +75,13 @@ class ForwardOverlap:
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
         self._optimizer, self._scaler, self._loop, self._written, self._clips = optimizer, scaler, loop, written, clips
         self._lock = threading.RLock()
-        self._out: PendingStep | None = None
+        self._running: PendingStep | None = None
         self._stepping = self._unobserved = self._shared = False
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._error: CommError | None = None
         self._seen: set[int] = set()
         """Numbers of the tensors in modules that were called since the last call of the complete model."""
-        self._whole_called = False
+        self._model_called = False
         self._handles: list[Any] = []
         self._hook(model, buffers())
 
@@ -102,21 +102,21 @@ class ForwardOverlap:
             self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._finish_updates()),
         ]
 
-    def takes(self) -> bool:
+    def can_overlap(self) -> bool:
         """Returns True if the step whose backward pass has just ended can overlap with the next forward pass."""
         if self._scaler is not None and self._scaler.is_enabled():
-            return self._not("a GradScaler needs all gradients to decide whether to skip a step")
+            return self._warn_once("a GradScaler needs all gradients to decide whether to skip a step")
         if self._stepping:
-            return self._not("the optimizer's closure needs its gradients at once")
+            return self._warn_once("the optimizer's closure needs its gradients at once")
         return not self._loop.must_wait
 
-    def _not(self, why: str) -> bool:
-        if why not in self._said:
-            self._said.add(why)
+    def _warn_once(self, why: str) -> bool:
+        if why not in self._warned:
+            self._warned.add(why)
             log.warning("sync='forward' has no effect in this step: %s, so backward() waits for the averages", why)
         return False
 
-    def hand_in(self, buffers: Sequence[torch.Tensor]) -> None:
+    def launch(self, buffers: Sequence[torch.Tensor]) -> None:
         """Starts to exchange all gradients and buffers, without waiting. Replaces `.grad` by placeholders."""
         with self._lock:
             for p, mark in zip(self._parameters, self._marks, strict=True):
@@ -131,12 +131,12 @@ class ForwardOverlap:
             self._shared = False
             # The exchange reads and writes detached aliases of the buffers, because use of an alias does not wait.
             tensors = [*(p.grad for p in self._parameters), *(b.detach() for b in buffers)]
-            self._loop.hand_in(tensors)
-            self._out = PendingStep(self._loop, tensors, self._parameters, buffers)
+            self._loop.launch(tensors)
+            self._running = PendingStep(self._loop, tensors, self._parameters, buffers)
             for p, mark in zip(self._parameters, self._marks, strict=True):
                 p.grad = mark.fresh()
             for number, buffer in enumerate(buffers, len(self._parameters)):
-                defer(buffer, weakly(self._need, (number,)))
+                defer(buffer, weakly(self._wait_for, (number,)))
             if finish:
                 self.end()
 
@@ -146,32 +146,32 @@ class ForwardOverlap:
         with self._lock:
             self._stepping = True
             try:
-                if self._out is not None:
-                    self._hold(self._out, args, kwargs)
+                if self._running is not None:
+                    self._withhold(self._running, args, kwargs)
             except BaseException:
                 self._stepping = False  # the step will not run
                 raise
-            undefer_state(self._optimizer)
+            undefer(self._optimizer)
 
-    def _hold(self, out: PendingStep, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _withhold(self, step: PendingStep, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Writes the averages that have arrived, and makes the optimizer skip all other parameters."""
-        out.held = []
+        step.withheld = []
         closure = closure_of(args, kwargs)
-        if out.later or self._clips or closure is not None or hooked_by_script(self._optimizer):
-            self._take(out, out.wait_all)
-            self._keep_from_step(out)
+        if step.deferred or self._clips or closure is not None or hooked_by_script(self._optimizer):
+            self._take(step, step.wait_all)
+            self._drop_not_finite(step)
             return
-        self._take(out, out.arrived)
-        self._keep_from_step(out)
+        self._take(step, step.arrived)
+        self._drop_not_finite(step)
         numbered = [*enumerate(zip(self._parameters, self._marks, strict=True))]
         # This precedes the next loop, because the wait can receive further averages.
         if zeroed := [number for number, (p, mark) in numbered if p.grad is mark and mark.zeroed]:
-            self._take(out, partial(out.wait, zeroed))
+            self._take(step, partial(step.wait, zeroed))
         # The optimizer applies nothing for zeroed gradients, but does step gradients that the script replaced.
-        out.gone -= {number for number, (p, mark) in numbered if p.grad is not None and not mark.zeroed}
+        step.discarded -= {number for number, (p, mark) in numbered if p.grad is not None and not mark.zeroed}
         for number, (p, mark) in numbered:
             if p.grad is mark:
-                out.held.append(number)
+                step.withheld.append(number)
                 p.grad = None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -179,64 +179,62 @@ class ForwardOverlap:
             return
         with self._lock:
             self._stepping = False
-            if (out := self._out) is None:
+            if (step := self._running) is None:
                 return
-            withheld, out.held = set(out.held), []
-            out.stepped.update(number for number, p in enumerate(self._parameters)
-                               if number not in withheld and number not in out.gone and p.grad is not None)
+            withheld, step.withheld = set(step.withheld), []
+            step.applied.update(number for number, p in enumerate(self._parameters)
+                                if number not in withheld and number not in step.discarded and p.grad is not None)
             exposed = []
             for group in optimizer.param_groups:
                 numbers = withheld.intersection(self._numbers.get(id(p), -1) for p in group["params"])
                 values = values_of(group) if numbers else {}
                 for number in sorted(numbers):
-                    out.later[number] = values
+                    step.deferred[number] = values
                     self._parameters[number].grad = self._marks[number]
                     if weight_held(self._parameters[number]) or not defer(
-                            self._parameters[number], weakly(self._need, (number,))):
+                            self._parameters[number], weakly(self._wait_for, (number,))):
                         exposed.append(number)
-            if not self._whole_called:
+            if not self._model_called:
                 exposed += sorted(withheld - self._seen)
-            self._whole_called = False
-            self._need(exposed)
-            if out.later:
-                defer_state(self._optimizer, weakly(self._finish_updates))
+            self._model_called = False
+            self._wait_for(exposed)
+            if step.deferred:
+                defer(self._optimizer, weakly(self._finish_updates))
 
     def _before_module(self, numbers: Sequence[int]) -> None:
         self._seen.update(numbers)
-        if self._out is not None:
-            self._need(numbers)
+        self._wait_for(numbers)
 
     def _before_model(self, numbers: set[int]) -> None:
-        unseen, self._seen, self._whole_called = numbers - self._seen, set(), True
-        if self._out is not None:
-            self._need(sorted(unseen))
+        unseen, self._seen, self._model_called = numbers - self._seen, set(), True
+        self._wait_for(sorted(unseen))
 
-    def _need(self, numbers: Iterable[int]) -> None:
+    def _wait_for(self, numbers: Iterable[int]) -> None:
         """Waits for the averages of tensors that are about to be used, and applies their updates. `numbers`: the tensors'
         numbers."""
         with self._lock:
-            if self._out is None:
+            if (step := self._running) is None:
                 return
-            out = self._out
             # A result that arrived before an error has been written but not applied. Waiting for it raises that error.
-            wanted = [n for n in numbers if n in out.later or (n >= len(self._parameters) and not out.complete(n))]
+            wanted = [n for n in numbers if n in step.deferred or (n >= len(self._parameters) and not step.complete(n))]
             if wanted:
-                self._take(out, partial(out.wait, wanted), quietly=True)
-            self._end_if_over()
+                self._take(step, partial(step.wait, wanted), quietly=True)
+            if self._running is not None and step.over and not self._stepping:
+                self._end(step)
 
     def _finish_updates(self) -> None:
         """Waits until all weights and buffers contain the last step's updates."""
-        if (out := self._out) is not None:
-            self._need([*out.later, *range(len(self._parameters), len(out.averages))])
+        if (step := self._running) is not None:
+            self._wait_for(range(len(step.averages)))
 
     def _before_adding(self, p: torch.Tensor, _gradient: torch.Tensor) -> None:
         """Ends the previous step when a backward pass is about to add its first gradient. Called by gradient hooks."""
-        if self._out is not None or self._unobserved:
-            self.look()
+        if self._running is not None or self._unobserved:
+            self.end_and_observe()
         if self._waits and not self._shared:
             self._shared = gradient_held(p)
 
-    def look(self) -> None:
+    def end_and_observe(self) -> None:
         """Ends the previous step and lets observers read its gradients and times."""
         with self._lock:
             self.end(quietly=True)
@@ -248,124 +246,122 @@ class ForwardOverlap:
         """Ends the running step: waits for its averages that have not arrived, and applies them. Returns True if a step was
         running. `quietly`: as in `_take`."""
         with self._lock:
-            if (out := self._out) is None:
+            if (step := self._running) is None:
                 return False
-            self._take(out, out.wait_all, quietly=quietly)
-            if self._out is not None:
-                self._end(out)
+            self._take(step, step.wait_all, quietly=quietly)
+            if self._running is not None:
+                self._end(step)
             return True
 
     def _final(self, number: int, mark: GradientMark) -> torch.Tensor:
         """Returns a gradient that the script reads. If the average for this gradient has not arrived, the step is completed
         first."""
         with self._lock:
-            if self._out is not None and not self._out.complete(number) and (
-                    mark is self._marks[number] or mark.value is self._out.averages[number]):
+            if self._running is not None and not self._running.complete(number) and (
+                    mark is self._marks[number] or mark.value is self._running.averages[number]):
                 self.end()
         p = self._parameters[number]
         gradient = p.grad if mark.value is None else mark.value
         return torch.zeros_like(p) if gradient is None or gradient is mark else gradient
 
-    def _end_if_over(self) -> None:
-        if self._out is not None and self._out.over and not self._stepping:
-            self._end(self._out)
-
-    def _end(self, out: PendingStep) -> None:
+    def _end(self, step: PendingStep) -> None:
         worker = self._loop.worker
         with torch.inference_mode(mode=False):
-            out.end()
-        self._loop.report_finite(worker, dropped=out.passed_over)
-        worker.mark_applied(out.stepped - out.gone)
-        for number in out.gone:
+            step.end()
+        self._loop.report_finite(worker, dropped=step.dropped)
+        worker.mark_applied(step.applied - step.discarded)
+        for number in step.discarded:
             worker.mark_discarded(number)
-        self._loop.written(out.stepped | out.gone)
-        self._forget()
+        self._loop.written(step.applied | step.discarded)
         self._unobserved = True
+        self._forget(step)
         self._written()
-        for act in out.after:
+
+    def _forget(self, step: PendingStep) -> None:
+        undefer(self._optimizer)
+        self._marks.release()
+        self._running = None
+        for act in step.on_end:
             act()
 
-    def _forget(self) -> None:
-        undefer_state(self._optimizer)
-        self._marks.release()
-        self._out = None
-
-    def then(self, act: Callable[[], None]) -> None:
+    def when_ended(self, act: Callable[[], None]) -> None:
         """Calls `act` when the running step has ended, or at once if no step is running."""
         with self._lock:
-            if self._out is None:
+            if self._running is None:
                 act()
             else:
-                self._out.after.append(act)
+                self._running.on_end.append(act)
 
-    def _take(self, out: PendingStep, come: Callable[[], Sequence[int]], *, quietly: bool = False) -> None:
+    def _take(self, step: PendingStep, come: Callable[[], Sequence[int]], *, quietly: bool = False) -> None:
         """Applies or writes results when they have arrived. `quietly`: no exception if a peer has abandoned the step after this
         rank's optimizer step. It would end a later iteration of the script, whose backward pass the other ranks make."""
         try:
             with torch.inference_mode(mode=False):  # the caller may be an evaluation
                 numbers = come()
         except StepAbandoned as error:
-            quietly = quietly and bool(out.later)
-            self._abandon(out)
+            quietly = quietly and bool(step.deferred)
+            self._abandon(step)
             if not quietly:
                 raise
             log.warning("%s", error)
             return
         except CommError as error:
-            self._say(out, error)
+            self._explain(step, error)
             raise
         due: dict[int, torch.Tensor] = {}
         for number in numbers:
             if number >= len(self._parameters):
-                undefer(out.buffers[number - len(self._parameters)])
-            elif number in out.later and number in out.not_finite:
-                self._pass_over(out, number)
-            elif number in out.later and (average := out.averages[number]) is not None:
+                undefer(step.buffers[number - len(self._parameters)])
+            elif number in step.deferred and number in step.not_finite:
+                self._discard(step, number)
+            elif number in step.deferred and (average := step.averages[number]) is not None:
                 due[number] = average
             else:
-                self._put(out, number)
+                self._write(step, number)
         if due:
-            self._apply(out, due)
+            self._apply(step, due)
 
-    def _put(self, out: PendingStep, number: int) -> None:
+    def _write(self, step: PendingStep, number: int) -> None:
         """Records that a parameter needs no update any more, and writes the average, if there is one, into `.grad`."""
-        p, mark, average = self._parameters[number], self._marks[number], out.averages[number]
-        if out.later.pop(number, None) is not None:
+        p, mark, average = self._parameters[number], self._marks[number], step.averages[number]
+        if step.deferred.pop(number, None) is not None:
             undefer(p)
-            out.stepped.add(number)
+            step.applied.add(number)
         elif p.grad is not mark or mark.zeroed:
-            out.gone.add(number)
+            step.discarded.add(number)
+        self._reveal(number, average)
+
+    def _reveal(self, number: int, average: torch.Tensor | None, *, clear: bool = False) -> None:
+        """Replaces a parameter's placeholder by its average; by zeros if the script has cleared the placeholder, or `clear`."""
+        p, mark = self._parameters[number], self._marks[number]
         if p.grad is mark:
-            p.grad = average.zero_() if mark.zeroed and average is not None else average
+            p.grad = average.zero_() if (mark.zeroed or clear) and average is not None else average
         self._marks.became(number, average)
 
-    def _pass_over(self, out: PendingStep, number: int) -> None:
+    def _discard(self, step: PendingStep, number: int) -> None:
         """Drops an update whose average is not finite, when the optimizer's step has already run."""
-        p, mark = self._parameters[number], self._marks[number]
-        del out.later[number]
-        undefer(p)
-        out.gone.add(number)
-        out.passed_over = True
-        if p.grad is mark:
-            p.grad = None
-        self._marks.became(number, None)
+        del step.deferred[number]
+        undefer(self._parameters[number])
+        step.discarded.add(number)
+        step.dropped = True
+        self._reveal(number, None)
 
-    def _keep_from_step(self, out: PendingStep) -> None:
+    def _drop_not_finite(self, step: PendingStep) -> None:
         """Removes averages that have arrived and are not finite, before the optimizer's step."""
-        for number in out.not_finite:
+        for number in step.not_finite:
             p = self._parameters[number]
-            if p.grad is not None and p.grad is out.averages[number]:
+            if p.grad is not None and p.grad is step.averages[number]:
                 p.grad = None
-                out.gone.add(number)
-                out.passed_over = True
+                step.discarded.add(number)
+                step.dropped = True
 
-    def _apply(self, out: PendingStep, averages: Mapping[int, torch.Tensor]) -> None:
+    def _apply(self, step: PendingStep, averages: Mapping[int, torch.Tensor]) -> None:
         """Applies averages that have arrived after the optimizer's step, with the hyperparameters of that step. `averages`: by
         parameter number."""
         groups: dict[int, Group] = {}
         previous = {}
         for number, average in sorted(averages.items()):
-            p, values = self._parameters[number], out.later[number]
+            p, values = self._parameters[number], step.deferred[number]
             undefer(p)
             previous[number], p.grad = p.grad, average
             groups.setdefault(id(values), {**values, "params": []})["params"].append(p)
@@ -375,38 +371,31 @@ class ForwardOverlap:
             with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(kind, enabled=False):
                 step_piece(self._optimizer, [*groups.values()])
         except BaseException as error:
-            out.worker.latch(error)
+            step.worker.latch(error)
             raise
         for number, grad in previous.items():
-            p, mark, average = self._parameters[number], self._marks[number], averages[number]
-            p.grad = grad if grad is not mark else average.zero_() if mark.zeroed else average
-            self._marks.became(number, average)
-            del out.later[number]
-        out.stepped.update(averages)
-        out.worker.mark_applied_early(averages)
+            self._parameters[number].grad = grad
+            self._reveal(number, averages[number])
+            del step.deferred[number]
+        step.applied.update(averages)
+        step.worker.mark_applied_early(averages)
 
-    def _abandon(self, out: PendingStep) -> None:
+    def _abandon(self, step: PendingStep) -> None:
         """Abandons the step: no update has been applied. `.grad` contains this rank's own gradients again, or zeros after the
         optimizer's step, so that no later step applies them."""
-        for number, (p, mark) in enumerate(zip(self._parameters, self._marks, strict=True)):
-            undefer(p)
-            own = out.averages[number]
-            if p.grad is mark:
-                p.grad = own.zero_() if (mark.zeroed or out.later) and own is not None else own
-            self._marks.became(number, own)
-        for buffer in out.buffers:
-            undefer(buffer)
-        self._forget()
-        for act in out.after:
-            act()
+        for tensor in (*self._parameters, *step.buffers):
+            undefer(tensor)
+        for number in range(len(self._parameters)):
+            self._reveal(number, step.averages[number], clear=bool(step.deferred))
+        self._forget(step)
 
-    def _say(self, out: PendingStep, error: CommError) -> None:
+    def _explain(self, step: PendingStep, error: CommError) -> None:
         """Adds to an error's text how many parameters the failed step has updated. Changes each error once."""
-        if out.later and error is not self._error:
+        if step.deferred and error is not self._error:
             self._error = error
-            done, total = len(out.stepped), len(out.stepped) + len(out.later)
-            error.what += (f"; step {out.step} updated {done} of {total} parameters: resume from a checkpoint" if done
-                           else f"; step {out.step} updated no parameter")
+            done, total = len(step.applied), len(step.applied) + len(step.deferred)
+            error.what += (f"; step {step.step} updated {done} of {total} parameters: resume from a checkpoint" if done
+                           else f"; step {step.step} updated no parameter")
 
     def detach(self) -> None:
         """Removes the hooks. The running step can still be completed."""
@@ -418,11 +407,11 @@ class ForwardOverlap:
     def drop(self) -> None:
         """Drops averages that have not arrived, because the session has closed."""
         with self._lock:
-            if (out := self._out) is None:
+            if (step := self._running) is None:
                 return
-            if out.later:
+            if step.deferred:
                 log.warning("step %d: the averages for %d parameters did not arrive before the session closed, so these "
-                            "parameters are not updated", out.step, len(out.later))
-            self._abandon(out)
+                            "parameters are not updated", step.step, len(step.deferred))
+            self._abandon(step)
             for p, mark in zip(self._parameters, self._marks, strict=True):
                 p.grad = None if p.grad is mark else p.grad

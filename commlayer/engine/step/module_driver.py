@@ -102,7 +102,6 @@ class ModuleDriver(Driver):
         self._hooks = Hooks(self._parameters, lambda: context.worker, self._ready, self._end,
                             lambda: self._syncing and plain.get("require_backward_grad_sync", True)
                             and (ddp is None or ddp.syncing), self._guard.own.add, self._aborted)
-        self._loop.join_round()
 
     @property
     def in_join(self) -> bool:
@@ -125,7 +124,7 @@ class ModuleDriver(Driver):
 
     def complete(self, pending: Pending) -> None:
         if self._overlap is not None and pending is Pending.DUE:
-            self._overlap.look()
+            self._overlap.end_and_observe()
         else:
             self._finish_overlap()
 
@@ -158,7 +157,7 @@ class ModuleDriver(Driver):
         if self._overlap is None:
             self._loop.weigh(n)
         else:
-            self._overlap.then(lambda: self._loop.weigh(n))
+            self._overlap.when_ended(lambda: self._loop.weigh(n))
 
     def synchronize(self) -> None:
         if not self._finish_overlap() and self._written != self._gradients():
@@ -221,12 +220,12 @@ class ModuleDriver(Driver):
             return
         self._check_unchanged()
         if self._overlap is not None:
-            self._overlap.look()  # ends the previous step, if no gradient hook has done so
+            self._overlap.end_and_observe()  # ends the previous step, if no gradient hook has done so
         make_dense(self._lazy.values())
         self._rows.make_dense()
         buffers = self._buffers_now()
-        if self._overlap is not None and not self._uneven.inside and self._overlap.takes():
-            self._overlap.hand_in(buffers)
+        if self._overlap is not None and not self._uneven.inside and self._overlap.can_overlap():
+            self._overlap.launch(buffers)
             return
         averages = self._loop.average([*(p.grad for p in self._parameters), *buffers], lambda: [*self._targets(), *buffers])
         for number, (p, average) in enumerate(zip(self._parameters, averages, strict=False)):

@@ -103,11 +103,6 @@ class StepLoop(Component):
         self.context.components.end_local_step()
         return True
 
-    def join_round(self) -> None:
-        """Starts this rank's part in the current outer step, if this rank has joined a running job with local steps."""
-        if self.context.joined is not None:
-            self._schedule.join_round(self.context.joined.local)
-
     def new_plan(self) -> None:
         if self.local:
             self._use.wrote(keeps=False)  # local steps have no averages to watch
@@ -132,7 +127,7 @@ class StepLoop(Component):
             raise
         self._passed()
         self._end_first_step()
-        if self._all_active():
+        if self._uneven.all_active():
             self.context.components.before_commit()
         into = targets()
         worker = self.worker
@@ -152,9 +147,6 @@ class StepLoop(Component):
         self.context.count_step()
         self._uneven.end_step()
 
-    def _all_active(self) -> bool:
-        return self._uneven.all_active()
-
     def discard(self) -> None:
         """Marks averages of the last step that no optimizer has applied as discarded, because this rank has run out of batches.
         """
@@ -173,7 +165,7 @@ class StepLoop(Component):
         been applied."""
         (self._finite.dropped if dropped else self._finite.averaged)(worker.not_finite, finite=not worker.tentative)
 
-    def hand_in(self, leftovers: Sequence[torch.Tensor | None]) -> None:
+    def launch(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Ends a backward pass instead of `average`, if results are applied bucket by bucket after it (forward_overlap.py)."""
         self.begin()
         self._use.end()
@@ -207,7 +199,7 @@ class StepLoop(Component):
             else:
                 self.worker.stopwatch.skip(took_s)
 
-        if self._all_active():
+        if self._uneven.all_active():
             self.context.components.end_step(skip)
 
     def abandon(self) -> None:

@@ -21,11 +21,9 @@ order.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -50,29 +48,33 @@ def _spoilt(_own: int, *, finite: bool) -> None:
 
 
 class StepWeights:
-    """Weight of a worker's change in an exchange: the mean weight of the batches in its steps since the last exchange."""
+    """Weight of a worker's change in the exchange of a fragment: the mean weight of its batches since that fragment's last
+    exchange."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
         """The weight of this worker's batches from now on."""
-        self._steps, self._sum = 0.0, 0.0
-        """Number of steps since the last exchange, and the sum of this worker's weights in them."""
+        self._sums = [(0.0, 0.0)]
+        """For each fragment: number of steps since its last exchange, and the sum of this worker's weights in them."""
+
+    def divide(self, fragments: int) -> None:
+        """Sets the number of fragments. All of them contain the steps that no exchange has sent completely."""
+        self._sums = [max(self._sums)] * fragments
 
     def count(self) -> None:
-        self._steps += 1.0
-        self._sum += self.weight
+        self._sums = [(steps + 1.0, total + self.weight) for steps, total in self._sums]
 
-    def take(self) -> float:
-        """Returns this worker's weight for an exchange of the steps so far, and resets the sums."""
-        steps, total = self._steps, self._sum
-        self._steps = self._sum = 0.0
+    def take(self, fragment: int) -> float:
+        """Returns this worker's weight for an exchange of the steps so far, and resets the sums of the fragment."""
+        (steps, total), self._sums[fragment] = self._sums[fragment], (0.0, 0.0)
         return total / steps if steps else self.weight
 
     def snapshot(self) -> torch.Tensor:
-        return torch.tensor([self._steps, self._sum], dtype=torch.float64)
+        return torch.tensor(max(self._sums), dtype=torch.float64)
 
     def restore(self, kept: torch.Tensor | None) -> None:
-        self._steps, self._sum = (0.0, 0.0) if kept is None else kept.tolist()
+        steps, total = (0.0, 0.0) if kept is None else kept.tolist()
+        self._sums = [(steps, total)] * len(self._sums)
 
 
 class PendingResiduals:
@@ -124,27 +126,58 @@ class PendingResiduals:
                          if (name := f"{PENDING}{number}") in tensors}
 
 
-class _Schedule(NamedTuple):
-    every: int
-    fragments: int
-    overlap: bool
+class Fragment:
+    """The part of the model that one exchange sends: ranges of elements of some tensors. `prepare` computes this rank's change
+    since the start, and `apply` advances the start by the mean of all changes. The keys of maps are tensor numbers."""
 
+    def __init__(
+        self, number: int, ranges: Mapping[int, list[tuple[int, int]]], starts: Sequence[torch.Tensor],
+        velocity: Sequence[torch.Tensor | None],
+    ) -> None:
+        """`ranges`: of the elements of each tensor. `velocity`: see OuterSGD.step."""
+        self.number, self._ranges = number, ranges
+        self._starts = {n: _parts(starts[n], parts) for n, parts in ranges.items() if n < len(starts)}
+        self._velocity = {n: _parts(v, ranges[n]) for n in self._starts if (v := velocity[n]) is not None}
+        self.changes: dict[int, torch.Tensor] = {}
+        """The change of each parameter, and the values of each module buffer. Each has the shape of its tensor, but only the
+        elements in `ranges` are valid. The means are written into the same memory."""
+        self._ends: dict[int, list[torch.Tensor]] = {}
+        """The values that each range had when the exchange began. Empty without overlap."""
 
-class _Sent(NamedTuple):
-    """A running exchange of one fragment. The keys of its maps are tensor numbers."""
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """The changes of the parameters, later their means: one tensor for each range."""
+        return [part for n in self._starts for part in _parts(self.changes[n], self._ranges[n])]
 
-    fragment: int
-    ranges: dict[int, list[tuple[int, int]]]
-    """Ranges of elements of each tensor that are exchanged."""
-    changes: dict[int, torch.Tensor]
-    """Maps a parameter's number to its weight change, and a buffer's number to its values. Each has the shape of its tensor,
-    but only the elements in `ranges` are valid. The means are written into the same memory."""
-    ends: dict[int, list[torch.Tensor]]
-    """Maps a tensor number to the values that each of its ranges had when the exchange began. Empty without overlap."""
+    def prepare(self, tensors: Sequence[torch.Tensor], *, overlap: bool) -> None:
+        """Computes the changes of `tensors` since the start. `overlap`: their values change before `apply`."""
+        for n, parts in self._ranges.items():
+            values = tensors[n].contiguous()
+            ends, starts = _parts(values, parts), self._starts.get(n)
+            self.changes[n] = torch.empty_like(values, dtype=None if starts is None else starts[0].dtype)
+            changes = _parts(self.changes[n], parts)
+            if starts is None:
+                torch._foreach_copy_(changes, ends)
+            else:
+                for change, start, end in zip(changes, starts, ends, strict=True):
+                    torch.sub(start, end, out=change)
+            if overlap:
+                self._ends[n] = [end.clone() for end in ends]
 
-    def weights(self, count: int) -> list[torch.Tensor]:
-        """Returns the changes of the tensors numbered below `count`, one tensor for each range."""
-        return [part for n, change in self.changes.items() if n < count for part in _parts(change, self.ranges[n])]
+    def apply(self, tensors: Sequence[torch.Tensor], outer: OuterSGD, *, finite: bool) -> None:
+        """Advances the starts by the means, and writes them into `tensors`, plus what has changed there since `prepare`. If the
+        means are not finite, all tensors return to their starts."""
+        for n, parts in self._ranges.items():
+            values = tensors[n].contiguous()
+            means = _parts(self.changes[n], parts)
+            starts = self._starts.get(n, means)
+            if finite and n in self._starts:
+                for start, mean, velocity in zip(starts, means, self._velocity.get(n, [None] * len(parts)), strict=True):
+                    outer.step(start, mean, velocity)
+            for i, (mine, start) in enumerate(zip(_parts(values, parts), starts, strict=True)):
+                mine.copy_(start + (mine - self._ends[n][i]) if self._ends and finite else start)
+            if values is not tensors[n]:  # `tensors[n]` is not contiguous, so `values` is a copy
+                tensors[n].copy_(values)
 
 
 class OuterSteps:
@@ -168,27 +201,22 @@ class OuterSteps:
         """True: weights might differ between ranks."""
         self._velocity = [torch.zeros_like(start) if outer.momentum else None for start in self.starts]
         """The outer optimizer's momentum for each parameter; None entries without momentum."""
-        self._fragment = 0
-        self._sent: _Sent | None = None
+        self._next = 0
+        """Number of the fragment that is exchanged next."""
+        self._running: Fragment | None = None
         self._joins = False
         """True: the next exchange is the first one of this rank, which has joined the job."""
-        self._weight: float | None = None
-        """This rank's weight in the current outer step; None before its first exchange."""
         self.pending_residuals = PendingResiduals(parameters)
         self.recorder = Recorder()
         """Records the times of steps without an exchange. The worker's recorder records exchanges."""
-        self._rooms: dict[int, torch.Tensor] = {}
-        """Maps the number of a split tensor to the memory for its change in the current outer step."""
         self._finite: list[bool] = []
         """One flag for each fragment of the current outer step so far. True: the mean was finite."""
 
     def set_schedule(self, every: int, *, fragments: int, overlap: bool, norms: Norms | None = None) -> None:
         """Sets the schedule: number of steps per outer step, fragments, overlap. No exchange may be running."""
-        self._schedule, self._norms = _Schedule(every, fragments, overlap), norms if self._outer.matched else None
-
-    @property
-    def every(self) -> int:
-        return self._schedule.every
+        self.every, self._fragments, self._overlap = every, fragments, overlap
+        self._norms = norms if self._outer.matched else None
+        self.weights.divide(fragments)
 
     def count(self) -> None:
         """Counts a step, before its optimizer step. Records residuals that were added to the previous step's gradients as
@@ -211,7 +239,7 @@ class OuterSteps:
 
     @property
     def due(self) -> bool:
-        return self.taken >= self.every // self._schedule.fragments
+        return self.taken >= self.every // self._fragments
 
     @property
     def behind(self) -> int:
@@ -222,7 +250,7 @@ class OuterSteps:
     @property
     def shifted(self) -> bool:
         """True: the ranks' weights are never all equal, so that only `starts` can be compared between ranks."""
-        return self._schedule.overlap or self._schedule.fragments > 1
+        return self._overlap or self._fragments > 1
 
     @property
     def common(self) -> dict[int, torch.Tensor]:
@@ -232,19 +260,15 @@ class OuterSteps:
     @property
     def under_way(self) -> bool:
         """True: an outer step has begun and not ended."""
-        return self._sent is not None or self._fragment > 0
+        return self._running is not None or self._next > 0
 
     def exchange(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
         """Exchanges one fragment. Without overlap it merges the result of this exchange, with overlap that of the previous one.
         All ranks call it. The merged elements are then the same on all ranks, apart from steps that were made after the
         exchange began."""
-        if self._sent is not None:
-            self._merge(worker, buffers, self._sent, deadline_s)
-        sent = self._begin(worker, buffers)
-        if not self._schedule.overlap:
-            self._merge(worker, buffers, sent, deadline_s)
+        self._turn(worker, buffers, deadline_s, overlap=self._overlap)
         # A rank whose scaler skipped the due step exchanges later and can have counted further steps: these stay counted.
-        self.taken = max(0, self.taken - self.every // self._schedule.fragments)
+        self.taken = max(0, self.taken - self.every // self._fragments)
         self.apart = self.shifted
         self.recorder.restart()
 
@@ -254,155 +278,84 @@ class OuterSteps:
         for number, start in enumerate(self.starts):
             start.copy_(given[f"local.start.{number}"])
             self._set_velocity(number, given.get(f"local.velocity.{number}"))
-        self.taken, self._joins = self.every // self._schedule.fragments - 1, True
+        self.taken, self._joins = self.every // self._fragments - 1, True
         self._steps = int(given["local.behind"][0]), 0
 
-    def settle(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
-        """Completes the running exchange and the rest of the outer step."""
-        if self._sent is not None:
-            self._merge(worker, buffers, self._sent, deadline_s)
-        while self._fragment:
-            self._at_once(worker, buffers, deadline_s)
+    def complete(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:
+        """Completes the running exchange and the rest of the outer step. Returns True if an outer step had begun."""
+        was_under_way = self.under_way
+        self._apply(worker, buffers, deadline_s)
+        while self._next:
+            self._turn(worker, buffers, deadline_s, overlap=False)
+        return was_under_way
 
     def drain(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:
         """Completes the outer step, then exchanges all remaining steps, so that weights and buffers are the same on all ranks.
         Returns True if there were any remaining steps."""
-        self.settle(worker, buffers, deadline_s)
+        self.complete(worker, buffers, deadline_s)
         was_apart, self.apart, self.taken = self.apart, False, 0
-        for _ in range(self._schedule.fragments if was_apart else 0):
-            self._at_once(worker, buffers, deadline_s)
+        for _ in range(self._fragments if was_apart else 0):
+            self._turn(worker, buffers, deadline_s, overlap=False)
         return was_apart
 
-    def _at_once(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
-        self._merge(worker, buffers, self._begin(worker, buffers), deadline_s)
+    def _turn(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float, *, overlap: bool) -> None:
+        """Applies the running exchange and launches the next one. Without overlap, that one is applied at once."""
+        self._apply(worker, buffers, deadline_s)
+        self._launch(worker, buffers, overlap=overlap)
+        if not overlap:
+            self._apply(worker, buffers, deadline_s)
 
-    def _begin(self, worker: Worker, buffers: Sequence[torch.Tensor]) -> _Sent:
-        if self._fragment == 0:
+    def _launch(self, worker: Worker, buffers: Sequence[torch.Tensor], *, overlap: bool) -> None:
+        if self._next == 0:
             worker.units.scale = worker.units.rate = 1.0  # the unit is that of the weights
-            self._weight = self.weights.take()
             self._steps = self._steps[0 if self._joins else 1], 0
-        elif self._weight is None:
-            self._weight = self.weights.take()
-        worker.units.weight = self._weight
+        weight = self.weights.take(self._next)
         if self._joins:
-            self._joins, self._weight, worker.units.weight = False, None, 0.0
+            self._joins, weight = False, 0.0
             for start, p in zip(self.starts, self._parameters, strict=True):
                 p.detach().copy_(start)
-        tensors = [p.detach() for p in (*self._parameters, *buffers)]
-        ranges = ranges_of(worker.fragments[self._fragment])
-        changes, ends = {}, {}
-        for n, parts in ranges.items():
-            values = tensors[n].contiguous()
-            changes[n] = change = values if self._own(n) else self._room(
-                n, self.starts[n] if n < len(self.starts) else values, parts)
-            ends_now = _parts(values, parts)
-            if n < len(self.starts):
-                for part, start, end in zip(_parts(change, parts), _parts(self.starts[n], parts), ends_now, strict=True):
-                    torch.sub(start, end, out=part)
-            else:
-                change.copy_(values)
-            if self._schedule.overlap:
-                ends[n] = [part.clone() for part in ends_now]
-        self._sent = sent = _Sent(self._fragment, ranges, changes, ends)
-        self._fragment = (self._fragment + 1) % self._schedule.fragments
-        with self._whole(sent):
-            self._send(worker, sent, len(tensors))
-        return sent
-
-    @contextlib.contextmanager
-    def _whole(self, sent: _Sent) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if not self._schedule.overlap:
-                self._put_back(sent)
-            raise
-
-    def _own(self, number: int) -> bool:
-        """Returns True if a parameter's own memory contains its weight change, and then the mean, until the merge."""
-        if self._schedule.overlap or number >= len(self.starts):
-            return False
-        p = self._parameters[number]
-        return p.is_contiguous() and p.dtype == self.starts[number].dtype
-
-    def _put_back(self, sent: _Sent) -> None:
-        """Restores the weights from before a failed exchange, up to rounding."""
-        self._sent = None
-        for n, parts in sent.ranges.items():
-            if self._own(n):
-                for change, start in zip(_parts(sent.changes[n], parts), _parts(self.starts[n], parts), strict=True):
-                    torch.sub(start, change, out=change)
-
-    def _room(self, number: int, like: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
-        """Returns the memory for the change of a tensor. All fragments of a split tensor share it: buckets keep references to
-        it."""
-        if ranges == [(0, like.numel())]:
-            return torch.empty_like(like)
-        if number not in self._rooms:
-            self._rooms[number] = torch.empty_like(like)
-        return self._rooms[number]
-
-    def _send(self, worker: Worker, sent: _Sent, tensors: int) -> None:
-        worker.send(sent.changes, sent.fragment)
-        if sent.fragment == self._schedule.fragments - 1:
-            worker.complete([None] * tensors)
+        worker.units.weight = weight
+        tensors = self._tensors(buffers)
+        fragment = Fragment(self._next, ranges_of(worker.fragments[self._next]), self.starts, self._velocity)
+        fragment.prepare(tensors, overlap=overlap)
+        self._running, self._next = fragment, (self._next + 1) % self._fragments
+        worker.send(fragment.changes, fragment.number)
+        if self._next == 0:
+            worker.complete([None] * len(tensors))
         if self._norms is not None:
-            self._norms.start(worker.units.weight, square_of(sent.weights(len(self.starts))))
+            self._norms.start(weight, square_of(fragment.parts))
 
-    def _merge(self, worker: Worker, buffers: Sequence[torch.Tensor], sent: _Sent, deadline_s: float) -> None:
-        """Waits for the means of an exchange and applies the outer optimizer."""
-        tensors = [p.detach() for p in (*self._parameters, *buffers)]
-        with self._whole(sent):
-            worker.wait(deadline_s, sent.fragment)
-            norms = [] if self._norms is None else self._norms.read()
-        try:
-            if worker.has_weight(sent.fragment):
-                worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.fragment)
-            else:  # only workers that have just joined are left
-                for mean in sent.weights(len(self.starts)):
-                    mean.zero_()
-        except BaseException:
-            for n in filter(self._own, sent.ranges):
-                tensors[n].copy_(self.starts[n])  # the change may be overwritten already
-            raise
-        means = sent.weights(len(self.starts))
-        finite = math.isfinite(largest_of(means))
-        if finite:
-            if norms and self._norms is not None:
-                square = square_of(means)
-                scale = scale_of(norms, square)
-                for mean in means if scale != 1 else ():
-                    mean.mul_(scale)
-                self._norms.observe(norms, square)
-            self._advance(sent)
-        for n, parts in sent.ranges.items():
-            values = tensors[n].contiguous()
-            merged = _parts(self.starts[n] if n < len(self.starts) else sent.changes[n], parts)
-            for i, (mine, common) in enumerate(zip(_parts(values, parts), merged, strict=True)):
-                mine.copy_(common + (mine - sent.ends[n][i]) if sent.ends and finite else common)
-            if values is not tensors[n]:  # `tensors[n]` is not contiguous, so `values` is a copy
-                tensors[n].copy_(values)
+    def _apply(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
+        """Waits for the means of the running exchange, if there is one, and applies the outer optimizer."""
+        if (fragment := self._running) is None:
+            return
+        tensors = self._tensors(buffers)
+        worker.wait(deadline_s, fragment.number)
+        norms = [] if self._norms is None else self._norms.read()
+        if worker.has_weight(fragment.number):
+            worker.write([fragment.changes.get(n) for n in range(len(tensors))], fragment.number)
+        else:  # only workers that have just joined are left
+            for mean in fragment.parts:
+                mean.zero_()
+        finite = math.isfinite(largest_of(fragment.parts))
+        if finite and norms and self._norms is not None:
+            square = square_of(fragment.parts)
+            scale = scale_of(norms, square)
+            for mean in fragment.parts if scale != 1 else ():
+                mean.mul_(scale)
+            self._norms.observe(norms, square)
+        fragment.apply(tensors, self._outer, finite=finite)
         self._finite.append(finite)
-        self._sent = None
-        if sent.fragment == self._schedule.fragments - 1:
-            worker.end(finite=all(self._finite))
-            for fragment, is_finite in enumerate(self._finite):
-                if is_finite:
-                    worker.mark_applied(range(len(self.starts)), fragment)
+        self._running = None
+        if fragment.number == self._fragments - 1:
+            worker.end(self._finite)
             self._finite.clear()
-            self._rooms.clear()
             self._steps = 0, self._steps[1]
         own, worker.not_finite = worker.not_finite, -1
         self._merged(own, finite=finite)
 
-    def _advance(self, sent: _Sent) -> None:
-        for n, parts in sent.ranges.items():
-            if n < len(self.starts):
-                velocity = self._velocity[n]
-                momenta = [None] * len(parts) if velocity is None else _parts(velocity, parts)
-                for start, mean, of_start in zip(_parts(self.starts[n], parts), _parts(sent.changes[n], parts), momenta,
-                                                 strict=True):
-                    self._outer.step(start, mean, of_start)
+    def _tensors(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.detach() for tensor in (*self._parameters, *buffers)]
 
     def _set_velocity(self, number: int, left: torch.Tensor | None) -> None:
         """Sets the outer optimizer's momentum of a tensor to `left`, the momentum of another run; None: zeros."""

@@ -33,7 +33,8 @@ class BucketAssembler:
         for bucket in buckets:
             for i, s in enumerate(bucket.slices):
                 self.by_tensor[s.tensor].append((bucket, i))
-        self._order = CollectiveOrder([b for b in buckets if paths[b.id].ordered], lambda b: paths[b.id].begin(b))
+        ordered = [bucket for bucket in buckets if paths[bucket.id].ordered and not bucket.late]
+        self._order = CollectiveOrder(ordered, lambda bucket: paths[bucket.id].begin(bucket))
         self.last = next((bucket for bucket in reversed(buckets) if not bucket.late), None)
         """The last bucket in sending order, which is not sent before backward has ended. Its sum proves that all workers
         reached the end of their backward pass."""
@@ -117,6 +118,8 @@ class BucketAssembler:
         return self._staging.mark()
 
     def _complete(self, bucket: WorkerBucket) -> None:
+        if bucket.late:
+            return  # LateExchange launches it, after the results of the previous step have arrived
         if bucket is self.last and not self._ending:
             return  # wait until backward has ended: if it fails, this bucket is missing and the others notice
         path = self._paths[bucket.id]

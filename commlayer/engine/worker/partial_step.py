@@ -65,7 +65,7 @@ class PartialStep:
 
     def end(self) -> None:
         self.worker.wait_all(self._deadline_s)
-        self.worker.end(finite=not self.not_finite, computes=False)
+        self.worker.end([not self.not_finite], computes=False)
 
     def _took(self) -> list[int]:
         new, self._new = self._new, []

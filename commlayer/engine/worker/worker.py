@@ -31,10 +31,10 @@ from commlayer.engine.buckets.results import EncodedResult, SparseResult
 from commlayer.engine.buckets.shared_buffers import SharedBuffers
 from commlayer.engine.buckets.units import Units
 from commlayer.engine.components import Components, Pending
-from commlayer.engine.paths.late_results import LateResults
 from commlayer.engine.paths.staging import Staging, device_buckets
 from commlayer.engine.paths.table import make_paths
 from commlayer.engine.worker.bucket_assembler import BucketAssembler
+from commlayer.engine.worker.exchange import Exchange, LateExchange
 from commlayer.engine.worker.finished_peers import FinishedPeers
 from commlayer.engine.worker.stopwatch import Stopwatch
 from commlayer.errors import CommError, InvalidInput, StepAbandoned, cause_of
@@ -82,18 +82,21 @@ class Worker:
             if isinstance(bucket, EncodedBucket):
                 bucket.keep_encoded(recycle)
         allot_entries(self.buckets)
-        self.fragments = [[self.buckets[place] for place in places] for places in fragments_of(plan.buckets, plan.fragments)]
-        """Lists of buckets that are exchanged together: a single list with all buckets, except for local steps in fragments."""
-        self.late = LateResults(self.buckets)
+        self.fragments = [[bucket for place in places if not (bucket := self.buckets[place]).late]
+                          for places in fragments_of(plan.buckets, plan.fragments)]
+        """Lists of buckets that are exchanged together: a single list, except for local steps in fragments. The buckets of
+        `late` are not in it."""
+        late = [bucket for bucket in self.buckets if bucket.late]
         self.tracked = any(bucket.keeps for bucket in self.buckets)
         """True: averages of a step that are not applied must be rolled back in the residuals. The value is the same on all
         ranks."""
-        self._looks = self.tracked or bool(self.late) or plan.steps_locally
+        self._looks = self.tracked or bool(late) or plan.steps_locally
         """True: sums of collectives are checked for finite values on a GPU as well. The check makes the host wait for the GPU,
         so uncompressed gradients are not checked."""
         staging = Staging(device)
-        self._paths = make_paths(
-            self.fragments, plan, codecs, self.now, staging, self.late.of, transport, groups, recycle)
+        self._paths = make_paths([*self.fragments, late], plan, codecs, self.now, staging, transport, groups, recycle)
+        self._exchanges = [Exchange(*of, self.now) for of in zip(self.fragments, self._paths.groups, strict=False)]
+        self.late = LateExchange(late, self._paths.groups[-1], self.now)
         self._assembler = BucketAssembler(job, self.buckets, self._paths.of, staging, self.now, self._open)
         self.places: Mapping[int, int] = {}
         """Maps a tensor number to the tensor's position in the forward pass; tensors without an observed position are missing.
@@ -151,7 +154,7 @@ class Worker:
     def commit(self, targets: Sequence[torch.Tensor | None]) -> None:
         """Writes the averages into `targets`, one for each tensor (None: not written), and ends the step."""
         finite = [self.write(targets, fragment) for fragment in range(len(self.fragments))]
-        self.end(finite=all(finite))
+        self.end([all(finite)] * len(finite))
 
     def abort(self, deadline_s: float) -> None:
         """Drops the step on all workers, after an exception in this worker's backward pass. Called when its next backward pass
@@ -200,16 +203,14 @@ class Worker:
         self.now.deadline_s = deadline_s
         begin = time.monotonic()
         with self._waiting(begin):
-            for path in self._paths.fragments[fragment]:
-                if self.now.error is None:
-                    path.finish(begin + deadline_s + self._components.patience())
+            deadline = begin + deadline_s + self._components.patience()
+            self._exchanges[fragment].wait(deadline)
+            self.late.launch(deadline)
         if self.now.sent_at:
-            arrived_at = max((path.arrived_at for path in self._paths.fragments[fragment]), default=0.0)
-            self.counters.exchange_s += max(0.0, arrived_at - self.now.sent_at)
+            self.counters.exchange_s += max(0.0, self._exchanges[fragment].arrived_at - self.now.sent_at)
         self.now.sent_at = 0.0
-        buckets = [bucket for bucket in self.fragments[fragment] if not bucket.late]
-        if reason := aborted_by(buckets, by_this_worker=self.units.broken):
-            self._finalize(finite=False)
+        if reason := aborted_by(self.fragments[fragment], by_this_worker=self.units.broken):
+            self._finalize([False] * len(self._exchanges))
             self._next()
             raise StepAbandoned(f"{reason}; the step is dropped on all workers", step=self.step - 1)
         self.counters.exposed_s += time.monotonic() - begin
@@ -245,9 +246,9 @@ class Worker:
         finite = True
         with contiguous(targets, self._assembler.cut) as into:
             for bucket in self.fragments[fragment]:
-                if not bucket.late:
-                    finite = self.write_bucket(bucket, [into[s.tensor] for s in bucket.slices]) and finite
-            if not self.late.commit(self._factor, into):
+                finite = self.write_bucket(bucket, [into[s.tensor] for s in bucket.slices]) and finite
+                bucket.sources = [None] * len(bucket.slices)  # frees the changes of a fragment before the outer step ends
+            if not self.late.write(self._factor, into):
                 finite = False
                 self.not_finite = self.late.not_finite if self.not_finite < 0 else self.not_finite
             return finite
@@ -274,28 +275,24 @@ class Worker:
 
     def has_weight(self, fragment: int) -> bool:
         """Returns True unless all workers have contributed to the sums of a fragment with weight 0."""
-        return any(not bucket.served or bucket.exchange.weight for bucket in self.fragments[fragment])
+        return self._exchanges[fragment].has_weight
 
-    def end(self, *, finite: bool, computes: bool = True) -> None:
-        """Ends the step after its averages are written. `computes`: True if the stopwatch starts to time the next step's
-        computation."""
+    def end(self, applied: Sequence[bool], *, computes: bool = True) -> None:
+        """Ends the step after its averages are written. `applied`: one flag for each fragment; False if its averages are not
+        finite, so that they are not applied. `computes`: True if the stopwatch starts to time the next step's computation."""
         self.units.learn(next((w for b in self.buckets if not b.late and (w := b.summed_weight())), 0.0))
-        self.tentative = not finite
-        self._finalize(finite=finite)
+        self.tentative = not all(applied)
+        self._finalize(applied)
         # Recorded steps keep their memory: measurements read the last step's results.
         if self._nbytes >= LARGE_NBYTES and not self.keeps and not self.recorder.on:
             self._give_back()
         self.counters.exchanges += 1
         self._next(computes=computes)
 
-    def _finalize(self, *, finite: bool) -> None:
-        """Marks averages that were not applied as discarded. The next exchange first rolls them back, and reports the rollback
-        to the servers."""
-        for bucket in self.buckets:
-            if not bucket.late and not bucket.buffer:
-                bucket.ledger.finite = bucket.exchange.finite
-                bucket.finalize(bucket.exchange.used if finite else 0)
-        self.late.finalize(finite=finite)
+    def _finalize(self, applied: Sequence[bool]) -> None:
+        for exchange, is_applied in zip(self._exchanges, applied, strict=True):
+            exchange.finalize(applied=is_applied)
+        self.late.finalize(applied=all(applied))
 
     def _next(self, *, computes: bool = True) -> None:
         self.now.number += 1
@@ -305,8 +302,8 @@ class Worker:
             self.stopwatch.start()
 
     def _reset(self) -> None:
-        for path in self._paths.all:
-            path.reset()
+        for exchange in self._exchanges:
+            exchange.reset()
         self._assembler.reset()
         self.finished_peers.end()
 
@@ -353,12 +350,12 @@ class Worker:
         for bucket, i in self._assembler.by_tensor[tensor]:
             bucket.ledger.discarded |= 1 << i
 
-    def mark_applied(self, tensors: Collection[int], fragment: int | None = None) -> None:
+    def mark_applied(self, tensors: Collection[int]) -> None:
         """Marks the averages of these tensors as applied by an optimizer, although other averages of the step were not finite.
-        `fragment`: only buckets of this fragment; None: all."""
+        """
         if not self.tentative:
             return
-        for bucket in self.buckets if fragment is None else self.fragments[fragment]:
+        for bucket in self.buckets:
             for i, s in enumerate(bucket.slices if bucket.ledger.finite else ()):
                 if s.tensor in tensors:
                     bucket.ledger.discarded &= ~(1 << i)
@@ -428,7 +425,7 @@ class Worker:
     def used(self) -> list[bool]:
         """Returns one flag for each tensor: True if any worker had a gradient. Call it after `finish`."""
         used = {bucket.id: bucket.exchange.used for bucket in self.buckets}
-        used |= {number: result.used for number, result in self.late.of.items()}
+        used |= self.late.used
         return [any(used[bucket.id] >> i & 1 for bucket, i in places) for places in self._assembler.by_tensor]
 
     def entries(self, tensor: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
@@ -448,27 +445,23 @@ class Worker:
         self.check()
         self._components.complete(Pending.STEP)
         with self._waiting(0.0):
-            self._quiet()
-        self.late.take()
-
-    def _quiet(self) -> None:
-        for path in self._paths.all:
-            path.quiet(time.monotonic() + self.now.deadline_s)
+            self.late.wait(time.monotonic() + self.now.deadline_s)
+        self.late.hold()
 
     def finish_exchanges(self) -> None:
         """Waits, before the worker closes, for running exchanges in which other ranks of this node or the servers still need
         this rank."""
-        several_rounds = any(bucket.late and len(bucket.codec.rounds) > 1 for bucket in self.buckets)
+        several_rounds = any(len(bucket.codec.rounds) > 1 for bucket in self.late.buckets)
         if self.error is None and (self.plan.ranks_per_node > 1 or several_rounds):
             try:
-                self._quiet()
+                self.late.wait(time.monotonic() + self.now.deadline_s)
             except Exception as error:  # a rank that misses a result reports it itself
                 log.info("an exchange was still running when the session closed: %s", error)
 
     def hand_out(self, targets: Sequence[torch.Tensor | None]) -> None:
         """Writes the late results that `drain` has kept into `targets`, which must be zeros."""
         with contiguous(targets, self._assembler.cut) as into:
-            self.late.settle(applied=self.late.commit(self._factor, into))
+            self.late.settle(applied=self.late.write(self._factor, into))
 
     @property
     def spoilt(self) -> set[int]:

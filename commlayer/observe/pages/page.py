@@ -10,56 +10,22 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import structs
 
 from commlayer.observe.events import Event, JobEvent, clean
-from commlayer.observe.job_view import JobView, WorkerRow
-from commlayer.observe.pages.run_record import Notable, Number, Point, RunRecord, rounded
+from commlayer.observe.job_view import JobView
+from commlayer.observe.pages.run_record import Notable, Point, RunRecord, rounded
 
 FOLDER = Path(__file__).parent
 MOST_FRAMES = 120
 """Number of moments of a finished run that a report can show."""
 
 
-class PageState(msgspec.Struct):
-    """A job at one moment."""
-
-    time: float
-    begun: float
-    run: str
-    name: str
-    version: str
-    world: int
-    present: int
-    over: bool
-    step: int
-    step_s: float
-    planned_s: float
-    plan: str
-    loss: Number
-    samples_per_s: float
-    total: int
-    """Number of steps that the script will take; 0: unknown."""
-    left_s: float
-    """Seconds until the last of them."""
-    sent: int
-    received: int
-    """Payload bytes of all workers since the job began."""
-    gain: float
-    """How many times as fast as its fastest machine alone the job reaches a loss; 0: unknown."""
-    checkpoint: int
-    checkpoint_time: float
-    """Step and time of the last checkpoint; 0: none."""
-    noise_scale: float
-    failures: list[str]
-    """Of a job that is over: the workers that did not finish, with reasons."""
-    waits: list[str]
-    others: list[str]
-    """Servers, and homes before the job begins, with their states."""
-    workers: list[WorkerRow]
+PageState = dict[str, Any]
+"""A job at one moment, by the names that page.html reads: see state_of."""
 
 
 class Update(msgspec.Struct):
@@ -73,24 +39,26 @@ class Update(msgspec.Struct):
 
 
 def state_of(view: JobView, now: float) -> PageState:
-    """The job at the time `now`, in the clock of the events."""
+    """The job at the time `now`, in the clock of the events. Numbers are rounded, except times."""
     plan, saved = view.plan, view.checkpoint
-    state = PageState(
-        now, view.begun, view.job.run, view.job.name, view.job.version, view.job.world, len(view.present), view.over, view.step,
-        view.step_s, plan.step_s, f"{plan.digest[:8]} ({plan.reason}): {plan.summary}" if plan.digest else "", view.loss,
-        view.samples_per_s, view.total_steps, view.left_s, view.sent_bytes, view.received_bytes, view.alone.over_alone,
-        saved.step, saved.time, view.noise_scale.batches, view.failures, view.notices(now),
-        [view.words(other) for other in view.others.values()], [_rounded(view.row(worker, now)) for worker in view.rows])
-    return _rounded(state, but=("time", "begun", "checkpoint_time"))
+    times = {"time": now, "begun": view.begun, "checkpoint_time": saved.time}  # of the last checkpoint, 0: none
+    return times | _rounded({
+        "run": view.job.run, "name": view.job.name, "version": view.job.version,
+        "world": view.job.world, "present": len(view.present), "over": view.over,
+        "step": view.step, "step_s": view.step_s, "planned_s": plan.step_s,
+        "plan": view.words(plan).removeprefix("plan ") if plan.digest else "",
+        "loss": view.loss, "samples_per_s": view.samples_per_s,
+        "total": view.total_steps, "left_s": view.left_s,  # until the script's last step
+        "sent": view.sent_bytes, "received": view.received_bytes, "gain": view.alone.over_alone,
+        "checkpoint": saved.step, "noise_scale": view.noise_scale.batches,
+        "failures": view.failures, "waits": view.notices(now),
+        "others": [view.words(other) for other in view.others.values()],
+        "workers": [_rounded(structs.asdict(view.row(worker, now))) for worker in view.rows],
+    })
 
 
-S = TypeVar("S", bound=msgspec.Struct)
-
-
-def _rounded(record: S, but: Sequence[str] = ()) -> S:
-    """The record with its numbers rounded, except for the fields `but`."""
-    numbers = {name: getattr(record, name) for name in record.__struct_fields__ if name not in but}
-    return structs.replace(record, **{name: rounded(value) for name, value in numbers.items() if isinstance(value, float)})
+def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: rounded(value) if isinstance(value, float) else value for name, value in fields.items()}
 
 
 def report(events: Sequence[Event]) -> bytes:
@@ -115,7 +83,7 @@ def _last_state(view: JobView, end: float) -> PageState:
     if view.over or not view.workers:
         return state
     names = ", ".join(view.display(f"worker {worker.number}") for worker in view.present)
-    return structs.replace(state, over=True, waits=[], failures=[f"the events end here, and {names} had not left the job"])
+    return state | {"over": True, "waits": [], "failures": [f"the events end here, and {names} had not left the job"]}
 
 
 def _last_run(events: Sequence[Event]) -> Sequence[Event]:
@@ -125,7 +93,6 @@ def _last_run(events: Sequence[Event]) -> Sequence[Event]:
         if isinstance(event, JobEvent) and event.run != run:
             run, begin = event.run, place if run else 0
     return events[begin:]
-
 
 
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)

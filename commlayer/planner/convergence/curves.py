@@ -105,7 +105,7 @@ class Curves:
             among = _growth(others, kinds.values(), before, after)
             if blocking is None:
                 return among
-            return max(among, _relative(self.at(blocking, kind, (x, after)), self.at(blocking, kind, (x, before))))
+            return max(among, _ratio(self.at(blocking, kind, (x, after)), self.at(blocking, kind, (x, before))))
 
         self._grids[mode, kind] = _Grid(_monotonic(points), ys, growth)
         return self._grids[mode, kind]
@@ -119,24 +119,24 @@ class Curves:
         worst kind of its family, of its group, of all. The estimate is at least the cost of blocking exchanges, or the cost for
         gradients, scaled as for related kinds."""
         kinds, blocking, (x, y) = self._points[mode], self._blocking(mode), point
-        near = self._near(kind, [k for k in kinds if k != DENSE] or [DENSE])
+        near = self._similar_kinds(kind, [k for k in kinds if k != DENSE] or [DENSE])
         if kind == DENSE:  # costs at most as much as a codec that sends less
             least = min(self.at(mode, k, (0.0, y)) for k in near)
             return least if blocking is None else max(least, self.at(blocking, kind, point))
         highest = max(self.at(mode, k, point) for k in near)
         if blocking is not None:
             base = self.at(blocking, kind, point)
-            ratios = [_relative(self.at(mode, k, at), self.at(blocking, k, at))
+            ratios = [_ratio(self.at(mode, k, at), self.at(blocking, k, at))
                       for k in near if k in self._points[blocking] for at in kinds[k]]
         elif mode != GRADIENTS:
             base = self.at(GRADIENTS, kind, (x, 0.0))
-            ratios = [_relative(self.at(mode, k, (at_x, y)), self.at(GRADIENTS, k, (at_x, 0.0)))
+            ratios = [_ratio(self.at(mode, k, (at_x, y)), self.at(GRADIENTS, k, (at_x, 0.0)))
                       for k in near if k in self._points[GRADIENTS] for at_x, _ in kinds[k]]
         else:
             return highest
         return max(highest, (1 + base) * max([1.0, *ratios]) - 1)
 
-    def _near(self, kind: str, kinds: list[str]) -> list[str]:
+    def _similar_kinds(self, kind: str, kinds: list[str]) -> list[str]:
         family = kind.partition(" ")[0]
         coarser = [k for k in LADDER[LADDER.index(kind) + 1 :] if k in kinds] if kind in LADDER else []
         return (coarser[:1] or [k for k in kinds if k.partition(" ")[0] == family]
@@ -174,13 +174,13 @@ class _Grid:
             row = [self._at[a, b] for a in self._xs]
             slope = _last_slope(self._xs, row)
             steepest = max(steepest, slope)
-            rows.append(_along(self._xs, x, row) + (steepest - slope) * max(0.0, x - self._xs[-1]))
+            rows.append(_interpolate(self._xs, x, row) + (steepest - slope) * max(0.0, x - self._xs[-1]))
         slope = _last_slope(self._ys, rows)
         easier = [_last_slope(self._ys, [self._at[a, b] for b in self._ys]) for a in self._xs if a <= x]
-        return _along(self._ys, y, rows) + (max([slope, *easier]) - slope) * max(0.0, y - self._ys[-1])
+        return _interpolate(self._ys, y, rows) + (max([slope, *easier]) - slope) * max(0.0, y - self._ys[-1])
 
 
-def _along(places: list[float], at: float, values: list[float]) -> float:
+def _interpolate(places: list[float], at: float, values: list[float]) -> float:
     """Interpolates linearly between values that never decrease. Constant before the first position; the last slope continues
     beyond the last."""
     if at <= places[0] or len(places) == 1:
@@ -201,7 +201,7 @@ def _monotonic(points: Points) -> Points:
     return {(x, y): max(v for (a, b), v in points.items() if a <= x and b <= y) for x, y in points}
 
 
-def _relative(there: float, before: float) -> float:
+def _ratio(there: float, before: float) -> float:
     return (1 + there) / (1 + before)
 
 
@@ -209,7 +209,7 @@ def _growth(relatives: Iterable[Points], everybody: Collection[Points], before: 
     """Factor by which the cost grows between two numbers of local steps: the largest among related kinds measured at both, else
     among all kinds; else the largest cost measured at `after`."""
     for some in (relatives, everybody):
-        ratios = [_relative(_monotonic(points)[x, after], _monotonic(points)[x, before])
+        ratios = [_ratio(_monotonic(points)[x, after], _monotonic(points)[x, before])
                   for points in some for x, y in points if y == after and (x, before) in points]
         if ratios:
             return max(1.0, *ratios)

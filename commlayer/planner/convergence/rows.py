@@ -98,7 +98,7 @@ def measured_noise(rows: Iterable[LearningRow], optimizer: str) -> float:
     """The gradient noise scale, in batches of one worker, that explains how many steps `ALONE_AMONG` workers saved in
     measurements."""
     known = {row.optimizer: row.steps for row in rows if row.workers == ALONE}
-    steps = min(known.get(_known_as(optimizer, known)) or min(known.values(), default=1.0), 0.99 * ALONE_AMONG)
+    steps = min(known.get(_measured_family(optimizer, known)) or min(known.values(), default=1.0), 0.99 * ALONE_AMONG)
     return (steps - 1) / (1 - steps / ALONE_AMONG)
 
 
@@ -134,11 +134,11 @@ def measured_local_steps(rows: Iterable[LearningRow]) -> int:
 def _families(rows: Iterable[LearningRow], optimizer: str) -> list[str]:
     """The optimizer's family if it was measured, else all measured families."""
     known = {row.optimizer for row in rows if row.workers != ALONE}
-    family = _known_as(optimizer, known)
+    family = _measured_family(optimizer, known)
     return [family] if family in known else sorted(known)
 
 
-def _known_as(optimizer: str, known: Collection[str]) -> str:
+def _measured_family(optimizer: str, known: Collection[str]) -> str:
     return optimizer if optimizer in known else LIKE.get(optimizer, optimizer)
 
 
@@ -183,10 +183,10 @@ class _Costs:
 
     def _look(self, codec: str, recipe: Recipe) -> Excess:
         if recipe.numel > self._numel > 0:
-            by_family = [self._sized(codec, recipe, name) for name in _families(self._rows, recipe.optimizer)]
+            by_family = [self._large_model_cost(codec, recipe, name) for name in _families(self._rows, recipe.optimizer)]
             return Excess(*(max(of_field) for of_field in zip(*by_family, strict=True)))
         if recipe.overlap == "round" and recipe.fragments > 1:
-            return self._sooner(codec, recipe)
+            return self._fragment_cost(codec, recipe)
         part = kind_and_point(codec, recipe.every)
         mode = ExchangeMode(recipe.codes, recipe.overlap, recipe.late).plain(recipe.every)
         families = _families(self._rows, recipe.optimizer)
@@ -194,21 +194,21 @@ class _Costs:
         steps, high, loss, loss_high = (max(of_field) for of_field in zip(*each, strict=True))
         return Excess(steps, max(steps, high), loss, max(loss, loss_high))
 
-    def _sized(self, codec: str, recipe: Recipe, family: str) -> Excess:
+    def _large_model_cost(self, codec: str, recipe: Recipe, family: str) -> Excess:
         """Convergence cost for a model larger than the measured ones, with the rows of one optimizer family."""
         small = recipe._replace(numel=0, optimizer=family)
         local = self.look(DENSE_CODEC, small._replace(late=False))
         weight = fraction_between(recipe.numel, self._numel, SHORT_NUMEL)
         # More local steps never lower the cost of a codec.
         extra = [max(of_field) for of_field in zip(*(
-            self._extra(codec, small._replace(every=every), recipe.numel)
+            self._codec_cost_logs(codec, small._replace(every=every), recipe.numel)
             for every in sorted({2**i for i in range(recipe.every.bit_length())} | {recipe.every})), strict=True)]
         steps, high, loss, loss_high = (
             math.expm1((1 - weight) * math.log1p(own) + weight * math.log1p(others) + more)
             for own, others, more in zip(local, local_step_excess(recipe), extra, strict=True))
         return Excess(steps, max(steps, high), loss, max(loss, loss_high))
 
-    def _extra(self, codec: str, recipe: Recipe, numel: int) -> tuple[float, ...]:
+    def _codec_cost_logs(self, codec: str, recipe: Recipe, numel: int) -> tuple[float, ...]:
         """For each field of `Excess`, ln of the factor that late averages and a codec add to dense exchanges."""
         if recipe.every > 1:  # dense exchanges of local steps were measured with this number of workers only
             recipe = recipe._replace(workers=ALONE_AMONG)
@@ -219,7 +219,7 @@ class _Costs:
             max(0.0, math.log1p(late) - math.log1p(own)) + paid * max(0.0, math.log1p(both) - math.log1p(late))
             for own, late, both in zip(prompt, dense, coded, strict=True))
 
-    def _sooner(self, codec: str, recipe: Recipe) -> Excess:
+    def _fragment_cost(self, codec: str, recipe: Recipe) -> Excess:
         """Cost of overlapped fragments. A fragment is merged H / fragments steps after it was sent, so the cost is at most that
         of a whole outer step of delay."""
         overlapped_excess = self.look(codec, recipe._replace(fragments=1))
@@ -230,13 +230,13 @@ class _Costs:
     def _of(self, optimizer: str, workers: int) -> tuple[Curves, ...]:
         key = optimizer, workers
         if key not in self._curves:
-            rows = _nearest((r for r in self._rows if r.optimizer == optimizer and r.workers != ALONE), workers)
+            rows = _rows_by_setting((r for r in self._rows if r.optimizer == optimizer and r.workers != ALONE), workers)
             self._curves[key] = tuple(
                 Curves({point: max(_value(r, field) for r in same) for point, same in rows.items()}) for field in FIELDS)
         return self._curves[key]
 
 
-def _nearest(rows: Iterable[LearningRow], workers: int) -> dict[tuple[ExchangeMode, str, Point], list[LearningRow]]:
+def _rows_by_setting(rows: Iterable[LearningRow], workers: int) -> dict[tuple[ExchangeMode, str, Point], list[LearningRow]]:
     """Groups rows by combination of settings. Of each group, keeps the rows for this number of workers, else the worst case."""
     by: dict[tuple[ExchangeMode, str, Point], list[LearningRow]] = {}
     for row in rows:

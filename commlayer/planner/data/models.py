@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
@@ -34,24 +35,31 @@ def layer_of(name: str, macs: float, **shapes: tuple[int, ...]) -> Layer:
     return Layer(tuple(TensorInfo(f"{name}.{part}", shape) for part, shape in shapes.items()), macs)
 
 
+def weighted(name: str, shape: tuple[int, ...], times: int, *, bias: bool) -> Layer:
+    """A layer that multiplies by each element of its weight `times` times for a sample."""
+    shapes = {"weight": shape} | ({"bias": shape[:1]} if bias else {})
+    return layer_of(name, float(math.prod(shape) * times), **shapes)
+
+
 def conv(name: str, inside: int, outside: int, kernel: int, side: int, *, bias: bool = False) -> Layer:
     """A convolution with a square output of `side` x `side`."""
-    shape = (outside, inside, kernel, kernel)
-    macs = float(outside * inside * kernel**2 * side**2)
-    return layer_of(name, macs, weight=shape, bias=(outside,)) if bias else layer_of(name, macs, weight=shape)
+    return weighted(name, (outside, inside, kernel, kernel), side**2, bias=bias)
 
 
 def linear(name: str, inside: int, outside: int, *, bias: bool = True, times: int = 1) -> Layer:
-    macs = float(inside * outside * times)
-    shape = (outside, inside)
-    return layer_of(name, macs, weight=shape, bias=(outside,)) if bias else layer_of(name, macs, weight=shape)
+    return weighted(name, (outside, inside), times, bias=bias)
+
+
+def projection(name: str, inside: int, outside: int) -> Layer:
+    """A linear layer of GPT-2, whose weight has its inputs as rows."""
+    return layer_of(name, float(inside * outside), weight=(inside, outside), bias=(outside,))
 
 
 def norm(name: str, width: int) -> Layer:
     return layer_of(name, 0.0, weight=(width,), bias=(width,))
 
 
-def _attended(layer: Layer, seen: int, width: int) -> Layer:
+def _with_attention(layer: Layer, seen: int, width: int) -> Layer:
     """Adds to the layer the multiply-adds of the preceding attention scores and mixing."""
     return layer._replace(macs=layer.macs + 2.0 * seen * width)
 
@@ -128,7 +136,7 @@ class Bert(Record, frozen=True, tag_field="family", tag="bert"):
             name = f"bert.encoder.layer.{block}"
             for part in ("query", "key", "value"):
                 yield linear(f"{name}.attention.self.{part}", width, width)
-            yield _attended(linear(f"{name}.attention.output.dense", width, width), seen, width)
+            yield _with_attention(linear(f"{name}.attention.output.dense", width, width), seen, width)
             yield norm(f"{name}.attention.output.LayerNorm", width)
             yield linear(f"{name}.intermediate.dense", width, 4 * width)
             yield linear(f"{name}.output.dense", 4 * width, width)
@@ -151,14 +159,11 @@ class Gpt2(Record, frozen=True, tag_field="family", tag="gpt2"):
         for block in range(self.blocks):
             name = f"transformer.h.{block}"
             yield norm(f"{name}.ln_1", width)
-            for part, inside, outside in (("attn.c_attn", 1, 3), ("attn.c_proj", 1, 1), ("ln_2", 0, 0),
-                                          ("mlp.c_fc", 1, 4), ("mlp.c_proj", 4, 1)):
-                if not inside:
-                    yield norm(f"{name}.{part}", width)
-                    continue
-                layer = layer_of(f"{name}.{part}", float(inside * outside * width**2), weight=(inside * width, outside * width),
-                                 bias=(outside * width,))
-                yield _attended(layer, seen, width) if part == "attn.c_proj" else layer
+            yield projection(f"{name}.attn.c_attn", width, 3 * width)
+            yield _with_attention(projection(f"{name}.attn.c_proj", width, width), seen, width)
+            yield norm(f"{name}.ln_2", width)
+            yield projection(f"{name}.mlp.c_fc", width, 4 * width)
+            yield projection(f"{name}.mlp.c_proj", 4 * width, width)
         yield norm("transformer.ln_f", width)
         yield Layer((), float(width * words))
 
@@ -199,7 +204,7 @@ class Decoder(Record, frozen=True, tag_field="family", tag="decoder"):
                 if part == "mlp.gate_proj":
                     yield layer_of(f"{name}.post_attention_layernorm", 0.0, weight=(self.width,))
                 layer = linear(f"{name}.{part}", inside, outside, bias=self.bias and part[10] in "qkv")
-                yield _attended(layer, seen, self.width) if part == "self_attn.o_proj" else layer
+                yield _with_attention(layer, seen, self.width) if part == "self_attn.o_proj" else layer
         yield layer_of("model.norm", 0.0, weight=(self.width,))
         yield Layer((), float(self.width * self.words)) if self.tied else linear("lm_head", self.width, self.words, bias=False)
 
@@ -217,7 +222,7 @@ class Adapters(Record, frozen=True, tag_field="family", tag="lora"):
                 name = f"base_model.model.model.layers.{block}.{part}"
                 layer = layer_of(name, float(inside * outside + rank * (inside + outside)),
                                  **{"lora_A.default.weight": (rank, inside), "lora_B.default.weight": (outside, rank)})
-                yield _attended(layer, seen, width) if part == "self_attn.o_proj" else layer
+                yield _with_attention(layer, seen, width) if part == "self_attn.o_proj" else layer
         yield Layer((), float(width * self.decoder.words))
 
 
@@ -379,11 +384,11 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
     published."""
     preset = _checked(name, batch).preset
     if preset is None:
-        return as_in_paper(name, batch, device)
+        return published_job(name, batch, device)
     model, batch = preset.model, batch or preset.batch
     parts, reads = layers(name, model.tokens), model.tokens or 1
     flops = 2 * sum(layer.macs for layer in parts) * reads * batch
-    forward_s = flops / (preset.utilisation * gpus()["v100"].peak_tflops * 1e12)
+    forward_s = product_s(flops, convolution=preset.convolutions, half=True)
     # The gradients of weights are half of the backward pass; frozen weights need none.
     backward_s = forward_s if model.frozen else 2 * forward_s
     job = build(name, parts, batch, forward_s, backward_s, ADAM_NBYTES)
@@ -395,14 +400,14 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
     return structs.replace(job, timing=timed.scaled(1 / job_speed(device, timed)))
 
 
-def as_in_paper(name: str, batch: int | None = None, device: str = "v100") -> Job:
+def published_job(name: str, batch: int | None = None, device: str = "v100") -> Job:
     """A job in FP32, with the batch and sequence length of the papers that measured it."""
     job = _checked(name, batch).published
     if job is None:
         raise InvalidInput("E-MODEL-NAME", f"model {name!r} has no published times")
     parts, batch = layers(name, job.model.tokens), batch or job.batch
     flops = 2 * 2 * sum(layer.macs for layer in parts) * (job.model.tokens or 1) * job.batch
-    backward_s = (job.backward_s or flops / FLOP_S) * batch / job.batch
+    backward_s = (job.backward_s or product_s(flops, convolution=False, half=False)) * batch / job.batch
     timed = build(name, parts, batch, backward_s / 2, backward_s, SGD_NBYTES)
     return structs.replace(timed, timing=structs.replace(
         timed.timed.scaled(1 / speed(device)), model=structs.replace(job.model, samples=batch)))
@@ -434,7 +439,7 @@ def update_s(numel: int, nbytes: int = ADAM_NBYTES) -> float:
 
 
 def product_s(flops: float, *, convolution: bool, half: bool) -> float:
-    """Seconds that a V100 takes for operations in matrix products or convolutions of a user's model, as for a built-in one."""
+    """Seconds that a V100 takes for operations in matrix products or convolutions."""
     if not half:
         return flops / FLOP_S
     return flops / ((CONVOLUTIONS if convolution else PRODUCTS) * gpus()["v100"].peak_tflops * 1e12)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import permutations, product
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import NamedTuple
 
 from commlayer.errors import InvalidInput
-from commlayer.planner.simulation import Steps
+from commlayer.planner.simulation import Simulation
 
+BY_ORDER = attrgetter("order")
 EQUAL = 1e-9
 """Relative tolerance: prices that differ by less than this fraction count as equal."""
 STARTS = 2
@@ -32,7 +33,7 @@ MOST_SINGLE = 16
 class Space(NamedTuple):
     """The search space. Tables are indexed by bucket, then by option."""
 
-    steps: Steps
+    steps: Simulation
     loss: Sequence[Sequence[float]]
     """Relative increase of the whole model's loss from each option."""
     excess: Sequence[Sequence[float]]
@@ -67,12 +68,8 @@ class Choice(NamedTuple):
         return self.price, self.excess, self.loss, self.burden, self.options
 
 
-def _order(choice: Choice) -> tuple[object, ...]:
-    return choice.order
-
-
 def cheapest(choices: Iterable[Choice]) -> Choice:
-    return min(choices, key=_order)
+    return min(choices, key=BY_ORDER)
 
 
 def uniform(space: Space, starts: Sequence[Sequence[int]] = ()) -> list[Choice]:
@@ -86,27 +83,27 @@ def uniform(space: Space, starts: Sequence[Sequence[int]] = ()) -> list[Choice]:
     most = max(map(len, space.loss), default=0)
     starts = starts or [[min(option, len(losses) - 1) for losses in space.loss] for option in range(most)]
     distinct = dict.fromkeys([tuple(least), *map(tuple, starts)])
-    return [_evaluated(space, options) for options in distinct if _total(space.loss, options) <= _loss_limit(space)]
+    return [_evaluate(space, options) for options in distinct if _total(space.loss, options) <= _loss_limit(space)]
 
 
 def search(space: Space, starts: Sequence[Choice]) -> Choice:
     """Improves the best starting choices in two passes: the first changes groups of buckets, the second also single buckets. If
     there are few combinations, tries all."""
     if math.prod(map(len, space.loss)) <= FEW:
-        return _without_useless_compression(space, _best_of_all(space))
-    best = cheapest(_improved(space, start, _groups(space)) for start in sorted(starts, key=_order)[:STARTS])
+        return _drop_useless_compression(space, _best_of_all(space))
+    best = cheapest(_improve(space, start, _groups(space)) for start in sorted(starts, key=BY_ORDER)[:STARTS])
     single = [(b,) for members in space.groups if len(members) > 1 for b in members][:MOST_SINGLE]
-    best = _improved(space, best, [*single, *_groups(space)])
+    best = _improve(space, best, [*single, *_groups(space)])
     while len(best.options) <= SMALL and (paired := _best_pair(space, best)) != best:
         best = paired
-    return _without_useless_compression(space, best)
+    return _drop_useless_compression(space, best)
 
 
 def _best_pair(space: Space, best: Choice) -> Choice:
     """The best choice that differs from `best` in two buckets."""
     for a, b in permutations(range(len(best.options)), 2):
         for option in range(len(space.loss[a])):
-            first = _evaluated(space, _replaced(best.options, (a,), option))
+            first = _evaluate(space, _with_option(best.options, (a,), option))
             other = _best_change(space, first, (b,), best.price)
             if other.price < best.price * (1 - EQUAL) and other.loss <= _loss_limit(space):
                 best = other
@@ -115,7 +112,7 @@ def _best_pair(space: Space, best: Choice) -> Choice:
 
 def _best_of_all(space: Space) -> Choice:
     """The best of all combinations of options within the loss budget."""
-    every = (_evaluated(space, options) for options in product(*(range(len(losses)) for losses in space.loss)))
+    every = (_evaluate(space, options) for options in product(*(range(len(losses)) for losses in space.loss)))
     return cheapest(choice for choice in every if choice.loss <= _loss_limit(space))
 
 
@@ -125,7 +122,7 @@ def _groups(space: Space) -> list[Sequence[int]]:
     return [part for parts in halves for part in (parts if len(parts[0]) > 1 else parts[:1])]
 
 
-def _improved(space: Space, best: Choice, moves: Sequence[Sequence[int]]) -> Choice:
+def _improve(space: Space, best: Choice, moves: Sequence[Sequence[int]]) -> Choice:
     for buckets in moves:
         best = _best_change(space, best, buckets)
     return best
@@ -147,10 +144,10 @@ def _best_change(space: Space, best: Choice, buckets: Sequence[int], price: floa
     option = min(only, key=lambda o: seconds[o] * factors[o])
     if seconds[option] * factors[option] >= price * (1 - EQUAL):
         return best
-    return _choice(space, seconds[option], _replaced(now, buckets, option))
+    return _choice(space, seconds[option], _with_option(now, buckets, option))
 
 
-def _without_useless_compression(space: Space, best: Choice) -> Choice:
+def _drop_useless_compression(space: Space, best: Choice) -> Choice:
     """Gives each bucket, the coarsest first, the finest option that does not raise the price, so compression that saves no time
     is reverted."""
     limit = best.price * (1 + EQUAL)
@@ -161,7 +158,7 @@ def _without_useless_compression(space: Space, best: Choice) -> Choice:
     for b in sorted(range(len(best.options)), key=lambda b: ([-x for x in coarse(b, best.options[b])], b)):
         finer = sorted(o for o in range(len(space.loss[b])) if coarse(b, o) < coarse(b, best.options[b]))
         for option in sorted(finer, key=lambda o: coarse(b, o))[:3]:
-            options = _replaced(best.options, (b,), option)
+            options = _with_option(best.options, (b,), option)
             factor = 1 + _total(space.excess, options)
             step_s = space.steps.run(list(options), limit * (1 + EQUAL) / factor)
             if step_s * factor <= limit and _total(space.loss, options) <= _loss_limit(space):
@@ -170,7 +167,7 @@ def _without_useless_compression(space: Space, best: Choice) -> Choice:
     return best
 
 
-def _evaluated(space: Space, options: tuple[int, ...]) -> Choice:
+def _evaluate(space: Space, options: tuple[int, ...]) -> Choice:
     return _choice(space, space.steps.run(list(options)), options)
 
 
@@ -186,7 +183,7 @@ def _loss_limit(space: Space) -> float:
     return space.max_loss * (1 + EQUAL) + 1e-12
 
 
-def _replaced(options: tuple[int, ...], buckets: Sequence[int], option: int) -> tuple[int, ...]:
+def _with_option(options: tuple[int, ...], buckets: Sequence[int], option: int) -> tuple[int, ...]:
     changed = list(options)
     for b in buckets:
         changed[b] = option

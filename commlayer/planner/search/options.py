@@ -19,11 +19,11 @@ from commlayer.errors import InvalidInput
 from commlayer.planner import tree
 from commlayer.planner.buckets import Contents
 from commlayer.planner.convergence import Recipe
-from commlayer.planner.costs import Excesses, Prices, with_hidden_rates
+from commlayer.planner.costs import Excesses, Prices, overlapped_cluster
 from commlayer.planner.model import DENSE, Cluster, Option, Policy, Profile, bare
-from commlayer.planner.problem import COMPUTE, Load, Reals, Template, joined
+from commlayer.planner.problem import COMPUTE, Load, Reals, Template, join_templates
 from commlayer.planner.tensors import EXACT, keeps_zeros
-from commlayer.planner.tree import ALIASES, Path, Promise, fits, on_gpus, parse, promise_of, spell
+from commlayer.planner.tree import ALIASES, Path, Promise, misfits, on_gpus, parse, promise_of, spell
 
 SIZES = np.exp2(np.array([8.0, 12.0, 16.0, 20.0, 25.0]))
 """Bucket sizes in elements for which paths are compared."""
@@ -50,10 +50,10 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
         paths = [path for path in tree.usable_paths(cluster, devices=devices, max_encodes=policy.max_encodes, sums=promise.sums,
                                                     kinds=kinds if served else (*kinds, "sum"), dense=False,
                                                     servers="cpu" in priced)
-                 if fits(path, [promise], gpus=on_gpus(cluster) and not policy.whole_tree)]
+                 if not any(misfits(path, [promise], gpus=on_gpus(cluster) and not policy.whole_tree))]
         kept = dict.fromkeys(path for name in dict.fromkeys((names[0], names[-1])) for path in best_paths(prices, paths, name))
         result += [Option(_name(path, cluster), name) for path in kept for name in names]
-        result += _uneven(cluster, names, promise, [path for path in kept if tree.uses_server(path)])
+        result += _asymmetric_options(cluster, names, promise, [path for path in kept if tree.uses_server(path)])
     return result
 
 
@@ -79,17 +79,17 @@ def criteria(template: Template, sizes: Reals) -> Reals:
             busy[lane] = busy.get(lane, zero) + of_lane
             longest = np.maximum(longest, of_lane)
         at += len(lanes)
-        ends.append(_most([ends[i] for i in after], zero) + longest + late)
+        ends.append(_maximum([ends[i] for i in after], zero) + longest + late)
 
     def most(*kinds: str) -> Reals:
-        return _most([of_lane for lane, of_lane in busy.items() if lane.partition(":")[0] in kinds], zero)
+        return _maximum([of_lane for lane, of_lane in busy.items() if lane.partition(":")[0] in kinds], zero)
 
-    alone, busiest = _most(ends, zero), _most(list(busy.values()), zero)
+    alone, busiest = _maximum(ends, zero), _maximum(list(busy.values()), zero)
     links, gpu, cpu = most("up", "down", "intra"), most(COMPUTE), most("cpu", "server")
     return np.stack([alone, busiest, alone + busiest, links, cpu, gpu + alone, gpu + links, links + cpu + 10 * gpu])
 
 
-def _most(each: Sequence[Reals], zero: Reals) -> Reals:
+def _maximum(each: Sequence[Reals], zero: Reals) -> Reals:
     result = zero
     for seconds in each:
         result = np.maximum(result, seconds)
@@ -103,7 +103,7 @@ def _devices(prices: Prices, codec: str) -> tuple[str, ...]:
     return (*(("gpu",) if "gpu" in priced or gpus <= priced else ()), *(("cpu",) if "cpu" in priced else ()))
 
 
-def _uneven(cluster: Cluster, codecs: Sequence[str], promise: Promise, served: Sequence[Path]) -> Iterator[Option]:
+def _asymmetric_options(cluster: Cluster, codecs: Sequence[str], promise: Promise, served: Sequence[Path]) -> Iterator[Option]:
     """Yields options that only servers allow: a smaller codec for slow nodes, or different codecs of one family for upload and
     download."""
     if not promise.alone:
@@ -118,7 +118,7 @@ def _uneven(cluster: Cluster, codecs: Sequence[str], promise: Promise, served: S
         for less, more in (pair for family in families.values() for pair in pairwise(family)):
             if any(slow) and not all(slow) and parse_spec(less).without_ratio() == parse_spec(more).without_ratio():
                 yield Option(text, more, by_node=tuple(less if is_slow else more for is_slow in slow))
-            if any(op.name == "pull" for op in path) and fits(path, [promise], down=promise):
+            if any(op.name == "pull" for op in path) and not any(misfits(path, [promise], down=promise)):
                 yield Option(text, more, down=less)
                 yield Option(text, less, down=more)
 
@@ -160,7 +160,7 @@ class Catalog:
     def hidden(self) -> Catalog:
         """The catalog with link rates reduced to the usable fraction for overlapped exchanges."""
         prices = self.prices
-        slower = Prices(with_hidden_rates(prices.cluster), prices.profile, prices.hosts, spread=prices.spread)
+        slower = Prices(overlapped_cluster(prices.cluster), prices.profile, prices.hosts, spread=prices.spread)
         reduced = Catalog(slower, self.options, steps_count=self.steps_count, budget=self.budget)
         reduced._useful = self._useful
         return reduced
@@ -211,7 +211,7 @@ class Catalog:
         servers)."""
         if options not in self._joined:
             each = [self.template(o) for o in options]
-            self._joined[options] = joined(each), [*accumulate([len(t.seconds) for t in each], initial=0)]
+            self._joined[options] = join_templates(each), [*accumulate([len(t.seconds) for t in each], initial=0)]
         template, edges = self._joined[options]
         load = template.load(numel, urgency)
         held_s: list[float] = np.diff(np.append(0.0, np.cumsum(load.seconds))[edges]).tolist()

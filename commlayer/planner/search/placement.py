@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from commlayer.codec_spec import parse_spec
-from commlayer.errors import InvalidInput
 from commlayer.planner import buckets
 from commlayer.planner.buckets import ELEMENT_NBYTES, assign, fragments_of, spread
 from commlayer.planner.model import ZERO, Cluster, Node
@@ -68,35 +67,22 @@ def link_shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
     """The fastest split if every training node sends and receives `nbytes`. A node without a server has fraction 0."""
     n = sum(1 for node in cluster.nodes if node.ranks)
     hosts = [node for node in cluster.nodes if node.server]
-    if not hosts:
-        raise InvalidInput("E-PLAN-INPUT", "placement: no node of the cluster can host a server")
-    if n == 0:
-        raise InvalidInput("E-PLAN-INPUT", "placement: the cluster has no node with ranks")
-    for node in cluster.nodes:
-        if not _bps(node) > 0:
-            raise InvalidInput("E-PLAN-INPUT",
-                               f"node {node.name}: the link's rate is {_bps(node):g} bit/s, allowed: above 0")
     bits = 8 * nbytes
-    # Training nodes without a server send and receive all bytes with any split.
-    low_s = max((bits / _bps(node) for node in cluster.nodes if node.ranks and not _lighter(node, n)), default=0.0)
+    # A training node sends and receives all bytes, unless it is the only one and hosts the server.
+    low_s = max((bits / _bps(node) for node in cluster.nodes if node.ranks and not (node.server and n == 1)), default=0.0)
     high_s = max([low_s, *(n * bits / _bps(node) for node in hosts)]) * 2
     for _ in range(200):
         middle_s = (low_s + high_s) / 2
         if middle_s in (low_s, high_s):
             break
-        if sum(_room(node, n, middle_s, bits) for node in cluster.nodes) >= 1:
+        if sum(_capacity(node, n, middle_s, bits) for node in cluster.nodes) >= 1:
             high_s = middle_s
         else:
             low_s = middle_s
-    rooms = [_room(node, n, high_s, bits) for node in cluster.nodes]
+    rooms = [_capacity(node, n, high_s, bits) for node in cluster.nodes]
     total_room = sum(rooms)
     owned = tuple(room / total_room for room in rooms)
     return Split(owned, max(_busy_s(node, share, n, bits) for node, share in zip(cluster.nodes, owned, strict=True)))
-
-
-def _lighter(node: Node, n: int) -> bool:
-    """True: hosting a server reduces the node's own traffic, because with n = 1 the node then sends nothing."""
-    return node.server and n < 2
 
 
 def _busy_s(node: Node, share: float, n: int, bits: float) -> float:
@@ -106,7 +92,7 @@ def _busy_s(node: Node, share: float, n: int, bits: float) -> float:
     return bits / _bps(node) * n * share
 
 
-def _room(node: Node, n: int, seconds: float, bits: float) -> float:
+def _capacity(node: Node, n: int, seconds: float, bits: float) -> float:
     """The largest fraction of the bytes that the node can sum within `seconds`."""
     passes = seconds * _bps(node) / bits
     if not node.server:

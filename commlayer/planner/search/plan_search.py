@@ -24,7 +24,7 @@ from commlayer.planner.convergence import Recipe, late_allowed, late_measured, m
 from commlayer.planner.costs import Prices, bucket_weights, plan_excess
 from commlayer.planner.data.noise import noise_of
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Policy, Profile, bare, with_few_kinds
+from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Policy, Profile, bare, merge_nodes
 from commlayer.planner.plan_rules import codecs_of
 from commlayer.planner.search.choices import Choice, uniform
 from commlayer.planner.search.options import Catalog, allowed_codecs, criteria, options
@@ -62,7 +62,7 @@ def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Pol
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _garbage_collection_paused() -> Iterator[None]:
     """Disables garbage collection. Planning allocates a few hundred thousand objects that live until its end; scanning
     them for cycles finds none and takes a quarter of the time."""
     enabled = gc.isenabled()
@@ -77,7 +77,7 @@ def _uncollected() -> Iterator[None]:
 class PlanSearch:
     """The search for one job. Several calls of `best` share its synchronous part."""
 
-    @_uncollected()
+    @_garbage_collection_paused()
     def __init__(self, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> None:
         question = checked_inputs(job, cluster, profile, policy)
         # Zeros are omitted only between a node's only rank and a server.
@@ -93,7 +93,7 @@ class PlanSearch:
         """The best plan with an exchange of gradients in every step."""
         tried: list[Scenario] = []
         layouts, question = self._layouts(), self.question
-        searched = with_few_kinds(question.cluster)
+        searched = merge_nodes(question.cluster)
         for i, hosts in enumerate((Hosts(()), *host_sets(searched))):
             if i > 1 and equal_links(question.cluster) and not any(c.catalog.prices.hosts for c in _best_scenarios(tried)):
                 break
@@ -106,7 +106,7 @@ class PlanSearch:
         if not tried:
             raise InvalidInput("E-PLAN-CODEC-COST", f"profile {question.profile.source!r} has no cost of {DENSE}: "
                                "plans over servers need it for buffers and uncompressed buckets")
-        priced = _best_plan([(c, choice) for c in _best_scenarios(tried) for choice in (c.searched, c.quick)])
+        priced = _best_plan([(c, choice) for c in _best_scenarios(tried) for choice in (c.best, c.quick)])
         densest = min(tried, key=lambda c: c.dense.price)
         return _best_plan([(densest, densest.dense)], priced, by=-PAYS)
 
@@ -121,7 +121,7 @@ class PlanSearch:
                 layouts.append(layout)
         return layouts
 
-    @_uncollected()
+    @_garbage_collection_paused()
     def best(self, *, exact: bool) -> PricedPlan:
         """The best of all sync modes that the policy allows.
 
@@ -143,7 +143,7 @@ class PlanSearch:
         # The forward overlap does not change training, so it needs no minimum saving.
         return best if best.scenario.recipe.overlap == "forward" or best.price < plain.price * (1 - PAYS) else plain
 
-    @_uncollected()
+    @_garbage_collection_paused()
     def explained(self, priced: PricedPlan) -> Plan:
         """The plan with its predicted times and reasons filled in."""
         return explained(priced)
@@ -220,7 +220,7 @@ class PlanSearch:
         if recipe not in self._by_recipe:
             scenario = self._scenario(recipe)
             try:
-                self._by_recipe[recipe] = [(scenario, scenario.searched)]
+                self._by_recipe[recipe] = [(scenario, scenario.best)]
             except InvalidInput:  # no choice is within the loss budget
                 self._by_recipe[recipe] = []
         return self._by_recipe[recipe]
@@ -272,10 +272,10 @@ def _best_plan(choices: Sequence[tuple[Scenario, Choice]], best: PricedPlan | No
     ranked = sorted(choices, key=lambda pair: pair[0].price(pair[1]))
     if best is None:
         (scenario, choice), *ranked = ranked
-        best = scenario.placed(choice)
+        best = scenario.place(choice)
     for scenario, choice in ranked:
         if scenario.price(choice) * (1 - PLACED) < best.price * (1 - by):
-            priced = scenario.placed(choice)
+            priced = scenario.place(choice)
             best = priced if priced.price < best.price * (1 - by) else best
     return best
 

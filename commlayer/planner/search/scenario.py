@@ -11,12 +11,12 @@ from commlayer.planner import buckets
 from commlayer.planner.buckets import Contents, Limits, least_spread_nbytes
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Prices, bucket_weights
-from commlayer.planner.model import DENSE, Option, Question
+from commlayer.planner.model import DENSE, Question
 from commlayer.planner.search.choices import Choice, Space, cheapest, search, uniform
 from commlayer.planner.search.options import Catalog
 from commlayer.planner.search.placement import Part, cut_and_place
-from commlayer.planner.simulation import Simulation, fragments, needed_after_s, prices_of, step_seconds, steps_locally
-from commlayer.planner.tensors import codec_and_shape, nonzero_numel, with_exact_doubles
+from commlayer.planner.simulation import Simulation, forward_need_s, fragments, prices_of, step_seconds, steps_locally
+from commlayer.planner.tensors import all_reduce_doubles, codec_and_shape, nonzero_numel
 from commlayer.records import Bucket, Job, Plan, Slice
 
 SHARED, FINER = 4, (8, 16, 32)
@@ -67,7 +67,7 @@ class Layout(NamedTuple):
         pieces = []
         for group in buckets.groups(job, limits):
             kind = buckets.contents_of(job, group), sum(s.numel for s in group).bit_length()
-            pieces.append(Piece(group, nonzero_numel(job, group), needed_after_s(job.timed, group), kind))
+            pieces.append(Piece(group, nonzero_numel(job, group), forward_need_s(job.timed, group), kind))
         return cls(job, limits, tuple(pieces))
 
 
@@ -80,8 +80,6 @@ class Scenario:
         self.catalog = catalog.hidden if recipe.overlap == "round" else catalog
         plain = Recipe(recipe.optimizer, workers=recipe.workers, numel=recipe.numel)
         self.useful = [self.catalog.useful(*piece.kind, plain) for piece in layout.pieces]
-        ranks = {node.ranks for node in question.cluster.nodes if node.ranks}
-        self.ranks_per_node = ranks.pop() if len(ranks) == 1 else 1
         self._placed: dict[tuple[int, ...], PricedPlan] = {}
 
     @cached_property
@@ -121,21 +119,20 @@ class Scenario:
     @cached_property
     def dense(self) -> Choice:
         """The best choice without compression in which all buckets use the same option."""
-        plain = [choice for choice in self.uniform if all(o.codec == DENSE for o in self.used(choice))]
+        options = self.catalog.options
+        plain = [choice for choice in self.uniform if all(
+            options[mine[place]].codec == DENSE for mine, place in zip(self.useful, choice.options, strict=True))]
         return cheapest(plain or self.uniform[:1])
-
-    def used(self, choice: Choice) -> set[Option]:
-        return {self.catalog.options[mine[place]] for mine, place in zip(self.useful, choice.options, strict=True)}
 
     def price(self, choice: Choice) -> float:
         """Step time in seconds times the convergence factor, as the search estimates them for a choice."""
         return choice.price / self.recipe.every
 
     @cached_property
-    def searched(self) -> Choice:
+    def best(self) -> Choice:
         return search(self.space, self.uniform)
 
-    def placed(self, choice: Choice) -> PricedPlan:
+    def place(self, choice: Choice) -> PricedPlan:
         """Converts a choice (one option per bucket) to a complete plan, simulated with each part on its own server. Buckets are
         cut more finely if that saves enough time."""
         if choice.options not in self._placed:
@@ -158,18 +155,19 @@ class Scenario:
         chosen = [mine[place] for mine, place in zip(self.useful, choice.options, strict=True)]
         return cut_and_place(
             self.layout.job, [piece.slices for piece in self.layout.pieces], chosen, self.catalog, finely,
-            fragments=self.recipe.fragments, ranks_per_node=self.ranks_per_node, last_first=not steps_locally(self.recipe),
+            fragments=self.recipe.fragments, ranks_per_node=self.question.cluster.ranks_per_node,
+            last_first=not steps_locally(self.recipe),
             least_nbytes=least_spread_nbytes(fine=self.recipe.fragments > 1 or finely > SHARED))
 
     def _plan(self, parts: Sequence[Part]) -> Plan:
-        job, result = self.question.job, []
+        job, ranks_per_node, result = self.question.job, self.question.cluster.ranks_per_node, []
         for i, part in enumerate(parts):
             o = self.catalog.options[part.option]
             codec, shape = codec_and_shape(o.codec, job, part.slices)
             result.append(Bucket(i, part.slices, o.path, codec, part.server, part.owner, shape, o.down, o.by_node))
         hosts = self.catalog.prices.hosts if any(bucket.served for bucket in result) else ()
-        return with_exact_doubles(Plan(
-            job.digest(), tuple(result), len(hosts), self.ranks_per_node, self.recipe.every,
+        return all_reduce_doubles(Plan(
+            job.digest(), tuple(result), len(hosts), ranks_per_node, self.recipe.every,
             "updates" if steps_locally(self.recipe) else "gradients",
             cast(Literal["", "round", "forward"], self.recipe.overlap), self.recipe.fragments, hosts=hosts), job)
 
