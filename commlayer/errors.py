@@ -95,7 +95,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-JOURNAL": ("The server's journal cannot be read or written.", "The message names the folder and the cause."),
     "E-JOURNAL-IN-USE": ("Another process uses the journal's folder.", "Give each server its own folder."),
     "E-SERVER-STATE": ("A server's saved codec state cannot be read.", "Load an earlier save."),
-    "E-CHECKPOINT": ("A checkpoint cannot be written or loaded.", "The message names the file and the cause."),
+    "E-CHECKPOINT": ("A checkpoint cannot be written or loaded.", "The message names file, cause and remedy."),
     "E-TRACE": ("A trace cannot be made or read.", "Set `trace` to a file name and train some steps."),
     "E-EVENTS": ("Events cannot be read or written: there are none, the file is damaged, or it has another format.",
                  "The message says which, and what to give instead."),

@@ -173,7 +173,7 @@ class Session:
             raise checkpoint.not_loaded(context, directory, error) from None
         self._resumed = found.mark.step
         context.components.complete(Pending.STEP)
-        checkpoint.load_codecs(context, found, directory, local)
+        checkpoint.load_codecs(context, found, directory, self._replica, local)
         context.components.loaded()
         return True
 

@@ -1,4 +1,4 @@
-"""Error feedback, momentum, and residuals that a later plan inherits.
+"""Error feedback and momentum.
 
 Error feedback: the part of its input that a codec does not send stays in a residual and is added to the input of the next step.
 Sent + new residual = input + old residual, on workers and servers. A codec of one round may have `start_fused(x, residual,
@@ -6,16 +6,15 @@ state, out)`, which compresses and updates the residual in one pass. A test comp
 
 Momentum before compression: the codec keeps the velocity, in the residual's units. Set the optimizer's own momentum to 0.
 
-A residual is stored under the key `residual`, at any depth of a state. When the plan changes, residuals are converted to values
-on elements of tensors. A worker adds an inherited residual to the next gradients of the same elements, whatever their new path
-and codec. So residuals are not sent over the network, and none is lost.
+A residual is stored under the key `residual`, at any depth of a state. residual_slices.py converts residuals to values on
+elements of tensors, which another plan or another worker can inherit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import msgspec.structs
 import numpy as np
@@ -280,31 +279,9 @@ class Momentum(CodecWrapper, frozen=True):
 error_feedback, momentum = ErrorFeedback, Momentum
 
 
-class ResidualSlice(NamedTuple):
-    """Residual values for the elements [start, stop) of the tensor with number `tensor`."""
-
-    tensor: int
-    start: int
-    values: Array
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.values)
-
-
 def residual_of(state: State) -> Array | None:
     """Returns the residual in a codec's state; None if the codec keeps no residual."""
     return next((owner["residual"] for _, owner in states(state) if "residual" in owner), None)
-
-
-def split_by_tensor(slices: Sequence[Slice], start: int, values: Array) -> Iterator[ResidualSlice]:
-    """Converts values on a bucket's elements from `start` on to values on elements of the tensors in the bucket's slices."""
-    at = 0
-    for s in slices:
-        low, high = max(start, at), min(start + len(values), at + s.numel)
-        if low < high:
-            yield ResidualSlice(s.tensor, s.start + low - at, values[low - start : high - start])
-        at += s.numel
 
 
 def ranges_of(slices: Sequence[Slice], word: int) -> Ranges:
@@ -313,20 +290,3 @@ def ranges_of(slices: Sequence[Slice], word: int) -> Ranges:
         return None
     edges = [0, *accumulate(s.numel for s in slices)]
     return [(edges[i], edges[i + 1]) for i in range(len(slices)) if word >> i & 1]
-
-
-def residual_on(inherited: Sequence[ResidualSlice], slices: Sequence[Slice]) -> Array | None:
-    """Returns a bucket's inherited residual (from an earlier plan) as a numpy array, 0 where an element inherits none; None if
-    no element inherits any."""
-    total: Array | None = None
-    at = 0
-    for s in slices:
-        for part in inherited:
-            low, high = max(s.start, part.start), min(s.stop, part.stop)
-            if part.tensor == s.tensor and low < high:
-                if total is None:
-                    total = np.zeros(sum(each.numel for each in slices), np.float32)
-                total[at + low - s.start : at + high - s.start] += kernels.to_host(
-                    part.values[low - part.start : high - part.start])
-        at += s.numel
-    return total

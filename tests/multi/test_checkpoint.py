@@ -16,8 +16,11 @@ from support.disks import files_up_to
 from support.rank_pool import Servers, pool
 from support.residuals import by_tensor, slices_of
 from support.sync_modes import WORLD, Net, Training
+from torch import nn
 
 import commlayer
+from commlayer.engine.checkpoints import checkpoint
+from commlayer.engine.checkpoints.checkpoint_files import Mark, SaveOnDisk
 from commlayer.errors import code_of
 from commlayer.optim import OuterSGD
 
@@ -112,31 +115,31 @@ def test_checkpoint_does_not_change_the_run(tmp_path: Path) -> None:
     assert equal(*ends)
 
 
-def residual_sum(job: Training, world: int) -> torch.Tensor:
+def residual_sum(job: Training) -> torch.Tensor:
     """Contribution of this rank's residuals to the mean, over all elements of the model."""
     worker = job.connection.worker
     worker.roll_back()
-    return torch.cat(by_tensor(slices_of(worker), [t.numel for t in worker.job.tensors])) / world
+    return torch.cat(by_tensor(slices_of(worker), [t.numel for t in worker.job.tensors])) / worker.units.members
 
 
 def saved(rank: int, address: str, folder: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     job = training(rank, address, how="")
     job.train(5)
     job.session.checkpoint(f"{folder}/{rank}" if rank else folder)
-    result = residual_sum(job, WORLD), job.tensors(buffers=False)
+    result = residual_sum(job), job.tensors(buffers=False)
     job.session.close()
     return result
 
 
 def taken(
-    rank: int, address: str, folder: str, world: int, codec: str,
+    rank: int, address: str, folder: str, codec: str,
 ) -> tuple[torch.Tensor, list[torch.Tensor], int, list[str]]:
     job = training(rank, address, how="", codec=codec)
     with torch.no_grad():
         for p in job.model.parameters():
             p.add_(1.0)
     assert job.session.resume(f"{folder}/{rank}" if rank else folder)
-    result = residual_sum(job, world), job.tensors(buffers=False), job.session.step, job.session.inspect.decisions()
+    result = residual_sum(job), job.tensors(buffers=False), job.session.step, job.session.inspect.decisions()
     job.train(2)
     job.session.close()
     return result
@@ -154,7 +157,7 @@ def test_residuals_are_inherited_by_other_workers_and_plans(world: int, codec: s
             shutil.rmtree(tmp_path / str(rank), ignore_errors=True)
             (tmp_path / str(rank)).symlink_to(tmp_path)
     with Servers(world, SERVERS) as servers:
-        after = pool(world).call(taken, servers.address, str(tmp_path), world, codec)
+        after = pool(world).call(taken, servers.address, str(tmp_path), codec)
     server = torch.zeros_like(before[0][0])
     torch.testing.assert_close(sum(part for part, *_ in after), sum(part for part, _ in before) + server)
     assert sum(part for part, *_ in after).abs().max() > 0
@@ -162,6 +165,31 @@ def test_residuals_are_inherited_by_other_workers_and_plans(world: int, codec: s
         assert equal(weights, before[0][1])
         assert step == 5
         assert any("residuals of the 2 workers" in line for line in decisions)
+
+
+def gone_back(rank: int, address: str, folder: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    job = training(rank, address, how="")
+    job.train(3)
+    job.session.checkpoint(folder)
+    before = residual_sum(job)
+    job.codec = "int8(block=64)"
+    job.switch("gradients", servers=SERVERS)
+    job.train(3)
+    assert job.session.resume(folder)
+    after, step = residual_sum(job), job.session.step
+    job.train(2)
+    job.session.close()
+    return before, after, step
+
+
+def test_running_job_goes_back_under_another_plan(tmp_path: Path) -> None:
+    """Residuals of the steps that are taken back are dropped."""
+    with Servers(WORLD, SERVERS) as servers:
+        results = pool(WORLD).call(gone_back, servers.address, str(tmp_path))
+    before, after = (sum(result[n] for result in results) for n in (0, 1))
+    assert before.abs().max() > 0
+    torch.testing.assert_close(after, before)
+    assert [result[2] for result in results] == [3, 3]
 
 
 def alone(folder: str, start: int) -> tuple[list[torch.Tensor], int]:
@@ -184,6 +212,51 @@ def test_single_process_resumes(tmp_path: Path) -> None:
     assert (three, six) == (3, 6)
     assert not equal(first, second)
     assert [p.name for p in tmp_path.iterdir()] == ["save-2"]
+
+
+@pytest.mark.parametrize(("model", "groups", "text"), [
+    (mlp(width=24), 1, "has shape"), (nn.Sequential(*list(mlp())[:-1]), 1, "but (3,) in the saved state"),
+    (mlp(), 2, "the optimizer's state does not fit"),
+])
+def test_checkpoint_of_another_model_is_one_line(model: nn.Module, groups: int, text: str, tmp_path: Path) -> None:
+    alone(str(tmp_path), 0)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": parameters[n::groups]} for n in range(groups)])
+    with commlayer.attach(model, optimizer) as session:
+        line = error_of(lambda: session.resume(tmp_path))
+    assert text in line
+    assert code_of(line) == "E-CHECKPOINT"
+    assert "\n" not in line
+
+
+def test_file_of_another_checkpoint_is_named(tmp_path: Path) -> None:
+    alone(str(tmp_path / "a"), 0)
+    alone(str(tmp_path / "b"), 0)
+    shutil.copy(tmp_path / "b" / "save-1" / "rank-0.safetensors", tmp_path / "a" / "save-1")
+    line = error_of(lambda: checkpoint.find(None, 0, 1, tmp_path / "a"))
+    assert "rank-0.safetensors belongs to another checkpoint, of step 3" in line
+    assert code_of(line) == "E-CHECKPOINT"
+
+
+def on_disk(number: int, save: str, run: int) -> SaveOnDisk:
+    return SaveOnDisk(number, save, Mark(save, 10 * number, 0, 2, 1, "", run=run), (), sealed=True)
+
+
+@pytest.mark.parametrize(("third", "refused"), [
+    ([], False), ([on_disk(5, "old", 1)], False), ([on_disk(5, "other", 2)], True), ([on_disk(7, "fork", 1)], True),
+    ([on_disk(5, "other", 2), on_disk(7, "new", 1)], False),
+])
+def test_only_an_older_checkpoint_of_the_same_training_is_replaced(third: list[SaveOnDisk], refused: bool) -> None:
+    """The first two ranks have the checkpoint with number 7; the third one was away, or comes from another training."""
+    new = on_disk(7, "new", 1)
+    rows = [[new], [new], third]
+    assert new.mark is not None
+    if refused:
+        line = error_of(lambda: checkpoint.refuse_mixture(Path("dir"), rows, 7, "new", new.mark))
+        assert "rank 2" in line
+        assert code_of(line) == "E-CHECKPOINT"
+    else:
+        checkpoint.refuse_mixture(Path("dir"), rows, 7, "new", new.mark)
 
 
 def averaged(rank: int, address: str, mode: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:

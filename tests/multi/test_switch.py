@@ -417,9 +417,11 @@ def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor
         group["lr"] = RATE
     start = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     put, step = torch.zeros_like(start), 0
+    weight = 1.0 + rank if "weighed" in how else 1.5
     for way in walk():
         training.switch(way)
         for _ in range(3):
+            training.session.weight(weight)
             given = slopes(rank, step, model)
             idle = 1 if "idle" in how and way in LOCAL else 0  # tensors without a gradient that could carry a residual
             given[:idle] = [torch.zeros_like(s) for s in given[:idle]]
@@ -431,7 +433,7 @@ def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor
                 total.backward()
                 return total
 
-            put += RATE * torch.cat([s.reshape(-1) for s in given])
+            put += RATE * weight / 1.5 * torch.cat([s.reshape(-1) for s in given])
             if "cleared" in how and way in LOCAL:
                 loss()  # a probe, whose gradients are discarded
             if "closure" in how:
@@ -449,7 +451,7 @@ def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor
 @pytest.mark.nightly
 @pytest.mark.parametrize(("codec", "how"), [
     ("topk(ratio=0.1)", ""), ("topk(ratio=0.1)", "idle"), ("topk(ratio=0.1)", "closure"), ("topk(ratio=0.1)", "cleared"),
-    ("int8(block=32)", "node"), ("int8(block=32)", "node, idle"),
+    ("topk(ratio=0.1)", "weighed"), ("int8(block=32)", "node"), ("int8(block=32)", "node, idle"),
 ])
 def test_applied_plus_residual_equals_input_through_all_sync_modes(codec: str, how: str) -> None:
     with Servers(WORLD, 1) as servers:

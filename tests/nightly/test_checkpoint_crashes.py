@@ -272,29 +272,30 @@ def test_rank_killed_during_a_checkpoint(victim: int, operation: str, file: str,
         assert pool(WORLD).call(which, setting(servers), str(tmp_path)) == [[loads == 0, loads == 1]] * WORLD
 
 
-def mixtures(rank: int, where: Setting, folder: str) -> list[list[str]]:
-    """The decisions of resume() for directories that hold files of different checkpoints."""
+def mixtures(rank: int, where: Setting, folder: str) -> tuple[list[str], list[str]]:
+    """The errors of resume() for ranks with different checkpoints, and its decisions where one rank has none."""
     job = Job(rank, where)
     for name in ("first", "second", "same-step"):
         if name != "same-step":
             job.train(0, 1)
         job.session.checkpoint(f"{folder}/{name}/{rank}")
-    lines = []
-    for place in (f"{folder}/{('first', 'second')[rank]}/{rank}", f"{folder}/{('second', 'same-step')[rank]}/{rank}",
-                  f"{folder}/{('first', 'nowhere')[rank]}/{rank}"):
-        before = len(job.session.inspect.decisions())
-        assert job.session.resume(place)
-        lines.append(job.session.inspect.decisions()[before:])
+    errors = []
+    for place in (f"{folder}/{('first', 'second')[rank]}/{rank}", f"{folder}/{('second', 'same-step')[rank]}/{rank}"):
+        with pytest.raises(ValueError, match="do not belong to one training") as caught:
+            job.session.resume(place)
+        errors.append(str(caught.value))
+    assert job.session.resume(f"{folder}/{('first', 'nowhere')[rank]}/{rank}")
+    decisions = job.session.inspect.decisions()
     job.train(0, 1)
     job.session.checkpoint(f"{folder}/shared")
     job.session.checkpoint(f"{folder}/shared")
     job.run.close()
-    return lines
+    return errors, decisions
 
 
-def test_files_of_another_checkpoint_are_named_as_missing(tmp_path: Path) -> None:
+def test_mixed_checkpoints_are_refused_and_missing_files_are_named(tmp_path: Path) -> None:
     with Servers(WORLD, SERVERS) as servers:
-        for rows in pool(WORLD).call(mixtures, setting(servers), str(tmp_path)):
-            for decisions in rows:
-                assert any("rank-" in line and "which no rank has" in line for line in decisions), decisions
+        for errors, decisions in pool(WORLD).call(mixtures, setting(servers), str(tmp_path)):
+            assert [code_of(error) for error in errors] == ["E-CHECKPOINT"] * 2
+            assert any("rank-" in line and "which no rank has" in line for line in decisions), decisions
     assert sorted(p.name for p in (tmp_path / "shared").iterdir()) == ["save-2"], "the older one was removed"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from commlayer.compressors.feedback import ResidualSlice
+from commlayer.compressors.residual_slices import ResidualSlice
 from commlayer.engine.worker.worker import Worker
 
 

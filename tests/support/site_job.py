@@ -30,7 +30,7 @@ from commlayer.cluster.membership import client
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.servers.worker_client import WorkerClient
 from commlayer.compressors import parse, wrap
-from commlayer.compressors.feedback import split_by_tensor
+from commlayer.compressors.residual_slices import split_by_tensor
 from commlayer.engine.buckets.current_step import Arrivals
 from commlayer.engine.checkpoints import checkpoint_files
 from commlayer.engine.epochs import changing_members

@@ -23,7 +23,7 @@ from support.residuals import by_tensor, slices_of
 
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.codec import Codec
-from commlayer.compressors.feedback import ResidualSlice
+from commlayer.compressors.residual_slices import ResidualSlice
 from commlayer.engine.buckets.ledger import Ledger
 from commlayer.engine.checkpoints import checkpoint
 from commlayer.engine.model.model_tensors import learning_rate
@@ -357,7 +357,7 @@ def test_applied_plus_residuals_equal_input_after_rollbacks(text: str, twice: bo
     codec, ledger, chance = wrap(parse(text)), Ledger(SLICES), random.Random(3)
     state = codec.init(Spec((NUMEL,)))
     ledger.encoders = [((0, NUMEL), state)]
-    ledger.carry([ResidualSlice(0, 10, np.ones(20, np.float32)), ResidualSlice(2, 0, np.ones(10, np.float32))], 0.5)
+    ledger.inherit([ResidualSlice(0, 10, np.ones(20, np.float32)), ResidualSlice(2, 0, np.ones(10, np.float32))], 0.5)
     put, applied = residual_of(ledger), torch.zeros(NUMEL)
     assert put.sum() == 12.5, "the elements of other buckets are left out"
     generator, memory = torch.Generator().manual_seed(0), [memoryview(bytearray(codec.bound(Spec((NUMEL,))))) for _ in range(2)]
@@ -385,7 +385,7 @@ def test_applied_plus_residuals_equal_input_after_rollbacks(text: str, twice: bo
 
 def test_partly_applied_inherited_residual_is_sent_again() -> None:
     ledger, x = Ledger(SLICES), torch.zeros(NUMEL)
-    ledger.carry([ResidualSlice(0, 0, np.ones(40, np.float32)), ResidualSlice(1, 0, np.ones(25, np.float32))], 1.0)
+    ledger.inherit([ResidualSlice(0, 0, np.ones(40, np.float32)), ResidualSlice(1, 0, np.ones(25, np.float32))], 1.0)
     ledger.open(x, 2.0)
     assert torch.equal(x, 2.0 * elements(0b011))
     ledger.discarded = 0b110

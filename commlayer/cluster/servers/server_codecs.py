@@ -13,8 +13,9 @@ from commlayer.codec_spec import parse_spec
 from commlayer.compressors import codec_of, restore, seed, snapshot
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import averages_buffers
-from commlayer.compressors.feedback import ResidualSlice, in_updates, ranges_of, residual_of, residual_on, split_by_tensor
+from commlayer.compressors.feedback import in_updates, ranges_of, residual_of
 from commlayer.compressors.kernels import give_back
+from commlayer.compressors.residual_slices import ResidualSlice, residual_on, split_by_tensor
 from commlayer.compressors.state import SERVER, number, restore_server, server_snapshot
 from commlayer.errors import InvalidInput
 from commlayer.records import Bucket, Plan, Slice

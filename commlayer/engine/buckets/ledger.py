@@ -7,12 +7,13 @@ exchange: its content returns to the residuals. So for every element, applied av
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from commlayer.compressors.codec import Ranges, State
-from commlayer.compressors.feedback import ResidualSlice, add_ranges, ranges_of, residual_of, residual_on, split_by_tensor
+from commlayer.compressors.codec import Ranges, State, states
+from commlayer.compressors.feedback import add_ranges, ranges_of, residual_of
+from commlayer.compressors.residual_slices import ResidualSlice, residual_on, split_by_tensor
 from commlayer.records import Slice
 
 Undo = Callable[[Ranges], None]
@@ -91,17 +92,25 @@ class Ledger:
         """Drops all records of the last exchange, because codec states were replaced."""
         self._undo, self.sent, self.discarded, self.unreported = None, None, 0, 0
 
+    def clear(self) -> None:
+        """Sets residuals and momenta to zero, because those of a checkpoint replace them."""
+        self.inherited = None
+        for _, owner in (each for _, state in self.encoders for each in states(state)):
+            for name in owner.keys() & {"residual", "velocity"}:
+                owner[name][:] = 0
+
     def residuals(self) -> list[ResidualSlice]:
-        """Returns all unsent residuals of this worker, as slices of tensors. Units.worth defines their unit."""
-        found = [] if self.inherited is None else list(split_by_tensor(self._slices, 0, self.inherited))
+        """Returns all residuals of this worker, as slices of tensors. Units defines their unit."""
+        inherited = [] if self.inherited is None else split_by_tensor(self._slices, 0, self.inherited)
+        return [*inherited, *self.unsent()]
+
+    def unsent(self) -> Iterator[ResidualSlice]:
+        """Yields the residuals that codecs keep."""
         for (low, _), state in self.encoders:
             if (values := residual_of(state)) is not None:
-                found += split_by_tensor(self._slices, low, values)
-        return found
+                yield from split_by_tensor(self._slices, low, values)
 
-    def carry(self, residuals: Sequence[ResidualSlice], factor: float) -> None:
-        """Adds residuals of this bucket's elements, times `factor`, to the inherited residual. The residuals come from an
-        earlier plan or from this worker's gradients."""
-        if (values := residual_on(residuals, self._slices)) is not None:
-            more = torch.from_numpy(values).mul_(factor)
-            self.inherited = more if self.inherited is None else self.inherited + more
+    def inherit(self, residuals: Sequence[ResidualSlice], factor: float) -> None:
+        """Makes residuals on this bucket's elements, times `factor`, the inherited residual."""
+        values = residual_on(residuals, self._slices)
+        self.inherited = None if values is None else torch.from_numpy(values).mul_(factor)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from commlayer.compressors.feedback import split_by_tensor
+from commlayer.compressors.residual_slices import overlaps, split_by_tensor
 from commlayer.engine.buckets.bucket_layout import BucketLayout
 
 
@@ -79,14 +79,8 @@ def agreed(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
 def pass_on(before: ByBucket, after: ByBucket) -> None:
     known = [part for buffers in before.values() for part in split_by_tensor(buffers.layout.slices, 0, buffers.values)]
     for buffers in after.values():
-        at = 0
-        for s in buffers.layout.slices:
-            for part in known:
-                low, high = max(s.start, part.start), min(s.stop, part.stop)
-                if part.tensor == s.tensor and low < high:
-                    place = at - s.start
-                    buffers.values[place + low : place + high] = part.values[low - part.start : high - part.start]
-            at += s.numel
+        for at, values in overlaps(known, buffers.layout.slices):
+            buffers.values[at : at + len(values)] = values
 
 
 def snapshot(shared: ByBucket) -> dict[str, torch.Tensor]:

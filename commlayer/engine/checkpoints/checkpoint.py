@@ -8,7 +8,8 @@ when it is on disk do ranks remove older checkpoints, so one complete checkpoint
 or with missing files, is incomplete.
 
 A rank writes `training-R` if its optimizer differs from that of other ranks (local steps), or if it does not see rank 0's file.
-`_convert_residuals` converts the residuals of a job with another number of workers or another plan.
+A job with another number of workers or another plan inherits the residuals in all files that its ranks have
+(`_inherit_residuals`).
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from safetensors import SafetensorError
 from commlayer import records
 from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES, named_at
 from commlayer.cluster.processes.collectives import Groups, all_or_none, gather, gather_values
+from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.compressors import codec_of, restore, snapshot
-from commlayer.compressors.feedback import ResidualSlice, in_updates, residual_of, split_by_tensor
+from commlayer.compressors.feedback import in_updates
+from commlayer.compressors.residual_slices import Residuals, ResidualSlice, residual_on, split_by_tensor, together
 from commlayer.engine.buckets import shared_buffers
 from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.checkpoints.checkpoint_files import (
+    FOLDER,
     LIST_NBYTES,
     MANIFEST,
     MAX_NUMBER_STEP,
@@ -47,6 +51,7 @@ from commlayer.engine.checkpoints.checkpoint_files import (
     own_files,
     path_of,
     read,
+    reader_of,
     reading,
     remove,
     saves_of,
@@ -58,15 +63,16 @@ from commlayer.engine.components import Pending
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.epochs.replica import Replica
 from commlayer.engine.job.job import DistributedJob, JobContext
+from commlayer.engine.sync.local_steps import PENDING
 from commlayer.engine.worker.plan_handover import inherit_residuals
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost, short_line
 from commlayer.observe.events import CheckpointEvent
 from commlayer.records import Bucket, Plan
 
 log = logging.getLogger("commlayer")
-RESIDUAL, CARRY = "residual.", "carry."
-"""Prefixes of tensor names in the file of a rank: residuals of a bucket's elements, and residuals inherited from an earlier
-plan."""
+RESIDUAL, CARRY, ASSUMED = "residual.", "carry.", "assumed."
+"""Prefixes of tensor names in the file of a rank: residuals of a bucket whose codec state has them by encoder, residuals
+inherited from an earlier plan, and the total weight that a bucket assumes next (WorkerBucket.assumed)."""
 SAVING, LOADING = "checkpoint()", "resume()"
 
 
@@ -80,34 +86,19 @@ def worker_state(context: DistributedJob) -> dict[str, Any]:
         worker.roll_back()
     tensors: dict[str, torch.Tensor] = {}
     for bucket in worker.buckets:
-        state = snapshot(bucket.ledger.state)
-        residual = _residual_of(bucket)
-        if residual is not None:
-            tensors[f"{RESIDUAL}{bucket.id}"] = residual
-            state = {name: t for name, t in state.items() if not isinstance(bucket, EncodedBucket) or not _is_residual(name)}
-        tensors |= {f"{bucket.id}.{name}": torch.from_numpy(value) for name, value in state.items()}
+        number, ledger = bucket.id, bucket.ledger
+        tensors |= {f"{number}.{name}": torch.from_numpy(value) for name, value in snapshot(ledger.state).items()}
+        if not isinstance(bucket, EncodedBucket) and (residual := residual_on(ledger.unsent(), bucket.slices)) is not None:
+            tensors[f"{RESIDUAL}{number}"] = torch.from_numpy(residual)
+        if ledger.inherited is not None:
+            tensors[f"{CARRY}{number}"] = ledger.inherited.clone()
+        if bucket.assumed is not None:
+            tensors[f"{ASSUMED}{number}"] = torch.tensor(bucket.assumed, dtype=torch.float64)
     tensors["total"] = torch.tensor(worker.units.total, dtype=torch.float64)
-    inherited = {bucket.id: bucket.ledger.inherited for bucket in worker.buckets}
-    tensors |= {f"{CARRY}{number}": residual.clone() for number, residual in inherited.items() if residual is not None}
     tensors |= worker.late.snapshot()
     tensors |= shared_buffers.snapshot(worker.shared_buffers)
-    tensors |= {} if context.local is None else context.local.snapshot()
+    tensors |= {} if context.local is None else context.local.pending_residuals.snapshot()
     return {"step": worker.step, "plan": records.digest(worker.plan), "tensors": tensors}
-
-
-def _residual_of(bucket: Any) -> torch.Tensor | None:
-    """Returns the residuals of a bucket's elements that this rank keeps, and 0 for other elements; None if the codec keeps no
-    residuals."""
-    total = None
-    for (low, high), state in bucket.ledger.encoders:
-        if (values := residual_of(state)) is not None:
-            total = torch.zeros(bucket.numel) if total is None else total
-            total[low:high] = torch.as_tensor(values).cpu()
-    return total
-
-
-def _is_residual(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] == "residual"
 
 
 def restore_worker(context: DistributedJob, state: Mapping[str, Any]) -> None:
@@ -116,24 +107,20 @@ def restore_worker(context: DistributedJob, state: Mapping[str, Any]) -> None:
     if not state:
         return
     _refuse_under_way(context)
-    _same("saved state", "plan", state.get("plan"), records.digest(worker.plan))
+    if (saved := state.get("plan")) != (here := records.digest(worker.plan)):
+        raise InvalidInput("E-CHECKPOINT", f"the state was saved with plan {saved}, but this job has {here}: use the same plan")
     tensors: Mapping[str, torch.Tensor] = state["tensors"]
     worker.drain()
     for bucket in worker.buckets:
-        saved = _of_bucket(tensors, bucket.id)
-        if isinstance(bucket, EncodedBucket) and (residual := tensors.get(f"{RESIDUAL}{bucket.id}")) is not None:
-            at = 0
-            for name, like in snapshot(bucket.ledger.state).items():
-                if _is_residual(name):
-                    saved[name], at = residual[at : at + like.size].view(like.shape), at + like.size
-        restore(bucket.ledger.state, saved)
+        restore(bucket.ledger.state, _of_bucket(tensors, bucket.id))
     for bucket in worker.buckets:
         bucket.forget()
         bucket.ledger.inherited = tensors.get(f"{CARRY}{bucket.id}")
+        bucket.assumed = None if (total := tensors.get(f"{ASSUMED}{bucket.id}")) is None else float(total)
     worker.late.restore(tensors)
     shared_buffers.restore(worker.shared_buffers, tensors)
     if context.local is not None:
-        context.local.restore(tensors)
+        context.local.pending_residuals.restore(tensors)
     worker.now.number = int(state["step"])
     worker.units.total = float(tensors.get("total", worker.units.total))
 
@@ -176,11 +163,13 @@ def _save(
                     tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
                 contents[f"server-{server}"] = tensors
         job.worker.acknowledge_rollbacks()  # on all ranks, although only one rank reported to each server
-    rows = gather(groups, [highest, secrets.randbits(62)])
+    rows = gather(groups, [highest, secrets.randbits(62), context.run])
     number, first = next_number([row[0] for row in rows]), context.rank == 0
+    context.run = max(row[2] for row in rows) or rows[0][1]
     mark = Mark(save=f"{rows[0][1]:016x}", step=context.passes, round=0 if job is None else job.worker.step,
                 world=context.world, servers=0 if plan is None else plan.servers,
-                plan="" if plan is None else records.digest(plan), rate=1.0 if job is None else job.worker.units.rate)
+                plan="" if plan is None else records.digest(plan), rate=1.0 if job is None else job.worker.units.rate,
+                members=1 if job is None else job.first_world, run=context.run)
     folder = folder_of(directory, number)
 
     def training() -> Files:
@@ -240,23 +229,46 @@ def find(groups: Groups | None, rank: int, world: int, directory: Path) -> Found
     for number, save in sorted({(held.number, held.save) for row in rows for held in row}, reverse=True):
         on = {r: held for r, row in enumerate(rows) for held in row if (held.number, held.save) == (number, save)}
         mark = next(iter(on.values())).mark
-        readers = {name: r for r, held in reversed(on.items()) for name in held.files}
+        holders: dict[str, list[int]] = {}
+        for r, held in on.items():
+            for name in held.files:
+                holders.setdefault(name, []).append(r)
         if mark is None or not any(held.sealed for held in on.values()):
-            faults.append("the save was interrupted" + next((f": {held.fault}" for held in on.values() if held.fault), ""))
-        elif not any(name.startswith(TRAINING) for name in readers):
-            faults.append("no rank has its model")
+            fault = "the save was interrupted"
+        elif not any(name.startswith(TRAINING) for name in holders):
+            fault = "no rank has its model"
         else:
-            own = {r: own_files(r, mark.world, mark.servers) for r in range(world)} if mark.world == world else {}
-            exact = bool(own) and all(r in on and {*own[r]} <= {*on[r].files} for r in own)
+            refuse_mixture(directory, rows, number, save, mark)
+            readers = {name: reader_of(name, holders[name], world) for name in (*mark.files, PLAN) if name in holders}
+            exact = mark.world == world and all(
+                readers.get(name) == reader_of(name, range(world), world) for name in mark.files)
             if faults and rank == 0:
                 log.warning("resume(): loading the checkpoint of step %d, because a newer one is not complete: %s", mark.step,
                             faults[0])
-            return FoundCheckpoint(folder_of(directory, number), mark, exact,
-                                   readers | {name: r for r, names in own.items() for name in names if exact})
-        faults[-1] = f"{folder_of(directory, number)}: {faults[-1]}"
+            return FoundCheckpoint(folder_of(directory, number), mark, exact, readers)
+        because = next((f": {held.fault}" for held in on.values() if held.fault), "")
+        faults.append(f"{folder_of(directory, number)}: {fault}{because}")
     if faults:
-        raise InvalidInput("E-CHECKPOINT", f"{faults[0]}; there is no complete checkpoint")
+        raise InvalidInput("E-CHECKPOINT", f"{faults[0]}; there is no complete checkpoint: pass another directory, or an empty "
+                                           "one to start from the beginning")
     return None
+
+
+def refuse_mixture(directory: Path, rows: Sequence[Sequence[SaveOnDisk]], number: int, save: str, mark: Mark) -> None:
+    """Raises an error if ranks have checkpoints of different trainings, or files of different checkpoints. A rank may have an
+    older checkpoint of the same training: its home was away when the others saved."""
+    for rank, row in enumerate(rows):
+        held = next((held for held in row if held.save == save), None)
+        if held is not None and held.foreign:
+            raise InvalidInput("E-CHECKPOINT", f"rank {rank}: {held.foreign}: put the right file back, or remove this one (its "
+                                               "residuals are then lost)")
+        for other in row:
+            theirs = other.mark if other.sealed and other.save != save else None
+            if theirs is not None and (other.number == number or (held is None and theirs.run != mark.run)):
+                raise InvalidInput("E-CHECKPOINT",
+                                   f"{directory}: the checkpoint of step {theirs.step} on rank {rank} and that of step "
+                                   f"{mark.step} on other ranks do not belong to one training: remove {FOLDER}{other.number} "
+                                   "on the ranks where it is not the one to resume, or pass another directory")
 
 
 def load_training(
@@ -283,27 +295,37 @@ def load_training(
             raise CorruptFrame(f"sends a checkpoint that is malformed: {short_line(error, 200)}",
                                peer=f"rank {groups.members.ranks[source]}") from None
     with all_or_none(groups, LOADING), reading(found.folder):
-        own = read(found.folder, f"rank-{rank}", found.mark) if found.exact else None
-        return replica.load(state, extra, own)
+        world = 1 if groups is None else groups.world
+        has_own = found.mark.world == world and found.readers.get(f"rank-{rank}") == rank
+        own = read(found.folder, f"rank-{rank}", found.mark) if has_own else None
+        return replica.load(state, extra, own, buffers=found.exact)
 
 
-def load_codecs(context: JobContext, found: FoundCheckpoint, directory: Path, local: Mapping[str, torch.Tensor]) -> None:
-    """Restores the codec state of ranks and servers. If a member leaves meanwhile, or fails to restore its state, the job ends
-    on all ranks, because some ranks might have restored their state already."""
-    context.passes = found.mark.step
+def load_codecs(
+    context: JobContext, found: FoundCheckpoint, directory: Path, replica: Replica, local: Mapping[str, torch.Tensor],
+) -> None:
+    """Restores the state of local steps, `local`, and the codec state of ranks and servers. If a member leaves meanwhile, or
+    fails to restore its state, the job ends on all ranks, because some ranks might have restored their state already."""
+    mark = found.mark
+    context.passes, context.run = mark.step, mark.run
     if context.rank == 0:
         context.stream.log.append(CheckpointEvent(action="loaded", step=context.passes, directory=str(directory)))
     if not isinstance(context, DistributedJob):
-        if found.mark.plan:
+        if mark.plan:
             context.say("resume(): the residuals in the checkpoint are dropped, because this job has one worker")
         return
     try:
-        if found.exact:
-            _take_plan(context, found.folder)
-        if found.exact and found.mark.plan == records.digest(context.plan):
+        if mark.plan:
+            context.first_world = context.worker.units.members = mark.members
+        plan = _saved_plan(context, found)
+        if found.exact and context.terms.auto and plan is not None and records.digest(plan) != records.digest(context.plan):
+            switch(context, plan)  # it can differ from the one with which the saving job started
+        if context.local is not None and local:
+            context.local.restore(local)
+        if found.exact and mark.plan == records.digest(context.plan):
             _restore_unchanged(context, found)
         else:
-            _convert_residuals(context, found, local)
+            _inherit_residuals(context, found, plan, replica)
     except CommError as error:
         raise not_loaded(context, directory, error) from None
     except Exception as error:
@@ -325,48 +347,64 @@ def _restore_unchanged(context: DistributedJob, found: FoundCheckpoint) -> None:
         restore_worker(context, {"step": found.mark.round, "plan": found.mark.plan, "tensors": states[f"rank-{context.rank}"]})
 
 
-def _convert_residuals(context: DistributedJob, found: FoundCheckpoint, local: Mapping[str, torch.Tensor]) -> None:
-    """Converts the residuals of a job with another plan or number of workers. Each rank inherits the residuals in the files
-    that it reads. Momenta of codecs start again from zero."""
-    worker, mark = context.worker, found.mark
-    offered, source = b"", found.readers.get(PLAN, 0)
-    with all_or_none(context.groups, LOADING), reading(found.folder):
+def _inherit_residuals(context: DistributedJob, found: FoundCheckpoint, plan: Plan | None, replica: Replica) -> None:
+    """Replaces this job's residuals by those in the checkpoint of another number of workers or another plan. Each rank inherits
+    the residuals in the files that it reads. Momenta of codecs start again from zero."""
+    worker, mark, link = context.worker, found.mark, context.uplink
+    with all_or_none(context.groups, LOADING):
         worker.drain()
-        if context.rank == source and (found.folder / PLAN).is_file():
-            offered = (found.folder / PLAN).read_bytes()
-    shared = context.groups.share_bytes(offered, MAX_PLAN_NBYTES, "a plan", source=source)
-    with all_or_none(context.groups, LOADING), reading(found.folder):
-        residuals: list[ResidualSlice] = []
-        plan = records.decode(shared, Plan, f"plan {found.folder / PLAN}") if shared else None
-        fits = plan is not None and plan.job == worker.plan.job and plan.steps_locally == worker.plan.steps_locally
-        if plan is not None and fits:
-            for name, reader in found.readers.items():
-                if reader == context.rank and name.startswith(("rank-", "server-")):
-                    residuals += _residuals_in(read(found.folder, name, mark), plan, mark.rate)
-        inherit_residuals(worker, residuals, members=mark.world)
-        if context.local is not None and local:
-            context.local.restore(local)
+    with all_or_none(context.groups, LOADING), reading(found.folder):  # no rank may push before every server is reset
+        fits = plan is not None and plan.job == worker.plan.job
+        late = next((name for name in mark.files if name in found.readers and name.startswith("rank-")), "")
+        own = [residuals_in(read(found.folder, name, mark), plan, mark, late=name == late)
+               for name in mark.files if plan is not None and fits and found.readers.get(name) == context.rank]
+        for server in _servers_of(context) if worker.step else ():  # before the first step, codecs have no state
+            for bucket in _summed_by(worker.plan, server):
+                empty = CodecOps(codec_of(bucket, plan=worker.plan), bucket, worker.plan.job).snapshot()
+                link.put_state(server, bucket.id, worker.step, empty)
+        for each in worker.buckets if worker.step else ():
+            each.ledger.clear()
+        for each in worker.buckets:
+            each.forget()
+            each.assumed = float(context.world)
+        worker.late.restore({})
+        worker.units.rate = 1.0 if worker.plan.steps_locally else context.memory.rate
+        inherit_residuals(worker, together(own), context.memory.effect)
+        if context.local is not None:
+            context.local.pending_residuals.inherit(worker.pending_residuals)
+        replica.agree_buffers(worker)
+    lost = [name for name in mark.files if name not in found.readers]
     if not mark.plan:
         return  # one worker alone, which has no residuals
-    files_of = [name for r in range(mark.world) for name in own_files(r, mark.world, mark.servers)]
-    lost = [name for name in files_of if name not in found.readers]
-    how = "are lost, because the plan has another sync mode" if not fits else \
-        f"continue on this job's {context.world}" + (f", except those in {', '.join(lost)}, which no rank has" if lost else "")
+    how = f"continue on this job's {context.world}"
+    if lost:
+        how += f", except those in {', '.join(lost)}, which no rank has"
+    if not fits:
+        how = "are lost, because " + (f"no rank has {PLAN}" if plan is None else "other tensors are trained now")
     context.say(f"resume(): residuals of the {mark.world} workers that wrote the checkpoint {how}")
 
 
-def _residuals_in(tensors: Mapping[str, torch.Tensor], plan: Plan, rate: float) -> list[ResidualSlice]:
-    """Returns the residuals in the file of a rank or a server, as slices of tensors, in units of the gradient."""
-    residuals: list[ResidualSlice] = []
+def residuals_in(tensors: Mapping[str, torch.Tensor], plan: Plan, mark: Mark, *, late: bool = False) -> Residuals:
+    """Returns the residuals in the file of a rank or a server. `late`: with results that would have been applied one step late,
+    which the files of all ranks contain."""
+    found: list[ResidualSlice] = []
     for bucket in plan.buckets:
-        scale = rate if in_updates(codec_of(bucket, plan=plan)) else 1.0
-        parts = [t.reshape(-1) for name, t in _of_bucket(tensors, bucket.id).items() if _is_residual(name)]
-        if f"{RESIDUAL}{bucket.id}" in tensors:
-            parts = [tensors[f"{RESIDUAL}{bucket.id}"]]
-        for values in ([torch.cat(parts)] if sum(part.numel() for part in parts) == bucket.numel else []) + [
-                tensors[name] for name in (f"{CARRY}{bucket.id}",) if name in tensors]:
-            residuals += split_by_tensor(bucket.slices, 0, values / scale if scale != 1.0 else values)
-    return residuals
+        codec = codec_of(bucket, plan=plan)
+        names = {f"{RESIDUAL}{bucket.id}", f"{CARRY}{bucket.id}"} & tensors.keys()
+        state = _of_bucket(tensors, bucket.id)
+        whole = [tensors[name] for name in names]
+        if f"{RESIDUAL}{bucket.id}" not in names:
+            whole += [t.reshape(-1) for name, t in state.items() if name.rpartition(".")[2] == "residual"]
+        own = [part for values in whole for part in split_by_tensor(bucket.slices, 0, values)]
+        if late and "x" in (result := _of_bucket(tensors, bucket.id, "late.")):
+            in_means = bucket.path != "allreduce" and (codec.has_residual or codec.has_server_residual)
+            factor = 1.0 if in_means else mark.members / float(result["weight"])
+            for part, used in zip(split_by_tensor(bucket.slices, 0, result["x"]), result["used"].tolist(), strict=True):
+                own += [part.times(factor)] if used else []
+        found += [part.times(1.0 / mark.rate if in_updates(codec) else 1.0) for part in own]
+    pending = [ResidualSlice(int(name.removeprefix(PENDING)), 0, t.reshape(-1))
+               for name, t in tensors.items() if name.startswith(PENDING)]
+    return Residuals(pending, found) if plan.steps_locally else Residuals(found + pending)
 
 
 def not_loaded(context: JobContext, directory: Path, error: Exception) -> CommError:
@@ -386,19 +424,14 @@ def not_loaded(context: JobContext, directory: Path, error: Exception) -> CommEr
     return final
 
 
-def _take_plan(context: DistributedJob, folder: Path) -> None:
-    """Switches to the plan in the checkpoint, unless the user specified a plan. This plan can differ from the one with which
-    the saving job started."""
-    if not context.terms.auto:
-        return
-    saved: Plan | None = None
-    with all_or_none(context.groups, LOADING), reading(folder.parent):
-        file = folder / PLAN
-        if context.rank == 0 and file.is_file():
-            saved = records.decode(file.read_bytes(), Plan, f"plan {file}")
-    other = saved is not None and records.digest(saved) != records.digest(context.plan)
-    if gather(context.groups, [other])[0][0]:
-        switch(context, saved)
+def _saved_plan(context: DistributedJob, found: FoundCheckpoint) -> Plan | None:
+    """Returns the plan under which the checkpoint was saved, which one rank reads for all; None if no rank has it."""
+    source, offered = found.readers.get(PLAN, 0), b""
+    with all_or_none(context.groups, LOADING), reading(found.folder):
+        if context.rank == source and PLAN in found.readers:
+            offered = (found.folder / PLAN).read_bytes()
+    shared = context.groups.share_bytes(offered, MAX_PLAN_NBYTES, "a plan", source=source)
+    return records.decode(shared, Plan, f"plan {found.folder / PLAN}") if shared else None
 
 
 def _servers_of(context: DistributedJob) -> list[int]:
@@ -410,16 +443,11 @@ def _summed_by(plan: Plan, server: int) -> list[Bucket]:
     return [b for b in plan.buckets if b.served and b.server == server]
 
 
-def _of_bucket(tensors: Mapping[str, torch.Tensor], bucket: int) -> dict[str, torch.Tensor]:
-    prefix = f"{bucket}."
+def _of_bucket(tensors: Mapping[str, torch.Tensor], bucket: int, kind: str = "") -> dict[str, torch.Tensor]:
+    prefix = f"{kind}{bucket}."
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def _refuse_under_way(context: DistributedJob) -> None:
     if context.local is not None and context.local.under_way:
         raise InvalidInput("E-CHECKPOINT", "an exchange of local steps is running: call session.flush() on all ranks first")
-
-
-def _same(name: str, what: str, saved: object, here: object) -> None:
-    if saved != here:
-        raise InvalidInput("E-CHECKPOINT", f"{name} was saved with {what} {saved}, but this job has {here}")

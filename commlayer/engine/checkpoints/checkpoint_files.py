@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +24,7 @@ from commlayer.transport.protocol import SERVER_BASE
 log = logging.getLogger("commlayer")
 Files = dict[str, dict[str, torch.Tensor]]
 """Maps a file name to the file's tensors by name."""
-FORMAT = "commlayer-checkpoint-1"
+FORMAT = "commlayer-checkpoint-2"
 MANIFEST, PLAN, TRAINING = "manifest.json", "plan.json", "training-"
 FOLDER = "save-"
 MAX_NUMBER_STEP = 10**9
@@ -50,6 +50,15 @@ class Mark(Record, frozen=True):
     """Digest of the plan under which the state was saved; empty if there were no other workers."""
     rate: float = 1.0
     """Learning rate by which codecs that send weight updates had multiplied the saved residuals; 1 without such codecs."""
+    members: Annotated[int, msgspec.Meta(ge=1, le=SERVER_BASE)] = 1
+    """Residuals are parts of a mean over this number of workers; see Units.members."""
+    run: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
+    """A random number, equal in all checkpoints of a training, which resumed jobs continue."""
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files with the codec state of all ranks and servers."""
+        return [name for rank in range(self.world) for name in own_files(rank, self.world, self.servers)]
 
 
 class SaveOnDisk(Record, frozen=True):
@@ -62,6 +71,8 @@ class SaveOnDisk(Record, frozen=True):
     """Names of the files that are complete."""
     sealed: bool = False
     fault: str = ""
+    foreign: str = ""
+    """Describes a file that belongs to another checkpoint; empty if there is none."""
 
 
 @contextlib.contextmanager
@@ -104,6 +115,12 @@ def own_files(rank: int, world: int, servers: int) -> list[str]:
     """Returns the names of the codec files that a rank writes and reads: its own file, and the files of the servers assigned to
     it."""
     return [f"rank-{rank}", *(f"server-{s}" for s in range(rank, servers, world))]
+
+
+def reader_of(name: str, holders: Sequence[int], world: int) -> int:
+    """Returns the rank that reads a file, one of the ranks that have it: if possible its own one, as `own_files` names it."""
+    number = int(name.rpartition("-")[2]) if name != PLAN else 0
+    return number % world if number % world in holders else holders[number % len(holders)]
 
 
 def write(folder: Path, states: Files, mark: Mark, plan: Plan | None) -> None:
@@ -156,8 +173,8 @@ def saves_of(directory: Path) -> list[SaveOnDisk]:
 
 
 def _look(directory: Path, number: int) -> SaveOnDisk:
-    """Returns the checkpoint with the given number. It reads the headers of the files; files whose header differs from the
-    manifest belong to another checkpoint and do not count."""
+    """Returns the checkpoint with the given number. It reads the headers of the files; a file whose header differs from the
+    manifest belongs to another checkpoint."""
     folder = folder_of(directory, number)
     marks: dict[str, Mark] = {}
     fault = ""
@@ -173,18 +190,18 @@ def _look(directory: Path, number: int) -> SaveOnDisk:
         return SaveOnDisk(number, fault=fault or f"{folder}: no file of a checkpoint")
     mark = marks.get(MANIFEST) or next(iter(marks.values()))
     same = tuple(name for name, other in marks.items() if other == mark and name != MANIFEST)
-    if len(same) < len(marks) - (MANIFEST in marks):
-        fault = fault or "files of different saves"
+    foreign = next((f"{path_of(folder, name)} belongs to another checkpoint, of step {other.step}"
+                    for name, other in marks.items() if other != mark), "")
     plan = (PLAN,) if (folder / PLAN).is_file() else ()
-    return SaveOnDisk(number, mark.save, mark, same + plan, MANIFEST in marks, fault)
+    return SaveOnDisk(number, mark.save, mark, same + plan, MANIFEST in marks, fault, foreign)
 
 
 def read(folder: Path, name: str, mark: Mark) -> dict[str, torch.Tensor]:
     """Returns the tensors in one file of the checkpoint whose header is `mark`."""
     path = path_of(folder, name)
     if (other := mark_of(path)) != mark:
-        raise InvalidInput("E-CHECKPOINT", f"{path}: files of different saves: this file is of step {other.step}, but the "
-                                           f"checkpoint is of step {mark.step}")
+        raise InvalidInput("E-CHECKPOINT", f"{path}: this file is of step {other.step}, but the checkpoint is of step "
+                                           f"{mark.step}")
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
 
@@ -198,7 +215,7 @@ def mark_of(path: Path) -> Mark:
         raise InvalidInput("E-CHECKPOINT", f"{path}: not a complete file in the safetensors format: {error}") from None
     if (version := meta.pop("format", None)) != FORMAT:
         raise InvalidInput("E-CHECKPOINT", f"{path}: the file has format {version!r}, but this version of commlayer reads "
-                                           f"{FORMAT!r}")
+                                           f"{FORMAT!r}: resume with the version that wrote it")
     try:
         return msgspec.convert(meta, Mark, strict=False)
     except msgspec.ValidationError as error:

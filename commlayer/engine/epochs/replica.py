@@ -22,9 +22,10 @@ from commlayer.cluster.calls import messages
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors import shared_snapshot
 from commlayer.engine.buckets.bucket import EncodedBucket
-from commlayer.engine.buckets.shared_buffers import agreed
+from commlayer.engine.buckets.shared_buffers import agree, agreed
 from commlayer.engine.job.job import DistributedJob, JobContext
 from commlayer.engine.model.model_tensors import buffers_of, parameters_of
+from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CorruptFrame, InvalidInput, short_line
 from commlayer.records import MALFORMED, Epoch, Plan, Record
 
@@ -72,6 +73,8 @@ class GivenState(Record, frozen=True):
     """Number of workers that have joined the job, with this one; see Header.joined."""
     generation: int = 0
     """Generation of the plan in messages."""
+    run: int = 0
+    """See JobContext.run."""
     row: int = 0
     """Number of the first row in which the joining worker takes part."""
     first_world: int = 0
@@ -162,7 +165,7 @@ class Replica:
             extra=_states_of(extra, tensors), model=model)
         if job is not None and epoch is not None:
             head = msgspec.structs.replace(
-                head, epoch=epoch, joined=job.worker.now.joined, generation=job.worker.now.generation,
+                head, epoch=epoch, run=job.run, joined=job.worker.now.joined, generation=job.worker.now.generation,
                 row=job.rows.transport.number, first_world=job.first_world,
                 exits={m.rank: job.members.confirmed for m in job.uplink.epoch.members if m not in epoch.members},
                 confirmed=job.members.row_carried,
@@ -197,6 +200,11 @@ class Replica:
             for tensor, value in zip(tensors, own, strict=True):
                 tensor.copy_(value)
 
+    def agree_buffers(self, worker: Worker) -> None:
+        """Records that all ranks have the model's present buffers."""
+        buffers = dict(self._model.named_buffers())
+        agree(worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
+
     def own_state(self, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Returns the part of a checkpoint that is different on each rank: current buffers, and the states of the script's own
         objects `extra`."""
@@ -219,13 +227,7 @@ class Replica:
                                                f"{transfer.error}")
         plan = records.decode(transfer.plan, Plan, "plan of the running job")
         check(plan)
-        try:
-            restore = self._install(transfer, tensors, "E-JOIN-STATE", "joining a running job")
-        except InvalidInput:
-            raise
-        except Exception as error:  # of the optimizer's code
-            raise InvalidInput("E-JOIN-STATE", "joining a running job: the state of its workers does not fit: "
-                                               f"{short_line(error, 200)}") from None
+        restore = self._install(transfer, tensors, "E-JOIN-STATE", "joining a running job")
         local = {name: t for name, t in tensors.items() if name.startswith(LOCAL)}
         if local:
             names = {id(p): name for name, p in self._model.named_parameters()}
@@ -235,10 +237,12 @@ class Replica:
                           {name.removeprefix(CODEC): t for name, t in tensors.items() if name.startswith(CODEC)}, restore)
 
     def load(
-        self, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any], own: Mapping[str, torch.Tensor] | None,
+        self, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any], own: Mapping[str, torch.Tensor] | None, *,
+        buffers: bool,
     ) -> dict[str, torch.Tensor]:
         """Installs the state in a checkpoint, and returns the state of local steps. `own`: result of `own_state` on this rank
-        when it was saved; None if the checkpoint contains none. Raises ValueError if the state does not fit."""
+        when it was saved; None if the checkpoint contains none. `buffers`: True if all ranks install their own buffers. Raises
+        ValueError if the state does not fit."""
         saved = msgspec.msgpack.decode(tensors[HEAD].numpy().tobytes(), type=GivenState)
         states, of_states = saved.extra, tensors
         if own is not None:
@@ -251,9 +255,9 @@ class Replica:
             self._install(saved, tensors, "E-CHECKPOINT", "resume()")
         for name, value in extra.items():
             value.load_state_dict(_whole(states[name], dict(of_states)))
-        buffers = dict(self._model.named_buffers())
-        for name in self._averaged if own is not None and saved.model else ():
-            buffers[name].data.copy_(of_states[f"buffer.{name}"])
+        named = dict(self._model.named_buffers())
+        for name in self._averaged if buffers and saved.model else ():
+            named[name].data.copy_(of_states[f"buffer.{name}"])
         return {name: t for name, t in tensors.items() if name.startswith(LOCAL)}
 
     def _install(self, given: GivenState, tensors: Mapping[str, torch.Tensor], code: str, what: str) -> Callable[[], None]:
@@ -262,18 +266,24 @@ class Replica:
         if given.optimizer != mine:
             raise InvalidInput(code, f"{what}: the optimizer is {mine}, but that of the job is {given.optimizer}; it must be "
                                      "the same")
+        remedy = "use the model and optimizer of the job that saved it"
         targets = {f"parameter.{name}": p.data for name, p in self._model.named_parameters()}
         targets |= {f"buffer.{name}": b for name, b in self._model.named_buffers()}
-        for name, tensor in targets.items():
-            if name not in tensors or tensors[name].shape != tensor.shape:
-                other = tuple(tensors[name].shape) if name in tensors else "does not exist"
-                raise InvalidInput(code, f"{what}: {name} has shape {tuple(tensor.shape)} here, and {other} in the saved state")
+        saved = [name for name in tensors if name.startswith(("parameter.", "buffer."))]
+        for name in dict.fromkeys([*targets, *saved]):
+            here, there = (tuple(x[name].shape) if name in x else "none" for x in (targets, tensors))
+            if here != there:
+                raise InvalidInput(code, f"{what}: {name} has shape {here} here, but {there} in the saved state: {remedy}")
 
         def restore() -> None:
             if self._optimizer is not None:
                 _restore(self._optimizer, given.state, tensors)
 
-        restore()
+        try:
+            restore()
+        except Exception as error:  # of the optimizer's code
+            raise InvalidInput(
+                code, f"{what}: the optimizer's state does not fit ({short_line(error, 200)}): {remedy}") from None
         if self._scaler is not None and given.scaler:
             self._scaler.load_state_dict(_whole(given.scaler, dict(tensors)))
         for name, tensor in targets.items():

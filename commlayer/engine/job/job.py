@@ -129,6 +129,8 @@ class JobContext:
         """Maps names to functions that return the state of script objects, such as a sampler, as a string for joining ranks."""
         self.passes = 0
         """Number of training steps since the job began, dropped steps included. It is the same on all ranks."""
+        self.run = 0
+        """Number that names this training in all its checkpoints; 0 before the first one. Resumed jobs continue it."""
         self.passed_s = 0.0
         """Value of time.perf_counter() when the last backward pass ended. backward() itself can return later, after the
         averages have arrived."""
@@ -398,7 +400,8 @@ class DistributedJob(JobContext):
 
     def hand_on(self, old: Worker, new: Worker) -> None:
         """Transfers residuals and step number from worker `old` to worker `new`, which continues the job."""
-        hand_over(old, new, self.memory.effect, self.memory.rate, world=self.world)
+        hand_over(old, new, self.memory.effect, self.memory.rate, world=self.world,
+                  pending=() if self.local is None else self.local.pending_residuals.slices)
 
     def _waiting(self) -> Waiting:
         """Returns the step, or the call between two steps, that might be waiting for other ranks now."""

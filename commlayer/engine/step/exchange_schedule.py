@@ -17,7 +17,6 @@ from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.optimizers import watch
 from commlayer.engine.step.update_norms import UpdateNorms
 from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
-from commlayer.engine.worker.plan_handover import carry_pending
 from commlayer.engine.worker.worker import Worker
 from commlayer.optim import OuterSGD
 
@@ -74,7 +73,7 @@ class ExchangeSchedule(Component):
             local.pending_residuals.remove_from_gradients()
         if not self._accumulates or (cleared and not self._guard.inside):
             self._count(local)
-        local.pending_residuals.add_to_gradients(scale)
+        self._add_residuals(local, scale)
         self._noted = self._versions()
         return True
 
@@ -84,12 +83,18 @@ class ExchangeSchedule(Component):
         self._context.count_step()
         self._guard.exchanged()
 
+    def _add_residuals(self, local: OuterSteps, scale: float = 1.0) -> None:
+        """Adds pending residuals to the gradients of a loss times `scale`."""
+        units, weight = self._worker.units, local.weights.weight
+        if weight:  # a pending residual is a part of the mean; this worker's gradients will be multiplied by its weight
+            local.pending_residuals.add_to_gradients(scale * units.total / (weight * units.members))
+
     def _local_step(self, counts: bool) -> bool:
         if (local := self.local) is None:
             return False
         if counts:
             self._count(local)
-            local.pending_residuals.add_to_gradients()
+            self._add_residuals(local)
             self._noted = self._versions()  # a closure may clear them
         elif self._counted:  # otherwise the gradients are averages of the previous plan
             local.begin()
@@ -180,7 +185,6 @@ class ExchangeSchedule(Component):
         if not plan.steps_locally:
             if context.local is not None:
                 units.weight = context.local.weights.weight
-                carry_pending(context.worker, context.local.pending_residuals.slices)
                 context.local = None
                 self._norms.end_plan()
                 self.detach()
@@ -189,7 +193,6 @@ class ExchangeSchedule(Component):
         if context.local is None:
             weights = StepWeights(units.weight)
             context.local = OuterSteps(self._parameters, plan.local_steps, self._outer, weights, merged=self._merged)
-            context.local.pending_residuals.inherit(context.worker.pending_residuals)
             self._counted = False
             self._forward = before_forward(self._model, lambda model, _: self._before_forward(model))
         if plan.local_steps != before:
@@ -198,6 +201,7 @@ class ExchangeSchedule(Component):
             context.log(f"exchanging weight changes {steps}{parts}; outer optimizer: {self._outer}")
         norms = self._norms if self._norms.begin_plan(plan.local_steps) else None
         context.local.set_schedule(plan.local_steps, fragments=plan.fragments, overlap=plan.overlap == "round", norms=norms)
+        context.local.pending_residuals.inherit(context.worker.pending_residuals)
 
     def _catch_up(self) -> None:
         if self.local is not None and self.local.due:

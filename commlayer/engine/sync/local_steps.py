@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from commlayer.compressors.feedback import ResidualSlice, residual_on
+from commlayer.compressors.residual_slices import ResidualSlice, residual_on
 from commlayer.engine.sync.norm_matching import Norms, largest_of, scale_of, square_of
 from commlayer.engine.worker.worker import Worker
 from commlayer.observe.step_trace import Recorder
@@ -37,6 +37,8 @@ from commlayer.planner.buckets import ranges_of
 from commlayer.records import Slice
 
 log = logging.getLogger("commlayer")
+PENDING = "local.residual."
+"""Prefix of the names of pending residuals in a checkpoint; the tensor's number follows."""
 SPOILT = "the weights of some worker are not finite: all workers return to the weights of the last exchange"
 
 
@@ -86,7 +88,8 @@ class PendingResiduals:
         """Maps a tensor number to the residual that was added to a gradient which no optimizer step has applied yet."""
 
     def inherit(self, residuals: Sequence[ResidualSlice]) -> None:
-        """Receives the residuals of a plan that averaged gradients."""
+        """Receives the residuals of a plan that averaged gradients, which replace those that are pending."""
+        self._pending.clear()
         for number, p in enumerate(self._parameters):
             elements = [Slice(number, 0, p.numel())]
             if (residual := residual_on(residuals, elements)) is not None:
@@ -98,7 +101,7 @@ class PendingResiduals:
         return [ResidualSlice(number, 0, residual.reshape(-1)) for number, residual in self._pending.items()]
 
     def add_to_gradients(self, scale: float = 1.0) -> None:
-        """Adds the pending residuals to gradients that are about to be applied. `scale`: loss scale of these gradients."""
+        """Adds the pending residuals, times `scale`, to gradients that are about to be applied."""
         grads = {n: grad for n in self._pending if (grad := self._parameters[n].grad) is not None and not grad.is_sparse}
         if all(bool(grad.isfinite().all()) for grad in grads.values()):  # otherwise the optimizer step will be skipped
             for number, grad in grads.items():
@@ -116,11 +119,11 @@ class PendingResiduals:
         self._added.clear()
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        return {f"local.residual.{number}": residual.cpu().clone() for number, residual in self._pending.items()}
+        return {f"{PENDING}{number}": residual.cpu().clone() for number, residual in self._pending.items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._pending = {number: tensors[name].clone().to(p.device) for number, p in enumerate(self._parameters)
-                         if (name := f"local.residual.{number}") in tensors}
+                         if (name := f"{PENDING}{number}") in tensors}
 
 
 class Fragment:

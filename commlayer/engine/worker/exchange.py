@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from commlayer.compressors.codec import ranges
-from commlayer.compressors.feedback import ResidualSlice, ranges_of, split_by_tensor
+from commlayer.compressors.feedback import ranges_of
+from commlayer.compressors.residual_slices import ResidualSlice, split_by_tensor
 from commlayer.engine.buckets.bucket import WorkerBucket
 from commlayer.engine.buckets.current_step import Step
 from commlayer.engine.paths.path import Path

@@ -22,7 +22,7 @@ import torch
 
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors.codec import Codec
-from commlayer.compressors.feedback import ResidualSlice
+from commlayer.compressors.residual_slices import ResidualSlice
 from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket, bucket_of
 from commlayer.engine.buckets.bucket_layout import contiguous, release
 from commlayer.engine.buckets.current_step import Counters, Step, aborted_by
@@ -111,9 +111,8 @@ class Worker:
         self.intact: bool | None = None
         """True: residuals were restored to their values before the failed step. False: an encoder was stuck, so the residuals
         are unknown. None: no step has failed."""
-        self.pending_residuals: list[ResidualSlice] = []
-        """Residuals of an earlier plan that have not been sent and whose unit differs from this plan's; see plan_handover.py.
-        """
+        self.pending_residuals: Sequence[ResidualSlice] = ()
+        """Residuals of an earlier plan that are gradients, if this plan has local steps; see residual_slices.py."""
         self.stopwatch = Stopwatch(device)
         self._reset()
 
