@@ -20,6 +20,7 @@ from commlayer.cluster.membership.rendezvous_service import RendezvousService
 from commlayer.cluster.membership.sites import AdmissionState
 from commlayer.cluster.servers.gather import GATHER, ROW_BUCKET, GatherOps
 from commlayer.cluster.servers.summation import Summation
+from commlayer.config import Config
 from commlayer.engine.epochs import schedule
 from commlayer.engine.epochs.schedule import Joining, Proposal
 from commlayer.errors import CorruptFrame
@@ -524,8 +525,9 @@ class World:
         self.entered: dict[int, set[int]] = {}
         """Maps a worker to the generations in which it has received its state."""
         self._agreed: dict[str, object] = {}
-        self._store = RendezvousService(len(self.first_members), 1.0, self._lost, RefusalLog(), 1, lambda: 0.0,
-                                        lambda: AdmissionState(generation=self.generation), last_call_s=1.0)
+        self._store = RendezvousService(
+            len(self.first_members), Config(min_workers=1, last_call_s=1.0), self._lost, RefusalLog(),
+            lambda: AdmissionState(generation=self.generation), clock=lambda: 0.0)
         self._sites = [self._register() for _ in self.first_members]
         self._store.begin()
         self._states: dict[tuple[int, int], dict[int, State]] = {}

@@ -161,7 +161,7 @@ def test_limit_is_multiplied_by_the_number_of_local_steps(opened: Opened) -> Non
         assert serving.report().get("overdue") is None
         assert serving._server is not None
         cell = serving._server.core.cells[0]
-        cell.begin(5, 0, 0)
+        cell.begin(5, 0)
         cell.sum.handled += [0, 1]
         serving._server._check_stalls()
         assert serving.report()["overdue"] == Overdue(5, (2,), 0.001 * steps)
