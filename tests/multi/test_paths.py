@@ -81,11 +81,11 @@ def over_collectives(codec: str, sums: bool) -> tuple[Plan, Shapes]:
     return plan if sums else lower(plan), shapes
 
 
-def run(rank: int, codec: str, sums: bool, broken: bool) -> dict[str, Any]:
+def run(rank: int, codec: str, sums: bool, broken: bool, members: int) -> dict[str, Any]:
     groups = Groups(PER_NODE, 30.0, torch.device("cpu"))
     plan, shapes = over_collectives(codec, sums)
     worker = Worker(job(shapes), plan, {b.id: codec_of(b, rank // PER_NODE) for b in plan.buckets}, torch.device("cpu"),
-                    rank=rank, groups=groups)
+                    rank=rank, groups=groups, members=members)
     try:
         return account(worker, shapes, rank, STEPS, broken)
     finally:
@@ -95,12 +95,15 @@ def run(rank: int, codec: str, sums: bool, broken: bool) -> dict[str, Any]:
 
 @pytest.mark.commit(5)
 @pytest.mark.parametrize("broken", [False, True])
-@pytest.mark.parametrize(("codec", "sums"), [
-    ("identity()", False), ("qsgd(levels=7)", False), ("topk(ratio=0.3)", False), ("int8(block=32)", False),
-    ("identity()", True), ("powersgd(rank=2)", True), ("randomk(ratio=0.3)", True), ("randomk(ratio=0.3, values='bf16')", True),
+@pytest.mark.parametrize(("codec", "sums", "members"), [
+    ("identity()", False, WORLD), ("qsgd(levels=7)", False, WORLD), ("topk(ratio=0.3)", False, WORLD),
+    ("topk(ratio=0.3)", False, 2 * WORLD), ("int8(block=32)", False, WORLD), ("identity()", True, WORLD),
+    ("powersgd(rank=2)", True, WORLD), ("powersgd(rank=2)", True, 3), ("randomk(ratio=0.3)", True, WORLD),
+    ("randomk(ratio=0.3, values='bf16')", True, WORLD),
 ])
-def test_collectives_apply_equal_bits_and_conserve_gradients(codec: str, sums: bool, broken: bool) -> None:
-    results = pool(WORLD).call(run, codec, sums, broken)
+def test_collectives_apply_equal_bits_and_conserve_gradients(codec: str, sums: bool, members: int, broken: bool) -> None:
+    """`members`: number of workers with which the training began, the unit of residuals."""
+    results = pool(WORLD).call(run, codec, sums, broken, members)
     plan, shapes = over_collectives(codec, sums)
     for tensor in range(len(shapes)):
         per_step = [[r["applied"][n][tensor].view(-1) for r in results] for n in range(STEPS)]
@@ -111,7 +114,7 @@ def test_collectives_apply_equal_bits_and_conserve_gradients(codec: str, sums: b
         if codec.startswith("qsgd"):  # which keeps no residual: its errors are random
             continue
         kept = [n for n in range(STEPS) if not broken or n != BROKEN[0]]  # the others are dropped, as torch alone drops them
-        got = WORLD * sum(per_step[n][0] for n in kept) + sum(r["residuals"][tensor] for r in results)
+        got = WORLD * (sum(per_step[n][0] for n in kept) + sum(r["residuals"][tensor] for r in results) / members)
         put = sum(gradients(shapes, rank, n)[tensor].view(-1) for rank in range(WORLD) for n in kept)
         torch.testing.assert_close(got, put, rtol=1e-4, atol=1e-4, msg=lambda m, t=tensor: f"tensor {t} of {plan}: {m}")
 

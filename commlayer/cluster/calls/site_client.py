@@ -30,6 +30,11 @@ def _channel(address: str, config: Config, *, own: bool) -> CoordinatorChannel:
     return CoordinatorChannel(address, config.token, Keys(config.keys) if config.keys else None, own=own)
 
 
+def new_token() -> str:
+    """Creates the token of an addition to a number in the store."""
+    return secrets.token_hex(8)
+
+
 class KvClient:
     """Client of the coordinator's key-value store for the ranks of this site. Thread-safe."""
 
@@ -40,27 +45,29 @@ class KvClient:
 
     def request(
         self, deadline: float, *, put: Sequence[tuple[StoreKey, bytes]] = (), drop: Sequence[StoreKey] = (),
-        want: Sequence[StoreKey] = (), add: tuple[StoreKey, int] | None = None, wait: bool = True, without: bool = False,
-        generation: int = 0, rank: int = messages.ANY, limit_s: float = 0.0, since: float = 0.0,
+        want: Sequence[StoreKey] = (), add: tuple[StoreKey, int] | None = None, once: str = "", wait: bool = True,
+        without: bool = False, generation: int = 0, rank: int = messages.ANY, limit_s: float = 0.0, since: float = 0.0,
+        call_s: float = CALL_S,
     ) -> messages.KvReply:
         """Writes and drops keys, then reads the keys in `want`. With `wait`, returns when all values are present, or at
         `deadline`; missing values are None.
 
-        `add`: key and amount of a number to increase. `without`: does not wait for values of writers that are gone.
-        `generation`, `rank`, `limit_s`: see messages.KvRequest. `since`: the time.monotonic() at which an earlier call
-        began to wait for these keys; 0: this call is the first. Raises CommError for keys that will never be written. Also
-        raises it if the coordinator does not answer until `deadline`, or has refused connections for reconnect_s.
+        `add`: key and amount of a number to increase. `once`: token of this addition (`new_token`), if other requests may
+        repeat it. `call_s`: least timeout of a call that reads or writes values. `without`: does not wait for values of
+        writers that are gone. `generation`, `rank`, `limit_s`: see messages.KvRequest. `since`: the time.monotonic() at which
+        an earlier call began to wait for these keys; 0: this call is the first. Raises CommError for keys that will never be
+        written. Also raises it if the coordinator does not answer until `deadline`, or has refused connections for reconnect_s.
         """
-        once = None if add is None else (*add, secrets.token_hex(8))
-        request = messages.KvRequest(self._home, tuple(put), tuple(drop), once, tuple(want), without=without,
+        added = None if add is None else (*add, once or new_token())
+        request = messages.KvRequest(self._home, tuple(put), tuple(drop), added, tuple(want), without=without,
                                      generation=generation, rank=rank, limit_s=limit_s)
         begin = since or time.monotonic()
         while True:
             now = time.monotonic()
             left_s = max(0.0, deadline - now)
-            call_s = max(CALL_S, min(left_s, BYTES_S)) if request.put or request.want else CALL_S
+            timeout_s = max(call_s, min(left_s, BYTES_S)) if request.put or request.want else CALL_S
             request = msgspec.structs.replace(request, wait_s=min(WAIT_S, left_s) if wait else 0.0, waited_s=now - begin)
-            reply = self._link.request("KvRequest", request, messages.KvReply, deadline, call_s, self._patience_s)
+            reply = self._link.request("KvRequest", request, messages.KvReply, deadline, timeout_s, self._patience_s)
             if reply.lost:  # the lost peer is the cause, not the coordinator that reports it
                 raise PeerLost(reply.error, peer=reply.lost)
             if reply.error:

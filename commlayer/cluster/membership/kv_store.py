@@ -38,8 +38,8 @@ class Row(Record, frozen=True):
     """Generation of the newest epoch when the value was written."""
     home: str = ""
     """Token of the site that owns the value."""
-    tokens: Mapping[str, tuple[str, ...]] = {}
-    """For a number: the tokens of each site's last additions."""
+    tokens: Mapping[str, Mapping[str, int]] = {}
+    """For a number: the tokens of each site's last additions, and their sums."""
 
 
 class KvStore:
@@ -85,18 +85,20 @@ class KvStore:
 
     def add(self, home: str, key: StoreKey, amount: int, once: str, generation: int = 1) -> int:
         """Adds `amount` to a number and returns the sum; the key's value is the sum as text. A repeated call with the same
-        token `once` changes nothing."""
+        token `once` changes nothing, and returns the same sum."""
         row = self.rows.get(key, Row(b"0", generation, home))
         try:
             total = int(row.value)
         except ValueError:
             raise CorruptFrame(f"adds to the key {key[0][:MAX_NAME_NBYTES]!r}, whose value is not a number") from None
-        if once in (tokens := row.tokens.get(home, ())):
-            return total
+        tokens = row.tokens.get(home, {})
+        if once in tokens:
+            return tokens[once]
         _check_name(once)
-        tokens = (*tokens, once)[-MAX_TOKENS * self.workers.get(home, 1) :]
-        self._change(home, key, Row(str(total + amount).encode(), generation, row.home, {**row.tokens, home: tokens}))
-        return total + amount
+        total += amount
+        tokens = dict([*tokens.items(), (once, total)][-MAX_TOKENS * self.workers.get(home, 1) :])
+        self._change(home, key, Row(str(total).encode(), generation, row.home, {**row.tokens, home: tokens}))
+        return total
 
     def drop(self, keys: Iterable[StoreKey]) -> None:
         for key in keys:

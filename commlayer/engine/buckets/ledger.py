@@ -95,7 +95,7 @@ class Ledger:
     def clear(self) -> None:
         """Sets residuals and momenta to zero, because those of a checkpoint replace them."""
         self.inherited = None
-        for _, owner in (each for _, state in self.encoders for each in states(state)):
+        for _, owner in states(self.state):
             for name in owner.keys() & {"residual", "velocity"}:
                 owner[name][:] = 0
 

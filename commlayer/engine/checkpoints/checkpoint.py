@@ -372,7 +372,8 @@ def _inherit_residuals(context: DistributedJob, found: FoundCheckpoint, plan: Pl
         inherit_residuals(worker, together(own), context.memory.effect)
         if context.local is not None:
             context.local.pending_residuals.inherit(worker.pending_residuals)
-        replica.agree_buffers(worker)
+        if not found.exact:
+            replica.agree_buffers(worker)
     lost = [name for name in mark.files if name not in found.readers]
     if not mark.plan:
         return  # one worker alone, which has no residuals
@@ -393,10 +394,10 @@ def residuals_in(tensors: Mapping[str, torch.Tensor], plan: Plan, mark: Mark, *,
         names = {f"{RESIDUAL}{bucket.id}", f"{CARRY}{bucket.id}"} & tensors.keys()
         state = _of_bucket(tensors, bucket.id)
         whole = [tensors[name] for name in names]
-        if f"{RESIDUAL}{bucket.id}" not in names:
+        if bucket.served and f"{RESIDUAL}{bucket.id}" not in names:
             whole += [t.reshape(-1) for name, t in state.items() if name.rpartition(".")[2] == "residual"]
         own = [part for values in whole for part in split_by_tensor(bucket.slices, 0, values)]
-        if late and "x" in (result := _of_bucket(tensors, bucket.id, "late.")):
+        if late and "x" in (result := _of_bucket(tensors, bucket.id, "late.")) and result["weight"]:
             in_means = bucket.path != "allreduce" and (codec.has_residual or codec.has_server_residual)
             factor = 1.0 if in_means else mark.members / float(result["weight"])
             for part, used in zip(split_by_tensor(bucket.slices, 0, result["x"]), result["used"].tolist(), strict=True):

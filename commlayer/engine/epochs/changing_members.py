@@ -181,8 +181,10 @@ class ChangingMembers(FixedMembers):
         context.rows.send()
         self._joining, self._reported = [], []
         self._joined = worker.now.joined = context.rows.transport.joined = joining[-1].number
-        context.uplink.membership.await_epoch(max(one.generation for one in joining),
-                                              context.waits.notice_s + judged_s(self._config))
+        known = context.uplink.membership.await_epoch(max(one.generation for one in joining),
+                                                      context.waits.notice_s + judged_s(self._config))
+        if known.generation > self._newest.epoch.generation:  # the heartbeat thread is about to report it
+            self.offer(known)
         new = [self._known.get(one.member, Member(one.member, one.member, "")) for one in joining]
         # The new workers send the next row, so the server must have finished this one. They start without members that have not
         # sent this row; the others continue without them after this exchange.

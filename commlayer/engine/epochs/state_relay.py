@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from commlayer.cluster.calls.messages import ANY, StoreKey, unpack
+from commlayer.cluster.calls.site_client import BYTES_S, new_token
 from commlayer.cluster.processes import site_process_group
 from commlayer.cluster.processes.relayed_group import PART_NBYTES, PARTS_IN_FLIGHT
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, check_nbytes
@@ -123,6 +125,8 @@ class StateRelay:
         self._newest, self._epoch, self._rank, self._most_nbytes = newest, epoch, rank, most_nbytes
         self._first = epoch.members[0].rank
         self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
+        self.announced = False
+        """True: the members have begun to give the state."""
 
     def give(self, own: bytes, common: bytes, givers: Sequence[int], joining: Sequence[int]) -> None:
         """Sends the state. Returns when all joining workers have entered. `own`: what only the first member sends."""
@@ -143,7 +147,8 @@ class StateRelay:
             self._meet(transfer)
         finally:
             for keys in given:
-                self._put([], drop=keys)
+                with contextlib.suppress(CommError, NewerEpoch):  # the coordinator drops them with this epoch
+                    self._put([], drop=keys)
 
     def _give(self, transfer: _Transfer, batch: int, data: bytes, keys: list[StoreKey]) -> None:
         """Sends one batch, and adds the keys that it writes to `keys`."""
@@ -171,6 +176,8 @@ class StateRelay:
         are told of its arrival. Returns the result of `enter`."""
         transfer, own, common = self._announced(self._rank), bytearray(), bytearray()
         for window in range(transfer.windows):
+            if window > 1:
+                self._read(transfer.ends(window - 2))  # all givers wait for these, too; the wait names who is late
             for batch in chain(*transfer.window(window)):
                 (row,) = self._read([transfer.giver(batch)])
                 if (giver := unpack(row, int, peer_name(self._first), "a giver")) not in transfer.givers:
@@ -188,6 +195,7 @@ class StateRelay:
     def _announced(self, joining: int) -> _Transfer:
         (row,) = self._read([self._announcement(joining)])
         own, common, givers, new = unpack(row, tuple[int, int, list[int], list[int]], peer_name(self._first), "a size")
+        self.announced = True
         among, present = (*givers, *new), {member.rank for member in self._epoch.members}
         if not {joining, self._first} <= {*among} <= present or len({*among}) < len(among):
             raise CorruptFrame(f"names workers {[*among]} for the transfer of a state, but the members are {sorted(present)}",
@@ -216,7 +224,7 @@ class StateRelay:
                 rows = store.request(
                     min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer,
                     generation=self._epoch.generation, rank=self._rank, since=begin,
-                    limit_s=0.0 if any(rank == ANY for _, rank in want) else self._limit_s).values
+                    limit_s=0.0 if any(rank == ANY for _, rank in want) else self._limit_s, call_s=BYTES_S).values
             except CommError as error:
                 if store is not site_process_group.kv_client():
                     continue  # this rank has continued with other members
@@ -244,10 +252,11 @@ class StateRelay:
         self, rows: Sequence[tuple[StoreKey, bytes]], drop: Sequence[StoreKey] = (), add: tuple[StoreKey, int] | None = None,
     ) -> int:
         """Writes values to the store and drops keys. Returns the number that `add` has increased."""
+        once = new_token()
         while True:
             store = site_process_group.kv_client()
             try:
-                return store.request(time.monotonic() + self._deadline_s, put=rows, drop=drop, add=add,
+                return store.request(time.monotonic() + self._deadline_s, put=rows, drop=drop, add=add, once=once,
                                      generation=self._epoch.generation).sum
             except CommError:
                 if store is site_process_group.kv_client() and self._newest.is_outdated(self._epoch):

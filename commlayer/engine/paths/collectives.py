@@ -51,7 +51,7 @@ class CollectivesPath(Path[CollectiveBucket]):
         self._begun = 0
         self._in_means = any(bucket.in_means for bucket in buckets)
         self._weights: tuple[int, torch.Tensor, PendingCollective] | None = None
-        """Number of workers, the sum of all workers' weights, and the collective that computes this sum; for codecs that encode
+        """Units.members, the sum of all workers' weights, and the collective that computes this sum; for codecs that encode
         parts of the mean."""
         self._tails: tuple[torch.Tensor, PendingCollective] | None = None
         """The weights and used slices of all buckets, and the all-reduce that sums them; None before it begins and after its
@@ -64,7 +64,7 @@ class CollectivesPath(Path[CollectiveBucket]):
             return
         if not self._begun and self._in_means:
             total = torch.tensor([self._step.units.weight], device=self._groups.device)
-            self._weights = self._groups.world, total, self._groups.allreduce(total)
+            self._weights = self._step.units.members, total, self._groups.allreduce(total)
         bucket.exchange.started = True
         bucket.marks.append(self._staging.mark())
         self._put(self._programs[bucket.id], 0)
@@ -96,10 +96,10 @@ class CollectivesPath(Path[CollectiveBucket]):
         else:
             self._put(program, stage + 1)
 
-    def _to_means(self, bucket: CollectiveBucket, world: int, total: torch.Tensor, pending: PendingCollective) -> None:
+    def _to_means(self, bucket: CollectiveBucket, members: int, total: torch.Tensor, pending: PendingCollective) -> None:
         """Scales a bucket's send buffer from a part of the sum to a part of the mean, when the total weight has arrived."""
         pending.wait(FOREVER_S, self._step.failed)
-        if (part := world / max(float(total), TINY)) != 1.0:
+        if (part := members / max(float(total), TINY)) != 1.0:
             bucket.x.mul_(part)
 
     def finish(self, deadline: float) -> None:

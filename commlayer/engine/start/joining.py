@@ -101,6 +101,8 @@ def _receive(
         try:
             return relay.take(functools.partial(replica.take, check=fits))
         except DeadlineExceeded:
+            if relay.announced:
+                raise
             # The plan of the running job defines how long an exchange takes. The coordinator reports members that have
             # died.
             log.warning("still waiting for the other workers after %.0f s: under local steps "

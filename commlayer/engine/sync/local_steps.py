@@ -112,7 +112,8 @@ class PendingResiduals:
         """Makes residuals pending again, because the gradients to which they were added were cleared before an optimizer step.
         `numbers`: the parameters concerned; None: all."""
         for number in list(self._added) if numbers is None else [n for n in numbers if n in self._added]:
-            self._pending[number] = self._added.pop(number)
+            added = self._added.pop(number)
+            self._pending[number] = added + self._pending[number] if number in self._pending else added
 
     def applied(self) -> None:
         """Records that the optimizer has applied the gradients to which residuals were added."""
@@ -122,6 +123,7 @@ class PendingResiduals:
         return {f"{PENDING}{number}": residual.cpu().clone() for number, residual in self._pending.items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._added.clear()
         self._pending = {number: tensors[name].clone().to(p.device) for number, p in enumerate(self._parameters)
                          if (name := f"{PENDING}{number}") in tensors}
 
@@ -209,8 +211,8 @@ class OuterSteps:
         self.pending_residuals = PendingResiduals(parameters)
         self.recorder = Recorder()
         """Records the times of steps without an exchange. The worker's recorder records exchanges."""
-        self._finite: list[bool] = []
-        """One flag for each fragment of the current outer step so far. True: the mean was finite."""
+        self._used: list[bool] = []
+        """One flag for each fragment of the current outer step so far. True: its mean was applied."""
 
     def set_schedule(self, every: int, *, fragments: int, overlap: bool, norms: Norms | None = None) -> None:
         """Sets the schedule: number of steps per outer step, fragments, overlap. No exchange may be running."""
@@ -332,9 +334,9 @@ class OuterSteps:
         tensors = self._tensors(buffers)
         worker.wait(deadline_s, fragment.number)
         norms = [] if self._norms is None else self._norms.read()
-        if worker.has_weight(fragment.number):
+        if has_weight := worker.has_weight(fragment.number):
             worker.write([fragment.changes.get(n) for n in range(len(tensors))], fragment.number)
-        else:  # only workers that have just joined are left
+        else:  # no worker has trained, or only those that have just joined are left
             for mean in fragment.parts:
                 mean.zero_()
         finite = math.isfinite(largest_of(fragment.parts))
@@ -345,11 +347,11 @@ class OuterSteps:
                 mean.mul_(scale)
             self._norms.observe(norms, square)
         fragment.apply(tensors, self._outer, finite=finite)
-        self._finite.append(finite)
+        self._used.append(finite and has_weight)
         self._running = None
         if fragment.number == self._fragments - 1:
-            worker.end(self._finite)
-            self._finite.clear()
+            worker.end(self._used)
+            self._used.clear()
             self._steps = 0, self._steps[1]
         own, worker.not_finite = worker.not_finite, -1
         self._merged(own, finite=finite)
