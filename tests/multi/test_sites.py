@@ -275,8 +275,10 @@ def test_stored_bytes_are_charged_to_their_site_and_freed_with_the_key(monkeypat
 
 def test_duplicate_addition_is_recognized_after_any_number_of_others() -> None:
     store = kv_store.KvStore({"a": 1, "b": 1})
-    total = [store.add("a", ("sum", 0), 1, "mine"), *(store.add("b", ("sum", 0), 1, f"{n}") for n in range(2000))][-1]
-    assert store.add("a", ("sum", 0), 1, "mine") == total == 2001
+    sums = [store.add("a", ("sum", 0), 1, "mine"), *(store.add("b", ("sum", 0), 1, f"{n}") for n in range(2000))]
+    assert sums == [*range(1, 2002)]
+    assert store.add("a", ("sum", 0), 1, "mine") == 1, "its own sum again"
+    assert store.values([("sum", 0)]) == (b"2001",)
 
 
 def test_values_of_departed_sites_are_kept_up_to_the_total_quota(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
+from commlayer.engine.buckets.bucket_layout import trim
 from commlayer.errors import InvalidInput
 
 _STATUS, _RESET, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
@@ -40,6 +41,7 @@ class Peak:
         self._peaks: dict[int, float] = {}
 
     def begin(self) -> None:
+        trim()  # otherwise a batch that reuses memory which earlier ones have freed appears to need none
         with contextlib.suppress(OSError):
             _RESET.write_text(RESET_PEAK)
 

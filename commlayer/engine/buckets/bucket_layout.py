@@ -114,6 +114,6 @@ def release(x: torch.Tensor) -> None:
 
 
 def trim() -> None:
-    """Returns freed heap memory to the system after a change of plan. Takes a few milliseconds."""
+    """Returns freed heap memory to the system. Takes a few milliseconds."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc has it, musl does not
         libc.malloc_trim(ctypes.c_size_t(0))
