@@ -244,6 +244,20 @@ def test_weight_of_a_fragment_is_the_mean_since_its_last_exchange() -> None:
     assert [weights.take(fragment) for fragment in range(4)] == [3.0] * 4
 
 
+@pytest.mark.parametrize(("fragments", "resumed"), [(2, [3.0, 2.0]), (3, [2.0] * 3)])
+def test_weights_of_fragments_are_resumed(fragments: int, resumed: list[float]) -> None:
+    """With another number of fragments, all of them contain the steps that no exchange has sent completely."""
+    weights, other = StepWeights(1.0), StepWeights(0.0)
+    weights.divide(2)
+    weights.count()
+    weights.take(0)
+    weights.weight = 3.0
+    weights.count()
+    other.divide(fragments)
+    other.restore(weights.snapshot())
+    assert [other.take(fragment) for fragment in range(fragments)] == resumed
+
+
 WORLD, BUCKETS = 3, 8
 
 

@@ -70,11 +70,11 @@ class StepWeights:
         return total / steps if steps else self.weight
 
     def snapshot(self) -> torch.Tensor:
-        return torch.tensor(max(self._sums), dtype=torch.float64)
+        return torch.tensor(self._sums, dtype=torch.float64)
 
     def restore(self, kept: torch.Tensor | None) -> None:
-        steps, total = (0.0, 0.0) if kept is None else kept.tolist()
-        self._sums = [(steps, total)] * len(self._sums)
+        sums = [(0.0, 0.0)] if kept is None else [(steps, total) for steps, total in kept.tolist()]
+        self._sums = sums if len(sums) == len(self._sums) else [max(sums)] * len(self._sums)
 
 
 class PendingResiduals:
@@ -268,7 +268,7 @@ class OuterSteps:
         """Exchanges one fragment. Without overlap it merges the result of this exchange, with overlap that of the previous one.
         All ranks call it. The merged elements are then the same on all ranks, apart from steps that were made after the
         exchange began."""
-        self._turn(worker, buffers, deadline_s, overlap=self._overlap)
+        self._advance(worker, buffers, deadline_s, overlap=self._overlap)
         # A rank whose scaler skipped the due step exchanges later and can have counted further steps: these stay counted.
         self.taken = max(0, self.taken - self.every // self._fragments)
         self.apart = self.shifted
@@ -288,7 +288,7 @@ class OuterSteps:
         was_under_way = self.under_way
         self._apply(worker, buffers, deadline_s)
         while self._next:
-            self._turn(worker, buffers, deadline_s, overlap=False)
+            self._advance(worker, buffers, deadline_s, overlap=False)
         return was_under_way
 
     def drain(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:
@@ -297,10 +297,10 @@ class OuterSteps:
         self.complete(worker, buffers, deadline_s)
         was_apart, self.apart, self.taken = self.apart, False, 0
         for _ in range(self._fragments if was_apart else 0):
-            self._turn(worker, buffers, deadline_s, overlap=False)
+            self._advance(worker, buffers, deadline_s, overlap=False)
         return was_apart
 
-    def _turn(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float, *, overlap: bool) -> None:
+    def _advance(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float, *, overlap: bool) -> None:
         """Applies the running exchange and launches the next one. Without overlap, that one is applied at once."""
         self._apply(worker, buffers, deadline_s)
         self._launch(worker, buffers, overlap=overlap)
