@@ -30,11 +30,6 @@ def _channel(address: str, config: Config, *, own: bool) -> CoordinatorChannel:
     return CoordinatorChannel(address, config.token, Keys(config.keys) if config.keys else None, own=own)
 
 
-def new_token() -> str:
-    """Creates the token of an addition to a number in the store."""
-    return secrets.token_hex(8)
-
-
 class KvClient:
     """Client of the coordinator's key-value store for the ranks of this site. Thread-safe."""
 
@@ -52,13 +47,13 @@ class KvClient:
         """Writes and drops keys, then reads the keys in `want`. With `wait`, returns when all values are present, or at
         `deadline`; missing values are None.
 
-        `add`: key and amount of a number to increase. `once`: token of this addition (`new_token`), if other requests may
-        repeat it. `call_s`: least timeout of a call that reads or writes values. `without`: does not wait for values of
+        `add`: key and amount of a number to increase. `once`: a random token of this addition, if other requests may repeat
+        it. `call_s`: least timeout of a call that reads or writes values. `without`: does not wait for values of
         writers that are gone. `generation`, `rank`, `limit_s`: see messages.KvRequest. `since`: the time.monotonic() at which
         an earlier call began to wait for these keys; 0: this call is the first. Raises CommError for keys that will never be
         written. Also raises it if the coordinator does not answer until `deadline`, or has refused connections for reconnect_s.
         """
-        added = None if add is None else (*add, once or new_token())
+        added = None if add is None else (*add, once or secrets.token_hex(8))
         request = messages.KvRequest(self._home, tuple(put), tuple(drop), added, tuple(want), without=without,
                                      generation=generation, rank=rank, limit_s=limit_s)
         begin = since or time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -12,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from commlayer.cluster.calls.messages import ANY, StoreKey, unpack
-from commlayer.cluster.calls.site_client import BYTES_S, new_token
+from commlayer.cluster.calls.site_client import BYTES_S
 from commlayer.cluster.processes import site_process_group
 from commlayer.cluster.processes.relayed_group import PART_NBYTES, PARTS_IN_FLIGHT
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, check_nbytes
@@ -139,7 +140,7 @@ class StateRelay:
             for window in range(transfer.windows):
                 if window > 1:
                     self._read(transfer.ends(window - 2))
-                    self._put([], drop=given.pop(0))
+                    self._drop(given.pop(0))
                 given.append([])
                 for batch in self._batches_to_give(transfer, window, len(common)):
                     self._give(transfer, batch, own if batch < transfer.own_batches else common, given[-1])
@@ -147,8 +148,7 @@ class StateRelay:
             self._meet(transfer)
         finally:
             for keys in given:
-                with contextlib.suppress(CommError, NewerEpoch):  # the coordinator drops them with this epoch
-                    self._put([], drop=keys)
+                self._drop(keys)
 
     def _give(self, transfer: _Transfer, batch: int, data: bytes, keys: list[StoreKey]) -> None:
         """Sends one batch, and adds the keys that it writes to `keys`."""
@@ -248,15 +248,18 @@ class StateRelay:
                 raise DeadlineExceeded("has not sent or received the state for a joining worker before the deadline",
                                        peer=", ".join(late))
 
-    def _put(
-        self, rows: Sequence[tuple[StoreKey, bytes]], drop: Sequence[StoreKey] = (), add: tuple[StoreKey, int] | None = None,
-    ) -> int:
-        """Writes values to the store and drops keys. Returns the number that `add` has increased."""
-        once = new_token()
+    def _drop(self, keys: Sequence[StoreKey]) -> None:
+        """Drops keys. If that fails, the coordinator drops them when all members have changed to another epoch."""
+        with contextlib.suppress(CommError):
+            site_process_group.kv_client().request(time.monotonic() + self._deadline_s, drop=keys)
+
+    def _put(self, rows: Sequence[tuple[StoreKey, bytes]], add: tuple[StoreKey, int] | None = None) -> int:
+        """Writes values to the store. Returns the number that `add` has increased."""
+        once = secrets.token_hex(8)
         while True:
             store = site_process_group.kv_client()
             try:
-                return store.request(time.monotonic() + self._deadline_s, put=rows, drop=drop, add=add, once=once,
+                return store.request(time.monotonic() + self._deadline_s, put=rows, add=add, once=once,
                                      generation=self._epoch.generation).sum
             except CommError:
                 if store is site_process_group.kv_client() and self._newest.is_outdated(self._epoch):
