@@ -184,6 +184,10 @@ class RankNumbers:
         """The integers of all ranks, in rank order. Empty until the `all_or_none` block has ended."""
 
 
+DONE, FAILED, LOST = range(3)
+"""How a rank has left a block of `all_or_none`; LOST: with a CommError."""
+
+
 @contextlib.contextmanager
 def all_or_none(groups: Groups | None, what: str, numbers: int = 0) -> Iterator[RankNumbers]:
     """Makes all ranks leave the block together. If a rank raises an error in the block, the other ranks raise an error that
@@ -197,17 +201,19 @@ def all_or_none(groups: Groups | None, what: str, numbers: int = 0) -> Iterator[
     except Exception as error:
         failure = error
     try:
-        rows = gather(groups, [(failure is not None) + isinstance(failure, CommError), *shared.mine])
+        outcome = DONE if failure is None else LOST if isinstance(failure, CommError) else FAILED
+        rows = gather(groups, [outcome, *shared.mine])
     except CommError as error:
         if failure is None or isinstance(failure, CommError):
             raise (failure or error) from None
         raise failure from error  # the other ranks have not received this rank's failure
     if failure is not None:
         raise failure
-    failed = [str(rank) for rank, row in enumerate(rows) if row[0]]
-    if failed:
+    if failed := [str(rank) for rank, row in enumerate(rows) if row[0] != DONE]:
         line = f"{what} failed on rank {', '.join(failed)}: see the error on that rank"
-        raise InvalidInput("E-OTHER-RANK", line) if any(row[0] == 1 for row in rows) else CommError(line, code="E-OTHER-RANK")
+        if any(row[0] == FAILED for row in rows):
+            raise InvalidInput("E-OTHER-RANK", line)
+        raise CommError(line, code="E-OTHER-RANK")
     shared.rows = [row[1:] for row in rows]
 
 
