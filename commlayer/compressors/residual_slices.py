@@ -48,20 +48,20 @@ class Residuals(NamedTuple):
     changes: Sequence[ResidualSlice] = ()
     """Weight changes of local steps."""
 
-    def under(self, *, steps_locally: bool, effect: Effect) -> UnderPlan:
+    def for_plan(self, *, steps_locally: bool, effect: Effect) -> PlanResiduals:
         """Returns what becomes of these residuals under a plan with or without local steps."""
         if steps_locally:
-            return UnderPlan(self.changes, self.gradients, ())
+            return PlanResiduals(self.changes, self.gradients, ())
         rates = {part.tensor: effect(part.tensor) for part in self.changes}
         converted = [part.times(1.0 / rates[part.tensor]) for part in self.changes if rates[part.tensor]]
-        return UnderPlan([*self.gradients, *converted], (), sorted(tensor for tensor, rate in rates.items() if not rate))
+        return PlanResiduals([*self.gradients, *converted], (), sorted(tensor for tensor, rate in rates.items() if not rate))
 
 
-def together(each: Sequence[Residuals]) -> Residuals:
+def merge_residuals(each: Sequence[Residuals]) -> Residuals:
     return Residuals([part for one in each for part in one.gradients], [part for one in each for part in one.changes])
 
 
-class UnderPlan(NamedTuple):
+class PlanResiduals(NamedTuple):
     """What becomes of residuals under a plan."""
 
     sent: Sequence[ResidualSlice]

@@ -80,7 +80,7 @@ class Component:
         was made for a checkpoint, an evaluation, the end, or a change of plans; training continues under the same plan."""
 
     def begin_exchange(self) -> None:
-        """Called before anything of a step, or of an outer step, is sent. The component can let in a new member."""
+        """Called before anything of a step, or of an outer step, is sent. The component can admit a new member."""
 
     def patience(self) -> float:
         """Returns the seconds to wait after a step's deadline, because the coordinator has yet to decide which worker is lost.

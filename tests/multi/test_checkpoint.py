@@ -239,7 +239,7 @@ def test_file_of_another_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def on_disk(number: int, save: str, run: int) -> SaveOnDisk:
-    return SaveOnDisk(number, save, Mark(save, 10 * number, 0, 2, 1, "", run=run), (), sealed=True)
+    return SaveOnDisk(number, save, Mark(save, 10 * number, 0, 2, 1, "", training_id=run), (), sealed=True)
 
 
 @pytest.mark.parametrize(("third", "refused"), [

@@ -23,7 +23,7 @@ from support import workers as kit
 from support.jobs import FakeJob
 from support.residuals import by_tensor, slices_of
 
-from commlayer.compressors.residual_slices import Residuals, ResidualSlice, residual_on, split_by_tensor, together
+from commlayer.compressors.residual_slices import Residuals, ResidualSlice, merge_residuals, residual_on, split_by_tensor
 from commlayer.engine.checkpoints import checkpoint
 from commlayer.engine.checkpoints.checkpoint_files import Mark, own_files, reader_of
 from commlayer.engine.worker.plan_handover import inherit_residuals
@@ -34,7 +34,7 @@ Buckets = list[tuple[Slice, ...]]
 
 
 def cut(sizes: Sequence[int], chance: random.Random) -> Buckets:
-    """Any plan: each tensor in any slices, any of them together in a bucket."""
+    """Any plan: each tensor in any slices, any of them merge_residuals in a bucket."""
     slices = []
     for tensor, size in enumerate(sizes):
         edges = sorted({0, size, *(chance.randrange(size) for _ in range(chance.randrange(4)))})
@@ -93,10 +93,10 @@ def test_units_of_residuals_are_kept_or_converted(modes: list[bool], seed: int) 
     residuals = Residuals(gradients, changes)
     put = worth(residuals)
     for steps_locally in modes:
-        under = residuals.under(steps_locally=steps_locally, effect=rates.__getitem__)
+        under = residuals.for_plan(steps_locally=steps_locally, effect=rates.__getitem__)
         assert list(under.dropped) == ([2] if residuals.changes and not steps_locally else [])
         residuals = Residuals(under.pending, under.sent) if steps_locally else Residuals(under.sent)
-        assert all(map(torch.equal, put, worth(together([residuals, Residuals()]))))
+        assert all(map(torch.equal, put, worth(merge_residuals([residuals, Residuals()]))))
     assert all(map(torch.equal, by_tensor(residuals.gradients, [(5,)] * 3), by_tensor(gradients, [(5,)] * 3))) is all(modes)
 
 
@@ -189,7 +189,7 @@ def test_law_holds_across_a_checkpoint_for_other_workers(codec: str, late: bool,
             own = [checkpoint.residuals_in(tensors, plan, mark, late=name == "rank-0")
                    for name, tensors in files.items() if reader_of(name, range(world), world) == rank]
             worker.units.members = WORLD
-            inherit_residuals(worker, together(own), lambda _: 0.0)
+            inherit_residuals(worker, merge_residuals(own), lambda _: 0.0)
         more, further = train(after, STEPS, weights)
         rest = residual_sums(after, WORLD)
     for t in range(len(SHAPES)):

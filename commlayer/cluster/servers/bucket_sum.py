@@ -125,7 +125,7 @@ class BucketSum:
     def begin(self, step: int, r: int) -> None:
         self.sum = RoundSum(step, r)
 
-    def count(self, joined: int) -> None:
+    def admit_joined(self, joined: int) -> None:
         """Lets workers that have joined take part, from the sum in progress on. `joined`: number of the last one."""
         self.members, self.joined = self.members_with(joined), joined
         self.joining = {member: number for member, number in self.joining.items() if number > joined}

@@ -90,7 +90,7 @@ class Summation:
             cell.results = {(entry.result.step, entry.result.round): (entry.result, body)}
         cell.ops.recall(state, body)
         cell.begin(entry.step or 0, entry.round)
-        cell.count(entry.joined)
+        cell.admit_joined(entry.joined)
         if not entry.open or entry.step is None:
             cell.idle(entry.step)
         cell.assumed = entry.assumed
@@ -218,7 +218,7 @@ class Summation:
                                        f"{cell.joined}", "E-STEPS-DIFFER")
             if begins:
                 cell.begin(h.step, 0)
-            cell.count(h.joined)
+            cell.admit_joined(h.joined)
             return
         if cell.sum.first is not None:
             state = f"{peer_name(cell.sum.first)} is in round {cell.sum.round} of step {cell.sum.step}"
@@ -242,7 +242,7 @@ class Summation:
                 cell.ops.begin_anew()
                 cell.forget_results()
             cell.begin(h.step, h.round)
-            cell.count(h.joined)
+            cell.admit_joined(h.joined)
 
     def _advance(self, cell: BucketSum, release: Callable[[Message], None]) -> list[Reply]:
         """Adds early contributions in member order. When all members have contributed, returns the result for all members."""

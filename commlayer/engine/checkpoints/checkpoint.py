@@ -30,7 +30,7 @@ from commlayer.cluster.processes.collectives import Groups, all_or_none, gather,
 from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.compressors import codec_of, restore, snapshot
 from commlayer.compressors.feedback import in_updates
-from commlayer.compressors.residual_slices import Residuals, ResidualSlice, residual_on, split_by_tensor, together
+from commlayer.compressors.residual_slices import Residuals, ResidualSlice, merge_residuals, residual_on, split_by_tensor
 from commlayer.engine.buckets import shared_buffers
 from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.checkpoints.checkpoint_files import (
@@ -163,13 +163,13 @@ def _save(
                     tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
                 contents[f"server-{server}"] = tensors
         job.worker.acknowledge_rollbacks()  # on all ranks, although only one rank reported to each server
-    rows = gather(groups, [highest, secrets.randbits(62), context.run])
+    rows = gather(groups, [highest, secrets.randbits(62), context.training_id])
     number, first = next_number([row[0] for row in rows]), context.rank == 0
-    context.run = max(row[2] for row in rows) or rows[0][1]
+    context.training_id = max(row[2] for row in rows) or rows[0][1]
     mark = Mark(save=f"{rows[0][1]:016x}", step=context.passes, round=0 if job is None else job.worker.step,
                 world=context.world, servers=0 if plan is None else plan.servers,
                 plan="" if plan is None else records.digest(plan), rate=1.0 if job is None else job.worker.units.rate,
-                members=1 if job is None else job.first_world, run=context.run)
+                members=1 if job is None else job.first_world, training_id=context.training_id)
     folder = folder_of(directory, number)
 
     def training() -> Files:
@@ -264,7 +264,7 @@ def refuse_mixture(directory: Path, rows: Sequence[Sequence[SaveOnDisk]], number
                                                "residuals are then lost)")
         for other in row:
             theirs = other.mark if other.sealed and other.save != save else None
-            if theirs is not None and (other.number == number or (held is None and theirs.run != mark.run)):
+            if theirs is not None and (other.number == number or (held is None and theirs.training_id != mark.training_id)):
                 raise InvalidInput("E-CHECKPOINT",
                                    f"{directory}: the checkpoint of step {theirs.step} on rank {rank} and that of step "
                                    f"{mark.step} on other ranks do not belong to one training: remove {FOLDER}{other.number} "
@@ -307,7 +307,7 @@ def load_codecs(
     """Restores the state of local steps, `local`, and the codec state of ranks and servers. If a member leaves meanwhile, or
     fails to restore its state, the job ends on all ranks, because some ranks might have restored their state already."""
     mark = found.mark
-    context.passes, context.run = mark.step, mark.run
+    context.passes, context.training_id = mark.step, mark.training_id
     if context.rank == 0:
         context.stream.log.append(CheckpointEvent(action="loaded", step=context.passes, directory=str(directory)))
     if not isinstance(context, DistributedJob):
@@ -369,7 +369,7 @@ def _inherit_residuals(context: DistributedJob, found: FoundCheckpoint, plan: Pl
             each.assumed = float(context.world)
         worker.late.restore({})
         worker.units.rate = 1.0 if worker.plan.steps_locally else context.memory.rate
-        inherit_residuals(worker, together(own), context.memory.effect)
+        inherit_residuals(worker, merge_residuals(own), context.memory.effect)
         if context.local is not None:
             context.local.pending_residuals.inherit(worker.pending_residuals)
         if not found.exact:

@@ -52,7 +52,7 @@ class Mark(Record, frozen=True):
     """Learning rate by which codecs that send weight updates had multiplied the saved residuals; 1 without such codecs."""
     members: Annotated[int, msgspec.Meta(ge=1, le=SERVER_BASE)] = 1
     """Residuals are parts of a mean over this number of workers; see Units.members."""
-    run: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
+    training_id: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
     """A random number, equal in all checkpoints of a training, which resumed jobs continue."""
 
     @property

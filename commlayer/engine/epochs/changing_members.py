@@ -73,11 +73,11 @@ class ChangingMembers(FixedMembers):
         self._received: dict[int, list[float]] | None = None
         """The rows that have arrived, until `settle` uses them."""
         self.confirmed = context.carried
-        self._let_in = {m.rank for m in context.uplink.epoch.members}
+        self._admitted = {m.rank for m in context.uplink.epoch.members}
         """Numbers of all workers that are or were members, or will be."""
         self._joined = joined
         self._joining: list[Joining] = []
-        """The workers that rows have let in, until their first step begins. It is the same step for all of them."""
+        """The workers that rows have admitted, until their first step begins. It is the same step for all of them."""
         self._reported: list[Handle] = []
         """The reports of these workers to the servers."""
         self._entering: list[Member] = []
@@ -130,13 +130,13 @@ class ChangingMembers(FixedMembers):
         self._rows.start(*map(float, chain.from_iterable(self._proposals())))
 
     def _proposals(self) -> list[Proposal]:
-        """Returns the next workers to let in, as far as this rank knows of them. Further workers join after these."""
+        """Returns the next workers to admit of which this rank knows. Further workers join after these."""
         newest, waits = self._newest.epoch, self._joining or (self._transfer is not None and self._transfer.is_alive())
-        new = () if waits else (m.rank for m in newest.members if m.rank not in self._let_in)
+        new = () if waits else (m.rank for m in newest.members if m.rank not in self._admitted)
         return propose(self._joined, new, newest.generation)
 
     def settle(self) -> None:
-        """Reads the row that was sent last: continues without members that have sent none, and lets in workers that the row
+        """Reads the row that was sent last: continues without members that have sent none, and admits workers that the row
         names. All ranks call it after the same step."""
         gone, rows = self._missing(), self._received
         if rows is None:
@@ -147,10 +147,10 @@ class ChangingMembers(FixedMembers):
         self.confirmed = self.row_carried
         proposals = [Proposal(*map(int, row[at : at + PROPOSAL_NUMBERS])) for row in rows.values()
                      if all(map(math.isfinite, row)) for at in range(0, len(row), PROPOSAL_NUMBERS)]
-        proposals = [p for p in proposals if 0 <= p.member < SERVER_BASE and p.member not in self._let_in]
+        proposals = [p for p in proposals if 0 <= p.member < SERVER_BASE and p.member not in self._admitted]
         if not self._joining and (joining := decide(self._joined, self._row_step, proposals)):
             self._joining, uplink = joining, self._context.uplink
-            self._let_in.update(one.member for one in joining)
+            self._admitted.update(one.member for one in joining)
             self._reported = [uplink.report_joining(server.id, one.number, one.member, one.generation)
                               for server in uplink.epoch.servers for one in joining]
 
@@ -241,7 +241,7 @@ class ChangingMembers(FixedMembers):
         context = self._context
         names = ", ".join(context.uplink.display_name(peer_name(rank)) for rank in gone)
         if context.id in gone:
-            raise PeerLost("the job continued without this worker, which it had not heard of for too long or which had left",
+            raise PeerLost("the job continued without this worker: its heartbeats had stopped, or it had left",
                            peer=f"coordinator {context.uplink.address}", code="E-EPOCH-ENDED")
         self.steps_at_exit |= dict.fromkeys(gone, at)
         self._switch([m for m in context.uplink.epoch.members if m.rank not in gone],

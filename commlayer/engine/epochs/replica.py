@@ -73,8 +73,8 @@ class GivenState(Record, frozen=True):
     """Number of workers that have joined the job, with this one; see Header.joined."""
     generation: int = 0
     """Generation of the plan in messages."""
-    run: int = 0
-    """See JobContext.run."""
+    training_id: int = 0
+    """See JobContext.training_id."""
     row: int = 0
     """Number of the first row in which the joining worker takes part."""
     first_world: int = 0
@@ -165,7 +165,8 @@ class Replica:
             extra=_states_of(extra, tensors), model=model)
         if job is not None and epoch is not None:
             head = msgspec.structs.replace(
-                head, epoch=epoch, run=job.run, joined=job.worker.now.joined, generation=job.worker.now.generation,
+                head, epoch=epoch, training_id=job.training_id, joined=job.worker.now.joined,
+                generation=job.worker.now.generation,
                 row=job.rows.transport.number, first_world=job.first_world,
                 exits={m.rank: job.members.confirmed for m in job.uplink.epoch.members if m not in epoch.members},
                 confirmed=job.members.row_carried,

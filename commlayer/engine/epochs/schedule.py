@@ -30,7 +30,7 @@ class Proposal(NamedTuple):
 
 
 class Joining(NamedTuple):
-    """A worker that rows have let in. All members have equal records of it. `first`: its first step."""
+    """A worker that rows have admitted. All members have equal records of it. `first`: its first step."""
 
     number: int
     member: int
@@ -40,13 +40,13 @@ class Joining(NamedTuple):
 
 def propose(joined: int, new: Iterable[int], generation: int) -> list[Proposal]:
     """Returns the proposals of a row. `new`: workers that are to join, in this order. `joined`: number of workers that have
-    been let in so far."""
+    been admitted so far."""
     proposals = [Proposal(joined + place, member, generation) for place, member in enumerate(islice(new, MOST_AT_ONCE), 1)]
     return proposals + [Proposal(0, 0, 0)] * (MOST_AT_ONCE - len(proposals))
 
 
 def decide(joined: int, step: int, proposals: Iterable[Proposal]) -> list[Joining]:
-    """Returns the workers that the rows of `step` let in. `joined`: number of workers that have been let in so far. Of several
+    """Returns the workers that the rows of `step` admit. `joined`: number of workers that have been admitted so far. Of several
     proposals with the same number one is chosen; a worker that is not chosen is proposed again."""
     chosen, left = list[Joining](), [*proposals]
     while valid := [p for p in left if p.number == joined + len(chosen) + 1]:

@@ -129,7 +129,7 @@ class JobContext:
         """Maps names to functions that return the state of script objects, such as a sampler, as a string for joining ranks."""
         self.passes = 0
         """Number of training steps since the job began, dropped steps included. It is the same on all ranks."""
-        self.run = 0
+        self.training_id = 0
         """Number that names this training in all its checkpoints; 0 before the first one. Resumed jobs continue it."""
         self.passed_s = 0.0
         """Value of time.perf_counter() when the last backward pass ended. backward() itself can return later, after the

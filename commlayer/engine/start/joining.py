@@ -66,7 +66,7 @@ def enter(
         context.worker.late.restore(taken.late)
         _restore_codecs(context.worker, taken.codecs)
         undo.pop_all()
-    context.run = given.run
+    context.training_id = given.training_id
     context.passes = given.passes - int(taken.plan.steps_locally)  # local steps are counted at the end of their backward pass
     worker = context.worker
     worker.now.number, worker.counters.exchanges = given.step, given.counted

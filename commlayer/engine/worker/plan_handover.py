@@ -51,10 +51,10 @@ def _unsent(worker: Worker, world: int, pending: Sequence[ResidualSlice]) -> Res
 def inherit_residuals(worker: Worker, residuals: Residuals, effect: Effect) -> None:
     """Makes a worker send residuals, before its first step. Those that stay gradients under local steps become its
     `pending_residuals`."""
-    under = residuals.under(steps_locally=worker.plan.steps_locally, effect=effect)
-    if under.dropped:
+    planned = residuals.for_plan(steps_locally=worker.plan.steps_locally, effect=effect)
+    if planned.dropped:
         log.info("the residuals of %d tensors were dropped: they are weight changes, and gradients are averaged now",
-                 len(under.dropped))
-    worker.pending_residuals = under.pending
+                 len(planned.dropped))
+    worker.pending_residuals = planned.pending
     for bucket in worker.buckets:
-        bucket.ledger.inherit(under.sent, worker.units.rate_of(bucket))
+        bucket.ledger.inherit(planned.sent, worker.units.rate_of(bucket))
