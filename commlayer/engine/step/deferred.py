@@ -86,7 +86,7 @@ def defer(value: torch.Tensor | Optimizer, wait: Callable[[], None]) -> bool:
 def undefer(value: Any) -> None:
     """Ends the deferral: uses no longer wait. Called when the new value has been written, or will never be."""
     if isinstance(value, _Deferred):
-        value.__class__ = type(value).__mro__[3]
+        value.__class__ = type(value).__bases__[1]
         _waits.pop(value, None)
 
 
