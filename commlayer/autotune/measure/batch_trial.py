@@ -56,6 +56,7 @@ class Peak:
         known = sorted(self._peaks.items())[-2:]
         if len(known) < 2 or samples <= known[-1][0]:
             return 0.0
+        trim()  # memory that the last batch has freed is not in use
         (few, low), (many, high) = known
         return high + max(0.0, high - low) / (many - few) * (samples - many) - _field(_STATUS, "VmRSS")
 
