@@ -20,7 +20,7 @@ from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import Stalled
 from commlayer.compressors import codec_of
-from commlayer.errors import CorruptFrame, InvalidInput, PeerLost
+from commlayer.errors import CorruptFrame, InvalidInput, PeerLost, RecordError
 from commlayer.records import Bucket, Slice
 from commlayer.transport.protocol import SERVER_BASE, Flag, Kind, Message, key
 
@@ -274,6 +274,8 @@ def test_restarted_server_waits_for_a_worker_that_has_joined(rounds: int) -> Non
     core.remember(lambda bucket, words, state: entries.update({bucket: (words, state)}))
     assert contributed(core, 0, 1, 2, JOINS, joined=1) == [0, 1, 2, JOINS]
     again, _ = service(ops=Kept(rounds))
+    with pytest.raises(RecordError, match="E-JOURNAL"):  # it does not know the member that has joined
+        again.recall(5, *entries[5])
     again.add(1, JOINS)
     again.recall(5, *entries[5])
     step, r = (0, 1) if rounds == 2 else (1, 0)

@@ -30,7 +30,7 @@ from commlayer.cluster.servers.bucket_sum import (
     breach_of,
     divided_afterwards,
 )
-from commlayer.errors import CorruptFrame, InvalidInput
+from commlayer.errors import CorruptFrame, InvalidInput, RecordError
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
 
 log = logging.getLogger("commlayer")
@@ -79,8 +79,12 @@ class Summation:
         self._keep(cell.bucket, msgspec.msgpack.encode(entry), cell.ops.remember())
 
     def recall(self, bucket: int, words: bytes, state: bytes) -> None:
-        """Restores what an earlier process journaled. If this raises ValueError or MsgspecError, call `forget`."""
+        """Restores what an earlier process journaled. Raises RecordError if members of the job are unknown. If this raises
+        another ValueError or MsgspecError, call `forget`."""
         cell, entry = self.cells[bucket], msgspec.msgpack.decode(words, type=SumEntry)
+        if entry.joined > len(self.joined):
+            raise RecordError("E-JOURNAL", f"journal: {entry.joined} workers have joined, but the list of them has only "
+                                           f"{len(self.joined)}: it is damaged; restart the job from its last checkpoint")
         body = memoryview(entry.body)
         if entry.result is not None:
             if not entry.result.flags & Flag.ABANDON:
