@@ -222,6 +222,7 @@ def test_collectives_of_scripts_continue_without_a_departed_site(opened: list[An
                      lambda: group.gather([rows] if rank == 1 else [], [own], options(rootRank=1))):
             with pytest.raises(RuntimeError, match=r"\brank 0\b"):
                 work().wait()
+        assert [row.item() for row in group.allgather_present(own)] == [2.0, 3.0]
         group.barrier().wait()
         group.allreduce([own]).wait()
         return [first.item(), total.item(), mean.item(), root.item(), own.item()]
