@@ -45,6 +45,11 @@ class CommlayerCallback(TrainerCallback):
         trainer, model = self._trainer, self._module
         self.session = attach(model, optimizer_inside(trainer.optimizer), grad_scaler=trainer.accelerator.scaler,
                               **{"steps": state.max_steps, **self._options})
+        if self.session.joined:  # schedules continue where the other homes are
+            state.global_step = step = self.session.step
+            trainer._globalstep_last_logged = step  # type: ignore[assignment]  # its annotation is wrong
+            for _ in range(step):
+                trainer.lr_scheduler.step()
         follow_members(trainer.accelerator, self.session)
         if self.session.inspect.may_leave:
             trainer_module.nested_gather = _nested_gather

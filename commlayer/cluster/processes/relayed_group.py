@@ -187,6 +187,10 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
                             stacked, only=root)
 
     def barrier(self, opts: Any = None) -> RelayWork:
+        """A barrier on hold is passed: the others have passed theirs long ago."""
+        if self.paused_reason:
+            (work := RelayWork("barrier", self._timeout_s)).end()
+            return work
         return self._start_collective("barrier", [], _nothing, torch.zeros(1, dtype=torch.uint8))
 
     def shutdown(self) -> None:

@@ -158,12 +158,13 @@ def kv_client() -> KvClient:
 
 def gather_present(x: torch.Tensor) -> list[torch.Tensor]:
     """Gathers a tensor of each rank that is not lost, over torch's default group. Returns them in rank order, the same ones on
-    all of these ranks."""
+    all of these ranks. While collectives are on hold, this rank's tensor takes the place of the others'."""
     if not dist.is_initialized():
         return [x]
     group = dist.group.WORLD
     if isinstance(group, RelayedGroup):
-        return group.allgather_present(x)
+        with run_locally():
+            return group.allgather_present(x)
     rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, x)
     return rows
