@@ -117,6 +117,7 @@ def result(measured: Sequence[Runs], seconds: float, scale: float) -> Result:
             rows.append({
                 "system": runs.system, "homes": runs.homes, "mode": MODES[runs.mode], "faults/h": rate,
                 "faults": figures.faults(record), "kept": kept, "batches kept": batches,
+                "batches used": figures.used_batches_per_s(record) / figures.used_batches_per_s(runs.calm),
                 "lost to": ", ".join(f"{phase} {share:.1%}" for phase, share in lost.items()),
                 "away p50 s": _known(figures.away_s(record)),
                 "phases p50 s": ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in phases.items()),

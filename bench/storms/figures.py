@@ -28,6 +28,22 @@ def batches_per_s(record: Record) -> float:
     return len(within) / (record.end_s - record.begin_s)
 
 
+def used_batches_per_s(record: Record) -> float:
+    """Those batches whose changes the job has received: after them their home took part in the next exchange."""
+    used = [at_s for steps in record.steps.values() for at_s in _used(steps, record.end_s)]
+    return sum(record.begin_s < at_s <= record.end_s for at_s in used) / (record.end_s - record.begin_s)
+
+
+def _used(steps: Sequence[Stepped], end_s: float) -> list[float]:
+    used, waiting, exchanges = list[float](), list[float](), steps[0].exchanges
+    for step in steps:
+        waiting.append(step.at_s)
+        if step.exchanges != exchanges:  # a home that missed an exchange received the job's weights instead
+            used += waiting if step.exchanges == exchanges + 1 else []
+            waiting, exchanges = [], step.exchanges
+    return used + waiting if steps[-1].at_s >= end_s else used
+
+
 def _newest(record: Record, now: float) -> int:
     return max((step.step for step in _all(record) if step.at_s <= now), default=0)
 

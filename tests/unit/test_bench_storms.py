@@ -30,6 +30,14 @@ def test_throughput_counts_steps_of_the_job_and_batches_of_all_homes() -> None:
     assert figures.batches_per_s(KILLED) == (8 + 7 + 4) / 10
 
 
+def test_batches_are_used_if_their_home_takes_part_in_the_next_exchange() -> None:
+    assert figures.used_batches_per_s(record({"worker 0": steps(0, 12, every=3)}, [], [])) == 1.0
+    dead = steps(0, 8, every=3)
+    late = [step._replace(exchanges=step.exchanges + (step.step >= 6)) for step in steps(0, 12, every=3)]
+    assert figures.used_batches_per_s(record({"worker 0": dead}, [], [])) == 0.6
+    assert figures.used_batches_per_s(record({"worker 0": late}, [], [])) == 0.7
+
+
 def test_loss_is_a_mean_of_recent_steps_of_all_homes() -> None:
     assert math.isclose(figures.loss_at(CALM, 5.0), 3.55)
     assert figures.seconds_to(CALM, 3.551) == 5.0
