@@ -120,7 +120,8 @@ CODES: dict[str, tuple[str, str]] = {
     "E-JOIN-STATE": ("The state of a running job does not fit this model or optimizer.",
                      "The message names which part of the state."),
     "E-JOB-ENDED": ("The job ended before this home had joined it.", "Nothing: `commlayer join` joins again by itself."),
-    "E-JOIN-MISSED": ("The job has continued without a home that was joining.", "Start the home again."),
+    "E-JOIN-MISSED": ("The job has continued without a home that was joining.",
+                      "Nothing: `commlayer join` joins again by itself."),
     "E-DDP-HOOK": ("A HookState is used with more than one module.", "Create one HookState per module."),
     "E-DDP-UNSUPPORTED": ("attach() does not support this use of DistributedDataParallel.",
                           "The message names what to change."),
@@ -183,7 +184,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-LOSS-MODEL": ("A loss model cannot be read, or lacks a codec.", "`commlayer tune` writes one."),
     "E-EPOCH": ("A joining worker was reported to a server under a wrong number.", "This is a bug in commlayer: report it."),
     "E-EPOCH-ENDED": ("A worker is no longer a member of the job.",
-                      "Start it again with the same command: it joins the running job."),
+                      "Nothing: `commlayer join` joins the running job again by itself."),
     # Codecs
     "E-CODEC-NAME": ("A codec's name or the form of its arguments is wrong.", "Use a name from docs/reference/codecs.md."),
     "E-CODEC-ARGUMENT": ("A codec's argument is wrong, or codecs do not nest this way.", "The message lists what is allowed."),

@@ -33,11 +33,13 @@ class Stepped(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Sent at the end. `digest`: of the weights; "" unless training ended where the storm said. `what`: the error."""
+    """Sent at the end. `digest`: of the weights; "" unless training ended where the storm said. `what`: the error. `again`:
+    True if the home joins again by itself, as `commlayer join` does after some errors."""
 
     step: int
     digest: str = ""
     what: str = ""
+    again: bool = False
 
 
 def line(report: Stepped | Ended) -> str:
@@ -47,7 +49,7 @@ def line(report: Stepped | Ended) -> str:
 def read_line(text: str) -> Stepped | Ended:
     """
     >>> read_line(line(Ended(3, "abc")))
-    Ended(step=3, digest='abc', what='')
+    Ended(step=3, digest='abc', what='', again=False)
     """
     kind, *fields = json.loads(text)
     made: dict[str, Any] = {"Stepped": Stepped, "Ended": Ended}

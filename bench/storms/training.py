@@ -24,6 +24,7 @@ def task() -> Task:
 
 def train(pipe: Any, number: int, work: Work) -> None:
     """The work of a home's process. `number`: the worker's number in the job, which its batches follow."""
+    from commlayer.cluster.processes.script_host import begin_world, joins_again
     from commlayer.config import read_launch
     from commlayer.errors import CommError
 
@@ -32,14 +33,12 @@ def train(pipe: Any, number: int, work: Work) -> None:
     torch.set_num_threads(1)
     done = [0]
     try:
-        from commlayer.cluster.processes.script_host import begin_world
-
         begin_world(read_launch(), "gloo")
         report = _train(pipe, number, work, done)
     except KeyboardInterrupt:
         report = Ended(done[0], what="interrupted")
     except CommError as error:
-        report = Ended(done[0], what=str(error))
+        report = Ended(done[0], what=str(error), again=joins_again(error))
     except Exception:
         report = Ended(done[0], what=traceback.format_exc())
     pipe.send(report)

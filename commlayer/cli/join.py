@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 Child = subprocess.Popen[bytes]
 CHECK = "--check"
 POLL_S = 0.1
-TRIES = 5
-"""How often a home joins again if the job ended, or had no place left, before it had joined."""
+TRIES, TRIED_S = 5, 600.0
+"""How often a home joins in a row, if the job ended or had no place left before it had joined, or if it was removed because the
+others did not hear from it; and seconds after which a try does not count."""
 END_S = 30.0
 """Seconds that a home's other workers get to end after a failure or Ctrl-C. Before they end, they notify the other homes."""
 
@@ -69,17 +70,23 @@ def join(
     config = config_with_secret("joining", join=address, insecure=insecure, keys=keys)
     settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else ""}
     line = ["traceback" if full else "line", str(script), *(args or [])]
-    for _ in range(TRIES):
-        code = _train(config, line, nproc_per_node, node_rank, wait, settings)
+    tries, answer_s = TRIES, 0.0
+    while tries:
+        begin = time.monotonic()
+        code = _train(config, line, nproc_per_node, node_rank, wait, answer_s, settings)
         if code != JOIN_AGAIN:
             break
-        _log("this home had not joined that job yet: joining again")
+        tries = tries - 1 if time.monotonic() - begin < TRIED_S else TRIES
+        answer_s = wait  # this home's line may still be broken
+        if tries:
+            _log("this home is not in that job: joining again")
     raise typer.Exit(code)
 
 
-def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: int, wait: float,
+def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: int, wait: float, answer_s: float,
            settings: Mapping[str, str]) -> int:
-    """Joins one job with all workers of this home. Returns the exit code of the first worker that failed, or 0."""
+    """Joins one job with all workers of this home. `wait`, `answer_s`: see SiteLease.meet. Returns the exit code of the first
+    worker that failed, or 0."""
     # Imported late: these load grpc, which --help does not need.
     from commlayer.cluster.calls import messages
     from commlayer.cluster.calls.site_client import SiteLease
@@ -88,7 +95,7 @@ def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: 
     reason = "it was interrupted"
     try:
         with _interrupts_call(signal.default_int_handler):  # so that a home that waits leaves in order
-            reply = lease.meet(wait)
+            reply = lease.meet(wait, answer_s)
         first = _first_rank(reply, nproc_per_node)
         last = first + nproc_per_node - 1
         ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"

@@ -22,7 +22,7 @@ from support import site_training
 from support.coordinators import until
 from support.keys import Folders
 from support.site_training import torchrun_digests
-from support.sites import WAIT_S, Process, Sites, all_ended, ended, next_row, switch_off
+from support.sites import WAIT_S, Process, Sites, all_ended, ended, next_row, suspend, switch_off
 
 pytestmark = pytest.mark.timeout(300)
 SCRIPT = site_training.__file__
@@ -238,6 +238,24 @@ def test_restarted_site_resumes_its_registration_immediately(
     assert new.rows[-1]["first"] > 0, "it joins the running job"
     (old,) = all_ended([both[0]])
     assert old.rows[-1]["worlds"] == [1, 2]
+    all_ended([server])
+
+
+def test_suspended_site_joins_again_by_itself(sites: Sites) -> None:
+    sites.set(COMMLAYER_RECONNECT_S="3")
+    server = sites.serve(2, "--min-workers", "1")
+    both = [sites.launch(__file__, "switched off", "joins") for _ in range(2)]
+    assert [next_row(process)["world"] for process in both] == [2, 2]
+    pids = suspend(both[1])
+    assert server.stderr is not None
+    assert any("continuing with 1 workers" in line for line in server.stderr)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    old, new = all_ended(both)
+    assert old.rows[-1]["worlds"] == [1, 2]
+    assert new.rows[-1]["first"] > 0, "it joins the running job"
+    assert re.search(r"^commlayer: .* dead: no heartbeat .*\[E-EPOCH-ENDED\]$", new.errors, re.MULTILINE)
+    assert "this home is not in that job: joining again" in new.errors
     all_ended([server])
 
 

@@ -405,7 +405,7 @@ class Member:
         self.row_sent = False
         proposals = [Proposal(*numbers) for row in self._received().values() for numbers in _PROPOSAL.iter_unpack(row)]
         proposals = [p for p in proposals if p.member not in self.let_in]
-        if self.is_occupied or not (joining := schedule.decide(self.joined, self.row_step, proposals)):
+        if self.is_occupied or not (joining := schedule.decide(self.joined, self.row_step + schedule.LEAD, proposals)):
             return
         self.world.agree(f"joining {joining[0].number}", joining)
         self.world.counts["joins at once"] += len(joining) > 1

@@ -100,12 +100,17 @@ def next_row(process: Process) -> dict[str, Any]:
     raise AssertionError(process.communicate(timeout=WAIT_S)[1])
 
 
-def switch_off(process: Process) -> None:
-    """Kills a process and all its descendants at once, so that none reports the death of another."""
+def suspend(process: Process) -> list[int]:
+    """Stops a process and all its descendants, as when a laptop sleeps. Returns their process ids."""
     pids = [process.pid]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
         pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    for pid in pids:
+    return pids
+
+
+def switch_off(process: Process) -> None:
+    """Kills a process and all its descendants at once, so that none reports the death of another."""
+    for pid in suspend(process):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=WAIT_S)

@@ -16,6 +16,8 @@ from commlayer.cli.options import stored_keys
 from commlayer.cluster.keys import home_keys
 from commlayer.cluster.keys.home_keys import HomeLine, Token
 from commlayer.cluster.membership import sites
+from commlayer.cluster.processes.script_host import joins_again
+from commlayer.errors import CommError, PeerLost
 
 TOKEN = Token(bytes(range(32)), bytes(range(100, 116)))
 
@@ -179,3 +181,19 @@ def test_progress_names_missing_sites() -> None:
     assert line(invited, "home-2", "home-1", "home-3") == ""
     assert line(invited, "home-2", workers=2) == "2 of 3 workers have joined (home-2 with 2); waiting for 1 more"
     assert line(sites.Sites(3), "a") == "1 of 3 workers have joined (a); waiting for 2 more"
+
+
+@pytest.mark.parametrize(("error", "least", "expected"), [
+    (CommError("the job ended", code="E-JOB-ENDED"), 0, True), (CommError("the job is full", code="E-JOB-FULL"), 0, True),
+    (PeerLost("declared this worker 1 dead", peer="coordinator 1.2.3.4:1", code="E-EPOCH-ENDED"), 2, True),
+    (PeerLost("declared this worker 1 dead", peer="coordinator 1.2.3.4:1", code="E-EPOCH-ENDED"), 0, False),
+    (PeerLost("declared this worker 1 dead: was dropped", peer="coordinator 1.2.3.4:1"), 2, False),
+    (PeerLost("no heartbeat for 60.0 s", peer="server 0"), 2, True), (PeerLost("no heartbeat", peer="server 0"), 0, False),
+    (PeerLost("1 worker is left", peer="worker 3"), 2, False), (ValueError("no room"), 2, False),
+    (KeyboardInterrupt(), 2, False),
+])
+def test_site_joins_again_if_the_job_may_continue_without_it(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, least: int, *, expected: bool,
+) -> None:
+    monkeypatch.setenv("COMMLAYER_MIN_WORKERS", str(least))
+    assert joins_again(error) is expected

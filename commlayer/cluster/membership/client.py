@@ -259,7 +259,8 @@ class Membership:
                       if departure.reason != messages.FINISHED and self.is_expected(departure.peer)]
         failures += [PeerLost(f"left the job: {departure.reason}", peer=departure.peer) for departure in unfinished]
         if pulse.dead:
-            failures.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}", peer=self._channel.peer))
+            code = "E-EPOCH-ENDED" if pulse.dead.startswith(messages.SILENT) and self._config.min_workers else ""
+            failures.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}", peer=self._channel.peer, code=code))
         if failures and not self._failed and not self._closing.is_set():
             self._failed = True
             self._events.failure(root_cause(failures))

@@ -15,6 +15,7 @@ import msgspec
 from commlayer.cluster.calls.messages import (
     ANY,
     FINISHED,
+    SILENT,
     Heartbeat,
     HeartbeatReply,
     Join,
@@ -263,7 +264,7 @@ def own_pause_s(state: State, now: float) -> float:
 
 
 def _silent(state: State, p: Registration, now: float) -> str:
-    return f"no heartbeat for {now - p.seen_s:.1f} s from {_where(state, p)}: it was killed or stopped, or its network failed"
+    return f"{SILENT} {now - p.seen_s:.1f} s from {_where(state, p)}: it was killed or stopped, or its network failed"
 
 
 def mark_exited(state: State, name: str, pid: int) -> State:

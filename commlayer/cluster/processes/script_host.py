@@ -61,8 +61,17 @@ def main() -> None:
         if not isinstance(error, KeyboardInterrupt):  # the launcher reports Ctrl-C
             sys.stderr.write(f"commlayer: {line}\n")  # one write, so that lines of several processes do not mix
             sys.stderr.flush()
-        missed = isinstance(error, CommError) and error.code in ("E-JOB-ENDED", "E-JOB-FULL")
-        sys.exit(130 if isinstance(error, KeyboardInterrupt) else JOIN_AGAIN if missed else 1)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else JOIN_AGAIN if joins_again(error) else 1)
+
+
+def joins_again(error: BaseException) -> bool:
+    """Returns whether this home should join again after the error. Either its worker had not joined the job yet; or the job
+    continues without it because its heartbeats did not arrive; or it has lost the server, which the others may still have."""
+    if not isinstance(error, CommError):
+        return False
+    lost_server = error.code == "E-PEER-LOST" and error.peer.startswith("server ")
+    removed = lost_server or error.code in ("E-EPOCH-ENDED", "E-JOIN-MISSED")
+    return error.code in ("E-JOB-ENDED", "E-JOB-FULL") or (removed and read_config().min_workers > 0)
 
 
 def line_for(error: BaseException) -> str:

@@ -30,7 +30,7 @@ from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.rows import StepRows
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine.components import Pending
-from commlayer.engine.epochs.schedule import Joining, Proposal, decide, propose
+from commlayer.engine.epochs.schedule import LEAD, Joining, Proposal, decide, propose
 from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
@@ -148,7 +148,10 @@ class ChangingMembers(FixedMembers):
         proposals = [Proposal(*map(int, row[at : at + PROPOSAL_NUMBERS])) for row in rows.values()
                      if all(map(math.isfinite, row)) for at in range(0, len(row), PROPOSAL_NUMBERS)]
         proposals = [p for p in proposals if 0 <= p.member < SERVER_BASE and p.member not in self._admitted]
-        if not self._joining and (joining := decide(self._joined, self._row_step, proposals)):
+        worker = self._context.worker
+        # Rows of local steps are steps apart, and all ranks read one between the same two: the next exchange is late enough.
+        first = worker.step + worker.begun if worker.plan.steps_locally else self._row_step + LEAD
+        if not self._joining and (joining := decide(self._joined, first, proposals)):
             self._joining, uplink = joining, self._context.uplink
             self._admitted.update(one.member for one in joining)
             self._reported = [uplink.report_joining(server.id, one.number, one.member, one.generation)

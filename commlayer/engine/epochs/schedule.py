@@ -1,8 +1,9 @@
 """Decides from rows which workers join a job next, and in which step they begin. Pure functions.
 
 A member that learns of joining workers proposes them in its row. The rows of a step are one exchange: all members receive the
-same rows, even if some die. So the rows decide, and no other agreement is needed. The workers become members LEAD steps later.
-Until then each member has reported them to all servers and has their acknowledgements.
+same rows, even if some die. So the rows decide, and no other agreement is needed. The workers become members LEAD steps later,
+under local steps in the next outer step. Until then each member has reported them to all servers and has their
+acknowledgements.
 
 A removal needs no agreement: servers learn of it from the coordinator, and close sums without the removed member.
 """
@@ -45,11 +46,11 @@ def propose(joined: int, new: Iterable[int], generation: int) -> list[Proposal]:
     return proposals + [Proposal(0, 0, 0)] * (MOST_AT_ONCE - len(proposals))
 
 
-def decide(joined: int, step: int, proposals: Iterable[Proposal]) -> list[Joining]:
-    """Returns the workers that the rows of `step` admit. `joined`: number of workers that have been admitted so far. Of several
-    proposals with the same number one is chosen; a worker that is not chosen is proposed again."""
+def decide(joined: int, first: int, proposals: Iterable[Proposal]) -> list[Joining]:
+    """Returns the workers that rows admit from step `first` on. `joined`: number of workers that have been admitted so far. Of
+    several proposals with the same number one is chosen; a worker that is not chosen is proposed again."""
     chosen, left = list[Joining](), [*proposals]
     while valid := [p for p in left if p.number == joined + len(chosen) + 1]:
-        chosen.append(Joining(*min(valid), first=step + LEAD))
+        chosen.append(Joining(*min(valid), first=first))
         left = [p for p in left if p.member != chosen[-1].member]
     return chosen
