@@ -33,6 +33,7 @@ KINDS = {
     "stay": "homes that stay",
     "leave": "homes that come and go",
     "gpus": "several GPUs in a home",
+    "gpus_leave": "several GPUs, homes that come and go",
 }
 """The first uses collectives, the second a server on each machine, the others `commlayer serve` and `commlayer join`."""
 
@@ -53,7 +54,8 @@ FEATURES = {
     "fragments": Feature("local steps in fragments", ("tests/multi/test_local_steps.py",)),
     "late": Feature("averages one step late", ("tests/multi/test_late_results.py",)),
     "auto": Feature('`sync="auto"`', ("tests/nightly/test_session_auto_links.py",)),
-    "gpus": Feature("sums inside a machine", ("tests/multi/test_paths.py", "tests/nightly/test_site_commands.py")),
+    "gpus": Feature("sums inside a machine", ("tests/multi/test_paths.py", "tests/nightly/test_site_commands.py",
+                                              "tests/nightly/test_site_gpus.py")),
     "join": Feature("`session.join()`", ("tests/multi/test_uneven_inputs.py",)),
     "shares": Feature("`LoadBalancer`", ("tests/nightly/test_shares_live.py",)),
     "weight": Feature("`session.weight(n)`", ("tests/multi/test_exact_averages.py", "tests/nightly/test_law_sessions.py")),
@@ -75,9 +77,11 @@ class Refusal(NamedTuple):
     why: str
 
 
+TRL = "after a death it gathers its metrics from as many workers as at the start"
 REFUSED = {
     ("late", "collectives"): Refusal("E-PLAN-REFUSED", "only servers keep a result until the next step"),
-    ("trl", "leave"): Refusal("E-COLLECTIVE", "after a death it gathers its metrics from as many workers as at the start"),
+    ("trl", "leave"): Refusal("E-COLLECTIVE", TRL),
+    ("trl", "gpus_leave"): Refusal("E-COLLECTIVE", TRL),
 }
 """Where a feature is refused today. A feature without an entry must work: remove the entry, and the test requires it."""
 
