@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.site_job import COARSE, EXACT, FINE, STEPS, Event, Script, expected, run
+from support.site_job import COARSE, DEADLINE_S, EXACT, FINE, STEPS, Event, Script, expected, run
 from support.sites import KILLED, Ended, Process, Sites, all_ended
 
 pytestmark = pytest.mark.timeout(300)
@@ -72,6 +72,18 @@ def test_dead_worker_takes_its_home_along(sites: Sites, attach: dict[str, Any], 
     if not attach:
         runs = [expected([homes((2, 2))] * steps + [[(0, 1)]] * (STEPS - steps))[0] for steps in (ODD, ODD + 1)]
         assert reports[0]["weights"] in runs
+
+
+@pytest.mark.parametrize(("event", "why"), [
+    (Event(3, ODD, "raise"), r"its home \(.*\) has lost worker 3: left the job: .*RuntimeError"),
+    (Event(3, ODD, "hang", at="backward"), f"was dropped: sent nothing for {DEADLINE_S} s"),
+], ids=["raises", "hangs"])
+def test_others_of_the_home_end_with_one_line(sites: Sites, event: Event, why: str) -> None:
+    sites.set(COMMLAYER_DEADLINE_S=DEADLINE_S)
+    survivors, home = all_ended(start(sites, Script(events=(event,)), (2, 2)), 0, 1)
+    assert re.search(rf"^commlayer: coordinator .* declared this worker 2 dead: {why}", home.errors, re.MULTILINE), home.errors
+    reports = reports_of([survivors])
+    assert reports[0]["counts"] == [4] * ODD + [2] * (STEPS - ODD)
 
 
 @pytest.mark.parametrize(("sizes", "joins"), [((2, 1), 1), ((1, 1), 2), ((2, 2), 4)], ids=str)

@@ -17,7 +17,7 @@ from commlayer.errors import CorruptFrame, coded, short_line
 from commlayer.observe.events import MAX_LINE_NBYTES
 from commlayer.records import MALFORMED, Epoch, Record, ServerInfo
 
-PROTOCOL = 7
+PROTOCOL = 8
 FINISHED = "finished"
 SERVICE = "commlayer.Control"
 MAX_PLAN_NBYTES = 64 << 20
