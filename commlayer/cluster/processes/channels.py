@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commlayer.cluster.processes import site_process_group
 from commlayer.cluster.processes.bounded_calls import PendingCollective, torch_errors
 from commlayer.cluster.processes.process_groups import Members, destroy, detach
 
@@ -46,6 +48,10 @@ class Channel:
 
     def broadcast(self, x: torch.Tensor, root: int) -> PendingCollective:
         return self._start("broadcast", dist.broadcast, x, group_src=root)
+
+    def allow(self, timeout_s: float) -> None:
+        """Sets the timeout of collectives that begin from now on."""
+        site_process_group.set_timeout(self._group, datetime.timedelta(seconds=timeout_s))
 
     def detach(self) -> None:
         """Keeps the process group when torch's default group, and with it all groups that torch knows, is replaced."""

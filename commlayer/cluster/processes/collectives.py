@@ -51,14 +51,15 @@ class Groups:
     wait_kind: WaitKind = "call"
 
     def __init__(self, ranks_per_node: int, timeout_s: float, device: torch.device, members: Members | None = None, *,
-                 sites: Sequence[Sequence[int]] = (), former: Groups | None = None) -> None:
+                 sites: Sequence[Sequence[int]] = (), patience_s: float = 0.0, former: Groups | None = None) -> None:
         """Creates the groups; a collective call. `timeout_s`: timeout of their collectives. `members`: the ranks that take
         part; None: all ranks of the world. `sites`: the ranks of each node, if nodes may have unequal numbers of ranks.
-        `former`: the closed groups of other members, whose groups within this node are used again."""
+        `patience_s`: how much longer ranks wait for an exchange with other nodes. `former`: the closed groups of other members,
+        whose groups within this node are used again."""
         self.device = device
         self.members = members or Members()
         self.rank, self.world = self.members.rank, self.members.world
-        self.timeout_s = timeout_s
+        self.timeout_s, self._patience_s = timeout_s, patience_s
         if not sites and self.world % ranks_per_node:
             raise InvalidInput("E-PROCESS-GROUP",
                                f"ranks_per_node {ranks_per_node} does not divide the world of {self.world} ranks")
@@ -98,6 +99,13 @@ class Groups:
         """The groups within this node. Call this only if this node has several ranks."""
         assert self._inside is not None, "this node has one rank"
         return self._inside
+
+    def allow_inside(self, steps: int) -> None:
+        """Sets the timeout of collectives on CPUs inside this node: a rank may wait in them for a sibling whose server waits
+        for other nodes. These may be late by the deadline for each of the `steps` between two exchanges."""
+        for channel in self.inside:
+            if channel is not None and (channel in (self.inside.ready, self.inside.late_ready) or self.device.type == "cpu"):
+                channel.allow(steps * self.timeout_s + self._patience_s)
 
     @property
     def firsts(self) -> list[int]:

@@ -76,6 +76,7 @@ def make_paths(
         if groups is None or len(groups.site) == 1:
             encoded = [bucket for bucket in buckets if isinstance(bucket, EncodedBucket)]
             return ServerPath(encoded, step, staging, exchange)
+        groups.allow_inside(plan.local_steps)
         late = buckets[0].late
         if late not in lanes:
             lanes[late] = Lane("late" if late else "distribution", step.latch)

@@ -125,7 +125,8 @@ def _begin(
     link: WorkerClient | None = None
     with contextlib.ExitStack() as undo:
         with members.all_there(config.deadline_s):
-            groups = Groups(per_node, config.deadline_s, device, members, sites=sites)
+            patience_s = judged_s(config) if elastic else 0.0  # where members may leave, the coordinator decides who is lost
+            groups = Groups(per_node, config.deadline_s, device, members, sites=sites, patience_s=patience_s)
             undo.callback(groups.close)
         undo.callback(lambda: leave_job(link, servers, "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s))
         align_tensors(align, groups, config.deadline_s)
@@ -153,9 +154,8 @@ def _begin(
         config = _placed(config, met.address, notes.append if first else _ignore)
         link = _join(job, agreed, groups, servers, config, outbound_only=not met.reachable, elastic=elastic,
                      must_match=must_match if elastic else {})
-        # Where members may leave, the coordinator decides during the wait who is lost.
-        wait_s = config.deadline_s + (judged_s(config) if elastic else 0.0)
-        rows = StepRows(gathered or ServedRows(link.transport, groups.rank, wait_s), members, may_leave=elastic)
+        rows = StepRows(gathered or ServedRows(link.transport, groups.rank, config.deadline_s + patience_s), members,
+                        may_leave=elastic)
         context = DistributedJob(terms, groups.rank, groups, rows, link, memory, agreed, job, logs=met.logs, waits=waits,
                                  embedded=servers, matched=met.matched)
         undo.pop_all()

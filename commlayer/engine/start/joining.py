@@ -44,7 +44,8 @@ def enter(
     with contextlib.ExitStack() as undo:
         ranks = Members()
         own_site = range(ranks.world - request.site_world, ranks.world)
-        groups = Groups(1, config.deadline_s, device, ranks, sites=[*node_ranks(own_site.start, 1), own_site])
+        groups = Groups(1, config.deadline_s, device, ranks, sites=[*node_ranks(own_site.start, 1), own_site],
+                        patience_s=judged_s(config))
         undo.callback(lambda: groups.close())
         link = WorkerClient(config, config.join, request)
         undo.callback(leave_job, link, (), "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s)
