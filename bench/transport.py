@@ -30,6 +30,7 @@ from bench import Unmeasurable
 from bench.lab import Lab, LabUnavailable, sound
 from bench.report import ROOT, Result
 from commlayer.cluster.calls.grpc_port import open_stream_port
+from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.servers import dialing
 from commlayer.cluster.servers.server_codecs import ops_of, senders_of
 from commlayer.cluster.servers.summation import Summation
@@ -174,7 +175,7 @@ def server_throughput(quick: bool) -> tuple[dict[str, Any], dict[str, float]]:
     plan = default_plan(job_of(model), codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4 * FLOATS,
                         cut_nbytes=4 * FLOATS)
     bodies = [_body(model, plan, rank) for rank in range(WORLD)]
-    server = Summation(0, 1, dict(ops_of(plan, 0)), senders_of(plan, WORLD))
+    server = Summation(0, 1, dict(ops_of(plan, 0)), senders_of(plan, node_ranks(WORLD, 1)))
     acc, gradient, threads = torch.rand(FLOATS), torch.rand(FLOATS), torch.get_num_threads()
     torch.set_num_threads(1)  # the server adds a bucket on one thread, too
     rates: list[float] = []

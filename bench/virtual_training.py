@@ -16,6 +16,7 @@ from msgspec import structs
 from torch import nn
 
 from commlayer import planner
+from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.servers.bucket_sum import Reply
 from commlayer.cluster.servers.server_codecs import ops_of, senders_of
 from commlayer.cluster.servers.summation import Summation
@@ -376,7 +377,7 @@ class VirtualWorkers:
 
     def __init__(self, job: Job, plan: Plan, world: int) -> None:
         self.world, self._step = world, 0
-        self._server = Summation(0, 1, dict(ops_of(plan, 0)), senders_of(plan, world))
+        self._server = Summation(0, 1, dict(ops_of(plan, 0)), senders_of(plan, node_ranks(world, 1)))
         self._buckets = [
             [EncodedBucket(bucket, job, codec_of(bucket, plan=plan), torch.device("cpu"), order, rank=rank)
              for rank in range(world)]

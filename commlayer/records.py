@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -227,6 +227,11 @@ class Bucket(Record, frozen=True):
     def served(self) -> bool:
         return over_server(self.path)
 
+    def owner_in(self, site: Sequence[int]) -> int:
+        """The rank of a site that exchanges the bucket. In a site with fewer ranks than `Plan.ranks_per_node`, some ranks
+        exchange more buckets."""
+        return site[self.owner % len(site)]
+
 
 class Plan(Record, frozen=True):
     """All decisions for a job's communication. `buckets` are in the order in which they become ready, which is also the order
@@ -237,6 +242,7 @@ class Plan(Record, frozen=True):
     buckets: tuple[Bucket, ...]
     servers: int = 0
     ranks_per_node: int = 1
+    """Number of ranks among which the buckets of a node are divided; see `Bucket.owner_in`."""
     local_steps: int = 1
     """Number of local training steps per exchange; 1: every step is synchronized."""
     codes: Literal["gradients", "updates"] = "gradients"
@@ -270,14 +276,6 @@ class Plan(Record, frozen=True):
         return self.local_steps > 1 or self.codes == "updates"
 
 
-def plan_of(plan: Plan, places: Sequence[int], new: int = 0) -> Plan:
-    """The plan after a change of members: for the workers at the indices `places` of the old membership, plus `new` further
-    ones. Removes the predictions, which were for the old membership."""
-    buckets = tuple(replace(b, by_node=(*(b.by_node[place] for place in places), *[b.codec] * new)) if b.by_node else b
-                    for b in plan.buckets)
-    return replace(plan, buckets=buckets, step_s=0.0, steps=0.0, steps_high=0.0)
-
-
 def with_updates(plan: Plan) -> Plan:
     """The plan with weight changes exchanged in every step and no bucket applied one step late. (Gradients applied late would
     make ranks diverge.)"""
@@ -295,6 +293,24 @@ class Member(Record, frozen=True):
     certificate: str = ""
     """Certificate with which the worker registered; empty: the job has no keys. Servers accept only this certificate for the
     worker's rank."""
+    site_world: int = 1
+    """Number of workers of its site. They have equal `node`, exchange together, and enter and leave the job together."""
+
+
+def sites_of(members: Iterable[Member]) -> list[tuple[int, ...]]:
+    """The ranks of each site's workers, in the order of members."""
+    sites: dict[tuple[int, int], list[int]] = {}
+    for m in members:
+        sites.setdefault((0, m.node) if m.site_world > 1 else (1, m.rank), []).append(m.rank)
+    return [*map(tuple, sites.values())]
+
+
+def plan_of(plan: Plan, before: Iterable[Member], members: Iterable[Member]) -> Plan:
+    """The plan after a change of members. Removes the predictions, which were for the members `before`."""
+    former, sites = sites_of(before), sites_of(members)
+    buckets = tuple(replace(b, by_node=tuple(b.by_node[former.index(site)] if site in former else b.codec for site in sites))
+                    if b.by_node else b for b in plan.buckets)
+    return replace(plan, buckets=buckets, step_s=0.0, steps=0.0, steps_high=0.0)
 
 
 class ServerInfo(Record, frozen=True):

@@ -85,12 +85,11 @@ class TuningController(Component):
 
     def __init__(
         self, context: DistributedJob, actions: JobActions, reports: Reports, guard: QualityGuard | None = None, *,
-        plans: bool = True, per_node: int = 1,
+        plans: bool = True,
     ) -> None:
-        """`plans`: True: the controller chooses plans. `per_node`: ranks per node; the first rank of a node reports the traffic
-        of the node's link."""
+        """`plans`: True: the controller chooses plans."""
         self._context, self._do, self._reports, self.guard = context, actions, reports, guard
-        self._plans, self._per_node = plans, per_node
+        self._plans = plans
         self.state = TuningState(context.plan, leads=plans and context.rank == 0)
         self._steps = 0
         """Number of steps on averaged gradients and of exchanges of local steps."""
@@ -356,8 +355,8 @@ class TuningController(Component):
 
     def _watch(self, links: LinkState, rows: Sequence[Report], step_s: float) -> None:
         """Decides whether steps show that links have changed."""
-        traffic, waited_s = tuple(row.carried for row in rows[:: self._per_node]), min(row.waited_s for row in rows)
         groups = self._context.groups
+        traffic, waited_s = tuple(rows[first].carried for first in groups.firsts), min(row.waited_s for row in rows)
         if groups.local == 0:
             own = traffic[groups.node]
             self._context.stream.rates(Rates(own.up.bps, own.down.bps), links.watch.planned[groups.node])

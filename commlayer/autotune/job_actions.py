@@ -82,14 +82,14 @@ class JobActions:
     def node_names(self) -> list[str]:
         """The display name of each node; "" for all if they have the same name."""
         uplink, groups = self._context.uplink, self._context.groups
-        return [uplink.name_of(member.rank) for member in uplink.epoch.members[:: groups.ranks_per_node]]
+        return [uplink.name_of(uplink.epoch.members[first].rank) for first in groups.firsts]
 
     def pace(self, links: Sequence[Link]) -> None:
         """Paces uploads of this rank, and of the servers on its node, by the node's measured upload rate."""
         groups, uplink = self._context.groups, self._context.uplink
         up_bps = links[groups.node].up_bps
-        uplink.pace(up_bps / groups.ranks_per_node)
-        if groups.local == 0:
+        uplink.pace(up_bps / len(groups.site))
+        if groups.local == 0 and not self._context.elastic:  # no home has a server
             uplink.pace_servers(groups.node, up_bps)
 
     def record(self, *, on: bool) -> None:
@@ -176,7 +176,8 @@ class JobActions:
         server_nodes, worker = tuple(server_nodes_of(context)), context.worker
         cuda = worker.device.type == "cuda"
         cluster = cluster_of(request.links, measurements.rows, measurements.collectives, server_nodes, cuda=cuda,
-                             reachable=context.groups.members.reachable, elsewhere_bps=self._elsewhere_bps)
+                             reachable=context.groups.members.reachable, elsewhere_bps=self._elsewhere_bps,
+                             sites=context.groups.sites)
         profile = structs.replace(self._profile, learning=learning_rows(context.terms.learning))
         profile, policy = bounded(context, profile, allowed.policy)
         order = SearchOrder(current, request.known, server_nodes, Question(measurements.job, cluster, profile, policy),

@@ -45,14 +45,14 @@ def _controller_of(context: DistributedJob, config: Config) -> TuningController 
     """Starts the controller of a job of several nodes whose plan commlayer chooses, or whose codecs a quality guard checks;
     returns None for other jobs."""
     worker, groups = context.worker, context.groups
-    plans = context.terms.auto and groups.world > groups.ranks_per_node and bool(worker.plan.servers)
+    plans = context.terms.auto and len(groups.sites) > 1 and bool(worker.plan.servers)
     guard = guard_of(context, config)
     if not plans and guard is None:
         return None
     actions, reports = JobActions(context), Reports(context.rows.section("measured times"))
     if plans:
         reports.meter = actions.count_traffic()
-    controller = TuningController(context, actions, reports, guard, plans=plans, per_node=groups.ranks_per_node)
+    controller = TuningController(context, actions, reports, guard, plans=plans)
     controller.start()
     context.components.add(controller)
     return controller

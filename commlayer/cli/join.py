@@ -172,7 +172,7 @@ def _wait(children: Sequence[Child], lease: SiteLease) -> tuple[int, str]:
     interrupted: list[int] = []
     with _interrupts_call(lambda number, _: interrupted.append(number)):
         while any(child.poll() is None for child in children):
-            failed = [child.returncode for child in children if child.returncode]
+            failed = _failed(children)
             if not until and interrupted:
                 code, reason, until = 130, "this home was interrupted", time.monotonic() + END_S
                 _log(f"interrupted: this home tells the others and leaves, within {END_S:g} s")
@@ -186,10 +186,15 @@ def _wait(children: Sequence[Child], lease: SiteLease) -> tuple[int, str]:
             elif until and time.monotonic() > until:
                 _signal(children, signal.SIGKILL)
             time.sleep(POLL_S)
-    failed = [child.returncode for child in children if child.returncode]
+    failed = _failed(children)
     if JOIN_AGAIN in failed:
         return JOIN_AGAIN, reason
     return (_exit_code(failed[0]), _failure_text(failed[0])) if failed and not code else (code, reason)
+
+
+def _failed(children: Sequence[Child]) -> list[int]:
+    """Returns the exit codes of failures. Signals come first: the other workers of a home end because of a killed one."""
+    return sorted(child.returncode for child in children if child.returncode)
 
 
 def _exit_code(returned: int) -> int:

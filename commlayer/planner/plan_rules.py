@@ -46,8 +46,8 @@ def verify_alone(plan: Plan, world: int = 0, tensors: int = -1, elements: int = 
         return problems
     if plan.ranks_per_node < 1:
         problems.append(f"ranks_per_node is {plan.ranks_per_node}, allowed: at least 1")
-    elif world % plan.ranks_per_node:
-        problems.append(f"ranks_per_node is {plan.ranks_per_node}, which does not divide the job's {world} workers")
+    elif plan.ranks_per_node > world > 0:
+        problems.append(f"ranks_per_node is {plan.ranks_per_node}, but the job has {world} workers")
     least = {"local_steps": 1, "fragments": 1, "servers": 0, "warmup": 0}
     problems += [f"{name} is {getattr(plan, name)}, allowed: at least {n}" for name, n in least.items()
                  if getattr(plan, name) < n]

@@ -11,6 +11,7 @@ from typing import Any
 
 from commlayer import planner
 from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.servers import server_codecs
 from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import SumServer
@@ -28,7 +29,7 @@ PLAN = planner.default_plan(JOB, codec="identity()", path="service", servers=1, 
 
 def main() -> None:
     coordinator = Coordinator(read_config({"token": SECRET}), workers=HONEST + 1, servers=1)
-    core = Summation(0, 1, dict(server_codecs.ops_of(PLAN, 0)), server_codecs.senders_of(PLAN, HONEST))
+    core = Summation(0, 1, dict(server_codecs.ops_of(PLAN, 0)), server_codecs.senders_of(PLAN, node_ranks(HONEST, 1)))
     transport = StreamTransport(Hello("job", SERVER_BASE), lambda _: "", Settings(secret=SECRET, resume=True))
     addresses: dict[str, Any] = {"control": coordinator.address, "data": join_host(*transport.listen())}
     server = SumServer(core, transport, range(SERVER_BASE), stall_s=60.0, recycle=transport.pool.give)

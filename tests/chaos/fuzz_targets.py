@@ -19,6 +19,7 @@ from commlayer.cluster.calls import messages
 from commlayer.cluster.calls.call_proofs import AuthenticationFailed, CallVerifier
 from commlayer.cluster.keys import enrolment_messages
 from commlayer.cluster.membership import job_events, membership, uploaded_plans
+from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.servers import server_codecs, summation, summation_server
 from commlayer.compressors import codec_of, parse, seed, wrap
 from commlayer.compressors.codec import Codec
@@ -324,7 +325,7 @@ def plans() -> Target:
 def sums() -> Target:
     """Headers of contributions at a server, with matching payloads."""
     ops = server_codecs.ops_of(PLAN, 0)
-    core = summation.Summation(0, 1, dict(ops), server_codecs.senders_of(PLAN, 2))
+    core = summation.Summation(0, 1, dict(ops), server_codecs.senders_of(PLAN, node_ranks(2, 1)))
     good = [frame(Header(Kind.PUSH, 1, 0, b.id, codec=ops[b.id].codec, sender=rank, weight=1.0, total=2.0), _flagged(b))
             for b in PLAN.buckets for rank in (0, 1)]
 

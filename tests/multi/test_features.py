@@ -23,7 +23,7 @@ from support.sites import KILLED, Sites, ended, joined
 
 pytestmark = pytest.mark.timeout(300)
 VICTIM = 1
-TORCHRUN = ("collectives", "servers")
+TORCHRUN, LEAVE, GPUS = ("collectives", "servers"), ("leave", "gpus_leave"), ("gpus", "gpus_leave")
 CELLS = [pytest.param(name, kind, id=f"{name}-{kind}",
                       marks=pytest.mark.nightly if feature.package or kind not in TORCHRUN else ())
          for name, feature in features.FEATURES.items() for kind in KINDS]
@@ -46,16 +46,16 @@ def under_torchrun(part: Part, pool: Pool) -> tuple[list[dict[str, Any]], list[s
 def of_homes(part: Part, homes: int, sites: Sites) -> tuple[list[dict[str, Any]], list[str]]:
     ranks = part.world // homes
     sites.set(COMMLAYER_JOIN_DEADLINE_S="90", HF_HUB_OFFLINE="1")
-    sites.serve(part.world, *(["--min-workers", "2"] if part.kind == "leave" else []))
+    sites.serve(part.world, *(["--min-workers", "2"] if part.kind in LEAVE else []))
 
     def start(home: int, **place: Any) -> Any:
-        mine = msgspec.structs.replace(part, dies=part.kind == "leave" and home == VICTIM)
+        mine = msgspec.structs.replace(part, dies=part.kind in LEAVE and home == VICTIM)
         return sites.launch(features.__file__, msgspec.json.encode(mine).decode(), options=("--nproc-per-node", str(ranks)),
                             **place)
 
     processes = [start(home, rank=home) for home in range(homes)]
     ends = []
-    if part.kind == "leave" and (part.feature, part.kind) not in REFUSED:
+    if part.kind in LEAVE and (part.feature, part.kind) not in REFUSED:
         dead = ended(processes.pop(VICTIM))
         assert dead.code == KILLED, dead.errors
         if features.FEATURES[part.feature].joins:
@@ -70,7 +70,7 @@ def test_feature_in_kind_of_job(feature: str, kind: str, sites: Sites, request: 
     package, refusal = features.FEATURES[feature].package, REFUSED.get((feature, kind))
     if package and importlib.util.find_spec(package) is None:
         pytest.skip(f"needs {package}, which `make recipes` installs")
-    ranks = 2 if "gpus" in (feature, kind) else 1
+    ranks = 2 if feature == "gpus" or kind in GPUS else 1
     homes = 3 if ranks == 1 and (kind == "leave" or feature == "resume") else 2
     for again in range(2 if feature == "resume" else 1):
         part = Part(feature, kind, str(tmp_path), homes * ranks)
@@ -85,7 +85,7 @@ def test_feature_in_kind_of_job(feature: str, kind: str, sites: Sites, request: 
             assert not reports
             return
         assert not errors, "\n".join(errors)
-        gone = ranks if kind == "leave" and not features.FEATURES[feature].joins else 0
+        gone = ranks if kind in LEAVE and not features.FEATURES[feature].joins else 0
         assert [row["world"] for row in reports] == [part.world - gone] * (part.world - gone)
         assert {row["sha"] for row in reports} == {reports[0]["sha"]} != {digest(mlp().parameters())}
         assert all(row["used"] for row in reports), reports
@@ -93,8 +93,8 @@ def test_feature_in_kind_of_job(feature: str, kind: str, sites: Sites, request: 
         assert reports[0]["step"] >= STEPS * (1 + again)
         if homes > 1:
             assert {row["servers"] > 0 for row in reports} == {kind != "collectives"}
-        if kind == "gpus":
+        if kind in GPUS:
             assert {row["per_node"] for row in reports} == {2}
         if feature == "resume":
             assert {row["resumed"] for row in reports} == {STEPS * again}
-            homes -= kind != "leave"
+            homes -= kind not in LEAVE

@@ -32,7 +32,7 @@ MOST_EVENTS, MOST_IDLE = 60_000, 400
 """MOST_IDLE: number of events in a row in which no frame is under way; after that no member will ever continue."""
 _PART = struct.Struct("<iiiiixxxx")
 """Rank, step, bucket, round, number of the plan."""
-_PROPOSAL = struct.Struct("<qqq")
+_PROPOSAL = struct.Struct("<qqqq")
 Until = Iterator[Callable[[], bool]]
 """What a member does, up to its end. It yields a condition whenever it waits."""
 
@@ -381,7 +381,7 @@ class Member:
 
     def _proposals(self) -> list[Proposal]:
         waits = self.is_occupied or not all(transfer.over for transfer in self.transfers)
-        new = [] if waits else [m for m in self.world.epochs[self.newest] if m not in self.let_in]
+        new = [] if waits else [(m,) for m in self.world.epochs[self.newest] if m not in self.let_in]
         return schedule.propose(self.joined, new, self.newest)
 
     def _is_read(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any
 
@@ -18,6 +19,7 @@ from commlayer.cluster.membership import epoch_change, membership
 from commlayer.cluster.membership.coordinator_journal import CoordinatorRecord, without_times
 from commlayer.cluster.membership.membership import State
 from commlayer.cluster.processes.relayed_group import RelayedGroup
+from commlayer.records import sites_of
 
 
 def without(state: State, *ranks: int) -> State:
@@ -157,6 +159,57 @@ def ended() -> State:
 
 def newcomer(rank: int, **fields: Any) -> Join:
     return msgspec.structs.replace(worker(rank, world=0, plan=b"", plan_digest=""), elastic=True, **fields)
+
+
+def in_pairs(state: State) -> State:
+    """With two workers in each home."""
+    places = {token: msgspec.structs.replace(p, join=msgspec.structs.replace(p.join, node=p.rank // 2, site_world=2))
+              if p.join.kind == "worker" else p for token, p in state.registrations.items()}
+    assert state.epoch is not None
+    pairs = tuple(p.member for p in sorted(places.values(), key=lambda p: p.rank) if p.join.kind == "worker")
+    return msgspec.structs.replace(state, registrations=places, epoch=msgspec.structs.replace(state.epoch, members=pairs))
+
+
+def test_worker_that_is_lost_takes_its_home_along() -> None:
+    state = without(in_pairs(elastic()), 1)
+    assert members(state) == (3, [2, 3])
+    assert re.search(r"^its home \(host1\) has lost worker 1: no heartbeat for 11\.0 s", state.registrations["w0"].dead)
+    _, pulse = membership.heartbeat(state, "w0", 12.0)
+    assert "has lost worker 1" in pulse.dead, "it is told so"
+    state = epoch_change.next_epoch(membership.leave(in_pairs(elastic()), "w2", "an error"))
+    assert members(state) == (3, [0, 1])
+    assert state.registrations["w3"].dead == "its home (host2) has lost worker 2: left the job: an error"
+
+
+def test_worker_that_has_finished_does_not_take_its_home_along() -> None:
+    state = epoch_change.next_epoch(membership.leave(in_pairs(elastic()), "w1", FINISHED, 7))
+    assert members(state) == (2, [0, 2, 3])
+    assert state.registrations["w0"].present
+
+
+def test_workers_of_a_home_enter_together() -> None:
+    state = epoch_change.next_epoch(membership.evict(in_pairs(elastic()), ["w0"], "killed"))
+    one, other = (newcomer(rank, node=4, site_world=2) for rank in (4, 5))
+    state, reply = epoch_change.admit(state, other, 12.0)
+    waits = "1 of the 2 workers of this home have joined"
+    assert (members(state), reply.epoch, reply.missing) == ((3, [2, 3]), None, waits)
+    state, reply = membership.join(state, other, 13.0)
+    assert (reply.epoch, reply.missing) == (None, waits), "it asks again"
+    state, reply = epoch_change.admit(state, one, 13.0)
+    assert (members(state), reply.epoch) == ((5, [2, 3, 4, 5]), state.epoch)
+    assert membership.join(state, other, 14.0)[1].epoch == state.epoch
+    assert state.epoch is not None
+    assert sites_of(state.epoch.members) == [(2, 3), (4, 5)]
+
+
+def test_worker_whose_home_is_lost_before_it_enters_is_told_so() -> None:
+    state = epoch_change.next_epoch(membership.evict(in_pairs(elastic()), ["w0"], "killed"))
+    for rank in (4, 5):
+        state, _ = epoch_change.admit(state, newcomer(rank, node=4, site_world=3), 0.0)
+    state = epoch_change.next_epoch(membership.leave(state, "w4", "stopped waiting for the others"))
+    assert members(state) == (3, [2, 3])
+    error = membership.join(state, newcomer(5, node=4, site_world=3), 1.0)[1].error
+    assert re.search("its home .* has lost worker 4: left the job: stopped waiting", error)
 
 
 def test_joining_member_gets_the_last_position_and_an_unused_rank() -> None:

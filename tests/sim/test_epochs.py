@@ -115,6 +115,6 @@ def run(seed: int) -> list[str]:
 
 def test_rows_decide_on_the_lowest_valid_proposal() -> None:
     first, second = Proposal(3, 7, 5), Proposal(3, 8, 6)
-    assert decide(2, 12, [second, first, Proposal(0, 0, 0)]) == [Joining(3, 7, 5, 12)]
+    assert decide(2, 12, [second, first, Proposal(0, 0, 0)]) == [Joining(3, 7, 5, 12, 7)]
     assert decide(3, 12, [first, second]) == [], "a proposal for a number that was decided meanwhile is made again"
     assert decide(2, 12, []) == []

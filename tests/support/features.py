@@ -58,13 +58,13 @@ class Training:
         self.model: nn.Module = mlp()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.session: Any = None
-        self.several = "gpus" in (part.kind, part.feature)
+        self.several = "gpus" in (part.kind.split("_")[0], part.feature)
         unplanned = self.feature.package or part.feature == "auto"  # commlayer then runs collectives inside a machine only
         self.per_node = part.world if part.kind == "collectives" and unplanned else 2 if self.several else 1
         self.config: dict[str, Any] = dict(SMALL)
         if part.kind in ("collectives", "servers"):
             self.config = quick(ranks_per_node=self.per_node, servers="each")
-        self._awaits, self._passes = part.kind == "leave" and self.feature.joins, 0
+        self._awaits, self._passes = part.kind.endswith("leave") and self.feature.joins, 0
         self._members: list[list[int]] = []
         self.resumed: int | None = None
         self.shares: dict[int, int] = {}

@@ -33,6 +33,7 @@ KINDS = {
     "stay": "homes that stay",
     "leave": "homes that come and go",
     "gpus": "several GPUs in a home",
+    "gpus_leave": "several GPUs, homes that come and go",
 }
 """The first uses collectives, the second a server on each machine, the others `commlayer serve` and `commlayer join`."""
 
@@ -53,7 +54,8 @@ FEATURES = {
     "fragments": Feature("local steps in fragments", ("tests/multi/test_local_steps.py",)),
     "late": Feature("averages one step late", ("tests/multi/test_late_results.py",)),
     "auto": Feature('`sync="auto"`', ("tests/nightly/test_session_auto_links.py",)),
-    "gpus": Feature("sums inside a machine", ("tests/multi/test_paths.py", "tests/nightly/test_site_commands.py")),
+    "gpus": Feature("sums inside a machine", ("tests/multi/test_paths.py", "tests/nightly/test_site_commands.py",
+                                              "tests/nightly/test_site_gpus.py")),
     "join": Feature("`session.join()`", ("tests/multi/test_uneven_inputs.py",)),
     "shares": Feature("`LoadBalancer`", ("tests/nightly/test_shares_live.py",)),
     "weight": Feature("`session.weight(n)`", ("tests/multi/test_exact_averages.py", "tests/nightly/test_law_sessions.py")),
@@ -77,7 +79,6 @@ class Refusal(NamedTuple):
 
 REFUSED = {
     ("late", "collectives"): Refusal("E-PLAN-REFUSED", "only servers keep a result until the next step"),
-    ("gpus", "leave"): Refusal("E-PLAN-REFUSED", "workers leave one by one, so each one exchanges for itself"),
 }
 """Where a feature is refused today. A feature without an entry must work: remove the entry, and the test requires it."""
 

@@ -48,7 +48,7 @@ from support.sites import KILLED, WAIT_S, Ended, Process, Sites, all_ended
 
 STEPS, SIZES = 12, [(40, 30), (700,), (3, 5, 7)]
 EXACT, COARSE, FINE = "identity()", "onebit(block=64)", "topk(ratio=0.3)"
-DEADLINE_S, SLOW_S, PAUSE_S, MOST = "8", 4.0, 0.05, 2400
+DEADLINE_S, SLOW_S, SECOND_S, PAUSE_S, MOST = "8", 4.0, 1.0, 0.05, 2400
 """PAUSE_S: least seconds per step of a job that a site joins. MOST: its last step if no site joins."""
 BROKEN, RAISED = 9, 3
 """Exit codes of a site that broke the protocol, and of one whose script caught an error of commlayer."""
@@ -98,7 +98,7 @@ class Script(msgspec.Struct, frozen=True):
     collective: bool = False
     """The script calls a collective before attach()."""
     second_first: bool = False
-    """At a joining site, local rank 1 attaches before local rank 0."""
+    """At a joining site, local rank 1 calls attach() before local rank 0."""
 
 
 class Linear(nn.Module):
@@ -145,20 +145,29 @@ def members(text: str) -> list[list[int]]:
     return steps
 
 
-def expected(steps: Sequence[Sequence[int]], momentum: bool = False) -> tuple[list[float], str]:
-    """Weights by hand, and a digest of their momentum. Each step applies the mean over its sites, added in their order."""
+def expected(steps: Sequence[Sequence[int | Sequence[int]]], momentum: bool = False) -> tuple[list[float], str]:
+    """Weights by hand, and a digest of their momentum. Each step applies the mean over its sites, added in their order; first
+    over the workers of a site, if it is given as a sequence."""
     weights = [nn.Parameter(torch.zeros(size)) for size in SIZES]
     optimizer, scheduler = optimizer_of(weights, momentum)
     for step, sites in enumerate(steps):
         if sites:
-            for p, *parts in zip(weights, *(gradients(site, step) for site in sites), strict=True):
-                total = parts[0].clone()
-                for part in parts[1:]:
-                    total += part
-                p.grad = total.mul_(1.0 / len(sites))
+            workers = [[site] if isinstance(site, int) else site for site in sites]
+            parts = [added([gradients(worker, step) for worker in site]) for site in workers]
+            for p, total in zip(weights, added(parts), strict=True):
+                p.grad = total.mul_(1.0 / sum(map(len, workers)))
             optimizer.step()
             scheduler.step()
     return flat(weights), digest(optimizer.state[p]["momentum_buffer"] for p in weights) if momentum else ""
+
+
+def added(parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """The sum of each tensor, in order."""
+    totals = [part.clone() for part in parts[0]]
+    for part in parts[1:]:
+        for total, x in zip(totals, part, strict=True):
+            total += x
+    return totals
 
 
 def residuals_of(connection: Any) -> list[torch.Tensor]:
@@ -364,8 +373,11 @@ def main(site: int, script: Script) -> None:
     if script.ddp:
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     second = Path(script.folder) / "second is attached"
+    if script.second_first and local_rank == 1:
+        second.touch()
     while script.second_first and local_rank == 0 and not second.exists():
         time.sleep(0.05)
+    time.sleep(SECOND_S * (script.second_first and local_rank == 0))
     put = list[list[torch.Tensor]]()
     counts, sums, codecs, buckets, errors = list[float](), list[float](), list[str](), list[int](), list[str]()
     outer = commlayer.optim.OuterSGD(matched=True) if script.matched else None
@@ -375,8 +387,6 @@ def main(site: int, script: Script) -> None:
         first, again = session.step, MOST
         if first and not script.ddp:
             session.resume("nowhere")  # as in a script that begins with it
-        if first and script.second_first:
-            second.touch()
         faults.begin(first)
         faults.due("attached")
         if any(event.at == "joined" for event in faults.events):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.servers.server_codecs import ops_of, senders_of
 from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import SumServer, follow_stalls
@@ -41,8 +42,8 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
                                          fuse_nbytes=2048, cut_nbytes=4096)
         self.hub = hub or Hub()
         gradients = sum(not tensor.buffer for tensor in self.job.tensors)
-        self.sums = [Summation(s, 1, ops_of(self.plan, s, gradients=gradients), senders_of(self.plan, world))
-                     for s in range(self.plan.servers)]
+        senders = senders_of(self.plan, node_ranks(world, self.plan.ranks_per_node))
+        self.sums = [Summation(s, 1, ops_of(self.plan, s, gradients=gradients), senders) for s in range(self.plan.servers)]
         """What the servers hold."""
         for core in self.sums:
             for number in range(joining):

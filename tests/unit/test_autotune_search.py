@@ -29,6 +29,7 @@ from commlayer.autotune.planning_process import PlanningProcess
 from commlayer.autotune.search import NEARLY, SearchOrder, on_servers, price_of, sped_up
 from commlayer.autotune.search import search as process_search
 from commlayer.balance import Communication
+from commlayer.cluster.processes.channels import node_ranks
 from commlayer.codec_spec import parse_spec
 from commlayer.engine.job.plan_checks import unsuited
 from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes, with_modes
@@ -254,7 +255,8 @@ def test_plan_for_a_gpu_model_runs_on_the_gpu(bps: float, cuda: bool) -> None:
 def test_server_nodes_are_numbered_after_the_present_sites(world: int) -> None:
     """Three sites registered, so servers got the next numbers; since then one site has left, or another has replaced it."""
     epoch = Epoch(5, (), (ServerInfo(0, "a", 3), ServerInfo(1, "b", 4), ServerInfo(2, "b", 4)))
-    simple_namespace: Any = SimpleNamespace(uplink=SimpleNamespace(epoch=epoch), elastic=True, world=world)
+    groups = SimpleNamespace(sites=node_ranks(world, 1))
+    simple_namespace: Any = SimpleNamespace(uplink=SimpleNamespace(epoch=epoch), elastic=True, groups=groups)
     nodes = server_nodes_of(simple_namespace)
     assert nodes == [world, world + 1, world + 1]
     cluster = cluster_of(LINKS[:world], ROWS_REPLAN[:world], INSIDE, nodes)

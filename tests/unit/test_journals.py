@@ -23,6 +23,7 @@ from commlayer.cluster.membership.coordinator_journal import NAME, CoordinatorJo
 from commlayer.cluster.membership.kv_store import KvStore, Row
 from commlayer.cluster.membership.membership import State
 from commlayer.cluster.membership.rendezvous_service import RendezvousService
+from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.servers.server_codecs import ops_of, senders_of
 from commlayer.cluster.servers.server_journal import NAME as NAME_JOURNAL
 from commlayer.cluster.servers.server_journal import ServerIdentity, ServerJournal, read
@@ -356,7 +357,7 @@ def trained(codec: str, down: str, crash: Callable[[], bool]) -> tuple[list[byte
     kept: dict[int, tuple[bytes, bytes]] = {}
 
     def begun() -> Summation:
-        summation = Summation(0, 1, ops_of(plan, 0), senders_of(plan, WORLD))
+        summation = Summation(0, 1, ops_of(plan, 0), senders_of(plan, node_ranks(WORLD, 1)))
         for bucket, entry in kept.items():
             summation.recall(bucket, *entry)
         summation.remember(lambda bucket, words, state: kept.__setitem__(bucket, (words, bytes(state))))
@@ -407,7 +408,7 @@ def test_bucket_without_a_complete_entry_starts_fresh_at_any_step() -> None:
     plan = default_plan(JOB, codec="topk(ratio=0.2)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=64,
                         cut_nbytes=4096)
     bucket, members = plan.buckets[0], [Member(rank, plan) for rank in range(WORLD)]
-    server = Summation(0, 1, ops_of(plan, 0), senders_of(plan, WORLD))
+    server = Summation(0, 1, ops_of(plan, 0), senders_of(plan, node_ranks(WORLD, 1)))
     server.forget(bucket.id)
     for member in members:
         x = torch.ones(bucket.numel)

@@ -260,7 +260,7 @@ def test_largest_bucket_fits_a_frame_with_every_codec(codec: str) -> None:
     (GOOD, 3, ""),
     (msgspec.structs.replace(GOOD, schema=99), 3, "plan has schema 99"),
     (msgspec.structs.replace(GOOD, ranks_per_node=0), 3, "ranks_per_node is 0"),
-    (msgspec.structs.replace(GOOD, ranks_per_node=2), 3, "ranks_per_node is 2, which does not divide the job's 3 workers"),
+    (msgspec.structs.replace(GOOD, ranks_per_node=4), 3, "ranks_per_node is 4, but the job has 3 workers"),
     (changed(0, owner=1), 3, "bucket 0: owner 1, but the plan has 1 ranks per node"),
     (changed(1, id=9), 3, "bucket 9 is bucket number 1"),
     (changed(0, slices=(Slice(0, 0, 1 << 60),)), 3, f"bucket 0: {1 << 60} elements, allowed on path service"),

@@ -21,6 +21,9 @@ STEP, NONE = 10, Proposal(0, 0, 0)
     (0, [Proposal(1, 5, 2), Proposal(1, 6, 3), Proposal(2, 5, 3)], [5]),  # none joins twice
     (1, [Proposal(1, 5, 2)], []),  # it has joined
     (1, [Proposal(3, 7, 4), Proposal(2, 6, 3)], [6, 7]), (0, [Proposal(2, 6, 3)], []),
+    (0, [Proposal(1, 5, 3, 2)], [5, 6]), (2, [Proposal(3, 5, 3, 2), Proposal(5, 9, 3), Proposal(6, 7, 3, 2)], [5, 6, 9, 7, 8]),
+    (0, [Proposal(1, 7, 5, 2), Proposal(1, 5, 3, 2), Proposal(3, 7, 5, 2)], [5, 6, 7, 8]),
+    (0, [Proposal(1, 7, 5, 2), Proposal(2, 5, 3)], [7, 8]),  # a number inside a site
 ])
 def test_rows_of_a_step_decide_in_any_order(joined: int, proposals: list[Proposal], members: list[int]) -> None:
     for order in itertools.permutations(proposals):
@@ -30,11 +33,17 @@ def test_rows_of_a_step_decide_in_any_order(joined: int, proposals: list[Proposa
 
 
 def test_worker_begins_when_all_members_can_have_reported_it() -> None:
-    assert decide(0, STEP, [Proposal(1, 5, 2)]) == [Joining(1, 5, 2, STEP + LEAD)]
+    assert decide(0, STEP, [Proposal(1, 5, 2)]) == [Joining(1, 5, 2, STEP + LEAD, 5)]
 
 
-@pytest.mark.parametrize(("new", "members"), [([], []), ([7, 5], [7, 5]), ([9, 8, 7, 6, 5], [9, 8, 7, 6])])
-def test_row_proposes_some_workers_in_order(new: list[int], members: list[int]) -> None:
+def test_workers_of_a_site_begin_together() -> None:
+    assert decide(0, STEP, [Proposal(1, 5, 2, 2)]) == [Joining(1, 5, 2, STEP + LEAD, 5, 2), Joining(2, 6, 2, STEP + LEAD, 5, 2)]
+
+
+@pytest.mark.parametrize(("new", "members"), [
+    ([], []), ([[7], [5]], [7, 5]), ([[9], [8], [7], [6], [5]], [9, 8, 7, 6]), ([[4, 5], [9], [6, 7, 8]], [4, 5, 9, 6, 7, 8]),
+])
+def test_row_proposes_some_sites_in_order(new: list[list[int]], members: list[int]) -> None:
     proposals = propose(2, new, 4)
     assert len(proposals) == MOST_AT_ONCE
     assert [one.member for one in decide(2, STEP, proposals)] == members

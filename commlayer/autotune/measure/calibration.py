@@ -109,13 +109,18 @@ class CollectiveCosts(NamedTuple):
 def measure_collectives(groups: Groups, budget_s: float) -> CollectiveCosts:
     """Measures, in about `budget_s`, a reduce inside all nodes at once, and an all-reduce over ranks that can reach each
     other."""
-    nodes, ranks = groups.world // groups.ranks_per_node, groups.ranks_per_node
+    nodes, ranks = len(groups.sites), groups.ranks_per_node
     inside = across = ZERO
     if ranks > 1:
-        inside = _line(groups, partial(groups.inside.out.reduce, root=0), "reduce", ranks, budget_s / (2 if nodes > 1 else 1))
+        run = partial(groups.inside.out.reduce, root=0) if len(groups.site) > 1 else _nothing
+        inside = _line(groups, run, "reduce", ranks, budget_s / (2 if nodes > 1 else 1))
     if nodes > 1 and groups.members.reachable:
         across = _line(groups, groups.allreduce, "allreduce", groups.world, budget_s / (2 if ranks > 1 else 1))
     return CollectiveCosts(inside, across)
+
+
+def _nothing(x: torch.Tensor) -> PendingCollective:
+    return PendingCollective(None, "reduce", on_device=x.is_cuda)
 
 
 def _line(groups: Groups, run: Collective, name: str, members: int, budget_s: float) -> Line:

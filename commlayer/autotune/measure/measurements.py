@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from commlayer.autotune.measure.calibration import CollectiveCosts
+from commlayer.cluster.processes.channels import node_ranks
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.worker.worker import Worker
 from commlayer.planner.model import Cluster, Link, Node
@@ -97,13 +98,13 @@ def server_nodes_of(context: DistributedJob) -> list[int]:
     if not context.elastic:
         return nodes
     elsewhere = sorted(set(nodes))  # no site has a server, and sites are renumbered when members change
-    return [context.world + elsewhere.index(node) for node in nodes]
+    return [len(context.groups.sites) + elsewhere.index(node) for node in nodes]
 
 
 def links_of(context: DistributedJob, rows: Sequence[RankMeasurement]) -> list[Link]:
     """Returns one link per node. A node with the only server cannot probe its link; the link counts as fast as the fastest
     other one."""
-    firsts = rows[:: context.groups.ranks_per_node]
+    firsts = [rows[first] for first in context.groups.firsts]
     probes = [row for row in firsts if row.up_bps]
     # The other nodes' downloads are uploads of the node with the server, and their uploads are its downloads.
     best = Link(max(r.down_bps for r in probes), max(r.up_bps for r in probes), min(r.alpha_s for r in probes))
@@ -113,20 +114,22 @@ def links_of(context: DistributedJob, rows: Sequence[RankMeasurement]) -> list[L
 def cluster_of(
     links: Sequence[Link], rows: Sequence[RankMeasurement], inside: CollectiveCosts, server_nodes: Sequence[int], *,
     cuda: bool = False,
-    reachable: bool = True, elsewhere_bps: float = 0.0,
+    reachable: bool = True, elsewhere_bps: float = 0.0, sites: Sequence[Sequence[int]] = (),
 ) -> Cluster:
-    """Returns the measured cluster: one link per node, one measurement per rank. `elsewhere_bps`: upload rate of servers on
-    other machines, if step times have shown it. Else they upload as fast as the median node receives from them: a node that
-    shares its machine with a server measures no link. They receive as fast as all nodes send, since most links receive faster
-    than they send.
+    """Returns the measured cluster: one link per node, one measurement per rank. `sites`: the ranks of each node, if they may
+    have unequal numbers of ranks; each then counts as if it had as many as the largest one.
+
+    `elsewhere_bps`: upload rate of servers on other machines, if step times have shown it. Else they upload as fast as the
+    median node receives from them: a node that shares its machine with a server measures no link. They receive as fast as all
+    nodes send, since most links receive faster than they send.
 
     Speeds are relative to rank 0, which plans with its own step timing and codec costs.
     """
-    per_node = len(rows) // len(links)
-    line = inside.inside
+    sites = sites or node_ranks(len(rows), len(rows) // len(links))
+    per_node, line = max(map(len, sites)), inside.inside
     nodes = []
-    for number, link in enumerate(links):
-        mine = rows[number * per_node : (number + 1) * per_node]
+    for number, (link, site) in enumerate(zip(links, sites, strict=True)):
+        mine = [rows[rank] for rank in site]
         nodes.append(Node(
             f"node{number}", per_node, "gpu" if cuda else "cpu", link, 8 / line.slope_s if line.slope_s else 0.0, line.floor_s,
             speed=rows[0].compute_s / max(row.compute_s for row in mine), server=number in server_nodes,

@@ -92,7 +92,8 @@ def probed(
     link is probed if that traffic shows the rates of all nodes. `expected`: known lower bounds of the rates, which set the
     initial TCP windows."""
     groups = context.groups
-    away = [server.id for server in context.uplink.epoch.servers if server.node != groups.node]
+    # No home has a server, and homes are renumbered when members change.
+    away = [server.id for server in context.uplink.epoch.servers if context.elastic or server.node != groups.node]
     asks = bool(away) and groups.local == 0
     network, patience_s = link_rates.RequestNetwork(context.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
     mine = _Known()
@@ -100,7 +101,8 @@ def probed(
         if asks:
             round_trip_s = link_rates.round_trip(network, away[0], patience_s)
             mine = _Known(*sustained(seen, steps_s, round_trip_s), round_trip_s, 1.0)
-    nodes = gathered(groups, mine)[:: groups.ranks_per_node]
+    rows = gathered(groups, mine)
+    nodes = [rows[first] for first in groups.firsts]
     with all_or_none(groups, "probing links"):
         # If a node's download was not busy, a slow receiving node may have limited the uploads of others.
         if asks and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):

@@ -127,12 +127,12 @@ class QualityGuard:
             return
         # Each node's exact gradients are weighted so that their sum is the mean; without residuals a node reports none.
         squares = [row.sent.xx for row in rows if row.sent.xx > 0]
-        nodes = self._groups.world // self._groups.ranks_per_node
+        nodes = len(self._groups.sites)
         summed = self._state.summed.xx
         if len(squares) < nodes or nodes == 1:
             return
         self._noise = self._noise.plus([nodes**2 * square for square in squares], summed)
-        batches = self._noise.known * self._groups.ranks_per_node
+        batches = self._noise.known * self._groups.world / nodes
         self._context.worker.counters.noise_scale = batches
         if batches and self._context.rank == 0:
             self._context.stream.log.append(NoiseScaleEvent(batches=batches))
@@ -157,7 +157,7 @@ class QualityGuard:
     def lifted(self, change: CodecChange) -> Plan | None:
         """Returns the base plan without codecs coarser than `change` allows; None if that is the active plan."""
         groups, worker = self._groups, self._context.worker
-        lifted = codec_floor.lift(self._base, change.after, groups.world // groups.ranks_per_node,
+        lifted = codec_floor.lift(self._base, change.after, len(groups.sites),
                                   cuda=worker.device.type == "cuda")
         return None if lifted.buckets == self._plan.buckets else lifted
 

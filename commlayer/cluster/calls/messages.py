@@ -17,7 +17,7 @@ from commlayer.errors import CorruptFrame, coded, short_line
 from commlayer.observe.events import MAX_LINE_NBYTES
 from commlayer.records import MALFORMED, Epoch, Record, ServerInfo
 
-PROTOCOL = 7
+PROTOCOL = 8
 FINISHED = "finished"
 SILENT = "no heartbeat for"
 """Begins the reason for the death of a process whose heartbeats stopped. It may have done nothing wrong."""
@@ -91,6 +91,8 @@ class Join(Record, frozen=True):
     machine."""
     elastic: bool = False
     """True for a worker that can continue after other workers die, leave or join."""
+    site_world: int = 1
+    """For a worker: number of workers of its site; see Member.site_world."""
     must_match: dict[str, str] = msgspec.field(default_factory=dict)
     """For a worker: settings by name that must be equal on all workers. The first workers compare these settings themselves;
     the coordinator compares those of a worker that joins later."""
@@ -357,13 +359,14 @@ def site_request(workers: int, place: int = ANY, *, name: str = "") -> Join:
 
 def worker_request(
     job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "", outbound_only: bool = False,
-    elastic: bool = False, gradients: int = ANY, tensors: int = ANY, elements: int = ANY, must_match: Mapping[str, str] = {},
+    elastic: bool = False, site_world: int = 1, gradients: int = ANY, tensors: int = ANY, elements: int = ANY,
+    must_match: Mapping[str, str] = {},
 ) -> Join:
     """Creates this process's request to join as a worker. The plan is included only for rank 0, or if the rank is not fixed."""
     sent = plan if rank in (0, ANY) else b""
     return Join("worker", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), rank, world, node, job,
-                sent, plan_digest or digest_of(plan), outbound_only=outbound_only, elastic=elastic, gradients=gradients,
-                tensors=tensors, elements=elements, must_match=dict(must_match))
+                sent, plan_digest or digest_of(plan), outbound_only=outbound_only, elastic=elastic, site_world=site_world,
+                gradients=gradients, tensors=tensors, elements=elements, must_match=dict(must_match))
 
 
 def server_request(address: str, node: int = ANY, number: int = ANY, *, colocated: bool = False, streams: str = "") -> Join:

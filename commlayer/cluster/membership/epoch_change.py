@@ -14,10 +14,19 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from commlayer.cluster.calls.messages import FINISHED, HeartbeatReply, Join, JoinReply, Overdue, PeerExit, incompatible
-from commlayer.cluster.membership.membership import Registration, State, conflict, evict, failure, over
+from commlayer.cluster.membership.membership import (
+    Registration,
+    State,
+    conflict,
+    evict,
+    failure,
+    over,
+    site_missing,
+    site_of,
+)
 from commlayer.cluster.membership.sites import AdmissionState, PendingWait
 from commlayer.errors import coded, without_code
-from commlayer.records import Epoch, Member
+from commlayer.records import Epoch
 from commlayer.transport.protocol import SERVER_BASE
 
 MAX_FORMER = 64
@@ -34,16 +43,28 @@ def next_epoch(state: State) -> State:
     An epoch's generation is 1 plus the number of workers that were admitted or removed since epoch 1. So processes that know of
     the same changes use the same generation.
     """
-    epoch, workers = state.epoch, _workers(state)
-    if epoch is None or not state.min_workers:
+    if state.epoch is None or not state.min_workers or inelastic_workers(state):
         return state
+    state = _without_broken_sites(state)
+    epoch, workers = state.epoch, _workers(state)
+    assert epoch is not None
     stay = tuple(m for m in epoch.members if workers[m.rank].present)
-    if not state.min_workers <= len(stay) < len(epoch.members) or inelastic_workers(state):
+    if not state.min_workers <= len(stay) < len(epoch.members):
         return state
     epoch = msgspec.structs.replace(epoch, generation=epoch.generation + len(epoch.members) - len(stay), members=stay)
     places = {token: p if p.join.kind == "server" or p.present or p.removed_in else
               msgspec.structs.replace(p, removed_in=epoch.generation) for token, p in state.registrations.items()}
     return msgspec.structs.replace(state, epoch=epoch, registrations=_kept(places, _known_by_all(state)))
+
+
+def _without_broken_sites(state: State) -> State:
+    """Evicts the other workers of sites that have lost one: they exchange together. A worker that has finished is not lost,
+    since the others may finish a moment later."""
+    for lost in [p for p in _workers(state).values() if p.dead or p.left not in ("", FINISHED)]:
+        if mates := [p.join.token for p in site_of(state, lost) if p.present]:
+            why = without_code(lost.dead or f"left the job: {lost.left}")
+            state = evict(state, mates, f"its home ({lost.join.certificate or lost.join.name}) has lost {lost.peer}: {why}")
+    return state
 
 
 def _kept(places: Mapping[str, Registration], known_generation: int) -> dict[str, Registration]:
@@ -164,7 +185,8 @@ def _closed(state: State, epoch: Epoch, present: int) -> AdmissionState:
 
 
 def admit(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
-    """Admits a worker to the running job by starting an epoch with it as the last member, or refuses it."""
+    """Registers a worker of the running job, or refuses it. The last worker of a site starts an epoch in which the site's
+    workers are the last members."""
     epoch = state.epoch
     assert epoch is not None
     workers = _workers(state)
@@ -183,12 +205,14 @@ def admit(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
         problem = coded("E-RANKS-DIFFER", differs[0])
     if problem:
         return state, JoinReply(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}")
-    member = Member(request.rank, request.node, request.name, request.pid, request.certificate)
-    epoch = msgspec.structs.replace(epoch, generation=epoch.generation + 1, members=(*epoch.members, member))
     place = Registration(msgspec.structs.replace(request, plan=b""), request.rank, now)
-    places = {**state.registrations, request.token: place}
-    return (msgspec.structs.replace(state, registrations=places, epoch=epoch),
-            JoinReply(rank=request.rank, epoch=epoch, plan=state.plan))
+    state = msgspec.structs.replace(state, registrations={**state.registrations, request.token: place})
+    site = [p for p in site_of(state, place) if p.present]
+    if len(site) < request.site_world:
+        return state, JoinReply(rank=request.rank, missing=site_missing(state, place))
+    epoch = msgspec.structs.replace(epoch, generation=epoch.generation + len(site),
+                                    members=(*epoch.members, *(p.member for p in site)))
+    return msgspec.structs.replace(state, epoch=epoch), JoinReply(rank=request.rank, epoch=epoch, plan=state.plan)
 
 
 def inelastic_workers(state: State) -> list[str]:

@@ -77,6 +77,12 @@ class Registration(Record, frozen=True):
     def peer(self) -> str:
         return f"{self.join.kind} {self.rank}"
 
+    @property
+    def member(self) -> Member:
+        """The worker as a member of an epoch."""
+        one = self.join
+        return Member(self.rank, one.node, one.name, one.pid, one.certificate, one.site_world)
+
     def silent_s(self, now: float) -> float:
         """Seconds without a sign of life."""
         return now - max(self.seen_s, self.heard_s)
@@ -383,7 +389,7 @@ def _completed(state: State) -> State:
         return state
     seated = sorted(state.registrations.values(), key=lambda p: p.rank)
     workers = [p for p in seated if p.join.kind == "worker"]
-    members = tuple(Member(p.rank, p.join.node, p.join.name, p.join.pid, p.join.certificate) for p in workers)
+    members = tuple(p.member for p in workers)
     servers = _placed([p for p in seated if p.join.kind == "server"], workers)
     first = workers[0].join
     run = digest_of("".join(sorted(state.registrations)).encode())  # tokens are random, so no two runs are equal
@@ -407,8 +413,23 @@ def _placed(servers: list[Registration], workers: list[Registration]) -> tuple[S
 
 
 def _seat(state: State, place: Registration) -> JoinReply:
+    if state.epoch is not None and not in_epoch(state, place):
+        return JoinReply(rank=place.rank, missing=site_missing(state, place))
     return JoinReply(rank=place.rank, epoch=state.epoch, plan=state.plan,
                      missing="" if state.epoch is not None else missing(state))
+
+
+def site_of(state: State, place: Registration) -> list[Registration]:
+    """Returns the workers of a worker's site, itself included, in the order of their ranks."""
+    mates = [p for p in state.registrations.values() if p.join.kind == "worker" and p.join.site_world > 1
+             and p.join.node == place.join.node]
+    return sorted(mates, key=lambda p: p.rank) if place.join.site_world > 1 else [place]
+
+
+def site_missing(state: State, place: Registration) -> str:
+    """Returns how many workers of a worker's site have joined, as text."""
+    here = sum(p.present for p in site_of(state, place))
+    return f"{here} of the {place.join.site_world} workers of this home have joined"
 
 
 def _free(state: State, kind: str) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import datetime
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from commlayer.cluster.processes import site_process_group
 from commlayer.cluster.processes.bounded_calls import PendingCollective, torch_errors
-from commlayer.cluster.processes.process_groups import Members
+from commlayer.cluster.processes.process_groups import Members, destroy, detach
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """torch's all-gather into one tensor, which newer versions of torch call all_gather_single."""
@@ -18,8 +21,8 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_ga
 class Channel:
     """Collectives of one process group. Members are numbered from 0 within the group."""
 
-    def __init__(self, group: Any, ranks: Sequence[int], what: str) -> None:
-        self._group, self._ranks, self._what = group, ranks, what
+    def __init__(self, group: Any, what: str) -> None:
+        self._group, self._what = group, what
 
     def allreduce(self, x: torch.Tensor, *, largest: bool = False) -> PendingCollective:
         """Starts an all-reduce of `x` in place: a sum, or with `largest` an elementwise maximum."""
@@ -37,22 +40,33 @@ class Channel:
 
     def reduce(self, x: torch.Tensor, root: int) -> PendingCollective:
         """Starts a sum of `x` into member `root`, in place. On other members `x` is undefined afterwards."""
-        return self._start("reduce", dist.reduce, x, self._ranks[root])
+        return self._start("reduce", dist.reduce, x, group_dst=root)
 
     def gather(self, x: torch.Tensor, rows: list[torch.Tensor] | None, root: int) -> PendingCollective:
         """Starts a gather of every member's `x` into `rows` of member `root`. `rows` is None on other members."""
-        return self._start("gather", dist.gather, x, rows, self._ranks[root])
+        return self._start("gather", dist.gather, x, rows, group_dst=root)
 
     def broadcast(self, x: torch.Tensor, root: int) -> PendingCollective:
-        return self._start("broadcast", dist.broadcast, x, self._ranks[root])
+        return self._start("broadcast", dist.broadcast, x, group_src=root)
+
+    def allow(self, timeout_s: float) -> None:
+        """Sets the timeout of collectives that begin from now on."""
+        site_process_group.set_timeout(self._group, datetime.timedelta(seconds=timeout_s))
+
+    def detach(self) -> None:
+        """Keeps the process group when torch's default group, and with it all groups that torch knows, is replaced."""
+        detach(self._group)
 
     def close(self) -> None:
-        self._group = None  # as in RowChannel.close
+        """Ends the process group. Its connections close with its last reference. A peer with a pending collective would
+        otherwise wait for this rank's connections to close when it closes its own."""
+        destroy(self._group)
+        self._group = None
 
-    def _start(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any) -> PendingCollective:
-        what = f"{name} {self._what}"
+    def _start(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any, **root: int) -> PendingCollective:
+        what, call = f"{name} {self._what}", inspect.unwrap(call)  # torch's wrapper fails to log errors of detached groups
         with torch_errors(what):
-            return PendingCollective(call(x, *args, group=self._group, async_op=True), what, on_device=x.is_cuda)
+            return PendingCollective(call(x, *args, group=self._group, async_op=True, **root), what, on_device=x.is_cuda)
 
 
 class Channels:
@@ -62,7 +76,6 @@ class Channels:
     def __init__(self, wanted: Iterable[tuple[int, str]], members: Members, per_node: int, timeout_s: float) -> None:
         """Creates the groups; a collective call. `wanted`: pairs (stage, scope); a scope is "all", "node" (ranks of one node)
         or "net" (ranks with the same local rank)."""
-        self._groups: list[Any] = []
         self._channels: dict[tuple[int, str], Channel] = {}
         world = members.world
         scopes = {
@@ -75,17 +88,12 @@ class Channels:
             for numbers in lists:
                 group = members.group(numbers, timeout_s=timeout_s)
                 if group is not None:
-                    self._groups.append(group)
-                    self._channels[stage, scope] = Channel(group, [members.ranks[m] for m in numbers], what)
+                    self._channels[stage, scope] = Channel(group, what)
 
     def __getitem__(self, place: tuple[int, str]) -> Channel:
         return self._channels[place]
 
     def close(self) -> None:
-        for group in self._groups:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-        self._groups.clear()
         for channel in self._channels.values():
             channel.close()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -16,19 +16,20 @@ import torch.distributed as dist
 
 from commlayer.cluster.processes.bounded_calls import PendingCollective, torch_errors
 from commlayer.cluster.processes.channels import Channel, node_ranks
-from commlayer.cluster.processes.process_groups import Members, rows_of_all
+from commlayer.cluster.processes.process_groups import Members, destroy, rows_of_all
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, check_nbytes, short_line
 from commlayer.observe.events import WaitKind
 from commlayer.records import MALFORMED
 
 V = TypeVar("V")
+Failed = Callable[[], BaseException | None]
 PIECE_NBYTES = 16 << 20
 """Number of bytes per broadcast of a longer byte string. Each broadcast has its own deadline."""
 
 
 class NodeGroups(NamedTuple):
     """Process groups of this node's ranks. All ranks must call the collectives of one group in the same order. Calls of
-    different groups need no common order."""
+    different groups need no common order. They stay when other nodes leave or join."""
 
     out: Channel
     """Group that sums gradients inside the node, as soon as the gradients are final."""
@@ -49,51 +50,73 @@ class Groups:
 
     wait_kind: WaitKind = "call"
 
-    def __init__(self, ranks_per_node: int, timeout_s: float, device: torch.device, members: Members | None = None) -> None:
+    def __init__(self, ranks_per_node: int, timeout_s: float, device: torch.device, members: Members | None = None, *,
+                 sites: Sequence[Sequence[int]] = (), patience_s: float = 0.0, former: Groups | None = None) -> None:
         """Creates the groups; a collective call. `timeout_s`: timeout of their collectives. `members`: the ranks that take
-        part; None: all ranks of the world."""
+        part; None: all ranks of the world. `sites`: the ranks of each node, if nodes may have unequal numbers of ranks.
+        `patience_s`: how much longer ranks wait for an exchange with other nodes. `former`: the closed groups of other members,
+        whose groups within this node are used again."""
         self.device = device
         self.members = members or Members()
         self.rank, self.world = self.members.rank, self.members.world
-        self.ranks_per_node, self.timeout_s = ranks_per_node, timeout_s
-        if self.world % ranks_per_node:
+        self.timeout_s, self._patience_s = timeout_s, patience_s
+        if not sites and self.world % ranks_per_node:
             raise InvalidInput("E-PROCESS-GROUP",
                                f"ranks_per_node {ranks_per_node} does not divide the world of {self.world} ranks")
-        self.node, self.local = divmod(self.rank, ranks_per_node)
+        self.sites = sites or node_ranks(self.world, ranks_per_node)
+        """The ranks of each node."""
+        self.ranks_per_node = max(map(len, self.sites))
+        """Number of ranks of a node; the largest one if nodes differ."""
+        self.node, self.site = next((node, site) for node, site in enumerate(self.sites) if self.rank in site)
+        self.local = self.site.index(self.rank)
         self.waiting_since = 0.0
         """When the pending call that waits for other ranks began, by time.monotonic(); 0 if no call waits."""
         self._all = self.members.group(timeout_s=timeout_s)
-        self._nodes: list[Any] = []
-        self._inside: NodeGroups | None = None
+        self._inside: NodeGroups | None = self._nodes() if former is None else former._inside
         self._hosts: Channel | None = None
-        if ranks_per_node > 1:
-            out, back, late = (self._node() for _ in range(3))
-            ready, late_ready = (None if device.type == "cpu" else self._node("gloo") for _ in range(2))
-            self._inside = NodeGroups(out, back, late, ready, late_ready)
 
-    def _node(self, backend: str | None = None) -> Channel:
-        """Creates a group of this node's ranks. Every rank takes part in creating the groups of all nodes."""
-        mine = dict[int, Channel]()
-        for ranks in node_ranks(self.world, self.ranks_per_node):
-            group = self.members.group(ranks, timeout_s=self.timeout_s, backend=backend)
-            if group is not None:
-                self._nodes.append(group)
-                mine[self.node] = Channel(group, [self.members.ranks[m] for m in ranks], "inside the node")
-        return mine[self.node]
+    def _nodes(self) -> NodeGroups | None:
+        out, back, late = (self._node() for _ in range(3))
+        ready, late_ready = (None if self.device.type == "cpu" else self._node("gloo") for _ in range(2))
+        if out is None or back is None or late is None:
+            return None
+        if self.device.type == "cuda":  # NCCL connects with the first call, through a store that a change of members closes
+            for channel in (out, back, late):
+                channel.allreduce(torch.zeros(1, device=self.device)).wait(time.monotonic() + self.timeout_s)
+        return NodeGroups(out, back, late, ready, late_ready)
+
+    def _node(self, backend: str | None = None) -> Channel | None:
+        """Creates a group of this node's ranks; None if there are no others. Every rank takes part in creating the groups of
+        all nodes."""
+        mine: Channel | None = None
+        for ranks in self.sites:
+            if len(ranks) > 1 and (group := self.members.group(ranks, timeout_s=self.timeout_s, backend=backend)) is not None:
+                mine = Channel(group, "inside the node")
+        return mine
 
     @property
     def inside(self) -> NodeGroups:
-        """The groups within this node. Call this only if nodes have several ranks."""
+        """The groups within this node. Call this only if this node has several ranks."""
         assert self._inside is not None, "this node has one rank"
         return self._inside
+
+    def allow_inside(self, steps: int) -> None:
+        """Sets the timeout of collectives on CPUs inside this node: a rank may wait in them for a sibling whose server waits
+        for other nodes. These may be late by the deadline for each of the `steps` between two exchanges."""
+        for channel in self.inside:
+            if channel is not None and (channel in (self.inside.ready, self.inside.late_ready) or self.device.type == "cpu"):
+                channel.allow(steps * self.timeout_s + self._patience_s)
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first rank of each node."""
+        return [site[0] for site in self.sites]
 
     @property
     def hosts(self) -> Channel:
         """A CPU group of all ranks. It is created at the first use, which all ranks must make together."""
         if self._hosts is None:
-            group = self.members.group(timeout_s=self.timeout_s, backend="gloo")
-            self._nodes.append(group)
-            self._hosts = Channel(group, self.members.ranks, "of the hosts")
+            self._hosts = Channel(self.members.group(timeout_s=self.timeout_s, backend="gloo"), "of the hosts")
         return self._hosts
 
     def allreduce(self, x: torch.Tensor) -> PendingCollective:
@@ -160,19 +183,35 @@ class Groups:
         """Returns the size that a rank named, if it is allowed; see check_nbytes."""
         return check_nbytes(nbytes, most_nbytes, what, f"rank {self.members.ranks[rank]}")
 
+    def gather_inside(self, data: bytes, failed: Failed = lambda: None) -> list[bytes]:
+        """Gathers the bytes of each rank of this node, in their order. All its ranks call it together, between two steps.
+        `failed` is polled during the wait; an error that it returns is raised."""
+        if len(self.site) == 1:
+            return [data]
+        size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        sizes: list[int] = self._gather_inside(size, failed).tolist()
+        mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device=self.device)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        rows = self._gather_inside(mine, failed).view(len(sizes), -1).cpu()
+        return [row[:nbytes].numpy().tobytes() for row, nbytes in zip(rows, sizes, strict=True)]
+
+    def _gather_inside(self, x: torch.Tensor, failed: Failed) -> torch.Tensor:
+        rows = x.new_empty(len(self.site) * x.numel())
+        self.inside.out.allgather(rows, x).wait(time.monotonic() + self.timeout_s, failed)
+        return rows
+
     def barrier(self) -> None:
         self.gather_all(torch.zeros(1, device=self.device))
 
-    def close(self) -> None:
-        for group in (*self._nodes, self._all):
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
-        # A group's connections close with its last reference. A peer with a pending collective would otherwise wait for this
-        # rank's connections to close when it closes its own.
-        for channel in (*(self._inside or ()), self._hosts):
+    def close(self, *, nodes: bool = True) -> None:
+        """`nodes`: False: the groups within this node stay, for the Groups of other members."""
+        for channel in self._inside or ():
             if channel is not None:
-                channel.close()
-        self._nodes, self._inside, self._hosts, self._all = [], None, None, None
+                (channel.close if nodes else channel.detach)()
+        if self._hosts is not None:
+            self._hosts.close()
+        destroy(self._all)
+        self._inside, self._hosts, self._all = None if nodes else self._inside, None, None
 
 
 class RankNumbers:

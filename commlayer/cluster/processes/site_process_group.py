@@ -72,8 +72,10 @@ def init_world(kv: KvClient, rank: int, world: int, home: range, *, inside: str,
         rebuild = Reducer._rebuild_buckets
         Reducer._rebuild_buckets = lambda reducer: layout.rebuild(rebuild, reducer)
     object_collectives.install(NAME)
-    _make(_World(kv, f"world{len(_worlds)}", tuple(range(world)), frozenset(home), inside, timeout_s,
-                 WorldStore(kv, timeout_s, rank), WorldStore(kv, timeout_s, ANY, min(home)), skip_lost, paused_reason,
+    # Ranks that join are the last ones, with further numbers.
+    ids = (*range(world - len(home)), *home) if paused_reason else tuple(range(world))
+    _make(_World(kv, f"world{len(_worlds)}", ids, frozenset(home), inside, timeout_s,
+                 WorldStore(kv, timeout_s, ids[rank]), WorldStore(kv, timeout_s, ANY, min(home)), skip_lost, paused_reason,
                  patience_s), rank)
 
 

@@ -31,7 +31,7 @@ from commlayer.errors import (
     line_of,
     without_code,
 )
-from commlayer.records import MALFORMED, Epoch, Plan
+from commlayer.records import MALFORMED, Epoch, Plan, sites_of
 from commlayer.transport.connection import Limits
 from commlayer.transport.endpoint import Refusal, Settings, StreamTransport
 from commlayer.transport.handshake import Hello, RefusalLog, RetryLater, same_job
@@ -98,6 +98,8 @@ class DataServer:
         """Workers that have joined since, in the order in which all members count them."""
         self._seen: set[int] = set()
         """Members of all epochs that this server has received, and workers that have joined."""
+        self._sites: dict[int, tuple[int, ...]] = {}
+        """Maps these members to the ranks of their sites."""
         self._changing = threading.Lock()
         self._plan: Plan | None = None
         streams_port = port and port + (config.carrier != "grpc")
@@ -179,6 +181,8 @@ class DataServer:
         self._newest, self._epoch, self._await_epoch = epoch, former.epoch if former else epoch, await_epoch
         self._joined = [*former.joined] if former else []
         self._seen = {*self._all_members, *self._present}
+        self._note_sites(self._epoch)
+        self._note_sites(epoch)
         self._token = token
         try:
             self._plan = decoded = self._checked(former.plan if former else plan, "")
@@ -243,13 +247,22 @@ class DataServer:
     def _core(self, plan: Plan, server: int, generation: int) -> Summation:
         assert self._epoch is not None
         members = tuple(m.rank for m in self._epoch.members)
-        senders = {bucket: tuple(members[place] for place in places)
-                   for bucket, places in senders_of(plan, len(members)).items()}
+        senders = senders_of(plan, sites_of(self._epoch.members))
         core = Summation(server, generation, dict(self._ops), senders | {ROW_BUCKET: members})
         for number, member in enumerate(self._joined, 1):
-            core.add(number, member)
+            core.add(number, member, self._owned(plan, member))
         core.remove(self._gone)
         return core
+
+    def _owned(self, plan: Plan, member: int) -> set[int]:
+        """Returns the buckets to which a worker contributes. A worker that this server has never seen has left again."""
+        site = self._sites.get(member, (member,))
+        return {ROW_BUCKET, *(b.id for b in plan.buckets if b.owner_in(site) == member)}
+
+    def _note_sites(self, epoch: Epoch) -> None:
+        for site in sites_of(epoch.members):
+            for member in site:
+                self._sites.setdefault(member, site)
 
     def _ops_for(self, plan: Plan, server: int) -> dict[int, BucketOps]:
         """Returns the codec operations of the plan's buckets, and of the bucket of rows on server 0. They inherit residuals."""
@@ -306,6 +319,7 @@ class DataServer:
             if self._newest is None or epoch.generation > self._newest.generation:
                 self._newest = epoch
                 self._seen |= self._present
+                self._note_sites(epoch)
 
     def _admit_worker(self, joins: Joins, sender: int) -> None:
         """Adds a worker to the members and to the journal. Waits for the coordinator's word that it is one."""
@@ -335,7 +349,7 @@ class DataServer:
                 if isinstance(ops, GatherOps):
                     ops.allow(len(self._all_members))
                     sizes[bucket] = ops.bound + ENTRY_HEADER_NBYTES
-            self._server.core.add(joins.number, joins.member)
+            self._server.core.add(joins.number, joins.member, self._owned(self._plan, joins.member))
             if self.journal is not None and not self.journal.write_joined(self._joined, sizes):
                 self._write_down(self._server.core, records.encode(self._plan), self._hello.rank - SERVER_BASE)
             self._set_limits(self._plan, self._hello.rank - SERVER_BASE)

@@ -208,7 +208,6 @@ def expected_nbytes(plan: Plan, server: int) -> int:
     return 2 * payloads + state_nbytes + SLACK_NBYTES
 
 
-def senders_of(plan: Plan, world: int) -> dict[int, tuple[int, ...]]:
-    """Maps a bucket to the ranks that contribute to it: the bucket's owner on each node, in the order of summation."""
-    nodes = range(world // plan.ranks_per_node)
-    return {b.id: tuple(n * plan.ranks_per_node + b.owner for n in nodes) for b in plan.buckets if b.served}
+def senders_of(plan: Plan, sites: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """Maps a bucket to the ranks that contribute to it: the bucket's owner in each of the sites, in the order of summation."""
+    return {b.id: tuple(b.owner_in(site) for site in sites) for b in plan.buckets if b.served}

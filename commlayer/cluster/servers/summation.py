@@ -155,9 +155,10 @@ class Summation:
                         found.append(error)
         return found
 
-    def add(self, number: int, member: int) -> None:
+    def add(self, number: int, member: int, owned: Collection[int] | None = None) -> None:
         """Adds a worker to the members: it contributes from the first step on whose contributions name `number` in
-        Header.joined. `number` counts the workers that have joined. Repeating an addition has no effect."""
+        Header.joined. `number` counts the workers that have joined. `owned`: the buckets to which the worker contributes; None:
+        all. Repeating an addition has no effect."""
         if number <= len(self.joined):
             if self.joined[number - 1] != member:
                 raise InvalidInput("E-EPOCH", f"worker {member} joins as number {number}, but worker {self.joined[number - 1]} "
@@ -166,9 +167,10 @@ class Summation:
         if number > len(self.joined) + 1:
             raise InvalidInput("E-EPOCH", f"worker {member} joins as number {number}, but only {len(self.joined)} have joined")
         self.joined.append(member)
-        for cell in () if member in self.gone else self.cells.values():
-            with cell.lock:
-                cell.joining[member] = number
+        for bucket, cell in () if member in self.gone else self.cells.items():
+            if owned is None or bucket in owned:
+                with cell.lock:
+                    cell.joining[member] = number
 
     def _ended(self, message: Message) -> bool:
         """Returns whether the message is of an earlier plan, in which the bucket number may have meant a different bucket."""

@@ -18,7 +18,7 @@ from commlayer.cluster.servers.dialing import NOTE_AFTER_S, make_dial
 from commlayer.cluster.servers.summation_server import Joins, Stalled, follow_stalls
 from commlayer.config import Config, reconnect_window_s, unheard_s
 from commlayer.errors import CommError, InvalidInput, PeerLost
-from commlayer.records import Epoch, ServerInfo
+from commlayer.records import Epoch, ServerInfo, sites_of
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.key_folder import Keys
@@ -46,6 +46,7 @@ class WorkerClient:
         """Registers with the coordinator at `address` and waits for all processes to join. `dial` connects to servers."""
         keys = Keys(config.keys) if config.keys else None  # invalid keys must leave no registration
         self._config, self._keys, self.address, self._elastic = config, keys, address, request.elastic
+        self._rank = request.rank
         self._lock = threading.Lock()
         self._failure: CommError | None = None
         self._generation, self._probes, self._closed = 1, 0, False
@@ -161,7 +162,10 @@ class WorkerClient:
         self._stalled(report.bucket, report.step, report.missing)
 
     def _on_exit(self, gone: messages.PeerExit) -> None:
-        awaited = self._membership is None or self._membership.is_expected(gone.peer)
+        membership, awaited = self._membership, True
+        if membership is not None:  # the newest epoch may lack a worker of this site already
+            site = next((site for site in sites_of(membership.epoch.members) if self._rank in site), ())
+            awaited = membership.is_expected(gone.peer) or gone.peer in map(peer_name, site)
         if awaited and gone.reason == messages.FINISHED and gone.exchanges >= 0:
             self._left(gone.peer, gone.exchanges)
 

@@ -463,12 +463,13 @@ class EncodedBucket(ServedBucket):
 
 
 def bucket_of(
-    planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, local: int = 0, rank: int = 0,
+    planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, owned: bool = True, rank: int = 0,
     on_device: bool = False,
 ) -> WorkerBucket:
-    """Creates the bucket of the class that its path in the plan needs."""
+    """Creates the bucket of the class that its path in the plan needs. `owned`: True if this rank exchanges the bucket with its
+    server."""
     if planned.path != "service":
         return CollectiveBucket(planned, job, codec, device, order)
-    if planned.owner != local:
+    if not owned:
         return ServedBucket(planned, job, codec, device, order)
     return EncodedBucket(planned, job, codec, device, order, rank=rank, on_device=on_device)

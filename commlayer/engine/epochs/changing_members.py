@@ -17,7 +17,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Protocol
 
@@ -36,7 +36,7 @@ from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import CommError, PeerLost
-from commlayer.records import Epoch, Member, Plan, plan_of
+from commlayer.records import Epoch, Member, Plan, plan_of, sites_of
 from commlayer.transport.protocol import SERVER_BASE, Handle, peer_name
 
 PROPOSAL_NUMBERS = len(Proposal._fields)
@@ -108,8 +108,11 @@ class ChangingMembers(FixedMembers):
         return [peer_name(rank) for rank in self._departed()]
 
     def _departed(self) -> list[int]:
-        present = {m.rank for m in self._newest.epoch.members}
-        return [m.rank for m in self._context.uplink.epoch.members if m.rank not in present]
+        return self._whole_sites({*self._context.ranks} - {m.rank for m in self._newest.epoch.members})
+
+    def _whole_sites(self, gone: Set[int]) -> list[int]:
+        """Returns the workers of all sites that have lost a worker."""
+        return [rank for site in sites_of(self._context.uplink.epoch.members) if gone & {*site} for rank in site]
 
     def patience(self) -> float:
         """Returns the extra seconds of each wait. The value does not depend on whether the coordinator replies now: it might
@@ -132,7 +135,7 @@ class ChangingMembers(FixedMembers):
     def _proposals(self) -> list[Proposal]:
         """Returns the next workers to admit of which this rank knows. Further workers join after these."""
         newest, waits = self._newest.epoch, self._joining or (self._transfer is not None and self._transfer.is_alive())
-        new = () if waits else (m.rank for m in newest.members if m.rank not in self._admitted)
+        new = () if waits else sites_of(m for m in newest.members if m.rank not in self._admitted)
         return propose(self._joined, new, newest.generation)
 
     def settle(self) -> None:
@@ -147,7 +150,8 @@ class ChangingMembers(FixedMembers):
         self.confirmed = self.row_carried
         proposals = [Proposal(*map(int, row[at : at + PROPOSAL_NUMBERS])) for row in rows.values()
                      if all(map(math.isfinite, row)) for at in range(0, len(row), PROPOSAL_NUMBERS)]
-        proposals = [p for p in proposals if 0 <= p.member < SERVER_BASE and p.member not in self._admitted]
+        proposals = [p for p in proposals if p.workers > 0 and 0 <= p.member <= SERVER_BASE - p.workers
+                     and p.member not in self._admitted]
         worker = self._context.worker
         # Rows of local steps are steps apart, and all ranks read one between the same two: the next exchange is late enough.
         first = worker.step + worker.begun if worker.plan.steps_locally else self._row_step + LEAD
@@ -158,11 +162,13 @@ class ChangingMembers(FixedMembers):
                               for server in uplink.epoch.servers for one in joining]
 
     def _missing(self) -> list[int]:
-        """Waits for the row in flight, if there is one. Returns the members that have not sent it."""
+        """Waits for the row in flight, if there is one. Returns the members that have not sent it, and the other members of
+        their sites."""
         if self._rows.under_way:
             self._received = self._rows.read_by_sender()
-        received, present = self._received, {m.rank for m in self._context.uplink.epoch.members}
-        return [] if received is None else [rank for rank in self._row_members if rank in present and rank not in received]
+        if (received := self._received) is None:
+            return []
+        return self._whole_sites({rank for rank in self._row_members if rank not in received})
 
     def between(self) -> None:
         # A row that is not sent yet belongs to a call of a component at the end of a step; servers may have another plan.
@@ -188,14 +194,13 @@ class ChangingMembers(FixedMembers):
                                                       context.waits.notice_s + judged_s(self._config))
         if known.generation > self._newest.epoch.generation:  # the heartbeat thread is about to report it
             self.offer(known)
-        new = [self._known.get(one.member, Member(one.member, one.member, "")) for one in joining]
+        new = [self._known.get(one.member, Member(one.member, one.site, "", site_world=one.workers)) for one in joining]
         # The new workers send the next row, so the server must have finished this one. They start without members that have not
         # sent this row; the others continue without them after this exchange.
         epoch, gone = context.uplink.epoch, self._missing()
-        kept = [place for place, m in enumerate(epoch.members) if m.rank not in gone]
-        givers = [epoch.members[place] for place in kept]
+        before, givers = epoch.members, [m for m in epoch.members if m.rank not in gone]
         epoch = structs.replace(epoch, generation=epoch.generation + len(gone) + len(new), members=(*givers, *new))
-        state = self._replica.given(context, plan_of(context.plan, kept, len(new)), epoch)
+        state = self._replica.given(context, plan_of(context.plan, before, epoch.members), epoch)
         apart, overlaps = context.stepped_apart(), worker.plan.overlap == "round"
         if worker.plan.steps_locally:
             self._enter(new)
@@ -244,7 +249,8 @@ class ChangingMembers(FixedMembers):
         context = self._context
         names = ", ".join(context.uplink.display_name(peer_name(rank)) for rank in gone)
         if context.id in gone:
-            raise PeerLost("the job continued without this worker: its heartbeats had stopped, or it had left",
+            raise PeerLost("the job continued without this worker: its heartbeats or those of another worker of its home had "
+                           "stopped, or it had left",
                            peer=f"coordinator {context.uplink.address}", code="E-EPOCH-ENDED")
         self.steps_at_exit |= dict.fromkeys(gone, at)
         self._switch([m for m in context.uplink.epoch.members if m.rank not in gone],
@@ -262,13 +268,11 @@ class ChangingMembers(FixedMembers):
 
     def _continue_with(self, members: Sequence[Member], what: str, level: int) -> None:
         context, former = self._context, self._context.uplink.epoch
-        begin, places = time.monotonic(), {m.rank: place for place, m in enumerate(former.members)}
-        kept = [places[m.rank] for m in members if m.rank in places]
-        changes = len(members) - len(kept) + len(former.members) - len(kept)
+        begin, changes = time.monotonic(), len({m.rank for m in former.members} ^ {m.rank for m in members})
         epoch = structs.replace(former, generation=former.generation + changes, members=tuple(members))
         context.groups = new_world(context.groups, context.rows, self._config, self._home, epoch, context.id)
         context.terms.basis = context.terms.price = None
-        context.plan = context.worker.plan = plan_of(context.plan, kept, len(members) - len(kept))
+        context.plan = context.worker.plan = plan_of(context.plan, former.members, members)
         context.uplink.switch_epoch(epoch)
         context.note_plan("members")
         context.components.new_members()
@@ -277,12 +281,14 @@ class ChangingMembers(FixedMembers):
 
 
 def new_world(former: Groups, rows: StepRows, config: Config, home: str, epoch: Epoch, own: int) -> Groups:
-    """Creates torch.distributed's process groups for the members of the epoch `epoch`. `own`: this member's initial rank."""
+    """Creates torch.distributed's process groups for the members of the epoch `epoch`. Those inside this site stay. `own`: this
+    member's initial rank."""
     ids = [m.rank for m in epoch.members]
-    former.close()
+    former.close(nodes=False)
     kv = KvClient(config.join, config, home, epoch.generation)
     site_process_group.change_members(kv, ids, ids.index(own), epoch.generation)
     process_groups.reset_counts()
-    groups = Groups(1, config.deadline_s, former.device)
+    sites = [[ids.index(rank) for rank in site] for site in sites_of(epoch.members)]
+    groups = Groups(1, config.deadline_s, former.device, sites=sites, patience_s=judged_s(config), former=former)
     rows.change(groups.members, ids)
     return groups

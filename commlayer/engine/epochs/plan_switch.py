@@ -17,7 +17,7 @@ from commlayer.engine.job.plan_agreement import OfferedPlan, bytes_of, check_pla
 from commlayer.engine.sync.sync_modes import with_modes
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, InvalidInput
-from commlayer.records import Member, Plan, plan_of, with_updates
+from commlayer.records import Member, Plan, plan_of, sites_of, with_updates
 
 
 def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = False, requested: bool = False) -> None:
@@ -53,9 +53,9 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
 def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Member]) -> Plan | None:
     """Returns the plan for the remaining members: where the plan names one codec per worker, the codecs of lost workers are
     removed."""
-    if plan is None or any(b.by_node and len(b.by_node) != len(before) for b in plan.buckets):
+    if plan is None or any(b.by_node and len(b.by_node) != len(sites_of(before)) for b in plan.buckets):
         return plan
-    return plan_of(plan, [place for place, member in enumerate(before) if member in now])
+    return plan_of(plan, before, now)
 
 
 class _Prepared(NamedTuple):
@@ -88,8 +88,8 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
             raise InvalidInput("E-PLAN-SWITCH",
                                "plan: it has local steps, but a LoadBalancer adjusts shares based on the times of averaged "
                                "steps; only a plan that the script requests can have local steps")
-        per_node = groups.ranks_per_node
-        check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, context.terms.forbids,
+        per_node = agreed.ranks_per_node if context.elastic else groups.ranks_per_node
+        check_plan(agreed, old.job, len(groups.sites), per_node, old.device, context.terms.forbids,
                    reachable=groups.members.reachable)
     context.complete(Pending.ALL_STEPS)
     if old.plan.steps_locally:

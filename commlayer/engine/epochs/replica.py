@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -122,9 +123,8 @@ class Replica:
     def given(self, context: DistributedJob, plan: Plan, epoch: Epoch) -> dict[str, torch.Tensor]:
         """Returns this rank's state for a joining worker, the last member of `epoch`. If the state cannot be read, returns the
         error instead. The tensors are those of the job."""
+        codecs = _shared_codec_states(context)
         try:
-            codecs = {f"{CODEC}{bucket.id}.{name}": torch.from_numpy(value) for bucket in context.worker.buckets
-                      if isinstance(bucket, EncodedBucket) for name, value in shared_snapshot(bucket.ledger.state).items()}
             state = self.state(context, plan, epoch=epoch)
             # A joining worker needs no local progress. Its starts are the parameters.
             local = [name for name in state if name.startswith(LOCAL) and not name.startswith((VELOCITY, BEHIND))]
@@ -299,6 +299,16 @@ def _states_of(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> di
             raise InvalidInput("E-CHECKPOINT", f"checkpoint(): extra {name!r} is a {type(value).__name__}, but it must have "
                                                "state_dict() and load_state_dict()")
     return {name: _plain(value.state_dict(), tensors) for name, value in extra.items()}
+
+
+def _shared_codec_states(context: DistributedJob) -> dict[str, torch.Tensor]:
+    """Returns the part of codec states that is equal on all workers that encode a bucket. Each rank of a site encodes only some
+    buckets, so all of them call it together."""
+    own = {f"{CODEC}{bucket.id}.{name}": torch.from_numpy(value) for bucket in context.worker.buckets
+           if isinstance(bucket, EncodedBucket) for name, value in shared_snapshot(bucket.ledger.state).items()}
+    rows = context.groups.gather_inside(safetensors.torch.save(own), lambda: context.worker.error)
+    states = dict(chain.from_iterable(safetensors.torch.load(row).items() for row in rows))
+    return {name: states[name] for name in sorted(states)}
 
 
 def most_state_nbytes(tensors: Iterable[torch.Tensor], per_element: int = STATE_PER_ELEMENT) -> int:

@@ -81,9 +81,9 @@ def here(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, d
 
     The result is not finite if the step cannot be compared.
     """
-    if groups.ranks_per_node > 1 and of.bucket.served:
+    if len(groups.site) > 1 and of.bucket.served:
         mine = mine.clone()
-        groups.inside.out.reduce(mine, of.bucket.planned.owner).wait(time.monotonic() + deadline_s)
+        groups.inside.out.reduce(mine, of.bucket.planned.owner_in(range(len(groups.site)))).wait(time.monotonic() + deadline_s)
     residual = _kept(of.bucket)
     if of.owing is None or residual is None:
         return Dots()

@@ -368,7 +368,7 @@ class DistributedJob(JobContext):
 
     def worker_for(self, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:
         """Creates a worker that runs this plan. It is idle until `follow` makes it current."""
-        codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node, plan) for b in plan.buckets}
+        codecs = {b.id: codec_of(b, self.groups.node, plan) for b in plan.buckets}
         return Worker(
             job, plan, codecs, device, rank=self.id, members=self.first_world, generation=generation, groups=self.groups,
             transport=self.uplink.transport, recycle=self.uplink.recycle, components=weakref.proxy(self.components),

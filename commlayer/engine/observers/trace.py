@@ -184,12 +184,11 @@ def _decode_steps(row: bytes, most_nbytes: int, count: int, buckets: int, peer: 
 
 def write(context: DistributedJob, path: Path, ranks: Sequence[Sequence[RecordedStep]], first_step: int) -> Comparison:
     plan = context.plan
-    nodes = context.world // plan.ranks_per_node
+    sites = context.groups.sites
+    nodes = len(sites)
     prediction, note = _predicted(context, nodes)
     origin = origins(context.terms.basis.plan) if prediction and context.terms.basis else [b.id for b in plan.buckets]
-    seen = [
-        Seen(rank // plan.ranks_per_node, [[*_events(step, origin)] for step in steps]) for rank, steps in enumerate(ranks)
-    ]
+    seen = [Seen(node, [[*_events(step, origin)] for step in ranks[rank]]) for node, site in enumerate(sites) for rank in site]
     by_node = prediction.by_node if prediction else {}
     comparison = Comparison(_name(context, plan), first_step, len(ranks[0]), len(ranks), nodes, rows_of(seen, by_node), note)
     write_trace(path, _tracks(seen, prediction, comparison.steps), comparison)

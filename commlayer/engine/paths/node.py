@@ -37,8 +37,10 @@ class NodeReduce(Path[ServedBucket]):
         inside = groups.inside
         self._out, self._back, self._ready = ((inside.late, inside.late, inside.late_ready) if buckets[0].late else
                                               (inside.out, inside.back, inside.ready))
-        self._exchange, self._lane, self._first_rank = exchange, lane, groups.rank - groups.local
-        self._sums = node_sums(buckets, groups.ranks_per_node, groups.local)
+        self._exchange, self._lane = exchange, lane
+        self._numbers = range(step.rank - groups.local, step.rank - groups.local + len(groups.site))
+        """The numbers of the node's ranks in messages."""
+        self._sums = node_sums(buckets, len(groups.site), groups.local)
         self._sum_of = {bucket.id: each for each in self._sums for bucket in each.buckets}
         self._answers = step.arrivals()
         self._begun: list[NodeSum] = []
@@ -109,7 +111,7 @@ class NodeReduce(Path[ServedBucket]):
         others = [bucket for each in sums for bucket in each.buckets if bucket is not each.mine]
         bucket, peer = sums[0].buckets[0], "a rank of this node"
         if others:
-            bucket, peer = others[0], peer_name(self._first_rank + others[0].planned.owner)
+            bucket, peer = others[0], peer_name(others[0].planned.owner_in(self._numbers))
         return DeadlineExceeded("the result was not distributed inside the node before the deadline", peer=peer,
                                 step=bucket.exchange.step, bucket=bucket.id)
 

@@ -37,9 +37,9 @@ class NodeSum(ABC):
 
 
 class OwnedSum(NodeSum):
-    def __init__(self, bucket: ServedBucket) -> None:
+    def __init__(self, bucket: ServedBucket, owner: int) -> None:
         super().__init__([bucket])
-        self._memory, self._owner = bucket.memory, bucket.planned.owner
+        self._memory, self._owner = bucket.memory, owner
 
     def reduce(self, channel: Channel) -> None:
         self._pending = channel.reduce(self._memory.all, self._owner)
@@ -88,9 +88,10 @@ class ShardedSum(NodeSum):
         return channel.allgather(self._rows.view(-1), self._row)
 
 
-def node_sums(buckets: Sequence[ServedBucket], ranks_per_node: int, local: int) -> list[NodeSum]:
-    """Returns the sums inside a node that these buckets of a plan need, in order."""
+def node_sums(buckets: Sequence[ServedBucket], ranks: int, local: int) -> list[NodeSum]:
+    """Returns the sums that these buckets of a plan need inside a node of `ranks` ranks, in order."""
     return [
-        ShardedSum(buckets[run.start : run.stop], local) if len(run) > 1 else OwnedSum(buckets[run.start])
-        for run in shard_groups([bucket.planned for bucket in buckets], ranks_per_node)
+        ShardedSum(buckets[run.start : run.stop], local) if len(run) > 1 else
+        OwnedSum(buckets[run.start], buckets[run.start].planned.owner_in(range(ranks)))
+        for run in shard_groups([bucket.planned for bucket in buckets], ranks)
     ]

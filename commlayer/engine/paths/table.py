@@ -73,9 +73,10 @@ def make_paths(
         if not buckets or transport is None:
             return None
         exchange = exchange or ServerExchange(step, transport, recycle, staging)
-        if plan.ranks_per_node == 1 or groups is None:
+        if groups is None or len(groups.site) == 1:
             encoded = [bucket for bucket in buckets if isinstance(bucket, EncodedBucket)]
             return ServerPath(encoded, step, staging, exchange)
+        groups.allow_inside(plan.local_steps)
         late = buckets[0].late
         if late not in lanes:
             lanes[late] = Lane("late" if late else "distribution", step.latch)

@@ -14,6 +14,7 @@ import torch
 
 from commlayer import records
 from commlayer.cluster.calls import messages
+from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.process_groups import Members
@@ -112,9 +113,9 @@ def _begin(
     align: Sequence[torch.Tensor], must_match: Mapping[str, str],
 ) -> DistributedJob:
     elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and members.world == met.launch.world
-    per_node = 1 if elastic else met.per_node  # workers leave one by one, so each one exchanges for itself
-    nodes, first = members.world // per_node, members.rank == 0
-    notes = [met.note] if met.note and first else []
+    sites = met.sites if elastic else node_ranks(members.world, met.per_node)
+    per_node, nodes, first = max(map(len, sites)), len(sites), members.rank == 0
+    notes = [met.note] if met.note and first and not elastic else []
     if met.differs:
         notes.append(f'{met.differs}. Training continues because drift="warn".')
     if config.min_workers and not elastic and first:
@@ -124,7 +125,8 @@ def _begin(
     link: WorkerClient | None = None
     with contextlib.ExitStack() as undo:
         with members.all_there(config.deadline_s):
-            groups = Groups(per_node, config.deadline_s, device, members)
+            patience_s = judged_s(config) if elastic else 0.0  # where members may leave, the coordinator decides who is lost
+            groups = Groups(per_node, config.deadline_s, device, members, sites=sites, patience_s=patience_s)
             undo.callback(groups.close)
         undo.callback(lambda: leave_job(link, servers, "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s))
         align_tensors(align, groups, config.deadline_s)
@@ -139,7 +141,8 @@ def _begin(
         if first and (terms.requested.fragments or 1) > agreed.fragments:
             notes.append(f"{terms.requested}: fragments={terms.requested.fragments} becomes fragments={agreed.fragments}: a "
                          f"plan cannot have more fragments than buckets ({len(agreed.buckets)})")
-        check_plan(agreed, job, nodes, per_node, device, terms.forbids, reachable=met.reachable)
+        check_plan(agreed, job, nodes, agreed.ranks_per_node if elastic else per_node, device, terms.forbids,
+                   reachable=met.reachable)
         if first:
             notes += late_and_sparse(agreed, learning_rows(config.learning), memory.family)
         if first and (note := float64.doubles_notice(job, nodes)):
@@ -151,9 +154,8 @@ def _begin(
         config = _placed(config, met.address, notes.append if first else _ignore)
         link = _join(job, agreed, groups, servers, config, outbound_only=not met.reachable, elastic=elastic,
                      must_match=must_match if elastic else {})
-        # Where members may leave, the coordinator decides during the wait who is lost.
-        wait_s = config.deadline_s + (judged_s(config) if elastic else 0.0)
-        rows = StepRows(gathered or ServedRows(link.transport, groups.rank, wait_s), members, may_leave=elastic)
+        rows = StepRows(gathered or ServedRows(link.transport, groups.rank, config.deadline_s + patience_s), members,
+                        may_leave=elastic)
         context = DistributedJob(terms, groups.rank, groups, rows, link, memory, agreed, job, logs=met.logs, waits=waits,
                                  embedded=servers, matched=met.matched)
         undo.pop_all()
@@ -175,13 +177,15 @@ def _enter(
                            "attach() cannot join a running job in this way: call attach(model, optimizer) in a home "
                            "(commlayer join), with a server that was started with --min-workers. A communication "
                            "hook that the script registers is not supported")
-    own = met.launch.joins
+    own, launch = met.launch.joins, met.launch
+    site_world = 1 if config.ranks_per_node == 1 else launch.local_world
 
-    def check(plan: Plan, workers: int) -> None:
-        check_plan(plan, job, workers, 1, device, terms.forbids, reachable=False)
+    def check(plan: Plan, nodes: int) -> None:
+        check_plan(plan, job, nodes, plan.ranks_per_node, device, terms.forbids, reachable=False)
 
     return enter(terms, job, device, replica, memory, messages.worker_request(
-        job.digest(), own, 0, node=own, outbound_only=True, elastic=True, must_match=must_match,
+        job.digest(), own, 0, node=own - launch.local_rank, outbound_only=True, elastic=True, site_world=site_world,
+        must_match=must_match,
         gradients=sum(not tensor.buffer for tensor in job.tensors), tensors=len(job.tensors), elements=job.numel),
         config, met.launch.home, waits, check, logs=met.logs)
 
@@ -197,8 +201,9 @@ def _join(
         address, token = _start_embedded(plan, groups, servers, config)
         config = msgspec.structs.replace(config, token=token)
     return worker_client.connect(address, messages.worker_request(
-        job.digest(), groups.rank, groups.world, node=groups.node, plan=records.encode(plan) if groups.rank == 0 else b"",
-        plan_digest=records.digest(plan), outbound_only=outbound_only, elastic=elastic,
+        job.digest(), groups.rank, groups.world, node=groups.node, site_world=len(groups.site),
+        plan=records.encode(plan) if groups.rank == 0 else b"", plan_digest=records.digest(plan),
+        outbound_only=outbound_only, elastic=elastic,
         gradients=sum(not tensor.buffer for tensor in job.tensors), tensors=len(job.tensors), elements=job.numel,
         must_match=must_match,
     ), config)
@@ -224,7 +229,7 @@ def _start_embedded(plan: Plan, groups: Groups, servers: list[EmbeddedServer], c
 
     Returns the coordinator's address and the job's secret, which rank 0 creates and sends to the other ranks.
     """
-    nodes = groups.world // groups.ranks_per_node
+    nodes = len(groups.sites)
     config = msgspec.structs.replace(config, node=groups.node)
     hosts = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
     mine = [number for number, host in enumerate(hosts) if host == groups.node] if groups.local == 0 else []

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from commlayer.cluster.calls import messages
+from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.process_groups import Members
 from commlayer.cluster.processes.rows import StepRows
@@ -28,7 +29,7 @@ from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.worker.root_cause import WaitsFor
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost
-from commlayer.records import Epoch, Job
+from commlayer.records import Epoch, Job, sites_of
 
 log = logging.getLogger("commlayer")
 
@@ -38,10 +39,13 @@ def enter(
     config: Config, home: str, waits: WaitsFor, check: Callable[..., None], *, logs: bool,
 ) -> DistributedJob:
     """Joins a running job. Returns when this rank is a member, in the same step as all other members. `check` raises ValueError
-    for a plan that cannot run with a given number of `workers`."""
+    for a plan that cannot run with a given number of `nodes`."""
     begin, own = time.monotonic(), request.rank
     with contextlib.ExitStack() as undo:
-        groups = Groups(1, config.deadline_s, device, Members())
+        ranks = Members()
+        own_site = range(ranks.world - request.site_world, ranks.world)
+        groups = Groups(1, config.deadline_s, device, ranks, sites=[*node_ranks(own_site.start, 1), own_site],
+                        patience_s=judged_s(config))
         undo.callback(lambda: groups.close())
         link = WorkerClient(config, config.join, request)
         undo.callback(leave_job, link, (), "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s)
@@ -97,7 +101,7 @@ def _receive(
     def receive(epoch: Epoch) -> TakenState | None:
         _check_givers(epoch, own, link)
         relay = StateRelay(newest, epoch, own, config.deadline_s, judged_s(config), replica.most_nbytes)
-        fits = functools.partial(check, workers=len(epoch.members))
+        fits = functools.partial(check, nodes=len(sites_of(epoch.members)))
         try:
             return relay.take(functools.partial(replica.take, check=fits))
         except DeadlineExceeded:

@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from commlayer import records
 from commlayer.cluster.calls import messages
+from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.processes.collectives import decode_json
 from commlayer.cluster.processes.process_groups import Members, exchange
 from commlayer.cluster.processes.script_host import begin_world
@@ -77,6 +78,8 @@ class Rendezvous(NamedTuple):
     members: Members | None
     launch: Launch
     per_node: int = 1
+    sites: Sequence[Sequence[int]] = ()
+    """The members of each node, which may have unequal numbers of them."""
     local_world: int = 1
     """Number of the job's ranks on this machine."""
     address: str = ""
@@ -142,13 +145,14 @@ class Start:
                                f'{differs}; they must be the same on all ranks, or set drift="warn" to train with different '
                                "ones")
         per_node, note = (config.ranks_per_node, "") if config.ranks_per_node else ranks_per_node(rows)
+        sites = node_ranks(members.world, per_node) if config.ranks_per_node else _sites(rows)
         several = len({row.machine for row in rows}) > 1
         address = _own_address(mine, rows) if several else ""
         if several and members.reachable and "gloo" not in dist.get_backend():
             use_interface(own_address.interface_of(address))  # for Gloo's groups, which send small measurements
         local_ranks = Counter(row.machine for row in rows)[mine.machine]
         mates = [row for row in rows if (row.machine, row.agent) == (mine.machine, mine.agent)]
-        return Rendezvous(members, launch, per_node, local_ranks, address, note, members.reachable, differs,
+        return Rendezvous(members, launch, per_node, sites, local_ranks, address, note, members.reachable, differs,
                           rows[members.rank] is mates[0], all(row.matched for row in rows))
 
     def _members(self, launch: Launch, config: Config) -> Members | None:
@@ -298,6 +302,11 @@ def ranks_per_node(rows: Sequence[RankRow]) -> tuple[int, str]:
     return per_node, (f"ranks are spread unevenly over machines ({counts}): commlayer treats them as nodes of {per_node}, "
                       "which sends more over the network than necessary; give every machine the same number of consecutive "
                       "ranks")
+
+
+def _sites(rows: Sequence[RankRow]) -> list[list[int]]:
+    """Returns the members of each node, if all of a node's members have consecutive numbers."""
+    return [[*block] for _, block in groupby(range(len(rows)), key=lambda place: (rows[place].machine, rows[place].agent))]
 
 
 def _hold_open(members: Members | None) -> None:

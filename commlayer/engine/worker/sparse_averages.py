@@ -41,7 +41,7 @@ def stepped_lazily(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[i
 def keep_entries(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> None:
     """Makes buckets of a new plan keep their results as sparse entries, if all large tensors in them are in `lazily`."""
     plan, tensors = worker.plan, worker.job.tensors
-    if not lazily or plan.steps_locally or plan.ranks_per_node > 1:
+    if not lazily or plan.steps_locally or not worker.alone:
         return
     for bucket in worker.buckets:
         if not isinstance(bucket, EncodedBucket):

@@ -73,12 +73,15 @@ class Worker:
         self.units = Units(members or (groups.world if groups is not None else 1))
         self.now = Step(rank, generation, self.units, eager=plan.overlap == "forward")
         on_device, last = device_buckets(plan, codecs, device), len(plan.buckets) - 1
+        site, local = (range(1), 0) if groups is None else (range(len(groups.site)), groups.local)
         self.buckets = [
-            bucket_of(b, job, codecs[b.id], device, last - i, local=rank % plan.ranks_per_node, rank=rank,
+            bucket_of(b, job, codecs[b.id], device, last - i, owned=b.owner_in(site) == local, rank=rank,
                       on_device=b.id in on_device)
             for i, b in enumerate(plan.buckets)
         ]
-        for bucket in self.buckets if plan.ranks_per_node == 1 else ():
+        self.alone = len(site) == 1
+        """True: this rank is the only one of its node."""
+        for bucket in self.buckets if self.alone else ():
             if isinstance(bucket, EncodedBucket):
                 bucket.keep_encoded(recycle)
         allot_entries(self.buckets)
@@ -452,7 +455,7 @@ class Worker:
         """Waits, before the worker closes, for running exchanges in which other ranks of this node or the servers still need
         this rank."""
         several_rounds = any(len(bucket.codec.rounds) > 1 for bucket in self.late.buckets)
-        if self.error is None and (self.plan.ranks_per_node > 1 or several_rounds):
+        if self.error is None and (not self.alone or several_rounds):
             try:
                 self.late.wait(time.monotonic() + self.now.deadline_s)
             except Exception as error:  # a rank that misses a result reports it itself
