@@ -140,12 +140,13 @@ class Scenario:
             plan = self._plan(parts)
             step_s = self.times.seconds(plan, self.question)
             for finely in FINER if plan.servers else ():
-                if step_s * self.recipe.every - PART_S <= choice.step_s:
-                    break  # even the search's lower bound would not save enough
                 other = self._parts(choice, finely)
+                most_s = step_s - PART_S * max(1, len(other) - len(parts)) / self.recipe.every
+                if most_s * self.recipe.every <= choice.step_s:
+                    break  # even the search's lower bound would not save enough
                 if len(other) > len(parts):
                     other_s = self.times.seconds(finer := self._plan(other), self.question)
-                    if other_s < step_s - PART_S * (len(other) - len(parts)) / self.recipe.every:
+                    if other_s < most_s:
                         parts, plan, step_s = other, finer, other_s
             self._placed[choice.options] = PricedPlan(self, choice, plan, tuple(part.origin for part in parts),
                                                       step_s * (1 + choice.excess), choice.excess)
