@@ -86,17 +86,18 @@ class Scenario:
     def space(self) -> Space:
         job, _, profile, policy = self.question
         pieces = self.layout.pieces
-        priced = [self.catalog.load(mine, piece.numel, piece.urgency) for mine, piece in zip(self.useful, pieces, strict=True)]
+        loads, held_s = self.catalog.loads(self.useful, [piece.numel for piece in pieces], [piece.urgency for piece in pieces])
         part = bucket_weights(job, [piece.slices for piece in pieces], profile.energy)
         excess, loss = ([[of[o] * mine for o in options] for options, mine in zip(self.useful, part, strict=True)]
                         for of in self.catalog.costs(self.recipe))
-        burden = [[seconds + CODES * (self.catalog.options[o].codec != DENSE) for o, seconds in zip(mine, held_s, strict=True)]
-                  for mine, (_, held_s) in zip(self.useful, priced, strict=True)]
+        codes = [CODES * (option.codec != DENSE) for option in self.catalog.options]
+        burden = [[seconds + codes[o] for o, seconds in zip(mine, of_bucket, strict=True)]
+                  for mine, of_bucket in zip(self.useful, held_s, strict=True)]
         members: dict[tuple[Kind, tuple[int, ...]], list[int]] = {}
         for b, (piece, mine) in enumerate(zip(pieces, self.useful, strict=True)):
             members.setdefault((piece.kind, mine), []).append(b)
         groups = [members[key] for key in sorted(members, key=lambda key: -key[0][1])]
-        parts = fragments(self.question, pieces, [load for load, _ in priced], self.catalog.prices, self.recipe)
+        parts = fragments(self.question, pieces, loads, self.catalog.prices, self.recipe)
         least_s = sum(float(each.problem.ready.reshape(each.problem.nodes, -1)[:, -1].max()) for each in parts)
         return Space(Simulation(parts), loss, excess, burden, groups, policy.max_loss, least_s)
 
