@@ -53,6 +53,8 @@ class Piece(NamedTuple):
     """Number of elements that are sent."""
     urgency: float
     kind: Kind
+    weight: float
+    """Weight in the whole model's convergence cost (`bucket_weights`)."""
 
 
 class Layout(NamedTuple):
@@ -63,11 +65,11 @@ class Layout(NamedTuple):
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def of(cls, job: Job, limits: Limits) -> Layout:
-        pieces = []
-        for group in buckets.groups(job, limits):
+    def of(cls, job: Job, limits: Limits, energy: Sequence[float]) -> Layout:
+        pieces, groups = [], buckets.groups(job, limits)
+        for group, weight in zip(groups, bucket_weights(job, groups, energy), strict=True):
             kind = buckets.contents_of(job, group), sum(s.numel for s in group).bit_length()
-            pieces.append(Piece(group, nonzero_numel(job, group), forward_need_s(job.timed, group), kind))
+            pieces.append(Piece(group, nonzero_numel(job, group), forward_need_s(job.timed, group), kind, weight))
         return cls(job, limits, tuple(pieces))
 
 
@@ -84,11 +86,9 @@ class Scenario:
 
     @cached_property
     def space(self) -> Space:
-        job, _, profile, policy = self.question
         pieces = self.layout.pieces
         loads, held_s = self.catalog.loads(self.useful, [piece.numel for piece in pieces], [piece.urgency for piece in pieces])
-        part = bucket_weights(job, [piece.slices for piece in pieces], profile.energy)
-        excess, loss = ([[of[o] * mine for o in options] for options, mine in zip(self.useful, part, strict=True)]
+        excess, loss = ([[of[o] * piece.weight for o in mine] for mine, piece in zip(self.useful, pieces, strict=True)]
                         for of in self.catalog.costs(self.recipe))
         codes = [CODES * (option.codec != DENSE) for option in self.catalog.options]
         burden = [[seconds + codes[o] for o, seconds in zip(mine, of_bucket, strict=True)]
@@ -99,7 +99,7 @@ class Scenario:
         groups = [members[key] for key in sorted(members, key=lambda key: -key[0][1])]
         parts = fragments(self.question, pieces, loads, self.catalog.prices, self.recipe)
         least_s = sum(float(each.problem.ready.reshape(each.problem.nodes, -1)[:, -1].max()) for each in parts)
-        return Space(Simulation(parts), loss, excess, burden, groups, policy.max_loss, least_s)
+        return Space(Simulation(parts), loss, excess, burden, groups, self.question.policy.max_loss, least_s)
 
     @property
     def starts(self) -> list[list[int]]:
