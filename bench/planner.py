@@ -117,13 +117,13 @@ def _gap(seed: int) -> float:
         useful.append(tuple(sorted([least, *rng.sample(others, min(len(others), most - 1))])))
     work_s = rng.uniform(0.01, 0.2)
     ready = tuple(sorted(rng.uniform(0.3, 1.0) * work_s for _ in sizes))
-    built = [catalog.load(mine, size, 0.0) for mine, size in zip(useful, sizes, strict=True)]
+    loads, held_s = catalog.loads(useful, sizes, [0.0] * len(sizes))
     each_node = np.array([[*ready, work_s]] * len(prices.network.nodes))
-    problem = prices.network.problem([load for load, _ in built], each_node, tail_s=0.001)
+    problem = prices.network.problem(loads, each_node, tail_s=0.001)
     steps = Simulation([Fragment([*range(len(sizes))], problem)])
     loss = [[losses[o] * size / sum(sizes) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
     excess = [[0.0] * len(mine) for mine in useful]
-    space = Space(steps, loss, excess, [held_s for _, held_s in built], [[b] for b in range(len(sizes))], policy.max_loss)
+    space = Space(steps, loss, excess, held_s, [[b] for b in range(len(sizes))], policy.max_loss)
     return 100 * (search(space, uniform(space)).step_s / _brute(space) - 1)
 
 

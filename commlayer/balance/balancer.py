@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from commlayer.balance.share_solver import FREE, Communication, solve
-from commlayer.balance.time_models import LinearTime, OnlineLine, checked_time, in_pieces_s
+from commlayer.balance.time_models import LinearTime, OnlineLine, checked_time, times_of_shares
 from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
@@ -217,8 +217,7 @@ class Balancer:
 
     def _expected_s(self, shares: Sequence[int]) -> float:
         """Returns the step time with these shares, according to the current time models."""
-        rows = zip(self.lines, shares, self.caps, strict=True)
-        return self._iteration_s(max(in_pieces_s(line, share, cap) for line, share, cap in rows if share))
+        return self._iteration_s(max(times_of_shares(self.lines, shares, self.caps)))
 
     def _iteration_s(self, makespan_s: float) -> float:
         return makespan_s + self.communication.exposed_s(makespan_s)

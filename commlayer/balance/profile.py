@@ -20,7 +20,7 @@ from commlayer.balance.time_models import (
     checked_time,
     fit_line,
     fit_piecewise,
-    in_pieces_s,
+    times_of_shares,
 )
 from commlayer.errors import InvalidInput
 from commlayer.records import Record
@@ -140,13 +140,9 @@ def initial_shares(
     caps = [profile.cap if profile.ended else None for profile in profiles]
     shares = solve(models, total, caps, minimum=minimum).shares
     room = [cap or total for cap in caps]
-
-    def times_s(of: Sequence[int]) -> list[float]:
-        return [in_pieces_s(models[worker], share, room[worker]) for worker, share in enumerate(of) if share]
-
-    now = [before.get(worker, 0) for worker in range(len(profiles))]
-    decision = Decision(step, step, shares, "the profile",
-                        max(times_s(now), default=math.inf), max(times_s(shares)), straggler_effect(times_s(now)))
+    before_s = times_of_shares(models, [before.get(worker, 0) for worker in range(len(profiles))], room)
+    decision = Decision(step, step, shares, "the profile", max(before_s, default=math.inf),
+                        max(times_of_shares(models, shares, room)), straggler_effect(before_s))
     at = [max(split(share, cap), default=1) for share, cap in zip(shares, room, strict=True)]
     lines = tuple(_local_line(measured, batch) for measured, batch in zip(points, at, strict=True))
     return InitialShares(decision, lines, tuple(invalid))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from commlayer.balance.time_models import TimeModel, in_pieces_s
+import numpy as np
+
+from commlayer.balance.time_models import Curves, TimeModel
 from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
@@ -51,26 +52,27 @@ def solve(models: Sequence[TimeModel], total: int, caps: Sequence[int | None] = 
                            f"shares: got total {total} for {len(models)} workers with caps {list(caps)} and minimum {minimum}, "
                            "allowed are one cap of at least the minimum for each worker, and a total of at least the minimum "
                            "for each; raise the total or leave workers out")
+    curves = Curves(models, room)
 
-    def time_s(worker: int, share: int) -> float:
-        return in_pieces_s(models[worker], share, room[worker])
-
-    workers, sizes = range(len(models)), range(total + 1)
-
-    def within(limit_s: float) -> list[int]:
-        """Returns the most samples that each worker finishes within `limit_s`, but at least the minimum."""
-        return [max(minimum, bisect_right(sizes, limit_s, minimum, key=lambda share: time_s(worker, share)) - 1)
-                for worker in workers]
+    def within(limit_s: float, low: np.ndarray, high: np.ndarray, *, exactly: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Narrows the bounds of how many samples each worker finishes within `limit_s`, by bisection of all workers at once.
+        Unless `exactly`, it stops as soon as they say whether that is less or more than `total`."""
+        while (low < high).any() and (exactly or low.sum() <= total <= high.sum()):
+            middle = (low + high + 1) // 2
+            fits = curves.times_s(middle) <= limit_s
+            low, high = np.where(fits, middle, low), np.where(fits, high, np.maximum(low, middle - 1))
+        return low, high
 
     # Bisection to the last bit of the makespan. What is left after it ends at the same time on any worker that has room.
-    low_s, high_s = 0.0, max(time_s(worker, total) for worker in workers)
-    taken = [minimum] * len(models)
-    while sum(taken) < total and low_s < (middle_s := low_s + (high_s - low_s) / 2) < high_s:
-        counts = within(middle_s)
-        if sum(counts) <= total:
-            low_s, taken = middle_s, counts
+    least, most = np.full(len(models), minimum), np.full(len(models), total)
+    low_s, high_s = 0.0, curves.times_s(most).max()
+    while least.sum() < total and low_s < (middle_s := low_s + (high_s - low_s) / 2) < high_s:
+        low, high = within(middle_s, least, most, exactly=False)
+        if low.sum() <= total:
+            low_s, least = middle_s, low
         else:
-            high_s = middle_s
-    for worker, most in enumerate(within(high_s)):
-        taken[worker] += max(0, min(most - taken[worker], total - sum(taken)))
-    return Solution(tuple(taken), max(map(time_s, workers, taken)))
+            high_s, most = middle_s, high
+    least, _ = within(low_s, least, most, exactly=True)
+    _, most = within(high_s, least, most, exactly=True)
+    taken = least + np.diff(np.minimum(np.cumsum(most - least), total - least.sum()), prepend=0)
+    return Solution(tuple(taken.tolist()), float(curves.times_s(taken).max()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, Protocol
@@ -14,11 +13,16 @@ import numpy as np
 from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
+Segments = Sequence[tuple[float, float, float]]
+"""Line segments in rising order: a batch, its time, and the seconds per further sample up to the next segment. The first one
+also holds for smaller batches."""
+
 
 class TimeModel(Protocol):
-    """A time model: any function T(B) that never decreases. The caller chooses the unit of time, the same for all workers."""
+    """A time model: line segments that never decrease. The caller chooses the unit of time, the same for all workers."""
 
-    def time_s(self, batch: float) -> float: ...
+    @property
+    def segments(self) -> Segments: ...
 
 
 class LinearTime(Record, frozen=True):
@@ -33,6 +37,10 @@ class LinearTime(Record, frozen=True):
                 f"LinearTime: got slope {self.slope_s} s and intercept {self.intercept_s} s, allowed are finite values >= 0, "
                 "not both 0; fit it to measured times"
             )
+
+    @property
+    def segments(self) -> Segments:
+        return ((0.0, self.intercept_s, self.slope_s),)
 
     def time_s(self, batch: float) -> float:
         return self.intercept_s + self.slope_s * batch
@@ -52,27 +60,56 @@ class Piecewise(Record, frozen=True):
             raise InvalidInput("E-TIME-MODEL", f"Piecewise: got batches {self.batches} and times {self.times_s}, allowed are "
                                "two or more rising batches, each with a time above 0 that does not fall; use fit_piecewise")
 
+    @property
+    def segments(self) -> Segments:
+        points = list(zip(self.batches, self.times_s, strict=True))
+        slopes = [(t1 - t0) / (b1 - b0) for (b0, t0), (b1, t1) in pairwise(points)]
+        (first, first_s), (last, last_s) = points[0], points[-1]
+        below_s = min(slopes[0], first_s / first) if first > 0 else slopes[0]
+        return [(first, first_s, below_s), *((*point, slope_s) for point, slope_s in zip(points, slopes, strict=False)),
+                (last, last_s, slopes[-1] or last_s / last)]
+
     def time_s(self, batch: float) -> float:
-        knots, at = len(self.batches), bisect_right(self.batches, batch)
-        right = min(max(at, 1), knots - 1)
-        b0, b1, t0, t1 = self.batches[right - 1], self.batches[right], self.times_s[right - 1], self.times_s[right]
-        slope_s = (t1 - t0) / (b1 - b0)
-        if at == 0 and b0 > 0:
-            slope_s = min(slope_s, t0 / b0)
-        if at >= knots:
-            return t1 + (slope_s or t1 / b1) * (batch - b1)
-        return max(t0 + slope_s * (batch - b0), 0.0)
+        return float(Curves([self], [0]).batches_s(np.array([batch]))[0])
 
 
-def in_pieces_s(model: TimeModel, batch: int, cap: int) -> float:
-    """Returns the time of a share that is computed in micro-batches: as few as the cap allows, as equal as possible, as in a
-    training loop. Never less than the time of a smaller share in fewer, larger pieces."""
-    if batch <= cap:
-        return model.time_s(batch)
-    pieces = -(-batch // cap)
-    small, larger = divmod(batch, pieces)
-    time_s = (pieces - larger) * model.time_s(small) + (larger * model.time_s(small + 1) if larger else 0.0)
-    return max(time_s, batch // cap * model.time_s(cap))
+class Curves:
+    """Time models and caps of several workers, evaluated together."""
+
+    def __init__(self, models: Sequence[TimeModel], caps: Sequence[int]) -> None:
+        rows = [list(model.segments) for model in models]
+        longest = max(map(len, rows))
+        table = np.array([row + [(math.inf, 0.0, 0.0)] * (longest - len(row)) for row in rows])
+        self._starts, self._start_s, self._slope_s = np.moveaxis(table, -1, 0).copy()
+        self._workers, self._caps = np.arange(len(rows)), np.array(caps)
+
+    def times_s(self, shares: np.ndarray) -> np.ndarray:
+        """Returns the times of the workers' shares. A share above the cap is computed in micro-batches: as few as the cap
+        allows, as equal as possible, as in a training loop. It never takes less time than a smaller share in fewer, larger
+        pieces."""
+        if (shares <= self._caps).all():
+            return self.batches_s(shares)
+        pieces = -(-shares // self._caps)
+        small, larger = divmod(shares, pieces)
+        small_s, larger_s, full_s = self.batches_s(np.array([small, small + 1, self._caps]))
+        times_s: np.ndarray = np.maximum((pieces - larger) * small_s + larger * larger_s, shares // self._caps * full_s)
+        return times_s
+
+    def batches_s(self, batches: np.ndarray) -> np.ndarray:
+        """Returns the times of one batch of each worker. The last axis of `batches` are the workers."""
+        at = self._workers, (batches[..., None] >= self._starts[:, 1:]).sum(axis=-1)
+        times_s: np.ndarray = self._start_s[at] + self._slope_s[at] * (batches - self._starts[at])
+        return times_s
+
+
+def times_of_shares(models: Sequence[TimeModel], shares: Sequence[int], caps: Sequence[int]) -> list[float]:
+    """Returns the times of the workers that have a share."""
+    rows = [row for row in zip(models, shares, caps, strict=True) if row[1]]
+    if not rows:
+        return []
+    with_share, taken, most = zip(*rows, strict=True)
+    times_s: list[float] = Curves(with_share, most).times_s(np.array(taken)).tolist()
+    return times_s
 
 
 Points = Sequence[tuple[int, float]]

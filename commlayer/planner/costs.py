@@ -461,9 +461,9 @@ def bucket_weights(job: Job, groups: Sequence[tuple[Slice, ...]], energy: Sequen
     Energy alone would describe only the present: while a model learns, energy moves, mostly to parts that had little at
     first.
     """
-    total = max(1, job.numel)
-    total_energy, numels = sum(energy), [max(1, info.numel) for info in job.tensors]
-    of = [1 / total + (energy[i] / total_energy / numels[i] if energy else 1 / total) for i in range(len(job.tensors))]
+    total, total_energy = max(1, job.numel), sum(energy)
+    of = [1 / total + own / total_energy / max(1, info.numel) for own, info in zip(energy, job.tensors, strict=True)] \
+        if energy else [2 / total] * len(job.tensors)
     return [sum([of[s.tensor] * s.numel for s in slices]) / 2 for slices in groups]
 
 

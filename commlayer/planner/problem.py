@@ -78,9 +78,12 @@ class Template(NamedTuple):
     """Seconds that each task occupies each of its lanes (links, CPUs, GPUs)."""
     latency: Reals
 
+    def at(self, numel: Any) -> tuple[Reals, Reals]:
+        """The tasks' seconds and latencies for a number of elements, or for a column of such numbers."""
+        return self.seconds[:, 0] + self.seconds[:, 1] * numel, self.latency[:, 0] + self.latency[:, 1] * numel
+
     def load(self, numel: float, urgency: float = 0.0, *, stale: bool = False) -> Load:
-        return Load(self.shapes, self.seconds[:, 0] + self.seconds[:, 1] * numel,
-                    self.latency[:, 0] + self.latency[:, 1] * numel, urgency, stale)
+        return Load(self.shapes, *self.at(numel), urgency, stale)
 
     @property
     def nbytes(self) -> float:
@@ -193,6 +196,7 @@ class Network:
         used, line_lane = _renumber(_ints(chain.from_iterable(mine)), len(self._lanes))
         names = list(self._lanes)
         lanes = tuple([names[number] for number in used])
+        bucket_options = _offsets(_ints(map(len, shapes)))
         return Problem(
             nodes=len(ready), lanes=lanes, steps=STEPS_IF_STALE if stale.any() else 1, priority=priority,
             ready=np.ascontiguousarray(ready, np.float64).ravel(),
@@ -200,11 +204,11 @@ class Network:
             order=_ints(np.argsort([load.urgency for load in loads], kind="stable")), stale=stale,
             lane_node=_ints([self._owner(lane) if lane.startswith(COMPUTE) else -1 for lane in lanes]),
             lane_shared=_ints([lane.startswith(_SHARED) for lane in lanes]), tail=tail_s,
-            bucket_options=_offsets(_ints(map(len, shapes))), option_tasks=_offsets(tasks),
+            bucket_options=bucket_options, option_tasks=_offsets(tasks),
             line_lanes=_offsets(_ints(map(len, mine))), line_lane=line_lane, task_line=task_line, task_seconds=_offsets(held),
             seconds=_concat([load.seconds for load in loads]), latency=_concat([load.latency for load in loads]),
             need=need, task_next=_offsets(followed), next=following, task_gates=_offsets(gated), gate=gate,
-            most_tasks=sum([int(self._of(each)[0].max()) for each in shapes]))
+            most_tasks=int(np.maximum.reduceat(tasks, bucket_options[:-1]).sum()) if loads else 0)
 
     def _of(self, shapes: tuple[Shape, ...]) -> tuple[Ints, ...]:
         """The number of tasks of each `Shape` (tasks without durations), and the joined arrays of all shapes."""

@@ -13,7 +13,7 @@ from commlayer.native import core
 from commlayer.planner import buckets
 from commlayer.planner.buckets import Cut, fragments_of
 from commlayer.planner.convergence import Recipe
-from commlayer.planner.costs import Prices, overlapped_cluster, recipe_of
+from commlayer.planner.costs import Prices, overlapped_cluster
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import Cluster, Policy, Profile, Question
 from commlayer.planner.problem import Load, Problem, Template, add_final_delays
@@ -119,7 +119,7 @@ class _Setup(NamedTuple):
 def _set_up(plan: Plan, question: Question, prices: Prices | None) -> _Setup:
     prices = prices or prices_of(plan, question)
     templates = [bucket_template(prices, bucket) for bucket in plan.buckets]
-    recipe, timing = recipe_of(plan, question), question.timing
+    recipe, timing = Recipe("", plan.codes, plan.local_steps, plan.overlap, fragments=plan.fragments), question.timing
     loads = [each.load(sent_numel(plan, bucket, question.job), forward_need_s(timing, bucket.slices), stale=bucket.stale)
              for each, bucket in zip(templates, plan.buckets, strict=True)]
     before_s = timing.forward_s / slowest_speed(prices) if recipe.overlap == "forward" else 0.0

@@ -26,7 +26,7 @@ from commlayer.balance.time_models import (
     checked_time,
     fit_line,
     fit_piecewise,
-    in_pieces_s,
+    times_of_shares,
 )
 
 SLOW = PAPER[3]
@@ -124,7 +124,7 @@ def test_fits(fit: Callable[[Any], Any]) -> None:
 ])
 def test_time_grows_with_micro_batches(curve: Any) -> None:
     for cap in (1, 3, 40, 100):
-        times = [in_pieces_s(curve, batch, cap) for batch in range(1, 260)]
+        times = times_of_shares([curve] * 259, range(1, 260), [cap] * 259)
         assert times == sorted(times)
 
 
@@ -163,8 +163,9 @@ def test_solver_finds_the_fastest_split(models: list[TimeModel], total: int, min
     assert sum(solution.shares) == total
     assert min(solution.shares) >= minimum
     vectors = (head for head in itertools.product(range(minimum, total + 1), repeat=len(models)) if sum(head) == total)
-    best_s = min(max(in_pieces_s(*one) for one in zip(models, vector, [min(cap, total) for cap in caps], strict=True))
-                 for vector in vectors)
+    times_s = [times_of_shares([model] * total, range(1, total + 1), [min(cap, total)] * total)
+               for model, cap in zip(models, caps, strict=True)]
+    best_s = min(max(own_s[share - 1] for own_s, share in zip(times_s, vector, strict=True)) for vector in vectors)
     assert solution.makespan_s == pytest.approx(best_s, rel=1e-9)
 
 

@@ -151,13 +151,11 @@ def _drop_useless_compression(space: Space, best: Choice) -> Choice:
     """Gives each bucket, the coarsest first, the finest option that does not raise the price, so compression that saves no time
     is reverted."""
     limit = best.price * (1 + EQUAL)
-
-    def coarse(b: int, option: int) -> tuple[float, float, float]:
-        return space.excess[b][option], space.loss[b][option], space.burden[b][option]
-
-    for b in sorted(range(len(best.options)), key=lambda b: ([-x for x in coarse(b, best.options[b])], b)):
-        finer = sorted(o for o in range(len(space.loss[b])) if coarse(b, o) < coarse(b, best.options[b]))
-        for option in sorted(finer, key=lambda o: coarse(b, o))[:3]:
+    coarseness = [list(zip(*tables, strict=True)) for tables in zip(space.excess, space.loss, space.burden, strict=True)]
+    chosen = list(map(getitem, coarseness, best.options))
+    for b in sorted(range(len(chosen)), key=lambda b: ([-x for x in chosen[b]], b)):
+        finer = sorted((coarse, o) for o, coarse in enumerate(coarseness[b]) if coarse < chosen[b])
+        for _, option in finer[:3]:
             options = _with_option(best.options, (b,), option)
             factor = 1 + _total(space.excess, options)
             step_s = space.steps.run(list(options), limit * (1 + EQUAL) / factor)

@@ -206,13 +206,23 @@ class Catalog:
                     kept[level[i]] = mine
         return list(kept)
 
-    def load(self, options: tuple[int, ...], numel: int, urgency: float) -> tuple[Load, list[float]]:
-        """The load of a bucket with these options, and each option's busy seconds summed over all lanes (links, CPUs, GPUs,
+    def loads(
+        self, options: Sequence[tuple[int, ...]], numels: Sequence[int], urgencies: Sequence[float],
+    ) -> tuple[list[Load], list[list[float]]]:
+        """The load of each bucket with its options, and each option's busy seconds summed over all lanes (links, CPUs, GPUs,
         servers)."""
-        if options not in self._joined:
-            each = [self.template(o) for o in options]
-            self._joined[options] = join_templates(each), [*accumulate([len(t.seconds) for t in each], initial=0)]
-        template, edges = self._joined[options]
-        load = template.load(numel, urgency)
-        held_s: list[float] = np.diff(np.append(0.0, np.cumsum(load.seconds))[edges]).tolist()
-        return load, held_s
+        loads: list[Load] = [Load((), *[np.zeros(0)] * 2)] * len(options)
+        held_s: list[list[float]] = [[]] * len(options)
+        members: dict[tuple[int, ...], list[int]] = {}
+        for b, mine in enumerate(options):
+            members.setdefault(mine, []).append(b)
+        for mine, buckets in members.items():
+            if mine not in self._joined:
+                each = [self.template(o) for o in mine]
+                self._joined[mine] = join_templates(each), [*accumulate([len(t.seconds) for t in each], initial=0)]
+            template, edges = self._joined[mine]
+            seconds, latency = template.at(np.array([[numels[b]] for b in buckets]))
+            done_s = np.insert(np.cumsum(seconds, axis=1), 0, 0.0, axis=1)
+            for b, held, *of_tasks in zip(buckets, np.diff(done_s[:, edges]).tolist(), seconds, latency, strict=True):
+                loads[b], held_s[b] = Load(template.shapes, *of_tasks, urgencies[b]), held
+        return loads, held_s

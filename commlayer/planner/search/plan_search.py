@@ -21,7 +21,7 @@ from commlayer.errors import InvalidInput
 from commlayer.planner import buckets
 from commlayer.planner.buckets import ELEMENT_NBYTES, LEAST_FRAGMENT_NBYTES, Limits
 from commlayer.planner.convergence import Recipe, late_allowed, late_measured, measured_local_steps
-from commlayer.planner.costs import Prices, bucket_weights, plan_excess
+from commlayer.planner.costs import Prices, plan_excess
 from commlayer.planner.data.noise import noise_of
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Policy, Profile, bare, merge_nodes
@@ -116,7 +116,7 @@ class PlanSearch:
         allowed = [bare(codec) for codec in allowed_codecs(self.question.profile, self.policy) or (DENSE,)]
         matrices = any(name.needs_shape for name in allowed)
         for limits in buckets.limits(self.question.job, matrices=matrices, small=self.policy.whole_tree):
-            layout = Layout.of(self.question.job, limits)
+            layout = Layout.of(self.question.job, limits, self.question.profile.energy)
             if all(abs(len(layout.pieces) - len(other.pieces)) > ALIKE * len(other.pieces) for other in layouts):
                 layouts.append(layout)
         return layouts
@@ -190,13 +190,11 @@ class PlanSearch:
             scenario = self._scenario(updates)
             if overlap:
                 scenario = Scenario(scenario.question, self._times, scenario.catalog.hidden, scenario.layout, updates)
-            part = bucket_weights(scenario.question.job, [piece.slices for piece in scenario.layout.pieces],
-                                  self.question.profile.energy)
             result[overlap] = []
             for choice in uniform(scenario.space._replace(max_loss=math.inf), scenario.starts):
                 parts: dict[int, float] = {}
-                for mine, place, weight in zip(scenario.useful, choice.options, part, strict=True):
-                    parts[mine[place]] = parts.get(mine[place], 0.0) + weight
+                for mine, place, piece in zip(scenario.useful, choice.options, scenario.layout.pieces, strict=True):
+                    parts[mine[place]] = parts.get(mine[place], 0.0) + piece.weight
                 latency_s = max(float(criteria(scenario.catalog.template(o), np.zeros(1))[0, 0]) for o in parts)
                 result[overlap].append(TypicalExchange(choice.step_s, latency_s, parts))
         return result
@@ -212,7 +210,7 @@ class PlanSearch:
             limits = limits._replace(cut_nbytes=min(limits.cut_nbytes, FRAGMENT_CUT_NBYTES))
         layout = plain.layout
         if question.job is not self.question.job or limits != layout.limits:
-            layout = Layout.of(question.job, limits)
+            layout = Layout.of(question.job, limits, question.profile.energy)
         return Scenario(question, self._times, plain.catalog, layout, recipe)
 
     def _choices(self, recipe: Recipe) -> list[tuple[Scenario, Choice]]:

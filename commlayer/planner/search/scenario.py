@@ -53,6 +53,8 @@ class Piece(NamedTuple):
     """Number of elements that are sent."""
     urgency: float
     kind: Kind
+    weight: float
+    """Weight in the whole model's convergence cost (`bucket_weights`)."""
 
 
 class Layout(NamedTuple):
@@ -63,11 +65,11 @@ class Layout(NamedTuple):
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def of(cls, job: Job, limits: Limits) -> Layout:
-        pieces = []
-        for group in buckets.groups(job, limits):
+    def of(cls, job: Job, limits: Limits, energy: Sequence[float]) -> Layout:
+        pieces, groups = [], buckets.groups(job, limits)
+        for group, weight in zip(groups, bucket_weights(job, groups, energy), strict=True):
             kind = buckets.contents_of(job, group), sum(s.numel for s in group).bit_length()
-            pieces.append(Piece(group, nonzero_numel(job, group), forward_need_s(job.timed, group), kind))
+            pieces.append(Piece(group, nonzero_numel(job, group), forward_need_s(job.timed, group), kind, weight))
         return cls(job, limits, tuple(pieces))
 
 
@@ -84,21 +86,20 @@ class Scenario:
 
     @cached_property
     def space(self) -> Space:
-        job, _, profile, policy = self.question
         pieces = self.layout.pieces
-        priced = [self.catalog.load(mine, piece.numel, piece.urgency) for mine, piece in zip(self.useful, pieces, strict=True)]
-        part = bucket_weights(job, [piece.slices for piece in pieces], profile.energy)
-        excess, loss = ([[of[o] * mine for o in options] for options, mine in zip(self.useful, part, strict=True)]
+        loads, held_s = self.catalog.loads(self.useful, [piece.numel for piece in pieces], [piece.urgency for piece in pieces])
+        excess, loss = ([[of[o] * piece.weight for o in mine] for mine, piece in zip(self.useful, pieces, strict=True)]
                         for of in self.catalog.costs(self.recipe))
-        burden = [[seconds + CODES * (self.catalog.options[o].codec != DENSE) for o, seconds in zip(mine, held_s, strict=True)]
-                  for mine, (_, held_s) in zip(self.useful, priced, strict=True)]
+        codes = [CODES * (option.codec != DENSE) for option in self.catalog.options]
+        burden = [[seconds + codes[o] for o, seconds in zip(mine, of_bucket, strict=True)]
+                  for mine, of_bucket in zip(self.useful, held_s, strict=True)]
         members: dict[tuple[Kind, tuple[int, ...]], list[int]] = {}
         for b, (piece, mine) in enumerate(zip(pieces, self.useful, strict=True)):
             members.setdefault((piece.kind, mine), []).append(b)
         groups = [members[key] for key in sorted(members, key=lambda key: -key[0][1])]
-        parts = fragments(self.question, pieces, [load for load, _ in priced], self.catalog.prices, self.recipe)
+        parts = fragments(self.question, pieces, loads, self.catalog.prices, self.recipe)
         least_s = sum(float(each.problem.ready.reshape(each.problem.nodes, -1)[:, -1].max()) for each in parts)
-        return Space(Simulation(parts), loss, excess, burden, groups, policy.max_loss, least_s)
+        return Space(Simulation(parts), loss, excess, burden, groups, self.question.policy.max_loss, least_s)
 
     @property
     def starts(self) -> list[list[int]]:
@@ -140,12 +141,13 @@ class Scenario:
             plan = self._plan(parts)
             step_s = self.times.seconds(plan, self.question)
             for finely in FINER if plan.servers else ():
-                if step_s * self.recipe.every - PART_S <= choice.step_s:
-                    break  # even the search's lower bound would not save enough
                 other = self._parts(choice, finely)
+                most_s = step_s - PART_S * max(1, len(other) - len(parts)) / self.recipe.every
+                if most_s * self.recipe.every <= choice.step_s:
+                    break  # even the search's lower bound would not save enough
                 if len(other) > len(parts):
                     other_s = self.times.seconds(finer := self._plan(other), self.question)
-                    if other_s < step_s - PART_S * (len(other) - len(parts)) / self.recipe.every:
+                    if other_s < most_s:
                         parts, plan, step_s = other, finer, other_s
             self._placed[choice.options] = PricedPlan(self, choice, plan, tuple(part.origin for part in parts),
                                                       step_s * (1 + choice.excess), choice.excess)
