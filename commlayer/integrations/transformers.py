@@ -46,8 +46,8 @@ class CommlayerCallback(TrainerCallback):
         self.session = attach(model, optimizer_inside(trainer.optimizer), grad_scaler=trainer.accelerator.scaler,
                               **{"steps": state.max_steps, **self._options})
         if self.session.joined:  # schedules continue where the other homes are
-            state.global_step = step = self.session.step
-            trainer._globalstep_last_logged = step  # type: ignore[assignment]  # its annotation is wrong
+            step: Any = self.session.step  # Any: the Trainer annotates both numbers with other types
+            state.global_step = trainer._globalstep_last_logged = step
             for _ in range(step):
                 trainer.lr_scheduler.step()
         follow_members(trainer.accelerator, self.session)

@@ -33,11 +33,11 @@ def test_rows_of_a_step_decide_in_any_order(joined: int, proposals: list[Proposa
 
 
 def test_worker_begins_when_all_members_can_have_reported_it() -> None:
-    assert decide(0, STEP, [Proposal(1, 5, 2)]) == [Joining(1, 5, 2, STEP + LEAD, 5)]
+    assert decide(0, STEP + LEAD, [Proposal(1, 5, 2)]) == [Joining(1, 5, 2, STEP + LEAD, 5)]
 
 
 def test_workers_of_a_site_begin_together() -> None:
-    assert decide(0, STEP, [Proposal(1, 5, 2, 2)]) == [Joining(1, 5, 2, STEP + LEAD, 5, 2), Joining(2, 6, 2, STEP + LEAD, 5, 2)]
+    assert decide(0, STEP, [Proposal(1, 5, 2, 2)]) == [Joining(1, 5, 2, STEP, 5, 2), Joining(2, 6, 2, STEP, 5, 2)]
 
 
 @pytest.mark.parametrize(("new", "members"), [
