@@ -26,7 +26,7 @@ from support.coordinators import (
     quick,
     until,
 )
-from support.internals import hang_suspects, rendezvous_of, state_of, store_of
+from support.internals import hang_suspects, rendezvous_of, store_of
 from support.keys import (
     Folders,
 )
@@ -588,13 +588,13 @@ def test_values_of_an_epoch_are_kept_until_all_members_entered_the_next(opened: 
 
     def beaten() -> None:
         """Each has sent its state again."""
-        for place in [place for place in state_of(coordinator).registrations.values() if place.present]:
+        for place in [place for place in coordinator.state.registrations.values() if place.present]:
             for _ in range(2):
-                before = state_of(coordinator).registrations[place.join.token].seen_s
+                before = coordinator.state.registrations[place.join.token].seen_s
                 until(functools.partial(heard, place.join.token, before), "its state")
 
     def heard(token: str, since_s: float) -> bool:
-        return state_of(coordinator).registrations[token].seen_s > since_s
+        return coordinator.state.registrations[token].seen_s > since_s
 
     stay[0].epoch = stay[0].newest
     beaten()

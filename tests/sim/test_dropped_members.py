@@ -58,8 +58,7 @@ def test_worker_names_the_dropped_member_unless_the_job_is_elastic(
         regroups: bool, dropped: dict[int, str], errors: list[tuple[Any, ...]], opened: Opened) -> None:
     job = Pair(opened)
     job.ups[1]._elastic = regroups
-    sent: Any = job.serving._server
-    sent._send_stalled(1, Stalled(0, 3, (0, 1), dropped))
+    job.report_stall(Stalled(0, 3, (0, 1), dropped))
     assert job.stalled.wait(WAIT_S)
     assert [(error.peer, error.step, error.bucket, error.code) for error in job.failures.errors] == errors
     assert all("by server 0" in error.what and dropped[0] in error.what for error in job.failures.errors)
@@ -124,8 +123,8 @@ def test_reported_worker_joins_and_the_report_can_be_repeated(opened: Opened) ->
     job = Served(opened)
     for reporter in (0, 2):
         assert job.report(job.end(reporter), Joins(1, 3, 3)) == ""
-    assert job.serving._server is not None
-    cell = job.serving._server.core.cells[0]
+    assert job.serving.sums is not None
+    cell = job.serving.sums.cells[0]
     assert (cell.members, cell.joining) == ((0, 2), {3: 1})
     job.end(3)
 
