@@ -35,9 +35,6 @@ WRONG_CODEC = ("got codec 99, weight 1.0 and total weight 0.0; the codec must be
                "[E-FRAME]")
 
 
-# ---- who is blamed
-
-
 def test_slow_member_is_not_blamed_for_a_dropped_one(hub: Any) -> None:
     ends = served(hub, Doubles(), stall_s=0.0)
     bad = push(1, 1.0, codec=99)
@@ -62,9 +59,6 @@ def test_worker_names_the_dropped_member_unless_the_job_is_elastic(
     assert job.stalled.wait(WAIT_S)
     assert [(error.peer, error.step, error.bucket, error.code) for error in job.failures.errors] == errors
     assert all("by server 0" in error.what and dropped[0] in error.what for error in job.failures.errors)
-
-
-# ---- what a server reports
 
 
 class Served:
@@ -142,9 +136,6 @@ def test_member_that_reports_a_false_join_is_dropped(joins: Joins, problem: str,
         job.report(job.end(0), joins)
     line = f"reports that worker {joins.member} joins as number {joins.number}, but {problem} [E-FRAME]"
     assert job.dropped() == [("worker 0", line)]
-
-
-# ---- whom the coordinator believes
 
 
 def says(teller: str, peer: str, state: Any) -> Any:

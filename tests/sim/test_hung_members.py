@@ -29,9 +29,6 @@ WHY = ("was dropped: sent nothing for 300 s while others waited in step 7 (repor
        "too slow for deadline_s")
 
 
-# ---- whom the coordinator blames
-
-
 def hears(state: State, *reports: tuple[str, int | None, tuple[int, ...]]) -> State:
     """Heartbeats one after the other, by token; no step: nothing waits there."""
     for token, step, missing in reports:
@@ -102,9 +99,6 @@ def test_first_and_joining_members_are_blamed_like_any_other(rank: int) -> None:
     state = epoch_change.admit(state, worker(4, world=4, elastic=True), 0.0)[0]
     assert members(state) == (3, [0, 1, 2, 4])
     assert gone(hears(state, ("s0", 7, (rank,)), ("s0", 7, (rank,)))) == sorted([3, rank])
-
-
-# ---- what a server says
 
 
 class Sums:
