@@ -82,7 +82,7 @@ class Session:
 
         The plan does not change while a rank is out of batches. Under sync="forward", backward() waits for results inside the
         context. Schedulers are not copied: step them after the context. An exception inside ends the session, and the other
-        ranks fail with its reason. Not supported: local steps, and jobs whose workers might leave.
+        ranks fail with its reason. Local steps are not supported.
         """
         return self._driver.join()
 

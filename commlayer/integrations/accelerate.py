@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import recursively_apply
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlayer.cluster.processes.site_process_group import gather_present
 from commlayer.session import Session
 from commlayer.session import attach as attach_model
 
@@ -26,6 +30,7 @@ def attach(accelerator: Accelerator, model: nn.Module, optimizer: Any, **options
     """
     module: Any = getattr(model, "_orig_mod", model)  # without the wrapper of torch.compile
     session = attach_model(module, optimizer_inside(optimizer), grad_scaler=accelerator.scaler, **options)
+    follow_members(accelerator, session)
     if not isinstance(module, DistributedDataParallel):
         module.no_sync = session.no_sync  # accelerator.accumulate() calls it for all micro-batches of a step but the last
 
@@ -43,6 +48,26 @@ def attach(accelerator: Accelerator, model: nn.Module, optimizer: Any, **options
     accelerator.register_load_state_pre_hook(lambda _models, folder: folders.append(folder))
     accelerator.load_state = load_all
     return session
+
+
+def follow_members(accelerator: Accelerator, session: Session) -> None:
+    """Lets `accelerator.gather` follow the members of a job whose workers may leave. Accelerate itself reads their number once,
+    at the start."""
+    if session.inspect.may_leave:
+        accelerator.gather = gather_of_present
+
+
+def gather_of_present(tensors: Any) -> Any:
+    """Gathers tensors as `accelerator.gather` does, from the workers that are there now, and sets `num_processes` to their
+    number, by which the Trainer multiplies its losses."""
+    return recursively_apply(_rows_of_present, tensors, error_on_other_type=True)
+
+
+def _rows_of_present(x: torch.Tensor) -> torch.Tensor:
+    rows = gather_present(x.reshape(1) if x.ndim == 0 else x.contiguous())
+    for state in (PartialState, AcceleratorState):
+        state._shared_state["num_processes"] = len(rows)
+    return torch.cat(rows)
 
 
 def optimizer_inside(optimizer: Any) -> Any:

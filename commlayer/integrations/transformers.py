@@ -8,11 +8,18 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
+from transformers import trainer as trainer_module
+from transformers.trainer_pt_utils import nested_gather
 
-from commlayer.integrations.accelerate import optimizer_inside
+from commlayer.integrations.accelerate import follow_members, gather_of_present, optimizer_inside
 from commlayer.session import Session, attach
 
 log = logging.getLogger("commlayer")
+
+
+def _nested_gather(tensors: Any, *_: Any, **__: Any) -> Any:
+    """The function by which a Trainer gathers the losses that it logs, in a job whose workers may leave."""
+    return None if tensors is None else gather_of_present(tensors)
 
 
 class CommlayerCallback(TrainerCallback):
@@ -38,6 +45,14 @@ class CommlayerCallback(TrainerCallback):
         trainer, model = self._trainer, self._module
         self.session = attach(model, optimizer_inside(trainer.optimizer), grad_scaler=trainer.accelerator.scaler,
                               **{"steps": state.max_steps, **self._options})
+        if self.session.joined:  # schedules continue where the other homes are
+            state.global_step = step = self.session.step
+            trainer._globalstep_last_logged = step  # type: ignore[assignment]  # its annotation is wrong
+            for _ in range(step):
+                trainer.lr_scheduler.step()
+        follow_members(trainer.accelerator, self.session)
+        if self.session.inspect.may_leave:
+            trainer_module.nested_gather = _nested_gather
         if not isinstance(model, DistributedDataParallel):
             model.no_sync = self.session.no_sync  # Accelerate calls it for all micro-batches of a step but the last
         if state.global_step:
@@ -63,6 +78,7 @@ class CommlayerCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.session.close()
+        trainer_module.nested_gather = nested_gather
         vars(self._module).pop("no_sync", None)
 
     @property

@@ -60,6 +60,7 @@ def of_homes(part: Part, homes: int, sites: Sites) -> tuple[list[dict[str, Any]]
         assert dead.code == KILLED, dead.errors
         if features.FEATURES[part.feature].joins:
             ends.append(joined(lambda: start(homes)))
+            assert ends[0].code == 0, ends[0].errors
     ends += [ended(process) for process in processes]
     return [row for end in ends for row in end.rows], [end.errors for end in ends if end.code not in (0, KILLED)]
 

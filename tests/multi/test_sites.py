@@ -22,6 +22,7 @@ import torch.distributed as dist
 from support.attached import assert_refused, outcome
 from support.coordinators import (
     WAIT_S,
+    Failures,
     Opened,
     quick,
     until,
@@ -580,29 +581,62 @@ def test_values_of_an_epoch_are_kept_until_all_members_entered_the_next(opened: 
     soon = time.monotonic() + WAIT_S
     for rank, desk in enumerate(desks):
         desk.request(soon, put=[((f"of {rank}", messages.ANY), PART)], add=(("count", messages.ANY), 1))
-    desks[2].request(soon, put=[(("part of 2", messages.ANY), PART)], generation=1)
+    desks[2].request(soon, put=[(("part of 2", messages.ANY), PART)], newest_only=1)
     members[2].leave("it breaks off")
     stay, keys = members[:2], [(name, messages.ANY) for name in ("of 0", "of 2", "count", "part of 2")]
     until(lambda: all(member.newest.generation == 2 for member in stay), "the next epoch")
-    desks[0].request(soon, put=[(("epoch2/group/0", 0), PART)])
-
-    def beaten() -> None:
-        """Each has sent its state again."""
-        for place in [place for place in coordinator.state.registrations.values() if place.present]:
-            for _ in range(2):
-                before = coordinator.state.registrations[place.join.token].seen_s
-                until(functools.partial(heard, place.join.token, before), "its state")
-
-    def heard(token: str, since_s: float) -> bool:
-        return coordinator.state.registrations[token].seen_s > since_s
-
-    stay[0].epoch = stay[0].newest
-    beaten()
+    write_in_epoch(opened, coordinator, desks[0], 2, ("epoch2/group/0", 0))
+    stay[0].switch(stay[0].newest)
+    await_heartbeats(coordinator)
     assert there(desks[0], *keys) == [True] * 4, "one has not switched, and may ask for them"
-    stay[1].epoch = stay[1].newest
+    stay[1].switch(stay[1].newest)
     until(lambda: there(desks[0], *keys) == [False] * 4, "it is dropped")
     assert there(desks[1], ("epoch2/group/0", 0)) == [True]
     assert store_of(coordinator).nbytes.total() < 2 * PART_NBYTES
+
+
+def write_in_epoch(opened: Opened, coordinator: Coordinator, desk: KvClient, generation: int, key: messages.StoreKey) -> None:
+    """The site of that client writes the key, as a member of the epoch with this generation."""
+    soon = time.monotonic() + WAIT_S
+    desk.request(soon, put=[(("its own", messages.ANY), b"")])
+    token = store_of(coordinator).owner(("its own", messages.ANY))
+    opened.add(KvClient(coordinator.address, quick(), token, generation)).request(soon, put=[(key, PART)])
+
+
+def await_heartbeats(coordinator: Coordinator) -> None:
+    """Returns when each process has sent two heartbeats."""
+    for place in [place for place in coordinator.state.registrations.values() if place.present]:
+        for _ in range(2):
+            before_s = coordinator.state.registrations[place.join.token].seen_s
+            until(functools.partial(heard_since, coordinator, place.join.token, before_s), "a heartbeat")
+
+
+def heard_since(coordinator: Coordinator, token: str, before_s: float) -> bool:
+    return coordinator.state.registrations[token].seen_s > before_s
+
+
+def test_worker_that_leaves_before_it_takes_part_ends_no_values(opened: Opened) -> None:
+    """The others know that it has come and gone, and are still in the epoch before it."""
+    coordinator, desks = met(opened, 3, min_workers=2)
+    members = joined(opened, coordinator, 3)
+    members[2].leave("it breaks off")
+    stay = members[:2]
+    until(lambda: all(member.newest.generation == 2 for member in stay), "the next epoch")
+    for member in stay:
+        member.switch(member.newest)
+    write_in_epoch(opened, coordinator, desks[0], 2, ("epoch2/group/0", 0))
+    request = messages.worker_request("job", 3, 0, elastic=True)
+    passing = opened.add(client.join(coordinator.address, request, quick(), Failures()))
+    until(lambda: all(member.newest.generation == 3 for member in stay), "a third worker")
+    await_heartbeats(coordinator)
+    assert epoch_change.settled_generation(coordinator.state) == 0, "it may need values of any epoch"
+    passing.leave("it breaks off")
+    until(lambda: all(member.newest.generation == 4 for member in stay), "two workers")
+    await_heartbeats(coordinator)
+    assert there(desks[1], ("epoch2/group/0", 0)) == [True]
+    for member in stay:
+        member.switch(member.newest)
+    until(lambda: there(desks[1], ("epoch2/group/0", 0)) == [False], "it is dropped")
 
 
 def test_query_for_a_free_place_in_a_running_job(opened: Opened) -> None:

@@ -46,7 +46,7 @@ class Process:
         self.request = request
         self.rank = request.rank
         self.epoch: Epoch | None = None
-        self.active_generation = 0
+        self.known_generation = 0
         self.awake_s = 0.0
         """The process is frozen until then."""
         self.quiet_s = 0.0
@@ -291,7 +291,7 @@ class Members:
         sending = tuple(p.peer for p in self.processes[1:]
                         if p.epoch is not None and not p.end and p.awake_s <= self.now < p.hangs_s)
         beat = Heartbeat(process.request.token, generation=process.epoch.generation,
-                         active_generation=process.active_generation, missed=gone if serves else (),
+                         known_generation=process.known_generation, missed=gone if serves else (),
                          heard=sending if serves else (), overdue=self._overdue() if serves else None)
         self._calls(process, lambda: self._beaten(beat), lambda pulse: self._pulse(process, pulse))
 
@@ -337,7 +337,7 @@ class Members:
             self._wrong(f"epoch {epoch.generation} has a rank twice")
         process.epoch = epoch
         self.at(self.now + self.chance.random(),
-                lambda: setattr(process, "active_generation", max(process.active_generation, epoch.generation)))
+                lambda: setattr(process, "known_generation", max(process.known_generation, epoch.generation)))
 
     def _leaves(self, process: Process, reason: str) -> None:
         process.end = reason

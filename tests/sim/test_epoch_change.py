@@ -101,10 +101,10 @@ def test_departure_is_repeated_until_the_member_enters_an_epoch_without_it() -> 
         return [gone.peer for gone in membership.heartbeat(state, token, 1.0, Heartbeat(token, **known))[1].departed]
 
     for token in ("w0", "w1"):
-        assert departures(state, token, generation=2, active_generation=1) == ["worker 3"], "it may still wait for its part"
-    state, _ = membership.heartbeat(state, "w0", 1.0, Heartbeat("w0", generation=2, active_generation=2))
-    assert departures(state, "w0", generation=2, active_generation=2) == []
-    assert departures(state, "w1", generation=2, active_generation=1) == ["worker 3"]
+        assert departures(state, token, generation=2, known_generation=1) == ["worker 3"], "it may still wait for its part"
+    state, _ = membership.heartbeat(state, "w0", 1.0, Heartbeat("w0", generation=2, known_generation=2))
+    assert departures(state, "w0", generation=2, known_generation=2) == []
+    assert departures(state, "w1", generation=2, known_generation=1) == ["worker 3"]
     assert (departures(state, "s0", generation=1), departures(state, "s0", generation=2)) == (["worker 3"], [])
 
 
@@ -120,7 +120,7 @@ def test_heartbeats_and_journal_do_not_grow_with_past_members() -> None:
         newest = members(state)[0]
         for token in ("w0", "w1", "w2"):
             state, pulse = membership.heartbeat(state, token, 1.0,
-                                                Heartbeat(token, generation=newest, active_generation=newest))
+                                                Heartbeat(token, generation=newest, known_generation=newest))
         sizes.append((len(pack(pulse)), len(pack(without_times(CoordinatorRecord("", "", state))))))
     assert len(state.registrations) <= 5 + epoch_change.MAX_FORMER
     half = len(sizes) // 2
@@ -222,6 +222,7 @@ def test_collectives_of_scripts_continue_without_a_departed_site(opened: list[An
                      lambda: group.gather([rows] if rank == 1 else [], [own], options(rootRank=1))):
             with pytest.raises(RuntimeError, match=r"\brank 0\b"):
                 work().wait()
+        assert [row.item() for row in group.allgather_present(own)] == [2.0, 3.0]
         group.barrier().wait()
         group.allreduce([own]).wait()
         return [first.item(), total.item(), mean.item(), root.item(), own.item()]

@@ -85,7 +85,11 @@ class Training:
         return plan_of(self.model, **usual | {"servers": servers, "ranks_per_node": self.per_node} | changes)
 
     def attach(self) -> Any:
-        self.session = commlayer.attach(self.model, self.optimizer, **self.options)
+        return self.begin(commlayer.attach(self.model, self.optimizer, **self.options))
+
+    def begin(self, session: Any) -> Any:
+        """Trains with that session. A home that has joined tells the others its first step."""
+        self.session = session
         if self.session.joined:
             new = self.folder / f"arrives-{os.getpid()}"
             new.write_text(str(self.session.step))
@@ -259,18 +263,33 @@ def rows(job: Training) -> list[Any]:
 
 
 def with_trainer(job: Training) -> None:
-    from transformers import PrinterCallback, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        str(job.folder), max_steps=MOST, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[], disable_tqdm=True,
+        use_cpu=True, dataloader_pin_memory=False, logging_steps=4, remove_unused_columns=False, save_strategy="no")
+    trainer = Trainer(Loss(job.model), arguments, train_dataset=[{"x": x, "labels": y} for x, y in rows(job)])
+    run(trainer, job)
+
+
+def run(trainer: Any, job: Training) -> None:
+    """Trains until the job is over."""
+    from transformers import PrinterCallback, TrainerCallback
 
     from commlayer.integrations.transformers import CommlayerCallback
 
-    arguments = TrainingArguments(
-        str(job.folder), max_steps=STEPS, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[], disable_tqdm=True,
-        use_cpu=True, dataloader_pin_memory=False, logging_steps=4, remove_unused_columns=False, save_strategy="no")
-    trainer = Trainer(Loss(job.model), arguments, train_dataset=[{"x": x, "labels": y} for x, y in rows(job)])
+    class Ends(TrainerCallback):
+        def on_train_begin(self, _arguments: Any, state: Any, *_: Any, **__: Any) -> None:
+            job.begin(callback.session)
+            assert state.global_step == job.session.step
+
+        def on_step_end(self, _arguments: Any, _state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = job.is_over()
+
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(callback := CommlayerCallback(trainer, **job.options))
+    trainer.add_callback(Ends())
     trainer.train()
-    job.session = callback.session
 
 
 def with_accelerate(job: Training) -> None:
@@ -318,9 +337,7 @@ def with_lightning(job: Training) -> None:
 
 def with_trl(job: Training) -> None:
     from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
-
-    from commlayer.integrations.transformers import CommlayerCallback
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     datasets, trl = map(importlib.import_module, ("datasets", "trl"))  # which have no types
     words = Tokenizer(models.WordLevel({str(n): n for n in range(32)}, unk_token="0"))
@@ -330,14 +347,11 @@ def with_trl(job: Training) -> None:
                                              num_attention_heads=2, max_position_embeddings=8))
     job.model.register_forward_pre_hook(job.before_pass)
     tokens = torch.randint(2, 32, (4 * job.part.world * STEPS, 8), generator=torch.Generator().manual_seed(1)).tolist()
-    arguments = trl.SFTConfig(str(job.folder), max_steps=STEPS, per_device_train_batch_size=4, report_to=[], disable_tqdm=True,
+    arguments = trl.SFTConfig(str(job.folder), max_steps=MOST, per_device_train_batch_size=4, report_to=[], disable_tqdm=True,
                           use_cpu=True, save_strategy="no", dataloader_pin_memory=False)
     trainer = trl.SFTTrainer(job.model, args=arguments, processing_class=tokenizer,
                              train_dataset=datasets.Dataset.from_dict({"input_ids": tokens}))
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(callback := CommlayerCallback(trainer, **job.options))
-    trainer.train()
-    job.session = callback.session
+    run(trainer, job)
 
 
 class Feature(NamedTuple):
@@ -384,10 +398,10 @@ FEATURES: dict[str, Feature] = {
     "guard": Feature(lambda job: job.session.metrics()["guard_s"] > 0, guarded,
                      lambda _: {"compression": COARSE, "config": {"guard": "act", "max_loss": 0.005}}),
     "switch": Feature(lambda job: len(plan_of_job(job).buckets) != job.buckets, switching),
-    "trainer": Feature(exchanged, with_trainer, joins=False, package="transformers"),
+    "trainer": Feature(exchanged, with_trainer, package="transformers"),
     "accelerate": Feature(exchanged, with_accelerate, joins=False, package="accelerate"),
     "lightning": Feature(exchanged, with_lightning, joins=False, package="lightning"),
-    "trl": Feature(exchanged, with_trl, joins=False, package="trl"),
+    "trl": Feature(exchanged, with_trl, package="trl"),
 }
 
 

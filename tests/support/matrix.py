@@ -78,7 +78,6 @@ class Refusal(NamedTuple):
 REFUSED = {
     ("late", "collectives"): Refusal("E-PLAN-REFUSED", "only servers keep a result until the next step"),
     ("gpus", "leave"): Refusal("E-PLAN-REFUSED", "workers leave one by one, so each one exchanges for itself"),
-    ("trl", "leave"): Refusal("E-COLLECTIVE", "after a death it gathers its metrics from as many workers as at the start"),
 }
 """Where a feature is refused today. A feature without an entry must work: remove the entry, and the test requires it."""
 

@@ -16,11 +16,12 @@ from support.coordinators import until
 from support.loopback import Hub
 from support.summation import VALUES, Doubles, ask, hub_of_a_test, next_stalled, push, served, service, value  # noqa: F401  (a fixture)
 
+from commlayer.cluster.servers.bucket_sum import Reply
 from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import Stalled
 from commlayer.compressors import codec_of
-from commlayer.errors import CorruptFrame, InvalidInput, PeerLost
+from commlayer.errors import CorruptFrame, InvalidInput, PeerLost, RecordError
 from commlayer.records import Bucket, Slice
 from commlayer.transport.protocol import SERVER_BASE, Flag, Kind, Message, key
 
@@ -149,7 +150,6 @@ def test_worker_that_joins_contributes_to_steps_that_count_it() -> None:
 
 @pytest.mark.parametrize(("sender", "joined", "words"), [
     (1, 2, "worker 1: counts 2 workers that have joined, but this server knows of 1.*E-FRAME"),
-    (1, 0, "worker 1: counts 0 workers that have joined, but other members of this step count 1.*E-STEPS-DIFFER"),
     (JOINS + 1, 1, f"worker {JOINS + 1}: its sender is not a member of this bucket's sum.*E-FRAME"),
 ])
 def test_wrong_number_of_joined_workers_is_refused_without_effect(sender: int, joined: int, words: str) -> None:
@@ -161,23 +161,45 @@ def test_wrong_number_of_joined_workers_is_refused_without_effect(sender: int, j
     assert contributed(core, 1, 2, JOINS, joined=1) == [0, 1, 2, JOINS]
 
 
-def test_member_that_counts_too_few_joined_workers_first_does_no_harm_to_others() -> None:
+@pytest.mark.parametrize("wrong", range(3))
+@pytest.mark.parametrize("joined", [0, 1])
+@pytest.mark.parametrize("order", [(0, 1, JOINS, 2), (JOINS, 2, 1, 0), (1, JOINS, 0, 2)])
+def test_member_that_counts_other_workers_than_most_is_named(wrong: int, joined: int, order: tuple[int, ...]) -> None:
+    """Whoever sends first, and also if the worker that joins sends too early."""
     core, ops = service()
     core.add(1, JOINS)
-    assert contributed(core, 0) == contributed(core, 1, JOINS, joined=1) == []
-    with pytest.raises(CorruptFrame, match="worker 2: counts 0 workers that have joined, but.* count 1.*E-STEPS-DIFFER"):
-        contributed(core, 2)
-    assert contributed(core, 2, joined=1) == [0, 1, 2, JOINS]
-    assert ops.added == [*VALUES, VALUES[JOINS % 3]]
+    named, found = [], list[Any]()
+    for sender in order:
+        try:
+            found += contributed(core, sender, joined=1 - joined if sender == wrong else 1 if sender == JOINS else joined)
+        except CorruptFrame as error:
+            found.append(error)
+        while found and isinstance(error := found[-1], CorruptFrame):  # the server removes each that it names
+            assert f"counts {1 - joined} workers that have joined, but other members of this step count {joined}" in str(error)
+            named.append(error.peer)
+            found = [reply.peer if isinstance(reply, Reply) else reply for reply in core.remove({int(error.peer.split()[1])})]
+    early = [] if joined else [JOINS]
+    assert named == [f"worker {peer}" for peer in (wrong, *early)]
+    others = [peer for peer in (0, 1, 2, JOINS) if peer not in (wrong, *early)]
+    assert found == others
+    assert ops.added == [VALUES[peer % 3] for peer in others]
+
+
+def test_highest_count_of_joined_workers_holds_if_no_count_is_that_of_most() -> None:
+    core, _ = service()
+    core.remove({2})
+    core.add(1, JOINS)
+    assert contributed(core, 0) == []
     with pytest.raises(CorruptFrame, match="worker 0: counts 0 workers that have joined, but.* count 1.*E-STEPS-DIFFER"):
-        contributed(core, 0, step=1)
-    assert contributed(core, 0, 1, 2, JOINS, step=1, joined=1) == [0, 1, 2, JOINS]
+        contributed(core, 1, joined=1)
+    assert contributed(core, 0, JOINS, joined=1) == [0, 1, JOINS]
 
 
 def test_workers_join_between_steps_and_not_between_rounds() -> None:
     core, _ = service(rounds=2)
     core.add(1, JOINS)
     assert contributed(core, 0, 1, 2) == [0, 1, 2]
+    assert contributed(core, 0, r=1) == []
     with pytest.raises(CorruptFrame, match="worker 1: counts 1 workers that have joined, but.* count 0.*E-STEPS-DIFFER"):
         contributed(core, 1, joined=1, r=1)
     assert contributed(core, 0, 1, 2, r=1) == [0, 1, 2]
@@ -274,6 +296,8 @@ def test_restarted_server_waits_for_a_worker_that_has_joined(rounds: int) -> Non
     core.remember(lambda bucket, words, state: entries.update({bucket: (words, state)}))
     assert contributed(core, 0, 1, 2, JOINS, joined=1) == [0, 1, 2, JOINS]
     again, _ = service(ops=Kept(rounds))
+    with pytest.raises(RecordError, match="E-JOURNAL"):  # it does not know the member that has joined
+        again.recall(5, *entries[5])
     again.add(1, JOINS)
     again.recall(5, *entries[5])
     step, r = (0, 1) if rounds == 2 else (1, 0)

@@ -192,8 +192,11 @@ class Heartbeat(Record, frozen=True):
     """For a server: workers from which data has arrived since its last heartbeat."""
     dropped: tuple[PeerExit, ...] = ()
     """For a server: workers that it disconnected because they broke the protocol."""
+    known_generation: int = 0
+    """Generation of an epoch whose members the worker has switched to. Replies omit peers that left before that epoch."""
     active_generation: int = 0
-    """Generation of the epoch that a worker has switched to. Replies then omit peers that left before that epoch."""
+    """Generation of the epoch whose process groups the worker uses; 0: it does not take part yet. Workers that left before they
+    took part do not count in it, so it is the same for all workers after the same step, and at most the coordinator's."""
     overdue: Overdue | None = None
     """For a server: its report of waiting sums; None if no sum waits."""
     events: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_EVENTS)] = ()
@@ -260,8 +263,10 @@ class KvRequest(Record, frozen=True):
     without: bool = False
     """True: the call does not wait for keys whose writers are gone, and reports no error for such keys. False: it fails if one
     of its writers is lost before all have written, even if that writer has written."""
-    generation: int = 0
-    """Generation of the epoch to which the writes belong; they are ignored if there is a newer epoch. 0: always written."""
+    generation: int = 1
+    """Generation of the epoch to which the writes belong. They are dropped after all workers have switched to later ones."""
+    newest_only: bool = False
+    """True: the writes are ignored if the coordinator has an epoch after that generation."""
     rank: int = ANY
     """Rank, at the calling site, that waits for keys of other ranks."""
     limit_s: float = 0.0

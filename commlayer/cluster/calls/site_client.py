@@ -33,15 +33,16 @@ def _channel(address: str, config: Config, *, own: bool) -> CoordinatorChannel:
 class KvClient:
     """Client of the coordinator's key-value store for the ranks of this site. Thread-safe."""
 
-    def __init__(self, address: str, config: Config, home: str) -> None:
-        self.address, self._home = address, home
+    def __init__(self, address: str, config: Config, home: str, generation: int = 1) -> None:
+        """`generation`: that of the epoch to which the values belong that this client writes."""
+        self.address, self._home, self._generation = address, home, generation
         self._link = _channel(address, config, own=True)
         self._patience_s = max(CALL_S, reconnect_window_s(config))
 
     def request(
         self, deadline: float, *, put: Sequence[tuple[StoreKey, bytes]] = (), drop: Sequence[StoreKey] = (),
         want: Sequence[StoreKey] = (), add: tuple[StoreKey, int] | None = None, once: str = "", wait: bool = True,
-        without: bool = False, generation: int = 0, rank: int = messages.ANY, limit_s: float = 0.0, since: float = 0.0,
+        without: bool = False, newest_only: int = 0, rank: int = messages.ANY, limit_s: float = 0.0, since: float = 0.0,
         call_s: float = CALL_S,
     ) -> messages.KvReply:
         """Writes and drops keys, then reads the keys in `want`. With `wait`, returns when all values are present, or at
@@ -49,13 +50,15 @@ class KvClient:
 
         `add`: key and amount of a number to increase. `once`: a random token of this addition, if other requests may repeat
         it. `call_s`: least timeout of a call that reads or writes values. `without`: does not wait for values of
-        writers that are gone. `generation`, `rank`, `limit_s`: see messages.KvRequest. `since`: the time.monotonic() at which
-        an earlier call began to wait for these keys; 0: this call is the first. Raises CommError for keys that will never be
+        writers that are gone. `newest_only`: generation of the coordinator's epoch to which the writes belong; they are ignored
+        if it has a newer one. `rank`, `limit_s`: see messages.KvRequest. `since`: the time.monotonic() at which an earlier call
+        began to wait for these keys; 0: this call is the first. Raises CommError for keys that will never be
         written. Also raises it if the coordinator does not answer until `deadline`, or has refused connections for reconnect_s.
         """
         added = None if add is None else (*add, once or secrets.token_hex(8))
         request = messages.KvRequest(self._home, tuple(put), tuple(drop), added, tuple(want), without=without,
-                                     generation=generation, rank=rank, limit_s=limit_s)
+                                     generation=newest_only or self._generation, newest_only=newest_only > 0, rank=rank,
+                                     limit_s=limit_s)
         begin = since or time.monotonic()
         while True:
             now = time.monotonic()

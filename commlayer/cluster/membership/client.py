@@ -110,6 +110,8 @@ class Membership:
         assert reply.epoch is not None
         self.epoch: Epoch = reply.epoch
         """The epoch that this process has switched to."""
+        self.active_generation = 1 if reply.epoch.generation == 1 else 0
+        """See Heartbeat. A worker that joins a running job takes part after its first `switch`."""
         self.newest: Epoch = reply.epoch
         """The newest epoch that the coordinator has sent; this process may not have switched to it yet."""
         self.on_epoch: OnEpoch = lambda _: None
@@ -178,8 +180,8 @@ class Membership:
             self._busy.release()
 
     def _send_beat(self, timeout_s: float) -> HeartbeatReply:
-        beat = Heartbeat(self._token, generation=self.newest.generation, active_generation=self._active_generation,
-                         **self.report.next())
+        beat = Heartbeat(self._token, generation=self.newest.generation, known_generation=self._known_generation,
+                         active_generation=self.active_generation, **self.report.next())
         begin = time.monotonic()
         pulse = self._channel.call("Heartbeat", beat, HeartbeatReply, timeout_s)
         self.report.answered(time.monotonic() - begin)
@@ -271,12 +273,16 @@ class Membership:
             return self.newest
 
     @property
-    def _active_generation(self) -> int:
+    def _known_generation(self) -> int:
         """Generation of the newest epoch whose members this process knows to be those of the job. A worker that has left before
         it took part was never one of them."""
         newest = self.newest
         same = {m.rank for m in newest.members} == {m.rank for m in self.epoch.members}
         return newest.generation if same else self.epoch.generation
+
+    def switch(self, epoch: Epoch) -> None:
+        """Records that this process uses the process groups of that epoch."""
+        self.epoch, self.active_generation = epoch, epoch.generation
 
     def subscribe(self, on_epoch: OnEpoch) -> None:
         """Subscribes to newer epochs. If a newer epoch has already arrived, calls `on_epoch` at once."""

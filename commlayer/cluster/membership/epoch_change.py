@@ -43,13 +43,13 @@ def next_epoch(state: State) -> State:
     epoch = msgspec.structs.replace(epoch, generation=epoch.generation + len(epoch.members) - len(stay), members=stay)
     places = {token: p if p.join.kind == "server" or p.present or p.removed_in else
               msgspec.structs.replace(p, removed_in=epoch.generation) for token, p in state.registrations.items()}
-    return msgspec.structs.replace(state, epoch=epoch, registrations=_kept(places, settled_generation(state)))
+    return msgspec.structs.replace(state, epoch=epoch, registrations=_kept(places, _known_by_all(state)))
 
 
-def _kept(places: Mapping[str, Registration], settled_generation: int) -> dict[str, Registration]:
+def _kept(places: Mapping[str, Registration], known_generation: int) -> dict[str, Registration]:
     """Drops registrations of workers that left long ago. The last MAX_FORMER of them are kept."""
     former = sorted((p.removed_in, token) for token,
-                    p in places.items() if 0 < p.removed_in <= settled_generation)[:-MAX_FORMER]
+                    p in places.items() if 0 < p.removed_in <= known_generation)[:-MAX_FORMER]
     over = {token for _, token in former}
     return {token: p for token, p in places.items() if token not in over}
 
@@ -199,8 +199,14 @@ def inelastic_workers(state: State) -> list[str]:
 
 
 def settled_generation(state: State) -> int:
-    """Returns the generation of the newest epoch that all present workers have switched to; 0 if there is none."""
+    """Returns the generation of the newest epoch whose process groups, or later ones, all present workers use; 0 if one of them
+    does not take part yet."""
     return min((p.active_generation for p in state.registrations.values() if p.present and p.join.kind == "worker"), default=0)
+
+
+def _known_by_all(state: State) -> int:
+    """Returns the generation up to which no present worker needs reports of workers that left."""
+    return min((p.known_generation for p in state.registrations.values() if p.present and p.join.kind == "worker"), default=0)
 
 
 def explain_end(state: State, pulse: HeartbeatReply) -> HeartbeatReply:

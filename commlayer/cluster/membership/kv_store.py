@@ -1,8 +1,8 @@
 """Key-value store at the coordinator, through which sites exchange bytes; readers may wait for keys. Runs on one event loop.
 
 Each value belongs to the site that wrote it first, and counts against that site's share of the store. Only that site replaces
-or drops it. Each value also belongs to the newest epoch at the time of writing; after all workers have switched to a later
-epoch, no worker reads it again.
+or drops it. Each value also belongs to an epoch, which its writer names; after all workers have switched to a later one, no
+worker reads it again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Row(Record, frozen=True):
 
     value: bytes
     generation: int
-    """Generation of the newest epoch when the value was written."""
+    """Generation of the epoch to which the value belongs."""
     home: str = ""
     """Token of the site that owns the value."""
     tokens: Mapping[str, Mapping[str, int]] = {}
@@ -97,7 +97,8 @@ class KvStore:
         _check_name(once)
         total += amount
         tokens = dict([*tokens.items(), (once, total)][-MAX_TOKENS * self.workers.get(home, 1) :])
-        self._change(home, key, Row(str(total).encode(), generation, row.home, {**row.tokens, home: tokens}))
+        row = Row(str(total).encode(), max(row.generation, generation), row.home, {**row.tokens, home: tokens})
+        self._change(home, key, row)
         return total
 
     def drop(self, keys: Iterable[StoreKey]) -> None:
@@ -107,7 +108,7 @@ class KvStore:
                 self.save(key, None)
 
     def forget(self, generation: int) -> None:
-        """Drops values that were written in epochs before this generation. Call this after all workers have switched."""
+        """Drops values of epochs before this generation. Call this after all workers have switched."""
         self.drop([key for key, row in self.rows.items() if row.generation < generation])
 
     def values(self, keys: Sequence[StoreKey]) -> tuple[bytes | None, ...]:

@@ -58,8 +58,9 @@ class Registration(Record, frozen=True):
     """Whether a server reports that this worker closed its data connection in order."""
     blamed_peer: str = ""
     """The peer that this worker named as the reason when it left, until that peer sends a heartbeat or dies; otherwise ""."""
+    known_generation: int = 0
     active_generation: int = 0
-    """For a worker: generation of the epoch that it has switched to, as it reports; 0 before its first report."""
+    """For a worker: see Heartbeat; 0 before its first report."""
     removed_in: int = 0
     """For a worker that has left or died: generation of the first epoch without it; 0 if there is none (epoch_change.py)."""
     overdue: Overdue | None = None
@@ -144,8 +145,11 @@ def heartbeat(state: State, token: str, now: float, report: Heartbeat | None = N
         place = msgspec.structs.replace(place, dead=f"{_silent(state, place, now)}; its machine reports that it has ended")
         state = _with(state, place)
     elif place.present and not parent:
-        active_generation = max(place.active_generation, 0 if report is None else report.active_generation)
-        place = msgspec.structs.replace(place, seen_s=now, active_generation=active_generation)
+        place = msgspec.structs.replace(place, seen_s=now)
+        if report is not None:
+            place = msgspec.structs.replace(
+                place, known_generation=max(place.known_generation, report.known_generation),
+                active_generation=max(place.active_generation, report.active_generation))
         state = _lives(_with(state, place), place)
     if report is not None and not parent:
         state = _missed(state, token, report.missed, now)
@@ -163,7 +167,7 @@ def reply_to(state: State, token: str, generation: int = 0) -> HeartbeatReply:
     if place is None:
         return HeartbeatReply(unknown_token=True)
     # A worker that has switched to an epoch without a peer needs no report about it. A server reports the epoch it knows.
-    known = generation if place.join.kind == "server" else place.active_generation
+    known = generation if place.join.kind == "server" else place.known_generation
     others = [p for t, p in sorted(state.registrations.items()) if t != token and not 0 < p.removed_in <= known]
     failures = tuple(PeerExit(p.peer, p.dead) for p in others if p.dead and in_epoch(state, p))
     departures = tuple(PeerExit(p.peer, p.left, p.exchanges) for p in others if p.left and not verdict_pending(state, p))

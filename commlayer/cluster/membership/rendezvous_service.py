@@ -105,16 +105,15 @@ class RendezvousService:
             return KvReply(error=self._departure(request.home))
         if why := self._excluded_reason(site) or self._write_problem(site, request):
             return KvReply(error=why)
-        store, newest = self._store, 1
+        store = self._store
         if (workers := _workers(self._state)) != store.workers:
             store.allow(workers)
-        if request.put or request.add:
-            newest = max(1, self._admission().generation)
         # Writes for an earlier epoch are dropped, so all readers that know the newer epoch read the same values.
-        is_late = 0 < request.generation < newest or bool(self.never_written(request, ()))
-        store.put(request.home, () if is_late else request.put, newest)
+        is_late = (request.newest_only and bool(request.put) and request.generation < self._admission().generation) or \
+            bool(self.never_written(request, ()))
+        store.put(request.home, () if is_late else request.put, request.generation)
         store.drop(request.drop)
-        total = 0 if request.add is None else store.add(request.home, *request.add, newest)
+        total = 0 if request.add is None else store.add(request.home, *request.add, request.generation)
         until = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
         begin_s = self._clock() - max(0.0, request.waited_s)
         while None in (values := store.values(request.want)):
@@ -199,8 +198,7 @@ class RendezvousService:
             self._store.save = self._journal.write_row
 
     def forget(self, epoch: int) -> None:
-        """Drops values of earlier epochs, after all workers have switched to the epoch with generation number `epoch`. Call it
-        in the event loop's thread."""
+        """Drops values of epochs before `epoch`: see epoch_change.settled_generation. Call it in the event loop's thread."""
         if epoch > self._settled:
             self._settled = epoch
             self._store.forget(epoch)

@@ -150,6 +150,18 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._start_collective("all-gather", outputs, lambda rows: [*map(_read, rows, outputs)], x, every=True,
                                       most_nbytes=most_nbytes)
 
+    def allgather_present(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Gathers a tensor of each member that is not lost; waits. Returns the same tensors on all of these members, in member
+        order."""
+        found: list[torch.Tensor] = []
+
+        def read(rows: Rows) -> Sequence[torch.Tensor]:
+            found.extend(_read(row, x).to(x.device) for row in rows if row is not None)
+            return ()
+
+        self._start_collective("all-gather", (), read, x).wait()
+        return found
+
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> RelayWork:
         outputs = list(output.view(-1).chunk(self.size()))
         return self._start_collective("all-gather", outputs, lambda rows: [_read(row, x) for row in rows], x, every=True)
@@ -158,13 +170,15 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce(self, tensors: Any, opts: Any = None) -> RelayWork:
         x = _one(tensors)
-        at_root = int(getattr(opts, "rootRank", 0)) == self._mine
-        return self._start_collective("reduce", [x] if at_root else [], functools.partial(self._reduced, _op(opts), x), x)
+        if int(getattr(opts, "rootRank", 0)) != self._mine:
+            return self._start_collective("reduce", [], _nothing, x)
+        return self._start_collective("reduce", [x], functools.partial(self._reduced, _op(opts), x), x)
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> RelayWork:
         x = _one(inputs)
-        rows_to = outputs[0] if outputs else []
-        return self._start_collective("gather", rows_to, lambda rows: [_read(row, x) for row in rows], x, every=True)
+        if not outputs:
+            return self._start_collective("gather", [], _nothing, x, every=True)
+        return self._start_collective("gather", outputs[0], lambda rows: [_read(row, x) for row in rows], x, every=True)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> RelayWork:
         x, root = _one(outputs), int(getattr(opts, "rootRank", 0))
@@ -173,7 +187,11 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
                             stacked, only=root)
 
     def barrier(self, opts: Any = None) -> RelayWork:
-        return self._start_collective("barrier", [], lambda _: [], torch.zeros(1, dtype=torch.uint8))
+        """A barrier on hold is passed: the others have passed theirs long ago."""
+        if self.paused_reason:
+            (work := RelayWork("barrier", self._timeout_s)).end()
+            return work
+        return self._start_collective("barrier", [], _nothing, torch.zeros(1, dtype=torch.uint8))
 
     def shutdown(self) -> None:
         """Ends the group's thread after the collectives that have been called so far."""
@@ -196,7 +214,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         self.shutdown()
 
     def _start_collective(
-        self, what: str, outputs: list[torch.Tensor], compute: Callable[[Rows], Sequence[torch.Tensor]], x: torch.Tensor, *,
+        self, what: str, outputs: Sequence[torch.Tensor], compute: Callable[[Rows], Sequence[torch.Tensor]], x: torch.Tensor, *,
         only: int | None = None, successor_sends: bool = False, every: bool = False, most_nbytes: int | None = None,
     ) -> RelayWork:
         """Starts a collective; `compute` computes the `outputs` from all members' bytes. `only`: the one member that
@@ -205,7 +223,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         None: all have the size of `x`."""
         work, nbytes = RelayWork(f"{what} between homes", self._timeout_s + self.patience_s), most_nbytes or x.nbytes
         if self.paused_reason and self.local_only:
-            for output, value in zip(outputs, compute([_bytes(x)] * self.size()) if outputs else (), strict=True):
+            for output, value in zip(outputs, compute([_bytes(x)] * self.size()), strict=True):
                 output.detach().copy_(value.view(output.shape))
             work.outputs = list(outputs)
         if self.paused_reason:
@@ -224,7 +242,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
                 if successor_sends and only is not None and rows[only] is None:
                     heir = next(member for member, row in enumerate(rows) if row is not None)
                     rows[only] = self._exchanged(_bytes(x) if heir == self._mine else b"", nbytes)[heir]
-                values = compute(rows) if outputs else ()
+                values = compute(rows)
                 if len(outputs) != len(values):
                     work.end(f"{what} between homes: got {len(outputs)} output tensors, but the job has {len(values)} workers: "
                              "read torch.distributed.get_world_size() again after homes have left or joined")
@@ -356,6 +374,10 @@ _REDUCE: dict[Any, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     dist.ReduceOp.BOR: torch.Tensor.bitwise_or_,
     dist.ReduceOp.BXOR: torch.Tensor.bitwise_xor_,
 }
+
+
+def _nothing(_: Rows) -> Sequence[torch.Tensor]:
+    return ()
 
 
 def _op(opts: Any) -> Any:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
@@ -153,6 +154,20 @@ def set_timeout(group: Any, timeout: datetime.timedelta) -> None:
 def kv_client() -> KvClient:
     """Returns the key-value store client of this world's ranks."""
     return _worlds[-1].kv
+
+
+def gather_present(x: torch.Tensor) -> list[torch.Tensor]:
+    """Gathers a tensor of each rank that is not lost, over torch's default group. Returns them in rank order, the same ones on
+    all of these ranks. While collectives are on hold, this rank's tensor takes the place of the others'."""
+    if not dist.is_initialized():
+        return [x]
+    group = dist.group.WORLD
+    if isinstance(group, RelayedGroup):
+        with run_locally():
+            return group.allgather_present(x)
+    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, x)
+    return rows
 
 
 def make_strict(group: Any) -> Any:

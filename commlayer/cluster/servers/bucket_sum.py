@@ -82,6 +82,9 @@ class RoundSum:
         self.first: int | None = None
         """The member that contributed first."""
         self.early: dict[int, Message] = {}
+        """Contributions that have arrived and are not handled yet, by member."""
+        self.settled = r > 0
+        """Whether it is certain which workers that have joined contribute: in all rounds of a step the same ones."""
         self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
         self.assumed = 0.0
         """Total weight that the members assumed when they encoded their contributions; 0 if the codec needs none."""

@@ -217,6 +217,8 @@ class DataServer:
                 if entry is None:
                     raise CorruptFrame("no intact entry")
                 core.recall(bucket, *entry)
+            except RecordError:
+                raise
             except (CorruptFrame, ValueError, *MALFORMED) as error:
                 lost_buckets.append(f"{bucket} ({without_code(error)})")
                 core.forget(bucket)

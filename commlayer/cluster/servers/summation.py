@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -30,7 +32,7 @@ from commlayer.cluster.servers.bucket_sum import (
     breach_of,
     divided_afterwards,
 )
-from commlayer.errors import CorruptFrame, InvalidInput
+from commlayer.errors import CorruptFrame, InvalidInput, RecordError
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
 
 log = logging.getLogger("commlayer")
@@ -79,8 +81,12 @@ class Summation:
         self._keep(cell.bucket, msgspec.msgpack.encode(entry), cell.ops.remember())
 
     def recall(self, bucket: int, words: bytes, state: bytes) -> None:
-        """Restores what an earlier process journaled. If this raises ValueError or MsgspecError, call `forget`."""
+        """Restores what an earlier process journaled. Raises RecordError if members of the job are unknown. If this raises
+        another ValueError or MsgspecError, call `forget`."""
         cell, entry = self.cells[bucket], msgspec.msgpack.decode(words, type=SumEntry)
+        if entry.joined > len(self.joined):
+            raise RecordError("E-JOURNAL", f"journal: {entry.joined} workers have joined, but the list of them has only "
+                                           f"{len(self.joined)}: it is damaged; restart the job from its last checkpoint")
         body = memoryview(entry.body)
         if entry.result is not None:
             if not entry.result.flags & Flag.ABANDON:
@@ -142,7 +148,7 @@ class Summation:
         for cell in self.cells.values():
             with cell.lock:
                 cell.remove(gone)
-                if cell.sum.open and cell.contributors() and cell.members:
+                if cell.sum.open and cell.contributors() and (cell.members or cell.joining):
                     try:
                         found += self._advance(cell, release)
                     except CorruptFrame as error:
@@ -212,13 +218,8 @@ class Summation:
             self._catch_up(cell, h)
         begins = not cell.sum.open and h.round == 0 and cell.awaited in (None, h.step)
         if begins or (cell.sum.open and (h.step, h.round) == (cell.sum.step, cell.sum.round)):
-            # The count never falls. If the first contribution of a step counts too few, the highest count holds.
-            if h.joined < cell.joined or (h.round and h.joined > cell.joined):
-                raise breach_of(message, f"counts {h.joined} workers that have joined, but other members of this step count "
-                                       f"{cell.joined}", "E-STEPS-DIFFER")
             if begins:
                 cell.begin(h.step, 0)
-            cell.admit_joined(h.joined)
             return
         if cell.sum.first is not None:
             state = f"{peer_name(cell.sum.first)} is in round {cell.sum.round} of step {cell.sum.step}"
@@ -242,10 +243,27 @@ class Summation:
                 cell.ops.begin_anew()
                 cell.forget_results()
             cell.begin(h.step, h.round)
-            cell.admit_joined(h.joined)
+
+    def _joins_settled(self, cell: BucketSum) -> bool:
+        """Returns whether it is certain which workers that have joined contribute to the sum in progress: those that more than
+        half of the members count. If no count has so many, and all members have contributed, the highest count holds."""
+        current, members = cell.sum, cell.members
+        if not current.settled and cell.joined < len(self.joined):
+            counts = {peer: message.header.joined for peer, message in current.early.items()}
+            votes = Counter(counts[member] for member in members if member in counts)
+            joined, most = max(votes.items(), key=itemgetter(1), default=(0, 0))
+            if votes.total() == len(members) >= 2 * most:
+                joined = max(counts.values())
+            elif 2 * most <= len(members):
+                return False
+            cell.admit_joined(max(joined, cell.joined))  # it never falls
+        current.settled = True
+        return True
 
     def _advance(self, cell: BucketSum, release: Callable[[Message], None]) -> list[Reply]:
         """Adds early contributions in member order. When all members have contributed, returns the result for all members."""
+        if not self._joins_settled(cell):
+            return []
         ops, current = cell.ops, cell.sum
         r = current.round
         lean = cell.recomputable and self._keep is None
@@ -257,6 +275,9 @@ class Summation:
         while (message := cell.following()) is not None:
             h = message.header
             first = not current.handled
+            if h.joined != cell.joined:
+                raise breach_of(message, f"counts {h.joined} workers that have joined, but other members of this step count "
+                                       f"{cell.joined}", "E-STEPS-DIFFER")
             if not first and h.undone != current.undone:
                 raise breach_of(message, f"{_applied(h.undone)} of the previous step, but {peer_name(current.handled[0])} "
                                        f"{_applied(current.undone)}: all workers must call step(), skip steps and clear "

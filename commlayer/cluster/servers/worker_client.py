@@ -126,7 +126,7 @@ class WorkerClient:
 
     def switch_epoch(self, epoch: Epoch) -> None:
         """Switches to the epoch. Departures of peers outside that epoch are ignored from now on."""
-        self.membership.epoch = epoch
+        self.membership.switch(epoch)
 
     def finished(self, member: int) -> int:
         """Returns the number of exchanges to which that worker contributed before it left in order; -1 if it has not left in

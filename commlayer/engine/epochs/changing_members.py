@@ -277,7 +277,8 @@ def new_world(former: Groups, rows: StepRows, config: Config, home: str, epoch: 
     """Creates torch.distributed's process groups for the members of the epoch `epoch`. `own`: this member's initial rank."""
     ids = [m.rank for m in epoch.members]
     former.close()
-    site_process_group.change_members(KvClient(config.join, config, home), ids, ids.index(own), epoch.generation)
+    kv = KvClient(config.join, config, home, epoch.generation)
+    site_process_group.change_members(kv, ids, ids.index(own), epoch.generation)
     process_groups.reset_counts()
     groups = Groups(1, config.deadline_s, former.device)
     rows.change(groups.members, ids)

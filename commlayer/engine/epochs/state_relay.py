@@ -223,7 +223,7 @@ class StateRelay:
                 newer, store = self._newest.epoch is not self._epoch, site_process_group.kv_client()
                 rows = store.request(
                     min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer,
-                    generation=self._epoch.generation, rank=self._rank, since=begin,
+                    newest_only=self._epoch.generation, rank=self._rank, since=begin,
                     limit_s=0.0 if any(rank == ANY for _, rank in want) else self._limit_s, call_s=BYTES_S).values
             except CommError as error:
                 if store is not site_process_group.kv_client():
@@ -260,7 +260,7 @@ class StateRelay:
             store = site_process_group.kv_client()
             try:
                 return store.request(time.monotonic() + self._deadline_s, put=rows, add=add, once=once,
-                                     generation=self._epoch.generation).sum
+                                     newest_only=self._epoch.generation).sum
             except CommError:
                 if store is site_process_group.kv_client() and self._newest.is_outdated(self._epoch):
                     raise NewerEpoch from None

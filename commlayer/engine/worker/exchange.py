@@ -173,7 +173,7 @@ class HeldResult:
         bucket, ledger, exchange = self.bucket, self.bucket.ledger, self.bucket.exchange
         dropped, ledger.discarded = ledger.discarded, 0
         self._slices |= dropped & self._written
-        self._written &= ~dropped
+        self._written = 0  # the next result takes their place
         if not exchange.done:
             self._keep(0)
             return
