@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from operator import attrgetter
 
 import msgspec
 
@@ -137,7 +138,7 @@ class SharesSchedule:
         if not due:
             return {}
         self._all = [a for a in self._all if not step <= a.step <= due[-1].step]
-        self._all = sorted([*self._all, Announcement(step, due[-1].shares)], key=lambda a: a.step)
+        self._all = sorted([*self._all, Announcement(step, due[-1].shares)], key=attrgetter("step"))
         return {worker: first for a in due for worker, first in a.lost.items()}
 
     def since(self, step: int) -> list[Announcement]:

@@ -13,6 +13,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -199,7 +200,7 @@ def _check_top_level(path: Path) -> None:
         tree = ast.parse(source, str(path))
     except (OSError, SyntaxError, ValueError):
         return  # the import itself reports the error
-    working = sorted(_working(tree.body), key=lambda node: node.lineno)
+    working = sorted(_working(tree.body), key=attrgetter("lineno"))
     if working:
         line = source.decode(errors="replace").splitlines()[working[0].lineno - 1].strip()
         more = f" and {len(working) - 1} more statements" if len(working) > 1 else ""

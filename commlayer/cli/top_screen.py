@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from operator import attrgetter
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -106,7 +107,7 @@ def _workers(view: JobView, now: float, width: int, most: int) -> Table:
     rows = [view.row(worker, now) for worker in view.rows]
     if len(rows) > most:
         urgent = sorted(rows, key=lambda row: (CALM.get(row.state, 0), -row.step_s))
-        rows = sorted(urgent[:most - 1], key=lambda row: row.number)
+        rows = sorted(urgent[:most - 1], key=attrgetter("number"))
     for row in rows:
         grid.add_row(*_cells(row, wide=wide))
     if hidden := len(view.rows) - len(rows):

@@ -129,7 +129,7 @@ class TopK(_Largest, frozen=True):
     def start_fused(self, x: Array, residual: Array | None, state: State, out: Out) -> int:
         n, k = len(x), self.wanted(len(x))
         if on_device(out) and not self.compares_all(n):
-            from commlayer.compressors import topk_on_device  # loads torch
+            from commlayer.compressors.kernels import topk_on_device  # loads torch
 
             nbytes, picked = topk_on_device.start(self.id, VALUE_KINDS[self.values], k, x, residual, state, out)
             if picked is None:

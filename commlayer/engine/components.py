@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from functools import partial
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from time import perf_counter
 from typing import Protocol, TypeVar
 
@@ -132,7 +132,7 @@ class Components:
         """Components whose first error is reported already."""
 
     def add(self, component: Component) -> None:
-        self._all = sorted([*self._all, component], key=lambda each: each.order)
+        self._all = sorted([*self._all, component], key=attrgetter("order"))
 
     def remove(self, component: Component) -> None:
         self._all = [each for each in self._all if each is not component]

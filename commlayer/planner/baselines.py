@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec import structs
@@ -239,7 +240,7 @@ def one_machine(question: Question) -> list[Baseline]:
             steps = one_worker_factor(profile.learning, policy.optimizer, others, noise_of(job), job.numel)
             if steps and policy.objective == "loss":
                 candidates.append(Baseline(ALONE, computing_s + timing.update_s / node.speed, steps, steps, node.name))
-    return [min(candidates, key=lambda one: one.to_loss_s)] if candidates else []
+    return [min(candidates, key=attrgetter("to_loss_s"))] if candidates else []
 
 
 def ddp_fp16_s(question: Question) -> float:
@@ -352,7 +353,7 @@ def what_if(
 def _break_even(points: Sequence[Point], question: Question) -> float | None:
     """Finds by bisection the rate between the fastest swept rate at which compression is faster and the next rate. None if
     compression is faster at all rates or at none."""
-    points = sorted(points, key=lambda p: p.x)
+    points = sorted(points, key=attrgetter("x"))
     paying = [i for i, p in enumerate(points) if p.gain > 1 + PAYS]
     if not paying or paying[-1] + 1 == len(points):
         return None

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from commlayer.codec_spec import parse_spec
@@ -359,7 +360,7 @@ def most_fragments(count: int, every: int, buckets: int) -> int:
 def ranges_of(buckets: Iterable[Cut]) -> dict[int, list[tuple[int, int]]]:
     """Maps each tensor's index to the element ranges that these buckets hold; adjacent ranges are joined."""
     by_tensor: dict[int, list[tuple[int, int]]] = {}
-    for s in sorted((s for bucket in buckets for s in bucket.slices), key=lambda s: (s.tensor, s.start)):
+    for s in sorted((s for bucket in buckets for s in bucket.slices), key=attrgetter("tensor", "start")):
         ranges = by_tensor.setdefault(s.tensor, [])
         if ranges and ranges[-1][1] == s.start:
             ranges[-1] = ranges[-1][0], s.stop

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from commlayer.errors import InvalidInput
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.simulation import Span, simulate
@@ -33,7 +35,7 @@ def explain(
     if not 0 <= bucket < len(plan.buckets):
         raise InvalidInput("E-PLAN-QUESTION", f"bucket {bucket}: the plan has buckets 0 to {len(plan.buckets) - 1}")
     timeline = simulate(plan, job, cluster, profile, policy)
-    spans = sorted((s for s in timeline.spans if s.bucket == bucket), key=lambda s: (s.start_s, s.end_s))
+    spans = sorted((s for s in timeline.spans if s.bucket == bucket), key=attrgetter("start_s", "end_s"))
     return Explanation(
         plan.buckets[bucket], tensor_names(plan.buckets[bucket], job), timeline.ready_s[bucket], timeline.done_s[bucket],
         timeline.step_s, timeline.compute_s, plan.local_steps, tuple(spans), plan.steps, plan.steps_high, plan.fragments)

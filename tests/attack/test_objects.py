@@ -19,19 +19,27 @@ import torch.distributed as dist
 from support.attached import assert_refused
 from support.sites import WAIT_S, Sites, next_row
 from torch.distributed import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
-from torch.distributed.optim import zero_redundancy_optimizer
 
 from commlayer.cluster.processes import object_collectives
 
 HOSTILE, WORLD = 2, 3
 SIZES = [10**12, 8 << 30, -5]
 ALLOWED_GROWTH_NBYTES = 32 << 20
+
+
+def receive_zero_state() -> object:
+    """What torch's ZeRO optimizer receives of the state of rank HOSTILE."""
+    from torch.distributed.optim import zero_redundancy_optimizer  # imported late: it takes a second
+
+    return zero_redundancy_optimizer._broadcast_object(None, HOSTILE, dist.group.WORLD)  # type: ignore[attr-defined]
+
+
 CALLS: dict[str, Callable[[], Any]] = {
     "all_gather_object": lambda: all_gather_object([None] * WORLD, "mine"),
     "gather_object": lambda: gather_object("mine", [None] * WORLD if dist.get_rank() == 0 else None, dst=0),
     "broadcast_object_list": lambda: broadcast_object_list([None], src=HOSTILE),
     "scatter_object_list": lambda: scatter_object_list([None], None, src=HOSTILE),
-    "state of ZeRO": lambda: zero_redundancy_optimizer._broadcast_object(None, HOSTILE, dist.group.WORLD),  # type: ignore[attr-defined]
+    "state of ZeRO": receive_zero_state,
 }
 
 

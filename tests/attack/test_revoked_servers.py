@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.coordinators import WAIT_S, Failures, quick, until
-from support.internals import judge_of, state_of
+from support.internals import judge_of
 from support.keys import (
     Folders,
 )
@@ -124,4 +124,4 @@ def test_member_does_not_register_with_a_revoked_coordinator(folders: Folders) -
             client.join(coordinator.address, messages.worker_request("job", 0, 1),
                         quick(token=SECRET, keys=str(folders.worker)), failures)
         assert caught.value.code == "E-CERTIFICATE-REVOKED"
-        until(lambda: not state_of(coordinator).registrations, "nothing is registered")
+        until(lambda: not coordinator.state.registrations, "nothing is registered")

@@ -32,7 +32,7 @@ from support.coordinators import (
     quick,
     until,
 )
-from support.internals import leave_silently, process_of, sidecar_of, state_of, watches_of
+from support.internals import leave_silently, process_of, sidecar_of, watches_of
 from support.keys import (
     Folders,
 )
@@ -128,7 +128,7 @@ def test_join_deadline_names_missing_members_and_frees_registrations(opened: Ope
     with ThreadPoolExecutor(2) as pool:
         lines = list(pool.map(late, (0, 1)))
     assert any(line.startswith("2 of 4 workers joined before the deadline of 1 s; missing: ranks 2, 3:") for line in lines)
-    assert "0 of 4 workers joined" in membership.missing(state_of(coordinator))
+    assert "0 of 4 workers joined" in membership.missing(coordinator.state)
 
 
 def test_unreachable_address_is_reported_by_the_deadline() -> None:
@@ -157,7 +157,7 @@ def test_different_model_is_refused_immediately_by_name(opened: Opened) -> None:
         ended = threading.Event()
         request = messages.worker_request("jobA", 0, 2)
         waiting = pool.submit(client.join, coordinator.address, request, quick(), Failures(), ended=ended)
-        while "rank 1" not in membership.missing(state_of(coordinator)):
+        while "rank 1" not in membership.missing(coordinator.state):
             assert not waiting.done()
         why = r"worker 1 on .* a different model than worker 0 on \S+ \(pid \d+\).*E-RANKS-DIFFER"
         with pytest.raises(Refused, match=why):
@@ -193,7 +193,7 @@ def test_call_of_a_newer_version_is_refused_for_its_version(opened: Opened) -> N
                        ({}, "Join .*`more`.*E-FRAME")):
         with pytest.raises(Refused, match=line):
             channel.call("Join", NewerJoin(**mine | lines), messages.JoinReply, WAIT_S)
-    assert not state_of(coordinator).registrations
+    assert not coordinator.state.registrations
 
 
 def test_malformed_records_are_refused_without_effect(opened: Opened) -> None:
@@ -202,7 +202,7 @@ def test_malformed_records_are_refused_without_effect(opened: Opened) -> None:
     for bad in (messages.HeartbeatReply(), messages.Leave("token")):
         line = outcome(lambda bad=bad: channel.call("Join", bad, messages.JoinReply, WAIT_S))
         assert_refused(line, "E-FRAME", "Join failed: ", " Join message ")
-    assert membership.missing(state_of(coordinator)) == "0 of ? workers joined"
+    assert membership.missing(coordinator.state) == "0 of ? workers joined"
 
 
 def test_silent_worker_is_reported_once_to_each_peer(opened: Opened) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import json
 import re
 import subprocess
@@ -82,6 +83,7 @@ class Import(NamedTuple):
     target: str
 
 
+@functools.cache
 def imports_of(file: Path) -> list[Import]:
     found = []
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
@@ -91,7 +93,8 @@ def imports_of(file: Path) -> list[Import]:
             base = file.relative_to(ROOT).with_suffix("").parts[: -node.level] if node.level else ()
             origin = ".".join((*base, *([node.module] if node.module else [])))
             found += [Import(file, node.lineno, f"{origin}.{alias.name}") for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in LATE and isinstance(node.args[0], ast.Constant):
+        elif (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)
+              and ast.unparse(node.func) in LATE):
             found.append(Import(file, node.lineno, str(node.args[0].value)))
     return found
 
@@ -109,7 +112,10 @@ def own_part(file: Path) -> str:
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-IMPORTS = [found for file in FILES for found in imports_of(file)]
+
+
+def all_imports() -> list[Import]:
+    return [found for file in FILES for found in imports_of(file)]
 
 
 def described(found: Import) -> str:
@@ -134,7 +140,8 @@ def test_every_module_has_a_layer() -> None:
 
 
 def test_imports_only_point_to_lower_layers() -> None:
-    inside = [found for found in IMPORTS if found.target.split(".")[0] == "commlayer" and not found.target.endswith("._core")]
+    inside = [found for found in all_imports()
+              if found.target.split(".")[0] == "commlayer" and not found.target.endswith("._core")]
     assert len(inside) > 20, "the graph was read"
     assert [described(i) for i in inside if part_of(i.target) not in ALLOWED[own_part(i.file)]] == []
 
@@ -145,7 +152,7 @@ def test_folders_of_a_package_import_only_lower_ones(part: str) -> None:
     present = {file.stem for file in (PACKAGE / part).iterdir() if file.suffix == ".py" or (file / "__init__.py").exists()}
     assert set(place) == present - {"__init__"}
     wrong = []
-    for found in IMPORTS:
+    for found in all_imports():
         own, target = found.file.relative_to(PACKAGE).with_suffix("").parts, found.target.split(".")[1:]
         if own[0] != part or target[:1] != [part] or len(target) < 2 or own[1] == "__init__":
             continue  # the part's __init__ names what it offers, from any room
@@ -155,7 +162,7 @@ def test_folders_of_a_package_import_only_lower_ones(part: str) -> None:
 
 
 def test_only_the_worker_imports_paths() -> None:
-    paths = [i.file for i in IMPORTS if i.target.startswith("commlayer.engine.paths.")]
+    paths = [i.file for i in all_imports() if i.target.startswith("commlayer.engine.paths.")]
     importing = {file.stem for file in paths if file.parent.name != "paths"}
     assert importing == KNOW_PATHS
 
@@ -209,18 +216,11 @@ def reached_in(part: str, names: Set[str]) -> list[Path]:
     return [modules[name] for name in sorted(found)]
 
 
-DECISIONS = reached_in("autotune", DECIDING)
-
-
-def test_imports_of_decision_modules_are_followed() -> None:
-    names = {f"{file.parent.name}.{file.stem}" for file in DECISIONS}
+def test_decision_modules_import_no_clock_thread_or_connection() -> None:
+    decisions, drivers = reached_in("autotune", DECIDING), tuple(f"commlayer.{name}." for name in DRIVERS)
+    names = {f"{file.parent.name}.{file.stem}" for file in decisions}
     assert {"autotune.plan_policy", "quality.policy"} <= names, "the graph was read"
-
-
-@pytest.mark.parametrize("file", DECISIONS, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_decision_modules_import_no_clock_thread_or_connection(file: Path) -> None:
-    drivers = tuple(f"commlayer.{name}." for name in DRIVERS)
-    assert [described(found) for found in imports_of(file)
+    assert [described(found) for file in decisions for found in imports_of(file)
             if found.target.split(".")[0] in IMPURE or found.target.startswith(drivers)] == []
 
 
@@ -236,7 +236,7 @@ def cycles(graph: Mapping[str, Set[str]]) -> list[list[str]]:
 
 
 def test_planner_and_balance_import_no_torch() -> None:
-    assert [described(i) for i in IMPORTS if own_part(i.file) in TORCHLESS and i.target.split(".")[0] == "torch"] == []
+    assert [described(i) for i in all_imports() if own_part(i.file) in TORCHLESS and i.target.split(".")[0] == "torch"] == []
 
 
 def test_planning_loads_no_torch() -> None:
@@ -274,11 +274,11 @@ def loaded(*modules: str, of: set[str]) -> str:
 
 @pytest.mark.parametrize("module", ["pickle", "cloudpickle", "dill"])
 def test_no_module_reads_pickles(module: str) -> None:
-    assert [described(i) for i in IMPORTS if i.target.split(".")[0] == module] == []
+    assert [described(i) for i in all_imports() if i.target.split(".")[0] == module] == []
 
 
 def test_one_module_imports_cupy() -> None:
-    assert len({i.file for i in IMPORTS if i.target.split(".")[0] == "cupy"}) <= 1
+    assert len({i.file for i in all_imports() if i.target.split(".")[0] == "cupy"}) <= 1
 
 
 def reads_environment(file: Path) -> list[str]:

@@ -17,7 +17,6 @@ from torch.distributed import distributed_c10d
 
 import commlayer
 from commlayer.cluster.processes.collectives import Groups
-from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.codec_spec import parse_spec
 from commlayer.compressors import codec_of, error_feedback, int8, parse, topk, two_way
 from commlayer.compressors.plan_codecs import ReducedAccumulator
@@ -191,8 +190,7 @@ def served(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     pool(WORLD).ready(__name__)  # servers wait for ranks, which take their time to start
     with Servers(WORLD, SERVERS) as servers:
         ranks = pool(WORLD).call(attached, servers.address, request.param)
-        parts = [part for serving in servers.serving for ops in serving._ops.values()
-                 if isinstance(ops, CodecOps) for part in ops.residuals()]
+        parts = servers.residuals()
         return [*ranks, {"residuals": flat(by_tensor(parts, SHAPES))}]
 
 

@@ -33,7 +33,6 @@ from support.coordinators import (
     quick,
     until,
 )
-from support.internals import state_of
 from support.meshes import FAR, soon
 from support.serving import JOB, PLAN, Pair, changed, epoch_of, plan_of
 from support.workers import Rig, job, on_ranks, step
@@ -100,8 +99,8 @@ class Serving:
 
     @property
     def core(self) -> Summation:
-        assert self.serving._server is not None
-        return self.serving._server.core
+        assert self.serving.sums is not None
+        return self.serving.sums
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -235,9 +234,8 @@ def test_restarted_server_knows_who_has_joined_and_who_is_gone(opened: Opened, t
     opened.remove(job.serving)
     again = opened.add(DataServer("127.0.0.1", 0, quick(heartbeat_s=0.05, journal=str(tmp_path))))
     again.start(newest, DATA, 0, await_epoch=lambda *_: newest)
-    assert again._server is not None
-    assert (again._server.core.joined, again._server.core.cells[0].members_with(2)) == ([3, 4], (0, 1, 4))
     job.serving = again
+    assert (job.core.joined, job.members) == ([3, 4], (0, 1, 4))
     with pytest.raises(Refused, match="is no longer a member of the job.*E-EPOCH-ENDED"):
         job.end(3)
     ends = [job.end(rank) for rank in (0, 1, 4)]
@@ -397,7 +395,7 @@ def test_workers_do_not_dial_servers_where_plain_text_is_forbidden(address: str,
     assert caught.value.what.startswith("address of server 0: ")
     assert address.partition(":")[0] in caught.value.what
     assert caught.value.code == code
-    assert state_of(coordinator).registrations[request.token].left == f"could not reach a server: {caught.value}"
+    assert coordinator.state.registrations[request.token].left == f"could not reach a server: {caught.value}"
 
 
 @pytest.mark.parametrize("exchanges", [0, 1])
@@ -442,8 +440,7 @@ def test_state_may_be_larger_than_all_payloads(opened: Opened) -> None:
 
 def test_server_failure_reaches_its_workers_with_the_reason(opened: Opened) -> None:
     job = Pair(opened)
-    server: Any = job.serving._server
-    server._send_stalled(1, Stalled(0, 3, (), failed="failed: MemoryError: no room"))
+    job.report_stall(Stalled(0, 3, (), failed="failed: MemoryError: no room"))
     failure = job.failure()
     assert (failure.peer, failure.step, failure.bucket) == ("server 0", 3, 0)
     assert "MemoryError: no room" in failure.what

@@ -27,7 +27,7 @@ from support.coordinators import (
     quick,
     until,
 )
-from support.internals import hang_suspects, rendezvous_of, state_of, store_of
+from support.internals import hang_suspects, rendezvous_of, store_of
 from support.keys import (
     Folders,
 )
@@ -605,14 +605,14 @@ def write_in_epoch(opened: Opened, coordinator: Coordinator, desk: KvClient, gen
 
 def await_heartbeats(coordinator: Coordinator) -> None:
     """Returns when each process has sent two heartbeats."""
-    for place in [place for place in state_of(coordinator).registrations.values() if place.present]:
+    for place in [place for place in coordinator.state.registrations.values() if place.present]:
         for _ in range(2):
-            before_s = state_of(coordinator).registrations[place.join.token].seen_s
+            before_s = coordinator.state.registrations[place.join.token].seen_s
             until(functools.partial(heard_since, coordinator, place.join.token, before_s), "a heartbeat")
 
 
 def heard_since(coordinator: Coordinator, token: str, before_s: float) -> bool:
-    return state_of(coordinator).registrations[token].seen_s > before_s
+    return coordinator.state.registrations[token].seen_s > before_s
 
 
 def test_worker_that_leaves_before_it_takes_part_ends_no_values(opened: Opened) -> None:
@@ -629,7 +629,7 @@ def test_worker_that_leaves_before_it_takes_part_ends_no_values(opened: Opened) 
     passing = opened.add(client.join(coordinator.address, request, quick(), Failures()))
     until(lambda: all(member.newest.generation == 3 for member in stay), "a third worker")
     await_heartbeats(coordinator)
-    assert epoch_change.settled_generation(state_of(coordinator)) == 0, "it may need values of any epoch"
+    assert epoch_change.settled_generation(coordinator.state) == 0, "it may need values of any epoch"
     passing.leave("it breaks off")
     until(lambda: all(member.newest.generation == 4 for member in stay), "two workers")
     await_heartbeats(coordinator)

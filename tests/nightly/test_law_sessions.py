@@ -410,7 +410,7 @@ def test_backward_pass_of_another_model_has_no_effect(codec: str) -> None:
     """Of 20 steps of 1 everything is applied, or in residuals of workers and servers."""
     with rank_pool.Servers(WORLD, 1) as first, rank_pool.Servers(WORLD, 1) as second:
         results = pool(WORLD).call(adversaries, codec, [first.address, second.address])
-        kept = sum(float(r.sum(dtype="float64")) for r in first.residuals().values())
+        kept = sum(float(part.values.sum(dtype="float64")) for part in first.residuals())
     applied = sum(float(t.sum()) for t in results[0][0]["applied"])
     owed = sum(float(t.sum()) for r in results for t in r[0]["residuals"])
     put = 20.0 * sum(torch.Size(s).numel() for s in SIZES)

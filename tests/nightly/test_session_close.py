@@ -108,7 +108,7 @@ def test_close_with_a_result_in_flight_raises_on_no_rank() -> None:
 def test_separate_servers_stay_until_the_last_rank_closes() -> None:
     with Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(apart, 0, quick(join=servers.address))
-        assert servers.serving[0]._server is not None
+        assert servers.serving[0].sums is not None
     assert [got for got, _ in results] == [1.5, 1.5]
 
 

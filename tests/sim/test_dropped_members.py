@@ -35,9 +35,6 @@ WRONG_CODEC = ("got codec 99, weight 1.0 and total weight 0.0; the codec must be
                "[E-FRAME]")
 
 
-# ---- who is blamed
-
-
 def test_slow_member_is_not_blamed_for_a_dropped_one(hub: Any) -> None:
     ends = served(hub, Doubles(), stall_s=0.0)
     bad = push(1, 1.0, codec=99)
@@ -58,14 +55,10 @@ def test_worker_names_the_dropped_member_unless_the_job_is_elastic(
         regroups: bool, dropped: dict[int, str], errors: list[tuple[Any, ...]], opened: Opened) -> None:
     job = Pair(opened)
     job.ups[1]._elastic = regroups
-    sent: Any = job.serving._server
-    sent._send_stalled(1, Stalled(0, 3, (0, 1), dropped))
+    job.report_stall(Stalled(0, 3, (0, 1), dropped))
     assert job.stalled.wait(WAIT_S)
     assert [(error.peer, error.step, error.bucket, error.code) for error in job.failures.errors] == errors
     assert all("by server 0" in error.what and dropped[0] in error.what for error in job.failures.errors)
-
-
-# ---- what a server reports
 
 
 class Served:
@@ -124,8 +117,8 @@ def test_reported_worker_joins_and_the_report_can_be_repeated(opened: Opened) ->
     job = Served(opened)
     for reporter in (0, 2):
         assert job.report(job.end(reporter), Joins(1, 3, 3)) == ""
-    assert job.serving._server is not None
-    cell = job.serving._server.core.cells[0]
+    assert job.serving.sums is not None
+    cell = job.serving.sums.cells[0]
     assert (cell.members, cell.joining) == ((0, 2), {3: 1})
     job.end(3)
 
@@ -143,9 +136,6 @@ def test_member_that_reports_a_false_join_is_dropped(joins: Joins, problem: str,
         job.report(job.end(0), joins)
     line = f"reports that worker {joins.member} joins as number {joins.number}, but {problem} [E-FRAME]"
     assert job.dropped() == [("worker 0", line)]
-
-
-# ---- whom the coordinator believes
 
 
 def says(teller: str, peer: str, state: Any) -> Any:

@@ -29,9 +29,6 @@ WHY = ("was dropped: sent nothing for 300 s while others waited in step 7 (repor
        "too slow for deadline_s")
 
 
-# ---- whom the coordinator blames
-
-
 def hears(state: State, *reports: tuple[str, int | None, tuple[int, ...]]) -> State:
     """Heartbeats one after the other, by token; no step: nothing waits there."""
     for token, step, missing in reports:
@@ -104,9 +101,6 @@ def test_first_and_joining_members_are_blamed_like_any_other(rank: int) -> None:
     assert gone(hears(state, ("s0", 7, (rank,)), ("s0", 7, (rank,)))) == sorted([3, rank])
 
 
-# ---- what a server says
-
-
 class Sums:
     """A server of buckets 5 and 6, and what its members have sent, each N seconds ago."""
 
@@ -159,11 +153,11 @@ def test_limit_is_multiplied_by_the_number_of_local_steps(opened: Opened) -> Non
         data = records.encode(msgspec.structs.replace(PLAN, local_steps=steps))
         serving.start(epoch_of(data, serving, 3), data, 0)
         assert serving.report().get("overdue") is None
-        assert serving._server is not None
-        cell = serving._server.core.cells[0]
+        assert serving.sums is not None
+        cell = serving.sums.cells[0]
         cell.begin(5, 0)
         cell.sum.handled += [0, 1]
-        serving._server._check_stalls()
+        until(lambda serving=serving: serving.report()["overdue"] is not None, "the server has noticed that the sum waits")
         assert serving.report()["overdue"] == Overdue(5, (2,), 0.001 * steps)
 
 
@@ -178,5 +172,5 @@ def test_overdue_report_of_a_server_heartbeat_evicts_the_worker(opened: Opened) 
     seats[0].report.fields = lambda: {"overdue": Overdue(3, (1,), 5.0)}
     until(lambda: seats[0].newest.generation > 1, "there is another epoch")
     assert [m.rank for m in seats[0].newest.members] == [0]
-    dead = coordinator._state.registrations[requests[2].token].dead
+    dead = coordinator.state.registrations[requests[2].token].dead
     assert "sent nothing for 5 s while others waited in step 3 (reported by server 0)" in dead

@@ -10,11 +10,6 @@ from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.transport import connection as connections
 
 
-def state_of(coordinator: Coordinator) -> Any:
-    """The membership state."""
-    return coordinator._state
-
-
 def leave_silently(coordinator: Coordinator, token: str) -> None:
     """Removes a member as after its silence."""
     with coordinator._lock:

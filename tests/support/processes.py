@@ -21,11 +21,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from support import ROOT
+from support import ROOT, forked_children
 
-PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "commlayer.session", "commlayer.ddp"]
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "hypothesis", "pytest", "commlayer.session",
+           "commlayer.ddp", "commlayer.cluster.servers.server_process", "commlayer.cluster.servers.data_server"]
+"""torch._dynamo: the first optimizer of a process imports it."""
 
 
 def clean_environment() -> dict[str, str]:
@@ -73,6 +75,11 @@ def script(path: str, arguments: tuple[str, ...], out: Any, errors: str) -> None
         sys.last_value = error
         sys.excepthook(*sys.exc_info())
         code = 1
+    exit_process(code)
+
+
+def exit_process(code: int) -> NoReturn:
+    """Ends this process as the interpreter would: after its threads, with exit functions."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -87,6 +94,7 @@ def _begin(target: Callable[..., None], args: tuple[Any, ...], environment: dict
     multiprocessing.set_start_method("fork", force=True)  # as for a script, whose DataLoader workers need it
     os.environ.clear()
     os.environ.update(environment)
+    forked_children.fork_children_of_this_process()
     target(*args)
 
 

@@ -190,16 +190,17 @@ class Servers(contextlib.AbstractContextManager["Servers"]):
             if not self._ended.is_set():  # otherwise the test ended before its workers joined
                 self._failures.append(error)
 
-    def residuals(self) -> dict[int, Any]:
-        """Residuals of the servers, by bucket."""
-        cells = [cell for serving in self.serving for cell in serving._server.core.cells.values()]
-        states = {cell.bucket: cell.ops._state for cell in cells}
-        return {bucket: state["residual"].copy() for bucket, state in states.items() if "residual" in state}
+    def residuals(self) -> list[Any]:
+        """Residual slices of all servers."""
+        from commlayer.cluster.servers.server_codecs import CodecOps
+
+        cells = [cell for serving in self.serving if serving.sums is not None for cell in serving.sums.cells.values()]
+        return [part for cell in cells if isinstance(cell.ops, CodecOps) for part in cell.ops.residuals()]
 
     def has_results(self) -> bool:
         """Whether the first server keeps a result."""
-        server = self.serving[0]._server
-        return server is not None and any(cell.results for cell in server.core.cells.values())
+        sums = self.serving[0].sums
+        return sums is not None and any(cell.results for cell in sums.cells.values())
 
     def refuse_plans(self, server: int, reason: str) -> None:
         """That server refuses every change of plan."""
@@ -210,7 +211,7 @@ class Servers(contextlib.AbstractContextManager["Servers"]):
 
     def send(self, worker: int, header: Any, body: bytes) -> None:
         """Sends from the first server, whether the plan allows it or not."""
-        self.serving[0]._transport.send(worker, header, body)
+        self.serving[0].transport.send(worker, header, body)
 
     def close(self) -> None:
         self._ended.set()

@@ -16,9 +16,11 @@ from commlayer.cluster.membership import client
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.servers import worker_client
 from commlayer.cluster.servers.data_server import DataServer
+from commlayer.cluster.servers.summation_server import Stalled
 from commlayer.errors import CommError
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Epoch, Job, Member, Plan, ServerInfo, TensorInfo
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 from support.coordinators import WAIT_S, Failures, quick, until
 
 JOB = Job((TensorInfo("weight", (100,)),))
@@ -58,10 +60,14 @@ class Pair:
             self.ups = [up.result(WAIT_S) for up in ups]
         opened.extend(self.ups)
         # A server welcomes a worker just before it can send to it unasked.
-        until(lambda: len(self.serving._transport.peers) == len(self.ups), "both are connected")
+        until(lambda: len(self.serving.transport.peers) == len(self.ups), "both are connected")
         self.failures, self.stalled = Failures(), threading.Event()
         self.left: queue.Queue[tuple[str, int]] = queue.Queue()
         self.ups[1].subscribe(self.failures, lambda *_: self.stalled.set(), lambda *report: self.left.put(report), 1)
+
+    def report_stall(self, stalled: Stalled) -> None:
+        """The server sends this report to worker 1."""
+        self.serving.transport.send(1, Header(Kind.STALLED, 1, sender=SERVER_BASE), msgspec.msgpack.encode(stalled))
 
     def failure(self) -> CommError:
         assert self.failures.came.wait(WAIT_S)

@@ -67,8 +67,9 @@ def test_table_contains_every_codec() -> None:
     assert kit.EVERY["momentum"] == parse(str(kit.EVERY["momentum"]))
 
 
-@each
+@pytest.mark.commit(150)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: "x".join(map(str, spec.shape)))
+@each
 def test_sums_of_any_shape_are_within_the_bound_and_equal_on_all_workers(codec: Codec, spec: Spec) -> None:
     runs = []
     for _ in range(2):
@@ -174,8 +175,9 @@ def test_non_finite_input_is_flagged_on_all_workers_and_leaves_no_residual(name:
     assert bool(torch.isfinite(sums[0]).all())
 
 
-@each
+@pytest.mark.commit(70)
 @pytest.mark.parametrize("spec", [Spec((0,)), Spec((1,)), Spec((41, 29)), Spec((20_011,))], ids=lambda spec: f"{spec.shape}")
+@each
 def test_native_and_reference_produce_the_same_bytes(codec: Codec, spec: Spec) -> None:
     if len(kit.AVAILABLE) < 2:
         pytest.skip("the native core is not built")
@@ -325,10 +327,11 @@ def flushing() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
+@pytest.mark.commit(54)
 @pytest.mark.usefixtures("flushing")
-@pytest.mark.parametrize("codec", kit.CODECS, ids=str)
-@pytest.mark.parametrize("backend", kit.AVAILABLE)
 @pytest.mark.parametrize("n", [300, 20_011])
+@pytest.mark.parametrize("backend", kit.AVAILABLE)
+@each_codec
 def test_codecs_work_with_flushed_denormals(codec: Codec, backend: str, n: int) -> None:
     """There are fewer nonzero entries than topk selects, denormals among them; output plus residual still equals the input."""
     with kit.use(backend):

@@ -140,6 +140,7 @@ def run(codec: Codec, weights: Weights, *, deaths: bool = True, discards: bool =
     return job
 
 
+@pytest.mark.commit(60)
 @pytest.mark.parametrize("backend", kit.AVAILABLE)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("codec", [*CODECS, SERVER_ONLY], ids=str)

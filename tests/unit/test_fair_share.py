@@ -38,7 +38,7 @@ def test_released_units_can_be_acquired_again() -> None:
         assert [share.take("one") for _ in range(6)] == [True] * 5 + [False]
         for _ in range(5):
             share.give("one")
-    assert share._used == {}
+    assert share.sources == 0
 
 
 def test_decay_limits_the_rate_over_any_time() -> None:
@@ -70,7 +70,7 @@ def test_idle_sources_are_dropped() -> None:
     for tick in range(50_000):
         clock.now_s = tick / 50
         share.take(str(tick))
-    assert len(share._used) < 3000
+    assert share.sources < 3000
 
 
 def test_source_can_take_its_share_after_any_pause() -> None:

@@ -66,7 +66,7 @@ class Fleet:
     @property
     def drawn(self) -> int:
         """The first step for which shares may be announced."""
-        return max(max(s.drawn, s._schedule.newest_step + 1) for s in self.samplers.values())
+        return max(max(s.drawn, s.announced[0] + 1) for s in self.samplers.values())
 
     def announce(self, step: int, shares: dict[int, int], **more: Any) -> None:
         self.shares = shares
@@ -118,8 +118,7 @@ def test_each_sample_once_for_any_schedule(data: st.DataObject) -> None:
                 fleet.sessions = {rank: FakeSession() for rank in ranks}
                 for sampler in fleet.samplers.values():
                     sampler.load_state_dict(states[0])
-                ended = [sampler._trained.is_finished() for sampler in fleet.samplers.values()]
-                if all(ended):
+                if len(trained) == length:
                     break  # follow would begin the next epoch
                 fleet.begin()
                 if event == "join":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from commlayer.cli.output import Part, Table, ms, nbytes
@@ -245,7 +246,7 @@ def by_decision(plan: Plan, job: Job) -> Table:
         alike.setdefault(how_sent(bucket), []).append(bucket)
     rows = []
     for buckets in sorted(alike.values(), key=lambda each: -sum(b.numel for b in each)):
-        first = max(buckets, key=lambda b: b.numel)
+        first = max(buckets, key=attrgetter("numel"))
         codec = first.codec + (f" down {first.down}" if first.down else "") + (" by node" if first.by_node else "")
         rows.append([
             str(len(buckets)), codec + (", one step stale" if first.stale else ""), first.path,

@@ -188,6 +188,12 @@ class Coordinator:
         self._port.accept = take
 
     @property
+    def state(self) -> membership.State:
+        """The members and their registrations."""
+        with self._lock:
+            return self._state
+
+    @property
     def failure(self) -> str:
         """Why the job failed; "" if it is running or all workers finished."""
         with self._lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -387,7 +388,7 @@ def _completed(state: State) -> State:
     """Starts epoch 1 if all processes have joined. From then on the plan is in the state instead of the registrations."""
     if missing(state):
         return state
-    seated = sorted(state.registrations.values(), key=lambda p: p.rank)
+    seated = sorted(state.registrations.values(), key=attrgetter("rank"))
     workers = [p for p in seated if p.join.kind == "worker"]
     members = tuple(p.member for p in workers)
     servers = _placed([p for p in seated if p.join.kind == "server"], workers)

@@ -30,26 +30,64 @@ _NUMPY_KINDS = "biufcSMm"
 _COUNT, _FLOAT, _COMPLEX = struct.Struct("<Q"), struct.Struct("<d"), struct.Struct("<dd")
 
 
-def _pairs(flat: list[Any]) -> Any:
-    return zip(flat[::2], flat[1::2], strict=True)
+def _int_bytes(value: int) -> bytes:
+    return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+
+
+def _int(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _float(data: bytes) -> Any:
+    return _FLOAT.unpack(data)[0]
+
+
+def _complex_bytes(value: complex) -> bytes:
+    return _COMPLEX.pack(value.real, value.imag)
+
+
+def _complex(data: bytes) -> complex:
+    return complex(*_COMPLEX.unpack(data))
+
+
+def _text_bytes(value: object) -> bytes:
+    return str(value).encode("utf-8", "surrogatepass")
+
+
+def _from_text(make: Callable[[str], Any]) -> Callable[[bytes], Any]:
+    def decode_text(data: bytes) -> Any:
+        return make(data.decode("utf-8", "surrogatepass"))
+
+    return decode_text
+
+
+def _dtype_bytes(dtype: torch.dtype) -> bytes:
+    return str(dtype).removeprefix("torch.").encode()
+
+
+def _dtype(name: str) -> torch.dtype:
+    if not isinstance(found := getattr(torch, name, None), torch.dtype):
+        raise ValueError("no dtype")
+    return found
+
+
+def _from_pairs(make: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
+    def mapping(flat: list[Any]) -> Any:
+        return make(zip(flat[::2], flat[1::2], strict=True))
+
+    return mapping
 
 
 _FIXED: dict[str, Any] = {"N": None, "1": True, "0": False}
 _PLAIN: dict[str, tuple[type, Callable[[Any], bytes], Callable[[bytes], Any]]] = {
-    "i": (int, lambda x: x.to_bytes(x.bit_length() // 8 + 1, "little", signed=True),
-          lambda data: int.from_bytes(data, "little", signed=True)),
-    "f": (float, _FLOAT.pack, lambda data: _FLOAT.unpack(data)[0]),
-    "c": (complex, lambda x: _COMPLEX.pack(x.real, x.imag), lambda data: complex(*_COMPLEX.unpack(data))),
-    "u": (str, lambda x: x.encode("utf-8", "surrogatepass"), lambda data: data.decode("utf-8", "surrogatepass")),
-    "b": (bytes, bytes, bytes), "B": (bytearray, bytes, bytearray),
-    "p": (pathlib.PurePath, lambda x: str(x).encode("utf-8", "surrogatepass"),
-          lambda data: pathlib.Path(data.decode("utf-8", "surrogatepass"))),
-    "T": (torch.dtype, lambda x: str(x).removeprefix("torch.").encode(), lambda data: _dtype(data.decode())),
-    "D": (torch.device, lambda x: str(x).encode(), lambda data: torch.device(data.decode()))}
+    "i": (int, _int_bytes, _int), "f": (float, _FLOAT.pack, _float), "c": (complex, _complex_bytes, _complex),
+    "u": (str, _text_bytes, _from_text(str)), "b": (bytes, bytes, bytes), "B": (bytearray, bytes, bytearray),
+    "p": (pathlib.PurePath, _text_bytes, _from_text(pathlib.Path)), "T": (torch.dtype, _dtype_bytes, _from_text(_dtype)),
+    "D": (torch.device, _text_bytes, _from_text(torch.device))}
 """By tag: a type whose values contain no others, and the functions to and from bytes."""
 _CONTAINERS: dict[str, tuple[type, Callable[[list[Any]], Any]]] = {
     "l": (list, list), "t": (tuple, tuple), "z": (torch.Size, torch.Size), "s": (set, set), "S": (frozenset, frozenset),
-    "d": (dict, lambda flat: dict(_pairs(flat))), "o": (OrderedDict, lambda flat: OrderedDict(_pairs(flat)))}
+    "d": (dict, _from_pairs(dict)), "o": (OrderedDict, _from_pairs(OrderedDict))}
 """By tag: a type of containers, and the function that makes one of its elements; of a dict, keys and values in turn."""
 _HASHED = {"s": 1, "S": 1, "d": 2, "o": 2}
 """By tag of a container: the step between elements that must be hashed."""
@@ -184,9 +222,3 @@ class _Reader(_Limits):
 
 def _is_key(key: Any) -> bool:
     return key is None or type(key) in (str, bytes, float, bool) or (type(key) is int and key.bit_length() <= 64)
-
-
-def _dtype(name: str) -> torch.dtype:
-    if not isinstance(found := getattr(torch, name, None), torch.dtype):
-        raise ValueError("no dtype")
-    return found

@@ -80,10 +80,10 @@ class DataServer:
         self._hello = Hello("", SERVER_BASE, version=messages.version())
         refusals = RefusalLog()
         keys = Keys(config.keys) if config.keys else None
-        self._transport = StreamTransport(self._hello, self._admit, Settings(
+        self.transport = StreamTransport(self._hello, self._admit, Settings(
             secret=config.token, user_timeout_s=unheard_s(config), keys=keys,
             refused=refusals.refused, resume=reconnect_window_s(config) > 0))
-        self._transport.named = self._certificate_of
+        self.transport.named = self._certificate_of
         self._server: SumServer | None = None
         self.journal = ServerJournal(config.journal, required=config.journal_required) if config.journal else None
         """Journal with the state that a crashed server left, and that this server records; None without a journal folder."""
@@ -109,17 +109,17 @@ class DataServer:
         self.streams = ""
         """Address for gRPC streams; "" if the server accepts none."""
         self._streams: GrpcPort | None = None
-        self.address = "" if config.carrier == "grpc" else join_host(*self._transport.listen(bind, port))
+        self.address = "" if config.carrier == "grpc" else join_host(*self.transport.listen(bind, port))
         if config.carrier != "tcp":
             self._take_streams(bind, streams_port, keys, coordinator, refusals.refused)
 
     def _take_streams(self, bind: str, port: int, keys: Keys | None, coordinator: Coordinator | None, refused: Refusal) -> None:
         if coordinator is not None:
-            coordinator.serve_streams(self._transport.take)
+            coordinator.serve_streams(self.transport.take)
             self.streams = coordinator.address
         else:
             try:
-                self._streams = open_stream_port(keys, bind, port, self._transport.take, refused)
+                self._streams = open_stream_port(keys, bind, port, self.transport.take, refused)
             except (InvalidInput, OSError) as error:
                 if not self.address:
                     raise
@@ -197,10 +197,10 @@ class DataServer:
             self._ready.set()
             raise
         self._hello = msgspec.structs.replace(self._hello, job=decoded.job, rank=SERVER_BASE + server, plan=epoch.plan)
-        self._transport.hello = self._hello
+        self.transport.hello = self._hello
         present = [member for member in self._all_members if member not in self._gone]
-        self._server = SumServer(core, self._transport, present, stall_s=min(STALL_S, self._config.deadline_s / 4),
-                                 recycle=self._transport.pool.give, replan=self._switch_plan, pace=self._transport.pace,
+        self._server = SumServer(core, self.transport, present, stall_s=min(STALL_S, self._config.deadline_s / 4),
+                                 recycle=self.transport.pool.give, replan=self._switch_plan, pace=self.transport.pace,
                                  admit=self._admit_worker if await_epoch is not None else None)
         self._ready.set()
 
@@ -273,13 +273,13 @@ class DataServer:
 
     def _set_limits(self, plan: Plan, server: int) -> None:
         """Sets the limits on what workers send, by the plan."""
-        self._transport.limit_kept(expected_nbytes(plan, server))
-        self._transport.limits = self._limits()
+        self.transport.limit_kept(expected_nbytes(plan, server))
+        self.transport.limits = self._limits()
 
     def _limits(self) -> Limits:
         """Returns what one worker may cause at this server, by the job's plan. Results are sent from the server's own memory,
         so only their number is limited."""
-        former, ops = self._transport.limits.body_nbytes or {}, self._ops.values()
+        former, ops = self.transport.limits.body_nbytes or {}, self._ops.values()
         # Messages of an earlier plan may still arrive.
         payload = max([former.get(Kind.PUSH, MOST_REASON_NBYTES), *(one.bound for one in ops)])
         state = max([former.get(Kind.STATE, 0), *(one.max_state_nbytes for one in ops)])
@@ -290,7 +290,7 @@ class DataServer:
     def report(self) -> dict[str, Any]:
         """Returns the fields of a heartbeat that a summation server fills in."""
         since_s, self._reported_s = self._reported_s, time.monotonic()
-        fields: dict[str, Any] = {"missed": self._transport.missed(), "heard": self._transport.heard(since_s)}
+        fields: dict[str, Any] = {"missed": self.transport.missed(), "heard": self.transport.heard(since_s)}
         if self._server is not None:
             dropped = list(self._server.dropped().items())[:MAX_REPORTED]
             fields |= {"dropped": tuple(messages.PeerExit(peer_name(member), why) for member, why in dropped),
@@ -378,6 +378,11 @@ class DataServer:
         return _checked_plan(plan, self._epoch, job, len(self._all_members))
 
     @property
+    def sums(self) -> Summation | None:
+        """The sums of the plan in force; None before start()."""
+        return None if self._server is None else self._server.core
+
+    @property
     def finished(self) -> bool:
         """Whether all workers have closed their connections in order."""
         return self._server is not None and len(self._server.ended()) == len(self._all_members) - len(self._gone)
@@ -385,7 +390,7 @@ class DataServer:
     @property
     def alone(self) -> bool:
         """Whether no worker is connected."""
-        return not self._transport.peers
+        return not self.transport.peers
 
     def close(self, reason: CommError | None = None, *, over: bool = True, flush_s: float | None = None) -> None:
         """Stops serving. `reason`: error that workers receive; None for an orderly end. `over`: True: the coordinator has ended
@@ -397,7 +402,7 @@ class DataServer:
         if self._server is not None:
             self._server.close(reason, flush_s)
         else:
-            self._transport.close()
+            self.transport.close()
         if self._streams is not None:
             self._streams.close()
         if self.journal is not None:

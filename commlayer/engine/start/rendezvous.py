@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -293,7 +294,7 @@ def ranks_per_node(rows: Sequence[RankRow]) -> tuple[int, str]:
     Ranks with the same machine and agent form a node. If nodes have unequal numbers of ranks, or ranks are assigned
     round-robin, the greatest common divisor is used: a machine then counts as several nodes.
     """
-    blocks = [list(block) for _, block in groupby(rows, key=lambda row: (row.machine, row.agent))]
+    blocks = [list(block) for _, block in groupby(rows, key=attrgetter("machine", "agent"))]
     runs = [(block[0].host, len(block)) for block in blocks]
     per_node = math.gcd(*(number for _, number in runs))
     if all(number == per_node for _, number in runs) and len(runs) == len({(row.machine, row.agent) for row in rows}):

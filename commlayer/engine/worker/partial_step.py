@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -55,7 +56,7 @@ class PartialStep:
         if wanted:
             self._deadline = self._deadline or time.monotonic() + self._deadline_s
             self.worker.all_complete(self._deadline, self._deadline_s)
-            for bucket in sorted(wanted.values(), key=lambda bucket: bucket.order):
+            for bucket in sorted(wanted.values(), key=attrgetter("order")):
                 self.worker.take(bucket, self._deadline)
                 self._write(bucket)
         return self.arrived()

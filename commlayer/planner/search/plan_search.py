@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -107,7 +108,7 @@ class PlanSearch:
             raise InvalidInput("E-PLAN-CODEC-COST", f"profile {question.profile.source!r} has no cost of {DENSE}: "
                                "plans over servers need it for buffers and uncompressed buckets")
         priced = _best_plan([(c, choice) for c in _best_scenarios(tried) for choice in (c.best, c.quick)])
-        densest = min(tried, key=lambda c: c.dense.price)
+        densest = min(tried, key=attrgetter("dense.price"))
         return _best_plan([(densest, densest.dense)], priced, by=-PAYS)
 
     def _layouts(self) -> list[Layout]:
@@ -138,7 +139,7 @@ class PlanSearch:
         freely = not policy.exact and self.question.steps_count
         measured = freely and late_measured(self.question.profile.learning, policy.optimizer)
         if measured if policy.staleness is None else policy.staleness:
-            best = min([plain, *self._stale(plain)], key=lambda priced: priced.price)
+            best = min([plain, *self._stale(plain)], key=attrgetter("price"))
         best = _best_plan([pair for recipe in self._recipes(policy, freely) for pair in self._choices(recipe)], best)
         # The forward overlap does not change training, so it needs no minimum saving.
         return best if best.scenario.recipe.overlap == "forward" or best.price < plain.price * (1 - PAYS) else plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec import structs
@@ -67,13 +68,13 @@ def _alternatives(b: int, priced: PricedPlan) -> Alternatives:
         seconds = space.steps.sweep(list(choice.options), [b], limit, math.nan, 1, only, factors) if only else []
         best.append(min((Price(seconds[o] / every, seconds[o] / every * factors[o], str(options[o]),
                                lost + space.loss[b][o] <= space.max_loss) for o in only),
-                        key=lambda price: price.to_loss_s, default=NEVER))
+                        key=attrgetter("to_loss_s"), default=NEVER))
     return Alternatives(Price(choice.step_s / every, choice.price / every), best[0], best[1],
                         scenario.catalog.template(mine[place]).nbytes)
 
 
 def _why(bucket: Bucket, others: Alternatives, priced: PricedPlan, timeline: Timeline) -> Why:
-    now, runner = others.now, min(others.dense, others.coded, key=lambda price: price.to_loss_s)
+    now, runner = others.now, min(others.dense, others.coded, key=attrgetter("to_loss_s"))
     runner = now if runner.to_loss_s == math.inf else runner
     question = priced.scenario.question
     return Why(

@@ -42,6 +42,12 @@ class FairShare:
         # Amounts are in units of the time when they were taken. Units grow, so earlier amounts need no update.
         self._used: dict[str, float] = {}
 
+    @property
+    def sources(self) -> int:
+        """Number of sources that are kept."""
+        with self._lock:
+            return len(self._used)
+
     def take(self, source: str) -> bool:
         """Takes a unit for that source. Returns False, and takes nothing, if the source has used its share."""
         with self._lock:
