@@ -26,6 +26,7 @@ from commlayer.engine.job.job import DistributedJob, end_dropped
 from commlayer.engine.model.model_tensors import job_of, loss_scale, parameters_of
 from commlayer.engine.model.optimizer_settings import check_optimizer, scaler_settings, settings_of
 from commlayer.engine.model.optimizer_state import OptimizerMemory
+from commlayer.engine.model.shard_parameters import shards_of
 from commlayer.engine.observers.inspection import Inspection
 from commlayer.engine.observers.trace import trace_once
 from commlayer.engine.start.connect import connect
@@ -336,6 +337,7 @@ def attach_module(
             check_silenceable(ddp, hook)
             model = ddp.module
             named = parameters_of(model)
+        shards = shards_of(model, process_group)
         tensors = [*(p.data for p in model.parameters()), *model.buffers()]
         if not tensors:
             raise InvalidInput("E-MODEL-UNSUPPORTED", "the model has no parameters")
@@ -345,11 +347,12 @@ def attach_module(
         object_collectives.allow(replica.most_nbytes)
         must = {"optimizer": "not given" if optimizer is None else "given",
                 "clip_grad_norm": "not given" if norm is None else str(norm),
-                "grad_scaler": scaler_settings(grad_scaler)}
+                "grad_scaler": scaler_settings(grad_scaler),
+                "sharding": f"{len(shards.tensors)} tensors over {shards.ranks} ranks" if shards else "none"}
         try:
             context = connect(job, device, start, OptimizerMemory([p for _, p in named], optimizer, outer), plan=requested,
                               config=settings, align=tensors, must=must, requested=modes, forbids=forbids, replica=replica,
-                              settings=settings_of(optimizer, model.named_parameters())
+                              shards=shards, settings=settings_of(optimizer, model.named_parameters())
                               | {"loss scale of the GradScaler": f"{loss_scale(grad_scaler):g}"})
         except BaseException:
             claim.release()

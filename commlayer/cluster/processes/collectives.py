@@ -22,6 +22,8 @@ from commlayer.observe.events import WaitKind
 from commlayer.records import MALFORMED
 
 V = TypeVar("V")
+LONGEST_S = 86400.0
+"""Timeout of collectives that have deadlines of their own."""
 PIECE_NBYTES = 16 << 20
 """Number of bytes per broadcast of a longer byte string. Each broadcast has its own deadline."""
 
@@ -71,11 +73,16 @@ class Groups:
             ready, late_ready = (None if device.type == "cpu" else self._node("gloo") for _ in range(2))
             self._inside = NodeGroups(out, back, late, ready, late_ready)
 
-    def _node(self, backend: str | None = None) -> Channel:
+    def site_channel(self) -> Channel:
+        """Creates a CPU group of this node's ranks, whose calls can wait for as long as their own deadlines allow. All ranks
+        call it together."""
+        return self._node("gloo", LONGEST_S)
+
+    def _node(self, backend: str | None = None, timeout_s: float = 0.0) -> Channel:
         """Creates a group of this node's ranks. Every rank takes part in creating the groups of all nodes."""
         mine = dict[int, Channel]()
         for ranks in node_ranks(self.world, self.ranks_per_node):
-            group = self.members.group(ranks, timeout_s=self.timeout_s, backend=backend)
+            group = self.members.group(ranks, timeout_s=timeout_s or self.timeout_s, backend=backend)
             if group is not None:
                 self._nodes.append(group)
                 mine[self.node] = Channel(group, [self.members.ranks[m] for m in ranks], "inside the node")

@@ -25,6 +25,7 @@ from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.buckets.shared_buffers import agree, agreed
 from commlayer.engine.job.job import DistributedJob, JobContext
 from commlayer.engine.model.model_tensors import buffers_of, parameters_of
+from commlayer.engine.model.shard_parameters import engine_parameters
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CorruptFrame, InvalidInput, short_line
 from commlayer.records import MALFORMED, Epoch, Plan, Record
@@ -109,7 +110,7 @@ class TakenState(NamedTuple):
 class Replica:
     def __init__(self, model: nn.Module, optimizer: Any = None, scaler: Any = None) -> None:
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
-        self._trained = [p for _, p in parameters_of(model)]
+        self._trained = engine_parameters([p for _, p in parameters_of(model)])
         self._averaged = [name for name, _ in buffers_of(model)]
 
     @property

@@ -38,6 +38,7 @@ from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.sync.local_steps import OuterSteps
 from commlayer.engine.worker.plan_handover import hand_over
 from commlayer.engine.worker.root_cause import RootCause, WaitsFor
+from commlayer.engine.worker.site import Site
 from commlayer.engine.worker.waits import Waiting, WaitNotices
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, InvalidInput, InvalidState, cause_of
@@ -293,9 +294,11 @@ class DistributedJob(JobContext):
         self, terms: PlanTerms, own: int, groups: Groups, rows: StepRows, uplink: WorkerClient, memory: OptimizerMemory,
         plan: Plan, job: Job, *, generation: int = 1, logs: bool = True, waits: WaitsFor = WaitsFor(),
         embedded: Sequence[EmbeddedServer] = (), matched: bool = False, joined: JoinedState | None = None, first_world: int = 0,
+        site: Site | None = None,
     ) -> None:
         """`own`: this rank's number in messages. `matched`: True if all ranks use norm-matched averaging. `first_world`: number
-        of workers with which the job began; 0: the present number. It is the unit of residuals; see Units."""
+        of workers with which the job began; 0: the present number. It is the unit of residuals; see Units. `site`: the ranks
+        over which the model is sharded; None: it is not sharded."""
         super().__init__(terms, logs=logs)
         self.id, self.groups, self.uplink, self.embedded, self.waits = own, groups, uplink, embedded, waits
         uplink.children = embedded
@@ -303,7 +306,7 @@ class DistributedJob(JobContext):
         """The rows of numbers that components of all ranks send to each other."""
         rows.failed = weakly(self._row_failed)
         self.memory, self.matched, self.joined = memory, matched, joined
-        self.first_world = first_world or groups.world
+        self.first_world, self.site = first_world or groups.world, site or Site()
         self.members = FixedMembers()
         self.local: OuterSteps | None = None
         """Runs local steps and their exchanges; None unless the plan has local steps."""
@@ -372,6 +375,7 @@ class DistributedJob(JobContext):
         return Worker(
             job, plan, codecs, device, rank=self.id, members=self.first_world, generation=generation, groups=self.groups,
             transport=self.uplink.transport, recycle=self.uplink.recycle, components=weakref.proxy(self.components),
+            site=self.site,
         )
 
     def follow(self, worker: Worker) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from commlayer.engine.model.digests import Digests, pieces
 from commlayer.engine.model.model_tensors import learning_rate
+from commlayer.engine.model.shard_parameters import local_of
 from commlayer.optim import OuterSGD, family_of
 
 
@@ -88,7 +89,7 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", value
+            yield f"{prefix}{name}", local_of(value)
 
 
 def _kind(value: Any) -> str:

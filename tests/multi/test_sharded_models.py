@@ -1,0 +1,283 @@
+"""FSDP2 inside of each site, averages across sites: as one FSDP2 job of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.attached import coordinators, data
+from support.rank_pool import pool, quick
+from torch import nn
+
+import commlayer
+
+SITES, RANKS, STEPS = 2, 2, 4
+WORLD = SITES * RANKS
+
+
+class Run:
+    """The environment of a script: one FSDP2 job of all ranks, or commlayer between sites of two ranks."""
+
+    def __init__(self, rank: int, address: str, **how: Any) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (SITES, RANKS), mesh_dim_names=("site", "shard"))
+        self.rank, self.address, self.how = rank, address, how
+        self.site, self.mesh = rank // RANKS, mesh["shard"] if address else mesh
+        """In one job, the mesh sums inside of each site first (HSDP), so that all sums have the same order."""
+        self.session: Any = None
+
+    def shard(self, model: nn.Module, **how: Any) -> Any:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.children():
+            if any(p.requires_grad for p in layer.parameters()):
+                fully_shard(layer, mesh=self.mesh, **how)
+        return fully_shard(model, mesh=self.mesh, **how)
+
+    @contextlib.contextmanager
+    def attached(self, model: nn.Module, optimizer: Any = None, **how: Any) -> Iterator[None]:
+        if not self.address:
+            yield
+            return
+        how = {"compression": "identity()", "config": quick(join=self.address)} | self.how | how
+        with commlayer.attach(model, optimizer, **how) as self.session:
+            yield
+
+
+def layers(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*[layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())][:-1])
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t.detach().clone() for name, t in named}
+
+
+def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+    x, y = data(rank, step)
+    return nn.functional.mse_loss(model(x), y)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def trained(
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int = STEPS, before_step: Callable[[], Any] = int,
+    **how: Any,
+) -> dict[str, torch.Tensor]:
+    with run.attached(model, optimizer, **how):
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss(model, run.rank, step).backward()
+            before_step()
+            optimizer.step()
+    return whole(model)
+
+
+def plain(run: Run, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    model = run.shard(layers(12, 40, 7, 3))
+    return trained(run, model, make(model))
+
+
+def with_sgd(run: Run) -> dict[str, torch.Tensor]:
+    return plain(run, sgd)
+
+
+def with_adamw(run: Run) -> dict[str, torch.Tensor]:
+    return plain(run, adamw)
+
+
+def empty_shards(run: Run) -> dict[str, torch.Tensor]:
+    """Shards of 3 and 2 rows, and of 1 and none."""
+    model = run.shard(layers(12, 5, 1, 3))
+    return trained(run, model, adamw(model))
+
+
+def root_only(run: Run) -> dict[str, torch.Tensor]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(layers(12, 9, 3), mesh=run.mesh)
+    return trained(run, model, adamw(model))
+
+
+def mixed_precision(run: Run) -> dict[str, torch.Tensor]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    model = run.shard(layers(12, 40, 3), mp_policy=policy)
+    return trained(run, model, adamw(model))
+
+
+def cpu_offload(run: Run) -> dict[str, torch.Tensor]:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    model = run.shard(layers(12, 40, 3), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return trained(run, model, adamw(model))
+
+
+def clipped(run: Run) -> dict[str, torch.Tensor]:
+    model = run.shard(layers(12, 40, 3))
+    return trained(run, model, sgd(model), before_step=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+
+
+def clipped_by_attach(run: Run) -> dict[str, torch.Tensor]:
+    model = run.shard(layers(12, 40, 3))
+    if run.address:
+        return trained(run, model, sgd(model), clip_grad_norm=0.05)
+    return trained(run, model, sgd(model), before_step=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+
+
+def accumulated(run: Run) -> dict[str, torch.Tensor]:
+    """By FSDP's own switches."""
+    model = run.shard(layers(12, 40, 3))
+    optimizer = sgd(model)
+    with run.attached(model, optimizer):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for part in range(3):
+                model.set_requires_gradient_sync(part == 2)
+                model.set_is_last_backward(part == 2)
+                loss(model, run.rank, 3 * step + part).backward()
+            optimizer.step()
+    return whole(model)
+
+
+def accumulated_in_site(run: Run) -> dict[str, torch.Tensor]:
+    """Inside no_sync(), or with set_requires_all_reduce(False), each pass sums in the site, and the last one across sites."""
+    model = run.shard(layers(12, 40, 3))
+    optimizer = sgd(model)
+    with run.attached(model, optimizer):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for part in range(3):
+                model.set_requires_all_reduce(part == 2)
+                quiet = step % 2 and part < 2 and run.address
+                with run.session.no_sync() if quiet else contextlib.nullcontext():
+                    loss(model, run.rank, 3 * step + part).backward()
+            optimizer.step()
+        assert not run.address or run.session.metrics()["exchanges"] == STEPS
+    return whole(model)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.words, self.body, self.out = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11, bias=False)
+        self.out.weight = self.words.weight
+        self.unused = nn.Linear(4, 4)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = (x[:, :4].abs() * 10).long() % 11
+        return self.out(self.frozen(torch.tanh(self.body(self.words(words))))).mean(1)[:, :3]
+
+
+def tied_and_unused(run: Run) -> dict[str, torch.Tensor]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = Tied()
+    for layer in (model.body, model.unused):
+        fully_shard(layer, mesh=run.mesh)
+    fully_shard(model, mesh=run.mesh)
+    return trained(run, model, adamw(model))
+
+
+class Branches(nn.Module):
+    """Site 1 uses a layer of which its second rank has no elements."""
+
+    def __init__(self, site: int, *, zero: bool) -> None:
+        super().__init__()
+        self.site, self.zero, self.first, self.second = site, zero, layers(12, 3), layers(12, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.site or not self.zero:
+            return self.first(x) + self.second(x) * (1.0 if self.site else 0.0)
+        return self.first(x)
+
+
+def used_in_one_site(run: Run) -> dict[str, torch.Tensor]:
+    model = run.shard(Branches(run.site, zero=bool(run.address)))
+    return trained(run, model, adamw(model), before_step=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+
+def scaled(run: Run) -> dict[str, torch.Tensor]:
+    """Infinities on one rank skip the step on all."""
+    model = run.shard(layers(12, 40, 3))
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with run.attached(model, optimizer, grad_scaler=scaler):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            factor = float("inf") if (run.rank, step) == (1, 2) else 1.0
+            scaler.scale(loss(model, run.rank, step) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return whole(model) | {"scale": torch.tensor(scaler.get_scale())}
+
+
+class WithOwnScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.scale = layers(12, 8, 3), nn.BatchNorm1d(12), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.norm(x)) * self.scale
+
+
+def ignored_parameters(run: Run) -> dict[str, torch.Tensor]:
+    """Parameters that FSDP ignores, and buffers, are averaged over all ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = WithOwnScale()
+    fully_shard(model, mesh=run.mesh, ignored_params={model.scale})
+
+    def average() -> None:
+        if not run.address:
+            dist.all_reduce(model.scale.grad)
+            model.scale.grad.div_(WORLD)  # type: ignore[union-attr]
+
+    result = trained(run, model, sgd(model), before_step=average)
+    assert run.address or result.pop("norm.running_mean") is not None
+    return {name: t for name, t in result.items() if "running" not in name}
+
+
+class Row(NamedTuple):
+    script: Callable[[Run], dict[str, torch.Tensor]]
+    exact: bool = True
+    """False: sums have another order than in one job, or norms have."""
+
+
+ROWS = {row.script.__name__: row for row in (
+    Row(with_sgd), Row(with_adamw), Row(empty_shards), Row(root_only), Row(mixed_precision), Row(cpu_offload),
+    Row(clipped, exact=False), Row(clipped_by_attach, exact=False), Row(accumulated), Row(accumulated_in_site, exact=False),
+    Row(tied_and_unused), Row(used_in_one_site, exact=False), Row(scaled), Row(ignored_parameters, exact=False))}
+
+
+def play(rank: int, name: str, address: str) -> dict[str, torch.Tensor]:
+    return ROWS[name].script(Run(rank, address))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_sites_train_as_one_fsdp_job(name: str) -> None:
+    wanted = pool(WORLD).call(play, name, "")[0]
+    with coordinators(1, WORLD, 1) as jobs:
+        results = pool(WORLD).call(play, name, jobs[0].address)
+    for result in results:
+        assert result.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert torch.equal(result[key], results[0][key]), key
+            if ROWS[name].exact:
+                assert torch.equal(result[key], value), key
+            torch.testing.assert_close(result[key], value, rtol=1e-4, atol=1e-6)
