@@ -10,11 +10,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from support.attached import coordinators, data
+from msgspec import structs
+from support.attached import coordinators, data, plan_of
 from support.rank_pool import pool, quick
 from torch import nn
 
 import commlayer
+from commlayer.engine.model.model_tensors import job_of
+from commlayer.planner.shards import Shards
+from commlayer.records import Plan
 
 SITES, RANKS, STEPS = 2, 2, 4
 WORLD = SITES * RANKS
@@ -280,4 +284,93 @@ def test_sites_train_as_one_fsdp_job(name: str) -> None:
             assert torch.equal(result[key], results[0][key]), key
             if ROWS[name].exact:
                 assert torch.equal(result[key], value), key
+            torch.testing.assert_close(result[key], value, rtol=1e-4, atol=1e-6)
+
+
+def cleared(run: Run, model: Any) -> dict[str, torch.Tensor]:
+    """Averages that no optimizer applies are not lost: their residuals return."""
+    optimizer = sgd(model)
+    with run.attached(model, optimizer):
+        for step in range(2 * STEPS):
+            optimizer.zero_grad()
+            loss(model, run.rank, step).backward()
+            if step % 3 != 1:
+                optimizer.step()
+    return whole(model)
+
+
+def cut(model: nn.Module, codec: str) -> Plan:
+    """A plan whose buckets are cut where shards end."""
+    job = job_of(model)
+    return Shards(RANKS, 0, frozenset(range(len(job.tensors)))).cut(plan_of(model, codec, nbytes=(512, 1024)), job)
+
+
+def coded(rank: int, codec: str, address: str, *, shards: bool, clears: bool) -> dict[str, torch.Tensor]:
+    """Runs one plan with a sharded model, or with whole models on nodes of two ranks."""
+    model: Any = layers(12, 40, 7, 3)
+    plan = cut(model, codec)
+    run = Run(rank, address, plan=plan, compression=None, config=quick(join=address, ranks_per_node=RANKS))
+    model = run.shard(model) if shards else model
+    result = cleared(run, model) if clears else trained(run, model, sgd(model), steps=2 * STEPS)
+    assert run.session.inspect.plan == plan
+    return result
+
+
+@pytest.mark.parametrize(("codec", "clears"), [
+    ("int8()", False), ("error_feedback(int4())", False), ("error_feedback(topk(ratio=0.1))", False),
+    ("error_feedback(topk(ratio=0.1))", True), ("error_feedback(randomk(ratio=0.2))", False),
+    ("error_feedback(onebit())", True), ("error_feedback(powersgd(rank=2))", False)])
+def test_codecs_and_residuals_are_those_of_whole_models(codec: str, clears: bool) -> None:
+    results = []
+    for shards in (False, True):
+        with coordinators(1, WORLD, 1) as jobs:
+            results.append(pool(WORLD).call(coded_by, codec, jobs[0].address, shards, clears))
+    for wanted, result in zip(*results, strict=True):
+        for key, value in wanted.items():
+            assert torch.equal(result[key], value), key
+
+
+def coded_by(rank: int, codec: str, address: str, shards: bool, clears: bool) -> dict[str, torch.Tensor]:
+    return coded(rank, codec, address, shards=shards, clears=clears)
+
+
+SYNCS: dict[str, tuple[Any, Callable[[nn.Module], torch.optim.Optimizer]]] = {
+    "SGD": (commlayer.LocalSteps(2, overlap=False), sgd),
+    "fragments": (commlayer.LocalSteps(2, overlap=False, fragments=2), sgd),
+    "overlap": (commlayer.LocalSteps(2), sgd),
+    "DiLoCo": (commlayer.DiLoCo(2), sgd),
+    "AdamW, matched norms": (commlayer.LocalSteps(2), adamw),
+    "AdamW, every step": (commlayer.LocalSteps(1, overlap=False), adamw),
+}
+
+
+def local_steps(rank: int, name: str, address: str, sharded: bool) -> dict[str, torch.Tensor]:
+    """A site of two ranks, or one worker with the batches of both."""
+    sync, make = SYNCS[name]
+    model: Any = layers(12, 40, 1, 3)
+    plan = cut(model, "identity()")
+    if sharded:
+        model = Run(rank, address).shard(model)
+    else:
+        plan = structs.replace(plan, ranks_per_node=1, buckets=tuple(structs.replace(b, owner=0) for b in plan.buckets))
+    optimizer = make(model)
+    with commlayer.attach(model, optimizer, sync=sync, plan=plan, config=quick(join=address)) as session:
+        for step in range(3 * STEPS):
+            optimizer.zero_grad()
+            ranks = [rank] if sharded else [RANKS * rank + local for local in range(RANKS)]
+            (sum(loss(model, each, step) for each in ranks) / len(ranks)).backward()  # type: ignore[union-attr]
+            optimizer.step()
+        session.flush()
+        return whole(model)
+
+
+@pytest.mark.parametrize("name", SYNCS)
+def test_local_steps_of_a_site_are_those_of_one_worker(name: str) -> None:
+    with coordinators(1, SITES, 1) as jobs:
+        wanted = pool(SITES).call(local_steps, name, jobs[0].address, False)[0]
+    with coordinators(1, WORLD, 1) as jobs:
+        results = pool(WORLD).call(local_steps, name, jobs[0].address, True)
+    for result in results:
+        for key, value in wanted.items():
+            assert torch.equal(result[key], results[0][key]), key
             torch.testing.assert_close(result[key], value, rtol=1e-4, atol=1e-6)

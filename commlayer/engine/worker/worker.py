@@ -108,7 +108,8 @@ class Worker:
         self._paths = make_paths([*self.fragments, late], plan, codecs, self.now, staging, transport, groups, recycle)
         self._exchanges = [Exchange(*of, self.now) for of in zip(self.fragments, self._paths.groups, strict=False)]
         self.late = LateExchange(late, self._paths.groups[-1], self.now)
-        self._assembler = BucketAssembler(job, self.buckets, self._paths.of, staging, self.now, self._open)
+        self._assembler = BucketAssembler(job, self.buckets, self._paths.of, staging, self.now, self._open,
+                                          next(reversed(self.fragments[-1]), None))
         self.places: Mapping[int, int] = {}
         """Maps a tensor number to the tensor's position in the forward pass; tensors without an observed position are missing.
         """
