@@ -39,6 +39,7 @@ from commlayer.engine.sync.sync_modes import LocalSteps, check_forward, check_lo
 from commlayer.engine.worker.clipping import Clipping, checked, clipping
 from commlayer.errors import CommError, InvalidInput, cause_of
 from commlayer.optim import family_of, usual
+from commlayer.planner.shards import Shards
 from commlayer.records import Plan
 
 log = logging.getLogger("commlayer")
@@ -169,7 +170,8 @@ class Session:
                 if context.rank == 0:
                     log.warning("resume(): there is no checkpoint in %s yet: training starts from the beginning", directory)
                 return False
-            local = checkpoint.load_training(context.groups, context.rank, found, self._replica, extra)
+            shards = context.site.shards if isinstance(context, DistributedJob) else Shards()
+            local = checkpoint.load_training(context.groups, context.rank, found, self._replica, extra, shards)
         except CommError as error:
             raise checkpoint.not_loaded(context, directory, error) from None
         self._resumed = found.mark.step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -374,3 +375,48 @@ def test_local_steps_of_a_site_are_those_of_one_worker(name: str) -> None:
         for key, value in wanted.items():
             assert torch.equal(result[key], results[0][key]), key
             torch.testing.assert_close(result[key], value, rtol=1e-4, atol=1e-6)
+
+
+def resumable(rank: int, address: str, folder: str, begin: int, end: int, sync: Any, ranks: int) -> dict[str, torch.Tensor]:
+    """Trains from step `begin` to `end` with sites of so many ranks; 0: not sharded. The training from step 0 saves on its way,
+    and others resume there."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model: Any = layers(12, 40, 1, 3)
+    if ranks:
+        run = Run(rank, address)
+        run.mesh = init_device_mesh("cpu", (dist.get_world_size() // ranks, ranks), mesh_dim_names=("site", "shard"))["shard"]
+        model = run.shard(model)
+    optimizer = adamw(model)
+    how: dict[str, Any] = {"sync": sync, "plan": plan_of(model, "error_feedback(topk(ratio=0.2))", nbytes=(512, 1024))}
+    with commlayer.attach(model, optimizer, **how, config=quick(join=address)) as session:
+        assert not begin or session.resume(folder)
+        for step in range(begin, end):
+            if not begin and step == STEPS:
+                session.checkpoint(folder)
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            optimizer.step()
+        session.flush()
+        assert session.step == end
+        return whole(model)
+
+
+@pytest.mark.parametrize("sync", [None, commlayer.LocalSteps(2, overlap=False)], ids=["step", "local steps"])
+def test_resumed_sites_continue_bit_for_bit(sync: Any, tmp_path: Path) -> None:
+    def run(begin: int, end: int, ranks: int) -> list[dict[str, torch.Tensor]]:
+        with coordinators(1, WORLD, 1) as jobs:
+            return pool(WORLD).call(resumable, jobs[0].address, str(tmp_path), begin, end, sync, ranks)
+
+    wanted = run(0, 2 * STEPS, RANKS)
+    assert_equal(run(STEPS, 2 * STEPS, RANKS), wanted[0])
+    # Sites of one rank, and a job without shards, have the same weights.
+    saved = run(STEPS, STEPS, RANKS)
+    for ranks in (1, 0):
+        assert_equal(run(STEPS, STEPS, ranks), saved[0])
+    run(STEPS, 2 * STEPS, 1)
+
+
+def assert_equal(results: list[dict[str, torch.Tensor]], wanted: dict[str, torch.Tensor]) -> None:
+    for result in results:
+        assert [key for key, value in wanted.items() if not torch.equal(result[key], value)] == []

@@ -96,7 +96,7 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
     if old.plan.steps_locally:
         groups.barrier()  # the last exchange has ended on all ranks: no message to a server is in flight
     new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
-    return _Prepared(new, old.roll_back(), note)
+    return _Prepared(new, context.all_undone(old.roll_back()), note)
 
 
 def _complete(context: DistributedJob, prepared: _Prepared) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from commlayer.cluster.processes import site_process_group
 from commlayer.cluster.processes.child_processes import EmbeddedServer
-from commlayer.cluster.processes.collectives import Groups
+from commlayer.cluster.processes.collectives import Groups, gather_values
 from commlayer.cluster.processes.rows import StepRows
 from commlayer.cluster.servers.server_codecs import expected_nbytes
 from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
@@ -49,6 +49,8 @@ from commlayer.records import Job, Plan
 log = logging.getLogger("commlayer")
 T = TypeVar("T")
 NO_COUNTERS = Counters()
+UNDONE_NBYTES = 64
+"""Largest size of a bucket's number and rolled back slices as JSON."""
 DROPPED_S = 5.0
 """Longest wait, in seconds, for the end of sessions whose models are gone."""
 FORKED = ("this process is a forked child of the one that called attach(), so it is no member of the job: train in the process "
@@ -401,6 +403,14 @@ class DistributedJob(JobContext):
     def _row_failed(self) -> BaseException | None:
         """Returns why no row of all ranks can arrive any more; None if there is no such reason."""
         return self.worker.error
+
+    def all_undone(self, undone: dict[int, int]) -> dict[int, int]:
+        """Returns the rollbacks of all ranks, from the result of Worker.roll_back on each. Only if the model is sharded, ranks
+        have different buckets."""
+        if not self.site.shards:
+            return undone
+        rows = gather_values(self.groups, undone, dict[int, int], UNDONE_NBYTES * (1 + len(self.plan.buckets)), "rollbacks")
+        return {bucket: bits for row in rows for bucket, bits in row.items()}
 
     def hand_on(self, old: Worker, new: Worker) -> None:
         """Transfers residuals and step number from worker `old` to worker `new`, which continues the job."""

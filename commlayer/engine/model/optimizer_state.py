@@ -68,7 +68,7 @@ def state_digests(parameters: Sequence[torch.Tensor], optimizer: Any, *, moments
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, p in enumerate(parameters):
         for name, value in _flat(state.get(p, {})):
-            scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and not moments
+            scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and value.shape != local_of(p).shape and not moments
             text = f"{name} {_kind(value)} {value.item() if scalar else ''}"
             digests_of[number] = zlib.crc32(text.encode(), digests_of[number])
             if isinstance(value, torch.Tensor) and moments:

@@ -32,6 +32,26 @@ def original_of(parameter: torch.Tensor) -> torch.Tensor:
     return getattr(parameter, "original", parameter)
 
 
+def sharded_like(p: Any, shard: torch.Tensor) -> torch.Tensor:
+    """Returns a DTensor of the shape of `p` from this rank's shard."""
+    whole: torch.Tensor = type(p).from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape,
+                                             stride=p.stride())
+    return whole
+
+
+def whole_of(tensor: Any) -> torch.Tensor:
+    """Returns all elements of a DTensor; other tensors unchanged. All ranks of the site call it together."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
+
+
+def shard_of(p: Any, whole: torch.Tensor) -> torch.Tensor:
+    """Returns the elements of a tensor that this rank has of parameter `p`; the whole tensor if `p` is not sharded."""
+    if not is_sharded(p):
+        return whole
+    start, end = Shards(p.device_mesh.size()).elements(p.shape, p.device_mesh.get_local_rank())
+    return whole.reshape(-1)[start:end].view(local_of(p).shape)
+
+
 class ShardParameter(nn.Parameter):
     """This rank's shard of a parameter. It has the memory and the version of the DTensor's local tensor, and its gradient is
     that of the DTensor."""
@@ -54,8 +74,7 @@ class ShardParameter(nn.Parameter):
         if shard is None:
             self.original.grad = None
         elif shard is not self.grad:
-            p: Any = self.original
-            p.grad = type(p).from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            self.original.grad = sharded_like(self.original, shard)
 
     @property
     def _post_accumulate_grad_hooks(self) -> Any:  # type: ignore[override]

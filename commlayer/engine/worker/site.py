@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from commlayer.cluster.processes.channels import Channel
+from commlayer.compressors.residual_slices import Residuals, ResidualSlice, residual_on
 from commlayer.errors import CommError, InvalidInput
 from commlayer.planner.shards import Shards
+from commlayer.records import Job, Slice
 
 MARGIN_S = 5.0
 """Seconds after the deadline of an exchange in which a rank that has missed it reports that to its site."""
@@ -52,11 +55,29 @@ class Site:
 
     def sum(self, value: float, deadline: float, failed: Callable[[], BaseException | None]) -> float:
         """Returns the sum of the values of the site's ranks; all of them call it together."""
-        if self._channel is None:
-            return value
         number = torch.tensor([value], dtype=torch.float64)
-        self._channel.allreduce(number).wait(deadline, failed)
+        self._add(number, deadline, failed)
         return float(number)
+
+    def _add(self, x: torch.Tensor, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
+        if self._channel is not None:
+            self._channel.allreduce(x).wait(deadline, failed)
+
+    def own_part(self, residuals: Residuals, job: Job, deadline_s: float) -> Residuals:
+        """Returns this rank's part of the residuals of the whole site, in elements of its shards. Residuals of whole tensors
+        stay where they are. All ranks of the site call it together."""
+        return Residuals(*([*self._own_part(parts, job, deadline_s)] for parts in residuals)) if self.shards else residuals
+
+    def _own_part(self, parts: Sequence[ResidualSlice], job: Job, deadline_s: float) -> Iterator[ResidualSlice]:
+        yield from (part for part in parts if part.tensor not in self.shards.tensors)
+        for tensor in sorted(self.shards.tensors):
+            info = job.tensors[tensor]
+            residual = residual_on(parts, [Slice(tensor, 0, info.numel)])
+            x = torch.zeros(info.numel) if residual is None else torch.from_numpy(residual)
+            self._add(x, time.monotonic() + deadline_s)
+            start, end = self.shards.elements(info.shape, self.shards.local)
+            if bool(x[start:end].any()):
+                yield ResidualSlice(tensor, 0, x[start:end].numpy())
 
     def agree(
         self, own: Outcome, asked: Sequence[int], used: Collection[int], deadline: float,
