@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from msgspec import structs
-from support.attached import coordinators, data, plan_of
+from support.attached import assert_refused, coordinators, data, outcome, plan_of
 from support.rank_pool import pool, quick
 from torch import nn
 
@@ -232,6 +232,27 @@ def scaled(run: Run) -> dict[str, torch.Tensor]:
     return whole(model) | {"scale": torch.tensor(scaler.get_scale())}
 
 
+def spoil(p: Any) -> None:
+    p.grad.to_local().fill_(float("nan"))
+
+
+def not_finite(run: Run) -> dict[str, torch.Tensor]:
+    """NaN in one shard of one rank: all ranks drop the step."""
+    model = run.shard(layers(12, 40, 3))
+    optimizer = sgd(model)
+    with run.attached(model, optimizer):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            if step != 2 or run.address:
+                spoilt = (run.rank, step) == (1, 2)
+                handle = model[2].bias.register_post_accumulate_grad_hook(spoil) if spoilt else None
+                loss(model, run.rank, step).backward()
+                if handle is not None:
+                    handle.remove()
+            optimizer.step()
+    return whole(model)
+
+
 class WithOwnScale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +288,8 @@ class Row(NamedTuple):
 ROWS = {row.script.__name__: row for row in (
     Row(with_sgd), Row(with_adamw), Row(empty_shards), Row(root_only), Row(mixed_precision), Row(cpu_offload),
     Row(clipped, exact=False), Row(clipped_by_attach, exact=False), Row(accumulated), Row(accumulated_in_site, exact=False),
-    Row(tied_and_unused), Row(used_in_one_site, exact=False), Row(scaled), Row(ignored_parameters, exact=False))}
+    Row(tied_and_unused), Row(used_in_one_site, exact=False), Row(scaled), Row(not_finite),
+    Row(ignored_parameters, exact=False))}
 
 
 def play(rank: int, name: str, address: str) -> dict[str, torch.Tensor]:
@@ -286,6 +308,65 @@ def test_sites_train_as_one_fsdp_job(name: str) -> None:
             if ROWS[name].exact:
                 assert torch.equal(result[key], value), key
             torch.testing.assert_close(result[key], value, rtol=1e-4, atol=1e-6)
+
+
+def refused(rank: int, address: str) -> dict[str, str]:
+    def attach(*, double: bool = False, **how: Any) -> Any:
+        model = Run(rank, address).shard(layers(12, 8, 3).double() if double else layers(12, 8, 3))
+        return commlayer.attach(model, sgd(model), config=quick(join=address), **how)
+
+    def joined() -> None:
+        with attach(compression="int8()") as session, session.join():
+            pass
+
+    model = layers(12, 8, 3)
+    return {
+        "forward": outcome(lambda: attach(sync="forward")),
+        "late": outcome(lambda: attach(plan=plan_of(model, bucket={"stale": True}))),
+        "staged": outcome(lambda: attach(plan=plan_of(model, path="encode@cpu net.allgather decode@cpu"))),
+        "double": outcome(lambda: attach(double=True, compression="int8()")),
+        "join": outcome(joined),
+    }
+
+
+def test_what_sharded_models_cannot_have_is_refused_in_one_line() -> None:
+    codes = {"forward": "E-SYNC-FORWARD", "late": "E-PLAN-REFUSED", "staged": "E-PLAN-REFUSED", "double": "E-PLAN-REFUSED",
+             "join": "E-UNEVEN-INPUTS"}
+    with coordinators(1, WORLD, 1) as jobs:
+        for lines in pool(WORLD).call(refused, jobs[0].address):
+            for name, code in codes.items():
+                assert_refused(lines[name], code)
+
+
+def failing(rank: int, address: str, how: str) -> str:
+    """Rank 1 fails in its second step, or its script does something that all ranks notice."""
+    model = Run(rank, address).shard(layers(12, 8, 3))
+    optimizer = sgd(model)
+
+    def fail(_p: Any) -> None:
+        raise ValueError("a hook of the script has failed")
+
+    def train() -> None:
+        with commlayer.attach(model, optimizer, compression="int8()", config=quick(join=address)) as session:
+            for step in range(2):
+                if step and how == "hook" and rank == 1:
+                    model[0].bias.register_post_accumulate_grad_hook(fail)
+                if step and how == "weights":
+                    session.weight(1.0 + rank % 2)
+                if step and how == "assign":
+                    model.load_state_dict(model.state_dict(), assign=True)
+                loss(model, rank, step).backward()
+                optimizer.step()
+
+    return outcome(train)
+
+
+@pytest.mark.parametrize(("how", "named"), [
+    ("hook", ["a hook of the script has failed"]), ("weights", ["E-WEIGHT"]), ("assign", ["E-MODEL-CHANGED", "0.weight"])])
+def test_a_failing_rank_ends_the_job_on_all_ranks(how: str, named: list[str]) -> None:
+    with coordinators(1, WORLD, 1) as jobs:
+        for line in pool(WORLD).call(failing, jobs[0].address, how):
+            assert all(name in line for name in named), line
 
 
 def cleared(run: Run, model: Any) -> dict[str, torch.Tensor]:
