@@ -339,6 +339,9 @@ class _SharedNorms:
     def read(self) -> list[tuple[float, float]]:
         return self._sums.norms
 
+    def in_site(self, square: float) -> float:
+        return square
+
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
         """Virtual workers do not report the agreement of their changes."""
 

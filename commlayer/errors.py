@@ -110,6 +110,8 @@ CODES: dict[str, tuple[str, str]] = {
     # Attaching a model
     "E-MODEL-UNSUPPORTED": ("The model has a parameter or a wrapper that commlayer does not support.",
                             "The message names it and the remedy."),
+    "E-SHARDED": ("The model is sharded in a way that commlayer does not support.",
+                  "Use fully_shard() over the ranks of one site; see docs/how-to/sharded-models.md."),
     "E-ATTACHED-TWICE": ("The model is already attached, so its gradients would be averaged twice.",
                          "Attach a model once, or close the other session first."),
     "E-MODEL-CHANGED": ("The model or its optimizer changed after attach().", "Attach again after the change."),

@@ -26,6 +26,7 @@ from commlayer.engine.job.job import DistributedJob, end_dropped
 from commlayer.engine.model.model_tensors import job_of, loss_scale, parameters_of
 from commlayer.engine.model.optimizer_settings import check_optimizer, scaler_settings, settings_of
 from commlayer.engine.model.optimizer_state import OptimizerMemory
+from commlayer.engine.model.shard_parameters import shards_of
 from commlayer.engine.observers.inspection import Inspection
 from commlayer.engine.observers.trace import trace_once
 from commlayer.engine.start.connect import connect
@@ -38,6 +39,7 @@ from commlayer.engine.sync.sync_modes import LocalSteps, check_forward, check_lo
 from commlayer.engine.worker.clipping import Clipping, checked, clipping
 from commlayer.errors import CommError, InvalidInput, cause_of
 from commlayer.optim import family_of, usual
+from commlayer.planner.shards import Shards
 from commlayer.records import Plan
 
 log = logging.getLogger("commlayer")
@@ -168,7 +170,8 @@ class Session:
                 if context.rank == 0:
                     log.warning("resume(): there is no checkpoint in %s yet: training starts from the beginning", directory)
                 return False
-            local = checkpoint.load_training(context.groups, context.rank, found, self._replica, extra)
+            shards = context.site.shards if isinstance(context, DistributedJob) else Shards()
+            local = checkpoint.load_training(context.groups, context.rank, found, self._replica, extra, shards)
         except CommError as error:
             raise checkpoint.not_loaded(context, directory, error) from None
         self._resumed = found.mark.step
@@ -336,6 +339,7 @@ def attach_module(
             check_silenceable(ddp, hook)
             model = ddp.module
             named = parameters_of(model)
+        shards = shards_of(model, process_group)
         tensors = [*(p.data for p in model.parameters()), *model.buffers()]
         if not tensors:
             raise InvalidInput("E-MODEL-UNSUPPORTED", "the model has no parameters")
@@ -345,11 +349,12 @@ def attach_module(
         object_collectives.allow(replica.most_nbytes)
         must = {"optimizer": "not given" if optimizer is None else "given",
                 "clip_grad_norm": "not given" if norm is None else str(norm),
-                "grad_scaler": scaler_settings(grad_scaler)}
+                "grad_scaler": scaler_settings(grad_scaler),
+                "sharding": f"{len(shards.tensors)} tensors over {shards.ranks} ranks" if shards else "none"}
         try:
             context = connect(job, device, start, OptimizerMemory([p for _, p in named], optimizer, outer), plan=requested,
                               config=settings, align=tensors, must=must, requested=modes, forbids=forbids, replica=replica,
-                              settings=settings_of(optimizer, model.named_parameters())
+                              shards=shards, settings=settings_of(optimizer, model.named_parameters())
                               | {"loss scale of the GradScaler": f"{loss_scale(grad_scaler):g}"})
         except BaseException:
             claim.release()

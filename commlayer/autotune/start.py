@@ -44,6 +44,8 @@ def start_tuning(context: DistributedJob, config: Config) -> None:
 def _controller_of(context: DistributedJob, config: Config) -> TuningController | None:
     """Starts the controller of a job of several nodes whose plan commlayer chooses, or whose codecs a quality guard checks;
     returns None for other jobs."""
+    if context.site.shards:
+        return None  # the planner does not know sharded models, and no rank has whole gradients to compare
     worker, groups = context.worker, context.groups
     plans = context.terms.auto and len(groups.sites) > 1 and bool(worker.plan.servers)
     guard = guard_of(context, config)

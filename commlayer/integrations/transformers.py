@@ -46,9 +46,9 @@ class CommlayerCallback(TrainerCallback):
         self.session = attach(model, optimizer_inside(trainer.optimizer), grad_scaler=trainer.accelerator.scaler,
                               **{"steps": state.max_steps, **self._options})
         if self.session.joined:  # schedules continue where the other homes are
-            step: Any = self.session.step  # Any: the Trainer annotates both numbers with other types
-            state.global_step = trainer._globalstep_last_logged = step
-            for _ in range(step):
+            state.global_step = self.session.step
+            vars(trainer)["_globalstep_last_logged"] = state.global_step
+            for _ in range(state.global_step):
                 trainer.lr_scheduler.step()
         follow_members(trainer.accelerator, self.session)
         if self.session.inspect.may_leave:

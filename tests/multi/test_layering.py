@@ -49,7 +49,7 @@ ROOMS: dict[str, list[set[str]]] = {
     "planner": [
         {"convergence", "model"},
         {"data"},
-        {"tree", "tensors", "buckets", "plan_rules", "memory"},
+        {"tree", "tensors", "buckets", "plan_rules", "shards", "memory"},
         {"problem", "costs"},
         {"inputs"},
         {"simulation"},

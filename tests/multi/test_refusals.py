@@ -213,15 +213,19 @@ def test_matching_plan_file_and_initialized_lazy_model_are_accepted(tmp_path: Pa
 
 def sharded(how: str) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-    from torch.distributed.tensor import distribute_module, init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_module, init_device_mesh
 
     model: Any = mlp()
     if how == "FSDP1":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     elif how == "FSDP1 inside":
         model[0] = FullyShardedDataParallel(model[0], device_id=torch.device("cpu"))
-    elif how == "FSDP2":
+    elif how == "all ranks":
         fully_shard(model)
+    elif how == "HSDP":
+        fully_shard(model, mesh=init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("site", "shard")))
+    elif how == "dimension":
+        fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)), shard_placement_fn=lambda p: Shard(p.dim() - 1))
     else:
         distribute_module(model[0], init_device_mesh("cpu", (WORLD,)))
     commlayer.attach(model, config=quick())
@@ -307,11 +311,12 @@ def sharding(rank: int, how: str) -> str:
 @pytest.mark.commit(1)
 @pytest.mark.parametrize(("how", "name"), [
     ("FSDP1", "the model is under FullyShardedDataParallel"), ("FSDP1 inside", "0 is under FullyShardedDataParallel"),
-    ("FSDP2", "the model is under fully_shard()"), ("DTensor", "0.weight is a DTensor"),
+    ("all ranks", "all 2 ranks"), ("HSDP", "mesh of 2 dimensions"), ("dimension", "0.weight has placements"),
+    ("tensor parallelism", "0.weight has placements"),
 ])
-def test_sharded_model_is_refused_by_name(how: str, name: str) -> None:
+def test_unsupported_sharding_is_refused_by_name(how: str, name: str) -> None:
     for line in pool(WORLD).call(sharding, how):
-        assert_refused(line, "E-MODEL-UNSUPPORTED", name)
+        assert_refused(line, "E-SHARDED", name)
 
 
 def twice(rank: int) -> list[str]:

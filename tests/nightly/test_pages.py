@@ -197,7 +197,7 @@ GUIDES = [page for folder in ("how-to", "tutorials") for page in sorted((ROOT / 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_guide_code_runs(page: Path, tmp_path: Path) -> None:
-    world = 4 if page.stem == "uneven-machines" else 2  # its shares are for four
+    world = 4 if page.stem in ("uneven-machines", "sharded-models") else 2
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
          str(ROOT / "tests" / "support" / "scripts" / "code_blocks.py"), str(page)],

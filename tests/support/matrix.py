@@ -115,9 +115,13 @@ TABLES: dict[str, tuple[Row, ...]] = {
         Row("QLoRA (bitsandbytes)", NEVER, "it needs a GPU"),
         Row("several models and optimizers", YES, "as a GAN trains", attach("two_models")),
         Row("sparse embeddings", YES, "SGD, SparseAdam and micro-batches", attach("sparse_tables")),
-        Row("FSDP, FSDP2, tensor parallelism", NO,
-            "`E-MODEL-UNSUPPORTED` names the module: commlayer averages whole gradients",
-            ("tests/multi/test_refusals.py::test_sharded_model_is_refused_by_name",)),
+        Row("FSDP2 inside of each home", LIMITS,
+            "as one FSDP2 job of all ranks, bit for bit; homes have equal numbers of ranks and stay. Not with "
+            "sync=\"forward\", late averages, session.join() or float64; plans are not tuned",
+            ("tests/multi/test_sharded_models.py::test_sites_train_as_one_fsdp_job",)),
+        Row("FSDP1, HSDP, tensor parallelism", NO,
+            "`E-SHARDED` names the module or parameter, and the mesh to use",
+            ("tests/multi/test_refusals.py::test_unsupported_sharding_is_refused_by_name",)),
         Row("DeepSpeed, Megatron", NEVER, "they exchange gradients themselves"),
     ),
     "Frameworks": (

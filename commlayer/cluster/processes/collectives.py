@@ -23,6 +23,8 @@ from commlayer.records import MALFORMED
 
 V = TypeVar("V")
 Failed = Callable[[], BaseException | None]
+LONGEST_S = 86400.0
+"""Timeout of collectives that have deadlines of their own."""
 PIECE_NBYTES = 16 << 20
 """Number of bytes per broadcast of a longer byte string. Each broadcast has its own deadline."""
 
@@ -74,6 +76,7 @@ class Groups:
         self._all = self.members.group(timeout_s=timeout_s)
         self._inside: NodeGroups | None = self._nodes() if former is None else former._inside
         self._hosts: Channel | None = None
+        self._of_site: Channel | None = None
 
     def _nodes(self) -> NodeGroups | None:
         out, back, late = (self._node() for _ in range(3))
@@ -85,12 +88,21 @@ class Groups:
                 channel.allreduce(torch.zeros(1, device=self.device)).wait(time.monotonic() + self.timeout_s)
         return NodeGroups(out, back, late, ready, late_ready)
 
-    def _node(self, backend: str | None = None) -> Channel | None:
+    def site_channel(self) -> Channel | None:
+        """Creates a CPU group of this node's ranks, whose calls can wait for as long as their own deadlines allow. All ranks
+        call it together. None if there are no others."""
+        self._of_site = self._node("gloo", LONGEST_S)
+        return self._of_site
+
+    def _node(self, backend: str | None = None, timeout_s: float = 0.0) -> Channel | None:
         """Creates a group of this node's ranks; None if there are no others. Every rank takes part in creating the groups of
         all nodes."""
         mine: Channel | None = None
         for ranks in self.sites:
-            if len(ranks) > 1 and (group := self.members.group(ranks, timeout_s=self.timeout_s, backend=backend)) is not None:
+            if len(ranks) < 2:
+                continue
+            group = self.members.group(ranks, timeout_s=timeout_s or self.timeout_s, backend=backend)
+            if group is not None:
                 mine = Channel(group, "inside the node")
         return mine
 
@@ -208,8 +220,9 @@ class Groups:
         for channel in self._inside or ():
             if channel is not None:
                 (channel.close if nodes else channel.detach)()
-        if self._hosts is not None:
-            self._hosts.close()
+        for channel in (self._hosts, self._of_site):
+            if channel is not None:
+                channel.close()
         destroy(self._all)
         self._inside, self._hosts, self._all = None if nodes else self._inside, None, None
 

@@ -71,6 +71,9 @@ class WorkerBucket:
     """True: a server sums the bucket. Weight and used slices are then in the frame header, otherwise after the elements."""
     means = False
     """True: workers send means, and the server averages these means. False: the server sums the workers' parts of the mean."""
+    ranks = 1
+    """Number of ranks over which the gradients are a mean already: those of a site, if the model is sharded over them. No other
+    rank of the site has the bucket then."""
     memory: BucketMemory
     compact: EncodedResult | SparseResult | None = None
     """The last result, if it stays encoded or sparse; None: the last result is in the receive buffer."""

@@ -70,13 +70,13 @@ class Units:
             bucket.exchange.weight = math.nan
         else:
             worth = 1.0 if bucket.assumes_total else bucket.exchange.total / self.members
-            bucket.gather(self.factor(bucket, bucket.exchange.total), self.weight, worth)
+            bucket.gather(self.factor(bucket, bucket.exchange.total), self.weight * bucket.ranks, worth)
 
     def factor(self, bucket: WorkerBucket, total: float) -> float:
         """Returns the factor by which gradients are multiplied before encoding, if the total weight is assumed to be `total`.
         Codecs with residuals encode parts of the mean. Paths over collectives apply this scale later, when they know the total
         weight, so they need not assume it."""
-        part = self.weight / self.scale_of(bucket)
+        part = self.weight * bucket.ranks / self.scale_of(bucket)
         return part * (self.members / total) if bucket.assumes_total else part
 
     def average(self, bucket: WorkerBucket, weight: float) -> float | torch.Tensor | None:

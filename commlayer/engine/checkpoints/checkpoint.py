@@ -67,9 +67,12 @@ from commlayer.engine.sync.local_steps import PENDING
 from commlayer.engine.worker.plan_handover import inherit_residuals
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost, short_line
 from commlayer.observe.events import CheckpointEvent
+from commlayer.planner.shards import Shards
 from commlayer.records import Bucket, Plan
 
 log = logging.getLogger("commlayer")
+SHARD = "shard."
+"""Prefix of the names of pending residuals that are only those of a rank's shards. Other jobs do not inherit them."""
 RESIDUAL, CARRY, ASSUMED = "residual.", "carry.", "assumed."
 """Prefixes of tensor names in the file of a rank: residuals of a bucket whose codec state has them by encoder, residuals
 inherited from an earlier plan, and the total weight that a bucket assumes next (WorkerBucket.assumed)."""
@@ -97,7 +100,9 @@ def worker_state(context: DistributedJob) -> dict[str, Any]:
     tensors["total"] = torch.tensor(worker.units.total, dtype=torch.float64)
     tensors |= worker.late.snapshot()
     tensors |= shared_buffers.snapshot(worker.shared_buffers)
-    tensors |= {} if context.local is None else context.local.pending_residuals.snapshot()
+    if context.local is not None:
+        of_shard = SHARD if context.site.shards else ""
+        tensors |= {f"{of_shard}{name}": t for name, t in context.local.pending_residuals.snapshot().items()}
     return {"step": worker.step, "plan": records.digest(worker.plan), "tensors": tensors}
 
 
@@ -120,7 +125,7 @@ def restore_worker(context: DistributedJob, state: Mapping[str, Any]) -> None:
     worker.late.restore(tensors)
     shared_buffers.restore(worker.shared_buffers, tensors)
     if context.local is not None:
-        context.local.pending_residuals.restore(tensors)
+        context.local.pending_residuals.restore({name.removeprefix(SHARD): t for name, t in tensors.items()})
     worker.now.number = int(state["step"])
     worker.units.total = float(tensors.get("total", worker.units.total))
 
@@ -155,6 +160,7 @@ def _save(
             undone = job.worker.roll_back()
     contents: Files = {}
     if job is not None:
+        undone = job.all_undone(undone)
         with all_or_none(groups, SAVING):
             for server in _servers_of(job):
                 tensors: dict[str, torch.Tensor] = {}
@@ -175,17 +181,19 @@ def _save(
     def training() -> Files:
         return {f"{TRAINING}{context.rank}": replica.state(context, plan, extra, model=model)}
 
+    shards = Shards() if job is None else job.site.shards
+    whole = training() if shards else {}  # gathers the shards inside of each site
+    own = first or (plan is not None and plan.steps_locally and not shards.local)
     try:
         # No rank may continue yet: messages of the next step would change state that other ranks still fetch.
         with all_or_none(groups, SAVING):
             state = {} if job is None else worker_state(job)["tensors"]
             contents[f"rank-{context.rank}"] = state | replica.own_state(extra)
             with writing(directory):
-                own = first or (plan is not None and plan.steps_locally)
-                write(folder, contents | (training() if own else {}), mark, plan if first else None)
+                write(folder, contents | ((whole or training()) if own else {}), mark, plan if first else None)
         with all_or_none(groups, SAVING), writing(directory):
             if context.logs and not path_of(folder, f"{TRAINING}0").exists():
-                write(folder, training(), mark, plan)
+                write(folder, whole or training(), mark, plan)
             if first:
                 seal(folder, mark)
         with all_or_none(groups, SAVING), writing(directory):
@@ -273,13 +281,16 @@ def refuse_mixture(directory: Path, rows: Sequence[Sequence[SaveOnDisk]], number
 
 def load_training(
     groups: Groups | None, rank: int, found: FoundCheckpoint, replica: Replica, extra: Mapping[str, Any],
+    shards: Shards = Shards(),
 ) -> dict[str, torch.Tensor]:
     """Restores model, optimizer, GradScaler and `extra`. A rank without the file receives the state from a rank that has it.
-    All ranks call it together. Returns the state of local steps."""
+    All ranks call it together. Returns the state of local steps. `shards`: how the model is sharded; the first rank of each
+    site has saved the whole model."""
+    own_rank = rank - shards.local
     with all_or_none(groups, LOADING), reading(found.folder):
         held = sorted((name for name in files_in(found.folder)
                        if name.startswith(TRAINING) and belongs(path_of(found.folder, name), found.mark)),
-                      key=lambda name: (name != f"{TRAINING}{rank}", int(name.removeprefix(TRAINING))))
+                      key=lambda name: (name != f"{TRAINING}{own_rank}", int(name.removeprefix(TRAINING))))
         state = read(found.folder, held[0], found.mark) if held else {}
     having = [row[0] for row in gather(groups, [bool(state)])]
     if groups is not None and not all(having):
@@ -369,7 +380,9 @@ def _inherit_residuals(context: DistributedJob, found: FoundCheckpoint, plan: Pl
             each.assumed = float(context.world)
         worker.late.restore({})
         worker.units.rate = 1.0 if worker.plan.steps_locally else context.memory.rate
-        inherit_residuals(worker, merge_residuals(own), context.memory.effect)
+    residuals = context.site.own_part(merge_residuals(own), worker.job, context.groups.timeout_s)
+    with all_or_none(context.groups, LOADING):
+        inherit_residuals(worker, residuals, context.memory.effect)
         if context.local is not None:
             context.local.pending_residuals.inherit(worker.pending_residuals)
         if not found.exact:

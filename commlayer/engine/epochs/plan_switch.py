@@ -74,7 +74,8 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
         context.say("the plan switch was cancelled: its proposer, the former rank 0, has left")
         return None
     old, groups = context.worker, context.groups
-    offer = OfferedPlan(lambda: bytes_of(with_modes(_checked(plan), context.terms.requested)), context.rank)
+    offer = OfferedPlan(
+        lambda: bytes_of(context.site.shards.cut(with_modes(_checked(plan), context.terms.requested), old.job)), context.rank)
     rows = _check_equal_rows(context, old, groups, len(offer.data))
     agreed = plan_in(offer.taken(groups.share_bytes(offer.data, MAX_PLAN_NBYTES, "a plan", rows[0].plan_nbytes)))
     note = ""
@@ -95,7 +96,7 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
     if old.plan.steps_locally:
         groups.barrier()  # the last exchange has ended on all ranks: no message to a server is in flight
     new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
-    return _Prepared(new, old.roll_back(), note)
+    return _Prepared(new, context.all_undone(old.roll_back()), note)
 
 
 def _complete(context: DistributedJob, prepared: _Prepared) -> None:

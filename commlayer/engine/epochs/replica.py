@@ -26,6 +26,16 @@ from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.buckets.shared_buffers import agree, agreed
 from commlayer.engine.job.job import DistributedJob, JobContext
 from commlayer.engine.model.model_tensors import buffers_of, parameters_of
+from commlayer.engine.model.shard_parameters import (
+    engine_parameters,
+    is_sharded,
+    local_of,
+    original_of,
+    shard_of,
+    sharded_like,
+    whole_of,
+)
+from commlayer.engine.sync.local_steps import PENDING as RESIDUAL
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CorruptFrame, InvalidInput, short_line
 from commlayer.records import MALFORMED, Epoch, Plan, Record
@@ -110,7 +120,7 @@ class TakenState(NamedTuple):
 class Replica:
     def __init__(self, model: nn.Module, optimizer: Any = None, scaler: Any = None) -> None:
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
-        self._trained = [p for _, p in parameters_of(model)]
+        self._trained = engine_parameters([p for _, p in parameters_of(model)])
         self._averaged = [name for name, _ in buffers_of(model)]
 
     @property
@@ -178,10 +188,21 @@ class Replica:
                 # The current buffers belong to one forward pass later and differ between ranks.
                 agreed(job.worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
             tensors |= {f"buffer.{name}": b for name, b in buffers.items()}
-            starts = {} if local is None else dict(zip(map(id, self._trained), local.starts, strict=True))
+            starts = {} if local is None else dict(zip(map(id, map(original_of, self._trained)), local.starts, strict=True))
             for name, p in self._model.named_parameters():
-                tensors[f"parameter.{name}"] = starts.get(id(p), p.data).detach()
-        return tensors | ({} if local is None else local.snapshot()) | {HEAD: _head(head)}
+                start = starts.get(id(p), local_of(p).data).detach()
+                tensors[f"parameter.{name}"] = whole_of(sharded_like(p, start)) if is_sharded(p) else start
+        return tensors | ({} if local is None else self._each(local.snapshot(), _whole_like)) | {HEAD: _head(head)}
+
+    def _each(
+        self, local: dict[str, torch.Tensor], change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """Returns the state of local steps after change(parameter, tensor) of starts and velocities. Pending residuals, which
+        ranks also save for themselves, are left out if they are those of shards."""
+        sharded = any(map(is_sharded, map(original_of, self._trained)))
+        return {name: change(original_of(self._trained[int(name.rpartition(".")[2])]), tensor)
+                if name.startswith((START, VELOCITY)) else tensor
+                for name, tensor in local.items() if not (sharded and name.startswith(RESIDUAL))}
 
     @contextlib.contextmanager
     def averaged(self, context: JobContext) -> Iterator[None]:
@@ -259,7 +280,7 @@ class Replica:
         named = dict(self._model.named_buffers())
         for name in self._averaged if buffers and saved.model else ():
             named[name].data.copy_(of_states[f"buffer.{name}"])
-        return {name: t for name, t in tensors.items() if name.startswith(LOCAL)}
+        return self._each({name: t for name, t in tensors.items() if name.startswith(LOCAL)}, shard_of)
 
     def _install(self, given: GivenState, tensors: Mapping[str, torch.Tensor], code: str, what: str) -> Callable[[], None]:
         """Writes model, optimizer and scaler. Returns a function that writes the optimizer's state once more."""
@@ -268,7 +289,7 @@ class Replica:
             raise InvalidInput(code, f"{what}: the optimizer is {mine}, but that of the job is {given.optimizer}; it must be "
                                      "the same")
         remedy = "use the model and optimizer of the job that saved it"
-        targets = {f"parameter.{name}": p.data for name, p in self._model.named_parameters()}
+        targets: dict[str, torch.Tensor] = {f"parameter.{name}": p.data for name, p in self._model.named_parameters()}
         targets |= {f"buffer.{name}": b for name, b in self._model.named_buffers()}
         saved = [name for name in tensors if name.startswith(("parameter.", "buffer."))]
         for name in dict.fromkeys([*targets, *saved]):
@@ -288,7 +309,7 @@ class Replica:
         if self._scaler is not None and given.scaler:
             self._scaler.load_state_dict(_whole(given.scaler, dict(tensors)))
         for name, tensor in targets.items():
-            tensor.data.copy_(tensors[name])
+            local_of(tensor).data.copy_(shard_of(tensor, tensors[name]))
         return restore
 
 
@@ -359,10 +380,20 @@ def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: i
 
 def _restore(optimizer: Any, state: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     groups = list(optimizer.param_groups)
-    optimizer.load_state_dict(_whole(state, dict(tensors)))
+    saved = _whole(state, dict(tensors))
+    for group, kept in zip(groups, saved["param_groups"], strict=False):
+        for p, number in zip(group["params"], kept["params"], strict=False):
+            for name, value in saved["state"].get(number, {}).items() if is_sharded(p) else ():
+                if isinstance(value, torch.Tensor) and value.shape == p.shape:
+                    saved["state"][number][name] = sharded_like(p, shard_of(p, value).to(p.device))
+    optimizer.load_state_dict(saved)
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
         group.update(loaded)
     optimizer.param_groups[:] = groups  # scripts keep references to them
+
+
+def _whole_like(p: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    return whole_of(sharded_like(p, shard.to(p.device))) if is_sharded(p) else shard
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -370,7 +401,7 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     is neither a tensor nor of a plain type."""
     if isinstance(value, torch.Tensor):
         name = f"state.{len(tensors)}"
-        tensors[name] = value
+        tensors[name] = whole_of(value)
         return {TENSOR: name}
     if isinstance(value, Mapping):
         # An optimizer's parameters have an order that can differ between ranks, but their tensors must have equal names.

@@ -10,6 +10,7 @@ after a later exchange.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,7 +103,8 @@ class FiniteSteps(Component):
     def _drop(self, mine: Sequence[int]) -> None:
         if self._found is None:
             return
-        if not self._found or self._first(mine) < 0:
+        # Ranks of a site with a sharded model have different parts of the averages, so none of them looks at its own.
+        if not self._found or (self._first(mine) < 0 and not self._context.site.shards):
             self._in_row.pop(min(mine), None)
             return
         worker = self._context.worker
@@ -129,7 +131,9 @@ class FiniteSteps(Component):
     def _look(self, mine: Sequence[int]) -> None:
         """Checks the gradients that this rank is about to apply locally, and drops the step if some are not finite. On a GPU
         this waits for the device once per step."""
-        first, local = self._first(mine), self._context.local
+        context, local = self._context, self._context.local
+        deadline = time.monotonic() + context.groups.timeout_s
+        first = int(context.site.largest([self._first(mine)], deadline, lambda: context.worker.error)[0])
         if first < 0:
             self._in_row.pop(min(mine), None)
             return
@@ -137,7 +141,6 @@ class FiniteSteps(Component):
             self._parameters[number].grad = None
         if local is not None:
             local.pending_residuals.remove_from_gradients(mine)
-        context = self._context
         self._own_drops, self._first_dropped = self._own_drops + 1, first
         self._count(min(mine), f"gradients of {context.called(context.rank)}, first in {self._name(first)},",
                     "this rank drops the step", own=True)

@@ -17,8 +17,6 @@ from commlayer.errors import InvalidInput
 from commlayer.records import Job
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-SHARDED = ("each rank has only a shard of it, but commlayer averages complete gradients: use a plain module or "
-           "DistributedDataParallel")
 STEP_AFTER_BACKWARD = ("averages are complete when backward() returns, so step after it, with one optimizer over "
                        "model.parameters()")
 _claims: Any = WeakIdKeyDictionary()
@@ -58,10 +56,9 @@ def check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidInput("E-MODEL-UNSUPPORTED", f"model: got {type(model).__name__}, but it must be a torch.nn.Module")
     for name, module in model.named_modules():
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        for sharded, called in (("FullyShardedDataParallel", "FullyShardedDataParallel"), ("FSDPModule", "fully_shard()")):
-            if sharded in kinds:
-                raise InvalidInput("E-MODEL-UNSUPPORTED", f"{name or 'the model'} is under {called}: {SHARDED}")
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            raise InvalidInput("E-SHARDED", f"{name or 'the model'} is under FullyShardedDataParallel (FSDP1), which keeps "
+                                            "parameters in flat buffers: use fully_shard() (FSDP2)")
     for name, p in model.named_parameters():
         check_parameter(name, p)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -76,8 +73,6 @@ def check_parameter(name: str, p: torch.Tensor) -> None:
         raise InvalidInput("E-MODEL-UNSUPPORTED",
                            f"{name} was created inside torch.inference_mode(), so it cannot be trained: create the model "
                            "outside inference_mode()")
-    if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):
-        raise InvalidInput("E-MODEL-UNSUPPORTED", f"{name} is a DTensor (FSDP2 or tensor parallelism): {SHARDED}")
 
 
 def refuse_steps_in_backward(named: Iterable[tuple[str, torch.Tensor]]) -> None:

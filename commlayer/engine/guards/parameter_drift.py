@@ -36,6 +36,7 @@ from commlayer.engine.model.digests import Digests, pieces
 from commlayer.engine.model.optimizer_settings import differences, digest, settings_of, structural
 from commlayer.engine.model.optimizer_state import state_digests
 from commlayer.engine.model.optimizers import HeldParameters, watch
+from commlayer.engine.model.shard_parameters import local_of
 from commlayer.engine.observers.spacing import steps_between
 from commlayer.engine.worker.finished_peers import UNEQUAL
 from commlayer.errors import CommError
@@ -95,16 +96,19 @@ FAILED = DriftRow(*[math.nan] * len(DriftRow._fields))
 """The row of a rank whose part of the check has failed. All ranks then end the check."""
 
 
-def digests_differ(rows: Sequence[DriftRow]) -> bool:
+def digests_differ(rows: Sequence[DriftRow], per_site: int = 1) -> bool:
     """Returns True if some tensor differs between ranks. Digests from CPUs and from GPUs cannot be compared, and then count as
-    equal."""
-    return len({row.by_sums for row in rows}) == 1 and len({row.digests for row in rows}) > 1
+    equal. `per_site`: number of ranks over which the model is sharded; each is compared with its equals in other sites."""
+    equals = [{row.digests for row in rows[first::per_site]} for first in range(per_site)]
+    return len({row.by_sums for row in rows}) == 1 and max(map(len, equals)) > 1
 
 
-def differing(digests: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """Maps the number of each tensor that differs to the ranks whose digest differs from that of rank 0. `digests`: by rank."""
+def differing(digests: Sequence[Sequence[int]], per_site: int = 1) -> dict[int, list[int]]:
+    """Maps the number of each tensor that differs to the ranks whose digest differs from that of rank 0, or of their equal in
+    the first site. `digests`: by rank. `per_site`: see `digests_differ`."""
     columns = enumerate(zip(*digests, strict=True))
-    ranks_of = {number: [rank for rank, value in enumerate(column) if value != column[0]] for number, column in columns}
+    ranks_of = {number: [rank for rank, value in enumerate(column) if value != column[rank % per_site]]
+                for number, column in columns}
     return {number: ranks for number, ranks in ranks_of.items() if ranks}
 
 
@@ -140,7 +144,11 @@ class ParameterDrift(Component):
         """`named`: the parameters with their names. `held`: returns which optimizers step the averaged parameters."""
         self._context, self._optimizer, self._reaction = context, optimizer, config.drift
         self._named, self._names = named, [name for name, _ in named]
-        self._tensors = [tensor for _, tensor in named]
+        self._tensors = [local_of(tensor) for _, tensor in named]
+        self._per_site = context.site.shards.ranks or 1
+        self._remedy = '; drift="resync" would copy rank 0\'s state'
+        if context.site.shards:  # rank 0 has only its shards
+            self._reaction, self._remedy = "warn" if config.drift == "warn" else "end", ""
         self._pieces, self._digests = pieces(self._tensors), Digests(self._tensors)
         self._sent_digests: list[int] = []
         """The digests whose checksum is in this rank's last row."""
@@ -178,7 +186,7 @@ class ParameterDrift(Component):
         """Selects the tensors to compare from now on, under the same names: those that are equal on all ranks."""
         local = self._context.local
         starts = {} if local is None else local.common
-        tensors = [starts.get(id(tensor), tensor) for _, tensor in self._named]
+        tensors = [starts.get(id(tensor), local_of(tensor)) for _, tensor in self._named]
         if [*map(id, tensors)] != [*map(id, self._tensors)]:
             self._tensors = tensors
             self._pieces, self._digests, self._round.training_steps = pieces(self._tensors), Digests(self._tensors), 0
@@ -261,11 +269,12 @@ class ParameterDrift(Component):
         self._compare_steps(rows)
         if self._context.local is None:  # under local steps, a skipped step can delay a schedule
             self._compare_settings(rows)
-        self._react(differing(self._digests_of_all(rows)), rows)
+        self._react(differing(self._digests_of_all(rows), self._per_site), rows)
 
     def _digests_of_all(self, rows: Sequence[DriftRow]) -> list[list[int]]:
         """Returns the digests of all ranks, if checksums differ; otherwise only those of this rank."""
-        return gather(self._context.groups, self._sent_digests) if digests_differ(rows) else [self._sent_digests]
+        differ = digests_differ(rows, self._per_site)
+        return gather(self._context.groups, self._sent_digests) if differ else [self._sent_digests]
 
     def _compare_steps(self, rows: Sequence[DriftRow]) -> None:
         """Reports ranks whose optimizers have stepped after different exchanges. If that continues, each sum mixes gradients of
@@ -295,8 +304,9 @@ class ParameterDrift(Component):
         count = len(parameters)
 
         def own() -> DriftRow:
-            digests = Digests(parameters)
-            for piece in () if local else pieces(parameters):
+            tensors = [*map(local_of, parameters)]
+            digests = Digests(tensors)
+            for piece in () if local else pieces(tensors):
                 digests.add(piece)
             mine = [0] * count if hasattr(self._optimizer, SHARDED) else \
                 state_digests(parameters, self._optimizer, moments=not local)
@@ -306,7 +316,7 @@ class ParameterDrift(Component):
         if not (rows := self._read()):
             return
         digests = self._digests_of_all(rows)
-        weights, states = (differing([row[first : first + count] for row in digests]) for first in (0, count))
+        weights, states = (differing([row[first : first + count] for row in digests], self._per_site) for first in (0, count))
         unlike = self._differing_settings(rows)
         if not (weights or states or unlike):
             return
@@ -360,8 +370,7 @@ class ParameterDrift(Component):
             return
         at = f"step {self._step}: "
         if self._reaction == "end":
-            raise CommError(f"{at}{what}; drift=\"resync\" would copy rank 0's state, drift=\"warn\" would continue",
-                            code="E-REPLICAS")
+            raise CommError(f"{at}{what}{self._remedy}; drift=\"warn\" would continue", code="E-REPLICAS")
         if bad := [name for name in unlike if structural(name)]:
             raise CommError(f"{at}{what}; ranks that differ in {bad[0]} cannot use rank 0's state: start "
                             'all ranks with the same, or use drift="warn"', code="E-REPLICAS")
@@ -391,11 +400,11 @@ class ParameterDrift(Component):
             return
         what = f"the weights of {self._ranks(differing)} and {context.called(0)} differ in {self._named_some(differing)}"
         if self._reaction == "end":
-            raise CommError(f"step {self._step}: {what}; drift=\"resync\" would copy rank 0's state", code="E-REPLICAS")
+            raise CommError(f"step {self._step}: {what}{self._remedy}", code="E-REPLICAS")
         if self._reaction == "resync":
             what += ": all ranks continue with rank 0's weights, " + self._resync(differing, rows)
         else:
-            what += ': training continues with different models; drift="resync" would copy rank 0 to all'
+            what += f": training continues with different models{self._remedy}"
         if [*differing] != self._reported or self._reaction == "resync":
             self._context.say(what)
         self._reported = [*differing]

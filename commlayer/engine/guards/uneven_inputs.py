@@ -77,6 +77,10 @@ class UnevenInputs:
         terms, plan = context.terms, context.plan
         if self.inside:
             raise InvalidInput("E-UNEVEN-INPUTS", TWICE)
+        if context.site.shards:
+            raise InvalidInput("E-UNEVEN-INPUTS",
+                               "session.join() is not supported with a sharded model, because all ranks of a site make each "
+                               "pass together: give all ranks the same number of batches")
         if plan.steps_locally:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                f"session.join() is not supported with a plan of local steps (every={plan.local_steps}), "

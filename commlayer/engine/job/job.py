@@ -21,7 +21,7 @@ import torch
 
 from commlayer.cluster.processes import site_process_group
 from commlayer.cluster.processes.child_processes import EmbeddedServer
-from commlayer.cluster.processes.collectives import Groups
+from commlayer.cluster.processes.collectives import Groups, gather_values
 from commlayer.cluster.processes.rows import StepRows
 from commlayer.cluster.servers.server_codecs import expected_nbytes
 from commlayer.cluster.servers.worker_client import WorkerClient, leave_job
@@ -38,6 +38,7 @@ from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.sync.local_steps import OuterSteps
 from commlayer.engine.worker.plan_handover import hand_over
 from commlayer.engine.worker.root_cause import RootCause, WaitsFor
+from commlayer.engine.worker.site import Site
 from commlayer.engine.worker.waits import Waiting, WaitNotices
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, InvalidInput, InvalidState, cause_of
@@ -48,6 +49,8 @@ from commlayer.records import Job, Plan
 log = logging.getLogger("commlayer")
 T = TypeVar("T")
 NO_COUNTERS = Counters()
+UNDONE_NBYTES = 64
+"""Largest size of a bucket's number and rolled back slices as JSON."""
 DROPPED_S = 5.0
 """Longest wait, in seconds, for the end of sessions whose models are gone."""
 FORKED = ("this process is a forked child of the one that called attach(), so it is no member of the job: train in the process "
@@ -293,9 +296,11 @@ class DistributedJob(JobContext):
         self, terms: PlanTerms, own: int, groups: Groups, rows: StepRows, uplink: WorkerClient, memory: OptimizerMemory,
         plan: Plan, job: Job, *, generation: int = 1, logs: bool = True, waits: WaitsFor = WaitsFor(),
         embedded: Sequence[EmbeddedServer] = (), matched: bool = False, joined: JoinedState | None = None, first_world: int = 0,
+        site: Site | None = None,
     ) -> None:
         """`own`: this rank's number in messages. `matched`: True if all ranks use norm-matched averaging. `first_world`: number
-        of workers with which the job began; 0: the present number. It is the unit of residuals; see Units."""
+        of workers with which the job began; 0: the present number. It is the unit of residuals; see Units. `site`: the ranks
+        over which the model is sharded; None: it is not sharded."""
         super().__init__(terms, logs=logs)
         self.id, self.groups, self.uplink, self.embedded, self.waits = own, groups, uplink, embedded, waits
         uplink.children = embedded
@@ -303,7 +308,7 @@ class DistributedJob(JobContext):
         """The rows of numbers that components of all ranks send to each other."""
         rows.failed = weakly(self._row_failed)
         self.memory, self.matched, self.joined = memory, matched, joined
-        self.first_world = first_world or groups.world
+        self.first_world, self.site = first_world or groups.world, site or Site()
         self.members = FixedMembers()
         self.local: OuterSteps | None = None
         """Runs local steps and their exchanges; None unless the plan has local steps."""
@@ -372,6 +377,7 @@ class DistributedJob(JobContext):
         return Worker(
             job, plan, codecs, device, rank=self.id, members=self.first_world, generation=generation, groups=self.groups,
             transport=self.uplink.transport, recycle=self.uplink.recycle, components=weakref.proxy(self.components),
+            site=self.site,
         )
 
     def follow(self, worker: Worker) -> None:
@@ -397,6 +403,14 @@ class DistributedJob(JobContext):
     def _row_failed(self) -> BaseException | None:
         """Returns why no row of all ranks can arrive any more; None if there is no such reason."""
         return self.worker.error
+
+    def all_undone(self, undone: dict[int, int]) -> dict[int, int]:
+        """Returns the rollbacks of all ranks, from the result of Worker.roll_back on each. Only if the model is sharded, ranks
+        have different buckets."""
+        if not self.site.shards:
+            return undone
+        rows = gather_values(self.groups, undone, dict[int, int], UNDONE_NBYTES * (1 + len(self.plan.buckets)), "rollbacks")
+        return {bucket: bits for row in rows for bucket, bits in row.items()}
 
     def hand_on(self, old: Worker, new: Worker) -> None:
         """Transfers residuals and step number from worker `old` to worker `new`, which continues the job."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from commlayer.engine.model.digests import Digests, pieces
 from commlayer.engine.model.model_tensors import learning_rate
+from commlayer.engine.model.shard_parameters import local_of
 from commlayer.optim import OuterSGD, family_of
 
 
@@ -67,7 +68,7 @@ def state_digests(parameters: Sequence[torch.Tensor], optimizer: Any, *, moments
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, p in enumerate(parameters):
         for name, value in _flat(state.get(p, {})):
-            scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and not moments
+            scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and value.shape != local_of(p).shape and not moments
             text = f"{name} {_kind(value)} {value.item() if scalar else ''}"
             digests_of[number] = zlib.crc32(text.encode(), digests_of[number])
             if isinstance(value, torch.Tensor) and moments:
@@ -88,7 +89,7 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", value
+            yield f"{prefix}{name}", local_of(value)
 
 
 def _kind(value: Any) -> str:

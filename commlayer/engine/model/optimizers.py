@@ -17,6 +17,8 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from commlayer.engine.model.shard_parameters import original_of
+
 Call = Callable[[Optimizer, Any, Any], None]
 """Function to call before or after a step. It receives the optimizer and the step's arguments: a tuple that starts with the
 optimizer, and a dict."""
@@ -68,7 +70,7 @@ class HeldParameters:
     exist, also returns which optimizers of these parameters are inside a step."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._numbers = {id(p): number for number, p in enumerate(parameters)}
+        self._numbers = {id(original_of(p)): number for number, p in enumerate(parameters)}
         self._by: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
     def by(self, optimizer: Any) -> tuple[int, ...]:

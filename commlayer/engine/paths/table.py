@@ -68,12 +68,13 @@ def make_paths(
     exchange: ServerExchange | None = None
     lanes: dict[bool, Lane] = {}
 
-    def over_server(buckets: list[ServedBucket]) -> AnyPath | None:
+    def over_server(buckets: Sequence[ServedBucket], *, shared: bool) -> AnyPath | None:
+        """`shared`: True if all ranks of a node have the buckets."""
         nonlocal exchange
         if not buckets or transport is None:
             return None
         exchange = exchange or ServerExchange(step, transport, recycle, staging)
-        if groups is None or len(groups.site) == 1:
+        if groups is None or len(groups.site) == 1 or not shared:
             encoded = [bucket for bucket in buckets if isinstance(bucket, EncodedBucket)]
             return ServerPath(encoded, step, staging, exchange)
         groups.allow_inside(plan.local_steps)
@@ -83,11 +84,13 @@ def make_paths(
         return NodeReduce(buckets, step, staging, exchange, groups, lanes[late])
 
     def paths_of(buckets: Sequence[WorkerBucket]) -> tuple[AnyPath, ...]:
-        served = [bucket for bucket in buckets if isinstance(bucket, ServedBucket)]
+        served, sharded = ([bucket for bucket in buckets if isinstance(bucket, ServedBucket) and (bucket.ranks > 1) == shards]
+                           for shards in (False, True))
         collective = [bucket for bucket in buckets if isinstance(bucket, CollectiveBucket)]
         others, dense = ([bucket for bucket in collective if bucket.dense == is_dense] for is_dense in (False, True))
         pairs: list[tuple[AnyPath | None, Sequence[WorkerBucket]]] = [
-            (over_server(served), served),
+            (over_server(sharded, shared=False), sharded),
+            (over_server(served, shared=True), served),
             (CollectivesPath(others, step, staging, codecs, plan, groups) if others else None, others),
             (AllReducePath(dense, step, staging, groups) if dense else None, dense),
         ]

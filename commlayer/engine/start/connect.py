@@ -46,10 +46,12 @@ from commlayer.engine.start.joining import enter
 from commlayer.engine.start.rendezvous import HEARD_S, Rendezvous, Start, compared
 from commlayer.engine.sync.sync_modes import Forbids, RequestedModes, with_modes
 from commlayer.engine.worker.root_cause import WaitsFor
+from commlayer.engine.worker.site import Site
 from commlayer.errors import InvalidInput
 from commlayer.planner import tensors as float64
 from commlayer.planner.data.tables import learning_rows
 from commlayer.planner.plan_rules import late_and_sparse, summary_of
+from commlayer.planner.shards import Shards
 from commlayer.records import Job, Plan
 from commlayer.transport.keys import secret
 
@@ -58,13 +60,15 @@ def connect(
     job: Job, device: torch.device, start: Start, memory: OptimizerMemory, *, plan: Plan | Path | str, config: Config,
     align: Sequence[torch.Tensor] = (), forbids: Forbids = lambda _: "", requested: RequestedModes = RequestedModes(),
     must: Mapping[str, str] | None = None, settings: Mapping[str, str] | None = None, replica: Replica | None = None,
+    shards: Shards = Shards(),
 ) -> JobContext:
     """Connects this rank to the job that the environment names. All ranks call it together, inside `start`. Returns a
     DistributedJob if there are other ranks.
 
     `must`: further values that must be the same on all ranks. `settings`: settings of optimizers, which can differ between
     ranks if drift="warn". `forbids` returns why a plan cannot use a sync mode (sync_modes.py). `replica`: sends this rank's
-    state to workers that join later, or receives it if this rank joins; None: workers cannot leave or join.
+    state to workers that join later, or receives it if this rank joins; None: workers cannot leave or join. `shards`: how the
+    model is sharded inside of each site.
     """
     kernels.choose(config.backend)
     check_folder(config)
@@ -97,7 +101,7 @@ def connect(
         context = _enter(terms, job, device, met, config, replica, memory, waits, compared(must, config))
     else:
         context = _begin(terms, job, device, met, met.members, config, replica, memory, waits, plan, align,
-                         compared(must, config))
+                         compared(must, config), shards)
         print_one_line(context.rank)
     me = next((member for member in context.uplink.epoch.members if member.rank == context.id), None)
     context.stream.open(config, rank=context.id, world=context.world, run=context.uplink.epoch.run,
@@ -110,10 +114,12 @@ def connect(
 def _begin(
     terms: PlanTerms, job: Job, device: torch.device, met: Rendezvous, members: Members, config: Config,
     replica: Replica | None, memory: OptimizerMemory, waits: WaitsFor, plan: Plan | Path | str,
-    align: Sequence[torch.Tensor], must_match: Mapping[str, str],
+    align: Sequence[torch.Tensor], must_match: Mapping[str, str], shards: Shards,
 ) -> DistributedJob:
-    elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and members.world == met.launch.world
-    sites = met.sites if elastic else node_ranks(members.world, met.per_node)
+    elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and \
+        members.world == met.launch.world and not shards
+    sites = node_ranks(members.world, shards.ranks) if shards else met.sites if elastic else \
+        node_ranks(members.world, met.per_node)
     per_node, nodes, first = max(map(len, sites)), len(sites), members.rank == 0
     notes = [met.note] if met.note and first and not elastic else []
     if met.differs:
@@ -129,13 +135,14 @@ def _begin(
             groups = Groups(per_node, config.deadline_s, device, members, sites=sites, patience_s=patience_s)
             undo.callback(groups.close)
         undo.callback(lambda: leave_job(link, servers, "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s))
-        align_tensors(align, groups, config.deadline_s)
+        align_tensors(align, groups, config.deadline_s, shards=shards)
         terms.basis = plan_choice.basis(plan, notes.append) if first else None
 
         def settle() -> Plan:
             made = plan_choice.settle(plan, job, config, members.world, per_node, requested=terms.requested,
                                       optimizer=memory.family, elastic=elastic)
-            return with_modes(plan_choice.with_server_nodes(made, terms.basis, nodes, notes.append), terms.requested)
+            return shards.cut(with_modes(plan_choice.with_server_nodes(made, terms.basis, nodes, notes.append),
+                                         terms.requested), job)
 
         agreed = agreed_plan(settle, groups)
         if first and (terms.requested.fragments or 1) > agreed.fragments:
@@ -157,7 +164,8 @@ def _begin(
         rows = StepRows(gathered or ServedRows(link.transport, groups.rank, config.deadline_s + patience_s), members,
                         may_leave=elastic)
         context = DistributedJob(terms, groups.rank, groups, rows, link, memory, agreed, job, logs=met.logs, waits=waits,
-                                 embedded=servers, matched=met.matched)
+                                 embedded=servers, matched=met.matched,
+                                 site=Site(shards, groups.site_channel(), groups.rank - groups.local) if shards else None)
         undo.pop_all()
     for line in notes:
         context.say(line)

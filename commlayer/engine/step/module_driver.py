@@ -25,6 +25,7 @@ from commlayer.engine.hooks.forward_order import ForwardOrder
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.model_tensors import buffers_of, parameters_of
 from commlayer.engine.model.optimizers import HeldParameters
+from commlayer.engine.model.shard_parameters import engine_parameters, original_of, reduction_of
 from commlayer.engine.step.driver import Driver
 from commlayer.engine.step.exchange_schedule import ExchangeSchedule
 from commlayer.engine.step.forward_overlap import ForwardOverlap
@@ -63,7 +64,7 @@ class ModuleDriver(Driver):
         self.context: DistributedJob = context
         self._ddp, self._model = ddp, model
         named = parameters_of(model)
-        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
+        self._names, self._parameters = [name for name, _ in named], engine_parameters([p for _, p in named])
         self._buffers = [name for name, _ in buffers_of(model)]
         self._lazy = stepped_lazily(optimizer, self._parameters)
         self._rows = SparseRows(model, self._parameters, self._lazy)
@@ -75,7 +76,8 @@ class ModuleDriver(Driver):
         """Identities of the gradients into which the last step has written averages, as `_gradients` returns them."""
         self._overlap: ForwardOverlap | None = None
         self._places: dict[int, int] = {}
-        self._guard = StepGuard(AttachedModel(model, named, optimizer), named, lambda error: context.worker.latch(error))
+        self._guard = StepGuard(AttachedModel(model, named, optimizer), [*zip(self._names, self._parameters, strict=True)],
+                                lambda error: context.worker.latch(error))
         context.on_close.append(self._guard.remove)
         finite = FiniteSteps(context, self._parameters, HeldParameters(self._parameters))
         schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, outer=outer, context=context,
@@ -93,14 +95,15 @@ class ModuleDriver(Driver):
         self._order: ForwardOrder | None = None
         self.new_plan()
         ordered = [*self._parameters, *self._buffers_now()]
-        self._order = ForwardOrder(model, {id(tensor): i for i, tensor in enumerate(ordered)})
+        self._order = ForwardOrder(model, {id(original_of(tensor)): i for i, tensor in enumerate(ordered)})
         if ddp is None:
             refuse_ddp_around(model)
         # Compiled modules forward attributes to their original module.
         plain = vars(getattr(model, "_orig_mod", model))
         # Code that trains through several wrappers (Accelerate) sets DDP's attribute on any module.
+        reduces = reduction_of(model)
         self._hooks = Hooks(self._parameters, lambda: context.worker, self._ready, self._end,
-                            lambda: self._syncing and plain.get("require_backward_grad_sync", True)
+                            lambda: self._syncing and reduces() and plain.get("require_backward_grad_sync", True)
                             and (ddp is None or ddp.syncing), self._guard.own.add, self._aborted)
 
     @property

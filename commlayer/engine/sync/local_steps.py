@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from commlayer.compressors.residual_slices import ResidualSlice, residual_on
+from commlayer.engine.model.shard_parameters import original_of
 from commlayer.engine.sync.norm_matching import Norms, largest_of, scale_of, square_of
 from commlayer.engine.worker.worker import Worker
 from commlayer.observe.step_trace import Recorder
@@ -257,7 +258,7 @@ class OuterSteps:
     @property
     def common(self) -> dict[int, torch.Tensor]:
         """Maps the id of each parameter to its start, if the ranks' weights are never all equal."""
-        return dict(zip(map(id, self._parameters), self.starts, strict=True)) if self.shifted else {}
+        return dict(zip(map(id, map(original_of, self._parameters)), self.starts, strict=True)) if self.shifted else {}
 
     @property
     def under_way(self) -> bool:
@@ -333,15 +334,15 @@ class OuterSteps:
             return
         tensors = self._tensors(buffers)
         worker.wait(deadline_s, fragment.number)
-        norms = [] if self._norms is None else self._norms.read()
+        norms, spoilt = [] if self._norms is None else self._norms.read(), False
         if has_weight := worker.has_weight(fragment.number):
-            worker.write([fragment.changes.get(n) for n in range(len(tensors))], fragment.number)
+            spoilt = not worker.write([fragment.changes.get(n) for n in range(len(tensors))], fragment.number)
         else:  # no worker has trained, or only those that have just joined are left
             for mean in fragment.parts:
                 mean.zero_()
-        finite = math.isfinite(largest_of(fragment.parts))
+        finite = not spoilt and math.isfinite(largest_of(fragment.parts))
         if finite and norms and self._norms is not None:
-            square = square_of(fragment.parts)
+            square = self._norms.in_site(square_of(fragment.parts))
             scale = scale_of(norms, square)
             for mean in fragment.parts if scale != 1 else ():
                 mean.mul_(scale)

@@ -27,7 +27,12 @@ class Norms(Protocol):
         ...
 
     def read(self) -> Sequence[Sequence[float]]:
-        """Returns the rows (weight, square) of the last `start`, in rank order; empty if members have left since."""
+        """Returns the rows (weight, square) of the last `start`, in rank order; empty if members have left since. If the model
+        is sharded, there is one row per site."""
+        ...
+
+    def in_site(self, square: float) -> float:
+        """Returns the sum of squares over all shards of a sharded model. All ranks of the site call it together."""
         ...
 
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:

@@ -19,6 +19,7 @@ from msgspec import structs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlayer.engine.model.shard_parameters import is_sharded
 from commlayer.engine.worker.sparse_averages import sparse_weights, stepped_lazily
 from commlayer.errors import InvalidInput
 from commlayer.optim import OuterSGD
@@ -218,6 +219,10 @@ def check_forward(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimiz
         raise InvalidInput("E-SYNC-FORWARD",
                            "sync='forward' is not supported with DistributedDataParallel, whose backward() ends only when "
                            "gradients are final; attach the module inside it, without DistributedDataParallel")
+    if sharded := [name for name, p in named if is_sharded(p)]:
+        raise InvalidInput("E-SYNC-FORWARD",
+                           f"sync='forward' is not supported with sharded models such as that of {sharded[0]}, because "
+                           "FSDP gathers parameters before the forward pass; use sync='step'")
     if optimizer is None:
         raise InvalidInput("E-SYNC-FORWARD",
                            "sync='forward' needs the optimizer, because it applies updates when results arrive: call "

@@ -24,6 +24,7 @@ from torch import nn
 
 from commlayer.engine.hooks.callbacks import uncompiled, weakly
 from commlayer.engine.model.optimizers import HeldParameters, watch
+from commlayer.engine.model.shard_parameters import ShardParameter
 from commlayer.engine.worker.worker import Worker
 
 log = logging.getLogger("commlayer")
@@ -57,6 +58,8 @@ class AverageUse:
         if isinstance(optimizer, torch.optim.Optimizer):
             self._meet(optimizer)
         self._said = False
+        self._shards: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Maps the number of a sharded parameter to the gradient into which its average was written."""
         self._end_watch = watch(self._before_step, self._after_step)
         self._of_parameters: list[Any] = []
 
@@ -74,6 +77,8 @@ class AverageUse:
         if keeps:
             final = frozenset(known).union(*map(self._held.by, self._held.stepping()))
             self._open = {n: p.grad._version for n, p in enumerate(self._parameters) if p.grad is not None and n not in final}
+            self._shards = {n: weakref.ref(grad) for n in self._open
+                            if isinstance(p := self._parameters[n], ShardParameter) and (grad := p.grad) is not None}
 
     def _watch(self) -> None:
         for number, p in enumerate(self._parameters):
@@ -113,7 +118,18 @@ class AverageUse:
             self._report(number)
 
     def _added(self, number: int, _parameter: torch.Tensor) -> None:
+        if number in self._shards:
+            self._added_to_shard(number)
         self._open.pop(number, None)
+
+    def _added_to_shard(self, number: int) -> None:
+        """Reports cleared averages. FSDP calls no hook before it adds to a gradient, so this runs after the first one has
+        changed: a zero of that one which was written in place is not noticed."""
+        written, self._shards = self._shards[number](), {}
+        if number in self._open and written is not self._parameters[number].grad:
+            self._report(number)
+        for other in [n for n in self._open if n != number and self._gone(n)]:
+            self._report(other)
 
     def _gone(self, number: int) -> bool:
         grad = self._parameters[number].grad

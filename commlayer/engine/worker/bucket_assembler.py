@@ -22,9 +22,10 @@ class BucketAssembler:
 
     def __init__(
         self, job: Job, buckets: Sequence[WorkerBucket], paths: Mapping[int, AnyPath], staging: Staging, step: Step,
-        opens: Callable[[], None],
+        opens: Callable[[], None], last: WorkerBucket | None,
     ) -> None:
-        """`paths` maps bucket id to path. `opens` is called before the first gradient of each step."""
+        """`paths` maps bucket id to path. `opens` is called before the first gradient of each step. `last`: the last bucket in
+        sending order; None if another rank of the site has the last fragment of a sharded model."""
         self._job, self._buckets, self._paths = job, buckets, paths
         self._staging, self._step, self._opens = staging, step, opens
         self.by_tensor: list[list[tuple[WorkerBucket, int]]] = [[] for _ in job.tensors]
@@ -35,9 +36,9 @@ class BucketAssembler:
                 self.by_tensor[s.tensor].append((bucket, i))
         ordered = [bucket for bucket in buckets if paths[bucket.id].ordered and not bucket.late]
         self._order = CollectiveOrder(ordered, lambda bucket: paths[bucket.id].begin(bucket))
-        self.last = next((bucket for bucket in reversed(buckets) if not bucket.late), None)
-        """The last bucket in sending order, which is not sent before backward has ended. Its sum proves that all workers
-        reached the end of their backward pass."""
+        self.last = last
+        """The last bucket, which is not sent before backward has ended. Its sum proves that all workers reached the end of
+        their backward pass."""
         self.reset()
 
     def reset(self) -> None:

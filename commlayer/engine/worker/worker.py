@@ -36,6 +36,7 @@ from commlayer.engine.paths.table import make_paths
 from commlayer.engine.worker.bucket_assembler import BucketAssembler
 from commlayer.engine.worker.exchange import Exchange, LateExchange
 from commlayer.engine.worker.finished_peers import FinishedPeers
+from commlayer.engine.worker.site import Outcome, Site
 from commlayer.engine.worker.stopwatch import Stopwatch
 from commlayer.errors import CommError, InvalidInput, StepAbandoned, cause_of
 from commlayer.observe.events import WaitKind
@@ -61,31 +62,41 @@ class Worker:
         self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
         *, rank: int = 0, members: int = 0, generation: int = 1, transport: Transport | None = None,
         groups: Groups | None = None, recycle: Callable[[memoryview], None] = lambda _: None,
-        components: Components | None = None,
+        components: Components | None = None, site: Site | None = None,
     ) -> None:
         """Allocates the buckets and starts the lanes.
 
         `members`: number of workers with which the job began; 0: the size of `groups`. `recycle` receives the buffers of
-        decoded results for reuse. `components`: those of the session; None: the worker has no session.
+        decoded results for reuse. `components`: those of the session; None: the worker has no session. `site`: the ranks over
+        which the model is sharded; None: it is not sharded.
         """
         self.job, self.plan, self.device = job, plan, device
         self._components = Components() if components is None else components
         self.units = Units(members or (groups.world if groups is not None else 1))
         self.now = Step(rank, generation, self.units, eager=plan.overlap == "forward")
-        on_device, last = device_buckets(plan, codecs, device), len(plan.buckets) - 1
-        site, local = (range(1), 0) if groups is None else (range(len(groups.site)), groups.local)
-        self.buckets = [
-            bucket_of(b, job, codecs[b.id], device, last - i, owned=b.owner_in(site) == local, rank=rank,
-                      on_device=b.id in on_device)
-            for i, b in enumerate(plan.buckets)
-        ]
-        self.alone = len(site) == 1
+        self._site = site or Site()
+        self._outcome = Outcome()
+        """What became of the last exchange in the site of a sharded model."""
+        self._partly_empty, self._used_in_site = self._site.shards.partly_empty(job), set[int]()
+        """Two sets of tensors: those of which some ranks of a site have no elements, and which of them some worker has used in
+        the last exchange."""
+        shards, on_device, last = self._site.shards, device_buckets(plan, codecs, device), len(plan.buckets) - 1
+        node, local = (range(1), 0) if groups is None else (range(len(groups.site)), groups.local)
+        of_place = {
+            i: bucket_of(b, job, codecs[b.id], device, last - i, owned=b.owner_in(node) == local, rank=rank,
+                         on_device=b.id in on_device)
+            for i, bucket in enumerate(plan.buckets) if (b := shards.held(bucket, job)) is not None
+        }
+        self.buckets = [*of_place.values()]
+        for own in self.buckets:
+            own.ranks = shards.ranks if own.slices[0].tensor in shards.tensors else 1
+        self.alone = len(node) == 1
         """True: this rank is the only one of its node."""
-        for bucket in self.buckets if self.alone else ():
-            if isinstance(bucket, EncodedBucket):
-                bucket.keep_encoded(recycle)
+        for own in self.buckets if self.alone else ():
+            if isinstance(own, EncodedBucket):
+                own.keep_encoded(recycle)
         allot_entries(self.buckets)
-        self.fragments = [[bucket for place in places if not (bucket := self.buckets[place]).late]
+        self.fragments = [[of_place[place] for place in places if place in of_place and not of_place[place].late]
                           for places in fragments_of(plan.buckets, plan.fragments)]
         """Lists of buckets that are exchanged together: a single list, except for local steps in fragments. The buckets of
         `late` are not in it."""
@@ -100,7 +111,8 @@ class Worker:
         self._paths = make_paths([*self.fragments, late], plan, codecs, self.now, staging, transport, groups, recycle)
         self._exchanges = [Exchange(*of, self.now) for of in zip(self.fragments, self._paths.groups, strict=False)]
         self.late = LateExchange(late, self._paths.groups[-1], self.now)
-        self._assembler = BucketAssembler(job, self.buckets, self._paths.of, staging, self.now, self._open)
+        self._assembler = BucketAssembler(job, self.buckets, self._paths.of, staging, self.now, self._open,
+                                          next(reversed(self.fragments[-1]), None))
         self.places: Mapping[int, int] = {}
         """Maps a tensor number to the tensor's position in the forward pass; tensors without an observed position are missing.
         """
@@ -207,17 +219,35 @@ class Worker:
         begin = time.monotonic()
         with self._waiting(begin):
             deadline = begin + deadline_s + self._components.patience()
-            self._exchanges[fragment].wait(deadline)
-            self.late.launch(deadline)
+            self._wait_for(fragment, deadline)
         if self.now.sent_at:
             self.counters.exchange_s += max(0.0, self._exchanges[fragment].arrived_at - self.now.sent_at)
         self.now.sent_at = 0.0
-        if reason := aborted_by(self.fragments[fragment], by_this_worker=self.units.broken):
+        reason = aborted_by(self.fragments[fragment], by_this_worker=self.units.broken)
+        if reason or self._outcome.aborted:
             self._finalize([False] * len(self._exchanges))
             self._next()
-            raise StepAbandoned(f"{reason}; the step is dropped on all workers", step=self.step - 1)
+            raise StepAbandoned(f"{reason or 'a worker has aborted it'}; the step is dropped on all workers",
+                                step=self.step - 1)
         self.counters.exposed_s += time.monotonic() - begin
         self.recorder.mark("summed")
+
+    def _wait_for(self, fragment: int, deadline: float) -> None:
+        """Waits for the sums of one fragment's buckets. If the model is sharded, the ranks of the site then agree on what has
+        become of the exchange, because each has other buckets."""
+        try:
+            self._exchanges[fragment].wait(deadline)
+            self.late.launch(deadline)
+        except Exception as error:
+            self.latch(error)
+        if self._site.shards:
+            buckets, now = self.fragments[fragment], self.now
+            aborted = bool(aborted_by(buckets, by_this_worker=self.units.broken))
+            has_weight = self._exchanges[fragment].has_weight and not aborted
+            used = {s.tensor for bucket in buckets for i, s in enumerate(bucket.slices) if bucket.exchange.used >> i & 1}
+            self._outcome, self._used_in_site = self._site.agree(
+                Outcome(now.error is not None, aborted, not all(b.exchange.finite or b.buffer for b in buckets), has_weight,
+                        self.units.weight, -self.units.weight), self._partly_empty, used, deadline, now.failed)
 
     def wait_all(self, deadline_s: float) -> None:
         """Waits for the sums of all buckets. Call it even when all sums have arrived, because paths then complete their
@@ -254,7 +284,7 @@ class Worker:
             if not self.late.write(self._factor, into):
                 finite = False
                 self.not_finite = self.late.not_finite if self.not_finite < 0 else self.not_finite
-            return finite
+            return finite and not self._outcome.spoilt
 
     def write_bucket(self, bucket: WorkerBucket, targets: Sequence[torch.Tensor | None]) -> bool:
         """Writes one bucket's averages into `targets`, one for each slice. Returns True if the values that the optimizer reads
@@ -278,7 +308,7 @@ class Worker:
 
     def has_weight(self, fragment: int) -> bool:
         """Returns True unless all workers have contributed to the sums of a fragment with weight 0."""
-        return self._exchanges[fragment].has_weight
+        return bool(self._outcome.has_weight) if self._site.shards else self._exchanges[fragment].has_weight
 
     def end(self, applied: Sequence[bool], *, computes: bool = True) -> None:
         """Ends the step after its averages are written. `applied`: one flag for each fragment; False if its averages are not
@@ -429,7 +459,8 @@ class Worker:
         """Returns one flag for each tensor: True if any worker had a gradient. Call it after `finish`."""
         used = {bucket.id: bucket.exchange.used for bucket in self.buckets}
         used |= self.late.used
-        return [any(used[bucket.id] >> i & 1 for bucket, i in places) for places in self._assembler.by_tensor]
+        return [any(used[bucket.id] >> i & 1 for bucket, i in places) or tensor in self._used_in_site
+                for tensor, places in enumerate(self._assembler.by_tensor)]
 
     def entries(self, tensor: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Returns a tensor's average as sparse entries: pairs of positions and values, in order. None if a bucket of the tensor

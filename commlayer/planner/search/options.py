@@ -211,7 +211,7 @@ class Catalog:
     ) -> tuple[list[Load], list[list[float]]]:
         """The load of each bucket with its options, and each option's busy seconds summed over all lanes (links, CPUs, GPUs,
         servers)."""
-        loads: list[Load] = [Load((), *[np.zeros(0)] * 2)] * len(options)
+        loads: list[Load] = [Load((), np.zeros(0), np.zeros(0))] * len(options)
         held_s: list[list[float]] = [[]] * len(options)
         members: dict[tuple[int, ...], list[int]] = {}
         for b, mine in enumerate(options):
@@ -223,6 +223,7 @@ class Catalog:
             template, edges = self._joined[mine]
             seconds, latency = template.at(np.array([[numels[b]] for b in buckets]))
             done_s = np.insert(np.cumsum(seconds, axis=1), 0, 0.0, axis=1)
-            for b, held, *of_tasks in zip(buckets, np.diff(done_s[:, edges]).tolist(), seconds, latency, strict=True):
-                loads[b], held_s[b] = Load(template.shapes, *of_tasks, urgencies[b]), held
+            held = np.diff(done_s[:, edges]).tolist()
+            for row, b in enumerate(buckets):
+                loads[b], held_s[b] = Load(template.shapes, seconds[row], latency[row], urgencies[b]), held[row]
         return loads, held_s

@@ -60,7 +60,7 @@ def names() -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return {
         "commlayer": commlayer, "torch": torch, "nn": nn, "Net": Net, "DataLoader": DataLoader, "dataset": dataset,
-        "model": model, "optimizer": optimizer, "loader": DataLoader(dataset, batch_size=32),
+        "model": model, "device": "cpu", "optimizer": optimizer, "loader": DataLoader(dataset, batch_size=32),
         "loss": loss, "loss_of": loss, "steps": 3, "epochs": 1, "evaluate": lambda model: model(dataset[:8][0]),
         "writer": Writer(), "batches": None, "validation": None, "attached": last,
         "session": attach(model, optimizer),

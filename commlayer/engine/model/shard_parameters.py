@@ -1,0 +1,154 @@
+"""Sharded parameters (DTensors of FSDP2) as the engine sees them: as the local tensors of this rank, with their gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commlayer.errors import InvalidInput
+from commlayer.planner.shards import Shards
+
+WHICH_MESH = ("pass fully_shard() a mesh of the ranks of one site: init_device_mesh(device, (sites, ranks), "
+              "mesh_dim_names=('site', 'shard'))['shard']")
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Returns True for a DTensor. Importing the class to check it would take seconds."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's elements of a DTensor; other tensors unchanged."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def original_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns the parameter as model and optimizer know it."""
+    return getattr(parameter, "original", parameter)
+
+
+def sharded_like(p: Any, shard: torch.Tensor) -> torch.Tensor:
+    """Returns a DTensor of the shape of `p` from this rank's shard."""
+    whole: torch.Tensor = type(p).from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape,
+                                             stride=p.stride())
+    return whole
+
+
+def whole_of(tensor: Any) -> torch.Tensor:
+    """Returns all elements of a DTensor; other tensors unchanged. All ranks of the site call it together."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
+
+
+def shard_of(p: Any, whole: torch.Tensor) -> torch.Tensor:
+    """Returns the elements of a tensor that this rank has of parameter `p`; the whole tensor if `p` is not sharded."""
+    if not is_sharded(p):
+        return whole
+    start, end = Shards(p.device_mesh.size()).elements(p.shape, p.device_mesh.get_local_rank())
+    return whole.reshape(-1)[start:end].view(local_of(p).shape)
+
+
+class ShardParameter(nn.Parameter):
+    """This rank's shard of a parameter. It has the memory and the version of the DTensor's local tensor, and its gradient is
+    that of the DTensor."""
+
+    original: nn.Parameter
+
+    @staticmethod
+    def of(original: Any) -> ShardParameter:
+        shard: ShardParameter = torch.Tensor._make_subclass(ShardParameter, local_of(original).detach(), original.requires_grad)
+        shard.original = original
+        return shard
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        whole = self.original.grad
+        return None if whole is None else local_of(whole)
+
+    @grad.setter
+    def grad(self, shard: torch.Tensor | None) -> None:
+        if shard is None:
+            self.original.grad = None
+        elif shard is not self.grad:
+            self.original.grad = sharded_like(self.original, shard)
+
+    @property
+    def _post_accumulate_grad_hooks(self) -> Any:  # type: ignore[override]
+        return self.original._post_accumulate_grad_hooks
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        return self.original.register_post_accumulate_grad_hook(_for_shard(weakref.ref(self), hook))
+
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """Registers a hook that FSDP never calls, so that it can only keep an object alive."""
+        return self.original.register_hook(hook)
+
+
+def _for_shard(shard: weakref.ref[ShardParameter], hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """Returns the hook for a DTensor that calls `hook` with the shard. Torch does not show the garbage collector what such
+    hooks refer to."""
+
+    def call(_original: torch.Tensor) -> None:
+        if (found := shard()) is not None:
+            hook(found)
+
+    return call
+
+
+def engine_parameters(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    return [ShardParameter.of(p) if is_sharded(p) else p for p in parameters]
+
+
+def shards_of(model: nn.Module, process_group: Any) -> Shards:
+    """Returns how a model is sharded. Raises ValueError for a kind of sharding that is not supported. `process_group`: the
+    ranks that train together; None: all ranks."""
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]  # after a forward pass, parameters can be whole
+    named = [*model.named_parameters()]
+    sharded: list[tuple[str, Any]] = [(name, p) for name, p in named if is_sharded(p)]
+    for name, p in sharded:
+        _check(name, p, sharded[0][1])
+    if not sharded:
+        return Shards()
+    mesh, world = sharded[0][1].device_mesh, dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    ranks = mesh.mesh.flatten().tolist()
+    first = world.index(ranks[0]) if ranks[0] in world else 1
+    if first % len(ranks) or world[first : first + len(ranks)] != ranks or len(world) % len(ranks):
+        raise InvalidInput("E-SHARDED", f"the model is sharded over ranks {ranks}, but sites must have equal numbers of "
+                                        f"consecutive ranks of the job: {WHICH_MESH}")
+    if len(world) == 1:
+        return Shards()
+    if len(world) == len(ranks):
+        raise InvalidInput("E-SHARDED", f"the model is sharded over all {len(ranks)} ranks, so there is no other site to "
+                                        f"average with: {WHICH_MESH}")
+    trained = [p for _, p in named if p.requires_grad]
+    return Shards(len(ranks), mesh.get_local_rank(), frozenset(n for n, p in enumerate(trained) if is_sharded(p)))
+
+
+def reduction_of(model: nn.Module) -> Callable[[], bool]:
+    """Returns a function that returns False for a backward pass before which the script has called
+    set_requires_all_reduce(False): such a pass averages inside the site only, to accumulate gradients."""
+    states: list[Any] = [module._get_fsdp_state() for module in model.modules()  # type: ignore[operator]
+                         if hasattr(module, "_get_fsdp_state")]
+    groups = [group for state in states for group in vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group]
+              if group is not None]
+    return lambda: all(group.all_reduce_grads for group in groups)
+
+
+def _check(name: str, p: Any, first: Any) -> None:
+    kinds = [type(placement).__name__ for placement in p.placements]
+    if p.device_mesh.ndim > 1:
+        raise InvalidInput("E-SHARDED", f"{name} is a DTensor on a mesh of {p.device_mesh.ndim} dimensions with placements "
+                                        f"{p.placements}: HSDP and tensor parallelism are not supported: {WHICH_MESH}")
+    if kinds != ["Shard"] or p.placements[0].dim != 0:
+        raise InvalidInput("E-SHARDED", f"{name} has placements {p.placements}, but fully_shard() must divide the first "
+                                        "dimension of each parameter: leave shard_placement_fn out, and use no tensor "
+                                        "parallelism")
+    if p.device_mesh != first.device_mesh:
+        raise InvalidInput("E-SHARDED", f"{name} is sharded over another mesh than the first parameter: use one mesh for all "
+                                        "modules")

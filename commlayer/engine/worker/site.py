@@ -1,0 +1,98 @@
+"""Agreement of the ranks of a site on each exchange of a sharded model, since each has results of its own shards only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from commlayer.cluster.processes.channels import Channel
+from commlayer.compressors.residual_slices import Residuals, ResidualSlice, residual_on
+from commlayer.errors import CommError, InvalidInput
+from commlayer.planner.shards import Shards
+from commlayer.records import Job, Slice
+
+MARGIN_S = 5.0
+"""Seconds after the deadline of an exchange in which a rank that has missed it reports that to its site."""
+
+
+class Outcome(NamedTuple):
+    """What became of an exchange, on one rank or in its site. A site has the largest value of its ranks."""
+
+    failed: float = 0.0
+    """1 + the number of the last rank in the site on which the exchange failed; 0: on none."""
+    aborted: float = 0.0
+    """1: a worker has aborted the step."""
+    spoilt: float = 0.0
+    """1: some average is not finite."""
+    has_weight: float = 0.0
+    """1: some worker has contributed with a weight above 0."""
+    weight: float = 0.0
+    minus_weight: float = 0.0
+    """The weight of this rank's gradients, and the same number times -1."""
+
+
+class Site:
+    """The ranks of this rank's site. They agree only if the model is sharded over them."""
+
+    def __init__(self, shards: Shards = Shards(), channel: Channel | None = None, first_rank: int = 0) -> None:
+        """`channel`: collectives of the site's ranks on CPU tensors; None: the model is not sharded. `first_rank`: the job's
+        rank 0 of the site."""
+        self.shards, self._channel, self.first_rank = shards, channel, first_rank
+
+    def largest(
+        self, values: Sequence[float], deadline: float, failed: Callable[[], BaseException | None] = lambda: None,
+    ) -> list[float]:
+        """Returns the largest of each value on the ranks of the site; all of them call it together."""
+        if self._channel is None:
+            return [*values]
+        numbers = torch.tensor([*map(float, values)], dtype=torch.float64)
+        self._channel.allreduce(numbers, largest=True).wait(deadline, failed)
+        shared: list[float] = numbers.tolist()
+        return shared
+
+    def sum(self, value: float, deadline: float, failed: Callable[[], BaseException | None]) -> float:
+        """Returns the sum of the values of the site's ranks; all of them call it together."""
+        number = torch.tensor([value], dtype=torch.float64)
+        self._add(number, deadline, failed)
+        return float(number)
+
+    def _add(self, x: torch.Tensor, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
+        if self._channel is not None:
+            self._channel.allreduce(x).wait(deadline, failed)
+
+    def own_part(self, residuals: Residuals, job: Job, deadline_s: float) -> Residuals:
+        """Returns this rank's part of the residuals of the whole site, in elements of its shards. Residuals of whole tensors
+        stay where they are. All ranks of the site call it together."""
+        return Residuals(*([*self._own_part(parts, job, deadline_s)] for parts in residuals)) if self.shards else residuals
+
+    def _own_part(self, parts: Sequence[ResidualSlice], job: Job, deadline_s: float) -> Iterator[ResidualSlice]:
+        yield from (part for part in parts if part.tensor not in self.shards.tensors)
+        for tensor in sorted(self.shards.tensors):
+            info = job.tensors[tensor]
+            residual = residual_on(parts, [Slice(tensor, 0, info.numel)])
+            x = torch.zeros(info.numel) if residual is None else torch.from_numpy(residual)
+            self._add(x, time.monotonic() + deadline_s)
+            start, end = self.shards.elements(info.shape, self.shards.local)
+            if bool(x[start:end].any()):
+                yield ResidualSlice(tensor, 0, x[start:end].numpy())
+
+    def agree(
+        self, own: Outcome, asked: Sequence[int], used: Collection[int], deadline: float,
+        failed: Callable[[], BaseException | None],
+    ) -> tuple[Outcome, set[int]]:
+        """Returns the outcome in the whole site, and which of the tensors `asked` some worker has used. `used`: those in this
+        rank's results. Raises an error if the exchange has failed on some rank."""
+        numbers = [own.failed and 1 + self.shards.local, *own[1:], *(tensor in used for tensor in asked)]
+        shared = self.largest(numbers, deadline + MARGIN_S, failed)
+        outcome = Outcome(*shared[: len(own)])
+        if outcome.failed:
+            rank = self.first_rank + int(outcome.failed) - 1
+            raise CommError("has failed to exchange its shards: see the error on that rank", peer=f"rank {rank}",
+                            code="E-OTHER-RANK")
+        if outcome.weight != -outcome.minus_weight:
+            raise InvalidInput("E-WEIGHT", f"weights of {-outcome.minus_weight:g} and {outcome.weight:g} in one site: FSDP "
+                                           "averages over the ranks of a site without weights, so give them equal ones")
+        return outcome, {tensor for tensor, flag in zip(asked, shared[len(own) :], strict=True) if flag}

@@ -1,0 +1,92 @@
+"""Sharded models: which elements of each tensor a rank of a site has, and plans in which each bucket belongs to one rank of a
+site."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from msgspec import structs
+
+from commlayer.codec_spec import parse_spec
+from commlayer.errors import InvalidInput
+from commlayer.planner.plan_rules import lower
+from commlayer.planner.tensors import codec_and_shape, row_of
+from commlayer.records import Bucket, Job, Plan, Slice
+
+
+class Shards(NamedTuple):
+    """A model that is sharded over the ranks of a site, as torch.chunk divides the first dimension of each parameter."""
+
+    ranks: int = 0
+    """Number of ranks of a site; 0: the model is not sharded."""
+    local: int = 0
+    """Number of this rank in its site."""
+    tensors: frozenset[int] = frozenset()
+    """The sharded tensors. Each rank has all elements of the others, such as buffers."""
+
+    def __bool__(self) -> bool:
+        return self.ranks > 0
+
+    def elements(self, shape: Sequence[int], local: int) -> tuple[int, int]:
+        """Returns the range of elements of a sharded tensor that a rank of the site has.
+
+        >>> [Shards(4).elements((5, 10), local) for local in range(4)]
+        [(0, 20), (20, 40), (40, 50), (50, 50)]
+        """
+        rows, row = -(-shape[0] // self.ranks), row_of(tuple(shape))
+        return min(local * rows, shape[0]) * row, min((local + 1) * rows, shape[0]) * row
+
+    def partly_empty(self, job: Job) -> list[int]:
+        """Returns the sharded tensors of which the last rank of a site has no elements."""
+        def numel(tensor: int) -> int:
+            start, end = self.elements(job.tensors[tensor].shape, self.ranks - 1)
+            return end - start
+
+        return [tensor for tensor in sorted(self.tensors) if not numel(tensor)]
+
+    def cut(self, plan: Plan, job: Job) -> Plan:
+        """Returns the plan with its sharded buckets cut where shards end. The rank that has a shard is the owner of its
+        buckets. A plan that is cut already stays as it is."""
+        if not self:
+            return plan
+        buckets = [part for bucket in lower(plan).buckets for part in self._cut(bucket, job)]
+        numbered = tuple(structs.replace(bucket, id=number) for number, bucket in enumerate(buckets))
+        served = any(bucket.served for bucket in numbered)
+        return structs.replace(plan, buckets=numbered, servers=max(1, plan.servers) if served else 0,
+                               ranks_per_node=self.ranks)
+
+    def _cut(self, bucket: Bucket, job: Job) -> Iterator[Bucket]:
+        if whole := tuple(s for s in bucket.slices if s.tensor not in self.tensors):
+            yield bucket if whole == bucket.slices else _with(bucket, whole, job)
+        for owner in range(self.ranks):
+            held = []
+            for s in bucket.slices if whole != bucket.slices else ():
+                first, end = self.elements(job.tensors[s.tensor].shape, owner)
+                if s.tensor in self.tensors and max(first, s.start) < min(end, s.stop):
+                    held.append(Slice(s.tensor, max(first, s.start), min(end, s.stop)))
+            if held and (bucket.path not in ("service", "allreduce") or bucket.stale):
+                what = "results that are one step late" if bucket.stale else f"path {bucket.path!r}"
+                raise InvalidInput("E-PLAN-REFUSED", f"plan: bucket {bucket.id} has {what}, but buckets of a sharded model "
+                                                     "support only path 'service' in the same step")
+            if held:
+                yield structs.replace(_with(bucket, tuple(held), job), path="service", owner=owner)
+
+    def held(self, bucket: Bucket, job: Job) -> Bucket | None:
+        """Returns a bucket of a cut plan as this rank executes it: in elements of its own shards. None: another rank of the
+        site has the bucket."""
+        if bucket.slices[0].tensor not in self.tensors:
+            return bucket
+        if bucket.owner != self.local:
+            return None
+        starts = [self.elements(job.tensors[s.tensor].shape, self.local)[0] for s in bucket.slices]
+        return structs.replace(bucket, slices=tuple(
+            Slice(s.tensor, s.start - start, s.stop - start) for s, start in zip(bucket.slices, starts, strict=True)))
+
+
+def _with(bucket: Bucket, slices: tuple[Slice, ...], job: Job) -> Bucket:
+    if slices == bucket.slices:
+        return bucket
+    spec = parse_spec(bucket.codec)
+    codec, shape = codec_and_shape(str(spec.without_shapes()) if spec.core.get("shapes") else bucket.codec, job, slices)
+    return structs.replace(bucket, slices=slices, codec=codec, shape=shape)
