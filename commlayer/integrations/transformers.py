@@ -45,17 +45,16 @@ class CommlayerCallback(TrainerCallback):
         trainer, model = self._trainer, self._module
         self.session = attach(model, optimizer_inside(trainer.optimizer), grad_scaler=trainer.accelerator.scaler,
                               **{"steps": state.max_steps, **self._options})
-        if self.session.joined:  # schedules continue where the other homes are
-            state.global_step = self.session.step
-            vars(trainer)["_globalstep_last_logged"] = state.global_step
-            for _ in range(state.global_step):
-                trainer.lr_scheduler.step()
         follow_members(trainer.accelerator, self.session)
         if self.session.inspect.may_leave:
             trainer_module.nested_gather = _nested_gather
         if not isinstance(model, DistributedDataParallel):
             model.no_sync = self.session.no_sync  # Accelerate calls it for all micro-batches of a step but the last
-        if state.global_step:
+        if self.session.joined:  # schedules continue where the other homes are
+            state.global_step = trainer._globalstep_last_logged = self.session.step
+            for _step in range(self.session.step):
+                trainer.lr_scheduler.step()
+        elif state.global_step:
             folder = args.resume_from_checkpoint or f"{args.output_dir}/checkpoint-{state.global_step}"
             if not self.session.resume(f"{folder}/commlayer"):
                 log.warning("the Trainer continues from step %d, but %s/commlayer has no residuals: they begin at zero. For a "
