@@ -260,8 +260,6 @@ class KvRequest(Record, frozen=True):
     without: bool = False
     """True: the call does not wait for keys whose writers are gone, and reports no error for such keys. False: it fails if one
     of its writers is lost before all have written, even if that writer has written."""
-    generation: int = 0
-    """Generation of the epoch to which the writes belong; they are ignored if there is a newer epoch. 0: always written."""
     rank: int = ANY
     """Rank, at the calling site, that waits for keys of other ranks."""
     limit_s: float = 0.0

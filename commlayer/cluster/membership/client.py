@@ -112,6 +112,8 @@ class Membership:
         """The epoch that this process has switched to."""
         self.newest: Epoch = reply.epoch
         """The newest epoch that the coordinator has sent; this process may not have switched to it yet."""
+        self.waits_for_state = False
+        """True: this worker has yet to receive the job's state. The coordinator then keeps what was written for it."""
         self.on_epoch: OnEpoch = lambda _: None
         self._epoch_arrived = threading.Condition()
         self._answered = 0
@@ -275,7 +277,7 @@ class Membership:
         """Generation of the newest epoch whose members this process knows to be those of the job. A worker that has left before
         it took part was never one of them."""
         newest = self.newest
-        same = {m.rank for m in newest.members} == {m.rank for m in self.epoch.members}
+        same = not self.waits_for_state and {m.rank for m in newest.members} == {m.rank for m in self.epoch.members}
         return newest.generation if same else self.epoch.generation
 
     def subscribe(self, on_epoch: OnEpoch) -> None:

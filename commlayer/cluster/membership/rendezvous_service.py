@@ -110,9 +110,7 @@ class RendezvousService:
             store.allow(workers)
         if request.put or request.add:
             newest = max(1, self._admission().generation)
-        # Writes for an earlier epoch are dropped, so all readers that know the newer epoch read the same values.
-        is_late = 0 < request.generation < newest or bool(self.never_written(request, ()))
-        store.put(request.home, () if is_late else request.put, newest)
+        store.put(request.home, () if self.never_written(request, ()) else request.put, newest)
         store.drop(request.drop)
         total = 0 if request.add is None else store.add(request.home, *request.add, newest)
         until = time.monotonic() + min(request.wait_s, MAX_WAIT_S)

@@ -44,6 +44,7 @@ def enter(
         groups = Groups(1, config.deadline_s, device, Members())
         undo.callback(lambda: groups.close())
         link = WorkerClient(config, config.join, request)
+        link.membership.waits_for_state = True
         undo.callback(leave_job, link, (), "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s)
         link.dial(time.monotonic() + config.join_deadline_s)
         log.warning("joining a running job as worker %d: waiting for an exchange in which it can begin", own)
@@ -54,6 +55,7 @@ def enter(
             raise InvalidInput("E-RANKS-DIFFER",
                                "sync: the job that this home joins uses norm-matched averaging (OuterSGD(matched=True)), but "
                                "this home does not; set it alike on all ranks")
+        link.membership.waits_for_state = False
         link.switch_epoch(given.epoch)
         served = ServedRows(link.transport, own, config.deadline_s + judged_s(config))
         rows = StepRows(served, groups.members, may_leave=True)
