@@ -58,7 +58,7 @@ class Job:
 def test_joining_site_receives_weights_momentum_and_schedule(sites: Sites) -> None:
     """Its first attempt is killed while the others send the state; its second one calls a collective too early."""
     job = Job(sites, Script(momentum=True), 0)
-    assert job.again(events=(Event(0, -1, at="take"),)).code == KILLED
+    assert job.again(events=(Event(0, -1, at="install"),)).code == KILLED
     early = job.again(collective=True)
     assert (early.code, early.rows) == (1, []), early.errors
     assert re.search(r"attach\(\).*\[E-COLLECTIVE\]$", early.errors, re.MULTILINE)
@@ -194,6 +194,32 @@ def test_site_joins_local_steps_after_an_exchange(sites: Sites, overlapped: bool
     possible = [local_weights(overlapped, steps, [0, 2], 1, new["first"], last) for last in ((1, -1) if overlapped else (1,))]
     distances = [float((torch.tensor(new["weights"]) - weights).abs().max()) for weights in possible]
     assert min(distances) < 2e-3, distances
+
+
+MEMBERS = ("weights", "step", "plan", "members")
+
+
+@pytest.mark.parametrize("script", [
+    Script("int4()", attach={"every": 2}, outer_momentum=0.9, momentum=True),
+    Script("topk(ratio=0.3)", attach={"every": 4, "overlap": "round", "fragments": 2}, matched=True, momentum=True),
+    Script(attach={"every": 2, "overlap": "round"}, matched=True, outer_momentum=0.5, scaler=True,
+           events=(Event(0, -1, at="give"),)),
+], ids=["plain", "fragments", "giver killed"])
+def test_others_train_on_while_a_site_catches_up(sites: Sites, script: Script) -> None:
+    """The giver is killed in the middle of the transfer, which the others then begin again."""
+    script = replace(script, workers=4, uplink_s=2.0)
+    sites.serve(4, "--min-workers", "2")
+    processes = [run(sites, replace(script, events=(*script.events, Event(3, DEAD_AT))), site, rank=site) for site in range(4)]
+    assert ended(processes.pop()).code == KILLED
+    new = joined(lambda: run(sites, replace(script, events=()), 3))
+    killed = {event.site for event in script.events}
+    ends = all_ended(processes, *(KILLED if site in killed else 0 for site in range(3)))
+    reports = [end.rows[-1] for end in (*ends, new) if end.rows]
+    assert len(reports) == 4 - len(killed), new.errors
+    for name in MEMBERS:
+        assert all(one[name] == reports[0][name] for one in reports), name
+    (followed,) = re.findall(r"the others have made (\d+) exchanges", "".join(reports[-1]["decisions"]))
+    assert int(followed) >= 5
 
 
 def test_joining_site_receives_grad_scaler_and_adam_and_may_die_at_once(sites: Sites) -> None:
