@@ -136,9 +136,13 @@ def test_sites_join_a_job_that_started_with_fewer(sites: Sites, script: Script) 
     all_ended([server])
 
 
-def local_weights(matched: bool, steps: int, left: Sequence[int], victim: int, first: int, last: int) -> torch.Tensor:
+def local_weights(
+    matched: bool, steps: int, left: Sequence[int], victim: int, first: int, last: int, followed: int,
+) -> torch.Tensor:
     """Weights by hand with an exchange after every second step. `last`: the victim's last exchanged step. It comes back after
-    step `first` with the common weights, and with the momentum of the first remaining site."""
+    step `first` with the common weights, and with the momentum that the first remaining site had `followed` exchanges
+    before."""
+    momenta: list[list[torch.Tensor]] = []
     jobs = {site: new_job() for site in (*left, victim)}
     starts = [torch.zeros(size) for size in SIZES]
     sent: list[list[torch.Tensor]] = []
@@ -157,17 +161,19 @@ def local_weights(matched: bool, steps: int, left: Sequence[int], victim: int, f
         sites = [site for site in jobs if site != victim or step <= last or step > first]
         if step == first + 1:
             jobs[victim], ends[victim] = new_job(), [start.clone() for start in starts]
-            (weights, optimizer, _), (other_weights, other, _) = jobs[victim], jobs[left[0]]
-            optimizer.param_groups[0]["lr"] = other.param_groups[0]["lr"]
-            for p, q, start in zip(other_weights, weights, starts, strict=True):
+            weights, optimizer, _ = jobs[victim]
+            optimizer.param_groups[0]["lr"] = jobs[left[0]][1].param_groups[0]["lr"]
+            for q, start, momentum in zip(weights, starts, momenta[first - 2 * followed], strict=True):
                 q.data.copy_(start)
-                optimizer.state[q]["momentum_buffer"] = other.state[p]["momentum_buffer"].clone()
+                optimizer.state[q]["momentum_buffer"] = momentum.clone()
         for site in sites:
             weights, optimizer, scheduler = jobs[site]
             for p, g in zip(weights, gradients(site, step), strict=True):
                 p.grad = g
             optimizer.step()
             scheduler.step()
+        weights, optimizer, _ = jobs[left[0]]
+        momenta.append([optimizer.state[p]["momentum_buffer"].clone() for p in weights])
         if (drained := step == steps - 1) or step % 2:
             if matched and sent:
                 merge(sites)
@@ -190,8 +196,10 @@ def test_site_joins_local_steps_after_an_exchange(sites: Sites, overlapped: bool
     old, (new,) = Job(sites, Script(attach=modes, matched=overlapped, momentum=True), 1).reports()
     assert new["first"] % 2 == 1, "in the step before an exchange"
     steps = len(old[0]["counts"])
+    (followed,) = map(int, re.findall(r"the others have made (\d+) exchanges", "".join(new["decisions"])))
     # Overlapped, the victim's last exchange may be complete or not.
-    possible = [local_weights(overlapped, steps, [0, 2], 1, new["first"], last) for last in ((1, -1) if overlapped else (1,))]
+    possible = [local_weights(overlapped, steps, [0, 2], 1, new["first"], last, followed)
+                for last in ((1, -1) if overlapped else (1,))]
     distances = [float((torch.tensor(new["weights"]) - weights).abs().max()) for weights in possible]
     assert min(distances) < 2e-3, distances
 

@@ -161,9 +161,13 @@ class Summation:
         replies: list[Reply] = []
         for cell in self.cells.values():
             with cell.lock:
-                replies += [self._unanswerable(request, OTHER_PLAN) for request in cell.followers.values()]
-                cell.followers.clear()
+                replies += self._end_follows(cell, OTHER_PLAN)
         return replies
+
+    def _end_follows(self, cell: BucketSum, why: str) -> list[Reply]:
+        requests = [*cell.followers.values()]
+        cell.followers.clear()
+        return [self._unanswerable(request, why) for request in requests]
 
     def remove(self, gone: Collection[int], release: Callable[[Message], None] = lambda _: None) -> list[Reply | CorruptFrame]:
         """Ends all waits for members that have left the job. Returns the results of sums that are complete without them, and
@@ -440,7 +444,8 @@ class Summation:
             cell.forget_results()
             cell.idle(h.step)
             self._remember(cell)
-        return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
+            ended = self._end_follows(cell, "the job has restored a checkpoint")
+        return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b""), *ended]
 
     def repeated(self, message: Message) -> list[Reply]:
         """Replies to a repeated request, since the first reply may have been lost. Sends no reply if the sender has started the
@@ -462,7 +467,9 @@ class Summation:
 
 
 def _followed(worker: int, header: Header, body: memoryview) -> Reply:
-    return Reply(worker, header._replace(kind=Kind.FOLLOWED), body)
+    """Returns a result for a worker that follows. It has a copy of the body, because the worker may be late, and the memory is
+    used for a later result."""
+    return Reply(worker, header._replace(kind=Kind.FOLLOWED), bytes(body))
 
 
 def _applied(undone: int) -> str:
