@@ -119,7 +119,9 @@ class _Receiver:
             return given
         log.warning("receiving the weights, while the other workers train on")
         snapshot = self._take("snapshot", functools.partial(self._take_snapshot, given))
-        return self._take("rest", functools.partial(self._take_rest, given, *snapshot))
+        taken = self._take("rest", functools.partial(self._take_rest, given, *snapshot))
+        given.stop()
+        return taken
 
     def _take_state(self, own: bytes, common: bytes) -> TakenState | ResultFollower:
         """Installs the state, or begins to follow the exchanges. It may be called again with equal values, as the next ones."""

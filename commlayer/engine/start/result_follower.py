@@ -46,6 +46,7 @@ class _Stream:
         self._arrived = threading.Condition()
         self._results: dict[int, Message] = {}
         self._error: CommError | None = None
+        self._stopped = False
         for step in range(first, first + ahead):
             self._request(step)
 
@@ -56,6 +57,8 @@ class _Stream:
     def _answered(self, handle: Handle) -> None:
         error = handle.error()
         with self._arrived:
+            if self._stopped:
+                return
             if error is None:
                 message = handle.message()
                 if message.header.flags & Flag.ABANDON:
@@ -67,6 +70,11 @@ class _Stream:
             self._arrived.notify_all()
         if error is None:
             self._request(message.header.step + self._ahead)
+
+    def stop(self) -> None:
+        with self._arrived:
+            self._stopped = True
+            self._results.clear()
 
     def has(self, step: int) -> bool:
         with self._arrived:
@@ -128,6 +136,11 @@ class ResultFollower:
                 self._apply(number, buckets)
             self._step += 1
         return self._starts, self._velocity
+
+    def stop(self) -> None:
+        """Requests no further results."""
+        for stream in [*self._streams.values(), *([] if self._rows is None else [self._rows])]:
+            stream.stop()
 
     def _apply(self, number: int, buckets: Sequence[Bucket]) -> None:
         """Applies the result of one fragment; see OuterSteps."""
