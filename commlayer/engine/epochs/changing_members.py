@@ -148,14 +148,17 @@ class ChangingMembers(FixedMembers):
         proposals = [Proposal(*map(int, row[at : at + PROPOSAL_NUMBERS])) for row in rows.values()
                      if all(map(math.isfinite, row)) for at in range(0, len(row), PROPOSAL_NUMBERS)]
         proposals = [p for p in proposals if 0 <= p.member < SERVER_BASE and p.member not in self._admitted]
-        worker = self._context.worker
-        # Rows of local steps are steps apart, and all ranks read one between the same two: the next exchange is late enough.
-        first = worker.step + worker.begun if worker.plan.steps_locally else self._row_step + LEAD
-        if not self._joining and (joining := decide(self._joined, first, proposals)):
+        if not self._joining and (joining := decide(self._joined, self._first(), proposals)):
             self._joining, uplink = joining, self._context.uplink
             self._admitted.update(one.member for one in joining)
             self._reported = [uplink.report_joining(server.id, one.number, one.member, one.generation)
                               for server in uplink.epoch.servers for one in joining]
+
+    def _first(self) -> int:
+        """Returns the first step of workers that the row admits which was just read. Under local steps rows are some steps
+        apart, and all ranks read a row between the same two steps, so the next outer step is late enough."""
+        worker = self._context.worker
+        return worker.step + worker.begun if worker.plan.steps_locally else self._row_step + LEAD
 
     def _missing(self) -> list[int]:
         """Waits for the row in flight, if there is one. Returns the members that have not sent it."""
