@@ -124,12 +124,17 @@ class StateRelay:
     it only if all of them were made before one of the callers was lost.
     """
 
-    def __init__(self, newest: NewestEpoch, epoch: Epoch, rank: int, limit_s: float, judged_s: float, most_nbytes: int) -> None:
-        """`rank`: number of this rank. `limit_s`: longest wait for others, in seconds; the coordinator receives this limit.
+    def __init__(
+        self, newest: NewestEpoch, epoch: Epoch, rank: int, limit_s: float, judged_s: float, most_nbytes: int,
+        name: str = "state",
+    ) -> None:
+        """`name`: names this transfer among those to the same workers.
+
+        `rank`: number of this rank. `limit_s`: longest wait for others, in seconds; the coordinator receives this limit.
         `judged_s`: further seconds in which the coordinator decides whether missing members are lost. `most_nbytes`: largest
         state that this rank receives or waits for."""
         self._newest, self._rank, self._most_nbytes = newest, rank, most_nbytes
-        self._first = epoch.members[0].rank
+        self._first, self._name = epoch.members[0].rank, name
         self._partners = {rank, self._first}
         """The workers that take part, as far as this rank knows."""
         self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
@@ -232,13 +237,13 @@ class StateRelay:
         self._check(own, self._most_nbytes, self._first)
         self._check(common, self._most_nbytes - own, self._first)
         # Among these workers others never take part in another transfer, so the numbers of workers name it.
-        return _Transfer(f"state/{new[0]}.{len(givers)}.{len(new)}", own, common, givers, new)
+        return _Transfer(f"{self._name}/{new[0]}.{len(givers)}.{len(new)}", own, common, givers, new)
 
     def _check(self, nbytes: int, most_nbytes: int, giver: int) -> int:
         return check_nbytes(nbytes, most_nbytes, "the state for a joining worker", peer_name(giver))
 
     def _announcement(self, joining: int) -> StoreKey:
-        return f"state/{joining}", self._first
+        return f"{self._name}/{joining}", self._first
 
     def _meet(self, transfer: _Transfer) -> None:
         """Waits until all who take part in the transfer have completed it."""
