@@ -309,7 +309,7 @@ class TuningController(Component):
         request, decisive_s, links = TuningRequest.NOTHING, math.inf, self._watched
         if links is not None:
             decisive_s = links.watch.decisive_s
-            if self.state.leads:
+            if self.state.leads and not self._context.members.catching_up:
                 self.state, request = plan_policy.next_request(self.state, time.monotonic())
         error = None
         if self.guard is not None:

@@ -48,6 +48,8 @@ class Kind(enum.IntEnum):
     UNDO = 16  # worker -> server, between steps and before PLAN: slices that were not applied, as in `undone` of a PUSH
     CHALLENGE = 17  # the answer to HELLO: msgpack body
     PROOF = 18  # the dialer's answer to CHALLENGE, before WELCOME: msgpack body
+    FOLLOW = 19  # worker -> server: send the result of this sum, to which the worker does not contribute
+    FOLLOWED = 20  # server -> worker: the result, as in RESULT
 
 
 class Flag:
@@ -55,7 +57,7 @@ class Flag:
     microseconds."""
 
     NONE = 0
-    ABANDON = 2  # PUSH, RESULT: a worker aborted the step, so there is no sum; the body names the worker and the reason (UTF-8)
+    ABANDON = 2  # a worker aborted the step, so there is no sum (PUSH, RESULT, FOLLOWED); the body is the reason (UTF-8)
     MEAN = 16  # PUSH: the body counts `weight` times in a mean; the result is the mean, rounded once
     WITHOUT_ZEROS = 32  # PUSH, RESULT: the body is sent without its zero chunks. Set and removed by the transport
     ALL = ABANDON | MEAN | WITHOUT_ZEROS
@@ -64,10 +66,10 @@ class Flag:
 KIND_NAMES = {int(kind): kind.name for kind in Kind}
 ANSWERED_BY: dict[int, Kind] = {
     Kind.PUSH: Kind.RESULT, Kind.STATE_GET: Kind.STATE, Kind.STATE: Kind.STATE_OK, Kind.PROBE: Kind.PROBE_OK,
-    Kind.PLAN: Kind.PLAN_OK,
+    Kind.PLAN: Kind.PLAN_OK, Kind.FOLLOW: Kind.FOLLOWED,
 }
 """Maps each kind of request to the kind of its answer. Other kinds have no answer."""
-MAY_LACK_ZEROS = frozenset((Kind.PUSH, Kind.RESULT))
+MAY_LACK_ZEROS = frozenset((Kind.PUSH, Kind.RESULT, Kind.FOLLOWED))
 """Kinds whose bodies are sent without zero chunks. Gradients of embeddings and experts have zero chunks; probes must keep their
 size."""
 NUMBERED = frozenset((Kind.STATE_GET, Kind.STATE, Kind.UNDO, Kind.PLAN))

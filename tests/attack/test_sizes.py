@@ -32,7 +32,7 @@ from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.process_groups import Members
 from commlayer.cluster.processes.relayed_group import RelayedGroup
 from commlayer.engine.checkpoints import checkpoint, checkpoint_files
-from commlayer.engine.epochs.replica import HEAD, TENSOR, GivenState, Replica, most_state_nbytes, share_optimizer
+from commlayer.engine.epochs.replica import HEAD, TENSOR, GivenState, Replica, most_state_nbytes, received, share_optimizer
 from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
 from commlayer.engine.guards.parameter_drift import DriftRow, ParameterDrift
 from commlayer.engine.job.plan_agreement import from_rank_0
@@ -216,11 +216,11 @@ def test_state_for_a_joining_worker_is_bounded_by_its_model(
     sizes = (0, size) if how == "common" else (100 if size == "longer" else size, 0)
     givers, joining = ([0, 1], [2]) if how == "give" else ([0, 2], [1])
     named = b"\xc1" if size == "noise" else msgspec.msgpack.encode((*sizes, givers, joining))
-    put = [((f"state2/{joining[0]}", HOSTILE), named), (("state2/1/0.0", HOSTILE), bytes(1000)),
-           (("state2/1/giver0", ANY), msgspec.msgpack.encode(HOSTILE))]
+    put = [((f"state/{joining[0]}", HOSTILE), named), (("state/1.2.1/0.0", HOSTILE), bytes(1000)),
+           (("state/1.2.1/giver0", ANY), msgspec.msgpack.encode(HOSTILE))]
     hostile.request(soon, put=put)
     for rank, home in ((HOSTILE, hostile), (2, other)):
-        home.request(soon, put=[(("state2/1/end0", rank), b"")])
+        home.request(soon, put=[(("state/1.2.1/end0", rank), b"")])
     relay = StateRelay(NewestEpoch(EPOCH, 0.0), EPOCH, 1, WAIT_S, 0.0, most_nbytes)
     before = memory_nbytes("VmRSS")
     line = outcome(lambda: relay.give(b"", b"", givers, joining) if how == "give" else relay.take(lambda *_: None))
@@ -235,8 +235,8 @@ def test_state_for_a_joining_worker_is_taken_from_members_only(
     monkeypatch.setattr(site_process_group, "kv_client", lambda: desk)
     named = msgspec.msgpack.encode((100, 0, givers, [2 if (givers, giver) == ([0], HOSTILE) else 1]))
     hostile.request(time.monotonic() + WAIT_S, put=[
-        (("state2/1", HOSTILE), named), (("state2/1/giver0", ANY), msgspec.msgpack.encode(giver))])
-    relay = StateRelay(NewestEpoch(EPOCH, 0.0), EPOCH, 1, WAIT_S, 0.0, 1000)
+        (("state/1", HOSTILE), named), (("state/1.1.1/giver0", ANY), msgspec.msgpack.encode(giver))])
+    relay = StateRelay(NewestEpoch(EPOCH, 0.0), EPOCH, 1, 0.5, 0.0, 1000)
     assert_refused(outcome(lambda: relay.take(lambda *_: None)), "E-FRAME", "worker 0")
 
 
@@ -254,7 +254,7 @@ def test_state_for_a_joining_worker_needs_no_more_memory_than_its_bytes(data: by
     net = model()
     replica, before = Replica(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)), memory_nbytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    line = outcome(lambda: replica.take(data, b"", lambda _: None))
+    line = outcome(lambda: replica.install(*received(data, b""), lambda _: None))
     assert_refused(line, "E-JOIN-STATE" if len(data) > 1000 else "E-FRAME")
     assert memory_nbytes("VmHWM") - before < ALLOWED_GROWTH_NBYTES
 
@@ -265,7 +265,8 @@ def test_state_above_the_size_limit_is_an_error_of_the_sender() -> None:
     replica = Replica(net)
     data, rest = replica.encoded({"buffer.x": torch.zeros(replica.most_nbytes // 4 + 1)}, apart=False)
     assert len(data) + len(rest) < 1000
-    assert_refused(outcome(lambda: replica.take(data, rest, lambda _: None)), "E-JOIN-STATE", f"at most {replica.most_nbytes}")
+    line = outcome(lambda: replica.install(*received(data, rest), lambda _: None))
+    assert_refused(line, "E-JOIN-STATE", f"at most {replica.most_nbytes}")
 
 
 @pytest.mark.parametrize("change", [

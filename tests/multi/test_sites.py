@@ -581,7 +581,7 @@ def test_values_of_an_epoch_are_kept_until_all_members_entered_the_next(opened: 
     soon = time.monotonic() + WAIT_S
     for rank, desk in enumerate(desks):
         desk.request(soon, put=[((f"of {rank}", messages.ANY), PART)], add=(("count", messages.ANY), 1))
-    desks[2].request(soon, put=[(("part of 2", messages.ANY), PART)], newest_only=1)
+    desks[2].request(soon, put=[(("part of 2", messages.ANY), PART)])
     members[2].leave("it breaks off")
     stay, keys = members[:2], [(name, messages.ANY) for name in ("of 0", "of 2", "count", "part of 2")]
     until(lambda: all(member.newest.generation == 2 for member in stay), "the next epoch")

@@ -58,7 +58,7 @@ class Job:
 def test_joining_site_receives_weights_momentum_and_schedule(sites: Sites) -> None:
     """Its first attempt is killed while the others send the state; its second one calls a collective too early."""
     job = Job(sites, Script(momentum=True), 0)
-    assert job.again(events=(Event(0, -1, at="take"),)).code == KILLED
+    assert job.again(events=(Event(0, -1, at="install"),)).code == KILLED
     early = job.again(collective=True)
     assert (early.code, early.rows) == (1, []), early.errors
     assert re.search(r"attach\(\).*\[E-COLLECTIVE\]$", early.errors, re.MULTILINE)
@@ -134,9 +134,13 @@ def test_sites_join_a_job_that_started_with_fewer(sites: Sites, script: Script) 
     all_ended([server])
 
 
-def local_weights(matched: bool, steps: int, left: Sequence[int], victim: int, first: int, last: int) -> torch.Tensor:
+def local_weights(
+    matched: bool, steps: int, left: Sequence[int], victim: int, first: int, last: int, followed: int,
+) -> torch.Tensor:
     """Weights by hand with an exchange after every second step. `last`: the victim's last exchanged step. It comes back after
-    step `first` with the common weights, and with the momentum of the first remaining site."""
+    step `first` with the common weights, and with the momentum that the first remaining site had `followed` exchanges
+    before."""
+    momenta: list[list[torch.Tensor]] = []
     jobs = {site: new_job() for site in (*left, victim)}
     starts = [torch.zeros(size) for size in SIZES]
     sent: list[list[torch.Tensor]] = []
@@ -155,17 +159,19 @@ def local_weights(matched: bool, steps: int, left: Sequence[int], victim: int, f
         sites = [site for site in jobs if site != victim or step <= last or step > first]
         if step == first + 1:
             jobs[victim], ends[victim] = new_job(), [start.clone() for start in starts]
-            (weights, optimizer, _), (other_weights, other, _) = jobs[victim], jobs[left[0]]
-            optimizer.param_groups[0]["lr"] = other.param_groups[0]["lr"]
-            for p, q, start in zip(other_weights, weights, starts, strict=True):
+            weights, optimizer, _ = jobs[victim]
+            optimizer.param_groups[0]["lr"] = jobs[left[0]][1].param_groups[0]["lr"]
+            for q, start, momentum in zip(weights, starts, momenta[first - 2 * followed], strict=True):
                 q.data.copy_(start)
-                optimizer.state[q]["momentum_buffer"] = other.state[p]["momentum_buffer"].clone()
+                optimizer.state[q]["momentum_buffer"] = momentum.clone()
         for site in sites:
             weights, optimizer, scheduler = jobs[site]
             for p, g in zip(weights, gradients(site, step), strict=True):
                 p.grad = g
             optimizer.step()
             scheduler.step()
+        weights, optimizer, _ = jobs[left[0]]
+        momenta.append([optimizer.state[p]["momentum_buffer"].clone() for p in weights])
         if (drained := step == steps - 1) or step % 2:
             if matched and sent:
                 merge(sites)
@@ -188,10 +194,38 @@ def test_site_joins_local_steps_after_an_exchange(sites: Sites, overlapped: bool
     old, (new,) = Job(sites, Script(attach=modes, matched=overlapped, momentum=True), 1).reports()
     assert new["first"] % 2 == 1, "in the step before an exchange"
     steps = len(old[0]["counts"])
+    (followed,) = map(int, re.findall(r"the others have made (\d+) exchanges", "".join(new["decisions"])))
     # Overlapped, the victim's last exchange may be complete or not.
-    possible = [local_weights(overlapped, steps, [0, 2], 1, new["first"], last) for last in ((1, -1) if overlapped else (1,))]
+    possible = [local_weights(overlapped, steps, [0, 2], 1, new["first"], last, followed)
+                for last in ((1, -1) if overlapped else (1,))]
     distances = [float((torch.tensor(new["weights"]) - weights).abs().max()) for weights in possible]
     assert min(distances) < 2e-3, distances
+
+
+MEMBERS = ("weights", "step", "plan", "members")
+
+
+@pytest.mark.parametrize("script", [
+    Script("int4()", attach={"every": 2}, outer_momentum=0.9, momentum=True),
+    Script("topk(ratio=0.3)", attach={"every": 4, "overlap": "round", "fragments": 2}, matched=True, momentum=True),
+    Script(attach={"every": 2, "overlap": "round"}, matched=True, outer_momentum=0.5, scaler=True,
+           events=(Event(0, -1, at="give"),)),
+], ids=["plain", "fragments", "giver killed"])
+def test_others_train_on_while_a_site_catches_up(sites: Sites, script: Script) -> None:
+    """The giver is killed in the middle of the transfer, which the others then begin again."""
+    script = replace(script, workers=4, uplink_s=2.0)
+    sites.serve(4, "--min-workers", "2")
+    processes = [run(sites, replace(script, events=(*script.events, Event(3, DEAD_AT))), site, rank=site) for site in range(4)]
+    assert ended(processes.pop()).code == KILLED
+    new = joined(lambda: run(sites, replace(script, events=()), 3))
+    killed = {event.site for event in script.events}
+    ends = all_ended(processes, *(KILLED if site in killed else 0 for site in range(3)))
+    reports = [end.rows[-1] for end in (*ends, new) if end.rows]
+    assert len(reports) == 4 - len(killed), new.errors
+    for name in MEMBERS:
+        assert all(one[name] == reports[0][name] for one in reports), name
+    (followed,) = re.findall(r"the others have made (\d+) exchanges", "".join(reports[-1]["decisions"]))
+    assert int(followed) >= 5
 
 
 def test_joining_site_receives_grad_scaler_and_adam_and_may_die_at_once(sites: Sites) -> None:

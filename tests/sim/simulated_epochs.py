@@ -244,8 +244,8 @@ class Transfer:
 
     def __init__(self, joining: int, state: State) -> None:
         self.joining, self.state = joining, state
-        self.met = 0
-        """The generation in which this member takes part in the transfer."""
+        self.among: tuple[int, ...] = ()
+        """The workers that this member knows to take part."""
         self.over = False
 
 
@@ -474,26 +474,29 @@ class Member:
     # The transfer of the state; see StateRelay.
 
     def relay(self) -> None:
-        """Takes part in transfers. The coordinator's store accepts only what belongs to its newest epoch."""
+        """Takes part in transfers. The coordinator's store ignores what is written after one of them was lost."""
         present = self.world.epochs[self.newest]
         for transfer in self.transfers:
-            among = [member for member in transfer.state.members if member in present]
-            given = transfer.met in self.world.entered.get(transfer.joining, ())
+            among = tuple(member for member in transfer.state.members if member in present)
+            given = transfer.among in self.world.entered.get(transfer.joining, ())
             transfer.over = transfer.over or given or not {transfer.joining, self.rank} <= {*among}
-            if not transfer.over and self.newest == self.world.generation:
-                transfer.met = self.newest
-                self.world.rendezvous(transfer.joining)[self.rank] = transfer.state
-        if not self.started and self.newest == self.world.generation:
-            self._receive(self.world.rendezvous(self.rank))
+            if not transfer.over:
+                self.world.counts["transfers begun again"] += bool(transfer.among and transfer.among != among)
+                transfer.among = among
+                if {*among} <= {*self.world.epochs[-1]}:
+                    self.world.rendezvous(transfer.joining, among)[self.rank] = transfer.state
+        if not self.started:
+            self._receive(present)
         self.go()
 
-    def _receive(self, met: dict[int, State]) -> None:
-        present = self.world.epochs[self.newest]
-        if (state := met.get(present[0])) is not None and all(
-                member in met for member in state.members[: -state.new] if member in present):
-            self.world.entered.setdefault(self.rank, set()).add(self.newest)
-            self.world.counts["joins"] += 1
-            self.start(state)
+    def _receive(self, present: tuple[int, ...]) -> None:
+        for among, met in self.world.announced(self.rank):
+            state = met.get(present[0])
+            if state is not None and {*among} <= {*present} and {*among} - {*state.members[-state.new :]} <= {*met}:
+                self.world.entered.setdefault(self.rank, set()).add(among)
+                self.world.counts["joins"] += 1
+                self.start(state)
+                return
 
 
 class World:
@@ -522,15 +525,15 @@ class World:
         self.sums: dict[tuple[int, int, int, int], bytes] = {}
         self.up: dict[tuple[int, int], list[Frame]] = {}
         self.down: dict[tuple[int, int], list[Frame]] = {}
-        self.entered: dict[int, set[int]] = {}
-        """Maps a worker to the generations in which it has received its state."""
+        self.entered: dict[int, set[tuple[int, ...]]] = {}
+        """Maps a worker to those who took part in the transfer in which it has received its state."""
         self._agreed: dict[str, object] = {}
         self._store = RendezvousService(
             len(self.first_members), Config(min_workers=1, last_call_s=1.0), self._lost, RefusalLog(),
             lambda: AdmissionState(generation=self.generation), clock=lambda: 0.0)
         self._sites = [self._register() for _ in self.first_members]
         self._store.begin()
-        self._states: dict[tuple[int, int], dict[int, State]] = {}
+        self._states: dict[int, dict[tuple[int, ...], dict[int, State]]] = {}
         self._idle = 0
         self.server = [Server(self, number) for number in range(self.servers)]
         state = State(0, self.first_members, 0, 1, 0, tuple(self.totals_of(1).items()), 0)
@@ -562,8 +565,12 @@ class World:
     def generation(self) -> int:
         return len(self.epochs) - 1
 
-    def rendezvous(self, joining: int) -> dict[int, State]:
-        return self._states.setdefault((joining, self.generation), {})
+    def rendezvous(self, joining: int, among: tuple[int, ...]) -> dict[int, State]:
+        """Returns what the members `among` give to a joining worker, by member."""
+        return self._states.setdefault(joining, {}).setdefault(among, {})
+
+    def announced(self, joining: int) -> list[tuple[tuple[int, ...], dict[int, State]]]:
+        return [*self._states.get(joining, {}).items()]
 
     def _register(self) -> str:
         """Registers the site of the next worker. Returns its token."""

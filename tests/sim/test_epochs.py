@@ -66,7 +66,7 @@ def row_with_new_count(self: Member) -> int:
 
 def once(self: Member) -> None:
     for transfer in self.transfers:
-        transfer.over = transfer.over or transfer.met > 0
+        transfer.over = transfer.over or bool(transfer.among)
     RELAY(self)
 
 

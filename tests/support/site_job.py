@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from commlayer.cluster.calls.site_client import KvClient
 from commlayer.cluster.membership import client
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.servers.worker_client import WorkerClient
@@ -50,6 +51,8 @@ STEPS, SIZES = 12, [(40, 30), (700,), (3, 5, 7)]
 EXACT, COARSE, FINE = "identity()", "onebit(block=64)", "topk(ratio=0.3)"
 DEADLINE_S, SLOW_S, SECOND_S, PAUSE_S, MOST = "8", 4.0, 1.0, 0.05, 2400
 """PAUSE_S: least seconds per step of a job that a site joins. MOST: its last step if no site joins."""
+LARGE_NBYTES = 6000
+"""More than any value in the coordinator's store has in such a job, apart from parts of a state."""
 BROKEN, RAISED = 9, 3
 """Exit codes of a site that broke the protocol, and of one whose script caught an error of commlayer."""
 MOMENTUM, DECAY = 0.5, 0.999
@@ -59,7 +62,8 @@ class Event(msgspec.Struct, frozen=True):
     """What happens to a site, and when.
 
     `at`: "start" of the step, "backward" (inside it), "step" (after the backward pass), "end" (after the optimizer's step),
-    "take" (while the others send it the state), "attached", or a function that a save or a switch calls.
+    "give" (a part of a state, if uplinks are slow), "install" (of the state that the others send), "attached", or a function
+    that a save or a switch calls.
     """
 
     site: int
@@ -80,6 +84,9 @@ class Script(msgspec.Struct, frozen=True):
     events: tuple[Event, ...] = ()
     attach: dict[str, Any] = {}
     matched: bool = False
+    outer_momentum: float = 0.0
+    uplink_s: float = 0.0
+    """Seconds that each part of a state takes on the uplink of a site."""
     ddp: bool = False
     scaler: bool = False
     """With AdamW and a GradScaler that meets infinities."""
@@ -262,9 +269,22 @@ class Faults:
         client.join = watched_join
         Arrivals.expect, Arrivals.arrived = counted_expect, late_arrived
         for owner, name in ((Groups, "gather_all"), (Groups, "share_bytes"), (WorkerClient, "send_plan"),
-                            (WorkerClient, "put_state"), (OuterSteps, "drain"), (OuterSteps, "exchange"), (Replica, "take"),
+                            (WorkerClient, "put_state"), (OuterSteps, "drain"), (OuterSteps, "exchange"), (Replica, "install"),
                             (changing_members, "new_world")):
             self._watch(owner, name, after=owner is WorkerClient)
+
+    def slow_uplink(self, seconds: float) -> None:
+        """Delays large values for the coordinator's store: parts of a state. Before each of them, this site can fail."""
+        request = KvClient.request
+
+        def slow(client: KvClient, *args: Any, **named: Any) -> Any:
+            if sum(len(value) for _, value in named.get("put", ())) > LARGE_NBYTES:
+                self._calls["give"] = self._calls.get("give", 0) + 1
+                self.due("give")
+                time.sleep(seconds)
+            return request(client, *args, **named)
+
+        KvClient.request = slow  # type: ignore[method-assign]
 
     def at(self, action: str) -> list[Event]:
         return [event for event in self.events if event.action == action]
@@ -360,6 +380,8 @@ def other_plan(connection: Any, step: int) -> Any:
 def main(site: int, script: Script) -> None:
     faults, model, local_rank = Faults(site, script), Linear(), int(os.environ["LOCAL_RANK"])
     faults.install()
+    if script.uplink_s:
+        faults.slow_uplink(script.uplink_s)
     with torch.no_grad():
         for p in model.parts:
             p += site  # unequal, as in a script that sets no seed; rank 0's are 0
@@ -380,7 +402,8 @@ def main(site: int, script: Script) -> None:
     time.sleep(SECOND_S * (script.second_first and local_rank == 0))
     put = list[list[torch.Tensor]]()
     counts, sums, codecs, buckets, errors = list[float](), list[float](), list[str](), list[int](), list[str]()
-    outer = commlayer.optim.OuterSGD(matched=True) if script.matched else None
+    momentum = script.outer_momentum
+    outer = commlayer.optim.OuterSGD(matched=script.matched, momentum=momentum) if script.matched or momentum else None
     sync = sync_of(outer=outer, **dict(script.attach))
     with commlayer.attach(wrapped, optimizer, compression=None if script.codec == "auto" else script.codec, sync=sync,
                           grad_scaler=scaler if script.scaler else None) as session:

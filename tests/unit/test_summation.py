@@ -16,7 +16,7 @@ from support.coordinators import until
 from support.loopback import Hub
 from support.summation import VALUES, Doubles, ask, hub_of_a_test, next_stalled, push, served, service, value  # noqa: F401  (a fixture)
 
-from commlayer.cluster.servers.bucket_sum import Reply
+from commlayer.cluster.servers.bucket_sum import MOST_FOLLOWED, Reply
 from commlayer.cluster.servers.server_codecs import CodecOps
 from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import Stalled
@@ -35,6 +35,46 @@ def test_sum_is_in_member_order_for_any_arrival_order(arrival: tuple[int, ...]) 
     assert [r.peer for r in replies[2]] == [0, 1, 2]
     header = replies[2][0].header
     assert (header.kind, header.sender, header.weight, header.used) == (Kind.RESULT, SERVER_BASE, 6.0, 0b111)
+
+
+def test_worker_that_follows_receives_results_and_no_sum_waits_for_it() -> None:
+    core, ops = service()
+    follower = 9
+
+    def follow(step: int) -> list[tuple[int, int, int]]:
+        return [(r.peer, r.header.kind, r.header.step) for r in core.follow(ask(Kind.FOLLOW, follower, step))]
+
+    def exchange(step: int) -> list[tuple[int, int]]:
+        replies = [reply for m in range(3) for reply in core.push(push(m, VALUES[m], step=step), 0.0)]
+        assert len({bytes(reply.body) for reply in replies}) == 1
+        return [(reply.peer, reply.header.kind) for reply in replies]
+
+    members = [(m, Kind.RESULT) for m in range(3)]
+    assert [*follow(0), *follow(1)] == []
+    assert [exchange(0), exchange(1)] == [[*members, (follower, Kind.FOLLOWED)]] * 2
+    assert exchange(2) == members
+    assert [*follow(1), *follow(2)] == [(follower, Kind.FOLLOWED, 1), (follower, Kind.FOLLOWED, 2)], "the last two are kept"
+    (late,) = core.follow(ask(Kind.FOLLOW, follower, 0))
+    assert (late.header.kind, late.header.flags, late.body) == (
+        Kind.FOLLOWED, Flag.ABANDON, b"this server no longer has the result")
+    assert ops.added == VALUES * 3
+    assert follow(3) == []
+    core.remove([follower])
+    assert exchange(3) == members
+
+
+def test_worker_that_follows_hears_of_another_plan_and_may_not_request_without_limit() -> None:
+    core, _ = service()
+    assert core.follow(ask(Kind.FOLLOW, 9, 0)) == []
+    (reply,) = core.end_follows()
+    assert (reply.peer, reply.header.flags, reply.header.step) == (9, Flag.ABANDON, 0)
+    assert core.end_follows() == []
+    (early,) = core.follow(ask(Kind.FOLLOW, 9, 0, generation=0))
+    assert (early.body, early.header.generation) == (reply.body, 0)
+    for step in range(MOST_FOLLOWED):
+        assert core.follow(ask(Kind.FOLLOW, 9, step)) == []
+    with pytest.raises(CorruptFrame, match=r"worker 9: requests more than 8 .*E-FRAME"):
+        core.follow(ask(Kind.FOLLOW, 9, MOST_FOLLOWED))
 
 
 @pytest.mark.parametrize(("means", "words"), [

@@ -269,8 +269,6 @@ class KvRequest(Record, frozen=True):
     of its writers is lost before all have written, even if that writer has written."""
     generation: int = 1
     """Generation of the epoch to which the writes belong. They are dropped after all workers have switched to later ones."""
-    newest_only: bool = False
-    """True: the writes are ignored if the coordinator has an epoch after that generation."""
     rank: int = ANY
     """Rank, at the calling site, that waits for keys of other ranks."""
     limit_s: float = 0.0

@@ -42,7 +42,7 @@ class KvClient:
     def request(
         self, deadline: float, *, put: Sequence[tuple[StoreKey, bytes]] = (), drop: Sequence[StoreKey] = (),
         want: Sequence[StoreKey] = (), add: tuple[StoreKey, int] | None = None, once: str = "", wait: bool = True,
-        without: bool = False, newest_only: int = 0, rank: int = messages.ANY, limit_s: float = 0.0, since: float = 0.0,
+        without: bool = False, generation: int = 0, rank: int = messages.ANY, limit_s: float = 0.0, since: float = 0.0,
         call_s: float = CALL_S,
     ) -> messages.KvReply:
         """Writes and drops keys, then reads the keys in `want`. With `wait`, returns when all values are present, or at
@@ -50,15 +50,14 @@ class KvClient:
 
         `add`: key and amount of a number to increase. `once`: a random token of this addition, if other requests may repeat
         it. `call_s`: least timeout of a call that reads or writes values. `without`: does not wait for values of
-        writers that are gone. `newest_only`: generation of the coordinator's epoch to which the writes belong; they are ignored
-        if it has a newer one. `rank`, `limit_s`: see messages.KvRequest. `since`: the time.monotonic() at which an earlier call
-        began to wait for these keys; 0: this call is the first. Raises CommError for keys that will never be
+        writers that are gone. `generation`: that of the epoch to which the writes belong; 0: the one of this client. `rank`,
+        `limit_s`: see messages.KvRequest. `since`: the time.monotonic() at which an earlier call began to wait for these keys;
+        0: this call is the first. Raises CommError for keys that will never be
         written. Also raises it if the coordinator does not answer until `deadline`, or has refused connections for reconnect_s.
         """
         added = None if add is None else (*add, once or secrets.token_hex(8))
         request = messages.KvRequest(self._home, tuple(put), tuple(drop), added, tuple(want), without=without,
-                                     generation=newest_only or self._generation, newest_only=newest_only > 0, rank=rank,
-                                     limit_s=limit_s)
+                                     generation=generation or self._generation, rank=rank, limit_s=limit_s)
         begin = since or time.monotonic()
         while True:
             now = time.monotonic()

@@ -108,10 +108,7 @@ class RendezvousService:
         store = self._store
         if (workers := _workers(self._state)) != store.workers:
             store.allow(workers)
-        # Writes for an earlier epoch are dropped, so all readers that know the newer epoch read the same values.
-        is_late = (request.newest_only and bool(request.put) and request.generation < self._admission().generation) or \
-            bool(self.never_written(request, ()))
-        store.put(request.home, () if is_late else request.put, request.generation)
+        store.put(request.home, () if self.never_written(request, ()) else request.put, request.generation)
         store.drop(request.drop)
         total = 0 if request.add is None else store.add(request.home, *request.add, request.generation)
         until = time.monotonic() + min(request.wait_s, MAX_WAIT_S)

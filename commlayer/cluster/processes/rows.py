@@ -34,8 +34,28 @@ HEAD = 2
 LEAVES = [-1.0]
 """The last row of a rank that leaves. The others count it as absent."""
 
+
 Failed = Callable[[], BaseException | None]
 """Polled during a wait; an error that it returns is raised."""
+
+
+def number_of(what: str) -> float:
+    """Returns the number of a section in rows."""
+    return float(zlib.crc32(what.encode()))
+
+
+def numbers_of(rows: Iterable[Sequence[float]], section: str) -> list[list[float]]:
+    """Returns the numbers of a section in rows that other ranks have sent; empty if they lack it. `section`: see
+    StepRows.section."""
+    found, number = [], number_of(f"exchange of {section}")
+    for row in rows:
+        at = 0
+        while at + HEAD <= len(row):
+            end = at + HEAD + int(row[at + 1]) if 0 <= row[at + 1] <= len(row) else len(row)
+            if row[at] == number:
+                found.append([*row[at + HEAD : end]])
+            at = end
+    return found
 
 
 class PendingRows(Protocol):
@@ -213,7 +233,7 @@ class Section:
 
     def __init__(self, rows: StepRows, what: str, *, stays: bool) -> None:
         self._rows, self.what, self.stays = rows, f"exchange of {what}", stays
-        self.number = float(zlib.crc32(self.what.encode()))
+        self.number = number_of(self.what)
         self._row: _Row | None = None
 
     def start(self, *numbers: float) -> None:

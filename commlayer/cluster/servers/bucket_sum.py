@@ -46,6 +46,8 @@ def breach_of(message: Message, what: str, code: str = "") -> CorruptFrame:
 
 
 KEPT_STEPS = 2
+MOST_FOLLOWED = 8
+"""Maximum number of future results of a bucket that one worker may request."""
 MOST_REASON_NBYTES = 256
 """Maximum size of the text that says why a step is aborted."""
 WriteEntry = Callable[[int, bytes, bytes], None]
@@ -114,6 +116,8 @@ class BucketSum:
         self.held: list[Message] = []
         """Payloads of the last result, in the order in which they were added, if the sum's memory was freed; otherwise
         empty."""
+        self.followers: dict[tuple[int, int], Header] = {}
+        """Requests of workers that receive results without a contribution, by step and worker."""
         self.share = 1.0
         """The factor on the payloads of the last result; see Division."""
         self.assumed: float | None = None
@@ -142,6 +146,7 @@ class BucketSum:
         """Ends the wait for members that have left the job. What they have contributed to the sum in progress counts."""
         self.members = tuple(member for member in self.members if member not in gone)
         self.joining = {member: number for member, number in self.joining.items() if member not in gone}
+        self.followers = {key: request for key, request in self.followers.items() if request.sender not in gone}
 
     def following(self) -> Message | None:
         """Takes the contribution that is added next, in member order; None if it has not arrived."""

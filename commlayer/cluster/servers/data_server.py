@@ -202,6 +202,7 @@ class DataServer:
         self._server = SumServer(core, self.transport, present, stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self.transport.pool.give, replan=self._switch_plan, pace=self.transport.pace,
                                  admit=self._admit_worker if await_epoch is not None else None)
+        self._server.listen(self._present - {*self._all_members})
         self._ready.set()
 
     def _former(self, epoch: Epoch, server: int) -> ServerIdentity | None:
@@ -320,6 +321,8 @@ class DataServer:
                 self._newest = epoch
                 self._seen |= self._present
                 self._note_sites(epoch)
+        if self._server is not None:
+            self._server.listen(self._present - {*self._all_members})
 
     def _admit_worker(self, joins: Joins, sender: int) -> None:
         """Adds a worker to the members and to the journal. Waits for the coordinator's word that it is one."""

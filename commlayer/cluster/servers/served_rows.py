@@ -88,10 +88,11 @@ class _ServedRow:
                 # The header's step counts rows, so the error names what the row is for, and no step.
                 raise DeadlineExceeded(f"sent no rows of all ranks before the deadline: {self._what}",
                                        peer=peer_name(SERVER_BASE))
-        return _rows_in(self._answer.message())
+        return rows_in(self._answer.message())
 
 
-def _rows_in(message: Message) -> dict[int, list[float]]:
+def rows_in(message: Message) -> dict[int, list[float]]:
+    """Returns the rows in a result of the bucket of rows, by sender."""
     bodies = messages.unpack(message.body, list[tuple[int, bytes]], peer_name(message.peer), "rows")
     if any(len(body) % 8 for _, body in bodies):
         raise CorruptFrame("sends rows that are not numbers", peer=peer_name(message.peer))

@@ -22,6 +22,7 @@ import msgspec
 
 from commlayer.cluster.servers.bucket_sum import (
     KEPT_STEPS,
+    MOST_FOLLOWED,
     MOST_REASON_NBYTES,
     BucketSum,
     Reply,
@@ -36,6 +37,7 @@ from commlayer.errors import CorruptFrame, InvalidInput, RecordError
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
 
 log = logging.getLogger("commlayer")
+OTHER_PLAN = "the job has switched to another plan"
 
 
 class Summation:
@@ -136,6 +138,42 @@ class Summation:
                 cell.sum.since, cell.sum.first = now, message.peer
             cell.sum.early[message.peer] = message
             return self._advance(cell, release)
+
+    def follow(self, message: Message) -> list[Reply]:
+        """Answers a worker that requests a result without a contribution: at once, or when the sum is complete."""
+        h = message.header
+        if self._ended(message):
+            return [self._unanswerable(h, OTHER_PLAN)]
+        cell = self._cell(message)
+        if cell.ops.rounds > 1:
+            raise breach_of(message, "requests a result of several rounds")
+        with cell.lock:
+            if (result := cell.results.get((h.step, 0))) is not None:
+                return [_followed(message.peer, *result)]
+            if cell.results and h.step < max(cell.results)[0]:
+                return [self._unanswerable(h, "this server no longer has the result")]
+            if sum(worker == message.peer for _, worker in cell.followers) >= MOST_FOLLOWED:
+                raise breach_of(message, f"requests more than {MOST_FOLLOWED} future results of this bucket")
+            if message.peer not in self.gone:
+                cell.followers[h.step, message.peer] = h
+        return []
+
+    def _unanswerable(self, request: Header, why: str) -> Reply:
+        header = request._replace(kind=Kind.FOLLOWED, sender=self.peer, flags=Flag.ABANDON)
+        return Reply(request.sender, header, why.encode())
+
+    def end_follows(self) -> list[Reply]:
+        """Answers the requests for results of this plan, which has ended."""
+        replies: list[Reply] = []
+        for cell in self.cells.values():
+            with cell.lock:
+                replies += self._end_follows(cell, OTHER_PLAN)
+        return replies
+
+    def _end_follows(self, cell: BucketSum, why: str) -> list[Reply]:
+        requests = [*cell.followers.values()]
+        cell.followers.clear()
+        return [self._unanswerable(request, why) for request in requests]
 
     def remove(self, gone: Collection[int], release: Callable[[Message], None] = lambda _: None) -> list[Reply | CorruptFrame]:
         """Ends all waits for members that have left the job. Returns the results of sums that are complete without them, and
@@ -363,12 +401,15 @@ class Summation:
         return replies
 
     def _reply(self, cell: BucketSum, flags: int, body: memoryview) -> list[Reply]:
-        """Returns the result for each member, and keeps it for members that request it again."""
+        """Returns the result for each member and each worker that has requested it, and keeps it for members that request it
+        again."""
         header = self._header(cell, flags)
         cell.results[(cell.sum.step, cell.sum.round)] = header, body
         for old in [k for k in cell.results if k[0] <= cell.sum.step - KEPT_STEPS]:
             del cell.results[old]
-        return [Reply(member, header, body) for member in cell.members]
+        followers = [cell.followers.pop(key).sender for key in [*cell.followers] if key[0] == cell.sum.step]
+        return [*(Reply(member, header, body) for member in cell.members),
+                *(_followed(worker, header, body) for worker in followers)]
 
     def _header(self, cell: BucketSum, flags: int) -> Header:
         return Header(Kind.RESULT, self.generation, cell.sum.step, cell.bucket, round=cell.sum.round, codec=cell.ops.codec,
@@ -426,7 +467,8 @@ class Summation:
             cell.forget_results()
             cell.idle(h.step)
             self._remember(cell)
-        return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
+            ended = self._end_follows(cell, "the job has restored a checkpoint")
+        return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b""), *ended]
 
     def repeated(self, message: Message) -> list[Reply]:
         """Replies to a repeated request, since the first reply may have been lost. Sends no reply if the sender has started the
@@ -445,6 +487,12 @@ class Summation:
         if cell.sum.open:
             raise breach_of(message, f"sent {Kind(message.header.kind).name} while step {cell.sum.step} is being summed; it is "
                                    "allowed only between steps")
+
+
+def _followed(worker: int, header: Header, body: memoryview) -> Reply:
+    """Returns a result for a worker that follows. It has a copy of the body, because the worker may be late, and the memory is
+    used for a later result."""
+    return Reply(worker, header._replace(kind=Kind.FOLLOWED), bytes(body))
 
 
 def _applied(undone: int) -> str:

@@ -132,10 +132,18 @@ class SumServer:
         self._failed: CommError | None = None
         self._failed_s = 0.0
         self._closing = threading.Event()
-        for member in self._members:
-            self._listen(member)
+        self._listened: set[int] = set()
+        self.listen(self._members)
         self._thread = threading.Thread(target=self._watch, name="commlayer-stalls", daemon=True)
         self._thread.start()
+
+    def listen(self, workers: Iterable[int]) -> None:
+        """Handles messages of these workers from now on. Those that are no members yet may request results."""
+        with self.switching:
+            new = {*workers} - self._listened
+            self._listened |= new
+        for worker in new:
+            self._listen(worker)
 
     def _listen(self, member: int) -> None:
         """Handles all messages of the member that have arrived, then posts a receive."""
@@ -221,6 +229,8 @@ class SumServer:
                 return self.core.snapshot(message)
             case Kind.STATE:
                 return self.core.restore(message)
+            case Kind.FOLLOW:
+                return self.core.follow(message)
             case Kind.UNDO:
                 self.core.undo(message)
                 return []
@@ -262,7 +272,7 @@ class SumServer:
     def _switch(self, message: Message, replan: Callable[[bytes, int], Summation]) -> Reply:
         """Switches to a new plan between two steps, when no sum is in progress. A plan that the server cannot apply changes
         nothing."""
-        generation, problem = message.header.generation, ""
+        generation, problem, former = message.header.generation, "", self.core
         with self.switching:
             if generation == self.core.generation + 1 and not self.core.busy():
                 try:
@@ -272,6 +282,8 @@ class SumServer:
             elif generation != self.core.generation:
                 problem = "a sum is in progress" if generation == self.core.generation + 1 else \
                     f"generation {generation} does not follow the server's generation {self.core.generation}"
+        for reply in former.end_follows() if former is not self.core else ():
+            self._transport.send(reply.peer, reply.header, reply.body)
         return self._switched(message, problem)
 
     def _add(self, message: Message, admit: Callable[[Joins, int], None]) -> Reply:
@@ -279,11 +291,9 @@ class SumServer:
         joins = messages.unpack(message.body, Joins, peer_name(message.peer), "a PLAN frame with a worker that joins")
         admit(joins, message.peer)  # may wait for the coordinator
         with self.switching:
-            new = joins.member not in self._members and joins.member not in self.core.gone
-            if new:
+            if joins.member not in self._members and joins.member not in self.core.gone:
                 self._members = (*self._members, joins.member)
-        if new:
-            self._listen(joins.member)
+        self.listen([joins.member])
         return self._switched(message, "")
 
     def remove(self, gone: Collection[int]) -> None:

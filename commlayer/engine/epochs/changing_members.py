@@ -7,6 +7,10 @@ with fewer ranks.
 Workers that join: members propose them in their rows, and the rows decide on their first step (schedule.py). Each member
 reports them to all servers before that step. Before members send anything of that step, they give the new workers the job's
 state, together. With local steps that overlap their exchange, the transfer runs beside training.
+
+Under local steps, a worker first follows the exchanges of the others: rows decide from which one on. The members give it the
+state before that exchange, while they train. When the worker has it and has applied the later results (result_follower.py), it
+joins as above, and receives only what it cannot know.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Protocol
 
@@ -28,9 +32,11 @@ from commlayer.cluster.calls.site_client import KvClient
 from commlayer.cluster.processes import process_groups, site_process_group
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.rows import StepRows
+from commlayer.compressors import shared_snapshot
 from commlayer.config import Config, judged_s, reconnect_window_s
+from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket
 from commlayer.engine.components import Pending
-from commlayer.engine.epochs.schedule import LEAD, Joining, Proposal, decide, propose
+from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, Joining, Proposal, decide, propose
 from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
@@ -40,6 +46,7 @@ from commlayer.records import Epoch, Member, Plan, plan_of, sites_of
 from commlayer.transport.protocol import SERVER_BASE, Handle, peer_name
 
 PROPOSAL_NUMBERS = len(Proposal._fields)
+PROPOSALS_NUMBERS = MOST_AT_ONCE * PROPOSAL_NUMBERS
 
 
 class StateGiver(Protocol):
@@ -49,6 +56,10 @@ class StateGiver(Protocol):
     def most_nbytes(self) -> int: ...
 
     def given(self, context: DistributedJob, plan: Plan, epoch: Epoch) -> dict[str, torch.Tensor]: ...
+
+    def invitation(self, context: DistributedJob, plan: Plan, step: int) -> bytes: ...
+
+    def rest(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]: ...
 
     def encoded(self, state: Mapping[str, torch.Tensor], *, apart: bool) -> tuple[bytes, bytes]: ...
 
@@ -82,6 +93,11 @@ class ChangingMembers(FixedMembers):
         """The reports of these workers to the servers."""
         self._entering: list[Member] = []
         """The workers that take part in the current step for the first time, until this step ends."""
+        self._following: list[Joining] = []
+        """The workers that rows have let follow from their first step on, until that step begins."""
+        self._caught_up: frozenset[int] = frozenset()
+        """Those that have the weights under the current plan, as this rank knows."""
+        self._can_follow = can_follow(context.worker.buckets)
         self._transfer: threading.Thread | None = None
         self._admits = True
         """True: workers can begin in the exchange that begins now."""
@@ -133,10 +149,24 @@ class ChangingMembers(FixedMembers):
         self._rows.start(*map(float, chain.from_iterable(self._proposals())))
 
     def _proposals(self) -> list[Proposal]:
-        """Returns the next workers to admit of which this rank knows. Further workers join after these."""
-        newest, waits = self._newest.epoch, self._joining or (self._transfer is not None and self._transfer.is_alive())
-        new = () if waits else sites_of(m for m in newest.members if m.rank not in self._admitted)
-        return propose(self._joined, new, newest.generation)
+        """Returns the next sites of which this rank knows: those that join, then those that follow. Others come after these."""
+        newest, is_transferring = self._newest.epoch, self._transfer is not None and self._transfer.is_alive()
+        new = sites_of(m for m in newest.members if m.rank not in self._admitted)
+        if self._joining or self._following or is_transferring:
+            new = []
+        follow = self._can_follow and self._context.local is not None
+        fresh = [site for site in new if not self.followers & {*site}]
+        caught_up = [site for site in new if {*site} <= self._caught_up]
+        return [*propose(self._joined, caught_up if follow else [*caught_up, *fresh], newest.generation),
+                *propose(0, fresh if follow else (), newest.generation)]
+
+    @property
+    def catching_up(self) -> bool:
+        return any(m.rank in self.followers and m.rank not in self._admitted for m in self._newest.epoch.members)
+
+    def new_plan(self) -> None:
+        self._following, self._caught_up = [], frozenset()
+        self._can_follow = can_follow(self._context.worker.buckets)
 
     def settle(self) -> None:
         """Reads the row that was sent last: continues without members that have sent none, and admits workers that the row
@@ -148,18 +178,40 @@ class ChangingMembers(FixedMembers):
         if gone:
             self._change(gone, at=self.confirmed)
         self.confirmed = self.row_carried
-        proposals = [Proposal(*map(int, row[at : at + PROPOSAL_NUMBERS])) for row in rows.values()
-                     if all(map(math.isfinite, row)) for at in range(0, len(row), PROPOSAL_NUMBERS)]
-        proposals = [p for p in proposals if p.workers > 0 and 0 <= p.member <= SERVER_BASE - p.workers
-                     and p.member not in self._admitted]
-        worker = self._context.worker
-        # Rows of local steps are steps apart, and all ranks read one between the same two: the next exchange is late enough.
-        first = worker.step + worker.begun if worker.plan.steps_locally else self._row_step + LEAD
-        if not self._joining and (joining := decide(self._joined, first, proposals)):
-            self._joining, uplink = joining, self._context.uplink
+        finite = [row for row in rows.values() if all(map(math.isfinite, row))]
+        join, follow = ([Proposal(*map(int, row[at : at + PROPOSAL_NUMBERS])) for row in finite
+                         for at in range(begin, min(begin + PROPOSALS_NUMBERS, len(row)), PROPOSAL_NUMBERS)]
+                        for begin in (0, PROPOSALS_NUMBERS))
+        join, follow = ([p for p in each if p.workers > 0 and 0 <= p.member <= SERVER_BASE - p.workers
+                         and p.member not in self._admitted] for each in (join, follow))
+        self._decide(join, [p for p in follow if p.member not in self.followers])
+
+    def _decide(self, join: Sequence[Proposal], follow: Sequence[Proposal]) -> None:
+        """Admits the sites that the rows name."""
+        if self._joining or self._following:
+            return
+        context = self._context
+        uplink, epoch = context.uplink, context.uplink.epoch
+        if joining := decide(self._joined, self._first(), join):
+            self._joining = joining
             self._admitted.update(one.member for one in joining)
             self._reported = [uplink.report_joining(server.id, one.number, one.member, one.generation)
-                              for server in uplink.epoch.servers for one in joining]
+                              for server in epoch.servers for one in joining]
+        elif following := decide(0, self._first(), follow):
+            self._following = following
+            self.followers.update(one.member for one in following)
+            plan = plan_of(context.plan, epoch.members, (*epoch.members, *map(self._member, following)))
+            invitation = self._replica.invitation(context, plan, following[0].first)
+            self._start_transfer([m.rank for m in epoch.members], following, (invitation, b""), "state")
+
+    def _first(self) -> int:
+        """Returns the first step of workers that the row admits which was just read. Under local steps rows are some steps
+        apart, and all ranks read a row between the same two steps, so the next outer step is late enough."""
+        worker = self._context.worker
+        return worker.step + worker.begun if worker.plan.steps_locally else self._row_step + LEAD
+
+    def _member(self, one: Joining) -> Member:
+        return self._known.get(one.member, Member(one.member, one.site, "", site_world=one.workers))
 
     def _missing(self) -> list[int]:
         """Waits for the row in flight, if there is one. Returns the members that have not sent it, and the other members of
@@ -179,9 +231,12 @@ class ChangingMembers(FixedMembers):
 
     def begin_exchange(self) -> None:
         """Lets the workers that join take part from the exchange on that begins now, if it is their first one."""
+        if self._following and self._admits and self._context.worker.step >= self._following[0].first:
+            self._give_snapshot()
         joining, context, worker = self._joining, self._context, self._context.worker
         if not joining or not self._admits or worker.step < joining[0].first:
             return
+        self._end_transfer()
         for handle in self._reported:
             context.uplink.await_report(handle)
         context.complete(Pending.STEP)  # which averages of the last step were not applied
@@ -190,43 +245,71 @@ class ChangingMembers(FixedMembers):
         context.rows.send()
         self._joining, self._reported = [], []
         self._joined = worker.now.joined = context.rows.transport.joined = joining[-1].number
-        known = context.uplink.membership.await_epoch(max(one.generation for one in joining),
-                                                      context.waits.notice_s + judged_s(self._config))
-        if known.generation > self._newest.epoch.generation:  # the heartbeat thread is about to report it
-            self.offer(known)
-        new = [self._known.get(one.member, Member(one.member, one.site, "", site_world=one.workers)) for one in joining]
+        self._await_epoch(joining)
+        new = [*map(self._member, joining)]
         # The new workers send the next row, so the server must have finished this one. They start without members that have not
         # sent this row; the others continue without them after this exchange.
         epoch, gone = context.uplink.epoch, self._missing()
         before, givers = epoch.members, [m for m in epoch.members if m.rank not in gone]
         epoch = structs.replace(epoch, generation=epoch.generation + len(gone) + len(new), members=(*givers, *new))
         state = self._replica.given(context, plan_of(context.plan, before, epoch.members), epoch)
-        apart, overlaps = context.stepped_apart(), worker.plan.overlap == "round"
+        follow = {one.member for one in joining} <= self.followers
+        data = self._replica.encoded(self._replica.rest(state) if follow else state, apart=context.stepped_apart())
         if worker.plan.steps_locally:
             self._enter(new)
         else:
             self._entering = new
-        transfer = functools.partial(self._transfer_state, [m.rank for m in givers], [m.rank for m in new],
-                                     self._replica.encoded(state, apart=apart))
-        if overlaps:
-            self._transfer = threading.Thread(target=transfer, name="commlayer-state", daemon=True)
-            self._transfer.start()
-        else:
-            transfer()
+        self._start_transfer([m.rank for m in givers], joining, data, "rest" if follow else "state")
+        if worker.plan.overlap != "round":
+            self._end_transfer()
 
-    def _transfer_state(self, givers: Sequence[int], joining: Sequence[int], state: tuple[bytes, bytes]) -> None:
-        """Gives the joining workers the job's state, with the other members. If one of them leaves, the others begin again."""
+    def _give_snapshot(self) -> None:
+        """Begins to give workers that follow the state before the exchange that begins now. All members have an equal one."""
+        following, self._following = self._following, []
         context = self._context
+        self._end_transfer()  # the workers have requested the results from this exchange on
+        context.complete(Pending.STEP)
+        context.rows.send()
+        state = self._replica.given(context, context.plan, context.uplink.epoch)
+        self._start_transfer([m.rank for m in context.uplink.epoch.members], following,
+                             self._replica.encoded(state, apart=context.stepped_apart()), "snapshot")
 
-        def act(epoch: Epoch) -> None:
+    def _await_epoch(self, joining: Sequence[Joining]) -> None:
+        """Waits until this rank knows an epoch in which these workers are members."""
+        known = self._context.uplink.membership.await_epoch(max(one.generation for one in joining),
+                                                            self._context.waits.notice_s + judged_s(self._config))
+        if known.generation > self._newest.epoch.generation:  # the heartbeat thread is about to report it
+            self.offer(known)
+
+    def _start_transfer(self, givers: Sequence[int], joining: Sequence[Joining], state: tuple[bytes, bytes], name: str) -> None:
+        transfer = functools.partial(self._transfer_state, givers, joining, state, name)
+        self._transfer = threading.Thread(target=transfer, name="commlayer-state", daemon=True)
+        self._transfer.start()
+
+    def _end_transfer(self) -> None:
+        """Waits for the running transfer. Each of its waits has a deadline."""
+        if self._transfer is not None:
+            self._transfer.join()
+            self._context.worker.check()
+
+    def _transfer_state(self, givers: Sequence[int], joining: Sequence[Joining], state: tuple[bytes, bytes], name: str) -> None:
+        """Gives the joining workers the job's state, with the other members. If one of them leaves, the others begin again."""
+        context, worker = self._context, self._context.worker
+
+        def act(epoch: Epoch) -> list[int]:
             present = {m.rank for m in epoch.members}
-            remaining, new = ([rank for rank in ranks if rank in present] for ranks in (givers, joining))
+            remaining = [rank for rank in givers if rank in present]
+            new = [one.member for one in joining if one.member in present]
             if new and context.id in remaining:
                 StateRelay(self._newest, epoch, context.id, self._config.deadline_s, judged_s(self._config),
-                           self._replica.most_nbytes).give(*state, remaining, new)
+                           self._replica.most_nbytes, name).give(*state, remaining, new)
+            return new
 
         try:
-            self._newest.run(act)
+            self._await_epoch(joining)
+            new = self._newest.run(act)
+            if name == "snapshot" and context.worker is worker:
+                self._caught_up |= {*new}
         except Exception as error:
             context.worker.latch(error)
 
@@ -278,6 +361,12 @@ class ChangingMembers(FixedMembers):
         context.components.new_members()
         context.say(f"{what}; continuing with {len(members)} workers after {time.monotonic() - begin:.2g} s, as rank "
                     f"{context.rank}", event_level=level)
+
+
+def can_follow(buckets: Iterable[WorkerBucket]) -> bool:
+    """Returns True if a worker that has encoded nothing can decode the results of these buckets. It needs no module buffers."""
+    return all(bucket.buffer or (isinstance(bucket, EncodedBucket) and len(bucket.codec.rounds) == 1
+                                 and not shared_snapshot(bucket.ledger.state)) for bucket in buckets)
 
 
 def new_world(former: Groups, rows: StepRows, config: Config, home: str, epoch: Epoch, own: int) -> Groups:

@@ -7,7 +7,7 @@ exchange. The format is safetensors plus plain values, without pickle.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -44,6 +44,7 @@ TENSOR, TUPLE = "\0tensor", "\0tuple"
 """Keys that mark tensors and tuples, for which msgpack has no type, in the encoded optimizer state."""
 LOCAL, OWN, HEAD, CODEC, BUFFER, STATE = "local.", "own.", "head", "codec.", "buffer.", "state."
 START, VELOCITY, BEHIND = "local.start.", "local.velocity.", "local.behind"
+FORMER = "former."
 STATE_PER_ELEMENT, HEAD_NBYTES = 16, messages.MAX_PLAN_NBYTES
 """Largest size of a state, which limits what a rank receives: 16 values per element of the model (weights, moments, master
 weights, the state of local steps, and as much of a script's own objects), and as much as a plan for all else."""
@@ -52,6 +53,9 @@ weights, the state of local steps, and as much of a script's own objects), and a
 class GivenState(Record, frozen=True):
     """All values of a sent state that are not tensors."""
 
+    follow: bool = False
+    """True: the receiver first follows the exchanges of local steps, from number `step` and row `row` on, without contributing.
+    It receives the members' state later."""
     error: str = ""
     """The reason why the sender could not read its state; empty if it could."""
     plan: bytes = b""
@@ -95,6 +99,8 @@ class GivenState(Record, frozen=True):
     """
     confirmed: int = 0
     """See FixedMembers.row_carried."""
+    followers: tuple[int, ...] = ()
+    """See FixedMembers.followers."""
     totals: dict[int, float] = msgspec.field(default_factory=dict)
     """Total weight of each bucket's last result, by bucket."""
     undone: dict[int, int] = msgspec.field(default_factory=dict)
@@ -115,6 +121,8 @@ class TakenState(NamedTuple):
     """The part of codec states that is equal on all workers, by bucket and name."""
     restore: Callable[[], None]
     """Function that installs the received optimizer state once more, after the first step."""
+    followed: int = 0
+    """Number of exchanges that this rank has followed before it joins."""
 
 
 class Replica:
@@ -141,6 +149,19 @@ class Replica:
             return {name: t for name, t in state.items() if name not in local} | context.worker.late.snapshot() | codecs
         except Exception as error:  # the optimizer's code can raise any error; the other ranks continue to train
             return {HEAD: _head(GivenState(error=f"{type(error).__name__}: {error}".splitlines()[0]))}
+
+    def invitation(self, context: DistributedJob, plan: Plan, step: int) -> bytes:
+        """Returns what a joining worker needs to follow the exchanges from number `step` on, encoded."""
+        local, worker = context.local, context.worker
+        return safetensors.torch.save({HEAD: _head(GivenState(
+            follow=True, plan=records.encode(plan), step=step, row=context.rows.transport.number,
+            generation=worker.now.generation, matched=local is not None and local.matches, first_world=context.first_world))})
+
+    def rest(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the part of a result of `given` that a worker still needs after it has received and followed an earlier one.
+        The moments of its optimizer may be older, because each rank has its own."""
+        return {name: t for name, t in state.items()
+                if not name.startswith(("parameter.", VELOCITY)) and not (name.startswith(STATE) and t.numel() > 1)}
 
     def encoded(self, state: Mapping[str, torch.Tensor], *, apart: bool) -> tuple[bytes, bytes]:
         """Encodes a result of `given`: what only this rank gives, and what is equal on all ranks. `apart`: True if the
@@ -179,7 +200,7 @@ class Replica:
                 generation=job.worker.now.generation,
                 row=job.rows.transport.number, first_world=job.first_world,
                 exits={m.rank: job.members.confirmed for m in job.uplink.epoch.members if m not in epoch.members},
-                confirmed=job.members.row_carried,
+                confirmed=job.members.row_carried, followers=tuple(job.members.followers),
                 totals={b.id: b.assumed for b in job.worker.buckets if b.assumed is not None},
                 undone={b.id: bits for b in job.worker.buckets if (bits := b.ledger.discarded | b.ledger.unreported)})
         if model:
@@ -236,27 +257,41 @@ class Replica:
         tensors |= {f"buffer.{name}": buffers[name].detach() for name in self._averaged}
         return {f"{OWN}{name}": t for name, t in (tensors | {HEAD: head}).items()}
 
-    def take(self, own: bytes, common: bytes, check: Callable[[Plan], None]) -> TakenState:
-        """Installs the state of a running job that this rank joins, as `encoded` returns it. `check` receives the plan. Raises
+    def install(self, transfer: GivenState, tensors: Mapping[str, torch.Tensor], check: Callable[[Plan], None]) -> TakenState:
+        """Installs the state of a running job that this rank joins, as `received` returns it. `check` receives the plan. Raises
         ValueError if the state does not fit."""
-        try:
-            tensors = safetensors.torch.load(own) | (safetensors.torch.load(common) if common else {})
-            transfer = msgspec.msgpack.decode(tensors.pop(HEAD).numpy().tobytes(), type=GivenState)
-        except (*MALFORMED, ValueError, KeyError, SafetensorError) as error:
-            raise CorruptFrame(f"the state received from the job is malformed: {short_line(error, 200)}") from None
-        if transfer.error:
-            raise InvalidInput("E-JOIN-STATE", "joining a running job: its workers cannot send their state: "
-                                               f"{transfer.error}")
         plan = records.decode(transfer.plan, Plan, "plan of the running job")
         check(plan)
         restore = self._install(transfer, tensors, "E-JOIN-STATE", "joining a running job")
         local = {name: t for name, t in tensors.items() if name.startswith(LOCAL)}
         if local:
-            names = {id(p): name for name, p in self._model.named_parameters()}
-            local |= {f"{START}{n}": tensors[f"parameter.{names[id(p)]}"] for n, p in enumerate(self._trained)}
+            local |= {f"{START}{n}": start for n, start in enumerate(self.common(tensors)[0])}
         return TakenState(transfer, plan, local,
                           {name: t for name, t in tensors.items() if name.startswith("late.")},
                           {name.removeprefix(CODEC): t for name, t in tensors.items() if name.startswith(CODEC)}, restore)
+
+    def common(self, tensors: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Returns the common weights of local steps in a received state, and the outer optimizer's momentum."""
+        names = self._names_of_trained()
+        if missing := [name for name in names if f"parameter.{name}" not in tensors]:
+            raise InvalidInput("E-JOIN-STATE", f"joining a running job: its state lacks {missing[0]}: use the same model")
+        return [tensors[f"parameter.{name}"] for name in names], [tensors.get(f"{VELOCITY}{n}") for n in range(len(names))]
+
+    def completed(
+        self, transfer: GivenState, rest: Mapping[str, torch.Tensor], former: GivenState, tensors: Mapping[str, torch.Tensor],
+        starts: Sequence[torch.Tensor], velocity: Sequence[torch.Tensor | None],
+    ) -> tuple[GivenState, dict[str, torch.Tensor]]:
+        """Returns the complete state of which `rest` was received last, and `former` with `tensors` before. `starts` and
+        `velocity`: those weights and momentum now."""
+        kept = {name: t for name, t in tensors.items() if name.startswith("parameter.")}
+        kept |= {f"parameter.{name}": start for name, start in zip(self._names_of_trained(), starts, strict=True)}
+        kept |= {f"{VELOCITY}{n}": each for n, each in enumerate(velocity) if each is not None}
+        kept |= {f"{FORMER}{name}": t for name, t in tensors.items() if name.startswith(STATE)}
+        return msgspec.structs.replace(transfer, state=_filled(transfer.state, former.state, rest)), kept | dict(rest)
+
+    def _names_of_trained(self) -> list[str]:
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        return [names[id(p)] for p in self._trained]
 
     def load(
         self, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any], own: Mapping[str, torch.Tensor] | None, *,
@@ -311,6 +346,36 @@ class Replica:
         for name, tensor in targets.items():
             local_of(tensor).data.copy_(shard_of(tensor, tensors[name]))
         return restore
+
+
+def received(own: bytes, common: bytes) -> tuple[GivenState, dict[str, torch.Tensor]]:
+    """Decodes the state of a running job, as `Replica.encoded` returns it."""
+    try:
+        tensors = safetensors.torch.load(own) | (safetensors.torch.load(common) if common else {})
+        transfer = msgspec.msgpack.decode(tensors.pop(HEAD).numpy().tobytes(), type=GivenState)
+    except (*MALFORMED, ValueError, KeyError, SafetensorError) as error:
+        raise CorruptFrame(f"the state received from the job is malformed: {short_line(error, 200)}") from None
+    if transfer.error:
+        raise InvalidInput("E-JOIN-STATE", f"joining a running job: its workers cannot send their state: {transfer.error}")
+    return transfer, tensors
+
+
+def _filled(value: Any, former: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Returns an optimizer's state in which tensors that are not in `tensors` are those of an earlier state."""
+    if isinstance(value, dict):
+        if TENSOR in value:
+            if value[TENSOR] in tensors:
+                return value
+            if not isinstance(former, dict) or TENSOR not in former:
+                raise InvalidInput("E-JOIN-STATE", "joining a running job: the optimizer of its workers has got further state "
+                                                   "since they have given theirs; join again")
+            return {TENSOR: f"{FORMER}{former[TENSOR]}"}
+        return {key: _filled(inner, former.get(key) if isinstance(former, dict) else None, tensors)
+                for key, inner in value.items()}
+    if isinstance(value, list):
+        known = former if isinstance(former, list) and len(former) == len(value) else [None] * len(value)
+        return [_filled(inner, other, tensors) for inner, other in zip(value, known, strict=True)]
+    return value
 
 
 def _states_of(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Decides from rows which workers join a job next, and in which step they begin. Pure functions.
+"""Decides from rows which workers join a job next, or begin to follow it, and in which step. Pure functions.
 
 A member that learns of joining workers proposes them in its row. The rows of a step are one exchange: all members receive the
 same rows, even if some die. So the rows decide, and no other agreement is needed. The workers become members LEAD steps later,

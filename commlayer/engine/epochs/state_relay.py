@@ -6,7 +6,8 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
@@ -26,11 +27,11 @@ BATCH_NBYTES = PARTS_IN_FLIGHT * PART_NBYTES
 WINDOW = 4
 """Number of batches in a window. Two windows of the state are in the store at a time; 10 MB in total."""
 LOOK_S = 0.5
-"""Seconds between two checks by a waiting member whether there is a newer epoch."""
+"""Seconds between two checks by a waiting member whether a worker that takes part has left."""
 
 
-class NewerEpoch(Exception):
-    """Error: the coordinator has defined a newer epoch than the one in which the state is sent."""
+class PartnerLost(Exception):
+    """Error: a worker that takes part in the transfer of a state has left the job."""
 
 
 class NewestEpoch:
@@ -42,20 +43,23 @@ class NewestEpoch:
         self.epoch, self._notice_s, self.away_s = epoch, notice_s, away_s
 
     def run(self, act: Callable[[Epoch], T]) -> T:
-        """Runs `act` with the newest epoch; again, from its start, whenever the coordinator defines a newer one meanwhile."""
+        """Runs `act` with the newest epoch; again, from its start, whenever a worker that takes part leaves meanwhile."""
         while True:
             try:
                 return act(self.epoch)
-            except NewerEpoch:
+            except PartnerLost:
                 continue
 
-    def is_outdated(self, epoch: Epoch) -> bool:
-        """Returns True if a newer epoch than `epoch` arrives soon. The coordinator defines one when it declares a member dead.
-        """
+    def lacks(self, workers: Iterable[int]) -> bool:
+        """Returns True if one of these workers is no member."""
+        return not {*workers} <= {member.rank for member in self.epoch.members}
+
+    def will_lack(self, workers: Iterable[int]) -> bool:
+        """Returns True if one of these workers is soon no member. The coordinator removes a member that it declares dead."""
         until = time.monotonic() + self._notice_s
-        while self.epoch is epoch and time.monotonic() < until:
+        while not (lacks := self.lacks(workers)) and time.monotonic() < until:
             time.sleep(0.05)
-        return self.epoch is not epoch
+        return lacks
 
 
 class _Transfer(NamedTuple):
@@ -110,54 +114,65 @@ class _Transfer(NamedTuple):
 
 
 class StateRelay:
-    """Sends the state for joining workers through the store, in one epoch. Each other member calls `give`, and each joining
-    worker calls `take`. The first member gives what only it has; givers share the rest, which is equal on all of them: each
-    gives the next batch when it has uploaded one. So the transfer uses the uplinks of all givers, and everything is uploaded
-    once, however many workers join.
+    """Sends the state for joining workers through the store. Each other member calls `give`, and each joining worker calls
+    `take`. The first member gives what only it has; givers share the rest, which is equal on all of them: each gives the next
+    batch when it has uploaded one. So the transfer uses the uplinks of all givers, and everything is uploaded once, however
+    many workers join.
 
-    Values stay in the store, so late readers receive them, too. A wait ends as soon as there is a newer epoch. After that, no
-    value of this epoch is accepted. So either all who take part have read all values that they wait for, or none has.
+    If a worker that takes part leaves the job, the others begin another transfer, with other keys. No other change of the
+    members disturbs it. Either all who take part complete a transfer, or none does: the store answers the calls that complete
+    it only if all of them were made before one of the callers was lost.
     """
 
-    def __init__(self, newest: NewestEpoch, epoch: Epoch, rank: int, limit_s: float, judged_s: float, most_nbytes: int) -> None:
-        """`rank`: number of this rank. `limit_s`: longest wait for others, in seconds; the coordinator receives this limit.
+    def __init__(
+        self, newest: NewestEpoch, epoch: Epoch, rank: int, limit_s: float, judged_s: float, most_nbytes: int,
+        name: str = "state",
+    ) -> None:
+        """`name`: names this transfer among those to the same workers.
+
+        `rank`: number of this rank. `limit_s`: longest wait for others, in seconds; the coordinator receives this limit.
         `judged_s`: further seconds in which the coordinator decides whether missing members are lost. `most_nbytes`: largest
         state that this rank receives or waits for."""
-        self._newest, self._epoch, self._rank, self._most_nbytes = newest, epoch, rank, most_nbytes
-        self._first = epoch.members[0].rank
+        self._newest, self._rank, self._most_nbytes = newest, rank, most_nbytes
+        self._first, self._name = epoch.members[0].rank, name
+        self._partners = {rank, self._first}
+        """The workers that take part, as far as this rank knows."""
         self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
+        self._written = defaultdict[int, list[StoreKey]](list)
+        """Keys of this rank that nobody reads after a window has ended, by window."""
         self.announced = False
         """True: the members have begun to give the state."""
 
     def give(self, own: bytes, common: bytes, givers: Sequence[int], joining: Sequence[int]) -> None:
         """Sends the state. Returns when all joining workers have entered. `own`: what only the first member sends."""
-        if self._rank == self._first:
-            announced = msgspec.msgpack.encode((len(own), len(common), givers, joining))
-            self._put([(self._announcement(member), announced) for member in joining])
-        transfer = self._announced(joining[0])
-        given: list[list[StoreKey]] = []
+        self._partners |= {*givers, *joining}
         try:
-            for window in range(transfer.windows):
-                if window > 1:
-                    self._read(transfer.ends(window - 2))
-                    self._drop(given.pop(0))
-                given.append([])
+            if self._rank == self._first:
+                announced = msgspec.msgpack.encode((len(own), len(common), givers, joining))
+                self._write(0, [(self._announcement(member), announced) for member in joining])
+            transfer = self._announced(joining[0])
+            for window in self._windows(transfer):
                 for batch in self._batches_to_give(transfer, window, len(common)):
-                    self._give(transfer, batch, own if batch < transfer.own_batches else common, given[-1])
-                self._put([(transfer.end(window, self._rank), b"")])
+                    self._give(transfer, window, batch, own if batch < transfer.own_batches else common)
             self._meet(transfer)
         finally:
-            for keys in given:
-                self._drop(keys)
+            self._drop_all()
 
-    def _give(self, transfer: _Transfer, batch: int, data: bytes, keys: list[StoreKey]) -> None:
-        """Sends one batch, and adds the keys that it writes to `keys`."""
-        keys.append(transfer.giver(batch))
-        self._put([(keys[-1], msgspec.msgpack.encode(self._rank))])
+    def _windows(self, transfer: _Transfer) -> Iterator[int]:
+        """Yields each window when all have completed the last but one."""
+        for window in range(transfer.windows):
+            if window > 1:
+                self._read(transfer.ends(window - 2))
+                self._drop(self._written.pop(window - 2, ()))
+            yield window
+            self._write(window + 2, [(transfer.end(window, self._rank), b"")])
+
+    def _give(self, transfer: _Transfer, window: int, batch: int, data: bytes) -> None:
+        """Sends one batch."""
+        self._write(window, [(transfer.giver(batch), msgspec.msgpack.encode(self._rank))])
         begin, end = transfer.bounds(batch)
         for key, start in zip(transfer.parts(batch, self._rank), range(begin, end, PART_NBYTES), strict=True):
-            keys.append(key)
-            self._put([(key, data[start : min(start + PART_NBYTES, end)])])
+            self._write(window, [(key, data[start : min(start + PART_NBYTES, end)])])
 
     def _batches_to_give(self, transfer: _Transfer, window: int, common_nbytes: int) -> Iterator[int]:
         """Yields the next batch for this rank to give, as long as the window has one. A rank with a common state of another
@@ -165,8 +180,11 @@ class StateRelay:
         own, shared = transfer.window(window)
         if self._rank == self._first:
             yield from own
+        given = f"{transfer.name}/given{window}", ANY
         while shared and common_nbytes == transfer.common_nbytes:
-            number = self._put([], add=((f"{transfer.name}/given{window}", ANY), 1)) - 1
+            number = self._put([], add=(given, 1)) - 1
+            if not number:  # the number belongs to the site that was the first to add to it
+                self._written[window].append(given)
             if number >= len(shared):
                 return
             yield shared[number]
@@ -174,41 +192,58 @@ class StateRelay:
     def take(self, enter: Callable[[bytes, bytes], T]) -> T:
         """Receives the complete state and calls `enter` with the first member's own state and the common one, before the others
         are told of its arrival. Returns the result of `enter`."""
-        transfer, own, common = self._announced(self._rank), bytearray(), bytearray()
-        for window in range(transfer.windows):
-            if window > 1:
-                self._read(transfer.ends(window - 2))  # all givers wait for these, too; the wait names who is late
-            for batch in chain(*transfer.window(window)):
-                (row,) = self._read([transfer.giver(batch)])
-                if (giver := unpack(row, int, peer_name(self._first), "a giver")) not in transfer.givers:
-                    raise CorruptFrame(f"names worker {giver} as a giver of the state, but these are {transfer.givers}",
-                                       peer=peer_name(self._first))
-                begin, end = transfer.bounds(batch)
-                rows = self._read(transfer.parts(batch, giver))
-                self._check(sum(map(len, rows)), end - begin, giver)
-                (own if batch < transfer.own_batches else common).extend(b"".join(rows))
-            self._put([(transfer.end(window, self._rank), b"")])
-        entered = enter(bytes(own), bytes(common))
-        self._meet(transfer)
-        return entered
+        try:
+            transfer, own, common = self._announced(self._rank), bytearray(), bytearray()
+            for window in self._windows(transfer):
+                for batch in chain(*transfer.window(window)):
+                    (own if batch < transfer.own_batches else common).extend(self._batch(transfer, batch))
+            entered = enter(bytes(own), bytes(common))
+            self._meet(transfer)
+            return entered
+        finally:
+            self._drop_all()
+
+    def _batch(self, transfer: _Transfer, batch: int) -> bytes:
+        """Waits for one batch and reads it."""
+        (row,) = self._read([transfer.giver(batch)])
+        if (giver := unpack(row, int, peer_name(self._first), "a giver")) not in transfer.givers:
+            raise CorruptFrame(f"names worker {giver} as a giver of the state, but these are {transfer.givers}",
+                               peer=peer_name(self._first))
+        begin, end = transfer.bounds(batch)
+        rows = self._read(transfer.parts(batch, giver))
+        self._check(sum(map(len, rows)), end - begin, giver)
+        return b"".join(rows)
 
     def _announced(self, joining: int) -> _Transfer:
-        (row,) = self._read([self._announcement(joining)])
-        own, common, givers, new = unpack(row, tuple[int, int, list[int], list[int]], peer_name(self._first), "a size")
-        self.announced = True
-        among, present = (*givers, *new), {member.rank for member in self._epoch.members}
-        if not {joining, self._first} <= {*among} <= present or len({*among}) < len(among):
-            raise CorruptFrame(f"names workers {[*among]} for the transfer of a state, but the members are {sorted(present)}",
-                               peer=peer_name(self._first))
+        """Waits until the first member has announced the transfer for `joining` among the present members, and this rank knows
+        of all of them."""
+        until = time.monotonic() + self._deadline_s
+        while True:
+            (row,) = self._read([self._announcement(joining)])
+            own, common, givers, new = unpack(row, tuple[int, int, list[int], list[int]], peer_name(self._first), "a size")
+            self.announced = True
+            among = *givers, *new
+            fits = self._first in givers and joining in new and len({*among}) == len(among)
+            if fits and not self._newest.lacks(among) and self._partners <= {*among}:
+                break
+            if self._newest.lacks(self._partners):
+                raise PartnerLost
+            if not fits or time.monotonic() >= until:
+                present = sorted(member.rank for member in self._newest.epoch.members)
+                raise CorruptFrame(f"names workers {[*among]} for the transfer of a state, but the members are {present}",
+                                   peer=peer_name(self._first))
+            time.sleep(LOOK_S)
+        self._partners |= {*among}
         self._check(own, self._most_nbytes, self._first)
         self._check(common, self._most_nbytes - own, self._first)
-        return _Transfer(f"state{self._epoch.generation}/{new[0]}", own, common, givers, new)
+        # Among these workers others never take part in another transfer, so the numbers of workers name it.
+        return _Transfer(f"{self._name}/{new[0]}.{len(givers)}.{len(new)}", own, common, givers, new)
 
     def _check(self, nbytes: int, most_nbytes: int, giver: int) -> int:
         return check_nbytes(nbytes, most_nbytes, "the state for a joining worker", peer_name(giver))
 
     def _announcement(self, joining: int) -> StoreKey:
-        return f"state{self._epoch.generation}/{joining}", self._first
+        return f"{self._name}/{joining}", self._first
 
     def _meet(self, transfer: _Transfer) -> None:
         """Waits until all who take part in the transfer have completed it."""
@@ -220,38 +255,48 @@ class StateRelay:
         until = begin + self._deadline_s
         while True:
             try:
-                newer, store = self._newest.epoch is not self._epoch, site_process_group.kv_client()
+                lost, store = self._newest.lacks(self._partners), site_process_group.kv_client()
                 rows = store.request(
-                    min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not newer,
-                    newest_only=self._epoch.generation, rank=self._rank, since=begin,
+                    min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not lost, rank=self._rank, since=begin,
+                    generation=self._newest.epoch.generation,
                     limit_s=0.0 if any(rank == ANY for _, rank in want) else self._limit_s, call_s=BYTES_S).values
             except CommError as error:
                 if store is not site_process_group.kv_client():
                     continue  # this rank has continued with other members
                 now = time.monotonic()
                 give_up = min(give_up, now + self._newest.away_s)
-                # The request is sent even if there is a newer epoch, because only a reply shows whether others have found all
-                # values of this one.
+                # The request is sent even if a worker has left, because only a reply shows whether others have found all
+                # values.
                 if _unanswered(error) and now < min(until, give_up):
                     continue
-                if self._newest.epoch is self._epoch and not self._newest.is_outdated(self._epoch):
+                if not self._newest.will_lack(self._partners):
                     raise
-                raise NewerEpoch from None
+                raise PartnerLost from None
             put, give_up = (), math.inf
             if None not in rows:
                 return [row for row in rows if row is not None]
-            if newer:
-                raise NewerEpoch
+            if lost:
+                raise PartnerLost
             if time.monotonic() >= until:
                 late = [peer_name(self._first if rank == ANY else rank)
                         for (_, rank), row in zip(want, rows, strict=True) if row is None]
                 raise DeadlineExceeded("has not sent or received the state for a joining worker before the deadline",
                                        peer=", ".join(late))
 
+    def _write(self, window: int, rows: Sequence[tuple[StoreKey, bytes]]) -> None:
+        """Writes values that nobody reads after this window has ended."""
+        self._written[window] += [key for key, _ in rows]
+        self._put(rows)
+
+    def _drop_all(self) -> None:
+        while self._written:
+            self._drop(self._written.popitem()[1])
+
     def _drop(self, keys: Sequence[StoreKey]) -> None:
         """Drops keys. If that fails, the coordinator drops them when all members have changed to another epoch."""
         with contextlib.suppress(CommError):
-            site_process_group.kv_client().request(time.monotonic() + self._deadline_s, drop=keys)
+            if keys:
+                site_process_group.kv_client().request(time.monotonic() + self._deadline_s, drop=keys)
 
     def _put(self, rows: Sequence[tuple[StoreKey, bytes]], add: tuple[StoreKey, int] | None = None) -> int:
         """Writes values to the store. Returns the number that `add` has increased."""
@@ -259,14 +304,15 @@ class StateRelay:
         while True:
             store = site_process_group.kv_client()
             try:
+                # Belongs to the coordinator's newest epoch, which no worker of this transfer leaves before it is over.
                 return store.request(time.monotonic() + self._deadline_s, put=rows, add=add, once=once,
-                                     newest_only=self._epoch.generation).sum
+                                     generation=self._newest.epoch.generation).sum
             except CommError:
-                if store is site_process_group.kv_client() and self._newest.is_outdated(self._epoch):
-                    raise NewerEpoch from None
-                if store is site_process_group.kv_client():
+                if store is not site_process_group.kv_client():
+                    continue  # this rank has continued with other members
+                if not self._newest.will_lack(self._partners):
                     raise
-                # this rank has continued with other members
+                raise PartnerLost from None
 
 
 def _unanswered(error: CommError) -> bool:

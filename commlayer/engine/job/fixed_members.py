@@ -17,6 +17,8 @@ class FixedMembers(Component):
     def __init__(self) -> None:
         self.steps_at_exit: dict[int, int] = {}
         """Training step at which each former member left, by its number in messages: the job's value of `carried` then."""
+        self.followers: set[int] = set()
+        """Numbers of all workers that follow the exchanges, or have done so."""
         self.row_carried = 0
         """The job's value of `carried` when this rank sent its last row."""
         self.confirmed = 0
@@ -30,6 +32,12 @@ class FixedMembers(Component):
     def no_joins(self) -> contextlib.AbstractContextManager[None]:
         """Context manager for operations that a joining rank would not know of: no rank can join inside it."""
         return contextlib.nullcontext()
+
+    @property
+    def catching_up(self) -> bool:
+        """True: a worker follows the exchanges under the current plan, and joins later. If the plan changed, the worker would
+        have to begin again."""
+        return False
 
     @property
     def entering(self) -> bool:

@@ -21,7 +21,7 @@ class OptimizerMemory:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Any, outer: OuterSGD) -> None:
-        self._parameters, self._optimizer, self._outer = parameters, optimizer, outer
+        self._parameters, self._optimizer, self.outer = parameters, optimizer, outer
 
     @property
     def family(self) -> str:
@@ -31,7 +31,7 @@ class OptimizerMemory:
     @property
     def matched(self) -> bool:
         """True: averages of weight changes are scaled to the norm of the ranks' changes (norm-matched averaging)."""
-        return self._outer.matched
+        return self.outer.matched
 
     @property
     def remembers(self) -> bool:
@@ -51,13 +51,13 @@ class OptimizerMemory:
         """Returns the weight change, as local steps exchange it, that has the same effect as a gradient of 1 in a synchronous
         step; 0 if this ratio is not a constant."""
         optimizer, p = self._optimizer, self._parameters[number]
-        if type(optimizer) is not torch.optim.SGD or self._outer.momentum or self._outer.matched:
+        if type(optimizer) is not torch.optim.SGD or self.outer.momentum or self.outer.matched:
             return 0.0
         group = next((group for group in optimizer.param_groups if any(q is p for q in group["params"])), {})
         rate = float(group.get("lr", 0.0))
         if group.get("momentum") or not 0 < rate < math.inf:
             return 0.0
-        return (-rate if group.get("maximize") else rate) / self._outer.lr
+        return (-rate if group.get("maximize") else rate) / self.outer.lr
 
 
 def state_digests(parameters: Sequence[torch.Tensor], optimizer: Any, *, moments: bool = True) -> list[int]:

@@ -7,9 +7,11 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
+from commlayer import records
 from commlayer.cluster.calls import messages
 from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.processes.collectives import Groups
@@ -21,17 +23,20 @@ from commlayer.compressors import restore, snapshot
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.epochs.changing_members import ChangingMembers, new_world
-from commlayer.engine.epochs.replica import Replica, TakenState
+from commlayer.engine.epochs.replica import GivenState, Replica, TakenState, received
 from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
 from commlayer.engine.job.job import DistributedJob, JoinedState
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.model.optimizer_state import OptimizerMemory
+from commlayer.engine.start.result_follower import ResultFollower
 from commlayer.engine.worker.root_cause import WaitsFor
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost
-from commlayer.records import Epoch, Job, sites_of
+from commlayer.optim import OuterSGD
+from commlayer.records import Epoch, Job, Plan, sites_of
 
 log = logging.getLogger("commlayer")
+T = TypeVar("T")
 
 
 def enter(
@@ -51,7 +56,7 @@ def enter(
         undo.callback(leave_job, link, (), "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s)
         link.dial(time.monotonic() + config.join_deadline_s)
         log.warning("joining a running job as worker %d: waiting for an exchange in which it can begin", own)
-        taken = _receive(replica, link, own, config, waits, check, begin)
+        taken = _Receiver(replica, link, job, memory.outer, device, config, waits, check, begin).receive()
         given = taken.told
         assert given.epoch is not None
         if given.matched and not memory.matched:
@@ -81,42 +86,94 @@ def enter(
         bucket.ledger.unreported = given.undone.get(bucket.id, 0)
     members = ChangingMembers(context, config, home, replica, given.joined)
     members.steps_at_exit |= given.exits
+    members.followers |= {*given.followers}
     members.confirmed = members.row_carried = given.confirmed
+    meanwhile = f", in which the others have made {taken.followed} exchanges" if taken.followed else ""
     context.say(f"joined the running job as worker {own} with the weights, buffers and optimizer state of its workers, after "
-                f"{time.monotonic() - begin:.1f} s; this is rank {context.rank} of {context.world}, at step {context.passes}")
+                f"{time.monotonic() - begin:.1f} s{meanwhile}; this is rank {context.rank} of {context.world}, at step "
+                f"{context.passes}")
     return context
 
 
-def _receive(
-    replica: Replica, link: WorkerClient, own: int, config: Config, waits: WaitsFor, check: Callable[..., None], begin: float,
-) -> TakenState:
-    """Waits until the other members give the state of an exchange in which this rank can take part, and installs that state."""
-    newest = NewestEpoch(link.epoch, waits.notice_s, reconnect_window_s(config))
+class _Receiver:
+    """Receives the state of a running job on a worker that joins."""
 
-    def offer(epoch: Epoch) -> None:
-        newest.epoch = epoch
+    def __init__(
+        self, replica: Replica, link: WorkerClient, job: Job, outer: OuterSGD, device: torch.device, config: Config,
+        waits: WaitsFor, check: Callable[..., None], begin: float,
+    ) -> None:
+        self._replica, self._link, self._job, self._outer, self._device = replica, link, job, outer, device
+        self._config, self._check, self._begin = config, check, begin
+        self._follower: ResultFollower | None = None
+        self._newest = NewestEpoch(link.epoch, waits.notice_s, reconnect_window_s(config))
+        link.subscribe_epochs(self._offer)
 
-    link.subscribe_epochs(offer)
+    def _offer(self, epoch: Epoch) -> None:
+        self._newest.epoch = epoch
 
-    def receive(epoch: Epoch) -> TakenState | None:
-        _check_givers(epoch, own, link)
-        relay = StateRelay(newest, epoch, own, config.deadline_s, judged_s(config), replica.most_nbytes)
-        fits = functools.partial(check, nodes=len(sites_of(epoch.members)))
-        try:
-            return relay.take(functools.partial(replica.take, check=fits))
-        except DeadlineExceeded:
-            if relay.announced:
-                raise
-            # The plan of the running job defines how long an exchange takes. The coordinator reports members that have
-            # died.
-            log.warning("still waiting for the other workers after %.0f s: under local steps "
-                        "a worker can join only at a scheduled exchange, and there is none "
-                        "if the script calls flush() more often than exchanges are due", time.monotonic() - begin)
-            return None
+    def receive(self) -> TakenState:
+        """Waits until the other members give the state of an exchange in which this rank can take part, and installs it.
 
-    while (received := newest.run(receive)) is None:
-        pass
-    return received
+        Under local steps this rank first follows their exchanges, and receives the state while they train.
+        """
+        given = self._take("state", self._take_state)
+        if isinstance(given, TakenState):
+            return given
+        log.warning("receiving the weights, while the other workers train on")
+        snapshot = self._take("snapshot", functools.partial(self._take_snapshot, given))
+        taken = self._take("rest", functools.partial(self._take_rest, given, *snapshot))
+        given.stop()
+        return taken
+
+    def _take_state(self, own: bytes, common: bytes) -> TakenState | ResultFollower:
+        """Installs the state, or begins to follow the exchanges. It may be called again with equal values, as the next ones."""
+        given, tensors = received(own, common)
+        if not given.follow:
+            return self._replica.install(given, tensors, self._fits)
+        plan = records.decode(given.plan, Plan, "plan of the running job")
+        self._fits(plan)
+        if self._follower is None:
+            self._follower = ResultFollower(self._link, self._job, plan, given, self._outer, self._device,
+                                            self._config.deadline_s)
+        return self._follower
+
+    def _take_snapshot(self, follower: ResultFollower, own: bytes, common: bytes) -> tuple[GivenState, dict[str, torch.Tensor]]:
+        given, tensors = received(own, common)
+        follower.begin(given.step, given.row, *self._replica.common(tensors))
+        follower.catch_up()
+        return given, tensors
+
+    def _take_rest(
+        self, follower: ResultFollower, former: GivenState, tensors: Mapping[str, torch.Tensor], own: bytes, common: bytes,
+    ) -> TakenState:
+        given, rest = received(own, common)
+        complete = self._replica.completed(given, rest, former, tensors, *follower.advance(given.step))
+        return self._replica.install(*complete, self._fits)._replace(followed=given.counted - former.counted)
+
+    def _take(self, name: str, enter: Callable[[bytes, bytes], T]) -> T:
+        """Takes part in the transfer `name`; again, if it begins late."""
+        def take(epoch: Epoch) -> T | None:
+            _check_givers(epoch, self._link.transport.rank, self._link)
+            relay = StateRelay(self._newest, epoch, self._link.transport.rank, self._config.deadline_s, judged_s(self._config),
+                               self._replica.most_nbytes, name)
+            try:
+                return relay.take(enter)
+            except DeadlineExceeded:
+                if relay.announced:
+                    raise
+                # The plan of the running job defines how long an exchange takes. The coordinator reports members that have
+                # died.
+                log.warning("still waiting for the other workers after %.0f s: under local steps "
+                            "a worker can join only at a scheduled exchange, and there is none "
+                            "if the script calls flush() more often than exchanges are due", time.monotonic() - self._begin)
+                return None
+
+        while (taken := self._newest.run(take)) is None:
+            pass
+        return taken
+
+    def _fits(self, plan: Plan) -> None:
+        self._check(plan, nodes=len(sites_of(self._newest.epoch.members)))
 
 
 def _restore_codecs(worker: Worker, given: Mapping[str, torch.Tensor]) -> None:

@@ -9,6 +9,8 @@ from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import CommError
 from commlayer.observe.noise_scale import Agreement
 
+LENGTHS = "lengths of changes"
+"""Section of the rows with the norms."""
 LEAST_AGREEMENT = 0.01
 """A smaller agreement is logged as no further change."""
 
@@ -23,7 +25,7 @@ class UpdateNorms:
 
     def __init__(self, context: DistributedJob, deadline_s: float) -> None:
         self._context, self._deadline_s = context, deadline_s
-        self._rows = context.rows.section("lengths of changes", stays=True)
+        self._rows = context.rows.section(LENGTHS, stays=True)
         self._agreement, self._logged = Agreement(), 0.0
         """Of the changes under the current plan, and the last logged agreement."""
 

@@ -241,6 +241,11 @@ class OuterSteps:
         self.apart = True
 
     @property
+    def matches(self) -> bool:
+        """True: the ranks exchange the norms of their changes."""
+        return self._norms is not None
+
+    @property
     def due(self) -> bool:
         return self.taken >= self.every // self._fragments
 

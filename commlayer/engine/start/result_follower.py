@@ -1,0 +1,188 @@
+"""Follows the exchanges of a running job's local steps on a worker that has yet to join, and advances a snapshot by them.
+
+The worker requests each result from the servers, without a contribution. It keeps them encoded until it has received the
+members' state as it was before one of these exchanges. Then it applies the later results to that state with the outer
+optimizer, in their order, as the members have done. So it has the same weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from commlayer.cluster.processes.bounded_calls import CHECK_S
+from commlayer.cluster.processes.rows import numbers_of
+from commlayer.cluster.servers.gather import ROW_BUCKET
+from commlayer.cluster.servers.served_rows import rows_in
+from commlayer.cluster.servers.worker_client import WorkerClient
+from commlayer.compressors import codec_of
+from commlayer.engine.buckets.bucket import EncodedBucket, bucket_of
+from commlayer.engine.buckets.units import Units
+from commlayer.engine.epochs.replica import GivenState
+from commlayer.engine.step.update_norms import LENGTHS
+from commlayer.engine.sync.local_steps import Fragment
+from commlayer.engine.sync.norm_matching import largest_of, scale_of, square_of
+from commlayer.errors import CommError, DeadlineExceeded
+from commlayer.optim import OuterSGD
+from commlayer.planner.buckets import fragments_of, ranges_of
+from commlayer.records import Bucket, Job, Plan
+from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Message, peer_name, send_request
+
+AHEAD, ROWS_AHEAD = 2, 8
+"""Number of results of a bucket, and of rows, that are requested before they are complete. A result that is not requested in
+time is lost, since servers keep the last two only."""
+
+
+class _Stream:
+    """The results of one bucket, step after step."""
+
+    def __init__(self, link: WorkerClient, bucket: int, server: int, given: GivenState, first: int, ahead: int) -> None:
+        self._link, self._server, self._ahead = link, server, ahead
+        self._header = Header(Kind.FOLLOW, given.generation, bucket=bucket, sender=link.transport.rank)
+        self._arrived = threading.Condition()
+        self._results: dict[int, Message] = {}
+        self._error: CommError | None = None
+        self._stopped = False
+        for step in range(first, first + ahead):
+            self._request(step)
+
+    def _request(self, step: int) -> None:
+        answer = send_request(self._link.transport, SERVER_BASE + self._server, self._header._replace(step=step))
+        answer.on_done(self._answered)
+
+    def _answered(self, handle: Handle) -> None:
+        error = handle.error()
+        with self._arrived:
+            if self._stopped:
+                return
+            if error is None:
+                message = handle.message()
+                if message.header.flags & Flag.ABANDON:
+                    error = CommError(f"this home cannot follow the job's exchanges: {str(message.body, 'utf-8', 'replace')}; "
+                                      "join again", peer=peer_name(message.peer), code="E-JOIN-MISSED")
+                else:
+                    self._results[message.header.step] = message
+            self._error = self._error or error
+            self._arrived.notify_all()
+        if error is None:
+            self._request(message.header.step + self._ahead)
+
+    def stop(self) -> None:
+        with self._arrived:
+            self._stopped = True
+            self._results.clear()
+
+    def has(self, step: int) -> bool:
+        with self._arrived:
+            return step in self._results
+
+    def take(self, step: int, deadline: float) -> Message:
+        """Waits for the result of a step, and returns it. Earlier ones are dropped."""
+        with self._arrived:
+            while step not in self._results:
+                if self._error is not None:
+                    raise self._error
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    raise DeadlineExceeded("sent no result of the bucket before the deadline", peer=peer_name(
+                        SERVER_BASE + self._server), step=step, bucket=self._header.bucket)
+                self._arrived.wait(min(left_s, CHECK_S))
+            for earlier in [each for each in self._results if each < step]:
+                del self._results[earlier]
+            return self._results.pop(step)
+
+
+class ResultFollower:
+    """The results of all exchanges of a running job from one step on, and the state that they lead to."""
+
+    def __init__(self, link: WorkerClient, job: Job, plan: Plan, given: GivenState, outer: OuterSGD, device: torch.device,
+                 deadline_s: float) -> None:
+        """Requests results from step `given.step` on, and rows from `given.row` on, under plan `plan`."""
+        self._job, self._plan, self._outer, self._device, self._deadline_s = job, plan, outer, device, deadline_s
+        self._given = given
+        buffers = {number for number, tensor in enumerate(job.tensors) if tensor.buffer}
+        self._fragments = [[plan.buckets[place] for place in places if plan.buckets[place].slices[0].tensor not in buffers]
+                           for places in fragments_of(plan.buckets, plan.fragments)]
+        self._streams = {b.id: _Stream(link, b.id, b.server, given, given.step, AHEAD)
+                         for fragment in self._fragments for b in fragment}
+        self._rows = _Stream(link, ROW_BUCKET, 0, given, given.row, ROWS_AHEAD) if given.matched else None
+        self._units = Units(given.first_world)
+        self._step, self._row = given.step, given.row
+        """The exchange, and the first row, of which nothing is applied to the state yet."""
+        self._starts: list[torch.Tensor] = []
+        self._velocity: list[torch.Tensor | None] = []
+
+    def begin(self, step: int, row: int, starts: Sequence[torch.Tensor], velocity: Sequence[torch.Tensor | None]) -> None:
+        """Receives the state before exchange `step`, in which the next row was number `row`: the common weights and the outer
+        optimizer's momentum."""
+        if self._starts:
+            return  # begins again
+        self._step, self._row = step, row
+        self._starts = [start.to(self._device) for start in starts]
+        self._velocity = [None if each is None else each.to(self._device) for each in velocity]
+
+    def catch_up(self) -> None:
+        """Applies all exchanges whose results have arrived."""
+        while all(stream.has(self._step) for stream in self._streams.values()):
+            self.advance(self._step + 1)
+
+    def advance(self, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Returns the weights and momentum before exchange `step`."""
+        while self._step < step:
+            for number, buckets in enumerate(self._fragments):
+                self._apply(number, buckets)
+            self._step += 1
+        return self._starts, self._velocity
+
+    def stop(self) -> None:
+        """Requests no further results."""
+        for stream in [*self._streams.values(), *([] if self._rows is None else [self._rows])]:
+            stream.stop()
+
+    def _apply(self, number: int, buckets: Sequence[Bucket]) -> None:
+        """Applies the result of one fragment; see OuterSteps."""
+        deadline = time.monotonic() + self._deadline_s * self._plan.local_steps
+        norms = self._norms(deadline)
+        fragment = Fragment(number, ranges_of(buckets), self._starts, self._velocity)
+        changes = {n: torch.zeros_like(self._starts[n], device="cpu") for b in buckets for n in {s.tensor for s in b.slices}}
+        weights = [self._decode(bucket, changes, deadline) for bucket in buckets]
+        fragment.changes = {n: change.to(self._device) for n, change in changes.items()}
+        if not any(weights):
+            for mean in fragment.parts:
+                mean.zero_()
+        finite = math.isfinite(largest_of(fragment.parts))
+        if finite and norms:
+            scale = scale_of(norms, square_of(fragment.parts))
+            for mean in fragment.parts if scale != 1 else ():
+                mean.mul_(scale)
+        fragment.apply(self._starts, self._outer, finite=finite)
+
+    def _decode(self, planned: Bucket, changes: Mapping[int, torch.Tensor], deadline: float) -> float:
+        """Writes the mean of a bucket into `changes`. Returns its total weight."""
+        message = self._streams[planned.id].take(self._step, deadline)
+        bucket = bucket_of(planned, self._job, codec_of(planned, plan=self._plan), torch.device("cpu"), 0)
+        assert isinstance(bucket, EncodedBucket)
+        bucket.keep_encoded(_keep)
+        weight = bucket.exchange.total = message.header.weight
+        bucket.decode(message.body)
+        bucket.finish(weight, message.header.used)
+        average = self._units.average(bucket, weight)
+        if average is not None:
+            bucket.commit(average, [changes[s.tensor] for s in bucket.slices])
+        return weight
+
+    def _norms(self, deadline: float) -> list[list[float]]:
+        """Returns the norms of the members' changes in the next exchange: the next row that has any."""
+        while self._rows is not None:
+            message = self._rows.take(self._row, deadline)
+            self._row += 1
+            if norms := numbers_of(rows_in(message).values(), LENGTHS):
+                return norms
+        return []
+
+
+def _keep(_body: memoryview) -> None:
+    """Does not reuse the memory of a result."""
