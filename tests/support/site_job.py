@@ -391,7 +391,7 @@ def main(site: int, script: Script) -> None:
     if script.collective or script.ddp:
         dist.init_process_group("gloo")
     if script.collective:
-        dist.barrier()
+        dist.all_reduce(torch.zeros(1))
     if script.ddp:
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     second = Path(script.folder) / "second is attached"
