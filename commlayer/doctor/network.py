@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from commlayer.callbacks import ignore
 from commlayer.config import is_loopback, join_host
 from commlayer.doctor.findings import Finding, fail, of_error, ok, warn
 from commlayer.errors import listed
@@ -154,7 +155,7 @@ def check_idle(bps: float, setting: str) -> Iterator[Finding]:
                           f"{SLOW_BPS / 1e6:.0f} Mb/s", f"sysctl -w net.ipv4.{IDLE.name}=0, as root on all machines")
 
 
-def dial(host: str, number: int, limit_s: float = CONNECT_S, greet: Callable[[socket.socket], None] = lambda _: None) -> str:
+def dial(host: str, number: int, limit_s: float = CONNECT_S, greet: Callable[[socket.socket], None] = ignore) -> str:
     """Connects to an address and returns the problem with its remedy; "" if there is none. `greet` sends a valid first message,
     so the listener does not log an unknown connection."""
     try:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from commlayer.callbacks import ignore
 from commlayer.config import join_host
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused, coded
 from commlayer.transport import framing, mailbox
@@ -110,7 +111,7 @@ class StreamTransport:
         self._closed = threading.Event()
         self._missed: set[int] = set()  # peers whose machine closed the connection, and that have not reconnected
         self._barred: dict[bytes, str] = {}  # sessions that this end has aborted, with the reason
-        self.broken: Broken = lambda *_: None
+        self.broken: Broken = ignore
         """Function that is called with the peer and the error when a connection breaks that may be re-established. Runs in the
         thread that detected the break."""
         self.deliver = self._mailbox.deliver

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from commlayer.callbacks import ignore
 from commlayer.errors import CommError, Damaged, NotYet, PeerLost, Refused, without_code
 from commlayer.transport import mailbox
 from commlayer.transport.backoff import Backoff
@@ -94,7 +95,7 @@ class ReconnectingTransport:
     unchanged."""
 
     def __init__(self, carrier: Carrier, waits: ReconnectPolicy,
-                 recycle: Callable[[memoryview], None] = lambda _: None) -> None:
+                 recycle: Callable[[memoryview], None] = ignore) -> None:
         """`recycle` is called with the bodies of dropped messages."""
         self._carrier = carrier
         self._waits, self._recycle = waits, recycle

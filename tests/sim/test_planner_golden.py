@@ -149,6 +149,7 @@ def checked(case: Case) -> tuple[Plan, float]:
     return best, seconds(best, case)
 
 
+@pytest.mark.commit(24)
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in cases()])
 def test_no_plan_is_slower_to_a_loss_than_the_stored_one(name: str) -> None:

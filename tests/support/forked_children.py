@@ -44,7 +44,7 @@ def fork_children_of_this_process() -> None:
         child_processes.send_line(child, line)  # type: ignore[arg-type]
         return child
 
-    child_processes.spawn = heartbeat_sidecar.spawn = spawn  # type: ignore[assignment]
+    child_processes.spawn = heartbeat_sidecar.spawn = spawn  # type: ignore[assignment, attr-defined]
 
 
 class ForkedChild:

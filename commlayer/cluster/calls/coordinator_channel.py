@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from commlayer import config as settings
+from commlayer.callbacks import ignore
 from commlayer.cluster.calls import messages
 from commlayer.cluster.calls.call_proofs import AuthenticationFailed, CallAuthenticator
 from commlayer.cluster.calls.diagnosis import Unresolved, diagnose
@@ -137,7 +138,7 @@ class CoordinatorChannel:
                     raise
 
     def register(self, request: Callable[[float], Join], wait_s: float, answer_s: float, *, plan: bytes = b"",
-                 ended: threading.Event | None = None, log_wait: Callable[[str], None] = lambda _: None) -> JoinReply:
+                 ended: threading.Event | None = None, log_wait: Callable[[str], None] = ignore) -> JoinReply:
         """Repeats a registration until all processes have joined. `request` gets the seconds since the first attempt, and
         returns the Join message to send.
 

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from cryptography.x509.oid import NameOID
 
+from commlayer.callbacks import ignore
 from commlayer.cluster.keys import authority, invitations
 from commlayer.cluster.keys.enrolment_messages import (
     ENROL_S,
@@ -54,7 +55,7 @@ from commlayer.transport.connection import connect_socket
 from commlayer.transport.keys.key_folder import CA, CERTIFICATE, KEY, REVOKED, TOKEN, enrolling_context
 
 
-def enrol(home: HomeLine, wait_s: float, say: Callable[[str], None] = lambda _: None) -> Path:
+def enrol(home: HomeLine, wait_s: float, say: Callable[[str], None] = ignore) -> Path:
     """Fetches this home's certificate and stores the keys. Returns their folder. Raises Refused, or DeadlineExceeded if the
     server does not answer for `wait_s`.
 

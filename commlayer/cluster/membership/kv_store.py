@@ -12,6 +12,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from commlayer.callbacks import ignore
 from commlayer.cluster.calls.messages import MAX_REPLY_NBYTES, StoreKey
 from commlayer.errors import CorruptFrame
 from commlayer.records import Record
@@ -48,7 +49,7 @@ class KvStore:
 
     def __init__(self, workers: Mapping[str, int] = {}, rows: Iterable[tuple[StoreKey, Row]] = ()) -> None:
         """`workers`: see `allow`."""
-        self.save: Callable[[StoreKey, Row | None], None] = lambda *_: None
+        self.save: Callable[[StoreKey, Row | None], None] = ignore
         self.rows: dict[StoreKey, Row] = dict(rows)
         self.nbytes = Counter[str]()
         """Maps a site's token to the number of bytes that count against its share."""

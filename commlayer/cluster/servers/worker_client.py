@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from commlayer.callbacks import ignore
 from commlayer.cluster.calls import messages
 from commlayer.cluster.membership import client
 from commlayer.cluster.membership.client import Membership, OnEpoch
@@ -50,9 +51,9 @@ class WorkerClient:
         self._lock = threading.Lock()
         self._failure: CommError | None = None
         self._generation, self._probes, self._closed = 1, 0, False
-        self._fail: Fail = lambda _: None
-        self._stalled: OnStalled = lambda *_: None
-        self._left: Left = lambda *_: None
+        self._fail: Fail = ignore
+        self._stalled: OnStalled = ignore
+        self._left: Left = ignore
         self._names: dict[int, tuple[str, str]] = {}
         self._membership: Membership | None = None  # None while client.join() runs, whose thread calls the methods below
         self.membership = client.join(

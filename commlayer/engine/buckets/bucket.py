@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from commlayer.callbacks import ignore
 from commlayer.cluster.servers.bucket_sum import divided_afterwards
 from commlayer.compressors import kernels, seed
 from commlayer.compressors.codec import NAN, Codec, OneRound
@@ -342,7 +343,7 @@ class EncodedBucket(ServedBucket):
         """Codec that decodes encoded results when they are written; None: results are decoded when they arrive."""
         self._reader: TopK | RandomK | None = None
         """Codec that reads results as sparse entries; None: results are dense."""
-        self._recycle: Callable[[memoryview], None] = lambda _: None
+        self._recycle: Callable[[memoryview], None] = ignore
         super().__init__(planned, job, codec, device, order)
 
     def _allocate(self, job: Job, device: torch.device) -> None:

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import torch
 
+from commlayer.callbacks import ignore
 from commlayer.cluster.processes import site_process_group
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.processes.collectives import Groups, gather_values
@@ -77,12 +78,9 @@ class JoinedState:
         optimizer state again, because before that step the script might have changed the optimizer, for example with schedulers
         that catch up. The received state already contains such changes."""
         self._restore()
-        self.local, self._restore, self.fresh = {}, _nothing, False  # frees memory as large as model and optimizer
+        self.local, self._restore, self.fresh = {}, ignore, False  # frees memory as large as model and optimizer
         site_process_group.release()
 
-
-def _nothing() -> None:
-    """Default of `_restore`: does nothing, because the optimizer's state is restored already."""
 
 
 _open: weakref.WeakSet[JobContext] = weakref.WeakSet()

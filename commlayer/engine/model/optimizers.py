@@ -17,6 +17,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from commlayer.callbacks import ignore
 from commlayer.engine.model.shard_parameters import original_of
 
 Call = Callable[[Optimizer, Any, Any], None]
@@ -47,8 +48,8 @@ def watch(before: Call | None = None, after: Call | None = None) -> Callable[[],
 
     Both arguments are methods. They are referenced weakly, so a session that a script drops is freed with its model.
     """
-    watcher = _Watcher(_nothing if before is None else weakref.WeakMethod(before),
-                       _nothing if after is None else weakref.WeakMethod(after))
+    watcher = _Watcher(ignore if before is None else weakref.WeakMethod(before),
+                       ignore if after is None else weakref.WeakMethod(after))
     if not _handles:
         _handles[:] = [register_optimizer_step_pre_hook(torch.compiler.disable(_before)),
                        register_optimizer_step_post_hook(torch.compiler.disable(_after))]
@@ -96,9 +97,6 @@ def closure_of(args: Any, kwargs: Any) -> Any:
     part of the step."""
     return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
-
-def _nothing() -> None:
-    return None
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from commlayer.callbacks import ignore
 from commlayer.cluster.processes.bounded_calls import PendingCollective
 from commlayer.cluster.processes.channels import Channel, Channels
 from commlayer.compressors import place, runs_on, seed
@@ -213,11 +214,11 @@ class BucketProgram:
         if e.name in ("allreduce", "reduce", "broadcast"):
             count(span_x.nbytes, span_x.nbytes)
         if e.name == "allreduce":
-            return _Under(channel.allreduce(span_x), _nothing)
+            return _Under(channel.allreduce(span_x), ignore)
         if e.name == "reduce":
-            return _Under(channel.reduce(span_x, e.root), _nothing)
+            return _Under(channel.reduce(span_x, e.root), ignore)
         if e.name == "broadcast":
-            return _Under(channel.broadcast(span_x, e.root), _nothing)
+            return _Under(channel.broadcast(span_x, e.root), ignore)
         sizes = [high - low for low, high in e.parts]
         mine = x[e.parts[e.place][0] : e.parts[e.place][1]]
         if e.name == "reduce_scatter":
@@ -335,6 +336,3 @@ def _payload(slot: torch.Tensor, *, as_tensor: bool = False) -> Buffer:
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)
 
-
-def _nothing() -> None:
-    """Does nothing: the default of `then`, for results that need no handling."""

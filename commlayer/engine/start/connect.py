@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from commlayer import records
+from commlayer.callbacks import ignore
 from commlayer.cluster.calls import messages
 from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.processes.child_processes import EmbeddedServer
@@ -158,7 +159,7 @@ def _begin(
         if gathered is not None:
             undo.callback(gathered.close)
         # Heartbeats are needed even without servers: a broken collective does not show which rank failed.
-        config = _placed(config, met.address, notes.append if first else _ignore)
+        config = _placed(config, met.address, notes.append if first else ignore)
         link = _join(job, agreed, groups, servers, config, outbound_only=not met.reachable, elastic=elastic,
                      must_match=must_match if elastic else {})
         rows = StepRows(gathered or ServedRows(link.transport, groups.rank, config.deadline_s + patience_s), members,
@@ -216,9 +217,6 @@ def _join(
         must_match=must_match,
     ), config)
 
-
-def _ignore(_line: str) -> None:
-    """Does nothing with a log line, because rank 0 logs it for all ranks."""
 
 
 def _placed(config: Config, address: str, note: Callable[[str], None]) -> Config:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from commlayer.callbacks import ignore
 from commlayer.engine.hooks.aliases import ours
 from commlayer.engine.hooks.callbacks import in_compiled_autograd, uncompiled, weakly
 from commlayer.engine.worker.worker import Worker
@@ -70,7 +71,7 @@ class Hooks:
         self._graphs: set[int] = set()
         """Autograd's ids of the current backward pass and of passes nested in it. An id is added when a hook of its pass first
         runs."""
-        self._root: Callable[[], object] = _nothing
+        self._root: Callable[[], object] = ignore
         """Weak reference to the tensor on which the script called backward() for the current pass."""
         self._segmented = self._holds = self._logged = False
         """Three flags about the current backward pass. `_segmented`: it has nested passes. `_holds`: `ready` is not called.
@@ -124,7 +125,7 @@ class Hooks:
             self._clear()
             self._aborted()
         if not self._graphs:
-            self._root = _nothing if root is None else weakref.ref(root)
+            self._root = ignore if root is None else weakref.ref(root)
         self._graphs.add(graph)
         if node is None:
             torch.autograd.Variable._execution_engine.queue_callback(uncompiled(self._end))
@@ -182,9 +183,6 @@ class Hooks:
         for handle in (*self._handles.values(), *self._keeping):
             handle.remove()
 
-
-def _nothing() -> object:
-    return None
 
 
 def _node_around() -> Any:

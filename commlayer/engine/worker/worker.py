@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from commlayer.callbacks import ignore
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.residual_slices import ResidualSlice
@@ -61,7 +62,7 @@ class Worker:
     def __init__(
         self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
         *, rank: int = 0, members: int = 0, generation: int = 1, transport: Transport | None = None,
-        groups: Groups | None = None, recycle: Callable[[memoryview], None] = lambda _: None,
+        groups: Groups | None = None, recycle: Callable[[memoryview], None] = ignore,
         components: Components | None = None, site: Site | None = None,
     ) -> None:
         """Allocates the buckets and starts the lanes.
