@@ -80,9 +80,6 @@ class Groups:
         ready, late_ready = (None if self.device.type == "cpu" else self._node("gloo") for _ in range(2))
         if out is None or back is None or late is None:
             return None
-        if self.device.type == "cuda":  # NCCL connects with the first call, through a store that a change of members closes
-            for channel in (out, back, late):
-                channel.allreduce(torch.zeros(1, device=self.device)).wait(time.monotonic() + self.timeout_s)
         return NodeGroups(out, back, late, ready, late_ready)
 
     def _node(self, backend: str | None = None) -> Channel | None:
@@ -92,6 +89,8 @@ class Groups:
         for ranks in self.sites:
             if len(ranks) > 1 and (group := self.members.group(ranks, timeout_s=self.timeout_s, backend=backend)) is not None:
                 mine = Channel(group, "inside the node")
+                if "nccl" in dist.get_backend(group):  # connects with its first call, through a store that is closed later
+                    mine.allreduce(torch.zeros(1, device=self.device)).wait(time.monotonic() + self.timeout_s)
         return mine
 
     @property
