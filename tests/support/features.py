@@ -31,7 +31,7 @@ from support.site_job import digest
 
 STEPS, DIES_AT, MORE, SETTLED = 16, 6, 16, 4
 """Steps of a job that no home joins; the forward pass in which a home dies; steps after a home joins. Averages are compared
-with those by hand after SETTLED steps without a change of members."""
+with those by hand if members did not change in SETTLED steps before and after: in the step of a death, they may lack it."""
 PAUSE_S, MOST = 0.05, 2400
 """Least seconds per step, and the last step, while a home is awaited."""
 LENGTH, BATCH = 96, 24
@@ -66,6 +66,8 @@ class Training:
             self.config = quick(ranks_per_node=self.per_node, servers="each")
         self._awaits, self._passes = part.kind.endswith("leave") and self.feature.joins, 0
         self._members: list[list[int]] = []
+        self._averages: list[list[tuple[Any, Any]]] = []
+        """Of each step: the averages, and those by hand."""
         self.resumed: int | None = None
         self.shares: dict[int, int] = {}
         self.compared = self.buckets = 0
@@ -146,16 +148,18 @@ class Training:
     def _compare(self, step: int, weights: Callable[[int], float]) -> None:
         members = list(self.session.inspect.members)
         self._members.append(members)
-        if self._members[-SETTLED:] != [members] * SETTLED:
-            return
-        self.compared += 1
         model, total = mlp(), sum(map(weights, members))
         model.load_state_dict(self.model.state_dict())
         for member in members:
             x, y = data(member, step)
             (nn.functional.mse_loss(model(x), y) * (weights(member) / total)).backward()
-        for p, q in zip(self.model.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+        self._averages.append([(p.grad.clone(), q.grad)
+                               for p, q in zip(self.model.parameters(), model.parameters(), strict=True)])
+        if self._members[-2 * SETTLED :] != [members] * 2 * SETTLED:
+            return
+        self.compared += 1
+        for average, by_hand in self._averages[-SETTLED]:
+            torch.testing.assert_close(average, by_hand, rtol=1e-4, atol=1e-5)
 
     def finish(self) -> dict[str, Any]:
         """Makes weights equal on all workers, and returns this worker's report."""

@@ -83,9 +83,6 @@ class Groups:
         ready, late_ready = (None if self.device.type == "cpu" else self._node("gloo") for _ in range(2))
         if out is None or back is None or late is None:
             return None
-        if self.device.type == "cuda":  # NCCL connects with the first call, through a store that a change of members closes
-            for channel in (out, back, late):
-                channel.allreduce(torch.zeros(1, device=self.device)).wait(time.monotonic() + self.timeout_s)
         return NodeGroups(out, back, late, ready, late_ready)
 
     def site_channel(self) -> Channel | None:
@@ -104,6 +101,8 @@ class Groups:
             group = self.members.group(ranks, timeout_s=timeout_s or self.timeout_s, backend=backend)
             if group is not None:
                 mine = Channel(group, "inside the node")
+                if "nccl" in dist.get_backend(group):  # connects with its first call, through a store that is closed later
+                    mine.allreduce(torch.zeros(1, device=self.device)).wait(time.monotonic() + self.timeout_s)
         return mine
 
     @property
