@@ -58,7 +58,7 @@ class Shards(NamedTuple):
 
     def _cut(self, bucket: Bucket, job: Job) -> Iterator[Bucket]:
         if whole := tuple(s for s in bucket.slices if s.tensor not in self.tensors):
-            yield bucket if whole == bucket.slices else _with(bucket, whole, job)
+            yield structs.replace(_with(bucket, whole, job), owner=bucket.owner % self.ranks)
         for owner in range(self.ranks):
             held = []
             for s in bucket.slices if whole != bucket.slices else ():

@@ -18,6 +18,7 @@ from torch import nn
 
 import commlayer
 from commlayer.engine.model.model_tensors import job_of
+from commlayer.errors import StepAbandoned
 from commlayer.planner.shards import Shards
 from commlayer.records import Plan
 
@@ -114,6 +115,17 @@ def root_only(run: Run) -> dict[str, torch.Tensor]:
     from torch.distributed.fsdp import fully_shard
 
     model = fully_shard(layers(12, 9, 3), mesh=run.mesh)
+    return trained(run, model, adamw(model))
+
+
+def unequal_start(run: Run) -> dict[str, torch.Tensor]:
+    """All sites begin with the weights of the first one."""
+    model = layers(12, 5, 1, 3)
+    if run.address and run.site:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1.0)
+    model = run.shard(model)
     return trained(run, model, adamw(model))
 
 
@@ -286,8 +298,9 @@ class Row(NamedTuple):
 
 
 ROWS = {row.script.__name__: row for row in (
-    Row(with_sgd), Row(with_adamw), Row(empty_shards), Row(root_only), Row(mixed_precision), Row(cpu_offload),
-    Row(clipped, exact=False), Row(clipped_by_attach, exact=False), Row(accumulated), Row(accumulated_in_site, exact=False),
+    Row(with_sgd), Row(with_adamw), Row(empty_shards), Row(unequal_start), Row(root_only), Row(mixed_precision),
+    Row(cpu_offload), Row(clipped, exact=False), Row(clipped_by_attach, exact=False), Row(accumulated),
+    Row(accumulated_in_site, exact=False),
     Row(tied_and_unused), Row(used_in_one_site, exact=False), Row(scaled), Row(not_finite),
     Row(ignored_parameters, exact=False))}
 
@@ -339,7 +352,7 @@ def test_what_sharded_models_cannot_have_is_refused_in_one_line() -> None:
 
 
 def failing(rank: int, address: str, how: str) -> str:
-    """Rank 1 fails in its second step, or its script does something that all ranks notice."""
+    """Rank 1 fails in its second step, or a script does something that all ranks notice."""
     model = Run(rank, address).shard(layers(12, 8, 3))
     optimizer = sgd(model)
 
@@ -347,14 +360,17 @@ def failing(rank: int, address: str, how: str) -> str:
         raise ValueError("a hook of the script has failed")
 
     def train() -> None:
-        with commlayer.attach(model, optimizer, compression="int8()", config=quick(join=address)) as session:
-            for step in range(2):
+        config = quick(join=address, drift_steps=1)
+        with commlayer.attach(model, optimizer, compression="int8()", config=config) as session:
+            for step in range(4):
                 if step and how == "hook" and rank == 1:
                     model[0].bias.register_post_accumulate_grad_hook(fail)
                 if step and how == "weights":
                     session.weight(1.0 + rank % 2)
                 if step and how == "assign":
                     model.load_state_dict(model.state_dict(), assign=True)
+                if step and how == "weight" and rank == 3:
+                    model[2].weight.detach().to_local().add_(0.5)
                 loss(model, rank, step).backward()
                 optimizer.step()
 
@@ -362,11 +378,42 @@ def failing(rank: int, address: str, how: str) -> str:
 
 
 @pytest.mark.parametrize(("how", "named"), [
-    ("hook", ["a hook of the script has failed"]), ("weights", ["E-WEIGHT"]), ("assign", ["E-MODEL-CHANGED", "0.weight"])])
+    ("hook", ["a hook of the script has failed"]), ("weights", ["E-WEIGHT"]), ("assign", ["E-MODEL-CHANGED", "0.weight"]),
+    ("weight", ["E-REPLICAS", "the weights of rank 3 ", "2.weight"])])
 def test_a_failing_rank_ends_the_job_on_all_ranks(how: str, named: list[str]) -> None:
     with coordinators(1, WORLD, 1) as jobs:
         for line in pool(WORLD).call(failing, jobs[0].address, how):
             assert all(name in line for name in named), line
+
+
+def aborting(rank: int, address: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The ranks of one site break off a backward pass, and continue. The step is dropped in all sites."""
+    model = Run(rank, address).shard(layers(12, 8, 3))
+    optimizer, errors = sgd(model), []
+
+    def fail(_p: Any) -> None:
+        raise ValueError("broken off")
+
+    with commlayer.attach(model, optimizer, compression="int8()", config=quick(join=address)):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            handle = model[0].bias.register_post_accumulate_grad_hook(fail) if (step, rank // RANKS) == (1, 1) else None
+            try:
+                loss(model, rank, step).backward()
+                optimizer.step()
+            except (ValueError, StepAbandoned) as error:
+                errors.append(type(error).__name__)
+                model.reset_iter_state()
+            if handle is not None:
+                handle.remove()
+        return whole(model), errors
+
+
+def test_a_step_that_one_site_breaks_off_is_dropped_in_all() -> None:
+    with coordinators(1, WORLD, 1) as jobs:
+        results = pool(WORLD).call(aborting, jobs[0].address)
+    assert_equal([weights for weights, _ in results], results[0][0])
+    assert [errors for _, errors in results] == [["StepAbandoned"]] * RANKS + [["ValueError"]] * RANKS
 
 
 def cleared(run: Run, model: Any) -> dict[str, torch.Tensor]:

@@ -1,0 +1,54 @@
+"""Plans that are cut where shards of a site's ranks end."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from commlayer.errors import InvalidInput
+from commlayer.planner import default_plan, verify
+from commlayer.planner.shards import Shards
+from commlayer.records import Job, Plan, TensorInfo
+
+JOB = Job((TensorInfo("weight", (50, 40)), TensorInfo("bias", (7,)), TensorInfo("scale", (3,)), TensorInfo("one", (1, 4)),
+           TensorInfo("mean", (4,), buffer=True)))
+SHARDED = frozenset({0, 1, 3})
+
+
+def plan(codec: str = "int8()", path: str = "service", ranks: int = 2) -> Plan:
+    return default_plan(JOB, codec=codec, path=path, servers=1, ranks_per_node=ranks, fuse_nbytes=2048, cut_nbytes=4096)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("path", ["service", "allreduce"])
+def test_each_bucket_has_elements_of_one_rank(ranks: int, path: str) -> None:
+    shards = Shards(ranks, 0, SHARDED)
+    cut = shards.cut(plan(path=path), JOB)
+    assert verify(cut, JOB) == []
+    assert shards.cut(cut, JOB) == cut
+    held = [Shards(ranks, local, SHARDED).held(bucket, JOB) for bucket in cut.buckets for local in range(ranks)]
+    sharded = [bucket for bucket in held if bucket is not None and bucket.slices[0].tensor in SHARDED]
+    assert sum(bucket.numel for bucket in sharded) == sum(JOB.tensors[tensor].numel for tensor in SHARDED)
+    assert all(0 <= s.start < s.stop for bucket in sharded for s in bucket.slices)
+    for bucket in cut.buckets:
+        assert len({s.tensor in SHARDED for s in bucket.slices}) == 1
+        assert bucket.served or bucket.slices[0].tensor not in SHARDED
+
+
+def test_shapes_are_those_of_the_shards() -> None:
+    cut = Shards(2, 0, SHARDED).cut(plan("error_feedback(powersgd(rank=1))"), JOB)
+    for bucket in cut.buckets:
+        if {s.tensor for s in bucket.slices} == {0}:
+            assert bucket.shape == (bucket.numel // 40, 40)
+
+
+def test_paths_and_delays_without_shards_are_refused() -> None:
+    for change in ({"stale": True}, {"path": "encode@cpu net.allgather decode@cpu"}):
+        base = plan()
+        other = structs.replace(base, buckets=tuple(structs.replace(b, **change) for b in base.buckets))
+        with pytest.raises(InvalidInput, match="E-PLAN-REFUSED"):
+            Shards(2, 0, SHARDED).cut(other, JOB)
+
+
+def test_whole_models_keep_their_plans() -> None:
+    assert Shards().cut(plan(), JOB) == plan()
