@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 PIPE_WIDTH = 120
-"""Page width in characters if output is not a terminal."""
+"""Page width in characters if output is not a terminal. Only tables use more than WIDEST."""
 WIDE = 110
 """Page width in characters from which a table has space for all columns."""
 LONGEST = 24
 """Length of the longest word that a column keeps on one line."""
-LABEL, WIDEST = 15, 120
-"""Width of a finding's verdict and check, and maximum width of its lines, in characters."""
+LABEL, WIDEST = 15, 100
+"""Width of a finding's verdict and check, and maximum width of lines of text, in characters."""
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -77,17 +77,18 @@ def show(*parts: Part) -> None:
 
 
 def render(console: Console, part: Part) -> None:
+    width = min(console.width, WIDEST)
     match part:
         case str():
-            console.print(part)
+            console.print(part, width=width)
         case Table():
             console.print(_grid(part, wide=console.width >= WIDE))
         case Notes():
-            console.print(part.title)
+            console.print(part.title, width=width)
             for line in part.lines:
-                console.print(_hanging(line, console.width, "  ", "    "))
+                console.print(_hanging(line, width, "  ", "    "))
         case Finding():
-            console.print(_styled(part, console.width), soft_wrap=True)
+            console.print(_styled(part, width), soft_wrap=True)
         case Commands():
             console.print("\n".join(part.lines), soft_wrap=True)
 
@@ -119,7 +120,7 @@ def finding_lines(finding: Finding, width: int) -> str:
     fail dns       node-7 does not resolve
                    -> check its spelling
     """
-    width, indent = max(20 + LABEL, min(width, WIDEST)), " " * LABEL
+    width, indent = max(20 + LABEL, width), " " * LABEL
     seen = _hanging(finding.seen, width, f"{finding.verdict:5}{finding.check:10}", indent)
     return f"{seen}\n{_hanging(finding.remedy, width, indent + '-> ', indent + '   ')}" if finding.remedy else seen
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from msgspec import structs
 from oracle.espresso import KEEP, cpu_pass, gpu_pass
 from oracle.fifo import Played, play, timed
 from oracle.ugatit import ugatit
 
+from commlayer.planner.buckets import cut_tensor
 from commlayer.planner.costs import Prices
 from commlayer.planner.data import models
 from commlayer.planner.data.tables import PCIE_COPY, links
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
 from commlayer.planner.problem import Task
 from commlayer.planner.tree import Path, encodes, usable_paths
-from commlayer.records import Job
+from commlayer.records import Job, TensorInfo
 
 MACHINES, GPUS_EACH = 8, 8
 HOP_S = 150e-6 / (2 * (MACHINES - 1))
@@ -192,9 +194,20 @@ class Model:
         return min(map(self._uniform_s, self.uniform))
 
 
-def run(case: Case, link_share: float = 1.0) -> Steps:
-    """Step times of a case after both passes."""
+def in_parts(job: Job, most: int) -> Job:
+    """The job with tensors of at most `most` elements: parts of a larger one become ready together."""
+    parts = [(i, cut.numel) for i, tensor in enumerate(job.tensors)
+             for cut in cut_tensor(i, tensor.numel, -(-tensor.numel // most))]
+    timing = structs.replace(job.timed, ready_s=tuple(job.timed.ready_s[i] for i, _ in parts),
+                             needed_s=tuple(job.timed.needed_s[i] for i, _ in parts))
+    return structs.replace(job, timing=timing, tensors=tuple(
+        TensorInfo(f"{job.tensors[i].name}.{number}", (numel,)) for number, (i, numel) in enumerate(parts)))
+
+
+def run(case: Case, link_share: float = 1.0, *, most: int = 0) -> Steps:
+    """Step times of a case after both passes. `most`: the largest tensor in elements, 0: any."""
     job, cluster = published(case.model), cluster_of(case.testbed, link_share)
+    job = in_parts(job, most) if most else job
     model = Model(job, cluster, profile(case.codec), case.codec)
     kept = [KEEP] * len(model.sizes)
     on_gpu = gpu_pass(model.sizes, model.options(), model.price, model.before_bubbles)

@@ -448,7 +448,7 @@ def _memory(job: Job, device: str, optimizer: str) -> str:
     gbytes = {**memory.kept, "activations": memory.activations}
     parts = ", ".join(f"{name} {size:.1f}" for name, size in gbytes.items() if size)
     unknown = "" if memory.activations else "; activations are unknown"
-    return f"{device} needs about {max(0.1, memory.required):.1f} of {memory.available:g} GB ({parts}{unknown})"
+    return f"{device} needs {max(0.1, memory.required):.1f} of {memory.available:g} GB ({parts}{unknown})"
 
 
 class Unfit(NamedTuple):
@@ -485,5 +485,5 @@ def _network(cluster: Cluster) -> str:
     if rented and not any(node.server for node in cluster.nodes if node.ranks):
         slowest = min(min(node.link.up_bps, node.link.down_bps) for node in rented)
         what = "a rented machine" if len(rented) == 1 else f"{len(rented)} rented machines"
-        return f"homes behind NAT; all connect to a summation server on {what} with a link of {rate_text(slowest)}"
+        return f"homes behind NAT; all connect to a summation server on {what} with {rate_text(slowest)}"
     return "nodes cannot reach each other; summation servers are on nodes that accept connections"
