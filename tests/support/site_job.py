@@ -380,6 +380,7 @@ def other_plan(connection: Any, step: int) -> Any:
 def main(site: int, script: Script) -> None:
     faults, model, local_rank = Faults(site, script), Linear(), int(os.environ["LOCAL_RANK"])
     faults.install()
+    changing_members.FOLLOW_NBYTES = 0  # as of a large model
     if script.uplink_s:
         faults.slow_uplink(script.uplink_s)
     with torch.no_grad():

@@ -37,7 +37,7 @@ from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket
 from commlayer.engine.components import Pending
 from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, Joining, Proposal, decide, propose
-from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
+from commlayer.engine.epochs.state_relay import BATCH_NBYTES, WINDOW, NewestEpoch, StateRelay
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.job import DistributedJob
@@ -47,6 +47,9 @@ from commlayer.transport.protocol import SERVER_BASE, Handle, peer_name
 
 PROPOSAL_NUMBERS = len(Proposal._fields)
 PROPOSALS_NUMBERS = MOST_AT_ONCE * PROPOSAL_NUMBERS
+FOLLOW_NBYTES = WINDOW * BATCH_NBYTES
+"""Size of a model's parameters, in bytes, up to which a worker joins local steps without following them first: following takes
+one or two exchanges, and all wait for a smaller state no longer than that."""
 
 
 class StateGiver(Protocol):
@@ -154,7 +157,8 @@ class ChangingMembers(FixedMembers):
         new = sites_of(m for m in newest.members if m.rank not in self._admitted)
         if self._joining or self._following or is_transferring:
             new = []
-        follow = self._can_follow and self._context.local is not None
+        context = self._context
+        follow = self._can_follow and context.local is not None and 4 * context.worker.job.numel > FOLLOW_NBYTES
         fresh = [site for site in new if not self.followers & {*site}]
         caught_up = [site for site in new if {*site} <= self._caught_up]
         return [*propose(self._joined, caught_up if follow else [*caught_up, *fresh], newest.generation),
