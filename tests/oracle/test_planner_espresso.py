@@ -11,10 +11,11 @@ from oracle.espresso import KEEP, cpu_pass, gpu_pass, settle
 from oracle.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, Model, cluster_of, profile, published, run
 from oracle.fifo import Played, TimedTask, play
 
-from commlayer.planner.buckets import ELEMENT_NBYTES, MAX_BUCKET_NBYTES
+from commlayer.planner.buckets import ELEMENT_NBYTES
 from commlayer.planner.model import Policy
 from commlayer.planner.search.plan_search import plan
 from commlayer.planner.tree import path_problems
+from commlayer.records import MAX_BUCKET_NBYTES
 
 
 def send(seconds: float) -> list[TimedTask]:

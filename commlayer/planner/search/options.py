@@ -211,8 +211,8 @@ class Catalog:
     ) -> tuple[list[Load], list[list[float]]]:
         """The load of each bucket with its options, and each option's busy seconds summed over all lanes (links, CPUs, GPUs,
         servers)."""
-        loads: list[Load] = [Load((), np.zeros(0), np.zeros(0))] * len(options)
-        held_s: list[list[float]] = [[]] * len(options)
+        loads: dict[int, Load] = {}
+        held_s: dict[int, list[float]] = {}
         members: dict[tuple[int, ...], list[int]] = {}
         for b, mine in enumerate(options):
             members.setdefault(mine, []).append(b)
@@ -223,7 +223,6 @@ class Catalog:
             template, edges = self._joined[mine]
             seconds, latency = template.at(np.array([[numels[b]] for b in buckets]))
             done_s = np.insert(np.cumsum(seconds, axis=1), 0, 0.0, axis=1)
-            held = np.diff(done_s[:, edges]).tolist()
-            for row, b in enumerate(buckets):
-                loads[b], held_s[b] = Load(template.shapes, seconds[row], latency[row], urgencies[b]), held[row]
-        return loads, held_s
+            for b, held, own_s, late_s in zip(buckets, np.diff(done_s[:, edges]).tolist(), seconds, latency, strict=True):
+                loads[b], held_s[b] = Load(template.shapes, own_s, late_s, urgencies[b]), held
+        return [loads[b] for b in range(len(options))], [held_s[b] for b in range(len(options))]
