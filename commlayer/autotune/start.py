@@ -45,7 +45,11 @@ def _controller_of(context: DistributedJob, config: Config) -> TuningController 
     """Starts the controller of a job of several nodes whose plan commlayer chooses, or whose codecs a quality guard checks;
     returns None for other jobs."""
     if context.site.shards:
-        return None  # the planner does not know sharded models, and no rank has whole gradients to compare
+        # The planner does not know sharded models, and no rank has whole gradients to compare.
+        if context.terms.auto or config.guard != "off":
+            context.say("the model is sharded, so the plan stays as it is, and the quality guard is off; for slow lines pass "
+                        "sync=LocalSteps(...)")
+        return None
     worker, groups = context.worker, context.groups
     plans = context.terms.auto and len(groups.sites) > 1 and bool(worker.plan.servers)
     guard = guard_of(context, config)

@@ -173,7 +173,7 @@ def _wait(children: Sequence[Child], lease: SiteLease) -> tuple[int, str]:
     with _interrupts_call(lambda number, _: interrupted.append(number)):
         while any(child.poll() is None for child in children):
             failed = _failed(children)
-            if not until and interrupted:
+            if code != 130 and interrupted:
                 code, reason, until = 130, "this home was interrupted", time.monotonic() + END_S
                 _log(f"interrupted: this home tells the others and leaves, within {END_S:g} s")
                 _signal(children, signal.SIGINT)
@@ -187,7 +187,7 @@ def _wait(children: Sequence[Child], lease: SiteLease) -> tuple[int, str]:
                 _signal(children, signal.SIGKILL)
             time.sleep(POLL_S)
     failed = _failed(children)
-    if JOIN_AGAIN in failed:
+    if not interrupted and JOIN_AGAIN in failed and {*failed} <= {JOIN_AGAIN, -signal.SIGKILL}:
         return JOIN_AGAIN, reason
     return (_exit_code(failed[0]), _failure_text(failed[0])) if failed and not code else (code, reason)
 

@@ -291,7 +291,8 @@ class Members:
         sending = tuple(p.peer for p in self.processes[1:]
                         if p.epoch is not None and not p.end and p.awake_s <= self.now < p.hangs_s)
         beat = Heartbeat(process.request.token, generation=process.epoch.generation,
-                         known_generation=process.known_generation, missed=gone if serves else (),
+                         known_generation=process.known_generation, active_generation=process.known_generation,
+                         missed=gone if serves else (),
                          heard=sending if serves else (), overdue=self._overdue() if serves else None)
         self._calls(process, lambda: self._beaten(beat), lambda pulse: self._pulse(process, pulse))
 

@@ -122,7 +122,8 @@ def test_heartbeats_and_journal_do_not_grow_with_past_members() -> None:
         newest = members(state)[0]
         for token in ("w0", "w1", "w2"):
             state, pulse = membership.heartbeat(state, token, 1.0,
-                                                Heartbeat(token, generation=newest, known_generation=newest))
+                                                Heartbeat(token, generation=newest, known_generation=newest,
+                                                          active_generation=newest))
         sizes.append((len(pack(pulse)), len(pack(without_times(CoordinatorRecord("", "", state))))))
     assert len(state.registrations) <= 5 + epoch_change.MAX_FORMER
     half = len(sizes) // 2

@@ -57,7 +57,8 @@ def ticked(state: State, start: float, stop: float) -> State:
 
 def elastic(workers: int = 4, least: int = 2, *, unable: int = -1) -> State:
     state = msgspec.structs.replace(running(workers), min_workers=least)
-    places = {token: msgspec.structs.replace(p, join=msgspec.structs.replace(p.join, elastic=p.rank != unable))
+    places = {token: msgspec.structs.replace(p, active_generation=1,
+                                             join=msgspec.structs.replace(p.join, elastic=p.rank != unable))
               for token, p in state.registrations.items()}
     return msgspec.structs.replace(state, registrations=places)
 
@@ -73,7 +74,7 @@ PATIENCE_S = 60.0
 def several(workers: int = 4, least: int = 2, servers: int = 2, *, unable: int = -1) -> State:
     """Of several servers, and workers that may continue without others."""
     state = msgspec.structs.replace(running(workers, servers=servers), min_workers=least)
-    places = {token: msgspec.structs.replace(p, known_generation=1,
+    places = {token: msgspec.structs.replace(p, known_generation=1, active_generation=1,
                                              join=msgspec.structs.replace(p.join, elastic=p.rank != unable))
               for token, p in state.registrations.items()}
     return msgspec.structs.replace(state, registrations=places)

@@ -227,6 +227,10 @@ class LoadBalancer:
 def _check_plan(session: BalancedSession | None) -> None:
     """Raises InvalidInput for plans with local steps or overlapped updates. The measured time runs from one averaging to the
     end of the next backward pass; such plans have no averaging in most steps, or it overlaps the next step."""
+    context = None if session is None else session.inspect.context
+    if isinstance(context, DistributedJob) and context.site.shards:
+        raise InvalidInput("E-SHARES-ARGUMENT", "LoadBalancer: the model is sharded, and FSDP averages over the ranks of a "
+                                                "site without weights, so their shares cannot differ: leave it out")
     plan = None if session is None else session.inspect.plan
     if plan is None or (plan.local_steps == 1 and plan.overlap != "round"):
         return

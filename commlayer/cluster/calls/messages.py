@@ -20,7 +20,7 @@ from commlayer.records import MALFORMED, Epoch, Record, ServerInfo
 PROTOCOL = 8
 FINISHED = "finished"
 SILENT = "no heartbeat for"
-"""Begins the reason for the death of a process whose heartbeats stopped. It may have done nothing wrong."""
+"""Part of the reason for the death of a process, or of its site, whose heartbeats stopped. It may have done nothing wrong."""
 SERVICE = "commlayer.Control"
 MAX_PLAN_NBYTES = 64 << 20
 """Largest size of a plan. A plan of a model with 100,000 tensors has about 20 MB."""

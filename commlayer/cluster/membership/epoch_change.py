@@ -97,7 +97,7 @@ def record_overdue(state: State, token: str, report: Overdue | None) -> State:
     reports = [(p, overdue) for p, overdue in reports if overdue.step == step]
     present = _present_ranks(state)
     late = present & {rank for _, overdue in reports for rank in overdue.missing}
-    if not state.min_workers or inelastic_workers(state) or len(present) - len(late) < state.min_workers:
+    if not state.min_workers or inelastic_workers(state) or len(_present_ranks(state, active=True) - late) < state.min_workers:
         return state
     for server, overdue in reports:
         why = (f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited in step {step} (reported by "
@@ -111,21 +111,21 @@ def hung_in_store(state: State, pending: Sequence[PendingWait], limit_s: float, 
     """Finds workers for which others wait too long in the key-value store. Returns the reason by rank. The caller evicts a
     worker only if a later call returns that worker again.
 
-    A blamed worker does not wait itself, and at least half of the present workers have waited for that worker for `limit_s`, or
-    for their own limit if that is longer. While a sum waits on a server, the result is usually empty, because the worker
+    A blamed worker does not wait itself, and at least half of the workers that take part have waited for that worker for
+    `limit_s`, or for their own limit if that is longer. While a sum waits on a server, the result is usually empty, because the worker
     missing in that sum may delay the others. The result is not empty if all workers except the blamed ones wait in the store.
     `ago_s`: maps a rank to the seconds since that worker itself last waited; it gets `patience_s` after that.
     """
     if state.epoch is None or not state.min_workers or not pending or inelastic_workers(state):
         return {}
-    present = _present_ranks(state)
+    present, active = _present_ranks(state), _present_ranks(state, active=True)
     free = present - {rank for one in pending for rank in one.waited_s}
     # For each pending key: how long each of the present workers has waited, longest first.
-    waits = [(one, sorted((one.waited_s[rank] for rank in present & one.waited_s.keys()), reverse=True))
+    waits = [(one, sorted((one.waited_s[rank] for rank in active & one.waited_s.keys()), reverse=True))
              for one in pending if one.rank in free]
-    half = (len(present) + 1) // 2
+    half = (len(active) + 1) // 2
     waits = [(one, waited_s) for one, waited_s in waits if len(waited_s) >= half]
-    if len(present) - len({one.rank for one, _ in waits}) < state.min_workers:
+    if len(active - {one.rank for one, _ in waits}) < state.min_workers:
         return {}
     late = {}
     for one, waited_s in waits:
@@ -253,9 +253,11 @@ def explain_end(state: State, pulse: HeartbeatReply) -> HeartbeatReply:
                                    departed=tuple(map(explain, pulse.departed)))
 
 
-def _present_ranks(state: State) -> set[int]:
+def _present_ranks(state: State, *, active: bool = False) -> set[int]:
+    """`active`: True: only workers that take part already."""
     workers = _workers(state)
-    return set() if state.epoch is None else {m.rank for m in state.epoch.members if workers[m.rank].present}
+    return set() if state.epoch is None else {m.rank for m in state.epoch.members if workers[m.rank].present
+                                              and (workers[m.rank].active_generation or not active)}
 
 
 def _workers(state: State) -> dict[int, Registration]:

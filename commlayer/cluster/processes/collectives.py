@@ -23,8 +23,6 @@ from commlayer.records import MALFORMED
 
 V = TypeVar("V")
 Failed = Callable[[], BaseException | None]
-LONGEST_S = 86400.0
-"""Timeout of collectives that have deadlines of their own."""
 PIECE_NBYTES = 16 << 20
 """Number of bytes per broadcast of a longer byte string. Each broadcast has its own deadline."""
 
@@ -86,20 +84,16 @@ class Groups:
         return NodeGroups(out, back, late, ready, late_ready)
 
     def site_channel(self) -> Channel | None:
-        """Creates a CPU group of this node's ranks, whose calls can wait for as long as their own deadlines allow. All ranks
-        call it together. None if there are no others."""
-        self._of_site = self._node("gloo", LONGEST_S)
+        """Creates a CPU group of this node's ranks. All ranks call it together. None if there are no others."""
+        self._of_site = self._node("gloo")
         return self._of_site
 
-    def _node(self, backend: str | None = None, timeout_s: float = 0.0) -> Channel | None:
+    def _node(self, backend: str | None = None) -> Channel | None:
         """Creates a group of this node's ranks; None if there are no others. Every rank takes part in creating the groups of
         all nodes."""
         mine: Channel | None = None
         for ranks in self.sites:
-            if len(ranks) < 2:
-                continue
-            group = self.members.group(ranks, timeout_s=timeout_s or self.timeout_s, backend=backend)
-            if group is not None:
+            if len(ranks) > 1 and (group := self.members.group(ranks, timeout_s=self.timeout_s, backend=backend)) is not None:
                 mine = Channel(group, "inside the node")
                 if "nccl" in dist.get_backend(group):  # connects with its first call, through a store that is closed later
                     mine.allreduce(torch.zeros(1, device=self.device)).wait(time.monotonic() + self.timeout_s)

@@ -28,6 +28,8 @@ PR_SET_PDEATHSIG = 1
 AHEAD = ("this home joins a running job, and the other workers take part in collectives of its script only after its first "
          "step: move this call after the first step (a communication hook that the script registers makes such calls, too: use "
          "attach() instead)")
+JOINING = 1 << 62
+"""Generation of values that a home which joins writes before it takes part."""
 OWN = (None, "", "env://")
 """Values of init_process_group's argument init_method with which a script leaves the rendezvous to the launcher."""
 
@@ -41,7 +43,9 @@ def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
     config = read_config()  # from the environment, in which the launcher stores the settings used with the coordinator
     leave = config.min_workers > 0
     first = (launch.rank if launch.joins < 0 else launch.joins) - launch.local_rank
-    site_process_group.init_world(KvClient(config.join, config, launch.home), launch.rank, launch.world,
+    # The job changes members while this home joins, and would drop values that belong to an earlier epoch.
+    generation = 1 if launch.joins < 0 else JOINING
+    site_process_group.init_world(KvClient(config.join, config, launch.home, generation), launch.rank, launch.world,
                      range(first, first + launch.local_world), inside=inside, timeout_s=timeout_s or config.deadline_s,
                      skip_lost=leave, paused_reason=AHEAD if launch.joins >= 0 else "",
                      patience_s=judged_s(config) if leave else 0.0)

@@ -152,7 +152,8 @@ class Summation:
                 return [_followed(message.peer, *result)]
             if cell.results and h.step < max(cell.results)[0]:
                 return [self._unanswerable(h, "this server no longer has the result")]
-            if sum(worker == message.peer for _, worker in cell.followers) >= MOST_FOLLOWED:
+            known = (h.step, message.peer) in cell.followers
+            if not known and sum(worker == message.peer for _, worker in cell.followers) >= MOST_FOLLOWED:
                 raise breach_of(message, f"requests more than {MOST_FOLLOWED} future results of this bucket")
             if message.peer not in self.gone:
                 cell.followers[h.step, message.peer] = h

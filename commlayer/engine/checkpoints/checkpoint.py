@@ -182,8 +182,14 @@ def _save(
         return {f"{TRAINING}{context.rank}": replica.state(context, plan, extra, model=model)}
 
     shards = Shards() if job is None else job.site.shards
-    whole = training() if shards else {}  # gathers the shards inside of each site
     own = first or (plan is not None and plan.steps_locally and not shards.local)
+    whole: Files = {}
+    if shards:
+        with all_or_none(groups, SAVING):
+            replica.own_state(extra)  # an error of the script's objects must not come between collectives
+        whole = training()  # gathers the shards inside of each site
+        if not (own or context.logs):
+            whole = {}
     try:
         # No rank may continue yet: messages of the next step would change state that other ranks still fetch.
         with all_or_none(groups, SAVING):

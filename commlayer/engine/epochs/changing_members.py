@@ -34,7 +34,7 @@ from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.rows import StepRows
 from commlayer.compressors import shared_snapshot
 from commlayer.config import Config, judged_s, reconnect_window_s
-from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket
+from commlayer.engine.buckets.bucket import WorkerBucket
 from commlayer.engine.components import Pending
 from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, Joining, Proposal, decide, propose
 from commlayer.engine.epochs.state_relay import BATCH_NBYTES, WINDOW, NewestEpoch, StateRelay
@@ -42,11 +42,13 @@ from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import CommError, PeerLost
-from commlayer.records import Epoch, Member, Plan, plan_of, sites_of
+from commlayer.records import Epoch, Member, Plan, Spec, plan_of, sites_of
 from commlayer.transport.protocol import SERVER_BASE, Handle, peer_name
 
 PROPOSAL_NUMBERS = len(Proposal._fields)
 PROPOSALS_NUMBERS = MOST_AT_ONCE * PROPOSAL_NUMBERS
+FEW = 64
+"""Number of elements of a codec state that shows whether workers share a part of it."""
 FOLLOW_NBYTES = WINDOW * BATCH_NBYTES
 """Size of a model's parameters, in bytes, up to which a worker joins local steps without following them first: following takes
 one or two exchanges, and all wait for a smaller state no longer than that."""
@@ -196,6 +198,8 @@ class ChangingMembers(FixedMembers):
             return
         context = self._context
         uplink, epoch = context.uplink, context.uplink.epoch
+        # Those that have followed receive another state than others do.
+        join = [p for p in join if p.member in self.followers] or join
         if joining := decide(self._joined, self._first(), join):
             self._joining = joining
             self._admitted.update(one.member for one in joining)
@@ -315,7 +319,10 @@ class ChangingMembers(FixedMembers):
             if name == "snapshot" and context.worker is worker:
                 self._caught_up |= {*new}
         except Exception as error:
-            context.worker.latch(error)
+            if {one.member for one in joining} <= self._admitted:
+                context.worker.latch(error)
+            else:  # nobody waits for workers that follow
+                context.say(f"could not give its state to {', '.join(peer_name(one.member) for one in joining)}: {error}")
 
     @property
     def entering(self) -> bool:
@@ -368,9 +375,10 @@ class ChangingMembers(FixedMembers):
 
 
 def can_follow(buckets: Iterable[WorkerBucket]) -> bool:
-    """Returns True if a worker that has encoded nothing can decode the results of these buckets. It needs no module buffers."""
-    return all(bucket.buffer or (isinstance(bucket, EncodedBucket) and len(bucket.codec.rounds) == 1
-                                 and not shared_snapshot(bucket.ledger.state)) for bucket in buckets)
+    """Returns True if a worker that has encoded nothing can decode the results of these buckets: on all ranks, also on those of
+    a site that do not encode a bucket. It needs no module buffers."""
+    return all(bucket.buffer or (bucket.served and len(bucket.codec.rounds) == 1
+                                 and not shared_snapshot(bucket.codec.init(Spec((FEW,))))) for bucket in buckets)
 
 
 def new_world(former: Groups, rows: StepRows, config: Config, home: str, epoch: Epoch, own: int) -> Groups:

@@ -31,6 +31,7 @@ from commlayer.engine.model.shard_parameters import (
     is_sharded,
     local_of,
     original_of,
+    reshard,
     shard_of,
     sharded_like,
     whole_of,
@@ -183,6 +184,7 @@ class Replica:
         `epoch`: for a joining worker, which is its last member.
         """
         tensors: dict[str, torch.Tensor] = {}
+        reshard(self._model)
         job = context if isinstance(context, DistributedJob) else None
         local = None if job is None else job.local
         optimizer, scaler = (self._optimizer, self._scaler) if model else (None, None)
@@ -234,12 +236,14 @@ class Replica:
         shared = [buffers[name].data for name in self._averaged]
         tensors = [*(p.data for p in self._trained), *shared]
         own = [t.clone() for t in tensors]
+        reshard(self._model)
         try:
             for p, start in zip(self._trained, local.starts, strict=True):
                 p.data.copy_(start)
             agreed(context.worker.shared_buffers, [*[None] * len(self._trained), *shared])
             yield
         finally:
+            reshard(self._model)
             for tensor, value in zip(tensors, own, strict=True):
                 tensor.copy_(value)
 
@@ -319,6 +323,7 @@ class Replica:
 
     def _install(self, given: GivenState, tensors: Mapping[str, torch.Tensor], code: str, what: str) -> Callable[[], None]:
         """Writes model, optimizer and scaler. Returns a function that writes the optimizer's state once more."""
+        reshard(self._model)
         mine = type(self._optimizer).__name__
         if given.optimizer != mine:
             raise InvalidInput(code, f"{what}: the optimizer is {mine}, but that of the job is {given.optimizer}; it must be "

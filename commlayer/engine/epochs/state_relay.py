@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from commlayer.callbacks import ignore
 from commlayer.cluster.calls.messages import ANY, StoreKey, unpack
 from commlayer.cluster.calls.site_client import BYTES_S
 from commlayer.cluster.processes import site_process_group
@@ -41,6 +42,8 @@ class NewestEpoch:
         """`notice_s`: seconds to wait for a new epoch from the coordinator. `away_s`: seconds for which requests to an
         unresponsive coordinator are repeated."""
         self.epoch, self._notice_s, self.away_s = epoch, notice_s, away_s
+        self.check: Callable[[], None] = ignore
+        """Called during waits: raises an error that ends them."""
 
     def run(self, act: Callable[[Epoch], T]) -> T:
         """Runs `act` with the newest epoch; again, from its start, whenever a worker that takes part leaves meanwhile."""
@@ -52,6 +55,7 @@ class NewestEpoch:
 
     def lacks(self, workers: Iterable[int]) -> bool:
         """Returns True if one of these workers is no member."""
+        self.check()
         return not {*workers} <= {member.rank for member in self.epoch.members}
 
     def will_lack(self, workers: Iterable[int]) -> bool:
@@ -219,7 +223,8 @@ class StateRelay:
         of all of them."""
         until = time.monotonic() + self._deadline_s
         while True:
-            (row,) = self._read([self._announcement(joining)])
+            # This takes as long as training takes up to that exchange, so nobody is late.
+            (row,) = self._read([self._announcement(joining)], limit_s=0.0)
             own, common, givers, new = unpack(row, tuple[int, int, list[int], list[int]], peer_name(self._first), "a size")
             self.announced = True
             among = *givers, *new
@@ -249,8 +254,13 @@ class StateRelay:
         """Waits until all who take part in the transfer have completed it."""
         self._read(transfer.ends(transfer.windows), put=[(transfer.end(transfer.windows, self._rank), b"")])
 
-    def _read(self, want: Sequence[StoreKey], put: Sequence[tuple[StoreKey, bytes]] = ()) -> list[bytes]:
-        """Waits for values in the store and returns them. `want`: their keys. `put`: keys and values to write first."""
+    def _read(
+        self, want: Sequence[StoreKey], put: Sequence[tuple[StoreKey, bytes]] = (), limit_s: float | None = None,
+    ) -> list[bytes]:
+        """Waits for values in the store and returns them. `want`: their keys. `put`: keys and values to write first. `limit_s`:
+        seconds after which their writers count as hung; 0: never. None: the usual limit."""
+        if limit_s is None:
+            limit_s = 0.0 if any(rank == ANY for _, rank in want) else self._limit_s
         begin, give_up = time.monotonic(), math.inf
         until = begin + self._deadline_s
         while True:
@@ -259,7 +269,7 @@ class StateRelay:
                 rows = store.request(
                     min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not lost, rank=self._rank, since=begin,
                     generation=self._newest.epoch.generation,
-                    limit_s=0.0 if any(rank == ANY for _, rank in want) else self._limit_s, call_s=BYTES_S).values
+                    limit_s=limit_s, call_s=BYTES_S).values
             except CommError as error:
                 if store is not site_process_group.kv_client():
                     continue  # this rank has continued with other members

@@ -40,8 +40,8 @@ def sharded_like(p: Any, shard: torch.Tensor) -> torch.Tensor:
 
 
 def whole_of(tensor: Any) -> torch.Tensor:
-    """Returns all elements of a DTensor; other tensors unchanged. All ranks of the site call it together."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
+    """Returns all elements of a DTensor, on the CPU; other tensors unchanged. All ranks of the site call it together."""
+    return tensor.full_tensor().cpu() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def shard_of(p: Any, whole: torch.Tensor) -> torch.Tensor:
@@ -103,12 +103,25 @@ def engine_parameters(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [ShardParameter.of(p) if is_sharded(p) else p for p in parameters]
 
 
+def _states_of(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Returns the modules that FSDP2 shards, outermost first, and FSDP's state of each."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    return [(module, module._get_fsdp_state()) for module in modules]
+
+
+def reshard(model: nn.Module) -> None:
+    """Makes the model's parameters shards: after a forward pass without a backward pass, FSDP keeps some of them whole."""
+    for module, _ in _states_of(model):
+        module.reshard()
+
+
 def shards_of(model: nn.Module, process_group: Any) -> Shards:
     """Returns how a model is sharded. Raises ValueError for a kind of sharding that is not supported. `process_group`: the
     ranks that train together; None: all ranks."""
-    for module in model.modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
-            module.reshard()  # type: ignore[operator]  # after a forward pass, parameters can be whole
+    for _, state in _states_of(model):
+        if state._is_root is None:
+            state._lazy_init()  # as the first forward pass does; it can give shards other memory
+    reshard(model)
     named = [*model.named_parameters()]
     sharded: list[tuple[str, Any]] = [(name, p) for name, p in named if is_sharded(p)]
     for name, p in sharded:
@@ -133,10 +146,8 @@ def shards_of(model: nn.Module, process_group: Any) -> Shards:
 def reduction_of(model: nn.Module) -> Callable[[], bool]:
     """Returns a function that returns False for a backward pass before which the script has called
     set_requires_all_reduce(False): such a pass averages inside the site only, to accumulate gradients."""
-    states: list[Any] = [module._get_fsdp_state() for module in model.modules()  # type: ignore[operator]
-                         if hasattr(module, "_get_fsdp_state")]
-    groups = [group for state in states for group in vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group]
-              if group is not None]
+    groups = [group for _, state in _states_of(model)
+              for group in vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group] if group is not None]
     return lambda: all(group.all_reduce_grads for group in groups)
 
 

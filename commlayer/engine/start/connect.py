@@ -125,7 +125,9 @@ def _begin(
     notes = [met.note] if met.note and first and not elastic else []
     if met.differs:
         notes.append(f'{met.differs}. Training continues because drift="warn".')
-    if config.min_workers and not elastic and first:
+    if config.min_workers and shards and first:
+        notes.append(f"min_workers={config.min_workers} is ignored: the model is sharded, and then all ranks must stay")
+    elif config.min_workers and not elastic and first:
         notes.append(f"min_workers={config.min_workers} is ignored, and all ranks must stay: the setting applies to homes "
                      "(commlayer join) whose workers all train together; other process groups cannot lose a rank")
     servers: list[EmbeddedServer] = []

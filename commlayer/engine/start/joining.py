@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from commlayer import records
+from commlayer.callbacks import ignore
 from commlayer.cluster.calls import messages
 from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.processes.collectives import Groups
@@ -121,8 +122,10 @@ class _Receiver:
             return given
         log.warning("receiving the weights, while the other workers train on")
         snapshot = self._take("snapshot", functools.partial(self._take_snapshot, given))
+        given.catch_up()
         taken = self._take("rest", functools.partial(self._take_rest, given, *snapshot))
         given.stop()
+        self._newest.check = ignore
         return taken
 
     def _take_state(self, own: bytes, common: bytes) -> TakenState | ResultFollower:
@@ -135,12 +138,12 @@ class _Receiver:
         if self._follower is None:
             self._follower = ResultFollower(self._link, self._job, plan, given, self._outer, self._device,
                                             self._config.deadline_s)
+            self._newest.check = self._follower.check
         return self._follower
 
     def _take_snapshot(self, follower: ResultFollower, own: bytes, common: bytes) -> tuple[GivenState, dict[str, torch.Tensor]]:
         given, tensors = received(own, common)
         follower.begin(given.step, given.row, *self._replica.common(tensors))
-        follower.catch_up()
         return given, tensors
 
     def _take_rest(

@@ -76,6 +76,12 @@ class _Stream:
             self._stopped = True
             self._results.clear()
 
+    def check(self) -> None:
+        """Raises an error if a result will never arrive."""
+        with self._arrived:
+            if self._error is not None:
+                raise self._error
+
     def has(self, step: int) -> bool:
         with self._arrived:
             return step in self._results
@@ -124,6 +130,11 @@ class ResultFollower:
         self._starts = [start.to(self._device) for start in starts]
         self._velocity = [None if each is None else each.to(self._device) for each in velocity]
 
+    def check(self) -> None:
+        """Raises an error if this worker can no longer follow, for example after a change of plan."""
+        for stream in self._all:
+            stream.check()
+
     def catch_up(self) -> None:
         """Applies all exchanges whose results have arrived."""
         while all(stream.has(self._step) for stream in self._streams.values()):
@@ -139,8 +150,12 @@ class ResultFollower:
 
     def stop(self) -> None:
         """Requests no further results."""
-        for stream in [*self._streams.values(), *([] if self._rows is None else [self._rows])]:
+        for stream in self._all:
             stream.stop()
+
+    @property
+    def _all(self) -> list[_Stream]:
+        return [*self._streams.values(), *([] if self._rows is None else [self._rows])]
 
     def _apply(self, number: int, buckets: Sequence[Bucket]) -> None:
         """Applies the result of one fragment; see OuterSteps."""

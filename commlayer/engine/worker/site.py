@@ -18,6 +18,11 @@ MARGIN_S = 5.0
 """Seconds after the deadline of an exchange in which a rank that has missed it reports that to its site."""
 
 
+def time_left_s(deadline: float) -> float:
+    """Returns the timeout of a collective that is waited for until `deadline`: a group with a pending one does not close."""
+    return max(0.0, deadline - time.monotonic()) + MARGIN_S
+
+
 class Outcome(NamedTuple):
     """What became of an exchange, on one rank or in its site. A site has the largest value of its ranks."""
 
@@ -49,6 +54,7 @@ class Site:
         if self._channel is None:
             return [*values]
         numbers = torch.tensor([*map(float, values)], dtype=torch.float64)
+        self._channel.allow(time_left_s(deadline))
         self._channel.allreduce(numbers, largest=True).wait(deadline, failed)
         shared: list[float] = numbers.tolist()
         return shared
@@ -61,6 +67,7 @@ class Site:
 
     def _add(self, x: torch.Tensor, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
         if self._channel is not None:
+            self._channel.allow(time_left_s(deadline))
             self._channel.allreduce(x).wait(deadline, failed)
 
     def own_part(self, residuals: Residuals, job: Job, deadline_s: float) -> Residuals:
