@@ -112,8 +112,9 @@ def hung_in_store(state: State, pending: Sequence[PendingWait], limit_s: float, 
     worker only if a later call returns that worker again.
 
     A blamed worker does not wait itself, and at least half of the workers that take part have waited for that worker for
-    `limit_s`, or for their own limit if that is longer. While a sum waits on a server, the result is usually empty, because the worker
-    missing in that sum may delay the others. The result is not empty if all workers except the blamed ones wait in the store.
+    `limit_s`, or for their own limit if that is longer. While a sum waits on a server, the result is usually empty, because the
+    worker missing in that sum may delay the others. The result is not empty if all workers except the blamed ones wait in the
+    store.
     `ago_s`: maps a rank to the seconds since that worker itself last waited; it gets `patience_s` after that.
     """
     if state.epoch is None or not state.min_workers or not pending or inelastic_workers(state):

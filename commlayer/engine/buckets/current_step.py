@@ -143,7 +143,7 @@ class Arrivals:
             self._next.clear()
             if condition() or self._ended:
                 return True
-            if not self._next.wait(max(0.0, deadline - time.monotonic())):
+            if not self._next.wait(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
                 return condition() or self._ended
 
 

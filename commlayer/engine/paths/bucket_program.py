@@ -19,7 +19,7 @@ from commlayer.compressors.plan_codecs import ReducedAccumulator
 from commlayer.engine.buckets.bucket import CollectiveBucket
 from commlayer.engine.buckets.current_step import Counters, Step
 from commlayer.engine.paths.compiled_path import DecodeStage, EncodeStage, ExchangeStage, ProgramSegment, Range
-from commlayer.engine.paths.lanes import FOREVER_S
+from commlayer.engine.paths.lanes import NEVER
 from commlayer.errors import CorruptFrame
 from commlayer.gpu import launch
 from commlayer.records import Spec
@@ -131,7 +131,7 @@ class BucketProgram:
             self._started.clear()
             self.bucket.ledger.record(self._undo)
         if self._under is not None:
-            self._under.pending.over(FOREVER_S, now.failed)
+            self._under.pending.over(NEVER, now.failed)
             self._under.then()
             self._under = None
             recorder.add(*self._issued)

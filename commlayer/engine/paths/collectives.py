@@ -19,7 +19,7 @@ from commlayer.engine.buckets.bucket import CollectiveBucket, WorkerBucket
 from commlayer.engine.buckets.current_step import Step
 from commlayer.engine.paths.bucket_program import BucketProgram
 from commlayer.engine.paths.compiled_path import ProgramPlace, compile_path, stages_of
-from commlayer.engine.paths.lanes import FOREVER_S, Lane
+from commlayer.engine.paths.lanes import NEVER, Lane
 from commlayer.engine.paths.path import Path
 from commlayer.engine.paths.staging import Staging
 from commlayer.errors import CorruptFrame
@@ -98,7 +98,7 @@ class CollectivesPath(Path[CollectiveBucket]):
 
     def _to_means(self, bucket: CollectiveBucket, members: int, total: torch.Tensor, pending: PendingCollective) -> None:
         """Scales a bucket's send buffer from a part of the sum to a part of the mean, when the total weight has arrived."""
-        pending.wait(FOREVER_S, self._step.failed)
+        pending.wait(NEVER, self._step.failed)
         if (part := members / max(float(total), TINY)) != 1.0:
             bucket.x.mul_(part)
 

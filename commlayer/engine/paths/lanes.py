@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -11,9 +12,9 @@ from collections.abc import Callable
 Urgency = tuple[int, ...]
 """Priority of a job; smaller tuples run first. Jobs of equal priority run in the order in which they were queued."""
 _LAST: Urgency = (1 << 62,)
-FOREVER_S = 86400.0
-"""Seconds that stand for no limit, in waits on a lane. Such a wait ends early when the training thread's deadline passes,
-because the training thread then sets an error."""
+NEVER = math.inf
+"""Deadline of waits on a lane. Such a wait ends when the training thread's deadline passes, because the training thread then
+sets an error."""
 
 
 class Lane:

@@ -11,7 +11,7 @@ import torch
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.engine.buckets.bucket import EncodedBucket, ServedBucket, WorkerBucket
 from commlayer.engine.buckets.current_step import Step
-from commlayer.engine.paths.lanes import FOREVER_S, Lane
+from commlayer.engine.paths.lanes import NEVER, Lane
 from commlayer.engine.paths.node_sums import NodeSum, node_sums
 from commlayer.engine.paths.path import Path
 from commlayer.engine.paths.server_exchange import ServerExchange
@@ -72,7 +72,7 @@ class NodeReduce(Path[ServedBucket]):
     def _reduced(self, node_sum: NodeSum, issued: float, bucket: EncodedBucket) -> float:
         """Waits for the sum inside the node, and reads its weight and used slices. Runs on the encode lane. Returns the
         time.perf_counter() at which it began to read."""
-        node_sum.reduced(time.monotonic() + FOREVER_S, self._step.failed)
+        node_sum.reduced(NEVER, self._step.failed)
         self._step.recorder.add("node.reduce", bucket.id, issued)
         begin = time.perf_counter()
         bucket.read_sum()
@@ -80,21 +80,21 @@ class NodeReduce(Path[ServedBucket]):
 
     def _hand_on(self, node_sum: NodeSum) -> None:
         """Waits for the servers' results and distributes them inside the node. Runs on the lane."""
-        mine, failed, forever = node_sum.mine, self._step.failed, time.monotonic() + FOREVER_S
+        mine, failed = node_sum.mine, self._step.failed
         if failed() is not None:
             return
         with self._staging.way_back(node_sum.buckets[0]):
             if mine is None:
-                node_sum.reduced(forever, failed)
+                node_sum.reduced(NEVER, failed)
             else:
-                self._answers.wait_for(lambda: mine.exchange.answered, forever)
+                self._answers.wait_for(lambda: mine.exchange.answered, NEVER)
                 if failed() is not None:
                     return
                 mine.write_tail(mine.memory.tail_y)
             if self._ready is not None:  # a message between hosts, without the GPUs
-                self._ready.allreduce(torch.zeros(1)).wait(forever, failed)
+                self._ready.allreduce(torch.zeros(1)).wait(NEVER, failed)
             begin = time.perf_counter()
-            node_sum.distribute(self._back).wait(forever, failed)
+            node_sum.distribute(self._back).wait(NEVER, failed)
             for bucket in node_sum.buckets:
                 if bucket is not mine:
                     bucket.read_result()
