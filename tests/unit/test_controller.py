@@ -64,7 +64,7 @@ class Job:
 
     def __init__(self, world: World, rank: int, **options: Any) -> None:
         self.world, self.rank, self.plan, self.local = world, rank, START, None
-        self.worker = SimpleNamespace(step=0, plan=START)
+        self.worker, self.members = SimpleNamespace(step=0, plan=START), SimpleNamespace(catching_up=False)
         self.terms, self.exchanges, self.passed_s = PlanTerms(), 0, 0.0
         self.terms.auto = True
         self.on_close: list[Any] = []

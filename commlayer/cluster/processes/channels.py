@@ -13,6 +13,7 @@ import torch.distributed as dist
 from commlayer.cluster.processes import site_process_group
 from commlayer.cluster.processes.bounded_calls import PendingCollective, torch_errors
 from commlayer.cluster.processes.process_groups import Members, destroy, detach
+from commlayer.errors import InvalidInput
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """torch's all-gather into one tensor, which newer versions of torch call all_gather_single."""
@@ -100,4 +101,6 @@ class Channels:
 
 def node_ranks(world: int, per_node: int) -> list[list[int]]:
     """Returns the members of every node, as one list of consecutive member numbers per node."""
+    if world % per_node:
+        raise InvalidInput("E-PROCESS-GROUP", f"ranks_per_node {per_node} does not divide the world of {world} ranks")
     return [list(range(first, first + per_node)) for first in range(0, world, per_node)]

@@ -60,9 +60,6 @@ class Groups:
         self.members = members or Members()
         self.rank, self.world = self.members.rank, self.members.world
         self.timeout_s, self._patience_s = timeout_s, patience_s
-        if not sites and self.world % ranks_per_node:
-            raise InvalidInput("E-PROCESS-GROUP",
-                               f"ranks_per_node {ranks_per_node} does not divide the world of {self.world} ranks")
         self.sites = sites or node_ranks(self.world, ranks_per_node)
         """The ranks of each node."""
         self.ranks_per_node = max(map(len, self.sites))
