@@ -240,9 +240,9 @@ class State(NamedTuple):
 
 
 class Transfer:
-    """The transfer of the state to one joining worker, on one member."""
+    """The transfer of the state to the workers that join in one step, on one member."""
 
-    def __init__(self, joining: int, state: State) -> None:
+    def __init__(self, joining: tuple[int, ...], state: State) -> None:
         self.joining, self.state = joining, state
         self.among: tuple[int, ...] = ()
         """The workers that this member knows to take part."""
@@ -316,10 +316,10 @@ class Member:
         self.entering = tuple(one.member for one in joining)
         state = self.state_for(self.entering)
         self.world.agree(f"state for workers {self.entering}", state)
-        transfers = [Transfer(member, state) for member in self.entering]
-        self.transfers += transfers
+        transfer = Transfer(self.entering, state)
+        self.transfers.append(transfer)
         if not self.world.overlap:
-            yield lambda: all(transfer.over for transfer in transfers)
+            yield lambda: transfer.over
 
     def is_due(self, joining: Joining) -> bool:
         return self.step >= joining.first
@@ -479,7 +479,7 @@ class Member:
         for transfer in self.transfers:
             among = tuple(member for member in transfer.state.members if member in present)
             given = transfer.among in self.world.entered.get(transfer.joining, ())
-            transfer.over = transfer.over or given or not {transfer.joining, self.rank} <= {*among}
+            transfer.over = transfer.over or given or self.rank not in among or not {*transfer.joining} & {*among}
             if not transfer.over:
                 self.world.counts["transfers begun again"] += bool(transfer.among and transfer.among != among)
                 transfer.among = among
@@ -490,13 +490,19 @@ class Member:
         self.go()
 
     def _receive(self, present: tuple[int, ...]) -> None:
-        for among, met in self.world.announced(self.rank):
-            state = met.get(present[0])
-            if state is not None and {*among} <= {*present} and {*among} - {*state.members[-state.new :]} <= {*met}:
-                self.world.entered.setdefault(self.rank, set()).add(among)
+        """Receives the state together with the others that join: all who take part complete a transfer, or none does."""
+        for joining, among, met in self.world.announced(self.rank):
+            state, new = met.get(present[0]), [self.world.members[member] for member in joining if member in among]
+            if state is None or not {*among} <= {*present} or not {*among} - {*joining} <= {*met}:
+                continue
+            if any(not one.alive or one.hung or not {*among} <= {*self.world.epochs[one.newest]} for one in new):
+                continue
+            self.world.entered.setdefault(joining, set()).add(among)
+            for one in new:
                 self.world.counts["joins"] += 1
-                self.start(state)
-                return
+                one.start(state)
+                one.go()
+            return
 
 
 class World:
@@ -525,15 +531,15 @@ class World:
         self.sums: dict[tuple[int, int, int, int], bytes] = {}
         self.up: dict[tuple[int, int], list[Frame]] = {}
         self.down: dict[tuple[int, int], list[Frame]] = {}
-        self.entered: dict[int, set[tuple[int, ...]]] = {}
-        """Maps a worker to those who took part in the transfer in which it has received its state."""
+        self.entered: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+        """Maps workers that join in one step to those who took part in the transfer in which they have received their state."""
         self._agreed: dict[str, object] = {}
         self._store = RendezvousService(
             len(self.first_members), Config(min_workers=1, last_call_s=1.0), self._lost, RefusalLog(),
             lambda: AdmissionState(generation=self.generation), clock=lambda: 0.0)
         self._sites = [self._register() for _ in self.first_members]
         self._store.begin()
-        self._states: dict[int, dict[tuple[int, ...], dict[int, State]]] = {}
+        self._states: dict[tuple[int, ...], dict[tuple[int, ...], dict[int, State]]] = {}
         self._idle = 0
         self.server = [Server(self, number) for number in range(self.servers)]
         state = State(0, self.first_members, 0, 1, 0, tuple(self.totals_of(1).items()), 0)
@@ -565,12 +571,14 @@ class World:
     def generation(self) -> int:
         return len(self.epochs) - 1
 
-    def rendezvous(self, joining: int, among: tuple[int, ...]) -> dict[int, State]:
-        """Returns what the members `among` give to a joining worker, by member."""
+    def rendezvous(self, joining: tuple[int, ...], among: tuple[int, ...]) -> dict[int, State]:
+        """Returns what the members `among` give to joining workers, by member."""
         return self._states.setdefault(joining, {}).setdefault(among, {})
 
-    def announced(self, joining: int) -> list[tuple[tuple[int, ...], dict[int, State]]]:
-        return [*self._states.get(joining, {}).items()]
+    def announced(self, worker: int) -> list[tuple[tuple[int, ...], tuple[int, ...], dict[int, State]]]:
+        """Returns the transfers to this worker: all that join with it, who takes part, and what members give."""
+        return [(joining, among, met) for joining, each in self._states.items() if worker in joining
+                for among, met in each.items() if worker in among]
 
     def _register(self) -> str:
         """Registers the site of the next worker. Returns its token."""
