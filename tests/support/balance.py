@@ -20,7 +20,7 @@ class FakeSession:
         self.n = 0.0
         self.plan: Plan | None = None
         self.members: tuple[int, ...] = (0,)
-        self.own, self.may_leave = 0, False
+        self.own, self.may_leave, self.context = 0, False, None
         self.followers: dict[str, Callable[[], str]] = {}
         self.joined_state: dict[str, str] = {}
 
