@@ -237,6 +237,8 @@ class State(NamedTuple):
     totals: tuple[tuple[int, float], ...]
     new: int
     """Number of joining workers, which are the last members."""
+    let_in: tuple[int, ...]
+    """All workers that are or were members, or will be."""
 
 
 class Transfer:
@@ -273,8 +275,8 @@ class Member:
 
     def start(self, state: State) -> None:
         self.started, self.first = True, state.step
-        self.step, self.members, self.joined, self.plan, self.row, totals, _ = state
-        self.totals, self.let_in = dict(totals), {*self.members}
+        self.step, self.members, self.joined, self.plan, self.row, totals, _, let_in = state
+        self.totals, self.let_in = dict(totals), {*let_in}
         self._work = self._train()
         self._until: Callable[[], bool] = lambda: True
 
@@ -335,7 +337,8 @@ class Member:
     def state_for(self, new: tuple[int, ...]) -> State:
         missing = self._missing()
         members = *(each for each in self.members if each not in missing), *new
-        return State(self.step, members, self.joined, self.plan, self.row, tuple(sorted(self.totals.items())), len(new))
+        return State(self.step, members, self.joined, self.plan, self.row, tuple(sorted(self.totals.items())), len(new),
+                     tuple(sorted(self.let_in)))
 
     def _send(self) -> None:
         self.sent = self.world.fragment_of(self.plan, self.group)
@@ -542,7 +545,7 @@ class World:
         self._states: dict[tuple[int, ...], dict[tuple[int, ...], dict[int, State]]] = {}
         self._idle = 0
         self.server = [Server(self, number) for number in range(self.servers)]
-        state = State(0, self.first_members, 0, 1, 0, tuple(self.totals_of(1).items()), 0)
+        state = State(0, self.first_members, 0, 1, 0, tuple(self.totals_of(1).items()), 0, self.first_members)
         self.members = {rank: Member(self, rank, state) for rank in self.first_members}
 
     # What the plan says.

@@ -89,8 +89,7 @@ class ChangingMembers(FixedMembers):
         self._received: dict[int, list[float]] | None = None
         """The rows that have arrived, until `settle` uses them."""
         self.confirmed = context.carried
-        self._admitted = {m.rank for m in context.uplink.epoch.members}
-        """Numbers of all workers that are or were members, or will be."""
+        self.admitted = {m.rank for m in context.uplink.epoch.members}
         self._joined = joined
         self._joining: list[Joining] = []
         """The workers that rows have admitted, until their first step begins. It is the same step for all of them."""
@@ -156,7 +155,7 @@ class ChangingMembers(FixedMembers):
     def _proposals(self) -> list[Proposal]:
         """Returns the next sites of which this rank knows: those that join, then those that follow. Others come after these."""
         newest, is_transferring = self._newest.epoch, self._transfer is not None and self._transfer.is_alive()
-        new = sites_of(m for m in newest.members if m.rank not in self._admitted)
+        new = sites_of(m for m in newest.members if m.rank not in self.admitted)
         if self._joining or self._following or is_transferring:
             new = []
         context = self._context
@@ -168,7 +167,7 @@ class ChangingMembers(FixedMembers):
 
     @property
     def catching_up(self) -> bool:
-        return any(m.rank in self.followers and m.rank not in self._admitted for m in self._newest.epoch.members)
+        return any(m.rank in self.followers and m.rank not in self.admitted for m in self._newest.epoch.members)
 
     def new_plan(self) -> None:
         self._following, self._caught_up = [], frozenset()
@@ -189,7 +188,7 @@ class ChangingMembers(FixedMembers):
                          for at in range(begin, min(begin + PROPOSALS_NUMBERS, len(row)), PROPOSAL_NUMBERS)]
                         for begin in (0, PROPOSALS_NUMBERS))
         join, follow = ([p for p in each if p.workers > 0 and 0 <= p.member <= SERVER_BASE - p.workers
-                         and p.member not in self._admitted] for each in (join, follow))
+                         and p.member not in self.admitted] for each in (join, follow))
         self._decide(join, [p for p in follow if p.member not in self.followers])
 
     def _decide(self, join: Sequence[Proposal], follow: Sequence[Proposal]) -> None:
@@ -202,7 +201,7 @@ class ChangingMembers(FixedMembers):
         join = [p for p in join if p.member in self.followers] or join
         if joining := decide(self._joined, self._first(), join):
             self._joining = joining
-            self._admitted.update(one.member for one in joining)
+            self.admitted.update(one.member for one in joining)
             self._reported = [uplink.report_joining(server.id, one.number, one.member, one.generation)
                               for server in epoch.servers for one in joining]
         elif following := decide(0, self._first(), follow):
@@ -319,7 +318,7 @@ class ChangingMembers(FixedMembers):
             if name == "snapshot" and context.worker is worker:
                 self._caught_up |= {*new}
         except Exception as error:
-            if {one.member for one in joining} <= self._admitted:
+            if {one.member for one in joining} <= self.admitted:
                 context.worker.latch(error)
             else:  # nobody waits for workers that follow
                 context.say(f"could not give its state to {', '.join(peer_name(one.member) for one in joining)}: {error}")

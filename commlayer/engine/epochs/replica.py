@@ -100,8 +100,9 @@ class GivenState(Record, frozen=True):
     """
     confirmed: int = 0
     """See FixedMembers.row_carried."""
+    admitted: tuple[int, ...] = ()
     followers: tuple[int, ...] = ()
-    """See FixedMembers.followers."""
+    """See FixedMembers."""
     totals: dict[int, float] = msgspec.field(default_factory=dict)
     """Total weight of each bucket's last result, by bucket."""
     undone: dict[int, int] = msgspec.field(default_factory=dict)
@@ -202,7 +203,7 @@ class Replica:
                 generation=job.worker.now.generation,
                 row=job.rows.transport.number, first_world=job.first_world,
                 exits={m.rank: job.members.confirmed for m in job.uplink.epoch.members if m not in epoch.members},
-                confirmed=job.members.row_carried, followers=tuple(job.members.followers),
+                confirmed=job.members.row_carried, admitted=tuple(job.members.admitted), followers=tuple(job.members.followers),
                 totals={b.id: b.assumed for b in job.worker.buckets if b.assumed is not None},
                 undone={b.id: bits for b in job.worker.buckets if (bits := b.ledger.discarded | b.ledger.unreported)})
         if model:

@@ -17,6 +17,8 @@ class FixedMembers(Component):
     def __init__(self) -> None:
         self.steps_at_exit: dict[int, int] = {}
         """Training step at which each former member left, by its number in messages: the job's value of `carried` then."""
+        self.admitted: set[int] = set()
+        """Numbers of all workers that are or were members, or will be."""
         self.followers: set[int] = set()
         """Numbers of all workers that follow the exchanges, or have done so."""
         self.row_carried = 0

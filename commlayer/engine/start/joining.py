@@ -87,6 +87,7 @@ def enter(
         bucket.ledger.unreported = given.undone.get(bucket.id, 0)
     members = ChangingMembers(context, config, home, replica, given.joined)
     members.steps_at_exit |= given.exits
+    members.admitted |= {*given.admitted}
     members.followers |= {*given.followers}
     members.confirmed = members.row_carried = given.confirmed
     meanwhile = f", in which the others have made {taken.followed} exchanges" if taken.followed else ""
