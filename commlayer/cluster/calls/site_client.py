@@ -49,11 +49,10 @@ class KvClient:
         `deadline`; missing values are None.
 
         `add`: key and amount of a number to increase. `once`: a random token of this addition, if other requests may repeat
-        it. `call_s`: least timeout of a call that reads or writes values. `without`: does not wait for values of
-        writers that are gone. `generation`: that of the epoch to which the writes belong; 0: the one of this client. `rank`,
-        `limit_s`: see messages.KvRequest. `since`: the time.monotonic() at which an earlier call began to wait for these keys;
-        0: this call is the first. Raises CommError for keys that will never be
-        written. Also raises it if the coordinator does not answer until `deadline`, or has refused connections for reconnect_s.
+        it. `call_s`: least timeout of a call that reads or writes values. `without`: does not wait for values of writers that
+        are gone. `generation`: that of the epoch to which the writes belong; 0: the one of this client. `rank`, `limit_s`: see
+        messages.KvRequest. `since`: the time.monotonic() at which an earlier call began to wait for these keys; 0: this call is
+        the first. Raises CommError for keys that will never be written. Also raises it if the coordinator does not answer until `deadline`, or has refused connections for reconnect_s.
         """
         added = None if add is None else (*add, once or secrets.token_hex(8))
         request = messages.KvRequest(self._home, tuple(put), tuple(drop), added, tuple(want), without=without,

@@ -34,7 +34,6 @@ HEAD = 2
 LEAVES = [-1.0]
 """The last row of a rank that leaves. The others count it as absent."""
 
-
 Failed = Callable[[], BaseException | None]
 """Polled during a wait; an error that it returns is raised."""
 

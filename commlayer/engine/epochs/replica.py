@@ -286,8 +286,8 @@ class Replica:
         self, transfer: GivenState, rest: Mapping[str, torch.Tensor], former: GivenState, tensors: Mapping[str, torch.Tensor],
         starts: Sequence[torch.Tensor], velocity: Sequence[torch.Tensor | None],
     ) -> tuple[GivenState, dict[str, torch.Tensor]]:
-        """Returns the complete state of which `rest` was received last, and `former` with `tensors` before. `starts` and
-        `velocity`: those weights and momentum now."""
+        """Returns a complete state: `rest`, which was received last, and what it lacks from the snapshot received before
+        (`former` and `tensors`), with the weights and momentum that followed from it (`starts`, `velocity`)."""
         kept = {name: t for name, t in tensors.items() if name.startswith("parameter.")}
         kept |= {f"parameter.{name}": start for name, start in zip(self._names_of_trained(), starts, strict=True)}
         kept |= {f"{VELOCITY}{n}": each for n, each in enumerate(velocity) if each is not None}
@@ -373,8 +373,8 @@ def _filled(value: Any, former: Any, tensors: Mapping[str, torch.Tensor]) -> Any
             if value[TENSOR] in tensors:
                 return value
             if not isinstance(former, dict) or TENSOR not in former:
-                raise InvalidInput("E-JOIN-STATE", "joining a running job: the optimizer of its workers has got further state "
-                                                   "since they have given theirs; join again")
+                raise InvalidInput("E-JOIN-STATE", "joining a running job: the optimizer of its workers has more state than "
+                                                   "when they gave it; join again")
             return {TENSOR: f"{FORMER}{former[TENSOR]}"}
         return {key: _filled(inner, former.get(key) if isinstance(former, dict) else None, tensors)
                 for key, inner in value.items()}

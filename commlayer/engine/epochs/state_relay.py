@@ -42,8 +42,6 @@ class NewestEpoch:
         """`notice_s`: seconds to wait for a new epoch from the coordinator. `away_s`: seconds for which requests to an
         unresponsive coordinator are repeated."""
         self.epoch, self._notice_s, self.away_s = epoch, notice_s, away_s
-        self.check: Callable[[], None] = ignore
-        """Called during waits: raises an error that ends them."""
 
     def run(self, act: Callable[[Epoch], T]) -> T:
         """Runs `act` with the newest epoch; again, from its start, whenever a worker that takes part leaves meanwhile."""
@@ -55,7 +53,6 @@ class NewestEpoch:
 
     def lacks(self, workers: Iterable[int]) -> bool:
         """Returns True if one of these workers is no member."""
-        self.check()
         return not {*workers} <= {member.rank for member in self.epoch.members}
 
     def will_lack(self, workers: Iterable[int]) -> bool:
@@ -130,15 +127,16 @@ class StateRelay:
 
     def __init__(
         self, newest: NewestEpoch, epoch: Epoch, rank: int, limit_s: float, judged_s: float, most_nbytes: int,
-        name: str = "state",
+        name: str = "state", check: Callable[[], None] = ignore,
     ) -> None:
-        """`name`: names this transfer among those to the same workers.
+        """`name`: names this transfer among those to the same workers. `check`: called during waits; an error that it raises
+        ends them.
 
         `rank`: number of this rank. `limit_s`: longest wait for others, in seconds; the coordinator receives this limit.
         `judged_s`: further seconds in which the coordinator decides whether missing members are lost. `most_nbytes`: largest
         state that this rank receives or waits for."""
         self._newest, self._rank, self._most_nbytes = newest, rank, most_nbytes
-        self._first, self._name = epoch.members[0].rank, name
+        self._first, self._name, self._check_wait = epoch.members[0].rank, name, check
         self._partners = {rank, self._first}
         """The workers that take part, as far as this rank knows."""
         self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
@@ -264,12 +262,12 @@ class StateRelay:
         begin, give_up = time.monotonic(), math.inf
         until = begin + self._deadline_s
         while True:
+            self._check_wait()
             try:
                 lost, store = self._newest.lacks(self._partners), site_process_group.kv_client()
                 rows = store.request(
                     min(until, time.monotonic() + LOOK_S), put=put, want=want, wait=not lost, rank=self._rank, since=begin,
-                    generation=self._newest.epoch.generation,
-                    limit_s=limit_s, call_s=BYTES_S).values
+                    generation=self._newest.epoch.generation, limit_s=limit_s, call_s=BYTES_S).values
             except CommError as error:
                 if store is not site_process_group.kv_client():
                     continue  # this rank has continued with other members

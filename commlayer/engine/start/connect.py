@@ -119,8 +119,7 @@ def _begin(
 ) -> DistributedJob:
     elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and \
         members.world == met.launch.world and not shards
-    sites = node_ranks(members.world, shards.ranks) if shards else met.sites if elastic else \
-        node_ranks(members.world, met.per_node)
+    sites = met.sites if elastic else node_ranks(members.world, shards.ranks or met.per_node)
     per_node, nodes, first = max(map(len, sites)), len(sites), members.rank == 0
     notes = [met.note] if met.note and first and not elastic else []
     if met.differs:
@@ -218,7 +217,6 @@ def _join(
         gradients=sum(not tensor.buffer for tensor in job.tensors), tensors=len(job.tensors), elements=job.numel,
         must_match=must_match,
     ), config)
-
 
 
 def _placed(config: Config, address: str, note: Callable[[str], None]) -> Config:

@@ -126,7 +126,6 @@ class _Receiver:
         given.catch_up()
         taken = self._take("rest", functools.partial(self._take_rest, given, *snapshot))
         given.stop()
-        self._newest.check = ignore
         return taken
 
     def _take_state(self, own: bytes, common: bytes) -> TakenState | ResultFollower:
@@ -139,7 +138,6 @@ class _Receiver:
         if self._follower is None:
             self._follower = ResultFollower(self._link, self._job, plan, given, self._outer, self._device,
                                             self._config.deadline_s)
-            self._newest.check = self._follower.check
         return self._follower
 
     def _take_snapshot(self, follower: ResultFollower, own: bytes, common: bytes) -> tuple[GivenState, dict[str, torch.Tensor]]:
@@ -159,7 +157,7 @@ class _Receiver:
         def take(epoch: Epoch) -> T | None:
             _check_givers(epoch, self._link.transport.rank, self._link)
             relay = StateRelay(self._newest, epoch, self._link.transport.rank, self._config.deadline_s, judged_s(self._config),
-                               self._replica.most_nbytes, name)
+                               self._replica.most_nbytes, name, ignore if self._follower is None else self._follower.check)
             try:
                 return relay.take(enter)
             except DeadlineExceeded:

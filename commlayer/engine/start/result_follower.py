@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from commlayer.callbacks import ignore
 from commlayer.cluster.processes.bounded_calls import CHECK_S
 from commlayer.cluster.processes.rows import numbers_of
 from commlayer.cluster.servers.gather import ROW_BUCKET
@@ -108,7 +109,6 @@ class ResultFollower:
                  deadline_s: float) -> None:
         """Requests results from step `given.step` on, and rows from `given.row` on, under plan `plan`."""
         self._job, self._plan, self._outer, self._device, self._deadline_s = job, plan, outer, device, deadline_s
-        self._given = given
         buffers = {number for number, tensor in enumerate(job.tensors) if tensor.buffer}
         self._fragments = [[plan.buckets[place] for place in places if plan.buckets[place].slices[0].tensor not in buffers]
                            for places in fragments_of(plan.buckets, plan.fragments)]
@@ -180,7 +180,7 @@ class ResultFollower:
         message = self._streams[planned.id].take(self._step, deadline)
         bucket = bucket_of(planned, self._job, codec_of(planned, plan=self._plan), torch.device("cpu"), 0)
         assert isinstance(bucket, EncodedBucket)
-        bucket.keep_encoded(_keep)
+        bucket.keep_encoded(ignore)  # the memory of a result is not used again
         weight = bucket.exchange.total = message.header.weight
         bucket.decode(message.body)
         bucket.finish(weight, message.header.used)
@@ -197,7 +197,3 @@ class ResultFollower:
             if norms := numbers_of(rows_in(message).values(), LENGTHS):
                 return norms
         return []
-
-
-def _keep(_body: memoryview) -> None:
-    """Does not reuse the memory of a result."""
