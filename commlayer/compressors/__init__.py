@@ -23,6 +23,7 @@ from commlayer.compressors.randomk import randomk as randomk
 from commlayer.compressors.state import restore as restore
 from commlayer.compressors.state import seed as seed
 from commlayer.compressors.state import shared_snapshot as shared_snapshot
+from commlayer.compressors.state import shares_state as shares_state
 from commlayer.compressors.state import snapshot as snapshot
 from commlayer.compressors.topk import block_threshold as block_threshold
 from commlayer.compressors.topk import topk as topk

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from commlayer.compressors.codec import State, states
+from commlayer.compressors.codec import Codec, State, states
 from commlayer.compressors.global_budget import BUDGET_LIMITS
 from commlayer.compressors.kernels import Array, to_host
 from commlayer.compressors.payload import on_device
 from commlayer.compressors.selection import STATE_LIMITS
 from commlayer.errors import InvalidInput
+from commlayer.records import Spec
 
 SERVER = -1
 """Sender number of the server, for the keys of results."""
@@ -29,6 +30,8 @@ KEYS = {"shared": (0, MOST_KEY), "own": (0, MOST_KEY)}
 """Allowed range of the random-number keys in a codec's state."""
 
 
+SAMPLE_NUMEL = 64
+"""Number of elements of a state that is made only to see what it contains."""
 LIMITS: Mapping[str, tuple[float, float]] = {**STATE_LIMITS, **KEYS, **BUDGET_LIMITS}
 
 
@@ -43,6 +46,11 @@ def snapshot(state: State) -> dict[str, Array]:
 def shared_snapshot(state: State) -> dict[str, Array]:
     """Returns the part of `snapshot` that must be equal on all senders: what random numbers or sums of all senders decide."""
     return {path: _saved(value) for path, owner, name, value in _walk(state) if "shared" in owner and name != "own"}
+
+
+def shares_state(codec: Codec) -> bool:
+    """Returns True if all senders must have an equal part of the codec's state."""
+    return bool(shared_snapshot(codec.init(Spec((SAMPLE_NUMEL,)))))
 
 
 def restore(state: State, arrays: Mapping[str, Array]) -> None:

@@ -52,7 +52,8 @@ class KvClient:
         it. `call_s`: least timeout of a call that reads or writes values. `without`: does not wait for values of writers that
         are gone. `generation`: that of the epoch to which the writes belong; 0: the one of this client. `rank`, `limit_s`: see
         messages.KvRequest. `since`: the time.monotonic() at which an earlier call began to wait for these keys; 0: this call is
-        the first. Raises CommError for keys that will never be written. Also raises it if the coordinator does not answer until `deadline`, or has refused connections for reconnect_s.
+        the first. Raises CommError for keys that will never be written. Also raises it if the coordinator does not answer until
+        `deadline`, or has refused connections for reconnect_s.
         """
         added = None if add is None else (*add, once or secrets.token_hex(8))
         request = messages.KvRequest(self._home, tuple(put), tuple(drop), added, tuple(want), without=without,

@@ -32,7 +32,7 @@ from commlayer.cluster.calls.site_client import KvClient
 from commlayer.cluster.processes import process_groups, site_process_group
 from commlayer.cluster.processes.collectives import Groups
 from commlayer.cluster.processes.rows import StepRows
-from commlayer.compressors import shared_snapshot
+from commlayer.compressors import shares_state
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine.buckets.bucket import WorkerBucket
 from commlayer.engine.components import Pending
@@ -42,13 +42,10 @@ from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import CommError, PeerLost
-from commlayer.records import Epoch, Member, Plan, Spec, plan_of, sites_of
+from commlayer.records import Epoch, Member, Plan, plan_of, sites_of
 from commlayer.transport.protocol import SERVER_BASE, Handle, peer_name
 
 PROPOSAL_NUMBERS = len(Proposal._fields)
-PROPOSALS_NUMBERS = MOST_AT_ONCE * PROPOSAL_NUMBERS
-FEW = 64
-"""Number of elements of a codec state that shows whether workers share a part of it."""
 FOLLOW_NBYTES = WINDOW * BATCH_NBYTES
 """Size of a model's parameters, in bytes, up to which a worker joins local steps without following them first: following takes
 one or two exchanges, and all wait for a smaller state no longer than that."""
@@ -98,9 +95,9 @@ class ChangingMembers(FixedMembers):
         self._entering: list[Member] = []
         """The workers that take part in the current step for the first time, until this step ends."""
         self._following: list[Joining] = []
-        """The workers that rows have let follow from their first step on, until that step begins."""
+        """The workers that begin to follow in their first step, until that step begins."""
         self._caught_up: frozenset[int] = frozenset()
-        """Those that have the weights under the current plan, as this rank knows."""
+        """The followers that, as far as this rank knows, have the weights under the current plan."""
         self._can_follow = can_follow(context.worker.buckets)
         self._transfer: threading.Thread | None = None
         self._admits = True
@@ -183,13 +180,10 @@ class ChangingMembers(FixedMembers):
         if gone:
             self._change(gone, at=self.confirmed)
         self.confirmed = self.row_carried
-        finite = [row for row in rows.values() if all(map(math.isfinite, row))]
-        join, follow = ([Proposal(*map(int, row[at : at + PROPOSAL_NUMBERS])) for row in finite
-                         for at in range(begin, min(begin + PROPOSALS_NUMBERS, len(row)), PROPOSAL_NUMBERS)]
-                        for begin in (0, PROPOSALS_NUMBERS))
-        join, follow = ([p for p in each if p.workers > 0 and 0 <= p.member <= SERVER_BASE - p.workers
-                         and p.member not in self.admitted] for each in (join, follow))
-        self._decide(join, [p for p in follow if p.member not in self.followers])
+        found = [proposals_in(row) for row in rows.values()]
+        join = [p for each, _ in found for p in each if p.member not in self.admitted]
+        follow = [p for _, each in found for p in each if p.member not in self.admitted | self.followers]
+        self._decide(join, follow)
 
     def _decide(self, join: Sequence[Proposal], follow: Sequence[Proposal]) -> None:
         """Admits the sites that the rows name."""
@@ -212,8 +206,8 @@ class ChangingMembers(FixedMembers):
             self._start_transfer([m.rank for m in epoch.members], following, (invitation, b""), "state")
 
     def _first(self) -> int:
-        """Returns the first step of workers that the row admits which was just read. Under local steps rows are some steps
-        apart, and all ranks read a row between the same two steps, so the next outer step is late enough."""
+        """Returns the first step of the workers that the last rows admit. Under local steps, rows are some steps apart and all
+        ranks read them between the same two steps, so the next outer step is late enough."""
         worker = self._context.worker
         return worker.step + worker.begun if worker.plan.steps_locally else self._row_step + LEAD
 
@@ -374,10 +368,20 @@ class ChangingMembers(FixedMembers):
 
 
 def can_follow(buckets: Iterable[WorkerBucket]) -> bool:
-    """Returns True if a worker that has encoded nothing can decode the results of these buckets: on all ranks, also on those of
-    a site that do not encode a bucket. It needs no module buffers."""
-    return all(bucket.buffer or (bucket.served and len(bucket.codec.rounds) == 1
-                                 and not shared_snapshot(bucket.codec.init(Spec((FEW,))))) for bucket in buckets)
+    """Returns True if a worker that has encoded nothing can decode the results of these buckets; all ranks return the same. It
+    needs no module buffers."""
+    return all(bucket.buffer or (bucket.served and len(bucket.codec.rounds) == 1 and not shares_state(bucket.codec))
+               for bucket in buckets)
+
+
+def proposals_in(row: Sequence[float]) -> tuple[list[Proposal], list[Proposal]]:
+    """Returns the valid proposals in a row: those of sites that join, and those of sites that follow."""
+    if not all(map(math.isfinite, row)):
+        return [], []
+    proposals = [Proposal(*map(int, row[at : at + PROPOSAL_NUMBERS])) for at in range(0, len(row), PROPOSAL_NUMBERS)]
+    join, follow = ([p for p in each if p.workers > 0 and 0 <= p.member <= SERVER_BASE - p.workers]
+                    for each in (proposals[:MOST_AT_ONCE], proposals[MOST_AT_ONCE:]))
+    return join, follow
 
 
 def new_world(former: Groups, rows: StepRows, config: Config, home: str, epoch: Epoch, own: int) -> Groups:
