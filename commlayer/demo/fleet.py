@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("training.py")
 START_S = 120.0
 """Seconds that all workers may take to start. They all load torch at the same time."""
+FORKED_S = 2.0
+"""Seconds that workers get to end after the process that has forked them."""
 GRACE_S = 20.0
 """Seconds to wait for the processes to end: longer than workers and server take, also on a busy machine."""
 FORKS = "alone and DDP"
@@ -165,7 +167,8 @@ class Fleet:
         return str(Path(self._folder.name, name))
 
     def _end(self) -> None:
-        """Ends all processes: closes their standard input, which ends workers, and terminates them."""
+        """Ends all processes: closes their standard input, which ends workers, and terminates them. Returns when they, and the
+        workers that they have forked, have ended."""
         # A second Ctrl-C must not interrupt the cleanup of the first.
         before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
         until = time.monotonic() + GRACE_S
@@ -182,10 +185,21 @@ class Fleet:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            _end_group(process.pid)
         for reader in self._readers:
             reader.join(max(0.0, until - time.monotonic()))
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_group(group: int) -> None:
+    """Waits until no process of the group is left, at most FORKED_S; then kills those that are."""
+    until = time.monotonic() + FORKED_S
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < until:
+            os.killpg(group, 0)
+            time.sleep(0.01)
+        os.killpg(group, signal.SIGKILL)
 
 
 def _text(settings: WorkerSettings) -> str:
