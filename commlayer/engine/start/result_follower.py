@@ -7,7 +7,6 @@ optimizer, in their order, as the members have done. So it has the same weights,
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,6 @@ from commlayer.engine.buckets.units import Units
 from commlayer.engine.epochs.replica import GivenState
 from commlayer.engine.step.update_norms import LENGTHS
 from commlayer.engine.sync.local_steps import Fragment
-from commlayer.engine.sync.norm_matching import largest_of, scale_of, square_of
 from commlayer.errors import CommError, DeadlineExceeded
 from commlayer.optim import OuterSGD
 from commlayer.planner.buckets import fragments_of, ranges_of
@@ -165,14 +163,7 @@ class ResultFollower:
         changes = {n: torch.zeros_like(self._starts[n], device="cpu") for b in buckets for n in {s.tensor for s in b.slices}}
         weights = [self._decode(bucket, changes, deadline) for bucket in buckets]
         fragment.changes = {n: change.to(self._device) for n, change in changes.items()}
-        if not any(weights):
-            for mean in fragment.parts:
-                mean.zero_()
-        finite = math.isfinite(largest_of(fragment.parts))
-        if finite and norms:
-            scale = scale_of(norms, square_of(fragment.parts))
-            for mean in fragment.parts if scale != 1 else ():
-                mean.mul_(scale)
+        finite, _ = fragment.match(norms, has_weight=any(weights))
         fragment.apply(self._starts, self._outer, finite=finite)
 
     def _decode(self, planned: Bucket, changes: Mapping[int, torch.Tensor], deadline: float) -> float:

@@ -167,6 +167,23 @@ class Fragment:
             if overlap:
                 self._ends[n] = [end.clone() for end in ends]
 
+    def match(
+        self, norms: Sequence[Sequence[float]], *, has_weight: bool, in_site: Callable[[float], float] = float,
+    ) -> tuple[bool, float]:
+        """Scales the means to the `norms` of the changes, if there are any. Without weight the means become zero. Returns
+        whether they are finite, and the sum of their squares before scaling, 0 without norms. `in_site`: see Norms.in_site."""
+        parts = self.parts
+        for mean in () if has_weight else parts:
+            mean.zero_()
+        finite = math.isfinite(largest_of(parts))
+        if not (finite and norms):
+            return finite, 0.0
+        square = in_site(square_of(parts))
+        scale = scale_of(norms, square)
+        for mean in parts if scale != 1 else ():
+            mean.mul_(scale)
+        return True, square
+
     def apply(self, tensors: Sequence[torch.Tensor], outer: OuterSGD, *, finite: bool) -> None:
         """Advances the starts by the means, and writes them into `tensors`, plus what has changed there since `prepare`. If the
         means are not finite, all tensors return to their starts."""
@@ -339,18 +356,13 @@ class OuterSteps:
             return
         tensors = self._tensors(buffers)
         worker.wait(deadline_s, fragment.number)
-        norms, spoilt = [] if self._norms is None else self._norms.read(), False
-        if has_weight := worker.has_weight(fragment.number):
-            spoilt = not worker.write([fragment.changes.get(n) for n in range(len(tensors))], fragment.number)
-        else:  # no worker has trained, or only those that have just joined are left
-            for mean in fragment.parts:
-                mean.zero_()
-        finite = not spoilt and math.isfinite(largest_of(fragment.parts))
+        norms, in_site = ([], float) if self._norms is None else (self._norms.read(), self._norms.in_site)
+        # Without weight no worker has trained, or only those that have just joined are left.
+        has_weight, square = worker.has_weight(fragment.number), 0.0
+        finite = not has_weight or worker.write([fragment.changes.get(n) for n in range(len(tensors))], fragment.number)
+        if finite:
+            finite, square = fragment.match(norms, has_weight=has_weight, in_site=in_site)
         if finite and norms and self._norms is not None:
-            square = self._norms.in_site(square_of(fragment.parts))
-            scale = scale_of(norms, square)
-            for mean in fragment.parts if scale != 1 else ():
-                mean.mul_(scale)
             self._norms.observe(norms, square)
         fragment.apply(tensors, self._outer, finite=finite)
         self._used.append(finite and has_weight)
