@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -56,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json and args.json.is_dir():
         print(f"bench: --json {args.json}: it is a folder, and a file is wanted", file=sys.stderr)
         return 2
+    os.environ.setdefault("COMMLAYER_CACHE", "")  # each run is a job's first one
     module = importlib.import_module(MEASUREMENTS[args.name])
     if not (takes_more := hasattr(module, "flags")) and others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")

@@ -26,6 +26,7 @@ from commlayer.config import quiet_grpc
 # Scripts started by tests import `support`, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]))
 
+os.environ["COMMLAYER_CACHE"] = ""  # no test begins with what another one has learned
 # Before torch and numpy are imported. Tensors in tests are small; with several tests per core, OpenMP threads would spend most
 # of the time spinning. Child processes inherit it; torchrun sets the same.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

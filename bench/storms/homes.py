@@ -34,7 +34,7 @@ class Job:
 
     def __init__(self, homes: int, work: Work, settings: Mapping[str, float]) -> None:
         self.count, self.work = homes, work
-        self._settings = {**settings, "token": TOKEN, "join_deadline_s": MEET_S, "last_call_s": MEET_S}
+        self._settings = {**settings, "token": TOKEN, "cache": "", "join_deadline_s": MEET_S, "last_call_s": MEET_S}
         self.links = [Link(random.Random(0)) for _ in range(homes)]
         self._homes: list[Home | None] = [None] * homes
         self._open = ExitStack()

@@ -263,9 +263,9 @@ class TuningController(Component):
             self._recorded_s.append(step_s)
         if state.step < state.until:
             return
-        if state.phase is Phase.MEASURING or (
-            state.links is None and link_policy.links_hold(*self._do.share_times(step_s, waited_s))  # first steps were recorded
-        ):
+        # The first steps were recorded. Under the plan of the last run they may be many local steps.
+        if state.phase is Phase.MEASURING or (state.links is None and (
+                self._context.plan.steps_locally or link_policy.links_hold(*self._do.share_times(step_s, waited_s)))):
             self._measure()
         else:
             self.state = structs.replace(state, phase=Phase.MEASURING, until=state.step + MEASURED_STEPS + 1)
@@ -332,8 +332,10 @@ class TuningController(Component):
         step_s = median(row.step_s for row in rows)
         if self.shares is not None:
             self.shares.receive([row.time for row in rows], max(row.step_s for row in rows))
-        if rows[0].alone.over_alone:
+        if rows[0].alone.over_alone:  # rank 0 has no other plan to try
             self._compare_alone(rows[0].alone)
+            if not changed and (links := self._watched) is not None:
+                self._do.remember(links.links)
         if changed:
             return
         if rows[0].compared and self.guard is not None:
@@ -378,7 +380,8 @@ class TuningController(Component):
         soon, self.state = self.state.phase is Phase.WARMING, structs.replace(self.state, phase=Phase.WATCHING)
         measured = self._do.measure(self._recorded_s)
         self._attempt(self._measured, measured)
-        if soon:  # a slow step during the search would cost more than waiting for the search
+        # A slow step during the search would cost more than waiting for the search, unless the plan was made for such links.
+        if soon and not self._context.plan.step_s:
             self._await(link_policy.WAITED_STEPS * measured.step_s)
 
     def _measured(self, measured: Measured) -> None:

@@ -23,7 +23,7 @@ from commlayer.autotune.measure.measurements import (
 )
 from commlayer.autotune.measure.probes import at_least, gathered, held_up, meter_of, probed, seen_by
 from commlayer.autotune.measure.step_times import timing_of
-from commlayer.autotune.plan_limits import PlanLimits, bounded, codecs, limits_of
+from commlayer.autotune.plan_limits import YOUNG, PlanLimits, bounded, codecs, limits_of
 from commlayer.autotune.planning_process import PlanningProcess
 from commlayer.autotune.search import SearchOrder
 from commlayer.autotune.state import Measured, SearchRequest
@@ -32,6 +32,7 @@ from commlayer.compressors import build
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import InvalidState
+from commlayer.last_run import LastRun
 from commlayer.observe.interface_counters import InterfaceCounters
 from commlayer.observe.link_monitor import Rates
 from commlayer.planner.data.tables import BUCKET_S, PCIE_COPY, SERVER_BYTE_S, learning_rows
@@ -71,6 +72,8 @@ class JobActions:
         self._elsewhere_bps = 0.0
         """Upload rate of servers on other machines; 0 before a search has found it from the measured step time."""
         self._process = PlanningProcess()
+        self._remembers = False
+        """True: `remember` has been called."""
 
     def count_traffic(self) -> InterfaceCounters | None:
         """Starts reading this node's interface counters, on the node's first rank, if the system has them."""
@@ -91,6 +94,16 @@ class JobActions:
         uplink.pace(up_bps / len(groups.site))
         if groups.local == 0 and not self._context.elastic:  # no home has a server
             uplink.pace_servers(groups.node, up_bps)
+
+    def remember(self, links: Sequence[Link]) -> None:
+        """Writes the plan and this node's link for the next run of the job. Plans that an older job has turned to are not
+        written: they do not suit a job that begins."""
+        context = self._context
+        if context.passes < YOUNG or not self._remembers:
+            self._remembers = True
+            # Planning needs servers, even if the plan does not.
+            plan = structs.replace(context.plan, servers=len(context.uplink.epoch.servers))
+            context.terms.last_runs.save(context.groups.sites, LastRun(plan, links[context.groups.node]))
 
     def record(self, *, on: bool) -> None:
         self._context.worker.recorder.switch(on=on)
@@ -123,8 +136,9 @@ class JobActions:
                 self._energy = self._energy or energy_of(worker)
         carried = None if seen is None else seen.carried
         expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
+        last = context.terms.last_runs.load(groups.sites) if self._measured is None else None
         link = at_least(probed(context, (1 - GROUPS_SHARE) * self._probe_s, limited, (len(steps_s) + 1) * step_s,
-                               expected=expected), carried, self._fastest_down_bps())
+                               expected=expected, last=None if last is None else last.link), carried, self._fastest_down_bps())
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced)
         rows = gathered(groups, row)
         collectives = CollectiveCosts()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from commlayer import last_run
 from commlayer.cli.options import (
     Bind,
     Insecure,
@@ -40,6 +41,7 @@ ENROL_S = 10.0
 def doctor(
     join: Join = "", bind: Bind = "", port: Port = 0, keys: Keys = "", insecure: Insecure = False, journal: Journal = "",
     plan: Annotated[Path | None, typer.Option(help="The plan file of the run.", metavar="FILE")] = None,
+    forget: Annotated[bool, typer.Option("--forget", help="Delete what this machine remembers of earlier runs.")] = False,
     json: Json = None,
 ) -> None:
     """Check this machine, its network and the server before a run. Exit code 2 if a check fails.
@@ -47,6 +49,8 @@ def doctor(
     Under torchrun or srun it also compares all nodes, and measures the links between them. With a home's line,
     `--join NAME@HOST:PORT#TOKEN`, it first fetches the home's certificate.
     """
+    if forget:
+        last_run.forget(last_run.folder(config_of().cache))
     examine(join, bind, port, keys=keys, insecure=insecure, journal=journal, plan=plan, json=json)
 
 

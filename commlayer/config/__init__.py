@@ -5,6 +5,7 @@ from commlayer.config.addresses import is_loopback as is_loopback
 from commlayer.config.addresses import join_host as join_host
 from commlayer.config.environment import JOIN_AGAIN as JOIN_AGAIN
 from commlayer.config.environment import Launch as Launch
+from commlayer.config.environment import cache_folder as cache_folder
 from commlayer.config.environment import child_environment as child_environment
 from commlayer.config.environment import codec_threads as codec_threads
 from commlayer.config.environment import has_proxy as has_proxy

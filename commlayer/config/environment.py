@@ -109,6 +109,11 @@ def user_folder() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "commlayer"
 
 
+def cache_folder() -> Path:
+    """The folder of what can be learned again: `$XDG_CACHE_HOME/commlayer`, by default `~/.cache/commlayer`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "commlayer"
+
+
 def has_proxy() -> bool:
     """True: environment variables configure a proxy that gRPC uses. A proxy resolves host names itself."""
     return any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy"))

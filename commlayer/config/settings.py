@@ -136,6 +136,9 @@ class Config(Record, frozen=True):
     learning: Text = ""
     """Path of a table written by `python -m bench.own_learning`: convergence factors measured on the user's task. Empty: the
     built-in table."""
+    cache: Text = "auto"
+    """Folder in which this machine remembers plan and link rates of jobs with automatic plans, for the next run of each.
+    "auto": the user's cache folder. Empty: nothing is remembered."""
     events: Text = ""
     """Folder in which each rank writes its events, as rank-N.jsonl; for `commlayer serve`, those of the job, as events.jsonl.
     `commlayer top` shows them. Empty: none."""
@@ -145,7 +148,7 @@ GROUPS = {
     "Network": ("join", "bind", "advertise", "port"),
     "Security": ("keys", "insecure", "token", "token_file"),
     "Fault tolerance": ("min_workers", "last_call_s", "deadline_s", "reconnect_s", "dead_after_s", "journal"),
-    "Training": ("max_loss", "servers", "drift", "trace", "events"),
+    "Training": ("max_loss", "servers", "drift", "trace", "cache", "events"),
 }
 GROUPS["Expert"] = tuple(name for name in Config.__struct_fields__ if all(name not in group for group in GROUPS.values()))
 """Names of settings by subject; few users need those of the last group."""

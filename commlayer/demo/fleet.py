@@ -115,7 +115,7 @@ class Fleet:
     def _environment(self) -> dict[str, str]:
         """No settings of the user, keys of homes in the demo's folder, one thread for each worker, and this package."""
         # gRPC needs only the coordinator's port, which each home reaches at another address: that of its line.
-        variables = child_environment(Config(carrier="grpc"))
+        variables = child_environment(Config(carrier="grpc", cache=""))
         variables |= {"XDG_CONFIG_HOME": self._folder.name, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
                       "PYTHONSAFEPATH": "1"}
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH", "")]))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from commlayer import native
+from commlayer import last_run, native
 from commlayer.cluster.servers.server_journal import NAME
 from commlayer.config import Config, host_port, is_loopback, launcher_says, master, read_launch
 from commlayer.doctor import machine, network, nodes, server
@@ -116,6 +116,9 @@ class Doctor:
     def torch(self) -> Iterable[Finding]:
         return machine.check_torch(machine.own_torch())
 
+    def last_runs(self) -> Iterable[Finding]:
+        return machine.check_last_runs(last_run.folder(self.config.cache))
+
     def compare(self) -> Iterator[Finding]:
         try:
             self.nodes, self.links = nodes.compare_nodes(self.launch, nodes.own_facts(machine.own_digest(self.plan)),
@@ -142,6 +145,7 @@ CHECKS: tuple[Check[Doctor], ...] = (
     Check("secure", Doctor.security, QUICK_S, BUSY),
     Check("script", Doctor.script, QUICK_S, SLOW_DISK),
     Check("plan", Doctor.plan_file, QUICK_S, BUSY),
+    Check("last runs", Doctor.last_runs, QUICK_S, SLOW_DISK),
     Check("server", Doctor.coordinator, SERVER_S, SLOW_SERVER),
     Check("torch", Doctor.torch, machine.CHILD_S + 2, BUSY),
 )

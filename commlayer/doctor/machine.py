@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from commlayer import planner, records
+from commlayer import last_run, planner, records
 from commlayer.cluster.calls import messages
 from commlayer.config import Config, host_port, is_loopback
 from commlayer.doctor.findings import Finding, fail, judge, of_error, ok, warn
@@ -68,6 +68,14 @@ def check_processor(cores: int, limit: float) -> Finding:
                     "(docker run --cpus, or limits.cpu), or codecs are throttled in bursts", cores=cores)
     return judge("cpu", line, "provide 2 or more cores: training, codecs and sockets share this one", doubtful=cores < 2,
                  cores=cores)
+
+
+def check_last_runs(folder: Path | None) -> Iterator[Finding]:
+    """Says what the next run of a job would start with."""
+    if files := last_run.remembered(folder):
+        days = last_run.age(files[0]) / 86400
+        yield ok("last runs", f"{folder} has plan and link of {len(files)} job{'s' if len(files) > 1 else ''}, the latest "
+                 f"{days:.0f} days old; `commlayer doctor --forget` deletes them", jobs=len(files))
 
 
 def core_limit(cgroup: Path = Path("/sys/fs/cgroup")) -> float:

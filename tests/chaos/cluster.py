@@ -183,7 +183,7 @@ class Cluster:
                        most_nbytes=FULL_NBYTES if full else 0, inside=self._inside(0))
 
     def _environ(self, name: str) -> dict[str, str]:
-        settings = {**self.waits, "token": TOKEN, "keys": self._keys_of(name), "insecure": int(self.insecure)}
+        settings = {**self.waits, "token": TOKEN, "keys": self._keys_of(name), "insecure": int(self.insecure), "cache": ""}
         return {f"COMMLAYER_{key.upper()}": str(value) for key, value in settings.items()}
 
     def _home(self, rank: int) -> Started:

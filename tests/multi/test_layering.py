@@ -23,7 +23,7 @@ PACKAGE = ROOT / "commlayer"
 
 BOTTOM = {"callbacks", "codec_spec", "errors", "files", "records", "native", "config", "gpu"}
 MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
-FILES_OF_PLANS = {"plan_file", "loss_budget"}
+FILES_OF_PLANS = {"plan_file", "loss_budget", "last_run"}
 BELOW = BOTTOM | MIDDLE | FILES_OF_PLANS | {"cluster", "engine", "autotune"}
 SURFACE = {"session", "ddp"}
 TOP = {"cli", "demo", "doctor", "integrations", "", "__main__"}

@@ -25,6 +25,7 @@ from commlayer.autotune.measure.probes import (
 from commlayer.observe.interface_counters import Direction, Throughput
 from commlayer.observe.link_monitor import PAYLOAD
 from commlayer.observe.step_trace import RecordedStep
+from commlayer.planner.model import Link
 
 WORLD, SERVERS, BUDGET_S = 2, 2, 0.2
 _ranks = rank_pool.ranks_first(WORLD)
@@ -98,15 +99,21 @@ def test_round_trip_is_known_after_two_agree(seconds: tuple[float, ...], wanted:
 UP_ALONE = Throughput(BUSILY.up, SELDOM.down)
 KNOWN = [(BUSILY, BUSILY), (BUSILY, SELDOM), (SELDOM, SELDOM), (BUSILY, UP_ALONE)]
 """By case, then by rank."""
+LAST = Link(3e5, 4e5, 0.02)
+ROUND_TRIPS = (0.08, 0.04, 0.8, 0.039, 0.81)
+"""Of two ranks that remember LAST, by case."""
 
 
 def probing(run: Run) -> list[dict[str, Any]]:
     """By case, the rates that this rank measures, and the directions for which it requested more than a ping."""
     run.wrap(mlp())
     made, results = run.sessions[0].inspect.context, []
-    for case in KNOWN:
+    cases = [(case, None, 0.0) for case in KNOWN] + [((SELDOM, SELDOM), LAST, seconds) for seconds in ROUND_TRIPS]
+    for case, last, round_trip_s in cases:
         asked: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
+            if last is not None:
+                patch.setattr(link_rates, "round_trip", lambda *_, round_trip_s=round_trip_s: round_trip_s)
             probe = made.uplink.probe
 
             def ask(server: int, up_nbytes: int, down_nbytes: int, done: Any, probe: Any = probe, asked: Any = asked) -> None:
@@ -115,7 +122,7 @@ def probing(run: Run) -> list[dict[str, Any]]:
                 probe(server, up_nbytes, down_nbytes, done)
 
             patch.setattr(made.uplink, "probe", ask)
-            up_bps, down_bps, alpha_s = probed(made, BUDGET_S, SeenTraffic(case[run.rank], 60.0), 60.0)
+            up_bps, down_bps, alpha_s = probed(made, BUDGET_S, SeenTraffic(case[run.rank], 60.0), 60.0, last=last)
             made.groups.barrier()
         results.append({"found": (up_bps, down_bps), "alpha_s": alpha_s, "asked": [way for way, _ in itertools.groupby(asked)]})
     return results
@@ -125,7 +132,7 @@ def probing(run: Run) -> list[dict[str, Any]]:
 def test_rates_known_from_steps_are_not_probed() -> None:
     # Over loopback a round trip takes nothing; the test checks which rank requests which probe.
     results = pool(WORLD).call(play, WORLD, probing, Setting("module", servers=SERVERS))
-    report, half, nothing, behind_another = zip(*results, strict=True)
+    report, half, nothing, behind_another, *last_runs = zip(*results, strict=True)
     for result in report:
         assert result["asked"] == []
         assert result["found"] == pytest.approx(TOLD)
@@ -133,3 +140,8 @@ def test_rates_known_from_steps_are_not_probed() -> None:
     for result in (*half, *nothing, *behind_another):
         assert result["asked"] == ["up", "down"], "where one does not know, all send, and then receive"
         assert min(result["found"]) > max(TOLD), "loopback is faster than the fabricated rates"
+    for round_trip_s, ranks in zip(ROUND_TRIPS, last_runs, strict=True):
+        for result in ranks:
+            holds = 0.04 <= round_trip_s <= 0.8
+            assert result["asked"] == ([] if holds else ["up", "down"])
+            assert (result["found"] == (LAST.up_bps, LAST.down_bps)) == holds

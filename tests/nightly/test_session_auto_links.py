@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from support.attached import Run, Setting, data, mlp, play
 from support.rank_pool import pool
 from support.slow_links import slow_link
@@ -21,6 +23,7 @@ from torch import nn
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.codec_spec import parse_spec
+from commlayer.last_run import remembered
 from commlayer.planner.model import Line
 
 WORLD, SERVERS = 2, 2
@@ -30,7 +33,7 @@ SETTLED, MOST = 40, 4000
 COMPUTING_S, SLOW_BPS = 0.03, 1.5e5
 
 
-def train(run: Run, slow: bool, sync: str | None) -> dict[str, Any]:
+def train(run: Run, slow: bool, sync: str | None, cache: str) -> dict[str, Any]:
     with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         if slow:
             stack.enter_context(slow_link(SLOW_BPS, SLOW_BPS, 0.005))
@@ -50,7 +53,8 @@ def train(run: Run, slow: bool, sync: str | None) -> dict[str, Any]:
             sent.append(session.metrics()["sent_nbytes"])
             same = same + 1 if plans and session.inspect.plan == plans[-1] else 0
             plans.append(session.inspect.plan)
-            judged.fill_(any("under plan" in one or "kept the current plan" in one for one in session.inspect.decisions()))
+            judged.fill_((not cache or bool(remembered(Path(cache)))) and any(
+                "under plan" in one or "kept the current plan" in one for one in session.inspect.decisions()))
             dist.broadcast(judged, 0)
         steps = [after - before for before, after in itertools.pairwise(sent)]
         session.flush()
@@ -64,9 +68,9 @@ def codecs(plan: Any) -> set[str]:
     return {str(parse_spec(codec).core) for b in plan.buckets for codec in (b.codec, b.down) if codec}
 
 
-def ran(slow: bool, sync: str | None) -> list[dict[str, Any]]:
-    setting = Setting("module", servers=SERVERS, plan="auto")
-    return list(pool(WORLD).call(play, WORLD, train, setting, slow, sync))
+def ran(slow: bool, sync: str | None, cache: str = "") -> list[dict[str, Any]]:
+    setting = Setting("module", servers=SERVERS, plan="auto", fields=(("cache", cache),))
+    return list(pool(WORLD).call(play, WORLD, train, setting, slow, sync, cache))
 
 
 def test_fast_links_keep_fine_codecs() -> None:
@@ -77,6 +81,12 @@ def test_fast_links_keep_fine_codecs() -> None:
         assert codecs(last) <= FINE, "\n".join(r["decisions"])
         assert not last.steps_locally
     assert torch.equal(results[0]["weights"], results[1]["weights"])
+
+
+def test_the_next_run_begins_with_the_plan_that_was_found(tmp_path: Path) -> None:
+    first, again = (ran(True, "auto", str(tmp_path)) for _ in range(2))
+    assert [r["plans"][0] for r in again] == [structs.replace(r["plans"][1], servers=SERVERS) for r in first]
+    assert all(r["plans"][1].steps_locally for r in again), "measuring confirms it"
 
 
 @pytest.mark.parametrize("sync", [None, "auto"])

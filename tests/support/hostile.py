@@ -71,7 +71,7 @@ __all__ = [
     "usage_of",
 ]
 SECRET = "secret-of-this-test"
-QUICK = {"COMMLAYER_HEARTBEAT_S": "0.5", "COMMLAYER_DEAD_AFTER_S": "10", "OMP_NUM_THREADS": "1"}
+QUICK = {"COMMLAYER_HEARTBEAT_S": "0.5", "COMMLAYER_DEAD_AFTER_S": "10", "COMMLAYER_CACHE": "", "OMP_NUM_THREADS": "1"}
 CALL_EVERY_S = 0.05
 
 

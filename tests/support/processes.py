@@ -32,7 +32,8 @@ PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without settings that would reach the package."""
-    return {k: v for k, v in os.environ.items() if not k.startswith("COMMLAYER_")} | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    return {k: v for k, v in os.environ.items() if not k.startswith("COMMLAYER_")} | {
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "COMMLAYER_CACHE": ""}
 
 
 @functools.cache

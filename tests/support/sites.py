@@ -29,7 +29,7 @@ class Sites:
 
     def __init__(self) -> None:
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")}
-        self._environment |= QUICK | {"COMMLAYER_CONFIG": "", "COMMLAYER_TOKEN": TOKEN}
+        self._environment |= QUICK | {"COMMLAYER_CONFIG": "", "COMMLAYER_CACHE": "", "COMMLAYER_TOKEN": TOKEN}
         self._processes: list[Process] = []
         self.address = ""
 

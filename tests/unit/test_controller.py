@@ -74,6 +74,7 @@ class Job:
         self.stream, self.groups = RunEvents(), SimpleNamespace(local=0, node=rank, firsts=range(world.world))
         self.paced: list[tuple[Link, ...]] = []
         self.recording = False
+        self.remembered: list[Plan] = []
         self.measured: list[list[float]] = []
         """The step times from which it was measured."""
         self.bps, self.share = FAST_BPS, 0.1
@@ -135,6 +136,9 @@ class Job:
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
         self.world.meet(self.rank, "probe", None)
         return self.world.links
+
+    def remember(self, links: Sequence[Link]) -> None:
+        self.remembered.append(self.plan)
 
     def node_names(self) -> list[str]:
         return ["ann", "ben"]

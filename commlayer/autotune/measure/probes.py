@@ -16,6 +16,7 @@ from commlayer.engine.job.job import DistributedJob
 from commlayer.observe.interface_counters import InterfaceCounters, Throughput, counters_of
 from commlayer.observe.link_monitor import PAYLOAD, Rates
 from commlayer.observe.step_trace import RecordedStep
+from commlayer.planner.model import Link
 from commlayer.transport import own_address
 
 WAITED = 0.5
@@ -23,6 +24,10 @@ WAITED = 0.5
 NodeLink = tuple[float, float, float]
 """Upload and download rate of a node in bit/s, and latency to the core of the network in seconds."""
 UNKNOWN = Rates(0.0, 0.0)
+TRIP = 4
+"""A round trip crosses this many links of similar latency: from each machine to the core of the network and back."""
+SHORTER, LONGER = 0.5, 10.0
+"""The rates of the last run hold if the round trip is between SHORTER and LONGER times that of the last run."""
 OPENING = 4
 """Round trips at the start of a probe's turn, in which TCP windows open. Windows start at the known rate, if there is one."""
 DRAINED = 3
@@ -85,12 +90,13 @@ def seen_by(meter: InterfaceCounters) -> SeenTraffic:
 
 def probed(
     context: DistributedJob, budget_s: float, seen: SeenTraffic | None = None, steps_s: float = 0.0, *,
-    expected: Rates = UNKNOWN,
+    expected: Rates = UNKNOWN, last: Link | None = None,
 ) -> NodeLink:
     """Measures this node's link against servers on other nodes; returns zeros if there are none. All ranks must call this
     function and then `gathered`, which waits for the last rank. `seen`: traffic in steps of `steps_s` seconds in total; no
     link is probed if that traffic shows the rates of all nodes. `expected`: known lower bounds of the rates, which set the
-    initial TCP windows."""
+    initial TCP windows. `last`: this node's link in the job's last run, which counts
+    as measured if its round trip has hardly changed (RFC 9959)."""
     groups = context.groups
     # No home has a server, and homes are renumbered when members change.
     away = [server.id for server in context.uplink.epoch.servers if context.elastic or server.node != groups.node]
@@ -100,7 +106,10 @@ def probed(
     with all_or_none(groups, "probing links"):
         if asks:
             round_trip_s = link_rates.round_trip(network, away[0], patience_s)
-            mine = _Known(*sustained(seen, steps_s, round_trip_s), round_trip_s, 1.0)
+            rates = sustained(seen, steps_s, round_trip_s)
+            if last is not None and SHORTER * last.alpha_s <= round_trip_s / TRIP <= LONGER * last.alpha_s:
+                rates = rates[0] or last.up_bps, rates[1] or last.down_bps
+            mine = _Known(*rates, round_trip_s, 1.0)
     rows = gathered(groups, mine)
     nodes = [rows[first] for first in groups.firsts]
     with all_or_none(groups, "probing links"):
@@ -112,16 +121,15 @@ def probed(
             turns, turn_s = turns_of(len(asking), budget_s, longest_s, everywhere=everywhere)
             mine_at = asking.index(groups.node) % turns
             begin = time.monotonic()  # all ranks have just exchanged values, so turns need no further synchronization
-            rates = [mine.up_bps, mine.down_bps]
+            measured = [mine.up_bps, mine.down_bps]
             for direction in (link_rates.UP, link_rates.DOWN):
                 time.sleep(max(0.0, begin + (direction * turns + mine_at) * turn_s - time.monotonic()))
-                expected_bps = max(expected[direction], rates[link_rates.UP] if direction == link_rates.DOWN else 0.0)
-                rates[direction] = max(rates[direction], link_rates.rate(
+                expected_bps = max(expected[direction], measured[link_rates.UP] if direction == link_rates.DOWN else 0.0)
+                measured[direction] = max(measured[direction], link_rates.rate(
                     network, direction, away, mine.round_trip_s, turn_s - DRAINED * longest_s, patience_s,
                     expected_bps=expected_bps))
-            mine = mine._replace(up_bps=rates[link_rates.UP], down_bps=rates[link_rates.DOWN])
-    # The round trip crosses four links of similar latency: from each machine to the core and back.
-    return mine.up_bps, mine.down_bps, mine.round_trip_s / 4
+            mine = mine._replace(up_bps=measured[link_rates.UP], down_bps=measured[link_rates.DOWN])
+    return mine.up_bps, mine.down_bps, mine.round_trip_s / TRIP
 
 
 def sustained(seen: SeenTraffic | None, steps_s: float, round_trip_s: float) -> tuple[float, float]:

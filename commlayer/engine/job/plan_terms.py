@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from commlayer.engine.sync.sync_modes import MODES, Forbids, RequestedModes, requested_otherwise
+from commlayer.last_run import LastRuns
 from commlayer.planner.model import Basis
 
 
@@ -40,6 +41,8 @@ class PlanTerms:
     """Precision level (see the function `level`) of the coarsest codec that the quality guard allows."""
     basis: Basis | None = None
     """The current plan and the inputs from which it was made, if known. Used only on rank 0."""
+    last_runs: LastRuns = dataclasses.field(default_factory=LastRuns)
+    """What this machine remembers of earlier runs of the job."""
     price: tuple[float, float] | None = None
     """Two numbers about the current plan: seconds of communication per step, and the fraction of them that overlaps with
     computation. None if unknown. Used only on rank 0."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from commlayer import records
+from commlayer import last_run, records
 from commlayer.callbacks import ignore
 from commlayer.cluster.calls import messages
 from commlayer.cluster.processes.channels import node_ranks
@@ -29,6 +29,7 @@ from commlayer.config import (
     codec_threads,
     is_loopback,
     judged_s,
+    master,
     notice_s,
     reconnect_window_s,
     verdict_s,
@@ -49,11 +50,13 @@ from commlayer.engine.sync.sync_modes import Forbids, RequestedModes, with_modes
 from commlayer.engine.worker.root_cause import WaitsFor
 from commlayer.engine.worker.site import Site
 from commlayer.errors import InvalidInput
+from commlayer.last_run import LastRuns
 from commlayer.planner import tensors as float64
 from commlayer.planner.data.tables import learning_rows
 from commlayer.planner.plan_rules import late_and_sparse, summary_of
 from commlayer.planner.shards import Shards
 from commlayer.records import Job, Plan
+from commlayer.transport import own_address
 from commlayer.transport.keys import secret
 
 
@@ -81,6 +84,8 @@ def connect(
     kernels.threads(config.codec_threads)
     terms = PlanTerms(requested, forbids, auto=plan == "auto" and not requested.updates, optimizer=memory.family,
                       max_loss=config.max_loss, loss=config.loss, learning=config.learning)
+    if terms.auto:
+        terms.last_runs = _last_runs(job, config, terms, str(requested), device)
 
     if met.members is None:
         if config.join:
@@ -140,11 +145,20 @@ def _begin(
         align_tensors(align, groups, config.deadline_s, shards=shards)
         terms.basis = plan_choice.basis(plan, notes.append) if first else None
 
-        def settle() -> Plan:
-            made = plan_choice.settle(plan, job, config, members.world, per_node, requested=terms.requested,
-                                      optimizer=memory.family, elastic=elastic)
-            return shards.cut(with_modes(plan_choice.with_server_nodes(made, terms.basis, nodes, notes.append),
+        def suited(made: Plan) -> Plan:
+            made = shards.cut(with_modes(plan_choice.with_server_nodes(made, terms.basis, nodes, notes.append),
                                          terms.requested), job)
+            check_plan(made, job, nodes, made.ranks_per_node if elastic else per_node, device, terms.forbids,
+                       reachable=met.reachable)
+            return made
+
+        def settle() -> Plan:
+            last = None if shards else terms.last_runs.load(sites)
+            if last is not None:
+                with contextlib.suppress(ValueError):  # the job may have changed in what the file's name does not contain
+                    return suited(last.plan)
+            return suited(plan_choice.settle(plan, job, config, members.world, per_node, requested=terms.requested,
+                                             optimizer=memory.family, elastic=elastic))
 
         agreed = agreed_plan(settle, groups)
         if first and (terms.requested.fragments or 1) > agreed.fragments:
@@ -173,7 +187,8 @@ def _begin(
         context.say(line)
     if elastic and replica is not None:
         ChangingMembers(context, config, met.launch.home, replica)
-    context.log(f"begins with plan {records.digest(agreed)}: {summary_of(agreed)}", event=False)
+    what = "the last run's plan" if terms.auto and agreed.step_s else "plan"
+    context.log(f"begins with {what} {records.digest(agreed)}: {summary_of(agreed)}", event=False)
     return context
 
 
@@ -217,6 +232,15 @@ def _join(
         gradients=sum(not tensor.buffer for tensor in job.tensors), tensors=len(job.tensors), elements=job.numel,
         must_match=must_match,
     ), config)
+
+
+def _last_runs(job: Job, config: Config, terms: PlanTerms, sync: str, device: torch.device) -> LastRuns:
+    """Returns what this machine remembers of earlier runs of the job, on the same network and with the same server."""
+    alike = ("max_loss", "loss", "learning", "servers", "guard", "fuse_nbytes", "cut_nbytes", "ratio_over", "warmup")
+    return LastRuns(last_run.folder(config.cache), {
+        "model": job.digest(), "server": config.join or master(), "network": own_address.gateway(), "sync": sync,
+        "optimizer": terms.optimizer, "device": device.type, "version": messages.version(),
+        **{name: str(getattr(config, name)) for name in alike}})
 
 
 def _placed(config: Config, address: str, note: Callable[[str], None]) -> Config:
