@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 
 from commlayer.cli.doctor import examine
 from commlayer.cli.options import Insecure, Keys, config_of, config_with_secret, fetched_keys, parse_line, stored_keys
+from commlayer.cli.pauses import PAUSED, IfBusy, Pauses, Watts, When, limited_power, unit_of
 from commlayer.cluster.keys import home_keys
 from commlayer.cluster.keys.home_keys import HomeLine
 from commlayer.config import JOIN_AGAIN, Config, Launch, home_environment
@@ -49,6 +50,7 @@ def join(
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other homes.", min=0.0)] = 600.0,
     check: Annotated[bool, typer.Option(CHECK, help="Fetch the certificate, check this machine, its link and the script, "
                                                         "and do not join.")] = False,
+    when: When = "", pause_if_busy: IfBusy = False, max_gpu_power: Watts = 0,
 ) -> None:
     """Train with other homes through `commlayer serve`. This machine connects only to that server. The first time, a home's
     line fetches a certificate; later the token after # is not needed.
@@ -70,10 +72,15 @@ def join(
     config = config_with_secret("joining", join=address, insecure=insecure, keys=keys)
     settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else ""}
     line = ["traceback" if full else "line", str(script), *(args or [])]
-    tries, answer_s = TRIES, 0.0
+    pauses, tries, answer_s = Pauses(when, if_busy=pause_if_busy), TRIES, 0.0
     while tries:
+        if pauses.wait(_log):
+            _log("this home trains again")
         begin = time.monotonic()
-        code = _train(config, line, nproc_per_node, node_rank, wait, answer_s, settings)
+        with limited_power(max_gpu_power):
+            code = _train(config, line, nproc_per_node, node_rank, wait, answer_s, settings, pauses)
+        if code == PAUSED:
+            continue
         if code != JOIN_AGAIN:
             break
         tries = tries - 1 if time.monotonic() - begin < TRIED_S else TRIES
@@ -84,9 +91,9 @@ def join(
 
 
 def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: int, wait: float, answer_s: float,
-           settings: Mapping[str, str]) -> int:
+           settings: Mapping[str, str], pauses: Pauses) -> int:
     """Joins one job with all workers of this home. `wait`, `answer_s`: see SiteLease.meet. Returns the exit code of the first
-    worker that failed, or 0."""
+    worker that failed, or 0; PAUSED if this home pauses."""
     # Imported late: these load grpc, which --help does not need.
     from commlayer.cluster.calls import messages
     from commlayer.cluster.calls.site_client import SiteLease
@@ -108,7 +115,7 @@ def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: 
         settings = {**settings, "min_workers": str(reply.min_workers)}
         children = [_start(line, lease.request.token, reply, local, nproc_per_node, settings)
                     for local in range(nproc_per_node)]
-        code, reason = _wait(children, lease)
+        code, reason = _wait(children, lease, pauses)
     except CommError as error:
         reason = str(error)
         raise
@@ -166,8 +173,9 @@ def _start(line: Sequence[str], home: str, reply: Any, local: int, workers: int,
     return subprocess.Popen(command, env=home_environment(mine, reply.nodes, settings), start_new_session=True)
 
 
-def _wait(children: Sequence[Child], lease: SiteLease) -> tuple[int, str]:
-    """Waits for all workers. Returns the exit code of the first failure (130 after Ctrl-C) and the reason for log lines."""
+def _wait(children: Sequence[Child], lease: SiteLease, pauses: Pauses) -> tuple[int, str]:
+    """Waits for all workers. Returns the exit code of the first failure (130 after Ctrl-C, PAUSED) and the reason for log
+    lines."""
     code, reason, until = 0, "finished", 0.0
     interrupted: list[int] = []
     with _interrupts_call(lambda number, _: interrupted.append(number)):
@@ -183,11 +191,15 @@ def _wait(children: Sequence[Child], lease: SiteLease) -> tuple[int, str]:
             elif not until and lease.ended.is_set():
                 _log(lease.why)
                 code, reason, until = 2, lease.why, time.monotonic() + END_S
+            elif not until and (why := pauses.reason([child.pid for child in children])):
+                code, reason, until = PAUSED, f"this home {why}", time.monotonic() + END_S
+                lease.close(why)  # the others train on at once, and know why
+                _signal(children, signal.SIGINT)
             elif until and time.monotonic() > until:
                 _signal(children, signal.SIGKILL)
             time.sleep(POLL_S)
     failed = _failed(children)
-    if not interrupted and JOIN_AGAIN in failed and {*failed} <= {JOIN_AGAIN, -signal.SIGKILL}:
+    if code != PAUSED and not interrupted and JOIN_AGAIN in failed and {*failed} <= {JOIN_AGAIN, -signal.SIGKILL}:
         return JOIN_AGAIN, reason
     return (_exit_code(failed[0]), _failure_text(failed[0])) if failed and not code else (code, reason)
 
@@ -263,14 +275,22 @@ def next_step(facts: Facts) -> str:
 def up(
     script: Annotated[Path | None, typer.Argument(help="The training script.", metavar="[SCRIPT]", show_default=False)] = None,
     args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", metavar="ARGS")] = None,
+    when: When = "", pause_if_busy: IfBusy = False, max_gpu_power: Watts = 0,
+    daemon: Annotated[bool, typer.Option("--daemon", help="Print a systemd unit that runs this when the machine starts.")
+                      ] = False,
 ) -> None:
     """Join with the keys of this machine's home, or say what to do next. Exit code 2 if a script was not started."""
+    if daemon:
+        if script is None or not script.is_file():
+            raise InvalidInput("E-CLI-OPTION", f"--daemon: got the script {str(script or '')!r}; allowed: a script of Python")
+        print(unit_of(script, args or [], when, pause_if_busy=pause_if_busy, watts=max_gpu_power))
+        return
     facts = facts_about(str(script or ""))
     if line := next_step(facts):
         print(f"commlayer up: {line}")
         raise typer.Exit(2 if script else 0)
     assert script is not None
-    join(str(facts.homes[0]), script, args)
+    join(str(facts.homes[0]), script, args, when=when, pause_if_busy=pause_if_busy, max_gpu_power=max_gpu_power)
 
 
 def facts_about(script: str) -> Facts:

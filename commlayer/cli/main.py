@@ -11,6 +11,7 @@ from commlayer.cli import keys
 from commlayer.cli.demo import demo
 from commlayer.cli.doctor import doctor
 from commlayer.cli.join import JoinCommand, join, up
+from commlayer.cli.pauses import pause, resume
 from commlayer.cli.plan import commands as plan
 from commlayer.cli.profile import profile
 from commlayer.cli.runs import report, trace
@@ -53,6 +54,8 @@ app.command()(report)
 app.command()(doctor)
 app.command(cls=JoinCommand, context_settings={"allow_interspersed_args": False})(join)
 app.command(context_settings={"allow_interspersed_args": False})(up)
+app.command()(pause)
+app.command()(resume)
 app.command()(tune)
 app.command()(profile)
 app.command()(trace)

@@ -1,0 +1,268 @@
+"""When a home trains: only at some hours, not while somebody uses the machine, and not while its owner has paused it.
+
+`commlayer join` asks once a second. While there is a reason to pause, the home has left the job and its workers have ended, so
+they hold no memory of the GPU; then it joins again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from commlayer.config import user_folder
+from commlayer.errors import InvalidInput
+
+When = Annotated[str, typer.Option(help="Train only at these hours, in local time, such as 22:00-07:00.", metavar="HOURS")]
+IfBusy = Annotated[bool, typer.Option("--pause-if-busy", help="Pause while somebody or another program uses this machine.")]
+Watts = Annotated[int, typer.Option(help="Limit each GPU to this power, in watts, where nvidia-smi allows it.", min=0)]
+PAUSED = -1
+"""Result of a try to train that a pause has ended."""
+ASK_S = 1.0
+LOOK_S = 5.0
+"""Seconds between two looks at what others do on this machine."""
+BUSY_S, QUIET_S = 20.0, 300.0
+"""A machine counts as used after others have used it for BUSY_S, and as free after nobody has for QUIET_S."""
+OTHERS = 0.5
+"""Fraction of all cores that other programs must use to count as use of the machine."""
+GPU_PERCENT = 10
+"""Use of a GPU's cores, in percent, from which another program counts as using the GPU."""
+SMI_S = 5.0
+DAY_MIN = 24 * 60
+
+
+class Hours(NamedTuple):
+    """A part of the day, from `begin` to before `end`, in minutes; over midnight if `end` is not later."""
+
+    begin: int
+    end: int
+
+    def contain(self, minute: int) -> bool:
+        return (minute - self.begin) % DAY_MIN < ((self.end - self.begin) % DAY_MIN or DAY_MIN)
+
+
+def hours_of(text: str) -> tuple[Hours, ...]:
+    """Reads the option --when.
+
+    >>> hours_of("22:00-07:00, 12:30-13:00")
+    (Hours(begin=1320, end=420), Hours(begin=750, end=780))
+    """
+    return tuple(_hours(part.strip(), text) for part in text.split(",")) if text else ()
+
+
+def _hours(part: str, text: str) -> Hours:
+    times = part.split("-")
+    try:
+        begin, end = (datetime.time.fromisoformat(time.strip()) for time in times)
+        if begin.second or end.second or begin.tzinfo or end.tzinfo:
+            raise ValueError
+    except ValueError:
+        raise InvalidInput("E-CLI-OPTION", f"--when {text!r}: {part!r} is no part of a day; allowed: HH:MM-HH:MM in local "
+                                           "time, several with commas, for example 22:00-07:00,12:00-13:00") from None
+    return Hours(60 * begin.hour + begin.minute, 60 * end.hour + end.minute)
+
+
+def closed(when: Sequence[Hours], now: datetime.datetime) -> str:
+    """Returns why the home does not train at this hour; "" if it does."""
+    minute = 60 * now.hour + now.minute
+    if not when or any(hours.contain(minute) for hours in when):
+        return ""
+    begin = min(when, key=lambda hours: (hours.begin - minute) % DAY_MIN).begin
+    return f"pauses until {begin // 60:02}:{begin % 60:02}"
+
+
+class Use(NamedTuple):
+    """What others do on this machine, with the time since when they do."""
+
+    what: str = ""
+    """The latest use; "" if there has been none."""
+    since_s: float = 0.0
+    """When the present use, or the time without use, began."""
+    used: bool = False
+    counts: bool = False
+    """True: the machine counts as used."""
+
+    def seen(self, what: str, now: float) -> Use:
+        """Returns the state after a look at `now` that has found the use `what`; "" for none."""
+        since_s = self.since_s if self.since_s and bool(what) == self.used else now
+        long = now - since_s >= (BUSY_S if what else QUIET_S)
+        return Use(what or self.what, since_s, bool(what), bool(what) if long else self.counts)
+
+
+class Pauses:
+    """Decides whether this home trains."""
+
+    def __init__(self, when: str, *, if_busy: bool) -> None:
+        """`when`: the option --when."""
+        self._when, self._if_busy, self._machine = hours_of(when), if_busy, Machine()
+        self._use, self._asked, self._looked = Use(), 0.0, 0.0
+        self._reason = ""
+
+    def reason(self, own: Collection[int] = ()) -> str:
+        """Returns why this home pauses now; "" if it trains. `own`: processes of this home, which run."""
+        if (now := time.monotonic()) - self._asked >= ASK_S or not self._asked:
+            self._asked = now
+            self._reason = self._found(own, now)
+        return self._reason
+
+    def _found(self, own: Collection[int], now: float) -> str:
+        if paused_mark().exists():
+            return "pauses until its owner runs `commlayer resume`"
+        if (why := closed(self._when, datetime.datetime.now())) or not self._if_busy:
+            return why
+        if now - self._looked >= LOOK_S or not self._looked:
+            self._looked, self._use = now, self._use.seen(self._machine.others(own), now)
+        return f"pauses while {self._use.what}" if self._use.counts else ""
+
+    def wait(self, tell: Callable[[str], None]) -> bool:
+        """Waits until this home trains, and says why it waits. Returns whether it has waited."""
+        said = ""
+        while reason := self.reason():
+            if reason != said:
+                tell(f"this home {reason}")
+                said = reason
+            time.sleep(ASK_S)
+        return bool(said)
+
+
+def paused_mark() -> Path:
+    """The file that says that the user has paused the homes of this machine."""
+    return user_folder() / "paused"
+
+
+class Machine:
+    """Looks at what other programs do on this machine."""
+
+    def __init__(self) -> None:
+        self._cpu: tuple[float, float, float] | None = None
+        """At the last look: time, and CPU seconds of all processes and of own ones."""
+
+    def others(self, own: Collection[int]) -> str:
+        """Returns what others do, as the end of a sentence; "" if nothing. Children of `own` processes are own, too."""
+        tree = own_tree(own)
+        return _gpu_use(tree) or self._cpu_use(tree) or _input_use()
+
+    def _cpu_use(self, own: Collection[int]) -> str:
+        now, total_s = time.monotonic(), busy_s()
+        own_s = sum(filter(None, map(process_s, own)))
+        before, self._cpu = self._cpu, (now, total_s, own_s)
+        if before is None or now <= before[0]:
+            return ""
+        others_s = (total_s - before[1]) - max(0.0, own_s - before[2])
+        return "other programs use the processor" if others_s > OTHERS * (os.cpu_count() or 1) * (now - before[0]) else ""
+
+
+def busy_s() -> float:
+    """CPU seconds of all processes since the machine started."""
+    fields = [float(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # without idle and iowait
+
+
+def process_s(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (float(fields[11]) + float(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def own_tree(own: Collection[int]) -> set[int]:
+    parents = dict(_parents())
+    tree = {*own, os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in tree} - tree:
+        tree |= more
+    return tree
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                yield int(entry.name), int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+
+
+def _gpu_use(own: Collection[int]) -> str:
+    """Returns that another program uses a GPU; "" if none does, or if the machine cannot say it."""
+    for line in said("nvidia-smi", "pmon", "-c", "1", "-s", "u").splitlines():
+        fields = line.split()
+        if len(fields) > 3 and fields[1].isdigit() and int(fields[1]) not in own and fields[3].isdigit() and \
+                int(fields[3]) >= GPU_PERCENT:
+            return f"{fields[-1]} uses the GPU"
+    return ""
+
+
+def _input_use() -> str:
+    """Returns that somebody sits at this machine; "" if nobody does, or if the machine cannot say it."""
+    idle = said("loginctl", "show-seat", "seat0", "--property=ActiveSession", "--property=IdleHint").split()
+    return "somebody uses this machine" if "IdleHint=no" in idle and "ActiveSession=" not in idle else ""
+
+
+def said(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+@contextlib.contextmanager
+def limited_power(watts: int) -> Iterator[None]:
+    """Limits the power of all GPUs meanwhile; 0: not. Raises InvalidInput if nvidia-smi refuses."""
+    earlier = said("nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader,nounits").split() if watts else []
+    if watts and not earlier:
+        raise InvalidInput("E-CLI-OPTION", f"--max-gpu-power {watts}: nvidia-smi names no GPU with a power limit; leave the "
+                                           "option out")
+    for number, _ in enumerate(earlier):
+        if not said("nvidia-smi", f"--id={number}", f"--power-limit={watts}"):
+            raise InvalidInput("E-CLI-OPTION", f"--max-gpu-power {watts}: nvidia-smi refuses it for GPU {number}; "
+                                               f"`nvidia-smi --id={number} --power-limit={watts}` as root says why")
+    try:
+        yield
+    finally:
+        for number, limit in enumerate(earlier):
+            said("nvidia-smi", f"--id={number}", f"--power-limit={limit}")
+
+
+def unit_of(script: Path, args: Sequence[str], when: str, *, pause_if_busy: bool, watts: int) -> str:
+    """Returns a systemd unit that runs `commlayer up` with these arguments when the machine starts."""
+    hours_of(when)
+    options = [*(["--when", when] if when else []), *(["--pause-if-busy"] if pause_if_busy else []),
+               *(["--max-gpu-power", str(watts)] if watts else [])]
+    command = shlex.join([sys.executable, "-m", "commlayer", "up", *options, str(script.resolve()), *args])
+    return f"""# Save as ~/.config/systemd/user/commlayer.service. Then:
+#   systemctl --user enable --now commlayer; loginctl enable-linger
+[Unit]
+Description=A home that trains with commlayer
+[Service]
+WorkingDirectory={Path.cwd()}
+ExecStart={command}
+KillSignal=SIGINT
+Restart=on-failure
+RestartSec=60
+RestartPreventExitStatus=2
+[Install]
+WantedBy=default.target"""
+
+
+def pause() -> None:
+    """Pause the homes of this machine, until `commlayer resume`: they leave their jobs, and their workers free the GPU."""
+    mark = paused_mark()
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    print("commlayer: the homes of this machine pause, also after a restart, until `commlayer resume`")
+
+
+def resume() -> None:
+    """Let the homes of this machine train again."""
+    paused_mark().unlink(missing_ok=True)
+    print("commlayer: the homes of this machine train again when their hours allow it")
