@@ -166,7 +166,8 @@ def with_trainer(options: Options | None, out: str, steps: int, save_at: int, re
         out, max_steps=steps, save_steps=save_at, per_device_train_batch_size=4, gradient_accumulation_steps=MICRO,
         learning_rate=1e-2, report_to=[], disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, logging_steps=1,
         remove_unused_columns=False)
-    trainer = Trainer(ModelWithLoss(), arguments, train_dataset=[{"x": x, "labels": y} for x, y in samples(4 * WORLD * MICRO * 16)])
+    data = [{"x": x, "labels": y} for x, y in samples(4 * WORLD * MICRO * 16)]
+    trainer = Trainer(ModelWithLoss(), arguments, train_dataset=data)
     trainer.remove_callback(PrinterCallback)  # its lines look like rows of JSON
     callback = CommlayerCallback(trainer, **options) if options is not None else None
     if callback is not None:
