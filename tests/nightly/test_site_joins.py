@@ -228,16 +228,13 @@ def test_others_train_on_while_a_site_catches_up(sites: Sites, script: Script) -
     assert int(followed) >= 5
 
 
-@pytest.mark.parametrize("script", [
-    Script("int4()", attach={"every": 2}, outer_momentum=0.9, between="switch if followed"),
-    Script(attach={"every": 2, "overlap": "round"}, matched=True, momentum=True, between="switch if followed"),
-], ids=["plain", "overlapped"])
-def test_plan_switch_ends_an_attempt_to_follow_with_one_line_and_the_site_joins_after_it(sites: Sites, script: Script) -> None:
+def test_plan_switch_ends_an_attempt_to_follow_with_one_line_and_the_site_joins_after_it(sites: Sites) -> None:
     sites.serve(3, "--min-workers", "2")
-    script = replace(script, workers=3, uplink_s=1.0)
+    script = Script(attach={"every": 2, "overlap": "round"}, matched=True, momentum=True, workers=3, uplink_s=1.0,
+                    between="switch if followed")
     processes = [run(sites, replace(script, events=(Event(2, DEAD_AT),)), site, rank=site) for site in range(3)]
     assert ended(processes.pop()).code == KILLED
-    new = joined(lambda: run(sites, script, 2))
+    new = joined(lambda: run(sites, script, 2), starts=2)
     reports = [end.rows[-1] for end in (*all_ended(processes), new)]
     for name in MEMBERS:
         assert all(one[name] == reports[0][name] for one in reports), name

@@ -50,7 +50,7 @@ from support.sites import KILLED, WAIT_S, Ended, Process, Sites, all_ended
 
 STEPS, SIZES = 12, [(40, 30), (700,), (3, 5, 7)]
 EXACT, COARSE, FINE = "identity()", "onebit(block=64)", "topk(ratio=0.3)"
-DEADLINE_S, SLOW_S, SECOND_S, PAUSE_S, MOST = "8", 4.0, 1.0, 0.05, 2400
+DEADLINE_S, SLOW_S, SECOND_S, PAUSE_S, MOST = "8", 4.0, 1.0, 0.05, 4800
 """PAUSE_S: least seconds per step of a job that a site joins. MOST: its last step if no site joins."""
 LARGE_NBYTES = 6000
 """More than any value in the coordinator's store has in such a job, apart from parts of a state."""
