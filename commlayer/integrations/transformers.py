@@ -40,6 +40,15 @@ class CommlayerCallback(TrainerCallback):
         self._trainer, self._options = trainer, options
         # As for an evaluation: Accelerate then moves, casts and compiles the model, but does not wrap it.
         trainer.accelerator.prepare_model = functools.partial(trainer.accelerator.prepare_model, evaluation_mode=True)
+        trainer.train = functools.partial(self._train, trainer.train)
+
+    def _train(self, train: Any, *arguments: Any, **options: Any) -> Any:
+        """Trains. The functions that were replaced meanwhile are then put back, also after an error."""
+        try:
+            return train(*arguments, **options)
+        finally:
+            trainer_module.nested_gather = nested_gather
+            vars(self._module).pop("no_sync", None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer, model = self._trainer, self._module
@@ -77,8 +86,6 @@ class CommlayerCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.session.close()
-        trainer_module.nested_gather = nested_gather
-        vars(self._module).pop("no_sync", None)
 
     @property
     def _module(self) -> Any:

@@ -281,6 +281,10 @@ class ReconnectingTransport:
     def abort(self, reason: CommError, peer: int | None = None) -> None:
         self._carrier.abort(reason, peer)
 
-    def close(self, flush_s: float | None = None) -> None:
+    def stop_reconnecting(self) -> None:
+        """Restores no connection that ends from now on."""
         self._closing.set()
+
+    def close(self, flush_s: float | None = None) -> None:
+        self.stop_reconnecting()
         self._carrier.close(flush_s)

@@ -738,7 +738,8 @@ def interrupted(rank: int, how: str, address: str) -> list[str]:
 
     def interrupt() -> None:
         until(lambda: worker.waiting_since)
-        os.kill(os.getpid(), signal.SIGINT)
+        # In another thread it interrupts no system call, as if it came just before the main thread's one.
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     lines = []
     if rank == 0:

@@ -58,7 +58,7 @@ from commlayer.planner import default_plan
 from commlayer.records import Bucket, Epoch, Job, Member, Plan, ServerInfo, Slice, TensorInfo
 from commlayer.transport.endpoint import StreamTransport
 from commlayer.transport.handshake import Hello
-from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key, send_request
 
 DATA = records.encode(PLAN)
 
@@ -197,6 +197,22 @@ def test_worker_that_has_joined_and_left_before_the_report_is_not_waited_for(ope
         job.report(end, 1, 3, 2)
     results = [contribute(end, joined=1) for end in ends]
     assert [end.wait(result, soon()).header.weight for end, result in zip(ends, results, strict=True)] == [3.0] * 3
+
+
+def test_requests_of_a_worker_that_follows_end_with_it(opened: Opened) -> None:
+    job = Serving(opened)
+    for rank in (3, 4, 5):
+        job.serving.change(job.epoch(0, 1, 2, rank))
+        end = job.end(rank)
+        request = Header(Kind.FOLLOW, 1, 0, sender=rank)
+        answer = send_request(end, SERVER_BASE, request)
+        until(lambda: job.core.cells[0].followers, "the request has arrived")
+        job.serving.change(job.epoch(0, 1, 2))
+        assert job.core.cells[0].followers == {}
+        with pytest.raises(PeerLost):
+            end.wait(answer, soon())
+        with pytest.raises(Refused, match=r"E-EPOCH-ENDED"):
+            job.end(rank)
 
 
 def test_removal_that_a_report_reveals_closes_sums_in_progress(opened: Opened) -> None:

@@ -146,24 +146,28 @@ def samples(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return list(zip(x, x[:, :4].argmax(1), strict=True))
 
 
+class ModelWithLoss(nn.Module):
+    """As the Trainer calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model_of()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
+
+
 def with_trainer(options: Options | None, out: str, steps: int, save_at: int, resume: bool) -> tuple[Weights, Options]:
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     from commlayer.integrations.transformers import CommlayerCallback
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = model_of()
-
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
-
     arguments = TrainingArguments(
         out, max_steps=steps, save_steps=save_at, per_device_train_batch_size=4, gradient_accumulation_steps=MICRO,
         learning_rate=1e-2, report_to=[], disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, logging_steps=1,
         remove_unused_columns=False)
-    trainer = Trainer(Model(), arguments, train_dataset=[{"x": x, "labels": y} for x, y in samples(4 * WORLD * MICRO * 16)])
+    data = [{"x": x, "labels": y} for x, y in samples(4 * WORLD * MICRO * 16)]
+    trainer = Trainer(ModelWithLoss(), arguments, train_dataset=data)
     trainer.remove_callback(PrinterCallback)  # its lines look like rows of JSON
     callback = CommlayerCallback(trainer, **options) if options is not None else None
     if callback is not None:
@@ -276,6 +280,38 @@ def test_local_steps_resume(framework: str, package: str, ranks: Pool, tmp_path:
     resumed = run(ranks, played, framework, [*arguments, True])
     for rank in range(WORLD):
         assert equal(resumed[rank][0], result[rank][0])
+
+
+def failing(_: int, out: str) -> tuple[str, bool, bool]:
+    """The error of a training, and what the Trainer's module and the model have kept of it."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import trainer as trainer_module
+    from transformers.trainer_pt_utils import nested_gather
+
+    from commlayer.integrations import transformers
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            assert "no_sync" in vars(trainer.model)
+            trainer_module.nested_gather = transformers._nested_gather  # as in a job whose workers may leave
+            raise ArithmeticError("the script's own")
+
+    arguments = TrainingArguments(out, max_steps=2, report_to=[], disable_tqdm=True, use_cpu=True, remove_unused_columns=False)
+    trainer = Trainer(ModelWithLoss(), arguments, train_dataset=[{"x": x, "labels": y} for x, y in samples(64)])
+    callback = transformers.CommlayerCallback(trainer)
+    trainer.add_callback(callback)
+    trainer.add_callback(Fails())
+    try:
+        trainer.train()
+    except ArithmeticError as error:
+        callback.session.close()
+        return str(error), trainer_module.nested_gather is nested_gather, "no_sync" in vars(trainer.model)
+    return "", False, False
+
+
+def test_trainer_that_fails_leaves_nothing_replaced(ranks: Pool, tmp_path: Path) -> None:
+    need("transformers")
+    assert run(ranks, called, __name__, "failing", [0, str(tmp_path)]) == [("the script's own", True, False)] * WORLD
 
 
 @pytest.mark.parametrize(("framework", "package"), FRAMEWORKS)

@@ -228,6 +228,41 @@ def test_others_train_on_while_a_site_catches_up(sites: Sites, script: Script) -
     assert int(followed) >= 5
 
 
+def test_plan_switch_ends_an_attempt_to_follow_with_one_line_and_the_site_joins_after_it(sites: Sites) -> None:
+    sites.serve(3, "--min-workers", "2")
+    script = Script(attach={"every": 2, "overlap": "round"}, matched=True, momentum=True, workers=3, uplink_s=1.0,
+                    between="switch if followed")
+    processes = [run(sites, replace(script, events=(Event(2, DEAD_AT),)), site, rank=site) for site in range(3)]
+    assert ended(processes.pop()).code == KILLED
+    new = joined(lambda: run(sites, script, 2), starts=2)
+    reports = [end.rows[-1] for end in (*all_ended(processes), new)]
+    for name in MEMBERS:
+        assert all(one[name] == reports[0][name] for one in reports), name
+    assert len(re.findall(r"\[E-JOIN-MISSED\]$", new.errors, re.MULTILINE)) == 1, new.errors
+    assert "Traceback" not in new.errors
+    assert re.search(r"the others have made [1-9]\d* exchanges", "".join(reports[-1]["decisions"]))
+
+
+def test_nobody_waits_for_a_site_that_is_killed_while_it_follows(sites: Sites) -> None:
+    """The site that comes in its place then follows, too."""
+    script = Script(attach={"every": 2, "overlap": "round"}, matched=True, momentum=True, workers=3, uplink_s=1.0)
+    sites.serve(3, "--min-workers", "2")
+    processes = [run(sites, replace(script, events=(Event(2, DEAD_AT),)), site, rank=site) for site in range(3)]
+    assert ended(processes.pop()).code == KILLED
+    # The number of results, or rows, that have arrived at the site.
+    killed = joined(lambda: run(sites, replace(script, events=(Event(2, -1, at="_answered", number=3),)), 2))
+    assert (killed.code, killed.rows) == (KILLED, [])
+    new = joined(lambda: run(sites, script, 2))
+    ends = [*all_ended(processes), new]
+    reports = [end.rows[-1] for end in ends]
+    for name in MEMBERS:
+        assert all(one[name] == reports[0][name] for one in reports), name
+    (own,) = {*reports[0]["members"]} - {0, 1}
+    assert own > 3, "the site that was killed had a number of its own"
+    assert not re.search(rf"waiting for [^:]*worker ({'|'.join(map(str, range(3, own)))})\b", "".join(e.errors for e in ends))
+    assert re.search(r"the others have made [1-9]\d* exchanges", "".join(reports[-1]["decisions"]))
+
+
 def test_joining_site_receives_grad_scaler_and_adam_and_may_die_at_once(sites: Sites) -> None:
     job = Job(sites, Script("topk(ratio=0.2)", scaler=True, more=8), 2)
     assert job.again(events=(Event(2, 0, at="attached"),)).code == KILLED

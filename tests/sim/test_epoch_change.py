@@ -205,6 +205,7 @@ def test_workers_of_a_home_enter_together() -> None:
 
 def test_worker_whose_home_is_lost_before_it_enters_is_told_so() -> None:
     state = epoch_change.next_epoch(membership.evict(in_pairs(elastic()), ["w0"], "killed"))
+    state = msgspec.structs.replace(state, max_workers=5)
     for rank in (4, 5):
         state, _ = epoch_change.admit(state, newcomer(rank, node=4, site_world=3), 0.0)
     state = epoch_change.next_epoch(membership.leave(state, "w4", "stopped waiting for the others"))

@@ -37,6 +37,7 @@ from commlayer.engine.checkpoints import checkpoint_files
 from commlayer.engine.epochs import changing_members
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.epochs.replica import Replica
+from commlayer.engine.start import result_follower
 from commlayer.engine.sync.local_steps import OuterSteps
 from commlayer.errors import CommError, StepAbandoned
 from commlayer.planner import default_plan
@@ -49,7 +50,7 @@ from support.sites import KILLED, WAIT_S, Ended, Process, Sites, all_ended
 
 STEPS, SIZES = 12, [(40, 30), (700,), (3, 5, 7)]
 EXACT, COARSE, FINE = "identity()", "onebit(block=64)", "topk(ratio=0.3)"
-DEADLINE_S, SLOW_S, SECOND_S, PAUSE_S, MOST = "8", 4.0, 1.0, 0.05, 2400
+DEADLINE_S, SLOW_S, SECOND_S, PAUSE_S, MOST = "8", 4.0, 1.0, 0.05, 4800
 """PAUSE_S: least seconds per step of a job that a site joins. MOST: its last step if no site joins."""
 LARGE_NBYTES = 6000
 """More than any value in the coordinator's store has in such a job, apart from parts of a state."""
@@ -93,7 +94,8 @@ class Script(msgspec.Struct, frozen=True):
     momentum: bool = False
     """With momentum and a learning rate that decays."""
     between: str = ""
-    """After every fourth step: "save", "load", "drain", "switch", "switch of rank 0", "own switch" (not requested), "sum"."""
+    """After every fourth step: "save", "load", "drain", "switch", "switch of rank 0", "own switch" (not requested), "sum",
+    "switch if followed" (once, while a worker follows)."""
     sums: bool = False
     """The script sums a number over all ranks in each step."""
     folder: str = ""
@@ -270,7 +272,7 @@ class Faults:
         Arrivals.expect, Arrivals.arrived = counted_expect, late_arrived
         for owner, name in ((Groups, "gather_all"), (Groups, "share_bytes"), (WorkerClient, "send_plan"),
                             (WorkerClient, "put_state"), (OuterSteps, "drain"), (OuterSteps, "exchange"), (Replica, "install"),
-                            (changing_members, "new_world")):
+                            (changing_members, "new_world"), (result_follower._Stream, "_answered")):
             self._watch(owner, name, after=owner is WorkerClient)
 
     def slow_uplink(self, seconds: float) -> None:
@@ -460,7 +462,15 @@ def main(site: int, script: Script) -> None:
         def switch_plan(step: int, *, wanted: bool = True) -> None:
             session.switch(other_plan(distributed_job(session), step) if wanted else None)  # type: ignore[arg-type]
 
+        def switch_if_followed(step: int) -> None:
+            members = distributed_job(session).members
+            if not first and not followed and members.followers - members.admitted:
+                followed.append(step)
+                switch_plan(step)
+
+        followed = list[int]()
         between: dict[str, Callable[[int], None]] = {
+            "switch if followed": switch_if_followed,
             "": lambda _: None, "own switch": lambda _: None, "save": save, "load": save, "drain": lambda _: session.flush(),
             "sum": lambda _: sum_sites(), "switch": switch_plan,
             "switch of rank 0": lambda step: switch_plan(step, wanted=session.rank == 0),

@@ -69,8 +69,9 @@ class Ended(NamedTuple):
     errors: str
 
 
-def ended(process: Process) -> Ended:
-    out, errors = process.communicate(timeout=WAIT_S)
+def ended(process: Process, starts: int = 1) -> Ended:
+    """Waits for the end of a process that starts its script so many times."""
+    out, errors = process.communicate(timeout=starts * WAIT_S)
     return Ended(process.returncode, [json.loads(line) for line in out.splitlines() if line.startswith("{")], errors)
 
 
@@ -81,11 +82,11 @@ def all_ended(processes: Iterable[Process], *codes: int) -> list[Ended]:
     return ends
 
 
-def joined(start: Callable[[], Process]) -> Ended:
+def joined(start: Callable[[], Process], starts: int = 1) -> Ended:
     """Starts a site that replaces a dead one, again until the coordinator admits it; waits for its end."""
     deadline = time.monotonic() + WAIT_S
     while True:
-        end = ended(start())
+        end = ended(start(), starts)
         if not any(line in end.errors for line in FULL):
             return end
         assert time.monotonic() < deadline, end.errors

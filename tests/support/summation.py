@@ -53,6 +53,9 @@ class Doubles:
     def skip(self) -> None:
         self.last = (0.0, 0.0)
 
+    def begin_anew(self) -> None:
+        self.residual, self.last = 0.0, (0.0, 0.0)
+
     def worth_giving_back(self, members: int) -> bool:
         return False
 

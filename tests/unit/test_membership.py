@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.membership import DEAD_AFTER_S, PLAN, after, beat, running, server, ticked, worker
+from support.membership import DEAD_AFTER_S, PLAN, after, beat, elastic, running, server, ticked, worker
 
 from commlayer.cluster.calls.messages import ANY, FINISHED, Heartbeat, Join, digest_of
-from commlayer.cluster.membership import membership
+from commlayer.cluster.membership import epoch_change, membership
 from commlayer.cluster.membership.membership import State
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -321,3 +322,36 @@ def test_no_history_gives_a_rank_twice_or_changes_an_epoch(events: list[tuple[st
         assert epoch is None or state.epoch == epoch
         epoch = state.epoch
         assert (epoch is None) == bool(membership.missing(state))
+
+
+def newcomer(rank: int, node: int, workers: int) -> Join:
+    return worker(rank, world=0, plan=b"", plan_digest="", elastic=True, node=node, site_world=workers)
+
+
+def test_sites_that_enter_at_the_same_time_have_places_of_their_own() -> None:
+    state = msgspec.structs.replace(elastic(3), max_workers=7)
+    errors = []
+    for rank, node in ((3, 3), (5, 5), (7, 7), (4, 3), (6, 5)):
+        state, reply = epoch_change.admit(state, newcomer(rank, node, 2), 0.0)
+        errors.append(reply.error)
+    assert state.epoch is not None
+    assert [m.rank for m in state.epoch.members] == [0, 1, 2, 3, 4, 5, 6]
+    assert ["E-JOB-FULL" in error for error in errors] == [False, False, True, False, False]
+    larger = msgspec.structs.replace(state, max_workers=8)
+    assert "E-WORKERS" in epoch_change.admit(larger, newcomer(8, 8, 2), 0.0)[1].error
+    assert epoch_change.admission(larger).size == 7
+    entering, _ = epoch_change.admit(msgspec.structs.replace(state, max_workers=9), newcomer(8, 8, 2), 0.0)
+    assert epoch_change.admission(entering).full
+    assert not epoch_change.admission(membership.leave(entering, "w8", "has had enough")).full
+
+
+def test_worker_learns_whether_it_is_dead_because_its_site_was_silent() -> None:
+    for silent in (False, True):
+        state = msgspec.structs.replace(elastic(3), max_workers=5)
+        for rank in (3, 4):
+            state, _ = epoch_change.admit(state, newcomer(rank, 3, 2), 0.0)
+        state = beat(state, "w0", "w1", "w2", "w4", *(() if silent else ("w3",)), now=DEAD_AFTER_S)
+        state = membership.tick(state, DEAD_AFTER_S + 1.0, DEAD_AFTER_S)
+        state = epoch_change.next_epoch(state if silent else membership.evict(state, ["w3"], "was started again"))
+        pulses = [membership.heartbeat(state, token, 12.0)[1] for token in ("w0", "w3", "w4")]
+        assert [(bool(pulse.dead), pulse.silent) for pulse in pulses] == [(False, False), (True, silent), (True, silent)]

@@ -63,18 +63,40 @@ def test_worker_that_follows_receives_results_and_no_sum_waits_for_it() -> None:
     assert exchange(3) == members
 
 
-def test_worker_that_follows_hears_of_another_plan_and_may_not_request_without_limit() -> None:
+def test_worker_that_follows_hears_of_another_plan() -> None:
     core, _ = service()
     assert core.follow(ask(Kind.FOLLOW, 9, 0)) == []
     (reply,) = core.end_follows()
     assert (reply.peer, reply.header.flags, reply.header.step) == (9, Flag.ABANDON, 0)
     assert core.end_follows() == []
+    (late,) = core.follow(ask(Kind.FOLLOW, 9, 1))
+    assert late.body == reply.body, "its request was on its way"
     (early,) = core.follow(ask(Kind.FOLLOW, 9, 0, generation=0))
     assert (early.body, early.header.generation) == (reply.body, 0)
+
+
+def test_worker_may_not_request_results_without_limit() -> None:
+    core, _ = service()
     for step in range(MOST_FOLLOWED):
         assert core.follow(ask(Kind.FOLLOW, 9, step)) == []
     with pytest.raises(CorruptFrame, match=r"worker 9: requests more than 8 .*E-FRAME"):
         core.follow(ask(Kind.FOLLOW, 9, MOST_FOLLOWED))
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["journal is damaged", "journal ends earlier"])
+def test_worker_that_follows_hears_of_results_that_a_restarted_server_has_lost(lost: bool) -> None:
+    core, _ = service()
+    if lost:
+        core.forget(5)
+    else:
+        core.cells[5].idle(1)
+        core.cells[5].sum.resumed = True
+    assert [core.follow(ask(Kind.FOLLOW, 9, step)) for step in (2, 3)] == [[], []]
+    replies = [reply for m in range(3) for reply in core.push(push(m, VALUES[m], step=3), 0.0)]
+    assert [(r.header.step, r.header.flags) for r in replies if r.peer == 9] == [(2, Flag.ABANDON), (3, Flag.NONE)]
+    assert core.cells[5].followers == {}
+    (late,) = core.follow(ask(Kind.FOLLOW, 9, 1))
+    assert late.header.flags == Flag.ABANDON
 
 
 @pytest.mark.parametrize(("means", "words"), [

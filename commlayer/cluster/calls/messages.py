@@ -19,8 +19,6 @@ from commlayer.records import MALFORMED, Epoch, Record, ServerInfo
 
 PROTOCOL = 8
 FINISHED = "finished"
-SILENT = "no heartbeat for"
-"""Part of the reason for the death of a process, or of its site, whose heartbeats stopped. It may have done nothing wrong."""
 SERVICE = "commlayer.Control"
 MAX_PLAN_NBYTES = 64 << 20
 """Largest size of a plan. A plan of a model with 100,000 tensors has about 20 MB."""
@@ -218,6 +216,8 @@ class HeartbeatReply(Record, frozen=True):
     unknown_token: bool = False
     dead: str = ""
     """Why the coordinator has declared the sender itself dead; "" if it has not."""
+    silent: bool = False
+    """True: because heartbeats of the sender, or of its site, stopped. It may have done nothing wrong."""
     failed: tuple[PeerExit, ...] = ()
     departed: tuple[PeerExit, ...] = ()
     job_done: bool = False

@@ -259,7 +259,7 @@ class Membership:
                       if departure.reason != messages.FINISHED and self.is_expected(departure.peer)]
         failures += [PeerLost(f"left the job: {departure.reason}", peer=departure.peer) for departure in unfinished]
         if pulse.dead:
-            code = "E-EPOCH-ENDED" if messages.SILENT in pulse.dead and self._config.min_workers else ""
+            code = "E-EPOCH-ENDED" if pulse.silent and self._config.min_workers else ""
             failures.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}", peer=self._channel.peer, code=code))
         if failures and not self._failed and not self._closing.is_set():
             self._failed = True

@@ -13,7 +13,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from commlayer.cluster.calls.messages import FINISHED, HeartbeatReply, Join, JoinReply, Overdue, PeerExit, incompatible
+from commlayer.cluster.calls.messages import (
+    ANY,
+    FINISHED,
+    HeartbeatReply,
+    Join,
+    JoinReply,
+    Overdue,
+    PeerExit,
+    incompatible,
+)
 from commlayer.cluster.membership.membership import (
     Registration,
     State,
@@ -24,7 +33,7 @@ from commlayer.cluster.membership.membership import (
     site_missing,
     site_of,
 )
-from commlayer.cluster.membership.sites import AdmissionState, PendingWait
+from commlayer.cluster.membership.sites import AdmissionState, PendingWait, too_many
 from commlayer.errors import coded, without_code
 from commlayer.records import Epoch
 from commlayer.transport.protocol import SERVER_BASE
@@ -63,7 +72,8 @@ def _without_broken_sites(state: State) -> State:
     for lost in [p for p in _workers(state).values() if p.dead or p.left not in ("", FINISHED)]:
         if mates := [p.join.token for p in site_of(state, lost) if p.present]:
             why = without_code(lost.dead or f"left the job: {lost.left}")
-            state = evict(state, mates, f"its home ({lost.join.certificate or lost.join.name}) has lost {lost.peer}: {why}")
+            state = evict(state, mates, f"its home ({lost.join.certificate or lost.join.name}) has lost {lost.peer}: {why}",
+                          silent=lost.silent)
     return state
 
 
@@ -138,15 +148,18 @@ def hung_in_store(state: State, pending: Sequence[PendingWait], limit_s: float, 
     return {} if summing and free - late.keys() else late
 
 
-def admission(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s: float = 0.0) -> AdmissionState:
+def admission(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s: float = 0.0, node: int = ANY
+              ) -> AdmissionState:
     """Returns whether the running job admits sites, and if not, why. A worker counts as silent after `noticed_s`
-    seconds without a sign of life; a silent worker is evicted after `patience_s`."""
+    seconds without a sign of life; a silent worker is evicted after `patience_s`. `node`: the node of a site that asks itself;
+    ANY: that of none."""
     epoch, workers = state.epoch, _workers(state)
     if epoch is None:
         return AdmissionState()
     seated = [workers[m.rank] for m in epoch.members]
     present, quiet = sum(p.present for p in seated), [p for p in seated if p.present and p.silent_s(now) > noticed_s]
-    return msgspec.structs.replace(_closed(state, epoch, present), size=present, generation=epoch.generation,
+    size = present + _entering(state, node)
+    return msgspec.structs.replace(_closed(state, epoch, present, size), size=size, generation=epoch.generation,
                                    all_present=present == len(seated),
                                    retry_reason=_wait(state, seated, quiet, patience_s))
 
@@ -168,7 +181,16 @@ def _wait(state: State, seated: Sequence[Registration], silent: Sequence[Registr
     return ""
 
 
-def _closed(state: State, epoch: Epoch, present: int) -> AdmissionState:
+def _entering(state: State, node: int) -> int:
+    """Returns the number of workers of sites that have registered some of their workers, but not yet all. `node`: a site that
+    does not count."""
+    epoch, workers = state.epoch, _workers(state)
+    assert epoch is not None
+    outside = [workers[rank] for rank in workers.keys() - {m.rank for m in epoch.members}]
+    return sum({p.join.node: p.join.site_world for p in outside if p.present and p.join.node != node}.values())
+
+
+def _closed(state: State, epoch: Epoch, present: int, size: int) -> AdmissionState:
     """Returns why the job admits no site; the reason is empty if it does."""
     reason, full = "", False
     if over(state):
@@ -180,7 +202,7 @@ def _closed(state: State, epoch: Epoch, present: int) -> AdmissionState:
                f"{', '.join(inelastic_workers(state))} cannot continue after others leave"
     elif present < len(epoch.members):
         reason = f"the job is ending: {present} workers are left, and at least {state.min_workers} are needed (min_workers)"
-    elif present >= state.limit:
+    elif size >= state.limit:
         reason, full = f"the job is running with all its {state.limit} workers; it admits another when one has left", True
     return AdmissionState(reason, full=full)
 
@@ -194,10 +216,12 @@ def admit(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
     first = workers[epoch.members[0].rank]
     differs = [f"{name} is {request.must_match.get(name, 'unknown')} here and {value} in the job; set the same on all ranks"
                for name, value in first.join.must_match.items() if request.must_match.get(name) != value]
-    problem, closed = incompatible(request, first.join.version), admission(state)
+    problem, closed = incompatible(request, first.join.version), admission(state, node=request.node)
     if not problem and closed.closed_reason:
         why = closed.closed_reason.removesuffix("" if request.elastic else UNLESS)
         problem = coded("E-JOB-FULL" if closed.full else "E-JOB-CLOSED", why)
+    elif not problem:
+        problem = too_many(request.site_world, state.limit, closed)
     if not problem and not (request.elastic and state.workers <= request.rank < SERVER_BASE):
         problem = coded("E-JOB-CLOSED", "the job has begun and admits only processes of `commlayer join`")
     if not problem:

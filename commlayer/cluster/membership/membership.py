@@ -16,7 +16,6 @@ import msgspec
 from commlayer.cluster.calls.messages import (
     ANY,
     FINISHED,
-    SILENT,
     Heartbeat,
     HeartbeatReply,
     Join,
@@ -50,6 +49,8 @@ class Registration(Record, frozen=True):
     """When the process or its machine was last noticed in another way: a server received data from the process, or its machine
     closed a data connection. Its heartbeats may be late, because its link is full or has just come back."""
     dead: str = ""
+    silent: bool = False
+    """True: dead because its heartbeats, or those of another worker of its site, stopped."""
     left: str = ""
     exchanges: int = -1
     """Number of exchanges that the worker had completed when it left; -1 if unknown."""
@@ -149,7 +150,8 @@ def heartbeat(state: State, token: str, now: float, report: Heartbeat | None = N
         return state, HeartbeatReply(unknown_token=True)
     parent = report.parent if report is not None else ""
     if place.present and parent == "ended" and state.epoch is not None:
-        place = msgspec.structs.replace(place, dead=f"{_silent(state, place, now)}; its machine reports that it has ended")
+        place = msgspec.structs.replace(place, dead=f"{_silence(state, place, now)}; its machine reports that it has ended",
+                                         silent=True)
         state = _with(state, place)
     elif place.present and not parent:
         place = msgspec.structs.replace(place, seen_s=now)
@@ -179,7 +181,7 @@ def reply_to(state: State, token: str, generation: int = 0) -> HeartbeatReply:
     failures = tuple(PeerExit(p.peer, p.dead) for p in others if p.dead and in_epoch(state, p))
     departures = tuple(PeerExit(p.peer, p.left, p.exchanges) for p in others if p.left and not verdict_pending(state, p))
     newer = state.epoch is not None and 0 < generation < state.epoch.generation
-    return HeartbeatReply(dead=place.dead, failed=failures, departed=departures, job_done=over(state),
+    return HeartbeatReply(dead=place.dead, silent=place.silent, failed=failures, departed=departures, job_done=over(state),
                           job_failed=bool(failure(state)), epoch=state.epoch if newer else None)
 
 
@@ -260,7 +262,7 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0,
         silent = {t: p for t, p in silent.items() if t not in workers}
     for p in silent.values():
         if (p.missed_by and not p.join.restartable) or p.silent_s(now) >= patience_s:
-            state = _with(state, msgspec.structs.replace(p, dead=_silent(state, p, now)))
+            state = _with(state, msgspec.structs.replace(p, dead=_silence(state, p, now), silent=True))
     return state
 
 
@@ -270,8 +272,8 @@ def own_pause_s(state: State, now: float) -> float:
     return gap_s if gap_s > PAUSE_S else 0.0
 
 
-def _silent(state: State, p: Registration, now: float) -> str:
-    return f"{SILENT} {now - p.seen_s:.1f} s from {_where(state, p)}: it was killed or stopped, or its network failed"
+def _silence(state: State, p: Registration, now: float) -> str:
+    return f"no heartbeat for {now - p.seen_s:.1f} s from {_where(state, p)}: it was killed or stopped, or its network failed"
 
 
 def mark_exited(state: State, name: str, pid: int) -> State:
@@ -281,10 +283,12 @@ def mark_exited(state: State, name: str, pid: int) -> State:
         state, [p.join.token for p in mine], f"its process {_who(mine[0].join)} exited without leaving the job")
 
 
-def evict(state: State, tokens: Iterable[str], why: str) -> State:
-    """Evicts these processes. Before the job begins their registrations are removed; after that they are dead."""
+def evict(state: State, tokens: Iterable[str], why: str, *, silent: bool = False) -> State:
+    """Evicts these processes. Before the job begins their registrations are removed; after that they are dead. `silent`: see
+    Registration."""
     chosen = {token for token in tokens if token in state.registrations and state.registrations[token].present}
-    return _without(state, chosen) if state.epoch is None else _update(state, lambda p: p.join.token in chosen, dead=why)
+    return _without(state, chosen) if state.epoch is None else _update(
+        state, lambda p: p.join.token in chosen, dead=why, silent=silent)
 
 
 def over(state: State) -> bool:

@@ -55,7 +55,7 @@ class AdmissionState(Record, frozen=True):
     closed_reason: str = ""
     """Why the job admits no site; "" if it does."""
     size: int = 0
-    """Number of workers that the job has now."""
+    """Number of workers that the job has now, with all workers of sites that are about to enter."""
     generation: int = 0
     """Generation of the job's epoch; 0 before it begins."""
     full: bool = False
@@ -261,13 +261,19 @@ def _late(state: Sites, request: Join, admission: AdmissionState) -> str:
     """Returns why a site that joins a running job is refused; "" if it is not."""
     if why := closed_reason(state, admission):
         return why if why == RESTARTED else coded("E-JOB-FULL" if admission.full else "E-JOB-CLOSED", why)
-    if request.world > state.max_workers - admission.size:
-        return coded("E-WORKERS", f"has {request.world} workers, but only {state.max_workers - admission.size} of the job's "
-                                  f"{state.max_workers} are missing: start this home with fewer")
+    if problem := too_many(request.world, state.max_workers, admission):
+        return problem
     if state.workers + state.numbers + request.world > SERVER_BASE:
         return coded("E-JOB-FULL", "the job has used up all rank numbers, since too many workers have joined and left: start "
                                    "a new job")
     return ""
+
+
+def too_many(workers: int, limit: int, admission: AdmissionState) -> str:
+    """Returns why a running job of at most `limit` workers has no place for a site with so many `workers`; "" if it has."""
+    left = limit - admission.size
+    return "" if workers <= left else coded("E-WORKERS", f"has {workers} workers, but only {left} of the job's {limit} are "
+                                                         "missing: start this home with fewer")
 
 
 def closed_reason(state: Sites, admission: AdmissionState) -> str:

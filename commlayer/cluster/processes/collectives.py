@@ -50,17 +50,17 @@ class Groups:
 
     wait_kind: WaitKind = "call"
 
-    def __init__(self, ranks_per_node: int, timeout_s: float, device: torch.device, members: Members | None = None, *,
-                 sites: Sequence[Sequence[int]] = (), patience_s: float = 0.0, former: Groups | None = None) -> None:
-        """Creates the groups; a collective call. `timeout_s`: timeout of their collectives. `members`: the ranks that take
-        part; None: all ranks of the world. `sites`: the ranks of each node, if nodes may have unequal numbers of ranks.
-        `patience_s`: how much longer ranks wait for an exchange with other nodes. `former`: the closed groups of other members,
-        whose groups within this node are used again."""
+    def __init__(self, sites: Sequence[Sequence[int]] | int, timeout_s: float, device: torch.device,
+                 members: Members | None = None, *, patience_s: float = 0.0, former: Groups | None = None) -> None:
+        """Creates the groups; a collective call. `sites`: the ranks of each node, or their number. `timeout_s`: timeout of
+        their collectives. `members`: the ranks that take part; None: all ranks of the world. `patience_s`: how much longer
+        ranks wait for an exchange with other nodes. `former`: the closed groups of other members, whose groups within this node
+        are used again."""
         self.device = device
         self.members = members or Members()
         self.rank, self.world = self.members.rank, self.members.world
         self.timeout_s, self._patience_s = timeout_s, patience_s
-        self.sites = sites or node_ranks(self.world, ranks_per_node)
+        self.sites = node_ranks(self.world, sites) if isinstance(sites, int) else sites
         """The ranks of each node."""
         self.ranks_per_node = max(map(len, self.sites))
         """Number of ranks of a node; the largest one if nodes differ."""

@@ -132,6 +132,11 @@ class BucketSum:
     def begin(self, step: int, r: int) -> None:
         self.sum = RoundSum(step, r)
 
+    @property
+    def first_ahead(self) -> int:
+        """The first step whose result is still to come; 0 if the next contribution decides."""
+        return self.sum.step if self.sum.open else self.awaited or 0
+
     def admit_joined(self, joined: int) -> None:
         """Lets workers that have joined take part, from the sum in progress on. `joined`: number of the last one."""
         self.members, self.joined = self.members_with(joined), joined

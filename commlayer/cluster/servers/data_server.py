@@ -135,7 +135,7 @@ class DataServer:
             return self._refusal
         if theirs.rank in self._present:
             return same_job(self._hello)(theirs)
-        if theirs.rank in self._all_members:
+        if theirs.rank in self._gone:
             return coded("E-EPOCH-ENDED", "is no longer a member of the job")
         if self._await_epoch is None or self._newest is None:
             return coded("E-RANK", f"is not a member of the job, which has {len(self._present)} workers")
@@ -166,7 +166,8 @@ class DataServer:
 
     @property
     def _gone(self) -> set[int]:
-        return {*self._all_members} - self._present
+        """Workers that have left the job, those that only followed it included."""
+        return self._seen - self._present
 
     def start(
         self, epoch: Epoch, plan: bytes, server: int, token: str = "", await_epoch: AwaitEpoch | None = None,
@@ -388,7 +389,7 @@ class DataServer:
     @property
     def finished(self) -> bool:
         """Whether all workers have closed their connections in order."""
-        return self._server is not None and len(self._server.ended()) == len(self._all_members) - len(self._gone)
+        return self._server is not None and len(self._server.ended()) == len(self._present & {*self._all_members})
 
     @property
     def alone(self) -> bool:

@@ -38,6 +38,7 @@ from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Messag
 
 log = logging.getLogger("commlayer")
 OTHER_PLAN = "the job has switched to another plan"
+LOST_RESULT = "this server no longer has the result"
 
 
 class Summation:
@@ -54,7 +55,9 @@ class Summation:
         self.joined: list[int] = []
         """Workers that have joined the job since it began, in that order."""
         self.gone: set[int] = set()
-        """Members that have left the job. Nothing that arrives from them later is added."""
+        """Workers that have left the job. Nothing that arrives from them later is added or answered."""
+        self._follows_ended = False
+        """True: the job has another plan, so nobody receives results of this one any longer."""
         self.cells = {bucket: BucketSum(bucket, o, senders[bucket]) for bucket, o in ops.items()}
 
     def remember(self, keep: WriteEntry | None) -> None:
@@ -150,8 +153,10 @@ class Summation:
         with cell.lock:
             if (result := cell.results.get((h.step, 0))) is not None:
                 return [_followed(message.peer, *result)]
-            if cell.results and h.step < max(cell.results)[0]:
-                return [self._unanswerable(h, "this server no longer has the result")]
+            if self._follows_ended:
+                return [self._unanswerable(h, OTHER_PLAN)]
+            if h.step < cell.first_ahead:
+                return [self._unanswerable(h, LOST_RESULT)]
             known = (h.step, message.peer) in cell.followers
             if not known and sum(worker == message.peer for _, worker in cell.followers) >= MOST_FOLLOWED:
                 raise breach_of(message, f"requests more than {MOST_FOLLOWED} future results of this bucket")
@@ -165,7 +170,7 @@ class Summation:
 
     def end_follows(self) -> list[Reply]:
         """Answers the requests for results of this plan, which has ended."""
-        replies: list[Reply] = []
+        self._follows_ended, replies = True, list[Reply]()
         for cell in self.cells.values():
             with cell.lock:
                 replies += self._end_follows(cell, OTHER_PLAN)
@@ -408,9 +413,11 @@ class Summation:
         cell.results[(cell.sum.step, cell.sum.round)] = header, body
         for old in [k for k in cell.results if k[0] <= cell.sum.step - KEPT_STEPS]:
             del cell.results[old]
-        followers = [cell.followers.pop(key).sender for key in [*cell.followers] if key[0] == cell.sum.step]
+        # Steps before this one were requested of a server that has been restarted since, with a journal that ends earlier.
+        due = [cell.followers.pop(key) for key in [*cell.followers] if key[0] <= cell.sum.step]
         return [*(Reply(member, header, body) for member in cell.members),
-                *(_followed(worker, header, body) for worker in followers)]
+                *(_followed(request.sender, header, body) if request.step == cell.sum.step
+                  else self._unanswerable(request, LOST_RESULT) for request in due)]
 
     def _header(self, cell: BucketSum, flags: int) -> Header:
         return Header(Kind.RESULT, self.generation, cell.sum.step, cell.bucket, round=cell.sum.round, codec=cell.ops.codec,

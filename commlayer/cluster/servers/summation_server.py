@@ -291,16 +291,17 @@ class SumServer:
         joins = messages.unpack(message.body, Joins, peer_name(message.peer), "a PLAN frame with a worker that joins")
         admit(joins, message.peer)  # may wait for the coordinator
         with self.switching:
-            if joins.member not in self._members and joins.member not in self.core.gone:
-                self._members = (*self._members, joins.member)
-        self.listen([joins.member])
+            new = {joins.member} - self.core.gone
+            self._members = (*self._members, *(new - {*self._members}))
+        self.listen(new)
         return self._switched(message, "")
 
     def remove(self, gone: Collection[int]) -> None:
-        """Ends all waits for members that have left the job, and their connections. Sends the results of sums that are complete
-        without them."""
+        """Ends all waits for workers that have left the job, their requests, and their connections. Sends the results of sums
+        that are complete without them."""
         with self.switching:
-            core, lost = self.core, [member for member in self._members if member in gone]
+            core, lost = self.core, self._listened & {*gone}
+            self._listened -= lost
             self._members = tuple(member for member in self._members if member not in gone)
         self._reported.clear()
         try:

@@ -266,6 +266,7 @@ class WorkerClient:
             return True
         self._closed = True
         if reason:
+            self.transport.stop_reconnecting()  # servers end the connections of a worker that has left
             delivered = self.membership.leave(reason)
             self.transport.close(FAILED_S)
         else:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from commlayer.cluster.processes.bounded_calls import CHECK_S
 from commlayer.engine.buckets.bucket import WorkerBucket
 from commlayer.engine.buckets.units import Units
 from commlayer.observe.step_trace import Recorder
@@ -134,7 +135,7 @@ class Arrivals:
 
     def wait(self, deadline: float) -> bool:
         """Waits until all buckets have arrived or the worker has an error. Returns False if `deadline` passes first."""
-        return self._ended or self._all.wait(max(0.0, deadline - time.monotonic()))
+        return self._ended or _wait(self._all, deadline)
 
     def wait_for(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Waits until `condition()` is true or the worker has an error; every arrival checks the condition again. Returns False
@@ -143,8 +144,16 @@ class Arrivals:
             self._next.clear()
             if condition() or self._ended:
                 return True
-            if not self._next.wait(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
+            if not _wait(self._next, deadline):
                 return condition() or self._ended
+
+
+def _wait(event: threading.Event, deadline: float) -> bool:
+    """Waits for the event until `deadline`. Each wait is short: Ctrl-C would not end a wait that begins just after it."""
+    while not event.wait(max(0.0, min(CHECK_S, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            return False
+    return True
 
 
 BROKEN = "its backward pass broke off"

@@ -393,6 +393,6 @@ def new_world(former: Groups, rows: StepRows, config: Config, home: str, epoch: 
     site_process_group.change_members(kv, ids, ids.index(own), epoch.generation)
     process_groups.reset_counts()
     sites = [[ids.index(rank) for rank in site] for site in sites_of(epoch.members)]
-    groups = Groups(1, config.deadline_s, former.device, sites=sites, patience_s=judged_s(config), former=former)
+    groups = Groups(sites, config.deadline_s, former.device, patience_s=judged_s(config), former=former)
     rows.change(groups.members, ids)
     return groups

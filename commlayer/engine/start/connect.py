@@ -139,7 +139,7 @@ def _begin(
     with contextlib.ExitStack() as undo:
         with members.all_there(config.deadline_s):
             patience_s = judged_s(config) if elastic else 0.0  # where members may leave, the coordinator decides who is lost
-            groups = Groups(per_node, config.deadline_s, device, members, sites=sites, patience_s=patience_s)
+            groups = Groups(sites, config.deadline_s, device, members, patience_s=patience_s)
             undo.callback(groups.close)
         undo.callback(lambda: leave_job(link, servers, "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s))
         align_tensors(align, groups, config.deadline_s, shards=shards)

@@ -50,7 +50,7 @@ def enter(
     with contextlib.ExitStack() as undo:
         ranks = Members()
         own_site = range(ranks.world - request.site_world, ranks.world)
-        groups = Groups(1, config.deadline_s, device, ranks, sites=[*node_ranks(own_site.start, 1), own_site],
+        groups = Groups([*node_ranks(own_site.start, 1), own_site], config.deadline_s, device, ranks,
                         patience_s=judged_s(config))
         undo.callback(lambda: groups.close())
         link = WorkerClient(config, config.join, request)

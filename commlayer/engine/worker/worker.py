@@ -13,10 +13,9 @@ overwritten, what was sent returns to the residuals, and every later call raises
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -218,9 +217,7 @@ class Worker:
         """Waits until the sums of one fragment's buckets have arrived. All of these buckets must have been sent."""
         self.now.deadline_s = deadline_s
         begin = time.monotonic()
-        with self._waiting(begin):
-            deadline = begin + deadline_s + self._components.patience()
-            self._wait_for(fragment, deadline)
+        self._await(lambda: self._wait_for(fragment, begin + deadline_s + self._components.patience()), begin)
         if self.now.sent_at:
             self.counters.exchange_s += max(0.0, self._exchanges[fragment].arrived_at - self.now.sent_at)
         self.now.sent_at = 0.0
@@ -256,13 +253,13 @@ class Worker:
         for fragment in range(len(self.fragments)):
             self.wait(deadline_s, fragment)
 
-    @contextlib.contextmanager
-    def _waiting(self, since: float) -> Iterator[None]:
-        """Context manager around a wait: stores errors as the error of this worker, and raises the first error of the step. An
-        interrupt (Ctrl-C) ends this rank's part in the job."""
+    def _await(self, wait: Callable[[], bool | None], since: float) -> bool:
+        """Calls `wait`, stores errors as the error of this worker, and raises the first error of the step. An interrupt
+        (Ctrl-C) ends this rank's part in the job."""
+        result = False
         self.now.waiting_since = since
         try:
-            yield
+            result = bool(wait())
         except Exception as error:
             self.latch(error)
         except BaseException as error:  # Ctrl-C, for example: raised once, since the script may catch it and go on
@@ -274,6 +271,7 @@ class Worker:
         finally:
             self.now.waiting_since = 0.0
         self.check()
+        return result
 
     def write(self, targets: Sequence[torch.Tensor | None], fragment: int = 0) -> bool:
         """Writes the averages of one fragment's buckets into `targets`. Returns True if all averages are finite."""
@@ -369,9 +367,8 @@ class Worker:
         CommErrors as `finish`."""
         if self.now.error is not None:
             self.check()
-        ready, begin = False, time.monotonic()
-        with self._waiting(0.0 if deadline is None else begin):
-            ready = self._paths.of[bucket.id].take(bucket, deadline)
+        begin = time.monotonic()
+        ready = self._await(lambda: self._paths.of[bucket.id].take(bucket, deadline), 0.0 if deadline is None else begin)
         if deadline is not None:
             waited_s = time.monotonic() - begin
             self.counters.exposed_s += waited_s
@@ -479,8 +476,7 @@ class Worker:
         All ranks call it after the same step."""
         self.check()
         self._components.complete(Pending.STEP)
-        with self._waiting(0.0):
-            self.late.wait(time.monotonic() + self.now.deadline_s)
+        self._await(lambda: self.late.wait(time.monotonic() + self.now.deadline_s), 0.0)
         self.late.hold()
 
     def finish_exchanges(self) -> None:
