@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from commlayer.cluster.processes import site_process_group
 from commlayer.cluster.processes.bounded_calls import PendingCollective, torch_errors
-from commlayer.cluster.processes.process_groups import Members, destroy, detach
+from commlayer.cluster.processes.process_groups import Members, destroy
 from commlayer.errors import InvalidInput
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -54,10 +53,6 @@ class Channel:
         """Sets the timeout of collectives that begin from now on."""
         site_process_group.set_timeout(self._group, datetime.timedelta(seconds=timeout_s))
 
-    def detach(self) -> None:
-        """Keeps the process group when torch's default group, and with it all groups that torch knows, is replaced."""
-        detach(self._group)
-
     def close(self) -> None:
         """Ends the process group. Its connections close with its last reference. A peer with a pending collective would
         otherwise wait for this rank's connections to close when it closes its own."""
@@ -65,7 +60,7 @@ class Channel:
         self._group = None
 
     def _start(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any, **root: int) -> PendingCollective:
-        what, call = f"{name} {self._what}", inspect.unwrap(call)  # torch's wrapper fails to log errors of detached groups
+        what = f"{name} {self._what}"
         with torch_errors(what):
             return PendingCollective(call(x, *args, group=self._group, async_op=True, **root), what, on_device=x.is_cuda)
 
