@@ -299,6 +299,11 @@ class Replica:
         kept |= {f"{FORMER}{name}": t for name, t in tensors.items() if name.startswith(STATE)}
         return msgspec.structs.replace(transfer, state=_filled(transfer.state, former.state, rest)), kept | dict(rest)
 
+    @property
+    def trained(self) -> dict[str, int]:
+        """Numbers of elements of the trained parameters, by name."""
+        return {name: original_of(p).numel() for name, p in zip(self._names_of_trained(), self._trained, strict=True)}
+
     def _names_of_trained(self) -> list[str]:
         names = {id(p): name for name, p in self._model.named_parameters()}
         return [names[id(original_of(p))] for p in self._trained]
