@@ -17,7 +17,7 @@ from commlayer.autotune.controller import TuningController
 from commlayer.autotune.start import start_tuning
 from commlayer.cluster.processes import object_collectives
 from commlayer.config import Config, read_config
-from commlayer.engine.checkpoints import checkpoint
+from commlayer.engine.checkpoints import checkpoint, resharded_state
 from commlayer.engine.components import Pending
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.epochs.replica import Replica
@@ -179,6 +179,21 @@ class Session:
         checkpoint.load_codecs(context, found, directory, self._replica, local)
         context.components.loaded()
         return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the number of steps, and residuals in tensors that are divided among all ranks, for
+        torch.distributed.checkpoint: `dcp.save({"model": ..., "optimizer": ..., "commlayer": session})`. All ranks call it
+        together, between the same two steps. `dcp.load` with another number of ranks divides the residuals among them."""
+        self._outside_join("state_dict()")
+        self._context.components.complete(Pending.ALL_STEPS)
+        return resharded_state.state_of(self._context, self._replica)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from what `dcp.load` has read into a result of `state_dict()`. All ranks call it together."""
+        self._outside_join("load_state_dict()")
+        resharded_state.load(self._context, self._replica, state)
+        self._resumed = self._context.passes
+        self._context.components.loaded()
 
     def switch(self, plan: Plan) -> None:
         """Switches to another plan and its sync mode, between two steps. All ranks call it; the plan given on rank 0 is used.

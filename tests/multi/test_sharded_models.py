@@ -560,3 +560,49 @@ def test_resumed_sites_continue_bit_for_bit(sync: Any, tmp_path: Path) -> None:
 def assert_equal(results: list[dict[str, torch.Tensor]], wanted: dict[str, torch.Tensor]) -> None:
     for result in results:
         assert [key for key, value in wanted.items() if not torch.equal(result[key], value)] == []
+
+
+def reshard(rank: int, address: str, folder: str, shards: bool, loads: bool) -> dict[str, torch.Tensor]:
+    """Loads with torch.distributed.checkpoint what another number of ranks has saved, and saves some steps later. Returns
+    weights and the sum of all residuals, as loaded (or as saved by the first job)."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model: Any = layers(12, 40, 1, 3)
+    model = Run(rank, address).shard(model) if shards else model
+    optimizer = sgd(model)
+    how = {"compression": "error_feedback(topk(ratio=0.2))", "config": quick(join=address)} if address else {}
+    with commlayer.attach(model, optimizer, **how) as session:
+        def contents() -> dict[str, Any]:
+            return {"model": get_model_state_dict(model), "commlayer": session}
+
+        def now() -> dict[str, torch.Tensor]:
+            state = {name: value for name, value in session.state_dict().items() if name.startswith("residual")}
+            return whole(model) | {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in state.items()} | {
+                "step": torch.tensor(session.step)}
+
+        if loads:
+            dcp.load(contents(), checkpoint_id=folder, no_dist=not address)
+        loaded = now()
+        for step in range(session.step, session.step + STEPS):
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            optimizer.step()
+        dcp.save(contents(), checkpoint_id=folder, no_dist=not address)
+        return loaded | {f"saved.{name}": x for name, x in now().items()}
+
+
+def test_residuals_survive_another_number_of_ranks(tmp_path: Path) -> None:
+    former: dict[str, torch.Tensor] = {}
+    for world, shards in ((WORLD, True), (3, False), (WORLD, True), (1, False)):
+        if world > 1:
+            with coordinators(1, world, 1) as jobs:
+                results = pool(world).call(reshard, jobs[0].address, str(tmp_path), shards, bool(former))
+        else:
+            results = [reshard(0, "", str(tmp_path), False, True)]
+        for result in results:
+            for name in former:
+                if name.startswith("saved.") and (world > 1 or "residual" not in name):
+                    assert torch.equal(result[name.removeprefix("saved.")], former[name]), (world, name)
+        former = results[0]
+        assert world == 1 or any(x.any() for name, x in former.items() if name.startswith("saved.residual"))

@@ -334,3 +334,50 @@ def test_frameworks_train_between_sites(framework: str, package: str, tmp_path: 
 if __name__ == "__main__":
     weights, seen = globals()[sys.argv[1]]({"compression": "int4"}, sys.argv[2], STEPS, STEPS, False)
     print(json.dumps(seen | {"weights": [tensor.sum().item() for tensor in weights.values()]}), flush=True)
+
+
+def sharded(rank: int, address: str, framework: str) -> list[torch.Tensor]:
+    """Two sites of two ranks, each of which shards the model itself: under Accelerate, or as plain torch does."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import commlayer
+
+    torch.manual_seed(1)
+    model: Any = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "shard"))["shard"]
+    for layer in (*model, model):
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    how: Options = {"compression": "int8()", "config": rank_pool.quick(join=address)}
+    generator = torch.Generator().manual_seed(rank)
+    if framework:
+        from accelerate import Accelerator
+
+        from commlayer.integrations.accelerate import attach
+
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare_model(model, evaluation_mode=True), accelerator.prepare_optimizer(optimizer)
+        session, backward = attach(accelerator, model, optimizer, **how), accelerator.backward
+    else:
+        session, backward = commlayer.attach(model, optimizer, **how), torch.Tensor.backward
+    with session:
+        for _ in range(4):
+            optimizer.zero_grad()
+            backward(model(torch.randn(5, 12, generator=generator)).square().mean())
+            optimizer.step()
+        return [p.full_tensor() for p in model.parameters()]
+
+
+def test_accelerate_trains_a_sharded_model_as_torch_does() -> None:
+    need("accelerate")
+    ranks = Pool(4)
+    try:
+        results = []
+        for framework in ("", "accelerate"):
+            with Servers(4, join_deadline_s=IMPORT_S) as servers:
+                results += ranks.call(sharded, servers.address, framework, timeout_s=IMPORT_S)
+    finally:
+        ranks.close()
+    assert len({tuple(torch.cat([p.flatten() for p in each]).tolist()) for each in results}) == 1

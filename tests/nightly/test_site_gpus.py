@@ -39,11 +39,12 @@ def reports_of(ends: Sequence[Ended]) -> list[dict[str, Any]]:
     return reports
 
 
-@pytest.mark.parametrize(("sizes", "codec"), [
-    ((2, 2), EXACT), ((4, 2, 1), EXACT), ((4, 2, 1), COARSE), ((2, 1), FINE),
+@pytest.mark.parametrize(("sizes", "codec", "shard"), [
+    ((2, 2), EXACT, False), ((4, 2, 1), EXACT, False), ((4, 2, 1), COARSE, False), ((2, 1), FINE, False),
+    ((2, 2), EXACT, True), ((2, 2), COARSE, True),
 ], ids=str)
-def test_sum_over_homes_is_that_over_their_workers(sites: Sites, sizes: tuple[int, ...], codec: str) -> None:
-    reports = reports_of(all_ended(start(sites, Script(codec), sizes)))
+def test_sum_over_homes_is_that_over_their_workers(sites: Sites, sizes: tuple[int, ...], codec: str, shard: bool) -> None:
+    reports = reports_of(all_ended(start(sites, Script(codec, shard=shard), sizes)))
     assert len(reports) == sum(sizes)
     weights = torch.tensor(reports[0]["weights"], dtype=torch.float64)
     if codec == EXACT:
@@ -56,15 +57,17 @@ def test_sum_over_homes_is_that_over_their_workers(sites: Sites, sizes: tuple[in
         torch.testing.assert_close(residuals - weights, put, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("attach", [
-    {}, {"overlap": "forward"}, {"every": 2, "fragments": 1}, {"every": 2, "overlap": "round"}, {"every": 2, "fragments": 2},
+@pytest.mark.parametrize(("attach", "victim", "shard"), [
+    *((attach, victim, False) for victim in (2, 3) for attach in (
+        {}, {"overlap": "forward"}, {"every": 2, "fragments": 1}, {"every": 2, "overlap": "round"},
+        {"every": 2, "fragments": 2})),
+    ({}, 3, True), ({"every": 2, "overlap": "round"}, 2, True), ({"every": 2, "fragments": 2}, 3, True),
 ], ids=str)
-@pytest.mark.parametrize("victim", [2, 3])
-def test_dead_worker_takes_its_home_along(sites: Sites, attach: dict[str, Any], victim: int) -> None:
-    script = Script(events=(Event(victim, ODD, after_s=0.004),), attach=attach)
+def test_dead_worker_takes_its_home_along(sites: Sites, attach: dict[str, Any], victim: int, shard: bool) -> None:
+    script = Script(events=(Event(victim, ODD, after_s=0.004),), attach=attach, shard=shard)
     survivors, home = all_ended(start(sites, script, (2, 2)), 0, KILLED)
     assert not home.rows
-    assert re.search(rf"commlayer: (?!.*Traceback).*worker {victim}\b", home.errors), home.errors
+    assert shard or re.search(rf"commlayer: (?!.*Traceback).*worker {victim}\b", home.errors), home.errors
     reports = reports_of([survivors])
     assert [row["site"] for row in reports] == [0, 1]
     assert any(re.search("worker 2.*, worker 3.* left, .*; continuing with 2 workers", line)
@@ -87,16 +90,21 @@ def test_others_of_the_home_end_with_one_line(sites: Sites, event: Event, why: s
     assert reports[0]["counts"] == [4] * ODD + [2] * (STEPS - ODD)
 
 
-@pytest.mark.parametrize(("sizes", "joins"), [((2, 1), 1), ((1, 1), 2), ((2, 2), 4)], ids=str)
-def test_home_of_another_size_joins(sites: Sites, sizes: tuple[int, ...], joins: int) -> None:
-    script = Script(COARSE, workers=sum(sizes), joiners=joins)
+@pytest.mark.parametrize(("sizes", "joins", "more"), [
+    ((2, 1), [1], {}), ((1, 1), [2], {}), ((2, 2), [4], {}),
+    ((2, 2), [2, 2], {"shard": True}), ((2, 2), [2], {"shard": True, "attach": {"every": 2, "overlap": "round"}}),
+], ids=str)
+def test_homes_of_other_sizes_join(sites: Sites, sizes: tuple[int, ...], joins: list[int], more: dict[str, Any]) -> None:
+    script = Script(COARSE, workers=sum(sizes), joiners=sum(joins), **more)
     sites.set(COMMLAYER_LAST_CALL_S="0")
     sites.serve(0, "--min-workers", str(sum(sizes)))
     first = [run(sites, script, home.start, rank=number, options=["--nproc-per-node", str(len(home))])
              for number, home in enumerate(homes(sizes))]
     assert first[0].stderr is not None
     assert any("begins with plan" in line for line in iter(first[0].stderr.readline, ""))
-    late = run(sites, script, sum(sizes), options=["--nproc-per-node", str(joins)])
-    reports = reports_of(all_ended([*first, late]))
-    assert [row["members"] for row in reports] == [[*range(sum(sizes) + joins)]] * (sum(sizes) + joins)
-    assert {row["first"] for row in reports[sum(sizes) :]} == {reports[-1]["first"]}
+    late = [run(sites, script, home.start, options=["--nproc-per-node", str(len(home))])
+            for home in homes((*sizes, *joins))[len(sizes) :]]
+    reports = reports_of(all_ended([*first, *late]))
+    assert len({tuple(row["members"]) for row in reports}) == 1, "all know the members in the same order"
+    assert sorted(reports[0]["members"]) == [*range(sum(sizes) + sum(joins))]
+    assert all(row["first"] for row in reports[sum(sizes) :])

@@ -37,6 +37,7 @@ from commlayer.engine.checkpoints import checkpoint_files
 from commlayer.engine.epochs import changing_members
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.epochs.replica import Replica
+from commlayer.engine.model.shard_parameters import whole_of
 from commlayer.engine.start import result_follower
 from commlayer.engine.sync.local_steps import OuterSteps
 from commlayer.errors import CommError, StepAbandoned
@@ -106,6 +107,8 @@ class Script(msgspec.Struct, frozen=True):
     """Steps after all joiners have joined."""
     collective: bool = False
     """The script calls a collective before attach()."""
+    shard: bool = False
+    """The model is sharded over the workers of each site."""
     second_first: bool = False
     """At a joining site, local rank 1 calls attach() before local rank 0."""
 
@@ -132,11 +135,22 @@ def gradients(site: int, step: int) -> list[torch.Tensor]:
 
 
 def flat(tensors: Iterable[torch.Tensor]) -> list[float]:
-    return torch.cat([t.detach().double().reshape(-1) for t in tensors]).tolist()
+    return torch.cat([whole_of(t).detach().double().reshape(-1) for t in tensors]).tolist()
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+    return hashlib.sha256(b"".join(whole_of(t).detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def shard(model: nn.Module) -> None:
+    """Shards the model over the workers of this site."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // local, local), mesh_dim_names=("site", "shard"))
+    fully_shard(model, mesh=mesh["shard"])
 
 
 def optimizer_of(parameters: Iterable[nn.Parameter], momentum: bool, adam: bool = False) -> tuple[torch.optim.Optimizer, Any]:
@@ -182,7 +196,9 @@ def added(parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
 def residuals_of(connection: Any) -> list[torch.Tensor]:
     """Residuals of this worker and, on rank 0, of the servers, per unit of the weights; between two steps."""
     undone = connection.worker.roll_back()
-    parts = slices_of(connection.worker)
+    shards, job = connection.site.shards, connection.worker.job
+    parts = [part._replace(start=part.start + shards.elements(job.tensors[part.tensor].shape, shards.local)[0])
+             if part.tensor in shards.tensors else part for part in slices_of(connection.worker)]
     if connection.rank == 0:
         for bucket in connection.plan.buckets:
             state = load(connection.uplink.fetch_state(bucket.server, bucket.id, undone.get(bucket.id, 0)))
@@ -387,7 +403,9 @@ def main(site: int, script: Script) -> None:
         faults.slow_uplink(script.uplink_s)
     with torch.no_grad():
         for p in model.parts:
-            p += site  # unequal, as in a script that sets no seed; rank 0's are 0
+            p += site - local_rank * script.shard  # unequal, as in a script that sets no seed; rank 0's are 0
+    if script.shard:
+        shard(model)
     optimizer, scheduler = optimizer_of(model.parameters(), script.momentum, adam=script.scaler)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3, enabled=script.scaler)
     wrapped: Any = model

@@ -16,7 +16,7 @@ from support.workers import Rig, SharedRows, on_ranks
 from torch import nn
 
 from commlayer.engine.components import Component
-from commlayer.engine.sync.local_steps import OuterSteps, StepWeights
+from commlayer.engine.sync.local_steps import Fragment, OuterSteps, StepWeights
 from commlayer.engine.sync.norm_matching import scale_of, square_of
 from commlayer.engine.worker.worker import Worker
 from commlayer.optim import OuterSGD
@@ -53,6 +53,15 @@ def test_squared_norms_are_bit_equal_in_any_order() -> None:
 def test_squared_norms_of_tiny_values(values: list[float], wanted: float) -> None:
     assert square_of([torch.tensor(values)]) == pytest.approx(wanted, rel=1e-4, abs=0.0, nan_ok=True)
     assert square_of([torch.tensor(values), torch.zeros(3)]) == pytest.approx(wanted, rel=1e-4, abs=0.0, nan_ok=True)
+
+
+@pytest.mark.parametrize("norms", [[], [(1, 4.0)] * 2], ids=["plain", "matched"])
+@pytest.mark.parametrize(("mine", "others"), [(1.0, 1.0), (INF, 1.0), (1.0, INF), (NAN, NAN)])
+def test_ranks_of_a_site_agree_whether_means_are_finite(norms: list[tuple[int, float]], mine: float, others: float) -> None:
+    fragment = Fragment(0, {0: [(0, 2)]}, [torch.zeros(2)], [None])
+    fragment.prepare([torch.tensor([0.0, -mine])], overlap=False)
+    finite, _ = fragment.match(norms, lambda own: own + square_of([torch.tensor([others])]), has_weight=True)
+    assert finite == (math.isfinite(mine) and math.isfinite(others))
 
 
 @pytest.mark.parametrize(("rows", "square", "wanted"), [

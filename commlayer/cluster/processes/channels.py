@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from commlayer.cluster.processes import site_process_group
 from commlayer.cluster.processes.bounded_calls import PendingCollective, torch_errors
-from commlayer.cluster.processes.process_groups import Members, destroy, detach
+from commlayer.cluster.processes.process_groups import Members, destroy
 from commlayer.errors import InvalidInput
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -23,7 +22,7 @@ class Channel:
     """Collectives of one process group. Members are numbered from 0 within the group."""
 
     def __init__(self, group: Any, what: str) -> None:
-        self._group, self._what = group, what
+        self.group, self._what = group, what
 
     def allreduce(self, x: torch.Tensor, *, largest: bool = False) -> PendingCollective:
         """Starts an all-reduce of `x` in place: a sum, or with `largest` an elementwise maximum."""
@@ -52,22 +51,18 @@ class Channel:
 
     def allow(self, timeout_s: float) -> None:
         """Sets the timeout of collectives that begin from now on."""
-        site_process_group.set_timeout(self._group, datetime.timedelta(seconds=timeout_s))
-
-    def detach(self) -> None:
-        """Keeps the process group when torch's default group, and with it all groups that torch knows, is replaced."""
-        detach(self._group)
+        site_process_group.set_timeout(self.group, datetime.timedelta(seconds=timeout_s))
 
     def close(self) -> None:
         """Ends the process group. Its connections close with its last reference. A peer with a pending collective would
         otherwise wait for this rank's connections to close when it closes its own."""
-        destroy(self._group)
-        self._group = None
+        destroy(self.group)
+        self.group = None
 
     def _start(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any, **root: int) -> PendingCollective:
-        what, call = f"{name} {self._what}", inspect.unwrap(call)  # torch's wrapper fails to log errors of detached groups
+        what = f"{name} {self._what}"
         with torch_errors(what):
-            return PendingCollective(call(x, *args, group=self._group, async_op=True, **root), what, on_device=x.is_cuda)
+            return PendingCollective(call(x, *args, group=self.group, async_op=True, **root), what, on_device=x.is_cuda)
 
 
 class Channels:

@@ -71,7 +71,7 @@ class Groups:
         self._all = self.members.group(timeout_s=timeout_s)
         self._inside: NodeGroups | None = self._nodes() if former is None else former._inside
         self._hosts: Channel | None = None
-        self._of_site: Channel | None = None
+        self._of_site: Channel | None = None if former is None else former._of_site
 
     def _nodes(self) -> NodeGroups | None:
         out, back, late = (self._node() for _ in range(3))
@@ -207,10 +207,7 @@ class Groups:
 
     def close(self, *, nodes: bool = True) -> None:
         """`nodes`: False: the groups within this node stay, for the Groups of other members."""
-        for channel in self._inside or ():
-            if channel is not None:
-                (channel.close if nodes else channel.detach)()
-        for channel in (self._hosts, self._of_site):
+        for channel in (self._hosts, *((*(self._inside or ()), self._of_site) if nodes else ())):
             if channel is not None:
                 channel.close()
         destroy(self._all)

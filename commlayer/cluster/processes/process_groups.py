@@ -83,13 +83,6 @@ def rows_of_all(x: torch.Tensor, world: int, group: Any) -> tuple[Any, torch.Ten
     return dist.all_gather([*rows.unbind()], x, group=group, async_op=True), rows
 
 
-def detach(group: Any) -> None:
-    """Removes a process group from those that torch destroys together with the default group. Its collectives still work."""
-    known = distributed_c10d._world
-    for groups in (known.pg_map, known.pg_names, known.pg_group_ranks, known.pg_backend_config, known.pg_to_tag):
-        groups.pop(group, None)
-
-
 def destroy(group: Any) -> None:
     if not dist.is_initialized() or group is None:
         return

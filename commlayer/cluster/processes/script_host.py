@@ -128,14 +128,14 @@ def tell() -> None:
 def _stand_in() -> None:
     """Replaces torch's functions that create process groups or send objects, in every module from which scripts import them."""
     import torch.distributed as dist
-    from torch.distributed import distributed_c10d
+    from torch.distributed import device_mesh, distributed_c10d
 
     from commlayer.cluster.processes import object_collectives, relayed_group
 
     object_collectives.install(relayed_group.NAME)
     for name, replacement in (("init_process_group", _init), ("new_group", _new_group)):
         wrapper = _in_place_of(getattr(dist, name), replacement)
-        for module in (dist, distributed_c10d):
+        for module in (dist, distributed_c10d, device_mesh):
             setattr(module, name, wrapper)
 
 

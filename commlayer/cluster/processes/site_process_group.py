@@ -9,7 +9,7 @@ import functools
 import inspect
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -56,6 +56,8 @@ _moved: dict[str, RelayedGroup] = {}
 """Default groups of previous worlds. They are kept here because DDP refers to its group only from C++. Keyed by the name of a
 group's first world, which is equal on all ranks, including ranks that joined later."""
 END_S = 5.0
+GROUP_BITS = 16
+"""torch numbers the groups of an epoch from its generation times 2 to this power on."""
 
 
 def init_world(kv: KvClient, rank: int, world: int, home: range, *, inside: str, timeout_s: float, skip_lost: bool = False,
@@ -80,9 +82,10 @@ def init_world(kv: KvClient, rank: int, world: int, home: range, *, inside: str,
 
 
 def change_members(kv: KvClient, ids: Sequence[int], rank: int, generation: int) -> None:
-    """Creates the default group of the remaining ranks in a new epoch. Other groups of the previous epoch become unusable.
-    `ids`: the coordinator's numbers of the ranks; `rank`: this process's index among them."""
-    former, default = _worlds[-1], dist.group.WORLD
+    """Creates the default group of the remaining ranks in a new epoch. Groups of only this home's ranks stay; other groups of
+    the previous epoch become unusable. `ids`: the coordinator's numbers of the ranks; `rank`: this process's index among them.
+    """
+    former, default, of_home = _worlds[-1], dist.group.WORLD, _take_home_groups()
     for group in [group for group in _groups if group is default]:
         _moved[former.name] = group
     moved = [*_moved.values()]
@@ -95,9 +98,36 @@ def change_members(kv: KvClient, ids: Sequence[int], rank: int, generation: int)
     name = f"epoch{generation}"
     store = WorldStore(kv, former.timeout_s, ids[rank])
     inside_store = WorldStore(kv, former.timeout_s, ANY, min(former.home))
+    # Groups that stay have lower numbers, and all homes count the others alike.
+    distributed_c10d._world.group_count = generation << GROUP_BITS
     _make(former._replace(kv=kv, name=name, ids=tuple(ids), store=store, inside_store=inside_store), rank)
+    for put_back in of_home:
+        put_back({n: ids.index(former.ids[n]) for n in range(len(former.ids)) if former.ids[n] in former.home})
     for origin, group in _moved.items():
         group.move(kv, f"{name}/{origin}", ids, rank)
+
+
+def _take_home_groups() -> list[Callable[[Mapping[int, int]], None]]:
+    """Takes the groups of only this home's ranks, such as those of a sharded model, from those that torch destroys together
+    with its default group. Returns functions that put them back; they receive the new number of each former rank."""
+    known = distributed_c10d._world
+    tables: list[dict[Any, Any]] = [known.pg_map, known.pg_names, known.pg_backend_config, known.pg_to_tag]
+    of_home = [group for group, ranks in known.pg_group_ranks.items()
+               if group is not dist.group.WORLD and group not in _groups and _at_home(ranks)]
+
+    def take(group: Any) -> Callable[[Mapping[int, int]], None]:
+        rows, ranks = [table.pop(group) for table in tables], known.pg_group_ranks.pop(group)
+
+        def put_back(numbers: Mapping[int, int]) -> None:
+            for table, row in zip(tables, rows, strict=True):
+                table[group] = row
+            known.pg_group_ranks[group] = {numbers[rank]: number for rank, number in ranks.items()}
+            known.tags_to_pg.setdefault(known.pg_to_tag[group], []).append(group)
+            distributed_c10d._register_process_group(known.pg_names[group], group)
+
+        return put_back
+
+    return [*map(take, of_home)]
 
 
 def _make(world: _World, rank: int) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,15 +160,7 @@ def _save(
             undone = job.worker.roll_back()
     contents: Files = {}
     if job is not None:
-        undone = job.all_undone(undone)
-        with all_or_none(groups, SAVING):
-            for server in _servers_of(job):
-                tensors: dict[str, torch.Tensor] = {}
-                for bucket in _summed_by(job.plan, server):
-                    data = job.uplink.fetch_state(server, bucket.id, undone.get(bucket.id, 0))
-                    tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
-                contents[f"server-{server}"] = tensors
-        job.worker.acknowledge_rollbacks()  # on all ranks, although only one rank reported to each server
+        contents |= server_states(job, undone)
     rows = gather(groups, [highest, secrets.randbits(62), context.training_id])
     number, first = next_number([row[0] for row in rows]), context.rank == 0
     context.training_id = max(row[2] for row in rows) or rows[0][1]
@@ -285,6 +277,21 @@ def refuse_mixture(directory: Path, rows: Sequence[Sequence[SaveOnDisk]], number
                                    "on the ranks where it is not the one to resume, or pass another directory")
 
 
+def server_states(job: DistributedJob, undone: dict[int, int]) -> Files:
+    """Returns the codec states of the servers that this rank saves. All ranks call it together. `undone`: result of
+    Worker.roll_back."""
+    undone, contents = job.all_undone(undone), {}
+    with all_or_none(job.groups, SAVING):
+        for server in _servers_of(job):
+            tensors: dict[str, torch.Tensor] = {}
+            for bucket in _summed_by(job.plan, server):
+                data = job.uplink.fetch_state(server, bucket.id, undone.get(bucket.id, 0))
+                tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
+            contents[f"server-{server}"] = tensors
+    job.worker.acknowledge_rollbacks()  # on all ranks, although only one rank reported to each server
+    return contents
+
+
 def load_training(
     groups: Groups | None, rank: int, found: FoundCheckpoint, replica: Replica, extra: Mapping[str, Any],
     shards: Shards = Shards(),
@@ -367,7 +374,7 @@ def _restore_unchanged(context: DistributedJob, found: FoundCheckpoint) -> None:
 def _inherit_residuals(context: DistributedJob, found: FoundCheckpoint, plan: Plan | None, replica: Replica) -> None:
     """Replaces this job's residuals by those in the checkpoint of another number of workers or another plan. Each rank inherits
     the residuals in the files that it reads. Momenta of codecs start again from zero."""
-    worker, mark, link = context.worker, found.mark, context.uplink
+    worker, mark = context.worker, found.mark
     with all_or_none(context.groups, LOADING):
         worker.drain()
     with all_or_none(context.groups, LOADING), reading(found.folder):  # no rank may push before every server is reset
@@ -375,24 +382,8 @@ def _inherit_residuals(context: DistributedJob, found: FoundCheckpoint, plan: Pl
         late = next((name for name in mark.files if name in found.readers and name.startswith("rank-")), "")
         own = [residuals_in(read(found.folder, name, mark), plan, mark, late=name == late)
                for name in mark.files if plan is not None and fits and found.readers.get(name) == context.rank]
-        for server in _servers_of(context) if worker.step else ():  # before the first step, codecs have no state
-            for bucket in _summed_by(worker.plan, server):
-                empty = CodecOps(codec_of(bucket, plan=worker.plan), bucket, worker.plan.job).snapshot()
-                link.put_state(server, bucket.id, worker.step, empty)
-        for each in worker.buckets if worker.step else ():
-            each.ledger.clear()
-        for each in worker.buckets:
-            each.forget()
-            each.assumed = float(context.world)
-        worker.late.restore({})
-        worker.units.rate = 1.0 if worker.plan.steps_locally else context.memory.rate
-    residuals = context.site.own_part(merge_residuals(own), worker.job, context.groups.timeout_s)
-    with all_or_none(context.groups, LOADING):
-        inherit_residuals(worker, residuals, context.memory.effect)
-        if context.local is not None:
-            context.local.pending_residuals.inherit(worker.pending_residuals)
-        if not found.exact:
-            replica.agree_buffers(worker)
+        forget_residuals(context)
+    take_residuals(context, merge_residuals(own), lambda: None if found.exact else replica.agree_buffers(worker))
     lost = [name for name in mark.files if name not in found.readers]
     if not mark.plan:
         return  # one worker alone, which has no residuals
@@ -402,6 +393,32 @@ def _inherit_residuals(context: DistributedJob, found: FoundCheckpoint, plan: Pl
     if not fits:
         how = "are lost, because " + (f"no rank has {PLAN}" if plan is None else "other tensors are trained now")
     context.say(f"resume(): residuals of the {mark.world} workers that wrote the checkpoint {how}")
+
+
+def forget_residuals(context: DistributedJob) -> None:
+    """Clears the codec states of this rank and of the servers that are assigned to it."""
+    worker = context.worker
+    for server in _servers_of(context) if worker.step else ():  # before the first step, codecs have no state
+        for bucket in _summed_by(worker.plan, server):
+            empty = CodecOps(codec_of(bucket, plan=worker.plan), bucket, worker.plan.job).snapshot()
+            context.uplink.put_state(server, bucket.id, worker.step, empty)
+    for each in worker.buckets if worker.step else ():
+        each.ledger.clear()
+    for each in worker.buckets:
+        each.forget()
+        each.assumed = float(context.world)
+    worker.late.restore({})
+    worker.units.rate = 1.0 if worker.plan.steps_locally else context.memory.rate
+
+
+def take_residuals(context: DistributedJob, own: Residuals, agree: Callable[[], None]) -> None:
+    """Adds loaded residuals to those of this rank. All ranks call it together. `agree` records that buffers are equal."""
+    residuals = context.site.own_part(own, context.worker.job, context.groups.timeout_s)
+    with all_or_none(context.groups, LOADING):
+        inherit_residuals(context.worker, residuals, context.memory.effect)
+        if context.local is not None:
+            context.local.pending_residuals.inherit(context.worker.pending_residuals)
+        agree()
 
 
 def residuals_in(tensors: Mapping[str, torch.Tensor], plan: Plan, mark: Mark, *, late: bool = False) -> Residuals:

@@ -156,7 +156,8 @@ class ChangingMembers(FixedMembers):
         if self._joining or self._following or is_transferring:
             new = []
         context = self._context
-        follow = self._can_follow and context.local is not None and 4 * context.worker.job.numel > FOLLOW_NBYTES
+        can_follow = self._can_follow and context.local is not None and not context.site.shards
+        follow = can_follow and 4 * context.worker.job.numel > FOLLOW_NBYTES
         fresh = [site for site in new if not self.followers & {*site}]
         caught_up = [site for site in new if {*site} <= self._caught_up]
         return [*propose(self._joined, caught_up if follow else [*caught_up, *fresh], newest.generation),

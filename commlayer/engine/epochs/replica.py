@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import safetensors.torch
@@ -41,6 +41,7 @@ from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CorruptFrame, InvalidInput, short_line
 from commlayer.records import MALFORMED, Epoch, Plan, Record
 
+T = TypeVar("T")
 TENSOR, TUPLE = "\0tensor", "\0tuple"
 """Keys that mark tensors and tuples, for which msgpack has no type, in the encoded optimizer state."""
 LOCAL, OWN, HEAD, CODEC, BUFFER, STATE = "local.", "own.", "head", "codec.", "buffer.", "state."
@@ -132,6 +133,8 @@ class Replica:
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._trained = engine_parameters([p for _, p in parameters_of(model)])
         self._averaged = [name for name, _ in buffers_of(model)]
+        self._sharded = {name: p for name, p in model.named_parameters() if is_sharded(p)}
+        """The sharded parameters. During a step, FSDP keeps whole parameters in their place in the model."""
 
     @property
     def most_nbytes(self) -> int:
@@ -185,7 +188,6 @@ class Replica:
         `epoch`: for a joining worker, which is its last member.
         """
         tensors: dict[str, torch.Tensor] = {}
-        reshard(self._model)
         job = context if isinstance(context, DistributedJob) else None
         local = None if job is None else job.local
         optimizer, scaler = (self._optimizer, self._scaler) if model else (None, None)
@@ -204,8 +206,9 @@ class Replica:
                 row=job.rows.transport.number, first_world=job.first_world,
                 exits={m.rank: job.members.confirmed for m in job.uplink.epoch.members if m not in epoch.members},
                 confirmed=job.members.row_carried, admitted=tuple(job.members.admitted), followers=tuple(job.members.followers),
-                totals={b.id: b.assumed for b in job.worker.buckets if b.assumed is not None},
-                undone={b.id: bits for b in job.worker.buckets if (bits := b.ledger.discarded | b.ledger.unreported)})
+                totals=_in_site(job, {b.id: b.assumed for b in job.worker.buckets if b.assumed is not None}, float),
+                undone=_in_site(job, {b.id: bits for b in job.worker.buckets
+                                      if (bits := b.ledger.discarded | b.ledger.unreported)}, int))
         if model:
             buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
             if job is not None:
@@ -213,7 +216,8 @@ class Replica:
                 agreed(job.worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
             tensors |= {f"buffer.{name}": b for name, b in buffers.items()}
             starts = {} if local is None else dict(zip(map(id, map(original_of, self._trained)), local.starts, strict=True))
-            for name, p in self._model.named_parameters():
+            for name, parameter in self._model.named_parameters():
+                p = self._sharded.get(name, parameter)
                 start = starts.get(id(p), local_of(p).data).detach()
                 tensors[f"parameter.{name}"] = whole_of(sharded_like(p, start)) if is_sharded(p) else start
         return tensors | ({} if local is None else self._each(local.snapshot(), _whole_like)) | {HEAD: _head(head)}
@@ -271,6 +275,7 @@ class Replica:
         local = {name: t for name, t in tensors.items() if name.startswith(LOCAL)}
         if local:
             local |= {f"{START}{n}": start for n, start in enumerate(self.common(tensors)[0])}
+            local = self._each(local, shard_of)
         return TakenState(transfer, plan, local,
                           {name: t for name, t in tensors.items() if name.startswith("late.")},
                           {name.removeprefix(CODEC): t for name, t in tensors.items() if name.startswith(CODEC)}, restore)
@@ -294,9 +299,14 @@ class Replica:
         kept |= {f"{FORMER}{name}": t for name, t in tensors.items() if name.startswith(STATE)}
         return msgspec.structs.replace(transfer, state=_filled(transfer.state, former.state, rest)), kept | dict(rest)
 
+    @property
+    def trained(self) -> dict[str, int]:
+        """Numbers of elements of the trained parameters, by name."""
+        return {name: original_of(p).numel() for name, p in zip(self._names_of_trained(), self._trained, strict=True)}
+
     def _names_of_trained(self) -> list[str]:
         names = {id(p): name for name, p in self._model.named_parameters()}
-        return [names[id(p)] for p in self._trained]
+        return [names[id(original_of(p))] for p in self._trained]
 
     def load(
         self, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any], own: Mapping[str, torch.Tensor] | None, *,
@@ -401,6 +411,12 @@ def _shared_codec_states(context: DistributedJob) -> dict[str, torch.Tensor]:
     rows = context.groups.gather_inside(safetensors.torch.save(own), lambda: context.worker.error)
     states = dict(chain.from_iterable(safetensors.torch.load(row).items() for row in rows))
     return {name: states[name] for name in sorted(states)}
+
+
+def _in_site(context: DistributedJob, own: dict[int, T], kind: type[T]) -> dict[int, T]:
+    """Returns the values of all ranks of this site, by bucket. If the model is sharded, each rank has other buckets."""
+    rows = context.groups.gather_inside(msgspec.msgpack.encode(own), lambda: context.worker.error)
+    return {bucket: value for row in rows for bucket, value in msgspec.msgpack.decode(row, type=dict[int, kind]).items()}  # type: ignore[valid-type]
 
 
 def most_state_nbytes(tensors: Iterable[torch.Tensor], per_element: int = STATE_PER_ELEMENT) -> int:

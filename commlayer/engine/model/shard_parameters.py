@@ -138,7 +138,10 @@ def shards_of(model: nn.Module, process_group: Any) -> Shards:
         return Shards()
     if len(world) == len(ranks):
         raise InvalidInput("E-SHARDED", f"the model is sharded over all {len(ranks)} ranks, so there is no other site to "
-                                        f"average with: {WHICH_MESH}")
+                                        f"average with: {WHICH_MESH}. Under Accelerate or a Trainer leave out their FSDP "
+                                        "settings, and call fully_shard() before the model is passed to them")
+    if mesh.device_type == "cuda":  # NCCL connects with its first call, through a store that is closed when members change
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=mesh.get_group())
     trained = [p for _, p in named if p.requires_grad]
     return Shards(len(ranks), mesh.get_local_rank(), frozenset(n for n, p in enumerate(trained) if is_sharded(p)))
 

@@ -104,7 +104,7 @@ def connect(
     silent_s = max(config.dead_after_s, reconnect_window_s(config)) if config.join else config.dead_after_s
     waits = WaitsFor(notice_s(config), verdict_s(config), config.deadline_s, silent_s)
     if met.launch.joins >= 0:
-        context = _enter(terms, job, device, met, config, replica, memory, waits, compared(must, config))
+        context = _enter(terms, job, device, met, config, replica, memory, waits, compared(must, config), shards)
     else:
         context = _begin(terms, job, device, met, met.members, config, replica, memory, waits, plan, align,
                          compared(must, config), shards)
@@ -123,15 +123,16 @@ def _begin(
     align: Sequence[torch.Tensor], must_match: Mapping[str, str], shards: Shards,
 ) -> DistributedJob:
     elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and \
-        members.world == met.launch.world and not shards
+        members.world == met.launch.world
     sites = met.sites if elastic else node_ranks(members.world, shards.ranks or met.per_node)
+    if shards and {*map(len, sites)} != {shards.ranks}:
+        raise InvalidInput("E-SHARDED", f"the model is sharded over {shards.ranks} ranks, but homes have {[*map(len, sites)]} "
+                                        "workers: shard it over all workers of each home, of which all have equally many")
     per_node, nodes, first = max(map(len, sites)), len(sites), members.rank == 0
     notes = [met.note] if met.note and first and not elastic else []
     if met.differs:
         notes.append(f'{met.differs}. Training continues because drift="warn".')
-    if config.min_workers and shards and first:
-        notes.append(f"min_workers={config.min_workers} is ignored: the model is sharded, and then all ranks must stay")
-    elif config.min_workers and not elastic and first:
+    if config.min_workers and not elastic and first:
         notes.append(f"min_workers={config.min_workers} is ignored, and all ranks must stay: the setting applies to homes "
                      "(commlayer join) whose workers all train together; other process groups cannot lose a rank")
     servers: list[EmbeddedServer] = []
@@ -181,7 +182,7 @@ def _begin(
                         may_leave=elastic)
         context = DistributedJob(terms, groups.rank, groups, rows, link, memory, agreed, job, logs=met.logs, waits=waits,
                                  embedded=servers, matched=met.matched,
-                                 site=Site(shards, groups.site_channel(), groups.rank - groups.local) if shards else None)
+                                 site=Site.of(shards, groups, groups.rank))
         undo.pop_all()
     for line in notes:
         context.say(line)
@@ -194,7 +195,7 @@ def _begin(
 
 def _enter(
     terms: PlanTerms, job: Job, device: torch.device, met: Rendezvous, config: Config, replica: Replica | None,
-    memory: OptimizerMemory, waits: WaitsFor, must_match: Mapping[str, str],
+    memory: OptimizerMemory, waits: WaitsFor, must_match: Mapping[str, str], shards: Shards,
 ) -> DistributedJob:
     """Registers this worker with a running job, and receives the state of its workers."""
     if replica is None or not config.min_workers:
@@ -212,7 +213,7 @@ def _enter(
         job.digest(), own, 0, node=own - launch.local_rank, outbound_only=True, elastic=True, site_world=site_world,
         must_match=must_match,
         gradients=sum(not tensor.buffer for tensor in job.tensors), tensors=len(job.tensors), elements=job.numel),
-        config, met.launch.home, waits, check, logs=met.logs)
+        config, met.launch.home, waits, check, shards, logs=met.logs)
 
 
 def _join(

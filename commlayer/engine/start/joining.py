@@ -31,9 +31,11 @@ from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.start.result_follower import ResultFollower
 from commlayer.engine.worker.root_cause import WaitsFor
+from commlayer.engine.worker.site import Site
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost
 from commlayer.optim import OuterSGD
+from commlayer.planner.shards import Shards
 from commlayer.records import Epoch, Job, Plan, sites_of
 
 log = logging.getLogger("commlayer")
@@ -42,7 +44,7 @@ T = TypeVar("T")
 
 def enter(
     terms: PlanTerms, job: Job, device: torch.device, replica: Replica, memory: OptimizerMemory, request: messages.Join,
-    config: Config, home: str, waits: WaitsFor, check: Callable[..., None], *, logs: bool,
+    config: Config, home: str, waits: WaitsFor, check: Callable[..., None], shards: Shards, *, logs: bool,
 ) -> DistributedJob:
     """Joins a running job. Returns when this rank is a member, in the same step as all other members. `check` raises ValueError
     for a plan that cannot run with a given number of `nodes`."""
@@ -53,6 +55,7 @@ def enter(
         groups = Groups([*node_ranks(own_site.start, 1), own_site], config.deadline_s, device, ranks,
                         patience_s=judged_s(config))
         undo.callback(lambda: groups.close())
+        site = Site.of(shards, groups, own)
         link = WorkerClient(config, config.join, request)
         undo.callback(leave_job, link, (), "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s)
         link.dial(time.monotonic() + config.join_deadline_s)
@@ -72,7 +75,7 @@ def enter(
         context = DistributedJob(
             terms, own, groups, rows, link, memory, taken.plan, job, generation=given.generation, logs=logs, waits=waits,
             matched=given.matched, joined=JoinedState(taken.local, taken.restore, dict(given.followed), given.carried),
-            first_world=given.first_world)
+            first_world=given.first_world, site=site)
         context.worker.late.restore(taken.late)
         _restore_codecs(context.worker, taken.codecs)
         undo.pop_all()

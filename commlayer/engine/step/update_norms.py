@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from commlayer.engine.job.job import DistributedJob
@@ -45,16 +44,13 @@ class UpdateNorms:
         self._context.rows.allow(0.0)
 
     def start(self, weight: float, square: float) -> None:
-        self._rows.start(weight, self.in_site(square))
+        self._rows.start(weight, square)
         self._context.rows.send()
 
     def read(self) -> Sequence[Sequence[float]]:
         """Returns the rows that the ranks passed to their last `start`, in rank order. If the model is sharded, all ranks of a
         site have the same row, which is returned once."""
         return self._rows.read()[:: self._context.site.shards.ranks or 1]
-
-    def in_site(self, square: float) -> float:
-        return self._context.site.sum(square, time.monotonic() + self._deadline_s, lambda: self._context.worker.error)
 
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
         """Updates the agreement of the ranks' changes; logs it when it is known and when it has halved or doubled."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -168,17 +169,17 @@ class Fragment:
                 self._ends[n] = [end.clone() for end in ends]
 
     def match(
-        self, norms: Sequence[Sequence[float]], *, has_weight: bool, in_site: Callable[[float], float] = float,
+        self, norms: Sequence[Sequence[float]], in_site: Callable[[float], float] = float, *, has_weight: bool,
     ) -> tuple[bool, float]:
         """Scales the means to the `norms` of the changes, if there are any. Without weight the means become zero. Returns
-        whether they are finite, and the sum of their squares before scaling, 0 without norms. `in_site`: see Norms.in_site."""
+        whether they are finite, and the sum of their squares before scaling, 0 without norms. `in_site` returns the sum of a
+        number over the ranks of the site, if the model is sharded over them."""
         parts = self.parts
         for mean in () if has_weight else parts:
             mean.zero_()
-        finite = math.isfinite(largest_of(parts))
-        if not (finite and norms):
-            return finite, 0.0
-        square = in_site(square_of(parts))
+        square = in_site(square_of(parts) if norms else 0.0 * largest_of(parts))  # NaN if some mean on some rank is not finite
+        if not (math.isfinite(square) and norms):
+            return math.isfinite(square), 0.0
         scale = scale_of(norms, square)
         for mean in parts if scale != 1 else ():
             mean.mul_(scale)
@@ -326,11 +327,11 @@ class OuterSteps:
     def _advance(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float, *, overlap: bool) -> None:
         """Applies the running exchange and launches the next one. Without overlap, that one is applied at once."""
         self._apply(worker, buffers, deadline_s)
-        self._launch(worker, buffers, overlap=overlap)
+        self._launch(worker, buffers, deadline_s, overlap=overlap)
         if not overlap:
             self._apply(worker, buffers, deadline_s)
 
-    def _launch(self, worker: Worker, buffers: Sequence[torch.Tensor], *, overlap: bool) -> None:
+    def _launch(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float, *, overlap: bool) -> None:
         if self._next == 0:
             worker.units.scale = worker.units.rate = 1.0  # the unit is that of the weights
             self._steps = self._steps[0 if self._joins else 1], 0
@@ -348,7 +349,7 @@ class OuterSteps:
         if self._next == 0:
             worker.complete([None] * len(tensors))
         if self._norms is not None:
-            self._norms.start(weight, square_of(fragment.parts))
+            self._norms.start(weight, worker.sum_in_site(square_of(fragment.parts), deadline_s))
 
     def _apply(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
         """Waits for the means of the running exchange, if there is one, and applies the outer optimizer."""
@@ -356,12 +357,12 @@ class OuterSteps:
             return
         tensors = self._tensors(buffers)
         worker.wait(deadline_s, fragment.number)
-        norms, in_site = ([], float) if self._norms is None else (self._norms.read(), self._norms.in_site)
+        norms = [] if self._norms is None else self._norms.read()
         # Without weight no worker has trained, or only those that have just joined are left.
         has_weight, square = worker.has_weight(fragment.number), 0.0
         finite = not has_weight or worker.write([fragment.changes.get(n) for n in range(len(tensors))], fragment.number)
         if finite:
-            finite, square = fragment.match(norms, has_weight=has_weight, in_site=in_site)
+            finite, square = fragment.match(norms, partial(worker.sum_in_site, deadline_s=deadline_s), has_weight=has_weight)
         if finite and norms and self._norms is not None:
             self._norms.observe(norms, square)
         fragment.apply(tensors, self._outer, finite=finite)

@@ -31,10 +31,6 @@ class Norms(Protocol):
         is sharded, there is one row per site."""
         ...
 
-    def in_site(self, square: float) -> float:
-        """Returns the sum of squares over all shards of a sharded model. All ranks of the site call it together."""
-        ...
-
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
         """Receives the rows of an exchange and the sum of squares of the changes' mean, which are the same on all ranks."""
         ...

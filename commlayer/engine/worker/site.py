@@ -9,10 +9,12 @@ from typing import NamedTuple
 import torch
 
 from commlayer.cluster.processes.channels import Channel
+from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors.residual_slices import Residuals, ResidualSlice, residual_on
 from commlayer.errors import CommError, InvalidInput
 from commlayer.planner.shards import Shards
 from commlayer.records import Job, Slice
+from commlayer.transport.protocol import peer_name
 
 MARGIN_S = 5.0
 """Seconds after the deadline of an exchange in which a rank that has missed it reports that to its site."""
@@ -42,10 +44,15 @@ class Outcome(NamedTuple):
 class Site:
     """The ranks of this rank's site. They agree only if the model is sharded over them."""
 
-    def __init__(self, shards: Shards = Shards(), channel: Channel | None = None, first_rank: int = 0) -> None:
-        """`channel`: collectives of the site's ranks on CPU tensors; None: the model is not sharded. `first_rank`: the job's
-        rank 0 of the site."""
-        self.shards, self._channel, self.first_rank = shards, channel, first_rank
+    def __init__(self, shards: Shards = Shards(), channel: Channel | None = None, first: int = 0) -> None:
+        """`channel`: collectives of the site's ranks on CPU tensors; None: the model is not sharded. `first`: number of the
+        site's first worker in the job."""
+        self.shards, self._channel, self._first = shards, channel, first
+
+    @staticmethod
+    def of(shards: Shards, groups: Groups, own: int) -> Site:
+        """Returns the site of worker number `own`. All ranks call it together."""
+        return Site(shards, groups.site_channel(), own - groups.local) if shards else Site()
 
     def largest(
         self, values: Sequence[float], deadline: float, failed: Callable[[], BaseException | None] = lambda: None,
@@ -96,9 +103,8 @@ class Site:
         shared = self.largest(numbers, deadline + MARGIN_S, failed)
         outcome = Outcome(*shared[: len(own)])
         if outcome.failed:
-            rank = self.first_rank + int(outcome.failed) - 1
-            raise CommError("has failed to exchange its shards: see the error on that rank", peer=f"rank {rank}",
-                            code="E-OTHER-RANK")
+            raise CommError("has failed to exchange its shards: see the error on that rank",
+                            peer=peer_name(self._first + int(outcome.failed) - 1), code="E-OTHER-RANK")
         if outcome.weight != -outcome.minus_weight:
             raise InvalidInput("E-WEIGHT", f"weights of {-outcome.minus_weight:g} and {outcome.weight:g} in one site: FSDP "
                                            "averages over the ranks of a site without weights, so give them equal ones")

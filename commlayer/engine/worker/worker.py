@@ -247,6 +247,10 @@ class Worker:
                 Outcome(now.error is not None, aborted, not all(b.exchange.finite or b.buffer for b in buckets), has_weight,
                         self.units.weight, -self.units.weight), self._partly_empty, used, deadline, now.failed)
 
+    def sum_in_site(self, value: float, deadline_s: float) -> float:
+        """Returns the sum of a number over the ranks of the site, if the model is sharded over them: they call it together."""
+        return self._site.sum(value, time.monotonic() + deadline_s, self.now.failed)
+
     def wait_all(self, deadline_s: float) -> None:
         """Waits for the sums of all buckets. Call it even when all sums have arrived, because paths then complete their
         bookkeeping."""
