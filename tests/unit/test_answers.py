@@ -124,7 +124,7 @@ def told(*found: Event) -> list[str]:
      ["home-1 was lost. The others train on.", "home-1 joined again."]),
     ([step(1), MemberEvent(member="worker 1", state="left")], ["home-1 finished."]),
     ([MemberEvent(member="server 0", state="left")], ["server 0 left."]),
-    ([WaitEvent(what="heartbeat", names=("worker 1",), limit_s=60.0)] * 2,
+    ([WaitEvent(what="heartbeat", names=("worker 1",), waited_s=waited_s, limit_s=60.0) for waited_s in (5.0, 10.0)],
      ["The job waits for home-1, which sends no heartbeats, at most 60 s."]),
     ([WaitEvent(names=("worker 1",)), WaitEvent(names=("worker 1",), over=True)],
      ["The job waits for home-1.", "The wait for home-1 is over."]),
@@ -368,7 +368,7 @@ def test_full_queue_drops_alerts_and_never_waits() -> None:
         told.see(view, MemberEvent(member=f"worker {number}", state="dead"), ["x"])
     stuck.set()
     told.close()
-    assert MOST <= " ".join(got).count("x") <= MOST + 1
+    assert MOST <= " ".join(got).count("x") <= 2 * MOST
 
 
 def test_mail_is_given_to_sendmail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ def _last_state(view: JobView, end: float) -> PageState:
     for worker in state["workers"]:
         worker |= {"state": "no end", "note": ""} if worker["state"] in ("waits", "silent") else {}
     others = [view.words(other) for other in view.others.values() if other.state != "waiting"]
-    return state | {"over": True, "waits": [], "others": others, "failures": [f"the events end here, and {names} had not left the job"]}
+    return state | {"over": True, "waits": [], "others": others,
+                    "failures": [f"the events end here, and {names} had not left the job"]}
 
 
 def _last_run(events: Sequence[Event]) -> Sequence[Event]:
