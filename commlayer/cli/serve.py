@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from commlayer.cli.options import Bind, Insecure, Join, Journal, Keys, Port, split_bind
-from commlayer.config import Config, host_port, read_config
+from commlayer.config import Config, host_port, read_config, user_cache
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.transport.keys import secret
 from commlayer.transport.keys.secret import REMEDY
@@ -86,11 +86,12 @@ def serve(
 def _watch(places: list[str], watts: float, kwh_price: float) -> Callable[[EventLog], Callable[[], None]]:
     """Reads the options about alerts and costs. Returns what starts to follow the job's events."""
     from commlayer.observe.alerts import Alerts, receiver_of
-    from commlayer.observe.costs import Costs, costs_file
+    from commlayer.observe.costs import Costs
     from commlayer.observe.watcher import Watcher
 
     receivers = [receiver_of(place) for place in places]
-    return lambda events: Watcher(events, Costs(costs_file(), watts=watts, kwh_price=kwh_price), Alerts(receivers)).close
+    costs = Costs(user_cache() / "costs.json", watts=watts, kwh_price=kwh_price)
+    return lambda events: Watcher(events, costs, Alerts(receivers)).close
 
 
 def _home_names(invite: str, workers: int) -> list[str]:

@@ -61,7 +61,7 @@ def _title(view: JobView, now: float) -> Text:
 
 def outcome(view: JobView) -> str:
     """How the job ended; empty while it runs."""
-    return ("failed" if view.failures else "finished") if view.over else ""
+    return ("failed" if view.failed else "finished") if view.over else ""
 
 
 def _flow(parts: Iterable[str], width: int) -> Iterator[Text]:

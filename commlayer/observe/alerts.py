@@ -120,7 +120,7 @@ def causes(view: JobView, event: Event) -> Iterator[tuple[str, str]]:
             if not view.over and (event.reason or event.state == "dead"):
                 yield "missing", event.member
             if view.over:
-                yield ("failed" if view.failures else "done"), ""
+                yield ("failed" if view.failed else "done"), ""
         case WaitEvent(what="heartbeat", over=False) if event.rank == COORDINATOR and event.waited_s >= SILENT_S:
             yield from (("missing", name) for name in event.names)
         case LogEvent() if NO_NUMBER.match(event.text):

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from commlayer.errors import short_line
 from commlayer.observe.job_view import JobView
 
 UNKNOWN = "unknown"
 HELPS = 1.05
 """From this speed on, relative to the job as it is, a change is named as a help."""
+WHY_CHARS = 60
+"""Maximum length of why a home is missing."""
 GB = 1e9
 
 
@@ -36,7 +39,7 @@ def _faster(view: JobView) -> Answer:
 
 def _done(view: JobView, now: float) -> Answer:
     if view.over:
-        return Answer("time left", "failed" if view.failures else "finished", "at {at}", view.time)
+        return Answer("time left", "failed" if view.failed else "finished", "at {at}", view.time)
     if not view.total_steps:
         return Answer("time left", UNKNOWN, "attach(steps=N) tells it")
     if not view.left_s:
@@ -56,7 +59,7 @@ def _energy(view: JobView) -> Answer:
     if not kwh:
         return Answer("energy of this run", UNKNOWN, "serve --watts W tells it")
     return Answer("energy of this run", f"{kwh:.3g} kWh",
-                  f"costs {kwh * price:.2f} at {price:g} per kWh" if price else "serve --kwh-price P prices it")
+                  f"costs {kwh * price:.3g} at {price:g} per kWh" if price else "serve --kwh-price P prices it")
 
 
 def _missing(view: JobView, now: float) -> Answer:
@@ -67,7 +70,7 @@ def _missing(view: JobView, now: float) -> Answer:
         return Answer("missing", "nobody")
     first = min(missing, key=lambda each: each.since)
     return Answer("missing", ", ".join(each.name for each in missing),
-                  "since {at}" + (f": {first.why}" if first.why else ""), first.since)
+                  "since {at}" + (f": {short_line(first.why.partition(': ')[0], WHY_CHARS)}" if first.why else ""), first.since)
 
 
 def _help(view: JobView) -> Answer:
@@ -84,7 +87,7 @@ def _changes(view: JobView) -> Iterator[tuple[float, str]]:
     """What could be changed, with the speed to a loss relative to the job as it is."""
     known = view.what_if
     if known.home_times:
-        yield known.home_times, f"home number {len(view.present) + 1}"
+        yield known.home_times, "one more home"
     if known.uplink_times:
         yield known.uplink_times, f"twice the uplink of {', '.join(map(view.display, known.names))}"
     if view.alone.auto_times:

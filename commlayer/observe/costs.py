@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from pathlib import Path
 
@@ -116,8 +115,3 @@ class Costs:
         except OSError as error:
             log.warning("%s: the bytes of this month are not kept: %s", self._file, error.strerror)
             self._file = None
-
-
-def costs_file() -> Path:
-    """The file in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commlayer" / "costs.json"

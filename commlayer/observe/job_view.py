@@ -314,6 +314,11 @@ class JobView:
         ended = [worker for worker in self.rows if worker.reason] if self.over else []
         return [f"{self.display(f'worker {worker.number}')}: {worker.reason}" for worker in ended]
 
+    @property
+    def failed(self) -> bool:
+        """True: the job is over, and no worker has finished."""
+        return self.over and all(worker.reason or worker.state == "dead" for worker in self.rows)
+
     def missing(self, now: float) -> list[Missing]:
         """The homes that a running job misses at the time `now`: those that were lost and have not joined again, and silent
         ones. Those that have finished are not missing."""

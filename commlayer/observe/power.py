@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import threading
 
+from commlayer.config import visible_gpus
 from commlayer.observe.event_log import EventLog
 from commlayer.observe.events import PowerEvent
 
@@ -18,7 +18,7 @@ ASK_S = 10.0
 def gpu_watts(program: str) -> float:
     """Watts of the GPUs that this process may use, as `nvidia-smi` reports them; 0: unknown."""
     command = [program, "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
-    if devices := os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+    if devices := visible_gpus():
         command += ["-i", devices]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)

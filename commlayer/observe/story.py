@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commlayer.errors import listed
 from commlayer.observe.answers import span
-from commlayer.observe.events import AloneEvent, Event, JobEvent, MemberEvent, PlanEvent, WaitEvent
+from commlayer.observe.events import AloneEvent, Event, JobEvent, LogEvent, MemberEvent, PlanEvent, WaitEvent
 from commlayer.observe.job_view import JobView
 
 
@@ -13,16 +13,29 @@ class Story:
 
     def __init__(self) -> None:
         self.view = JobView()
+        self._faster: bool | None = None
+        """Whether the job is faster than one machine alone; None before it is known."""
 
     def apply(self, event: Event) -> list[str]:
         """Applies an event, and returns what it adds to the story: no sentence, one, or one more about the end of the run."""
         view, run, over = self.view, self.view.job.run, self.view.over
         view.apply(event)
-        told = bool(view.recent) and view.recent[-1] is event
-        sentences = [self._sentence(event)] if told or isinstance(event, AloneEvent) else []
+        sentences = [self._sentence(event)] if self._counts(event) else []
         if isinstance(event, JobEvent) and event.run != run:
-            sentences = [f"{event.name or 'A run'} began with {plural(event.world, 'worker')}."]
+            sentences = [f"{event.name or 'The run'} began with {plural(event.world, 'worker')}."]
         return [*sentences, *([self._end()] if view.over and not over else [])]
+
+    def _counts(self, event: Event) -> bool:
+        """Whether the story tells an event that the view has applied. Speeds change often: it tells who is faster."""
+        match event:
+            case AloneEvent():
+                before, self._faster = self._faster, event.over_alone >= 1
+                return before is not self._faster
+            case LogEvent(level="info"):
+                return False
+            case MemberEvent(state="waiting") if not event.member.startswith("home"):
+                return False
+        return bool(self.view.recent) and self.view.recent[-1] is event
 
     def _sentence(self, event: Event) -> str:
         view = self.view
@@ -40,7 +53,7 @@ class Story:
             case AloneEvent():
                 return f"The job reaches a loss {event.over_alone:.3g} times as fast as its fastest machine alone."
         text = view.words(event).rstrip(".")
-        return f"{text[:1].upper()}{text[1:]}."
+        return f"{text}." if event.rank > 0 else f"{text[:1].upper()}{text[1:]}."  # a home's name is as it is
 
     def _of_member(self, event: MemberEvent) -> str:
         view, name = self.view, self.view.display(event.member)
@@ -58,7 +71,7 @@ class Story:
     def _end(self) -> str:
         view = self.view
         steps, lasted = plural(view.step, "step"), span(view.time - view.begun)
-        if view.failures:
+        if view.failed:
             return f"The run failed after {steps} and {lasted}: {'; '.join(view.failures[:3])}."
         loss = "" if view.loss is None else f" The last loss is {view.loss:.4g}."
         return f"The run is done: {steps} in {lasted}.{loss}"

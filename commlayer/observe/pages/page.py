@@ -52,7 +52,7 @@ def state_of(view: JobView, now: float) -> PageState:
         "answers": [answer._asdict() for answer in answers(view, now)],
         "total": view.total_steps, "sent": view.sent_bytes, "received": view.received_bytes,
         "checkpoint": saved.step, "noise_scale": view.noise_scale.batches,
-        "failures": view.failures, "waits": view.notices(now),
+        "failed": view.failed, "failures": view.failures, "waits": view.notices(now),
         "others": [view.words(other) for other in view.others.values() if not (view.over and other.state == "waiting")],
         "workers": [_rounded(structs.asdict(view.row(worker, now))) for worker in view.rows],
     })
@@ -87,7 +87,7 @@ def _last_state(view: JobView, end: float) -> PageState:
     for worker in state["workers"]:
         worker |= {"state": "no end", "note": ""} if worker["state"] in ("waits", "silent") else {}
     others = [view.words(other) for other in view.others.values() if other.state != "waiting"]
-    return state | {"over": True, "waits": [], "others": others,
+    return state | {"over": True, "failed": True, "waits": [], "others": others,
                     "failures": [f"the events end here, and {names} had not left the job"]}
 
 
