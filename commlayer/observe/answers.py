@@ -58,8 +58,8 @@ def _energy(view: JobView) -> Answer:
     kwh, price = view.costs.kwh, view.costs.kwh_price
     if not kwh:
         return Answer("energy of this run", UNKNOWN, "serve --watts W tells it")
-    return Answer("energy of this run", f"{kwh:.3g} kWh",
-                  f"costs {kwh * price:.3g} at {price:g} per kWh" if price else "serve --kwh-price P prices it")
+    return Answer("energy of this run", f"{short(kwh)} kWh",
+                  f"costs {short(kwh * price)} at {price:g} per kWh" if price else "serve --kwh-price P prices it")
 
 
 def _missing(view: JobView, now: float) -> Answer:
@@ -101,6 +101,14 @@ def span(seconds: float) -> str:
     """
     count = max(0, int(seconds))
     return f"{count // 3600}:{count // 60 % 60:02}:{count % 60:02}"
+
+
+def short(number: float) -> str:
+    """
+    >>> short(12.345), short(0.00001)
+    ('12.3', 'below 0.01')
+    """
+    return f"{number:.3g}" if number >= 0.01 else "below 0.01"
 
 
 def amount(nbytes: float) -> str:
