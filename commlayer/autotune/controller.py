@@ -351,6 +351,8 @@ class TuningController(Component):
         context = self._context
         if context.rank == 0:
             context.stream.over_alone(AloneEvent(**alone._asdict()))
+            if self.state.basis is not None:
+                self._do.ask_what_if(self.state.basis.inputs)
         if max(alone.over_alone, alone.forecast) < 1 and not context.terms.said_slower:
             context.terms.said_slower = True
             self._say(plan_policy.slower_line(*alone), logging.WARNING)

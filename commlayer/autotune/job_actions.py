@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import threading
+import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -33,6 +36,7 @@ from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import InvalidState
 from commlayer.last_run import LastRun
+from commlayer.observe.events import WhatIfEvent
 from commlayer.observe.interface_counters import InterfaceCounters
 from commlayer.observe.link_monitor import Rates
 from commlayer.planner.data.tables import BUCKET_S, PCIE_COPY, SERVER_BYTE_S, learning_rows
@@ -46,6 +50,8 @@ GROUPS_SHARE = 0.2
 SLOW_BPS = 200e6
 """If a node's link is slower than this many bit/s, collectives between nodes are not measured: the link determines their time,
 and measuring would take long."""
+WHAT_IF_S = 600.0
+"""Shortest time between two what-if questions, each of which takes seconds of one core."""
 PROBE_AGAIN_S = 1.2
 """Seconds of a probe of links that may have become faster."""
 
@@ -71,9 +77,12 @@ class JobActions:
         """Slowdown of work on the CPU relative to work measured alone; 0 before it is known."""
         self._elsewhere_bps = 0.0
         """Upload rate of servers on other machines; 0 before a search has found it from the measured step time."""
-        self._process = PlanningProcess()
+        self._process, self._aside = PlanningProcess(), PlanningProcess()
+        """`_aside`: for what-if questions, for which nothing waits."""
         self._remembers = False
         """True: `remember` has been called."""
+        self._asked: Question | None = None
+        self._asked_at = -math.inf
 
     def count_traffic(self) -> InterfaceCounters | None:
         """Starts reading this node's interface counters, on the node's first rank, if the system has them."""
@@ -219,6 +228,24 @@ class JobActions:
         assert self._measured is not None, "planning follows measuring"
         return self._measured
 
+    def ask_what_if(self, inputs: Question) -> None:
+        """Finds out what would make the job faster, on a thread of its own, and appends an event about it. Does nothing if that
+        was asked about the same inputs, or a short time ago."""
+        now, uplink = time.monotonic(), self._context.uplink
+        if inputs is self._asked or now - self._asked_at < WHAT_IF_S:
+            return
+        self._asked, self._asked_at = inputs, now
+        names = [f"worker {uplink.epoch.members[first].rank}" for first in self._context.groups.firsts]
+
+        def ask() -> None:
+            with contextlib.suppress(OSError, RuntimeError, ValueError):  # the job needs no answer
+                gains = self._aside.gains(inputs)
+                slowest = tuple(names[home] for home in gains.homes)
+                self._context.stream.log.append(WhatIfEvent(
+                    home_times=gains.home_times, uplink_times=gains.uplink_times, names=slowest))
+
+        threading.Thread(target=ask, name="commlayer-what-if", daemon=True).start()
+
     def stop_search(self) -> None:
         """Ends a search in progress; `search` raises an error."""
         self._process.stop()
@@ -226,3 +253,4 @@ class JobActions:
     def close(self) -> None:
         """Ends searches permanently. A search in progress soon raises RuntimeError."""
         self._process.close()
+        self._aside.close()

@@ -1,6 +1,7 @@
-"""Runs plan searches in a child process: a search in the trainer's interpreter would make training steps several times as long.
+"""Runs plan searches, and what-if questions, in a child process: in the trainer's interpreter they would make training steps
+several times as long.
 
-The child does not import torch, and it ends with its parent. It reads a search order from standard input and writes the result
+The child does not import torch, and it ends with its parent. It reads an order from standard input and writes the result
 to standard output.
 """
 
@@ -17,7 +18,9 @@ from pathlib import Path
 import msgspec
 
 from commlayer.autotune.search import SearchOrder, SearchResult, search
+from commlayer.autotune.what_if import Gains, gains_of
 from commlayer.errors import InvalidInput, InvalidState
+from commlayer.planner.model import Question
 from commlayer.records import Record
 
 ROOT = Path(__file__).parents[2]
@@ -29,10 +32,18 @@ NICE = 5
 LOOK_S = 5.0
 
 
+class Order(Record, frozen=True):
+    """A search, or else the inputs of a job for gains_of."""
+
+    search: SearchOrder | None = None
+    inputs: Question | None = None
+
+
 class Answer(Record, frozen=True):
-    """The result of a search, or the error."""
+    """The result, or the error."""
 
     found: SearchResult | None = None
+    gains: Gains | None = None
     error: str = ""
     wrong: bool = False
     """True: the order was invalid, so the caller raises ValueError."""
@@ -55,6 +66,17 @@ class PlanningProcess:
     def search(self, order: SearchOrder) -> SearchResult:
         """Runs search.search() in the child and returns the result. Raises ValueError for an invalid order, and RuntimeError
         for any other failure, including the end of the child."""
+        found = self._answer(Order(order)).found
+        assert found is not None, "the answer to a search"
+        return found
+
+    def gains(self, inputs: Question) -> Gains:
+        """Runs what_if.gains_of() in the child; fails as `search` does."""
+        gains = self._answer(Order(inputs=inputs)).gains
+        assert gains is not None, "the answer to a what-if question"
+        return gains
+
+    def _answer(self, order: Order) -> Answer:
         self.start()
         if (process := self._process) is None:
             raise InvalidState("E-SESSION-CLOSED", "the session is over")
@@ -64,9 +86,9 @@ class PlanningProcess:
         if process.returncode:
             raise InvalidState("E-PLANNER-ENDED", f"the planning process has ended (exit code {process.returncode})")
         answer = msgspec.msgpack.decode(data, type=Answer)
-        if answer.found is None:
+        if answer.error:
             raise InvalidInput("E-PLAN-INPUT", answer.error) if answer.wrong else RuntimeError(answer.error)
-        return answer.found
+        return answer
 
     def close(self) -> None:
         """Ends the child permanently; later searches raise an error."""
@@ -86,7 +108,7 @@ class PlanningProcess:
 
 
 def main() -> None:
-    """Entry point of the child: runs the search order on standard input."""
+    """Entry point of the child: runs the order on standard input."""
     os.nice(NICE)
     threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     out = os.fdopen(os.dup(1), "wb")
@@ -95,7 +117,8 @@ def main() -> None:
     if not data:
         return
     try:
-        answer = Answer(search(msgspec.msgpack.decode(data, type=SearchOrder)))
+        order = msgspec.msgpack.decode(data, type=Order)
+        answer = Answer(search(order.search) if order.search else None, gains_of(order.inputs) if order.inputs else None)
     except ValueError as error:
         answer = Answer(error=str(error), wrong=True)
     except Exception as error:

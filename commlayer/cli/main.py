@@ -11,6 +11,7 @@ from commlayer.cli import keys
 from commlayer.cli.demo import demo
 from commlayer.cli.doctor import doctor
 from commlayer.cli.join import JoinCommand, join, up
+from commlayer.cli.log import log
 from commlayer.cli.pauses import pause, resume
 from commlayer.cli.plan import commands as plan
 from commlayer.cli.profile import profile
@@ -50,6 +51,7 @@ app.command()(demo)
 app.command()(plan.estimate)
 app.command()(serve)
 app.command()(top)
+app.command()(log)
 app.command()(report)
 app.command()(doctor)
 app.command(cls=JoinCommand, context_settings={"allow_interspersed_args": False})(join)

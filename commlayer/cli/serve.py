@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from commlayer.cli.options import Bind, Insecure, Join, Journal, Keys, Port, split_bind
-from commlayer.config import Config, host_port, read_config
+from commlayer.config import Config, cache_folder, host_port, read_config
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.transport.keys import secret
 from commlayer.transport.keys.secret import REMEDY
+
+if TYPE_CHECKING:
+    from commlayer.observe.event_log import EventLog
 
 
 def serve(
@@ -29,6 +33,12 @@ def serve(
     page: Annotated[str, typer.Option(help="Serve a page about the job, and metrics for Prometheus, there; a port alone is on "
                                            "127.0.0.1.", metavar="[HOST:]PORT")] = "",
     events: Annotated[str, typer.Option(help="Folder for the job's events, for `commlayer top`.", metavar="DIR")] = "",
+    alert: Annotated[list[str] | None, typer.Option(
+        help="Where to tell if a home is missing, the loss is no number, or the run is over: ntfy://TOPIC, a webhook "
+             "(https://...), mailto:ADDRESS, or a command; may be repeated.", metavar="WHERE")] = None,
+    watts: Annotated[float, typer.Option(help="Power of one machine while it trains; default: of its GPUs, as nvidia-smi "
+                                              "reports it.", metavar="W", min=0.0)] = 0.0,
+    kwh_price: Annotated[float, typer.Option(help="Price of a kWh, for the price of the run.", metavar="PRICE", min=0.0)] = 0.0,
     invite: Annotated[str, typer.Option(help="Names of homes to invite, with commas; default: home-1 to home-N, for N workers, "
                                              "or for N least workers.", metavar="NAMES")] = "",
     folder: Annotated[Path, typer.Option("--dir", help="The CA's folder for invitations, created if missing.",
@@ -48,8 +58,9 @@ def serve(
     config, invites = read_settings(settings, names, wanted=bool(invite))
     if config.join and no_server:
         raise InvalidInput("E-CLI-OPTION", f"--no-server with --join {config.join} leaves nothing to run: remove one of them")
-    if config.join and (events or page):
-        raise InvalidInput("E-CLI-OPTION", f"{'--events' if events else '--page'} with --join {config.join}: only the "
+    of_coordinator = {"--events": events, "--page": page, "--alert": alert, "--watts": watts, "--kwh-price": kwh_price}
+    if config.join and (given := [name for name, value in of_coordinator.items() if value]):
+        raise InvalidInput("E-CLI-OPTION", f"{given[0]} with --join {config.join}: only the "
                                            "coordinator has a job's events; give it to the server that was started without "
                                            "--join")
     if servers == 0 and not no_server:
@@ -61,6 +72,8 @@ def serve(
 
     part = server_process.ServeOptions(workers, (0 if no_server else 1) if servers is None else servers,
                                        -1 if no_server else number, not no_server, page=_address_of(page))
+    if not config.join:
+        part = part._replace(watch=_watch(alert or [], watts, kwh_price))
     if invites:
         config = read_config(settings | {"keys": str(_keys_of_server(folder, names))})
         part = part._replace(ca=str(folder.absolute()), invited=tuple(names))
@@ -68,6 +81,17 @@ def serve(
         part = part._replace(job_token=secret.new_secret())
         config = msgspec.structs.replace(config, token=part.job_token)
     server_process.run(config, part)
+
+
+def _watch(places: list[str], watts: float, kwh_price: float) -> Callable[[EventLog], Callable[[], None]]:
+    """Reads the options about alerts and costs. Returns what starts to follow the job's events."""
+    from commlayer.observe.alerts import Alerts, receiver_of
+    from commlayer.observe.costs import Costs
+    from commlayer.observe.watcher import Watcher
+
+    receivers = [receiver_of(place) for place in places]
+    costs = Costs(cache_folder() / "costs.json", watts=watts, kwh_price=kwh_price)
+    return lambda events: Watcher(events, costs, Alerts(receivers)).close
 
 
 def _home_names(invite: str, workers: int) -> list[str]:

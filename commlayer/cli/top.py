@@ -40,36 +40,37 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Show one state, the present one or that of --at, and end.")] = False,
 ) -> None:
     """Watch a job: members, steps, links, plan, and what it waits for. Ctrl-C ends the view, not the job."""
+    from commlayer.observe.event_files import WHERE
+
     if bool(job) == (replay is not None):
         raise InvalidInput("E-CLI-OPTION", f"got {'JOB and --replay' if job else 'neither JOB nor --replay'}: give host:port "
                                            "of `commlayer serve`, or a folder of events, or --replay RUN")
     with contextlib.suppress(KeyboardInterrupt):
         if replay is not None:
             _replay(replay, at, once=once)
-        elif ":" in job and not Path(job).exists():
-            _watch_coordinator(job, keys, insecure, once=once)
         else:
-            _watch_files(Path(job), once=once)
+            with source_of(job, keys, insecure=insecure) as source:
+                events = source.read()
+                if not events and (":" not in job or Path(job).exists()):
+                    raise InvalidInput("E-EVENTS", f"{job}: has no events yet: start the job first, or {WHERE}")
+                _watch(source, events, once=once)
 
 
-def _watch_coordinator(address: str, keys: str, insecure: bool, *, once: bool) -> None:
-    address, keys = stored_keys(address, keys, insecure=insecure)
+@contextlib.contextmanager
+def source_of(job: str, keys: str, *, insecure: bool) -> Iterator[EventClient | EventFiles]:
+    """Where the events of a job are: at its coordinator, or in a folder."""
+    if ":" not in job or Path(job).exists():
+        from commlayer.observe.event_files import EventFiles
+
+        yield EventFiles(Path(job))
+        return
+    address, keys = stored_keys(job, keys, insecure=insecure)
     config = config_with_secret("watching", join=address, insecure=insecure, keys=keys)
     # Imported late: it loads grpc, which --help does not need.
     from commlayer.cluster.calls.event_client import EventClient
 
     with contextlib.closing(EventClient(config)) as client:
-        _watch(client, client.read(), once=once)
-
-
-def _watch_files(path: Path, *, once: bool) -> None:
-    from commlayer.observe.event_files import WHERE, EventFiles
-
-    files = EventFiles(path)
-    events = files.read()
-    if not events:
-        raise InvalidInput("E-EVENTS", f"{path}: has no events yet: start the job first, or {WHERE}")
-    _watch(files, events, once=once)
+        yield client
 
 
 def _watch(source: EventClient | EventFiles, events: list[Event], *, once: bool) -> None:
@@ -164,16 +165,23 @@ class _Lines:
 
 
 @contextlib.contextmanager
+def quiet_pipe() -> Iterator[None]:
+    """Ends what is inside if the reader of the pipe has ended; Python would report that again at its exit."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
 def _output(view: JobView) -> Iterator[_Screen | _Lines]:
     from rich.console import Console
     from rich.live import Live
 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        try:
+        with quiet_pipe():
             yield _Lines(view)
-        except BrokenPipeError:  # the reader of the pipe has ended; Python would report that again at its exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         yield _Screen(view, console, live)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from rich import box
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commlayer.cli.output import nbytes
+from commlayer.observe.answers import UNKNOWN, answers, span
 from commlayer.observe.events import Event
 from commlayer.observe.job_view import JobView, WorkerRow
 from commlayer.observe.link_monitor import megabits
@@ -24,6 +25,8 @@ FEW = 8
 """Number of workers up to which a screen has space for all latest events."""
 WIDE = 100
 """Width of a screen from which it has space for longer names and for losses."""
+LOW = 20
+"""Height of a screen below which it has no space for answers that are not known."""
 GAP = "   "
 STYLES = {"dead": "red", "silent": "red", "waits": "yellow", "left": "dim"}
 CALM = {"trains": 1, "left": 2}
@@ -33,7 +36,7 @@ CALM = {"trains": 1, "left": 2}
 def screen(view: JobView, now: float, *, width: int = 80, height: int = 24, note: str = "") -> RenderableType:
     """The job at the time `now`, in the clock of the events. `note`: a line about the screen itself, shown last."""
     plan = [Text(view.words(view.plan))] if view.plan.digest else []
-    head = [_title(view, now), *plan, *_numbers(view, width)]
+    head = [_title(view, now), *_flow(answer_lines(view, now, known=height < LOW), width), *plan, *_flow(numbers(view), width)]
     waits = [Text(line, style="bold red") for line in view.failures[:3]]
     waits += [Text(line, style="bold yellow") for line in view.notices(now)[:3]]
     latest = list(view.recent)[-min(RECENT_ROWS if len(view.workers) <= FEW else FEWEST_ROWS, height // 4):]
@@ -58,13 +61,13 @@ def _title(view: JobView, now: float) -> Text:
 
 def outcome(view: JobView) -> str:
     """How the job ended; empty while it runs."""
-    return ("failed" if view.failures else "finished") if view.over else ""
+    return ("failed" if view.failed else "finished") if view.over else ""
 
 
-def _numbers(view: JobView, width: int) -> Iterator[Text]:
-    """As many lines as the numbers need."""
+def _flow(parts: Iterable[str], width: int) -> Iterator[Text]:
+    """As many lines as these parts need."""
     line = ""
-    for part in numbers(view):
+    for part in parts:
         if line and len(line) + len(GAP) + len(part) > width:
             yield Text(line)
             line = ""
@@ -73,14 +76,19 @@ def _numbers(view: JobView, width: int) -> Iterator[Text]:
         yield Text(line)
 
 
+def answer_lines(view: JobView, now: float, *, known: bool = False) -> Iterator[str]:
+    """The answers to what a person asks first. `known`: only those that are known."""
+    for name, text, more, at in answers(view, now):
+        if text != UNKNOWN or not known:
+            yield f"{name}: {text}" + (f" ({more.replace('{at}', clock(at)[:5])})" if more and text != UNKNOWN else "")
+
+
 def numbers(view: JobView) -> Iterator[str]:
     """The numbers of the whole job, as short texts; only those that are known."""
     if view.step:
-        yield f"step {view.step:,}" + (f" of {view.total_steps:,}, {span(view.left_s)} left" if view.left_s else "")
+        yield f"step {view.step:,}" + (f" of {view.total_steps:,}" if view.total_steps else "")
     if view.step_s:
         yield f"{duration(view.step_s)} a step" + (f" ({duration(view.plan.step_s)} planned)" if view.plan.step_s else "")
-    if view.alone.over_alone:
-        yield f"{view.alone.over_alone:.3g} x one machine alone"
     if view.loss is not None:
         yield f"loss {view.loss:.4g}"
     if view.samples_per_s:
@@ -151,15 +159,6 @@ def duration(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def span(seconds: float) -> str:
-    """
-    >>> span(75), span(-1)
-    ('0:01:15', '0:00:00')
-    """
-    count = max(0, int(seconds))
-    return f"{count // 3600}:{count // 60 % 60:02}:{count % 60:02}"
-
-
 def clock(at: float) -> str:
     try:
         return time.strftime("%H:%M:%S", time.localtime(at))
@@ -170,7 +169,7 @@ def clock(at: float) -> str:
 def summary(view: JobView, now: float) -> str:
     """The job in one line."""
     exposed = [worker.step.exposed_s / worker.step.step_s for worker in view.present if worker.step.step_s]
-    parts = [*numbers(view), *([f"{max(exposed):.0%} exposed"] if exposed else []),
+    parts = [*numbers(view), *answer_lines(view, now, known=True), *([f"{max(exposed):.0%} exposed"] if exposed else []),
              outcome(view) or f"{len(view.present)} of {max(view.job.world, len(view.present))} workers",
              *view.waiting(now)]
     return f"{clock(now)} {', '.join(parts)}"

@@ -16,6 +16,7 @@ from commlayer.config.environment import quiet_grpc as quiet_grpc
 from commlayer.config.environment import read_launch as read_launch
 from commlayer.config.environment import use_interface as use_interface
 from commlayer.config.environment import user_folder as user_folder
+from commlayer.config.environment import visible_gpus as visible_gpus
 from commlayer.config.settings import MOST_LOSS as MOST_LOSS
 from commlayer.config.settings import PREFIX as PREFIX
 from commlayer.config.settings import Config as Config

@@ -114,6 +114,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "commlayer"
 
 
+def visible_gpus() -> str:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES lists them; empty: all of them."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
 def has_proxy() -> bool:
     """True: environment variables configure a proxy that gRPC uses. A proxy resolves host names itself."""
     return any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy"))

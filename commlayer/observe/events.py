@@ -193,6 +193,44 @@ class AloneEvent(Event, tag="alone", frozen=True, kw_only=True):
     """By how many times `sync="auto"` would be faster, as predicted; 0: unknown, or the script allows all sync modes."""
 
 
+class WhatIfEvent(Event, tag="what_if", frozen=True, kw_only=True):
+    """What would make the job faster, as the planner predicts from measured times and links. Speeds are to a loss, relative to
+    the job as it is; 0: unknown."""
+
+    home_times: float = 0.0
+    """The speed with one more home that is like the last one."""
+    uplink_times: float = 0.0
+    """The speed if the slowest uplinks were twice as fast."""
+    names: tuple[str, ...] = ()
+    """The members with these uplinks, such as `worker 1`."""
+
+
+class PowerEvent(Event, tag="power", frozen=True, kw_only=True):
+    """Power of the GPUs of the sender's machine, once a minute, as `nvidia-smi` reports it."""
+
+    watts: float = 0.0
+    """Watts of all GPUs of the machine; 0: unknown."""
+
+
+class CostEvent(Event, tag="cost", frozen=True, kw_only=True):
+    """What the job has cost so far, as `commlayer serve` counts it. Only the coordinator's are valid."""
+
+    month: str = ""
+    """The month of the bytes, such as `2026-11`."""
+    sent_bytes: int = 0
+    """Payload bytes that all machines have sent in this month, in all runs of this server."""
+    received_bytes: int = 0
+    """Payload bytes that they have received."""
+    busiest: str = ""
+    """Name of the machine that has sent and received most."""
+    busiest_bytes: int = 0
+    """Bytes that it has sent and received."""
+    kwh: float = 0.0
+    """Energy of this run; 0: the power of some machine is unknown."""
+    kwh_price: float = 0.0
+    """Price of a kWh, as given to `commlayer serve`; 0: unknown."""
+
+
 class CheckpointEvent(Event, tag="checkpoint", frozen=True, kw_only=True):
     """All ranks have written or read a checkpoint."""
 
@@ -218,7 +256,7 @@ class LogEvent(Event, tag="log", frozen=True, kw_only=True):
 
 
 AnyEvent = (JobEvent | StepEvent | WaitEvent | LinkEvent | PlanEvent | MemberEvent | QualityEvent | NoiseScaleEvent
-            | AloneEvent | CheckpointEvent | LogEvent)
+            | AloneEvent | WhatIfEvent | PowerEvent | CostEvent | CheckpointEvent | LogEvent)
 KINDS: tuple[type[Event], ...] = get_args(AnyEvent)
 TAGS = frozenset(str(kind.__struct_config__.tag) for kind in KINDS)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from statistics import fmean, median
+from typing import NamedTuple
 
 import msgspec
 from msgspec import structs
@@ -17,6 +18,7 @@ from commlayer.observe.events import (
     COORDINATOR,
     AloneEvent,
     CheckpointEvent,
+    CostEvent,
     Event,
     JobEvent,
     LinkEvent,
@@ -29,6 +31,7 @@ from commlayer.observe.events import (
     StepEvent,
     WaitEvent,
     WaitKind,
+    WhatIfEvent,
 )
 
 RECENT = 100
@@ -79,6 +82,8 @@ class WorkerView(msgspec.Struct):
     reason: str = ""
     seen: float = 0.0
     """Time of its last event."""
+    ended: float = 0.0
+    """When it left or died."""
     step: StepEvent = StepEvent(steps=0)
     """Its last event about steps, with `steps` 0 before the first one."""
     link: LinkEvent = LinkEvent()
@@ -109,6 +114,14 @@ class WorkerView(msgspec.Struct):
     def samples_per_s(self) -> float:
         seconds = self.step.steps * self.step.step_s
         return self.step.samples / seconds if seconds > 0 else 0.0
+
+
+class Missing(NamedTuple):
+    """A home that the job has lost, or whose heartbeats are missing."""
+
+    name: str
+    since: float
+    why: str
 
 
 class WorkerRow(msgspec.Struct):
@@ -151,6 +164,8 @@ class JobView:
         """Time of the newest event."""
         self.coordinated = False
         """True: a coordinator's events are among them, so it reports on silent members."""
+        self.costs = CostEvent()
+        """What the coordinator has counted; zeros before that."""
         self._clear(JobEvent())
 
     def _clear(self, job: JobEvent) -> None:
@@ -165,6 +180,7 @@ class JobView:
         self.quality, self.noise_scale, self.checkpoint = QualityEvent(), NoiseScaleEvent(), CheckpointEvent()
         self.alone = AloneEvent()
         """The speed compared with the fastest machine alone; zeros before it is known."""
+        self.what_if, self.costs = WhatIfEvent(), structs.replace(self.costs, kwh=0.0)
         self.plan_changes: Counter[str] = Counter()
         """Number of plan changes after the start, by reason."""
 
@@ -199,6 +215,10 @@ class JobView:
                 self.noise_scale = event
             case AloneEvent():
                 self.alone = event
+            case WhatIfEvent():
+                self.what_if = event
+            case CostEvent() if event.rank == COORDINATOR:
+                self.costs = event
             case CheckpointEvent():
                 self.checkpoint = event
                 self.recent.append(event)
@@ -234,6 +254,7 @@ class JobView:
                 self._replace_predecessor(worker, event.name)
             worker.name, worker.state, worker.reason = event.name or worker.name, event.state, event.reason
             if not worker.present:
+                worker.ended = event.time
                 self.waits = {key: wait for key, wait in self.waits.items() if key[0] != worker.number}
         else:
             self.others[event.member] = event
@@ -292,6 +313,25 @@ class JobView:
         """Once the job is over: the workers that did not finish, each with the reason."""
         ended = [worker for worker in self.rows if worker.reason] if self.over else []
         return [f"{self.display(f'worker {worker.number}')}: {worker.reason}" for worker in ended]
+
+    @property
+    def failed(self) -> bool:
+        """True: the job is over, and no worker has finished."""
+        return self.over and all(worker.reason or worker.state == "dead" for worker in self.rows)
+
+    def missing(self, now: float) -> list[Missing]:
+        """The homes that a running job misses at the time `now`: those that were lost and have not joined again, and silent
+        ones. Those that have finished are not missing."""
+        missing = []
+        for worker in [] if self.over else self.rows:
+            peer, since, why = f"worker {worker.number}", worker.ended, worker.reason
+            if self.status(worker, now) == "silent":
+                waits = [wait.time - wait.waited_s for wait in self.waits.values() if peer in wait.names]
+                since, why = min(waits, default=worker.seen), "no heartbeats" if self.coordinated else "no events"
+            elif worker.present or not (why or worker.state == "dead"):
+                continue
+            missing.append(Missing(self.display(peer), since, why))
+        return missing
 
     @property
     def total_steps(self) -> int:

@@ -75,6 +75,8 @@ class ServeOptions(NamedTuple):
     data_port: int = messages.ANY
     page: tuple[str, int] | None = None
     """Host and port of the web page and of metrics for Prometheus; None: there are none."""
+    watch: Callable[[EventLog], Callable[[], None]] | None = None
+    """Starts to follow the job's events, and returns what ends that."""
     ca: str = ""
     """Folder of the job's CA, if this process accepts invitations; `invited` belongs to it."""
     invited: tuple[str, ...] = ()
@@ -120,6 +122,8 @@ def run(config: Config, part: ServeOptions) -> None:
             stack.callback(EventFile(events, Path(config.events) / "events.jsonl").close)
         if part.page is not None:
             _serve_page(*part.page, config, events, stack)
+        if part.watch is not None:
+            stack.callback(part.watch(events))
         while following is not None and not terminated.is_set():
             following = _serve(*following, ends[0], ends[1], events)
             ends[:] = threading.Event(), threading.Event()

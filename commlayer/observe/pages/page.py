@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from commlayer.observe.answers import answers
 from commlayer.observe.events import Event, JobEvent, clean
 from commlayer.observe.job_view import JobView
 from commlayer.observe.pages.run_record import Notable, Point, RunRecord, rounded
@@ -48,11 +49,11 @@ def state_of(view: JobView, now: float) -> PageState:
         "step": view.step, "step_s": view.step_s, "planned_s": plan.step_s,
         "plan": view.words(plan).removeprefix("plan ") if plan.digest else "",
         "loss": view.loss, "samples_per_s": view.samples_per_s,
-        "total": view.total_steps, "left_s": view.left_s,  # until the script's last step
-        "sent": view.sent_bytes, "received": view.received_bytes, "gain": view.alone.over_alone,
+        "answers": [answer._asdict() for answer in answers(view, now)],
+        "total": view.total_steps, "sent": view.sent_bytes, "received": view.received_bytes,
         "checkpoint": saved.step, "noise_scale": view.noise_scale.batches,
-        "failures": view.failures, "waits": view.notices(now),
-        "others": [view.words(other) for other in view.others.values()],
+        "failed": view.failed, "failures": view.failures, "waits": view.notices(now),
+        "others": [view.words(other) for other in view.others.values() if not (view.over and other.state == "waiting")],
         "workers": [_rounded(structs.asdict(view.row(worker, now))) for worker in view.rows],
     })
 
@@ -83,7 +84,11 @@ def _last_state(view: JobView, end: float) -> PageState:
     if view.over or not view.workers:
         return state
     names = ", ".join(view.display(f"worker {worker.number}") for worker in view.present)
-    return state | {"over": True, "waits": [], "failures": [f"the events end here, and {names} had not left the job"]}
+    for worker in state["workers"]:
+        worker |= {"state": "no end", "note": ""} if worker["state"] in ("waits", "silent") else {}
+    others = [view.words(other) for other in view.others.values() if other.state != "waiting"]
+    return state | {"over": True, "failed": True, "waits": [], "others": others,
+                    "failures": [f"the events end here, and {names} had not left the job"]}
 
 
 def _last_run(events: Sequence[Event]) -> Sequence[Event]:

@@ -1,0 +1,43 @@
+"""`commlayer log`: prints the story of a run in sentences."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Annotated
+
+import typer
+
+from commlayer.cli.options import Insecure, Keys
+from commlayer.cli.top import LOOK_S, quiet_pipe, source_of
+from commlayer.errors import InvalidInput
+
+
+def log(
+    job: Annotated[str, typer.Argument(help="Folder or file of events, host:port of `commlayer serve`, or NAME@HOST:PORT of a "
+                                            "home.", metavar="JOB")],
+    keys: Keys = "", insecure: Insecure = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
+    alert: Annotated[list[str] | None, typer.Option(help="With --follow: where to tell what needs attention, as of `commlayer "
+                                                         "serve`, for jobs without a server.", metavar="WHERE")] = None,
+) -> None:
+    """Print the story of a run: who joined, left and was missing, plans, failures, and the end."""
+    from commlayer.cli.top_screen import clock
+    from commlayer.observe.alerts import Alerts, receiver_of
+    from commlayer.observe.story import Story
+
+    if alert and not follow:
+        raise InvalidInput("E-CLI-OPTION", "--alert without --follow: a finished run needs no alerts; add --follow or "
+                                           "remove it")
+    story, alerts = Story(), Alerts([receiver_of(place) for place in alert or ()])
+    with contextlib.closing(alerts), source_of(job, keys, insecure=insecure) as source, quiet_pipe(), \
+            contextlib.suppress(KeyboardInterrupt):
+        while True:
+            for event in source.read():
+                sentences = story.apply(event)
+                alerts.see(story.view, event, sentences)
+                for sentence in sentences:
+                    typer.echo(f"{clock(event.time)[:5]} {sentence}")
+            if not follow or story.view.over:
+                return
+            time.sleep(LOOK_S)

@@ -1,0 +1,121 @@
+"""What a person asks about a job while it runs: the answers that `commlayer top`, the page and the report show first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from commlayer.errors import short_line
+from commlayer.observe.job_view import JobView
+
+UNKNOWN = "unknown"
+HELPS = 1.05
+"""From this speed on, relative to the job as it is, a change is named as a help."""
+WHY_CHARS = 60
+"""Maximum length of why a home is missing."""
+GB = 1e9
+
+
+class Answer(NamedTuple):
+    name: str
+    text: str
+    more: str = ""
+    """Where the answer comes from, or what would make it known. `{at}` stands for the time `at` on the reader's clock."""
+    at: float = 0.0
+
+
+def answers(view: JobView, now: float) -> list[Answer]:
+    """The answers to the six questions at the time `now`, in the clock of the events. What cannot be known is `unknown`."""
+    return [_faster(view), _done(view, now), _sent(view), _energy(view), _missing(view, now), _help(view)]
+
+
+def _faster(view: JobView) -> Answer:
+    times = view.alone.over_alone
+    if not times:
+        return Answer("speed against one machine alone", UNKNOWN, "measured after the first plan search")
+    return Answer("speed against one machine alone", f"{times:.3g} x",
+                  "to a loss, measured" if times >= 1 else "measured: one machine alone is faster")
+
+
+def _done(view: JobView, now: float) -> Answer:
+    if view.over:
+        return Answer("time left", "failed" if view.failed else "finished", "at {at}", view.time)
+    if not view.total_steps:
+        return Answer("time left", UNKNOWN, "attach(steps=N) tells it")
+    if not view.left_s:
+        return Answer("time left", UNKNOWN if view.step < view.total_steps else span(0))
+    return Answer("time left", span(view.left_s), "done at {at}", now + view.left_s)
+
+
+def _sent(view: JobView) -> Answer:
+    costs = view.costs
+    if not costs.month:
+        return Answer("sent this month", UNKNOWN, "commlayer serve counts it")
+    return Answer("sent this month", amount(costs.sent_bytes), f"{costs.busiest} both ways: {amount(costs.busiest_bytes)}")
+
+
+def _energy(view: JobView) -> Answer:
+    kwh, price = view.costs.kwh, view.costs.kwh_price
+    if not kwh:
+        return Answer("energy of this run", UNKNOWN, "serve --watts W tells it")
+    return Answer("energy of this run", f"{short(kwh)} kWh",
+                  f"costs {short(kwh * price)} at {price:g} per kWh" if price else "serve --kwh-price P prices it")
+
+
+def _missing(view: JobView, now: float) -> Answer:
+    missing = view.missing(now)
+    if not view.rows:
+        return Answer("missing", UNKNOWN, "no home has joined")
+    if not missing:
+        return Answer("missing", "nobody")
+    first = min(missing, key=lambda each: each.since)
+    return Answer("missing", ", ".join(each.name for each in missing),
+                  "since {at}" + (f": {short_line(first.why.partition(': ')[0], WHY_CHARS)}" if first.why else ""), first.since)
+
+
+def _help(view: JobView) -> Answer:
+    best = max(_changes(view), default=None)
+    if best is None:
+        return Answer("would help most", UNKNOWN, "predicted from measured times and links")
+    times, what = best
+    if times < HELPS:
+        return Answer("would help most", "nothing", "of another home, faster uplinks, more local steps")
+    return Answer("would help most", what, f"predicted: {times:.3g} x as fast")
+
+
+def _changes(view: JobView) -> Iterator[tuple[float, str]]:
+    """What could be changed, with the speed to a loss relative to the job as it is."""
+    known = view.what_if
+    if known.home_times:
+        yield known.home_times, "one more home"
+    if known.uplink_times:
+        yield known.uplink_times, f"twice the uplink of {', '.join(map(view.display, known.names))}"
+    if view.alone.auto_times:
+        yield view.alone.auto_times, "local steps: sync='auto'"
+
+
+def span(seconds: float) -> str:
+    """
+    >>> span(75), span(-1)
+    ('0:01:15', '0:00:00')
+    """
+    count = max(0, int(seconds))
+    return f"{count // 3600}:{count // 60 % 60:02}:{count % 60:02}"
+
+
+def short(number: float) -> str:
+    """
+    >>> short(12.345), short(0.00001)
+    ('12.3', 'below 0.01')
+    """
+    return f"{number:.3g}" if number >= 0.01 else "below 0.01"
+
+
+def amount(nbytes: float) -> str:
+    """
+    >>> amount(2_345_678_901), amount(61_000_000)
+    ('2.35 GB', '61 MB')
+    """
+    if nbytes < GB:
+        return f"{nbytes / 1e6:.3g} MB"
+    return f"{nbytes / GB:.3g} GB" if nbytes < 1000 * GB else f"{nbytes / GB:,.0f} GB"
