@@ -370,7 +370,8 @@ def ask(process: subprocess.Popen[str], deadline_s: float = 2 * WAIT_S, **order:
         process.stdin.flush()
     line = process.stdout.readline() if select.select([process.stdout], [], [], deadline_s)[0] else ""
     if not line:
-        raise Unmeasurable(f"a process of the bench gave no answer within {deadline_s:g} s")
+        ended = "has ended" if process.poll() is not None else f"gave no answer within {deadline_s:g} s"
+        raise Unmeasurable(f"a process of the bench {ended}, asked for {order}")
     answer: dict[str, Any] = json.loads(line)
     return answer
 
@@ -431,7 +432,7 @@ def _start(stack: contextlib.ExitStack, argv: Sequence[str], core: int, settings
     kept = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")}
     env = kept | {"COMMLAYER_CONFIG": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | {**settings}
     process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=env, text=True, stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, stderr=None if os.environ.get("BENCH_LINES") else subprocess.DEVNULL,
+                               stdout=subprocess.PIPE, stderr=None if "BENCH_LINES" in os.environ else subprocess.DEVNULL,
                                preexec_fn=lambda: os.sched_setaffinity(0, {core}))
     stack.callback(_end, process)
     return process
@@ -462,7 +463,7 @@ def run(quick: bool) -> Result:
     if quick:
         del storms["job begins"]
     rows = [*idle_rows((16, 64) if quick else (16, 64, 128, 256)), *storm_rows(storms)]
-    for members, mib in ((32, 4),) if quick else ((8, 16), (32, 4), (32, 16), (128, 4), (256, 4)):
+    for members, mib in ((32, 4),) if quick else ((8, 4), (32, 4), (32, 16), (128, 4), (256, 1)):
         rows += exchange_rows("flat out", members, mib, late=members == 32)
     rows += exchange_rows("20 Mb/s", 32, 4, bps=LINE_BPS)
     if not quick:
@@ -537,10 +538,12 @@ def exchange_rows(what: str, members: int, mib: int, *, times: int = 4, late: bo
             raise AssertionError("members received different results")
         used, core_s = its.usage, took["server_cpu_s"] / times / members
         busy = {"server": took["server_cpu_s"] / took["seconds"] / len(its.servers), "members": took["cpu_s"] / took["seconds"]}
-        yield {"what": what, "members": members, "model_mb": its.model_nbytes / 1e6, "payload_mb": its.payload_nbytes / 1e6,
+        row = {"what": what, "members": members, "model_mb": its.model_nbytes / 1e6, "payload_mb": its.payload_nbytes / 1e6,
                "exchange_s": took["seconds"] / times, "exchange_ms": 1e3 * core_s,
                "ms_per_mb": 1e3 * core_s / (2 * its.payload_nbytes / 1e6), "server_busy": busy["server"],
                "members_busy": busy["members"]}
+        print(row, file=sys.stderr, flush=True)  # so that a later failure loses no row
+        yield row
         if len(its.servers) == 1:
             yield _memory(what, members, its, used.peak_nbytes - idle.memory_nbytes)
         if late:

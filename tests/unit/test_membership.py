@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -321,3 +322,17 @@ def test_no_history_gives_a_rank_twice_or_changes_an_epoch(events: list[tuple[st
         assert epoch is None or state.epoch == epoch
         epoch = state.epoch
         assert (epoch is None) == bool(membership.missing(state))
+
+
+def test_only_members_and_epochs_are_news() -> None:
+    state = running(3, 1)
+    token = worker(1).token
+    heard, _ = membership.heartbeat(state, token, 5.0, Heartbeat(token, missed=("worker 2",), active_generation=1))
+    assert heard != state
+    assert not membership.has_news(state, heard)
+    died, left = membership.evict(state, [token], "is gone"), membership.leave(state, token, FINISHED)
+    blamed = membership.leave(state, token, "worker 2: connection lost")
+    renewed, _ = membership.join(state, msgspec.structs.replace(worker(1), serial="7"), 5.0)
+    for changed in (died, left, blamed, renewed, msgspec.structs.replace(state, epoch=None)):
+        assert membership.has_news(state, changed)
+    assert membership.has_news(State(0, 1), after(State(0, 1), worker(1))[0])
