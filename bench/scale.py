@@ -38,9 +38,11 @@ from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 from commlayer.cluster.membership import client
 from commlayer.cluster.servers.gather import GATHER, ROW_BUCKET
 from commlayer.config import host_port, read_config
+from commlayer.errors import NotYet
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan, TensorInfo
 from commlayer.transport import framing
+from commlayer.transport.backoff import Backoff
 from commlayer.transport.chunking import split_parts
 from commlayer.transport.connection import close_channel
 from commlayer.transport.crc import crc32c
@@ -92,14 +94,6 @@ def members_carried(core_s: float, period_s: float, idle: float) -> float:
     """Members that one core carries, if an exchange in each period costs `core_s` for each member, and a member without
     exchanges the share `idle` of a core."""
     return 1.0 / (core_s / period_s + idle)
-
-
-def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Least-squares line through the points: value at 0, and slope."""
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    slope = sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a in xs)
-    return y - slope * x, slope
 
 
 def plan_for(numel: int, servers: int = 1) -> tuple[Job, Plan]:
@@ -155,7 +149,15 @@ class LightMember:
 
     def dial(self) -> None:
         epoch = self.membership.epoch
-        self.connections = [LightConnection(self, server.address, server.id, epoch.plan) for server in epoch.servers]
+        for server in epoch.servers:
+            backoff = Backoff(time.monotonic() + WAIT_S)
+            while True:
+                try:
+                    self.connections.append(LightConnection(self, server.address, server.id, epoch.plan))
+                    break
+                except NotYet:  # the server has not received the plan yet
+                    if not backoff.wait():
+                        raise
 
     def close(self) -> None:
         for connection in self.connections:
@@ -323,7 +325,7 @@ class LightMembers:
                         if not each.out:
                             poll.modify(number, select.EPOLLIN)
                     if events & ~select.EPOLLOUT:
-                        each.receive(1 << 20)
+                        each.receive()  # all: decrypted bytes would not wake this loop again
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"the exchange did not end within {WAIT_S:g} s")
         return None
@@ -459,33 +461,44 @@ def _keys(folder: Path) -> dict[str, str]:
 def run(quick: bool) -> Result:
     if len(os.sched_getaffinity(0)) < 2:
         raise Unmeasurable("it needs two cores, one for the server and one for the members")
-    storms = {"job begins": 0, "job is running": 2}
-    if quick:
-        del storms["job begins"]
-    rows = [*idle_rows((16, 64) if quick else (16, 64, 128, 256)), *storm_rows(storms)]
-    for members, mib in ((32, 4),) if quick else ((8, 4), (32, 4), (32, 16), (128, 4), (256, 1)):
-        rows += exchange_rows("flat out", members, mib, late=members == 32)
-    rows += exchange_rows("20 Mb/s", 32, 4, bps=LINE_BPS)
-    if not quick:
-        rows += exchange_rows("20 Mb/s", 32, 16, bps=LINE_BPS)
-        rows += exchange_rows("20 Mb/s", 128, 4, bps=LINE_BPS)
-        rows += exchange_rows("flat out, TLS", 32, 4, tls=True)
-        rows += exchange_rows("20 Mb/s, TLS", 32, 4, bps=LINE_BPS, tls=True)
-    rows += exchange_rows("two servers", 32, 4, servers=2)
+    rows = []
+    for row in _rows(quick):
+        print(row, file=sys.stderr, flush=True)  # so that a later failure loses no row
+        rows.append(row)
     return {"rows": rows, "summary": summary_of(rows)}
+
+
+def _rows(quick: bool) -> Iterator[dict[str, Any]]:
+    for count in (16, 64) if quick else (16, 64, 256):
+        yield idle_row("idle", count)
+    yield storm_row("storm of a running job", 2)
+    for members, mib in ((32, 4),) if quick else ((8, 4), (32, 4), (32, 16), (128, 4)):
+        yield from exchange_rows("flat out", members, mib, late=members == 32)
+    for members in (32,) if quick else (32, 128):
+        yield from exchange_rows("20 Mb/s", members, 4, bps=LINE_BPS)
+    yield from exchange_rows("two servers", 32, 4, servers=2)
+    if not quick:
+        yield storm_row("storm before the job begins", 0)
+        yield idle_row("idle, TLS", 64, tls=True)
+        yield from exchange_rows("20 Mb/s, TLS", 32, 4, bps=LINE_BPS, tls=True)
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Figures for GPT-2 small: the payload and the cost of an exchange grow with the number of buckets."""
-    idle = line_through([(row["members"], row["core"]) for row in rows if row["what"] == "idle"])[1]
-    result = {"idle_ms_per_member_s": 1e3 * idle}
+    cores: dict[str, float] = {}
+    """Share of a core for each member without exchanges, by kind of connection."""
+    for kind in ("idle", "idle, TLS"):
+        if its := [row for row in rows if row["what"] == kind]:
+            cores[kind] = sum(row["core"] for row in its) / sum(row["members"] for row in its)
+    result = {f"{kind}_ms_per_member_s": 1e3 * core for kind, core in cores.items()}
     for row in rows:
         size = f"{row['members']}x{row['model_mb']:.0f}MB" if "model_mb" in row else ""
         if row["what"] == "memory":
             result[f"memory_x_model, {row['how']}, {size}"] = row["x_model"]
         elif "exchange_ms" in row:
+            idle = cores["idle, TLS" if "TLS" in row["what"] else "idle"]
             times = 4 * GPT2_NUMEL / 1e6 / row["model_mb"]
-            core_s = times * row["exchange_ms"] / 1e3
+            core_s = times * max(0.0, row["exchange_ms"] / 1e3 - idle * row["exchange_s"])  # without the heartbeats meanwhile
             line_s = 8e6 * times * row["payload_mb"] / LINE_BPS
             result[f"members_at_line, {row['what']}, {size}"] = members_carried(core_s, line_s, idle)
             result[f"members_at_rhythm, {row['what']}, {size}"] = members_carried(
@@ -493,35 +506,32 @@ def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return result
 
 
-def idle_rows(counts: Sequence[int], seconds: float = 6.0) -> Iterator[dict[str, Any]]:
+def idle_row(what: str, count: int, seconds: float = 6.0, **values: Any) -> dict[str, Any]:
     """Members that only send heartbeats: what a core of the server and its memory have to do with each."""
-    for count in counts:
-        with place(numel=1 << 20, most=count) as its:
-            empty = its.usage
-            its.order("join", count=count)
-            time.sleep(2.0)
-            before, own, begin = its.usage, usage_of(its.members.pid).cpu_s, time.monotonic()
-            time.sleep(seconds)
-            after, elapsed_s = its.usage, time.monotonic() - begin
-            yield {"what": "idle", "members": count, "core": (after.cpu_s - before.cpu_s) / elapsed_s,
-                   "members_core": (usage_of(its.members.pid).cpu_s - own) / elapsed_s,
-                   "memory_kb_per_member": (after.memory_nbytes - empty.memory_nbytes) / count / 1e3,
-                   "threads_per_member": (after.threads - empty.threads) / count,
-                   "descriptors_per_member": (after.descriptors - empty.descriptors) / count}
+    with place(numel=1 << 20, most=count, **values) as its:
+        empty = its.usage
+        its.order("join", count=count)
+        time.sleep(2.0)
+        before, own, begin = its.usage, usage_of(its.members.pid).cpu_s, time.monotonic()
+        time.sleep(seconds)
+        after, elapsed_s = its.usage, time.monotonic() - begin
+        return {"what": what, "members": count, "core": (after.cpu_s - before.cpu_s) / elapsed_s,
+                "members_busy": (usage_of(its.members.pid).cpu_s - own) / elapsed_s,
+                "kb_per_member": (after.memory_nbytes - empty.memory_nbytes) / count / 1e3,
+                "threads_per_member": (after.threads - empty.threads) / count,
+                "descriptors_per_member": (after.descriptors - empty.descriptors) / count}
 
 
-def storm_rows(storms: Mapping[str, int], count: int = 100, within_s: float = 10.0) -> Iterator[dict[str, Any]]:
+def storm_row(what: str, first: int, count: int = 100, within_s: float = 10.0) -> dict[str, Any]:
     """Homes that register within seconds, until they are members with connections to the server. The transfer of the model
-    comes after that. `storms`: names of storms, with the number of members of the running job; 0: none is running."""
-    for how, first in storms.items():
-        with place(numel=1 << 20, most=count + first, least=first) as its:
-            if first:
-                its.order("join", count=first)
-                its.order("exchange", count=1)
-            took = its.order("join", count=count, within_s=within_s)
-            yield {"what": "storm", "how": how, "members": count, "within_s": within_s, "median_s": took["median_s"],
-                   "slowest_s": took["slowest_s"], "all_s": took["seconds"], "server_cpu_s": took["server_cpu_s"],
-                   "members_cpu_s": took["cpu_s"]}
+    comes after that. `first`: members of the running job; 0: none is running."""
+    with place(numel=1 << 20, most=count + first, least=first) as its:
+        if first:
+            its.order("join", count=first)
+            its.order("exchange", count=1)
+        took = its.order("join", count=count, within_s=within_s)
+        return {"what": what, "members": count, "median_s": took["median_s"], "slowest_s": took["slowest_s"],
+                "all_s": took["seconds"], "server_cpu_s": took["server_cpu_s"], "members_busy": took["cpu_s"] / took["seconds"]}
 
 
 def exchange_rows(what: str, members: int, mib: int, *, times: int = 4, late: bool = False, **values: Any
@@ -538,12 +548,10 @@ def exchange_rows(what: str, members: int, mib: int, *, times: int = 4, late: bo
             raise AssertionError("members received different results")
         used, core_s = its.usage, took["server_cpu_s"] / times / members
         busy = {"server": took["server_cpu_s"] / took["seconds"] / len(its.servers), "members": took["cpu_s"] / took["seconds"]}
-        row = {"what": what, "members": members, "model_mb": its.model_nbytes / 1e6, "payload_mb": its.payload_nbytes / 1e6,
+        yield {"what": what, "members": members, "model_mb": its.model_nbytes / 1e6, "payload_mb": its.payload_nbytes / 1e6,
                "exchange_s": took["seconds"] / times, "exchange_ms": 1e3 * core_s,
                "ms_per_mb": 1e3 * core_s / (2 * its.payload_nbytes / 1e6), "server_busy": busy["server"],
                "members_busy": busy["members"]}
-        print(row, file=sys.stderr, flush=True)  # so that a later failure loses no row
-        yield row
         if len(its.servers) == 1:
             yield _memory(what, members, its, used.peak_nbytes - idle.memory_nbytes)
         if late:

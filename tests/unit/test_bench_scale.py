@@ -15,16 +15,11 @@ def test_members_carried_counts_exchanges_and_heartbeats() -> None:
     assert scale.members_carried(0.1, 20.0, 0.005) == pytest.approx(100.0)
 
 
-def test_line_through_finds_the_cost_of_a_member() -> None:
-    start, slope = scale.line_through([(16, 0.05 + 16 * 0.001), (64, 0.05 + 64 * 0.001), (256, 0.05 + 256 * 0.001)])
-    assert start == pytest.approx(0.05)
-    assert slope == pytest.approx(0.001)
-
-
 def test_summary_scales_the_cost_of_an_exchange_to_gpt2() -> None:
     model_mb = 4 * scale.GPT2_NUMEL / 1e6 / 8
     rows = [{"what": "idle", "members": n, "core": 0.001 * n} for n in (16, 64)]
-    rows += [{"what": "flat out", "members": 32, "model_mb": model_mb, "payload_mb": 8.25, "exchange_ms": 16.5}]
+    rows += [{"what": "flat out", "members": 32, "model_mb": model_mb, "payload_mb": 8.25, "exchange_ms": 18.5,
+              "exchange_s": 2.0}]
     summary = scale.summary_of(rows)
     assert summary["idle_ms_per_member_s"] == pytest.approx(1.0)
     found = {name.split(",")[0]: value for name, value in summary.items()}
