@@ -27,6 +27,7 @@ MEASUREMENTS = {
     "overhead": "bench.overhead",
     "planner": "bench.planner",
     "published": "bench.published",
+    "scale": "bench.scale",
     "sparse": "bench.sparse",
     "storms": "bench.storms.command",
     "transport": "bench.transport",

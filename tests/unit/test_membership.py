@@ -355,3 +355,17 @@ def test_worker_learns_whether_it_is_dead_because_its_site_was_silent() -> None:
         state = epoch_change.next_epoch(state if silent else membership.evict(state, ["w3"], "was started again"))
         pulses = [membership.heartbeat(state, token, 12.0)[1] for token in ("w0", "w3", "w4")]
         assert [(bool(pulse.dead), pulse.silent) for pulse in pulses] == [(False, False), (True, silent), (True, silent)]
+
+
+def test_only_members_and_epochs_are_news() -> None:
+    state = running(3, 1)
+    token = worker(1).token
+    heard, _ = membership.heartbeat(state, token, 5.0, Heartbeat(token, missed=("worker 2",), active_generation=1))
+    assert heard != state
+    assert not membership.has_news(state, heard)
+    died, left = membership.evict(state, [token], "is gone"), membership.leave(state, token, FINISHED)
+    blamed = membership.leave(state, token, "worker 2: connection lost")
+    renewed, _ = membership.join(state, msgspec.structs.replace(worker(1), serial="7"), 5.0)
+    for changed in (died, left, blamed, renewed, msgspec.structs.replace(state, epoch=None)):
+        assert membership.has_news(state, changed)
+    assert membership.has_news(State(0, 1), after(State(0, 1), worker(1))[0])

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from commlayer.cluster.calls import messages
-from commlayer.cluster.calls.coordinator_channel import CALL_S, MIN_BEAT_S, MIN_CALL_S, CoordinatorChannel
+from commlayer.cluster.calls.coordinator_channel import CALL_S, MIN_BEAT_S, CoordinatorChannel
 from commlayer.cluster.calls.messages import (
     MAX_EVENTS,
     MAX_EVENTS_NBYTES,
@@ -37,7 +37,7 @@ log = logging.getLogger("commlayer")
 ROUND_TRIPS = 16
 """Number of latest heartbeats whose shortest round-trip time is that of the link."""
 WATCH_S = 60.0
-"""Longest deadline of a Watch call, which is repeated until the next heartbeat."""
+"""Deadline of a Watch call, after which it is repeated. It costs the coordinator as much as a heartbeat."""
 LAST_EVENTS_S = 1.0
 """Timeout of the call with a leaving process's last events."""
 OnSilence = Callable[[float], None]
@@ -141,8 +141,10 @@ class Membership:
         self._keeper = heartbeat_sidecar.start_sidecar({
             "address": link.address, "secret": link.secret, "keys": str(link.keys.folder) if link.keys else "",
             "token": self._token, "every_s": config.heartbeat_s, "call_s": beat_timeout_s(config)}) if keep else None
-        self._thread = threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True),
+                         threading.Thread(target=self._watch, name="commlayer-watch", daemon=True)]
+        for thread in self._threads:
+            thread.start()
 
     def leave(self, reason: str = messages.FINISHED, exchanges: int = -1) -> bool:
         """Leaves the job, then closes. `exchanges`: number of completed exchanges, -1 if unknown. Returns whether the
@@ -170,8 +172,9 @@ class Membership:
         if self._keeper is not None:
             self._keeper.close()
         self._channel.close()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=2 * beat_timeout_s(self._config))
+        for thread in self._threads:
+            if threading.current_thread() is not thread:
+                thread.join(timeout=2 * beat_timeout_s(self._config))
 
     def _stop(self) -> None:
         """Stops the heartbeats. A Watch call may wait until the channel is closed."""
@@ -221,23 +224,25 @@ class Membership:
             mark = time.monotonic()
             if self._keeper is not None and not self._closing.is_set():
                 self._keeper.check_running()
-            self._watch(began + self._config.heartbeat_s)
+            self._closing.wait(max(0.0, began + self._config.heartbeat_s - time.monotonic()))
 
-    def _watch(self, until: float) -> None:
-        """Waits until the next heartbeat, at `until`, and processes news from the coordinator as soon as there is some."""
-        while self.reachable and (left_s := until - time.monotonic()) >= MIN_CALL_S and not self._closing.is_set():
+    def _watch(self) -> None:
+        """Processes news from the coordinator as soon as there is some."""
+        while not self._closing.is_set():
             request = WatchRequest(self._token, self.newest.generation, self._revision)
             try:
-                pulse = self._channel.call("Watch", request, HeartbeatReply, min(left_s, WATCH_S))
+                pulse = self._channel.call("Watch", request, HeartbeatReply, WATCH_S)
             except DeadlineExceeded:
                 continue  # there is no news
             except CommError:
-                break
+                pulse = HeartbeatReply(revision=request.revision)
             with self._busy:
-                if self._closing.is_set() or pulse.revision == request.revision:
-                    break
-                self._on_reply(pulse)
-        self._closing.wait(max(0.0, until - time.monotonic()))
+                if self._closing.is_set():
+                    return
+                if pulse.revision != request.revision:
+                    self._on_reply(pulse)
+                    continue
+            self._closing.wait(self._config.heartbeat_s)
 
     def _on_reply(self, pulse: HeartbeatReply) -> None:
         self._revision = pulse.revision

@@ -226,6 +226,8 @@ class Coordinator:
 
     def _register_site(self, request: messages.Join) -> messages.JoinReply:
         """Registers a site. If the site was restarted, the workers of its previous process are evicted."""
+        if self._rendezvous.is_present(request.token):
+            return self._rendezvous.register(request)
         with self._lock:
             seen_s = {p.rank: p.seen_s for p in self._state.registrations.values() if p.join.kind == "worker" and p.present}
             still_s = membership.own_pause_s(self._state, self._clock())
@@ -274,10 +276,7 @@ class Coordinator:
             state, _ = membership.heartbeat(self._state, request.token, now, request)
             self._set(epoch_change.record_overdue(state, request.token, request.overdue))
             self.events.received(request, self._state, now)
-            reply = self._reply_to(request.token, request.generation)
-            settled = epoch_change.settled_generation(self._state)
-        self._rendezvous.forget(settled)
-        return reply
+            return self._reply_to(request.token, request.generation)
 
     def _reply_to(self, token: str, generation: int = 0) -> messages.HeartbeatReply:
         """Returns what the process should know: see membership.reply_to. Call it with the lock held."""
@@ -344,6 +343,8 @@ class Coordinator:
                     if place.left and not before.registrations[token].left:
                         log.warning("%s: ended while no coordinator was running, according to its servers", place.peer)
                 self._set(self._without_awaited(state))
+                settled = epoch_change.settled_generation(self._state)
+            self._rendezvous.forget(settled)
             try:
                 self._drop_revoked()
                 self._note_waits(begin)
@@ -387,8 +388,18 @@ class Coordinator:
         """Replaces the coordinator's state by `state`. Starts a new epoch if enough workers are left, writes the journal,
         answers Watch calls, and logs what has changed. Call it with the lock held, so that no reply reports a change before the
         change is in the journal."""
-        before, self._state = self._state, epoch_change.next_epoch(state)
-        state, epoch, former = self._state, self._state.epoch, before.epoch
+        before = self._state
+        if membership.has_news(before, state):
+            self._change(before, epoch_change.next_epoch(state))
+        else:  # nearly all heartbeats, so this must not take longer with more members
+            self._state = state
+        if membership.over(self._state) and not self._staying():
+            self.over.set()
+        if membership.empty(self._state):
+            self._empty.set()
+
+    def _change(self, before: membership.State, state: membership.State) -> None:
+        self._state, epoch, former = state, state.epoch, before.epoch
         if epoch is not None and former is None:
             self._rendezvous.begin()  # first, since a journal with registrations must also have the sites' values
         if epoch is not None and journaled_part(before) != journaled_part(state):
@@ -403,10 +414,6 @@ class Coordinator:
         self.events.changed(before, state)
         if epoch is not None and (former is None or epoch.generation != former.generation):
             self._log_epoch(epoch, former)
-        if membership.over(state) and not self._staying():
-            self.over.set()
-        if membership.empty(state):
-            self._empty.set()
 
     def _log_epoch(self, epoch: Epoch, former: Epoch | None) -> None:
         if former is None:

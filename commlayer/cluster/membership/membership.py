@@ -177,12 +177,23 @@ def reply_to(state: State, token: str, generation: int = 0) -> HeartbeatReply:
         return HeartbeatReply(unknown_token=True)
     # A worker that has switched to an epoch without a peer needs no report about it. A server reports the epoch it knows.
     known = generation if place.join.kind == "server" else place.known_generation
-    others = [p for t, p in sorted(state.registrations.items()) if t != token and not 0 < p.removed_in <= known]
+    gone = sorted((t, p) for t, p in state.registrations.items() if p.dead or p.left)
+    others = [p for t, p in gone if t != token and not 0 < p.removed_in <= known]
     failures = tuple(PeerExit(p.peer, p.dead) for p in others if p.dead and in_epoch(state, p))
     departures = tuple(PeerExit(p.peer, p.left, p.exchanges) for p in others if p.left and not verdict_pending(state, p))
     newer = state.epoch is not None and 0 < generation < state.epoch.generation
     return HeartbeatReply(dead=place.dead, silent=place.silent, failed=failures, departed=departures, job_done=over(state),
                           job_failed=bool(failure(state)), epoch=state.epoch if newer else None)
+
+
+_news = attrgetter("dead", "left", "blamed_peer", "join.serial")
+
+
+def has_news(before: State, after: State) -> bool:
+    """Returns whether members or the epoch have changed: more than when processes were last heard from."""
+    known, places = before.registrations, after.registrations
+    return before.epoch is not after.epoch or known.keys() != places.keys() or any(
+        place is not known[token] and _news(place) != _news(known[token]) for token, place in places.items())
 
 
 def in_epoch(state: State, place: Registration) -> bool:
@@ -214,16 +225,19 @@ def verdict_pending(state: State, place: Registration) -> bool:
 
 def _lives(state: State, place: Registration) -> State:
     """Records that the process is alive, so peers that named it when they left had other reasons."""
-    return _update(state, lambda p: p.blamed_peer == place.peer, blamed_peer="")
+    peer = place.peer
+    if any(p.blamed_peer == peer for p in state.registrations.values()):
+        return _update(state, lambda p: p.blamed_peer == peer, blamed_peer="")
+    return state
 
 
 def _missed(state: State, token: str, peers: tuple[str, ...], now: float) -> State:
     """Records which peers this process currently reports as disconnected. Silence counts from the report: after an interruption
     the machine of a live process also closes the connection that broke, before the first heartbeat."""
     for p in list(state.registrations.values()):
-        if (p.peer in peers) != (token in p.missed_by):
+        is_new = bool(peers) and p.peer in peers
+        if is_new != (token in p.missed_by):
             others = tuple(t for t in p.missed_by if t != token)
-            is_new = p.peer in peers
             state = _with(state, msgspec.structs.replace(p, missed_by=(*others, token) if is_new else others,
                                                          heard_s=now if is_new else p.heard_s))
     return state
@@ -457,7 +471,8 @@ def _with(state: State, place: Registration) -> State:
 
 
 def _without(state: State, tokens: Iterable[str]) -> State:
-    places = {t: p for t, p in state.registrations.items() if t not in set(tokens)}
+    gone = {*tokens}
+    places = {t: p for t, p in state.registrations.items() if t not in gone}
     left = any(p.join.kind == "worker" for p in places.values())
     # After a failed start, the next one may begin with another number of workers.
     return msgspec.structs.replace(state, registrations=places, workers=state.workers if left or not state.max_workers else 0)

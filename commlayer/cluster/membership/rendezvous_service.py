@@ -89,8 +89,12 @@ class RendezvousService:
         site = before.present[token]
         return frozenset(site.ranks), f"its home {site.who} {why}"
 
+    def is_present(self, token: str) -> bool:
+        """Returns whether the site is registered, so that its next call only repeats its registration."""
+        return token in self._state.present
+
     def register(self, request: Join) -> JoinReply:
-        admission = self._admission()
+        admission = AdmissionState() if self.is_present(request.token) else self._admission()
         with self._lock:
             before = self._state
             state, reply = sites.register(before, request, self._clock(), admission, 2 * self._silent_s)
