@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from commlayer.cluster.processes.collectives import Groups, all_or_none
 from commlayer.compressors.residual_slices import Residuals, ResidualSlice, residual_on
@@ -39,10 +40,11 @@ def state_of(context: JobContext, replica: Replica) -> dict[str, Any]:
                                            "use session.checkpoint()")
     residuals = Residuals() if job is None else _residuals_of(job)
     state: dict[str, Any] = {"step": context.passes, "members": 1 if job is None else job.first_world}
+    mesh = None if job is None else DeviceMesh.from_group(job.groups.hosts.group, "cpu")
     for number, (name, numel) in enumerate(replica.trained.items()):
         found = residual_on(residuals.gradients, [Slice(number, 0, numel)])
         x = torch.zeros(numel) if found is None else torch.from_numpy(found)
-        state[RESIDUAL + name] = x if job is None else _divided(x, job.groups)
+        state[RESIDUAL + name] = x if job is None else _divided(x, job.groups, mesh)
     return state
 
 
@@ -61,15 +63,13 @@ def _residuals_of(job: DistributedJob) -> Residuals:
     return Residuals([part for one in each for part in one.gradients])
 
 
-def _divided(x: torch.Tensor, groups: Groups) -> torch.Tensor:
+def _divided(x: torch.Tensor, groups: Groups, mesh: Any) -> torch.Tensor:
     """Returns the sum of the ranks' tensors as a DTensor that is divided among all ranks."""
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
     groups.hosts.allreduce(x).wait(time.monotonic() + groups.timeout_s)
     start, end = Shards(groups.world).elements(x.shape, groups.rank)
-    return DTensor.from_local(x[start:end].clone(), DeviceMesh.from_group(groups.hosts.group, "cpu"), [Shard(0)],
-                              run_check=False, shape=x.shape, stride=x.stride())
+    return DTensor.from_local(x[start:end].clone(), mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
 
 
 def load(context: JobContext, replica: Replica, state: Mapping[str, Any]) -> None:
