@@ -38,7 +38,7 @@ from commlayer.planner import default_plan, simulate
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.data.models import builtin, published_job
 from commlayer.planner.data.tables import node, profile_from_tables
-from commlayer.planner.inputs import cluster_from_line
+from commlayer.planner.inputs import cluster_from_line, cluster_of_homes
 from commlayer.planner.model import Cluster, Line, Link, Node, Policy, Profile, Question
 from commlayer.planner.simulation import step_seconds
 from commlayer.records import Epoch, Plan, ServerInfo
@@ -320,6 +320,16 @@ def test_search_process_finds_the_same_plan_as_a_search_in_process(process: Plan
         result, local = process.search(order(measured_s)), process_search(order(measured_s))
         assert result.candidate == local.candidate
         assert result.contention == local.contention
+
+
+def test_slowest_uplink_helps_most_on_slow_lines(process: PlanningProcess) -> None:
+    """A machine without ranks has no number."""
+    cluster = cluster_of_homes("rtx3060@100/50Mb,rtx3060@100/2Mb", "1Gb")
+    question = inputs("2/2Mb", exact=True)._replace(cluster=cluster)
+    gains = process.gains(question)
+    assert gains.homes == (1,)
+    assert 1.5 < gains.uplink_times < 2.5
+    assert gains.uplink_times > gains.home_times > 0
 
 
 def test_search_process_error_is_raised_and_the_next_search_works(process: PlanningProcess) -> None:
