@@ -30,12 +30,21 @@ print(json.dumps({"run": task.run, "setup": task.setup, "envs": task.envs, "moun
                                 for one in task.resources]}))
 """
 """A process of its own: SkyPilot writes into the home folder."""
+OPTIONS = """
+import json
+from sky.client.cli.command import cli
+
+commands = cli.commands | {f"jobs {name}": command for name, command in cli.commands["jobs"].commands.items()}
+print(json.dumps({name: [option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)]
+                  for name, command in commands.items()}))
+"""
+MISSING = "needs skypilot, which `make engines` installs"
 
 
 def read(folder: Path, text: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """What SkyPilot makes of a file, in a folder with the files that the page puts there."""
     if importlib.util.find_spec("sky") is None:
-        pytest.skip("needs skypilot, which `make engines` installs")
+        pytest.skip(MISSING)
     for name in ("server", "home-1", "home-2"):
         (folder / "keys" / "nodes" / name).mkdir(parents=True, exist_ok=True)
     (folder / "task.yaml").write_text(text)
@@ -75,22 +84,18 @@ def test_home_without_the_address_of_the_server_is_refused(tmp_path: Path) -> No
     assert "SERVER" in done.stderr
 
 
-def test_commands_exist_with_these_options() -> None:
+def test_commands_exist_with_these_options(tmp_path: Path) -> None:
     """All that the page writes after `sky`."""
     if importlib.util.find_spec("sky") is None:
-        pytest.skip("needs skypilot, which `make engines` installs")
-    from sky.client.cli.command import cli
-
-    lines = re.findall(r"(?=\bsky ((?:jobs )?(?:launch|exec|status)\b[^\n`;)]*))", PAGE)
+        pytest.skip(MISSING)
+    done = subprocess.run([sys.executable, "-c", OPTIONS], text=True, env=environment_of(tmp_path),
+                          capture_output=True, timeout=200)
+    options = json.loads(done.stdout.splitlines()[-1])
+    lines = re.findall(r"(?=\bsky ((?:jobs )?(?:launch|exec|status))\b([^\n`;)]*))", PAGE)
     assert len(lines) == 6
-    for line in lines:
-        command: Any = cli
-        for word in line.split():
-            if hasattr(command, "commands") and word in command.commands:
-                command = command.commands[word]
-        options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-        own = re.split(r"\$\(|'", line)[0]  # without commands inside it
-        assert set(re.findall(r"(?<=\s)--[a-z-]+", own)) <= options, line
+    for command, rest in lines:
+        own = re.split(r"\$\(|'", rest)[0]  # without commands inside it
+        assert set(re.findall(r"(?<=\s)--[a-z-]+", own)) <= set(options[command]), rest
 
 
 def test_spot_machine_is_replaced(tmp_path: Path) -> None:
