@@ -15,7 +15,7 @@ ALONE := $(wildcard tests/nightly/test_lab_*.py) $(addprefix tests/nightly/test_
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 3
 SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard native/src/* native/include/*)
 
-.PHONY: setup demo test test-all lint types recipes wheels rivals cuda bench bench-check fuzz docs clean
+.PHONY: setup demo test test-all lint types recipes engines wheels rivals cuda bench bench-check fuzz docs clean
 setup: $(STAMP)
 
 $(STAMP): $(SOURCES)
@@ -29,6 +29,10 @@ $(STAMP)-recipes: $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "commlayer[recipes]"
 	@touch $@
 
+$(STAMP)-engines: $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "commlayer[engines]"
+	@touch $@
+
 demo: setup
 	$(BIN)/commlayer demo
 
@@ -40,6 +44,7 @@ test: setup types
 # All tests. Without network the frameworks cannot be installed, and their tests are skipped with this reason.
 test-all: test
 	-@$(MAKE) -s $(STAMP)-recipes
+	-@$(MAKE) -s $(STAMP)-engines
 	$(BIN)/python -m pytest $(PARALLEL) -m nightly $(addprefix --ignore=,$(ALONE)) tests
 	$(BIN)/python -m pytest $(ALONE)
 
@@ -56,6 +61,10 @@ types: setup
 # docs/how-to/frameworks.md: commlayer.integrations and examples with Accelerate, transformers, TRL and Lightning (300 MB)
 recipes: $(STAMP)-recipes
 	$(BIN)/python -m pytest -rs tests/nightly/test_recipes_*.py
+
+# docs/how-to/ray.md, skypilot.md, kubernetes.md (300 MB); slurm.md needs slurmctld and slurmd (Debian: slurm-wlm), too
+engines: $(STAMP)-engines
+	$(BIN)/python -m pytest -rs tests/nightly/test_engines_*.py
 
 # CONTRIBUTING.md: builds and checks source archive and wheel in dist/. cibuildwheel builds wheels for other Pythons and CPUs.
 wheels: setup

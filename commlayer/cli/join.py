@@ -22,7 +22,7 @@ from commlayer.cli.pauses import PAUSED, IfBusy, Pauses, Watts, When, limited_po
 from commlayer.cluster.keys import home_keys
 from commlayer.cluster.keys.home_keys import HomeLine
 from commlayer.config import JOIN_AGAIN, Config, Launch, home_environment
-from commlayer.errors import CommError, InvalidInput, RecordError, without_code
+from commlayer.errors import CommError, InvalidInput, RecordError, code_of, without_code
 
 if TYPE_CHECKING:
     from commlayer.cluster.calls.site_client import SiteLease
@@ -31,8 +31,8 @@ Child = subprocess.Popen[bytes]
 CHECK = "--check"
 POLL_S = 0.1
 TRIES, TRIED_S = 5, 600.0
-"""How often a home joins in a row, if the job ended or had no place left before it had joined, or if it was removed because the
-others did not hear from it; and seconds after which a try does not count."""
+"""How often a home joins in a row, if the job ended or had no place left before it had joined, if it was removed because the
+others did not hear from it, or if another home was lost before the job began; and seconds after which a try does not count."""
 END_S = 30.0
 """Seconds that a home's other workers get to end after a failure or Ctrl-C. Before they end, they notify the other homes."""
 
@@ -115,7 +115,7 @@ def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: 
         settings = {**settings, "min_workers": str(reply.min_workers)}
         children = [_start(line, lease.request.token, reply, local, nproc_per_node, settings)
                     for local in range(nproc_per_node)]
-        code, reason = _wait(children, lease, pauses)
+        code, reason = _wait(children, lease, pauses, may_leave=reply.min_workers > 0)
     except CommError as error:
         reason = str(error)
         raise
@@ -173,9 +173,9 @@ def _start(line: Sequence[str], home: str, reply: Any, local: int, workers: int,
     return subprocess.Popen(command, env=home_environment(mine, reply.nodes, settings), start_new_session=True)
 
 
-def _wait(children: Sequence[Child], lease: SiteLease, pauses: Pauses) -> tuple[int, str]:
+def _wait(children: Sequence[Child], lease: SiteLease, pauses: Pauses, *, may_leave: bool) -> tuple[int, str]:
     """Waits for all workers. Returns the exit code of the first failure (130 after Ctrl-C, PAUSED) and the reason for log
-    lines."""
+    lines. `may_leave`: whether the job continues without a home."""
     code, reason, until = 0, "finished", 0.0
     interrupted: list[int] = []
     with _interrupts_call(lambda number, _: interrupted.append(number)):
@@ -190,7 +190,8 @@ def _wait(children: Sequence[Child], lease: SiteLease, pauses: Pauses) -> tuple[
                 code, reason = _exit_code(failed[0]), _failure_text(failed[0])
             elif not until and lease.ended.is_set():
                 _log(lease.why)
-                code, reason, until = 2, lease.why, time.monotonic() + END_S
+                again = may_leave and code_of(lease.why) == "E-RENDEZVOUS-ENDED"
+                code, reason, until = JOIN_AGAIN if again else 2, lease.why, time.monotonic() + END_S
             elif not until and (why := pauses.reason([child.pid for child in children])):
                 code, reason, until = PAUSED, f"this home {why}", time.monotonic() + END_S
                 lease.close(why)  # the others train on at once, and know why

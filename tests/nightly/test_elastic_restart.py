@@ -100,5 +100,24 @@ def test_restart_with_another_number_of_workers_continues(tmp_path: Path) -> Non
         assert len({each["digest"] for each in results}) == 1
 
 
+def save_or_resume(rank: int, folder: str, per_node: int) -> dict[str, Any]:
+    """With an automatic plan: with a server if the ranks are on machines of their own."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with commlayer.attach(model, optimizer, config=rank_pool.quick(ranks_per_node=per_node)) as session:
+        session.resume(folder)
+        first = session.step
+        train_step(model, optimizer, rank, first)
+        session.checkpoint(folder)
+    return {"first": first, "weights": sum(parameter.sum().item() for parameter in model.parameters())}
+
+
+def test_as_many_ranks_on_another_number_of_machines_continue(tmp_path: Path) -> None:
+    for first, per_node in enumerate((1, 2, 1)):
+        results = pool(WORLD).call(save_or_resume, str(tmp_path), per_node)
+        assert [each["first"] for each in results] == [first] * WORLD
+        assert len({each["weights"] for each in results}) == 1
+
+
 if __name__ == "__main__":
     print(json.dumps(train(int(os.environ["RANK"]), sys.argv[1], killed=int(sys.argv[2]))), flush=True)

@@ -22,7 +22,7 @@ from support import site_training
 from support.coordinators import until
 from support.keys import Folders
 from support.site_training import torchrun_digests
-from support.sites import WAIT_S, Process, Sites, all_ended, ended, next_row, suspend, switch_off
+from support.sites import KILLED, WAIT_S, Process, Sites, all_ended, ended, next_row, suspend, switch_off
 
 pytestmark = pytest.mark.timeout(300)
 SCRIPT = site_training.__file__
@@ -256,6 +256,32 @@ def test_suspended_site_joins_again_by_itself(sites: Sites) -> None:
     assert new.rows[-1]["first"] > 0, "it joins the running job"
     assert re.search(r"^commlayer: .* dead: no heartbeat .*\[E-EPOCH-ENDED\]$", new.errors, re.MULTILINE)
     assert "this home is not in that job: joining again" in new.errors
+    all_ended([server])
+
+
+LOST = """
+import json, os, signal, sys
+import torch
+import commlayer
+
+if sys.argv[1] == "lost":
+    os.kill(os.getpid(), signal.SIGKILL)
+model = torch.nn.Linear(4, 2)
+with commlayer.attach(model) as session:
+    model(torch.ones(1, 4)).sum().backward()
+    print(json.dumps({"world": session.world_size}), flush=True)
+"""
+
+
+def test_site_joins_again_by_itself_if_another_is_lost_before_the_job_began(sites: Sites, tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").write_text(LOST)
+    server = sites.serve(2, "--min-workers", "1")
+    kept, lost = (sites.launch(str(script), how) for how in ("kept", "lost"))
+    assert ended(lost).code == KILLED
+    first, second = all_ended([kept, sites.launch(str(script), "kept")])
+    assert [one.rows for one in (first, second)] == [[{"world": 2}]] * 2
+    assert "[E-RENDEZVOUS-ENDED]" in first.errors
+    assert "this home is not in that job: joining again" in first.errors
     all_ended([server])
 
 

@@ -5,6 +5,7 @@ tests/multi/test_features.py runs each feature in each kind of job.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 AS_OF = "November 2026"
@@ -27,6 +28,11 @@ def recipes(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/nightly/test_recipes_frameworks.py::{name}" for name in names)
 
 
+def engines(name: str) -> Callable[..., tuple[str, ...]]:
+    return lambda *tests: tuple(f"tests/nightly/test_engines_{name}.py::{test}" for test in tests)
+
+
+ray, slurm, kubernetes, sky = map(engines, ("ray", "slurm", "kubernetes", "skypilot"))
 KINDS = {
     "collectives": "torchrun, without servers",
     "servers": "torchrun, with servers",
@@ -134,6 +140,24 @@ TABLES: dict[str, tuple[Row, ...]] = {
         Row("Lightning", YES,
             "the same, and where Lightning starts the ranks", recipes(*SAME, "test_lightning_starts_the_ranks")),
         Row("TRL's SFTTrainer", YES, "LoRA on two ranks", recipes("test_lora_sends_adapters_only")),
+    ),
+    "Engines": (
+        Row("torchrun", YES, "also restarts after a failure",
+            ("tests/nightly/test_elastic_restart.py::test_documented_command_on_two_machines_survives_any_kill",)),
+        Row("Ray Train 2.60", LIMITS,
+            "a Ray of one machine, which restarts after a killed worker",
+            ray("test_restart_after_a_kill_reaches_the_same_weights")),
+        Row("Slurm 22.05", LIMITS,
+            "two nodes on one machine: one job that is preempted and requeued, and a job for each node",
+            slurm("test_one_job_continues_from_its_checkpoint_after_a_preemption",
+                  "test_preempted_site_returns_to_the_running_job")),
+        Row("Kubernetes 1.33 to 1.37", LIMITS,
+            "manifests are valid by its schemas, and their commands run as processes; no cluster has run them",
+            kubernetes("test_manifests_are_valid", "test_pods_that_stay_train_as_one_job",
+                       "test_pod_is_replaced_and_the_server_resumes")),
+        Row("SkyPilot 0.14", LIMITS,
+            "its parser accepts the files, and their commands run as processes; no machine has been rented",
+            sky("test_parser_accepts_both_files", "test_spot_machine_is_replaced")),
     ),
     "Machines": (
         Row("Linux, x86-64", YES, "all tests; kernels for AVX2 and AVX-512"),

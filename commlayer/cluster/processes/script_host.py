@@ -70,11 +70,12 @@ def main() -> None:
 
 def joins_again(error: BaseException) -> bool:
     """Returns whether this home should join again after the error. Either its worker had not joined the job yet; or the job
-    continues without it because its heartbeats did not arrive; or it has lost the server, which the others may still have."""
+    continues without it because its heartbeats did not arrive; or it has lost the server, which the others may still have; or
+    another home was lost before the job began."""
     if not isinstance(error, CommError):
         return False
     lost_server = error.code == "E-PEER-LOST" and error.peer.startswith("server ")
-    removed = lost_server or error.code in ("E-EPOCH-ENDED", "E-JOIN-MISSED")
+    removed = lost_server or error.code in ("E-EPOCH-ENDED", "E-JOIN-MISSED", "E-RENDEZVOUS-ENDED")
     return error.code in ("E-JOB-ENDED", "E-JOB-FULL") or (removed and read_config().min_workers > 0)
 
 

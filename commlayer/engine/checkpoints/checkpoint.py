@@ -63,6 +63,7 @@ from commlayer.engine.components import Pending
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.epochs.replica import Replica
 from commlayer.engine.job.job import DistributedJob, JobContext
+from commlayer.engine.job.plan_agreement import check_plan
 from commlayer.engine.sync.local_steps import PENDING
 from commlayer.engine.worker.plan_handover import inherit_residuals
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost, short_line
@@ -342,7 +343,8 @@ def load_codecs(
         if mark.plan:
             context.first_world = context.worker.units.members = mark.members
         plan = _saved_plan(context, found)
-        if found.exact and context.terms.auto and plan is not None and records.digest(plan) != records.digest(context.plan):
+        another = plan is not None and records.digest(plan) != records.digest(context.plan)
+        if plan is not None and another and found.exact and context.terms.auto and _fits(context, plan):
             switch(context, plan)  # it can differ from the one with which the saving job started
         if context.local is not None and local:
             context.local.restore(local)
@@ -354,6 +356,17 @@ def load_codecs(
         raise not_loaded(context, directory, error) from None
     except Exception as error:
         raise not_loaded(context, directory, error) from error
+
+
+def _fits(context: DistributedJob, plan: Plan) -> bool:
+    """Returns whether this job can train with a checkpoint's plan: its ranks can be on other machines than those that saved."""
+    groups, worker = context.groups, context.worker
+    try:
+        check_plan(plan, worker.job, len(groups.sites), plan.ranks_per_node if context.elastic else groups.ranks_per_node,
+                   worker.device, context.terms.forbids, reachable=groups.members.reachable)
+    except InvalidInput:
+        return False
+    return plan.servers <= len(context.uplink.epoch.servers)
 
 
 def _restore_unchanged(context: DistributedJob, found: FoundCheckpoint) -> None:
