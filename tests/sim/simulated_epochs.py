@@ -496,8 +496,8 @@ class Member:
         """Receives the state together with the others that join: all who take part complete a transfer, or none does."""
         for joining, among, met in self.world.announced(self.rank):
             state, new = met.get(present[0]), [self.world.members[member] for member in joining if member in among]
-            if state is None or not {*among} <= {*present} or not {*among} - {*joining} <= {*met}:
-                continue
+            if state is None or not {*among} <= {*present} & {*self.world.epochs[-1]} or not {*among} - {*joining} <= {*met}:
+                continue  # the store also ignores what a joining worker writes after one of them was lost
             if any(not one.alive or one.hung or not {*among} <= {*self.world.epochs[one.newest]} for one in new):
                 continue
             self.world.entered.setdefault(joining, set()).add(among)

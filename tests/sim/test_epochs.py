@@ -24,7 +24,9 @@ EARLY_ROW = 1120
 """Seed of a schedule in which a joining worker could send its first row while the row before it is still in flight."""
 LATE_NEWS = 3018837
 """Seed of a schedule in which a worker joins that knows a former member from an older epoch, and not that it has left."""
-SELECTED = TWO_LOSSES, EARLY_ROW, LATE_NEWS
+LATE_WRITE = 3002197
+"""Seed of a schedule in which a joining worker ends its transfer after a giver was lost, and has not heard of that."""
+SELECTED = TWO_LOSSES, EARLY_ROW, LATE_NEWS, LATE_WRITE
 
 
 def test_epochs_hold_under_faults() -> None:
