@@ -282,6 +282,9 @@ class Worker:
         try:
             return next(work) if until() else until
         except CommError as error:
+            if self.started and self.id not in numbers(self.world.newest):
+                self.alive = False  # it has heard that the job continues without it
+                return until
             return work.throw(error)
         except StopIteration:
             return None

@@ -24,9 +24,11 @@ from tests.sim.simulated_epochs import World
 from tests.sim.simulated_servers import Server
 from tests.sim.simulated_workers import Given, Replica, Transfer, Worker
 
-SCHEDULES = 50
-SELECTED = 141,
-"""Seeds of rare schedules. In 141, a worker joins that knows a former member from an older epoch, and not that it has left."""
+SCHEDULES = 40
+SELECTED = 141, 209, 4674
+"""Seeds of rare schedules. 141: a worker joins that knows a former member from an older epoch, and not that it has left. 209: a
+member learns that the others continue without it. 4674: a member calls a barrier and is then lost, while another loss has ended
+that barrier for some."""
 
 
 def test_epochs_hold_under_faults() -> None:
@@ -137,7 +139,7 @@ BROKEN: list[tuple[str, Any, str, Any, str]] = [
     ("the state has other totals", Replica, "given", gives(totals=lambda _, worker: worker.world.totals_of(1)), ""),
     ("the state lacks workers that were members", Replica, "given", gives(admitted=lambda *_: ()), ""),
     ("the state is given once", Transfer, "_complete", once, "further"),
-    ("a barrier needs only those that have not called it", RendezvousService, "never_written", of_absent_values, "further"),
+    ("a barrier needs only those that have not called it", RendezvousService, "never_written", of_absent_values, ""),
     ("no barrier before a plan", World, "meet", before_plans, "breach"),
     ("a proposal names one worker of a home", changing_members, "propose", one_worker, "further"),
     ("a row lacks one worker of a home", ChangingMembers, "_whole_sites", lambda self, gone: sorted(gone), "homes"),
