@@ -50,6 +50,10 @@ FOLLOW_NBYTES = WINDOW * BATCH_NBYTES
 """Size of a model's parameters, in bytes, up to which a worker joins local steps without following them first: following takes
 one or two exchanges, and all wait for a smaller state no longer than that."""
 
+REQUESTS_S = 5.0
+"""Seconds for which members wait, at most, until a worker that follows has requested the results from this exchange on. Servers
+keep results only for a short time, so a later worker might have to join again."""
+
 
 class StateGiver(Protocol):
     """Interface of the object that creates the state for joining ranks; `replica.py` implements it."""
@@ -269,7 +273,8 @@ class ChangingMembers(FixedMembers):
         """Begins to give workers that follow the state before the exchange that begins now. All members have an equal one."""
         following, self._following = self._following, []
         context = self._context
-        self._end_transfer()  # the workers have requested the results from this exchange on
+        if self._transfer is not None:
+            self._transfer.join(REQUESTS_S)
         context.complete(Pending.STEP)
         context.rows.send()
         state = self._replica.given(context, context.plan, context.uplink.epoch)
@@ -284,7 +289,7 @@ class ChangingMembers(FixedMembers):
             self.offer(known)
 
     def _start_transfer(self, givers: Sequence[int], joining: Sequence[Joining], state: tuple[bytes, bytes], name: str) -> None:
-        transfer = functools.partial(self._transfer_state, givers, joining, state, name)
+        transfer = functools.partial(self._transfer_state, givers, joining, state, name, self._transfer)
         self._transfer = threading.Thread(target=transfer, name="commlayer-state", daemon=True)
         self._transfer.start()
 
@@ -294,8 +299,12 @@ class ChangingMembers(FixedMembers):
             self._transfer.join()
             self._context.worker.check()
 
-    def _transfer_state(self, givers: Sequence[int], joining: Sequence[Joining], state: tuple[bytes, bytes], name: str) -> None:
-        """Gives the joining workers the job's state, with the other members. If one of them leaves, the others begin again."""
+    def _transfer_state(
+        self, givers: Sequence[int], joining: Sequence[Joining], state: tuple[bytes, bytes], name: str,
+        former: threading.Thread | None,
+    ) -> None:
+        """Gives the joining workers the job's state, with the other members, after the transfer `former`. If one of them
+        leaves, the others begin again."""
         context, worker = self._context, self._context.worker
 
         def act(epoch: Epoch) -> list[int]:
@@ -308,6 +317,8 @@ class ChangingMembers(FixedMembers):
             return new
 
         try:
+            if former is not None:
+                former.join()
             self._await_epoch(joining)
             new = self._newest.run(act)
             if name == "snapshot" and context.worker is worker:
