@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import shlex
+import shutil
 import sys
 import threading
 import time
@@ -380,7 +381,7 @@ def test_mail_is_given_to_sendmail(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     program = tmp_path / "sendmail"
     program.write_text(f"#!/bin/sh\n(echo \"$@\"; cat) > {tmp_path}/mail\n")
     program.chmod(0o755)
-    monkeypatch.setattr(alerts.shutil, "which", lambda name, path="": str(program))
+    monkeypatch.setattr(shutil, "which", lambda name, path="": str(program))
     receiver_of("mailto:me@example.org").send(Alert("done", "The run is done.", "a", START))
     text = (tmp_path / "mail").read_text()
     assert text.startswith("-i -- me@example.org\n")
