@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from bench.ranks import as_rank
-from commlayer.autotune.candidate import Candidate
 from commlayer.autotune.controller import TuningController
 from commlayer.autotune.job_actions import PROBE_S, JobActions
 from commlayer.autotune.plan_limits import PlanLimits
+from commlayer.autotune.planning.candidate import Candidate
 from commlayer.autotune.report import Reports
 from commlayer.autotune.state import MEASURED_STEPS, WARM_STEPS, SearchRequest
 from commlayer.engine.job.job import DistributedJob

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 from msgspec import structs
 
 from commlayer.autotune import link_policy, plan_policy
+from commlayer.autotune.planning.search_thread import SearchThread
 from commlayer.autotune.quality.policy import CodecChange, GradientError
 from commlayer.autotune.report import Alone, Report, Reports
-from commlayer.autotune.search_thread import SearchThread
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.autotune.state import (
     MEASURED_STEPS,

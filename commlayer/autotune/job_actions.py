@@ -12,7 +12,6 @@ from statistics import median
 import torch
 from msgspec import structs
 
-from commlayer.autotune.candidate import Candidate
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.autotune.measure.measurements import (
@@ -27,8 +26,9 @@ from commlayer.autotune.measure.measurements import (
 from commlayer.autotune.measure.probes import at_least, gathered, held_up, meter_of, probed, seen_by
 from commlayer.autotune.measure.step_times import timing_of
 from commlayer.autotune.plan_limits import YOUNG, PlanLimits, bounded, codecs, limits_of
-from commlayer.autotune.planning_process import PlanningProcess
-from commlayer.autotune.search import SearchOrder
+from commlayer.autotune.planning.candidate import Candidate
+from commlayer.autotune.planning.planning_process import PlanningProcess
+from commlayer.autotune.planning.search import SearchOrder
 from commlayer.autotune.state import Measured, SearchRequest
 from commlayer.cluster.processes.collectives import all_or_none
 from commlayer.compressors import build

@@ -13,7 +13,7 @@ from statistics import median
 
 from msgspec import structs
 
-from commlayer.autotune.candidate import LEAVES, MOST_STEPS, Candidate
+from commlayer.autotune.planning.candidate import LEAVES, MOST_STEPS, Candidate
 from commlayer.autotune.state import (
     WARM_STEPS,
     Decided,

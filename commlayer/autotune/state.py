@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from commlayer.autotune.candidate import Candidate, Price
+from commlayer.autotune.planning.candidate import Candidate, Price
 from commlayer.autotune.quality.policy import CodecChange
 from commlayer.autotune.reprobe import ReprobeSchedule
 from commlayer.observe.link_monitor import LinkWatch, Rates, spelled

@@ -11,14 +11,14 @@ from commlayer.cli import keys
 from commlayer.cli.demo import demo
 from commlayer.cli.doctor import doctor
 from commlayer.cli.join import JoinCommand, join, up
-from commlayer.cli.log import log
 from commlayer.cli.pauses import pause, resume
 from commlayer.cli.plan import commands as plan
 from commlayer.cli.profile import profile
-from commlayer.cli.runs import report, trace
 from commlayer.cli.serve import serve
-from commlayer.cli.top import top
 from commlayer.cli.tune import tune
+from commlayer.cli.watch.log import log
+from commlayer.cli.watch.runs import report, trace
+from commlayer.cli.watch.top import top
 from commlayer.cluster.calls import messages
 from commlayer.errors import Coded, coded, line_of
 

@@ -85,9 +85,9 @@ def serve(
 
 def _watch(places: list[str], watts: float, kwh_price: float) -> Callable[[EventLog], Callable[[], None]]:
     """Reads the options about alerts and costs. Returns what starts to follow the job's events."""
-    from commlayer.observe.alerts import Alerts, receiver_of
-    from commlayer.observe.costs import Costs
-    from commlayer.observe.watcher import Watcher
+    from commlayer.observe.job.alerts import Alerts, receiver_of
+    from commlayer.observe.job.costs import Costs
+    from commlayer.observe.job.watcher import Watcher
 
     receivers = [receiver_of(place) for place in places]
     costs = Costs(cache_folder() / "costs.json", watts=watts, kwh_price=kwh_price)

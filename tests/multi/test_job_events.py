@@ -33,7 +33,7 @@ from commlayer.observe import events
 from commlayer.observe.event_files import read_run
 from commlayer.observe.event_log import EventLog
 from commlayer.observe.events import Event, JobEvent, LogEvent, MemberEvent, PlanEvent, StepEvent, WaitEvent
-from commlayer.observe.job_view import JobView
+from commlayer.observe.job.job_view import JobView
 
 _ranks = ranks_first(2)
 

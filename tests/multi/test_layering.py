@@ -246,7 +246,7 @@ def test_planning_loads_no_torch() -> None:
 
 def test_planning_process_loads_no_torch() -> None:
     """It starts during the first steps of a job, which it plans from; the import of torch would slow them down."""
-    assert loaded("commlayer.autotune.planning_process", of={"torch", "grpc", "scipy"}) == "[]"
+    assert loaded("commlayer.autotune.planning.planning_process", of={"torch", "grpc", "scipy"}) == "[]"
 
 
 def test_coordinator_loads_no_numpy() -> None:

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from commlayer.autotune import plan_policy
-from commlayer.autotune.candidate import Candidate
+from commlayer.autotune.planning.candidate import Candidate
 from commlayer.autotune.state import (
     MEASURED_STEPS,
     WARM_STEPS,

@@ -21,10 +21,7 @@ from support.event_stream import START, stream
 
 from commlayer.engine.job.run_events import RunEvents
 from commlayer.errors import InvalidInput
-from commlayer.observe import alerts, events
-from commlayer.observe.alerts import MOST, NO_NUMBER, Alert, Alerts, Receiver, causes, receiver_of
-from commlayer.observe.answers import UNKNOWN, answers
-from commlayer.observe.costs import PENDING_S, Costs
+from commlayer.observe import events
 from commlayer.observe.event_log import EventLog
 from commlayer.observe.events import (
     AloneEvent,
@@ -40,11 +37,15 @@ from commlayer.observe.events import (
     WaitEvent,
     WhatIfEvent,
 )
-from commlayer.observe.job_view import JobView
+from commlayer.observe.job import alerts
+from commlayer.observe.job.alerts import MOST, NO_NUMBER, Alert, Alerts, Receiver, causes, receiver_of
+from commlayer.observe.job.answers import UNKNOWN, answers
+from commlayer.observe.job.costs import PENDING_S, Costs
+from commlayer.observe.job.job_view import JobView
+from commlayer.observe.job.story import Story
+from commlayer.observe.job.watcher import Watcher
 from commlayer.observe.pages.page import report
 from commlayer.observe.power import gpu_watts
-from commlayer.observe.story import Story
-from commlayer.observe.watcher import Watcher
 
 ENDS = [MemberEvent(time=START + 50, member=f"worker {number}", state="left") for number in range(3)]
 

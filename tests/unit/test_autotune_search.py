@@ -20,14 +20,15 @@ from support.planner import PROFILE as PROFILE_PRICE
 from support.planner import flat, home
 
 from commlayer import planner
-from commlayer.autotune import plan_limits, search
-from commlayer.autotune.candidate import LEAVES
-from commlayer.autotune.contention import MOST_FACTOR, dearer, factor
+from commlayer.autotune import plan_limits
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.measurements import RankMeasurement, cluster_of, server_nodes_of
-from commlayer.autotune.planning_process import PlanningProcess
-from commlayer.autotune.search import NEARLY, SearchOrder, on_servers, price_of, sped_up
-from commlayer.autotune.search import search as process_search
+from commlayer.autotune.planning import search
+from commlayer.autotune.planning.candidate import LEAVES
+from commlayer.autotune.planning.contention import MOST_FACTOR, dearer, factor
+from commlayer.autotune.planning.planning_process import PlanningProcess
+from commlayer.autotune.planning.search import NEARLY, SearchOrder, on_servers, price_of, sped_up
+from commlayer.autotune.planning.search import search as process_search
 from commlayer.balance import Communication
 from commlayer.cluster.processes.channels import node_ranks
 from commlayer.codec_spec import parse_spec

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from support.autotuning import FIRST_PLANNING, LINKS, START, candidate, plan_of
 
 from commlayer.autotune import controller as controller_module
-from commlayer.autotune.candidate import Candidate
 from commlayer.autotune.controller import TuningController
 from commlayer.autotune.link_policy import LINKS_HOLD, SOON_S
+from commlayer.autotune.planning.candidate import Candidate
 from commlayer.autotune.report import Reports
 from commlayer.autotune.state import MEASURED_STEPS, WARM_STEPS, Measured, Phase, SearchRequest
 from commlayer.engine.job.plan_terms import PlanTerms

@@ -30,7 +30,7 @@ from commlayer.observe.events import (
     StepEvent,
     WaitEvent,
 )
-from commlayer.observe.job_view import JobView
+from commlayer.observe.job.job_view import JobView
 
 ANY_TEXT = st.text(max_size=3000)
 ANY_NUMBER = st.floats(allow_nan=True, allow_infinity=True)

@@ -25,8 +25,8 @@ from support.autotuning import (
 )
 
 from commlayer.autotune import plan_policy
-from commlayer.autotune.candidate import LEAVES, MOST_STEPS
 from commlayer.autotune.plan_policy import PLAIN, SLOWER, STALE, TO_WIN, TRIED, WORTH, to_win
+from commlayer.autotune.planning.candidate import LEAVES, MOST_STEPS
 from commlayer.autotune.reprobe import COST_MOST, EXPECTED_TRIPS, FIRST_S
 from commlayer.autotune.state import TuningRequest
 from commlayer.observe.interface_counters import Direction, Throughput

@@ -26,7 +26,7 @@ from support.plans import cluster, toy_job
 from commlayer import records
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.measurements import filled_of
-from commlayer.autotune.search import best_plan
+from commlayer.autotune.planning.search import best_plan
 from commlayer.compressors import codec_of, parse
 from commlayer.compressors.feedback import wrap
 from commlayer.engine.job.plan_checks import promise_of, unsuited

@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 from support.event_stream import START, stream
 
-from commlayer.cli.top_screen import line_of, screen, summary, worker_lines
+from commlayer.cli.watch.top_screen import line_of, screen, summary, worker_lines
 from commlayer.errors import InvalidInput
 from commlayer.integrations.tracking import log_to, scalars
 from commlayer.observe import events
-from commlayer.observe.job_view import JobView
+from commlayer.observe.job.job_view import JobView
 from commlayer.observe.pages.metrics import exposition
 from commlayer.observe.pages.page import state_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from commlayer.observe.job_view import JobView, Totals, WorkerRow
+from commlayer.observe.job.job_view import JobView, Totals, WorkerRow
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Labels = dict[str, str]

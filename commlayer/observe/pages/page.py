@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from commlayer.observe.answers import answers
 from commlayer.observe.events import Event, JobEvent, clean
-from commlayer.observe.job_view import JobView
+from commlayer.observe.job.answers import answers
+from commlayer.observe.job.job_view import JobView
 from commlayer.observe.pages.run_record import Notable, Point, RunRecord, rounded
 
 FOLDER = Path(__file__).parent

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from commlayer.observe.events import Event, LogEvent, MemberEvent, StepEvent
-from commlayer.observe.job_view import JobView
+from commlayer.observe.job.job_view import JobView
 
 MOST_POINTS = 1000
 """Number of points of a curve from which neighbours are merged."""

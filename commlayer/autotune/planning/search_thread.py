@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from commlayer.autotune.candidate import Candidate
+from commlayer.autotune.planning.candidate import Candidate
 from commlayer.autotune.state import SearchRequest
 
 if TYPE_CHECKING:

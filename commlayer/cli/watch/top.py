@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from commlayer.cluster.calls.event_client import EventClient
     from commlayer.observe.event_files import EventFiles
     from commlayer.observe.events import Event
-    from commlayer.observe.job_view import JobView
+    from commlayer.observe.job.job_view import JobView
 
 LOOK_S, FRAME_S = 1.0, 0.25
 """Seconds between two looks at a running job, and between two frames of a replay."""
@@ -76,7 +76,7 @@ def source_of(job: str, keys: str, *, insecure: bool) -> Iterator[EventClient | 
 def _watch(source: EventClient | EventFiles, events: list[Event], *, once: bool) -> None:
     """Shows the job until its last worker has left. `events`: what `source` has returned already. A coordinator that stops
     answering is shown, and asked again."""
-    from commlayer.observe.job_view import JobView
+    from commlayer.observe.job.job_view import JobView
 
     view = JobView()
     with _output(view) as show:
@@ -97,7 +97,7 @@ def _watch(source: EventClient | EventFiles, events: list[Event], *, once: bool)
 
 def _replay(path: Path, at: float, *, once: bool) -> None:
     from commlayer.observe.event_files import read_run
-    from commlayer.observe.job_view import JobView
+    from commlayer.observe.job.job_view import JobView
 
     events, view = read_run(path), JobView()
     start, end = events[0].time, events[-1].time
@@ -134,7 +134,7 @@ class _Screen:
         """Does nothing: the screen lists the latest events."""
 
     def state(self, now: float, *, last: bool = False) -> None:
-        from commlayer.cli.top_screen import screen
+        from commlayer.cli.watch.top_screen import screen
 
         size = self._console.size
         self._live.update(screen(self._view, now, width=size.width, height=size.height, note=self.note), refresh=True)
@@ -149,13 +149,13 @@ class _Lines:
         self._view, self.note, self._next = view, "", 0.0
 
     def event(self, event: Event) -> None:
-        from commlayer.cli.top_screen import line_of
+        from commlayer.cli.watch.top_screen import line_of
 
         if line := line_of(self._view, event):
             print(line)
 
     def state(self, now: float, *, last: bool = False) -> None:
-        from commlayer.cli.top_screen import summary, worker_lines
+        from commlayer.cli.watch.top_screen import summary, worker_lines
 
         if last or now >= self._next:
             self._next = now + LINE_S

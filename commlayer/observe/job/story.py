@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from commlayer.errors import listed
-from commlayer.observe.answers import span
 from commlayer.observe.events import AloneEvent, Event, JobEvent, LogEvent, MemberEvent, PlanEvent, WaitEvent
-from commlayer.observe.job_view import JobView
+from commlayer.observe.job.answers import span
+from commlayer.observe.job.job_view import JobView
 
 
 class Story:

@@ -11,7 +11,7 @@ import msgspec
 
 from commlayer.files import write_whole
 from commlayer.observe.events import CostEvent, Event, PowerEvent, StepEvent
-from commlayer.observe.job_view import JobView
+from commlayer.observe.job.job_view import JobView
 
 log = logging.getLogger("commlayer")
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from commlayer.cli.options import Insecure, Keys
-from commlayer.cli.top import LOOK_S, quiet_pipe, source_of
+from commlayer.cli.watch.top import LOOK_S, quiet_pipe, source_of
 from commlayer.errors import InvalidInput
 
 
@@ -22,9 +22,9 @@ def log(
                                                          "serve`, for jobs without a server.", metavar="WHERE")] = None,
 ) -> None:
     """Print the story of a run: who joined, left and was missing, plans, failures, and the end."""
-    from commlayer.cli.top_screen import clock
-    from commlayer.observe.alerts import Alerts, receiver_of
-    from commlayer.observe.story import Story
+    from commlayer.cli.watch.top_screen import clock
+    from commlayer.observe.job.alerts import Alerts, receiver_of
+    from commlayer.observe.job.story import Story
 
     if alert and not follow:
         raise InvalidInput("E-CLI-OPTION", "--alert without --follow: a finished run needs no alerts; add --follow or "

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from commlayer.autotune.candidate import LEAVES, MOST_STEPS, Candidate, Price, steps_of
-from commlayer.autotune.contention import dearer, factor
+from commlayer.autotune.planning.candidate import LEAVES, MOST_STEPS, Candidate, Price, steps_of
+from commlayer.autotune.planning.contention import dearer, factor
 from commlayer.codec_spec import parse_spec
 from commlayer.planner.baselines import one_machine
 from commlayer.planner.buckets import COLLECTIVE_NBYTES, default_plan

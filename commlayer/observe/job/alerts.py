@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from commlayer.errors import InvalidInput, short_line
 from commlayer.observe.events import COORDINATOR, Event, LogEvent, MemberEvent, WaitEvent
-from commlayer.observe.job_view import JobView
+from commlayer.observe.job.job_view import JobView
 
 log = logging.getLogger("commlayer")
 

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from commlayer.cli.output import nbytes
-from commlayer.observe.answers import UNKNOWN, answers, span
 from commlayer.observe.events import Event
-from commlayer.observe.job_view import JobView, WorkerRow
+from commlayer.observe.job.answers import UNKNOWN, answers, span
+from commlayer.observe.job.job_view import JobView, WorkerRow
 from commlayer.observe.link_monitor import megabits
 
 BAR = 8

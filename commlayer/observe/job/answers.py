@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from commlayer.errors import short_line
-from commlayer.observe.job_view import JobView
+from commlayer.observe.job.job_view import JobView
 
 UNKNOWN = "unknown"
 HELPS = 1.05

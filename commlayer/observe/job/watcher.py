@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 
-from commlayer.observe.alerts import Alerts
-from commlayer.observe.costs import Costs
 from commlayer.observe.event_log import EventLog
 from commlayer.observe.events import decode
-from commlayer.observe.story import Story
+from commlayer.observe.job.alerts import Alerts
+from commlayer.observe.job.costs import Costs
+from commlayer.observe.job.story import Story
 
 log = logging.getLogger("commlayer")
 

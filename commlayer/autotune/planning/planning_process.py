@@ -17,16 +17,16 @@ from pathlib import Path
 
 import msgspec
 
-from commlayer.autotune.search import SearchOrder, SearchResult, search
-from commlayer.autotune.what_if import Gains, gains_of
+from commlayer.autotune.planning.search import SearchOrder, SearchResult, search
+from commlayer.autotune.planning.what_if import Gains, gains_of
 from commlayer.errors import InvalidInput, InvalidState
 from commlayer.planner.model import Question
 from commlayer.records import Record
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # The child must import the same package as this process, installed or not, regardless of the current directory.
 RUN = ("import sys; root = sys.argv.pop(1); root in sys.path or sys.path.insert(0, root); "
-       "from commlayer.autotune.planning_process import main; main()")
+       "from commlayer.autotune.planning.planning_process import main; main()")
 NICE = 5
 """Niceness of the planning process: training has priority over the search."""
 LOOK_S = 5.0

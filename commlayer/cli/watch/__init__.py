@@ -1,0 +1,1 @@
+"""The commands that show a job: top, log, report and trace."""

@@ -1,0 +1,1 @@
+"""What people are told about a running job: its view, answers, costs, story and alerts."""
