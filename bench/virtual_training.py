@@ -339,9 +339,6 @@ class _SharedNorms:
     def read(self) -> list[tuple[float, float]]:
         return self._sums.norms
 
-    def in_site(self, square: float) -> float:
-        return square
-
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
         """Virtual workers do not report the agreement of their changes."""
 
@@ -364,6 +361,9 @@ class _Rank:
 
     def has_weight(self, fragment: int) -> bool:
         return True
+
+    def sum_in_site(self, value: float, deadline_s: float) -> float:
+        return value
 
     def complete(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """No action: sums are complete at once."""

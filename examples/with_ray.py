@@ -29,7 +29,7 @@ def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]
     return x, x[:, :10].argmax(1)
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -37,7 +37,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def train(options: dict[str, Any]) -> None:
     """What each worker runs."""
-    model, optimizer = make()
+    model, optimizer = model_and_optimizer()
     with commlayer.attach(model, optimizer, sync="auto") as session:  # commlayer: instead of ray.train.torch.prepare_model
         if saved := ray.train.get_checkpoint():
             with saved.as_directory() as folder:

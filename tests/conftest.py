@@ -55,7 +55,7 @@ MACHINE = (
     r"pinned memory needs a GPU", r"no nvcc", r"this CPU cannot flush denormals", r"no default route",
     r"needs aarch64-linux-gnu-g\+\+", r"there is no clang\+\+", r"only Linux reports",
     r"sockets are paced on Linux only", r"the WAN lab needs",
-    r"which `make recipes` installs", r"chromium is not installed",
+    r"which `make (recipes|engines)` installs", r"chromium is not installed",
 )
 """Reasons that no installation from the project's own files removes: hardware, operating system, network."""
 TOOLS = (

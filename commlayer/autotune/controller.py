@@ -263,9 +263,10 @@ class TuningController(Component):
             self._recorded_s.append(step_s)
         if state.step < state.until:
             return
-        # The first steps were recorded. Under the plan of the last run they may be many local steps.
+        # The first steps were recorded. Under the plan of the last run, which has a prediction, they may be many local steps.
+        plan = self._context.plan
         if state.phase is Phase.MEASURING or (state.links is None and (
-                self._context.plan.steps_locally or link_policy.links_hold(*self._do.share_times(step_s, waited_s)))):
+                (plan.steps_locally and plan.step_s) or link_policy.links_hold(*self._do.share_times(step_s, waited_s)))):
             self._measure()
         else:
             self.state = structs.replace(state, phase=Phase.MEASURING, until=state.step + MEASURED_STEPS + 1)

@@ -310,7 +310,7 @@ def test_components_added_or_removed_during_a_call_count_from_the_next() -> None
 def test_session_attributes_are_few_and_the_rest_is_under_inspect() -> None:
     session = commlayer.attach(mlp())
     public = {name for name in {*dir(session), *vars(session)} if not name.startswith("_")}
-    assert len(public) <= 18
+    assert len(public) <= 19  # two of them are those of a Stateful of torch
     assert {"no_sync", "synchronize", "weight", "checkpoint", "resume", "metrics", "close",
             "inspect"} <= public
     rest = {name for name in dir(session.inspect) if not name.startswith("_")}

@@ -76,7 +76,7 @@ def row_of(out: str) -> dict[str, Any]:
 
 def union() -> dict[str, torch.Tensor]:
     """The weights of one process that trains on the batches of all workers."""
-    model, optimizer = with_ray.make()
+    model, optimizer = with_ray.model_and_optimizer()
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(WORKERS):

@@ -22,6 +22,7 @@ from commlayer.engine.epochs.schedule import Joining
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.start.result_follower import ResultFollower
 from commlayer.engine.step.update_norms import LENGTHS
+from commlayer.engine.worker.site import Site
 from commlayer.errors import CommError
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import Bucket, Epoch, Job, Member, Plan, TensorInfo, sites_of
@@ -223,6 +224,7 @@ class Worker:
     (`uplink`). Until it has the job's state it waits for that."""
 
     error, late, address, waits = None, False, "", SimpleNamespace(notice_s=0.0)
+    site = Site()
 
     def __init__(self, world: Network, rank: int, home: Home) -> None:
         self.world, self.id, self.home = world, rank, home

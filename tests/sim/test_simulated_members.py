@@ -71,8 +71,8 @@ def too_few(state: State) -> State:
     return msgspec.structs.replace(result, min_workers=state.min_workers)
 
 
-def boundless(state: State, *now: float) -> AdmissionState:
-    return ADMITTED(msgspec.structs.replace(state, max_workers=64), *now)
+def boundless(state: State, *now: float, **more: int) -> AdmissionState:
+    return msgspec.structs.replace(ADMITTED(msgspec.structs.replace(state, max_workers=64), *now, **more), size=0)
 
 
 @pytest.mark.parametrize(("where", "name", "wrong", "line"), [

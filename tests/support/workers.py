@@ -129,9 +129,6 @@ class _RankRows:
     def read(self) -> list[tuple[float, ...]]:
         return self._rows.hear(self._rank)
 
-    def in_site(self, square: float) -> float:
-        return square
-
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
         self._rows.seen[self._rank] = self._rows.seen[self._rank].plus(rows, square)
 
