@@ -350,12 +350,14 @@ def line_of(error: Exception) -> str:
 
 def cause_of(error: BaseException) -> str:
     r"""The reason that is sent to other ranks when an exception ends a script: the exception's class and the first line of its
-    text.
+    text. A pause ends it with KeyboardInterrupt, whose text is the reason.
 
-    >>> cause_of(KeyboardInterrupt()), cause_of(ValueError("no room\\nfor it"))
-    ('KeyboardInterrupt', 'ValueError: no room')
+    >>> cause_of(KeyboardInterrupt()), cause_of(ValueError("no room\\nfor it")), cause_of(KeyboardInterrupt("pauses"))
+    ('KeyboardInterrupt', 'ValueError: no room', 'pauses')
     """
     message = str(error).strip().partition("\n")[0]
+    if message and isinstance(error, KeyboardInterrupt):
+        return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 

@@ -79,8 +79,8 @@ class JobActions:
         """Upload rate of servers on other machines; 0 before a search has found it from the measured step time."""
         self._process, self._aside = PlanningProcess(), PlanningProcess()
         """`_aside`: for what-if questions, for which nothing waits."""
-        self._remembers = False
-        """True: `remember` has been called."""
+        self._young = context.plan if context.passes < YOUNG else None
+        """The latest plan that became active while the job was young."""
         self._asked: Question | None = None
         self._asked_at = -math.inf
 
@@ -105,13 +105,13 @@ class JobActions:
             uplink.pace_servers(groups.node, up_bps)
 
     def remember(self, links: Sequence[Link]) -> None:
-        """Writes the plan and this node's link for the next run of the job. Plans that an older job has turned to are not
-        written: they do not suit a job that begins."""
+        """Writes the plan and this node's link for the next run of the job, unless the job was older when it turned to this
+        plan: such a plan does not suit a job that begins."""
         context = self._context
-        if context.passes < YOUNG or not self._remembers:
-            self._remembers = True
-            # Planning needs servers, even if the plan does not.
-            plan = structs.replace(context.plan, servers=len(context.uplink.epoch.servers))
+        if context.plan is self._young:
+            # Planning needs servers, even if the plan does not. Homes may come in another order, so no codec is that of a node.
+            plan = structs.replace(context.plan, servers=len(context.uplink.epoch.servers),
+                                   buckets=tuple(structs.replace(b, by_node=()) for b in context.plan.buckets))
             context.terms.last_runs.save(context.groups.sites, LastRun(plan, links[context.groups.node]))
 
     def record(self, *, on: bool) -> None:
@@ -145,7 +145,8 @@ class JobActions:
                 self._energy = self._energy or energy_of(worker)
         carried = None if seen is None else seen.carried
         expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
-        last = context.terms.last_runs.load(groups.sites) if self._measured is None else None
+        begins = self._measured is None and context.uplink.epoch.generation == 1
+        last = context.terms.last_runs.load(groups.sites) if begins else None
         link = at_least(probed(context, (1 - GROUPS_SHARE) * self._probe_s, limited, (len(steps_s) + 1) * step_s,
                                expected=expected, last=None if last is None else last.link), carried, self._fastest_down_bps())
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced)
@@ -179,6 +180,8 @@ class JobActions:
 
     def switch(self, plan: Plan | None, *, by_itself: bool) -> None:
         switch(self._context, plan, by_itself=by_itself)
+        if self._context.passes < YOUNG:
+            self._young = self._context.plan
 
     def prepare_search(self) -> None:
         """Starts the planning process in advance. A failure is ignored here; the first search reports it."""

@@ -21,8 +21,9 @@ from commlayer.cli.options import Insecure, Keys, config_of, config_with_secret,
 from commlayer.cli.pauses import PAUSED, IfBusy, Pauses, Watts, When, limited_power, unit_of
 from commlayer.cluster.keys import home_keys
 from commlayer.cluster.keys.home_keys import HomeLine
-from commlayer.config import JOIN_AGAIN, Config, Launch, home_environment
+from commlayer.config import JOIN_AGAIN, Config, Launch, home_environment, leave_note
 from commlayer.errors import CommError, InvalidInput, RecordError, code_of, without_code
+from commlayer.files import write_whole
 
 if TYPE_CHECKING:
     from commlayer.cluster.calls.site_client import SiteLease
@@ -194,11 +195,13 @@ def _wait(children: Sequence[Child], lease: SiteLease, pauses: Pauses, *, may_le
                 code, reason, until = JOIN_AGAIN if again else 2, lease.why, time.monotonic() + END_S
             elif not until and (why := pauses.reason([child.pid for child in children])):
                 code, reason, until = PAUSED, f"this home {why}", time.monotonic() + END_S
-                lease.close(why)  # the others train on at once, and know why
+                leave_note(os.getpid()).parent.mkdir(parents=True, exist_ok=True)
+                write_whole({leave_note(os.getpid()): why.encode()})  # the reason that the workers give to the others
                 _signal(children, signal.SIGINT)
             elif until and time.monotonic() > until:
                 _signal(children, signal.SIGKILL)
             time.sleep(POLL_S)
+    leave_note(os.getpid()).unlink(missing_ok=True)
     failed = _failed(children)
     if code != PAUSED and not interrupted and JOIN_AGAIN in failed and {*failed} <= {JOIN_AGAIN, -signal.SIGKILL}:
         return JOIN_AGAIN, reason

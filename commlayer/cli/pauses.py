@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -71,7 +73,7 @@ def _hours(part: str, text: str) -> Hours:
     return Hours(60 * begin.hour + begin.minute, 60 * end.hour + end.minute)
 
 
-def closed(when: Sequence[Hours], now: datetime.datetime) -> str:
+def reason_closed(when: Sequence[Hours], now: datetime.datetime) -> str:
     """Returns why the home does not train at this hour; "" if it does."""
     minute = 60 * now.hour + now.minute
     if not when or any(hours.contain(minute) for hours in when):
@@ -104,7 +106,8 @@ class Pauses:
     def __init__(self, when: str, *, if_busy: bool) -> None:
         """`when`: the option --when."""
         self._when, self._if_busy, self._machine = hours_of(when), if_busy, Machine()
-        self._use, self._asked, self._looked = Use(), 0.0, 0.0
+        self._use, self._asked, self._looked = Use(), 0.0, -math.inf
+        self._looking: threading.Thread | None = None
         self._reason = ""
 
     def reason(self, own: Collection[int] = ()) -> str:
@@ -117,18 +120,24 @@ class Pauses:
     def _found(self, own: Collection[int], now: float) -> str:
         if paused_mark().exists():
             return "pauses until its owner runs `commlayer resume`"
-        if (why := closed(self._when, datetime.datetime.now())) or not self._if_busy:
+        if (why := reason_closed(self._when, datetime.datetime.now())) or not self._if_busy:
             return why
-        if now - self._looked >= LOOK_S or not self._looked:
-            self._looked, self._use = now, self._use.seen(self._machine.others(own), now)
+        if not (self._looking and self._looking.is_alive()) and now - self._looked >= LOOK_S:
+            self._looked = now
+            self._looking = threading.Thread(target=self._look, args=(tuple(own),), daemon=True)
+            self._looking.start()
         return f"pauses while {self._use.what}" if self._use.counts else ""
 
-    def wait(self, tell: Callable[[str], None]) -> bool:
+    def _look(self, own: Collection[int]) -> None:
+        """Looks at the machine, on a thread of its own: a program that is asked may hang, and Ctrl-C must not."""
+        self._use = self._use.seen(self._machine.others(own), time.monotonic())
+
+    def wait(self, log: Callable[[str], None]) -> bool:
         """Waits until this home trains, and says why it waits. Returns whether it has waited."""
         said = ""
         while reason := self.reason():
             if reason != said:
-                tell(f"this home {reason}")
+                log(f"this home {reason}")
                 said = reason
             time.sleep(ASK_S)
         return bool(said)
@@ -194,7 +203,7 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 def _gpu_use(own: Collection[int]) -> str:
     """Returns that another program uses a GPU; "" if none does, or if the machine cannot say it."""
-    for line in said("nvidia-smi", "pmon", "-c", "1", "-s", "u").splitlines():
+    for line in output_of("nvidia-smi", "pmon", "-c", "1", "-s", "u").splitlines():
         fields = line.split()
         if len(fields) > 3 and fields[1].isdigit() and int(fields[1]) not in own and fields[3].isdigit() and \
                 int(fields[3]) >= GPU_PERCENT:
@@ -204,11 +213,11 @@ def _gpu_use(own: Collection[int]) -> str:
 
 def _input_use() -> str:
     """Returns that somebody sits at this machine; "" if nobody does, or if the machine cannot say it."""
-    idle = said("loginctl", "show-seat", "seat0", "--property=ActiveSession", "--property=IdleHint").split()
+    idle = output_of("loginctl", "show-seat", "seat0", "--property=ActiveSession", "--property=IdleHint").split()
     return "somebody uses this machine" if "IdleHint=no" in idle and "ActiveSession=" not in idle else ""
 
 
-def said(*command: str) -> str:
+def output_of(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -217,20 +226,22 @@ def said(*command: str) -> str:
 
 @contextlib.contextmanager
 def limited_power(watts: int) -> Iterator[None]:
-    """Limits the power of all GPUs meanwhile; 0: not. Raises InvalidInput if nvidia-smi refuses."""
-    earlier = said("nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader,nounits").split() if watts else []
-    if watts and not earlier:
+    """Limits the power of all GPUs meanwhile; 0: not. Then their usual limits hold again. Raises InvalidInput if nvidia-smi
+    refuses."""
+    query = ("nvidia-smi", "--query-gpu=power.default_limit", "--format=csv,noheader,nounits")
+    usual = output_of(*query).split() if watts else []
+    if watts and not usual:
         raise InvalidInput("E-CLI-OPTION", f"--max-gpu-power {watts}: nvidia-smi names no GPU with a power limit; leave the "
                                            "option out")
-    for number, _ in enumerate(earlier):
-        if not said("nvidia-smi", f"--id={number}", f"--power-limit={watts}"):
-            raise InvalidInput("E-CLI-OPTION", f"--max-gpu-power {watts}: nvidia-smi refuses it for GPU {number}; "
-                                               f"`nvidia-smi --id={number} --power-limit={watts}` as root says why")
     try:
+        for number in range(len(usual)):
+            if not output_of("nvidia-smi", f"--id={number}", f"--power-limit={watts}"):
+                raise InvalidInput("E-CLI-OPTION", f"--max-gpu-power {watts}: nvidia-smi refuses it for GPU {number}; "
+                                                   f"`nvidia-smi --id={number} --power-limit={watts}` as root says why")
         yield
     finally:
-        for number, limit in enumerate(earlier):
-            said("nvidia-smi", f"--id={number}", f"--power-limit={limit}")
+        for number, limit in enumerate(usual):
+            output_of("nvidia-smi", f"--id={number}", f"--power-limit={limit}")
 
 
 def unit_of(script: Path, args: Sequence[str], when: str, *, pause_if_busy: bool, watts: int) -> str:
@@ -246,10 +257,10 @@ Description=A home that trains with commlayer
 [Service]
 WorkingDirectory={Path.cwd()}
 ExecStart={command}
+KillMode=mixed
 KillSignal=SIGINT
 Restart=on-failure
 RestartSec=60
-RestartPreventExitStatus=2
 [Install]
 WantedBy=default.target"""
 

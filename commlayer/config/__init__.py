@@ -11,6 +11,7 @@ from commlayer.config.environment import codec_threads as codec_threads
 from commlayer.config.environment import has_proxy as has_proxy
 from commlayer.config.environment import home_environment as home_environment
 from commlayer.config.environment import launcher_says as launcher_says
+from commlayer.config.environment import leave_note as leave_note
 from commlayer.config.environment import master as master
 from commlayer.config.environment import quiet_grpc as quiet_grpc
 from commlayer.config.environment import read_launch as read_launch

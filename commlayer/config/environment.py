@@ -109,6 +109,11 @@ def user_folder() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "commlayer"
 
 
+def leave_note(launcher: int) -> Path:
+    """The file in which a home's launcher writes why its workers leave, before it interrupts them. `launcher`: process id."""
+    return user_folder() / f"leaves-{launcher}"
+
+
 def cache_folder() -> Path:
     """The folder of what can be learned again: `$XDG_CACHE_HOME/commlayer`, by default `~/.cache/commlayer`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "commlayer"

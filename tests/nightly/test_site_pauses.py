@@ -29,7 +29,7 @@ def children(process: Process) -> str:
 
 @pytest.mark.parametrize("modes", [{}, {"every": 2, "overlap": "round"}], ids=str)
 def test_the_others_train_on_while_a_home_pauses(sites: Sites, tmp_path: Path, modes: dict[str, object]) -> None:
-    sites.serve(2, "--min-workers", "1")
+    server = sites.serve(2, "--min-workers", "1")
     script = Script(attach=modes, momentum=True, workers=2)
     stays = run(sites, script, 0, rank=0)
     sites.set(XDG_CONFIG_HOME=str(tmp_path))
@@ -42,6 +42,7 @@ def test_the_others_train_on_while_a_home_pauses(sites: Sites, tmp_path: Path, m
         pass
     all_ended([sites.run("resume")])
     ends = all_ended([stays, pauses])
+    assert "pauses until its owner runs `commlayer resume`" in all_ended([server])[0].errors
     old, new = (end.rows[-1] for end in ends)
     assert (old["weights"], old["step"]) == (new["weights"], new["step"])
     assert sorted(old["members"]) == [0, 2]

@@ -14,7 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlayer.cli import pauses
-from commlayer.cli.pauses import BUSY_S, DAY_MIN, QUIET_S, Hours, Machine, Pauses, Use, closed, hours_of, limited_power, unit_of
+from commlayer.cli.pauses import (
+    BUSY_S,
+    DAY_MIN,
+    QUIET_S,
+    Hours,
+    Machine,
+    Pauses,
+    Use,
+    hours_of,
+    limited_power,
+    reason_closed,
+    unit_of,
+)
 from commlayer.errors import InvalidInput, code_of
 
 MINUTES = st.integers(0, DAY_MIN - 1)
@@ -28,7 +40,7 @@ def at(minute: int) -> datetime.datetime:
 def test_hours_contain_the_minutes_from_begin_to_end(begin: int, end: int, minute: int) -> None:
     wanted = begin <= minute < end if begin < end else minute >= begin or minute < end
     assert Hours(begin, end).contain(minute) == wanted
-    assert (closed([Hours(begin, end)], at(minute)) == "") == wanted
+    assert (reason_closed([Hours(begin, end)], at(minute)) == "") == wanted
 
 
 @pytest.mark.parametrize(("text", "minute", "wanted"), [
@@ -42,7 +54,7 @@ def test_hours_contain_the_minutes_from_begin_to_end(begin: int, end: int, minut
     ("00:00-00:00", 0, ""),
 ])
 def test_a_home_says_when_it_trains_again(text: str, minute: int, wanted: str) -> None:
-    assert closed(hours_of(text), at(minute)) == wanted
+    assert reason_closed(hours_of(text), at(minute)) == wanted
 
 
 @pytest.mark.parametrize("text", ["x", "22:00", "22:00-", "-7:00", "24:00-07:00", "22:60-07:00", "22:00-07:00,",
@@ -93,7 +105,7 @@ def test_work_of_others_counts_and_own_work_does_not(
     monkeypatch.setattr(pauses, "busy_s", lambda: all_s[0])
     monkeypatch.setattr(pauses, "own_tree", lambda own: {*own})
     monkeypatch.setattr(pauses, "process_s", lambda pid: mine[pid])
-    monkeypatch.setattr(pauses, "said", lambda *_: "")
+    monkeypatch.setattr(pauses, "output_of", lambda *_: "")
     assert machine.others([7]) == "", "nothing is known after the first look"
     clock[0], all_s[0], mine[7] = 110.0, 5000.0 + others_s + own_s, 20.0 + own_s
     assert bool(machine.others([7])) == wanted
@@ -111,7 +123,7 @@ PMON = """# gpu         pid   type     sm    mem    enc    dec    jpg    ofa    
     (PMON.format(90, 40), "game uses the GPU"), (PMON.format(90, 3), ""), (PMON.format(90, "-"), ""), ("", ""),
     ("nvidia-smi has failed", "")])
 def test_another_program_on_the_gpu_is_named(monkeypatch: pytest.MonkeyPatch, said: str, wanted: str) -> None:
-    monkeypatch.setattr(pauses, "said", lambda *command: said if command[0] == "nvidia-smi" else "")
+    monkeypatch.setattr(pauses, "output_of", lambda *command: said if command[0] == "nvidia-smi" else "")
     monkeypatch.setattr(pauses, "own_tree", lambda own: {*own})
     assert Machine().others([4242]) == wanted
 
@@ -120,7 +132,7 @@ def test_another_program_on_the_gpu_is_named(monkeypatch: pytest.MonkeyPatch, sa
     ("ActiveSession=3\nIdleHint=no\n", True), ("ActiveSession=3\nIdleHint=yes\n", False),
     ("ActiveSession=\nIdleHint=no\n", False), ("", False)])
 def test_somebody_at_the_machine_counts(monkeypatch: pytest.MonkeyPatch, said: str, wanted: bool) -> None:
-    monkeypatch.setattr(pauses, "said", lambda *command: said if command[0] == "loginctl" else "")
+    monkeypatch.setattr(pauses, "output_of", lambda *command: said if command[0] == "loginctl" else "")
     assert bool(Machine().others([])) == wanted
 
 
@@ -136,7 +148,7 @@ def test_own_children_are_own() -> None:
 
 
 def test_a_machine_without_gpus_refuses_a_limit_of_power(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pauses, "said", lambda *_: "")
+    monkeypatch.setattr(pauses, "output_of", lambda *_: "")
     with limited_power(0):
         pass
     with pytest.raises(InvalidInput), limited_power(150):
@@ -148,9 +160,9 @@ def test_power_returns_to_its_earlier_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
     def said(*command: str) -> str:
         calls.append(command[1:])
-        return "250.00\n170.50\n" if "power.limit" in command[1] else "done"
+        return "250.00\n170.50\n" if "power.default_limit" in command[1] else "done"
 
-    monkeypatch.setattr(pauses, "said", said)
+    monkeypatch.setattr(pauses, "output_of", said)
     with pytest.raises(KeyError), limited_power(150):
         raise KeyError
     assert calls[1:] == [("--id=0", "--power-limit=150"), ("--id=1", "--power-limit=150"),

@@ -96,7 +96,7 @@ def probed(
     function and then `gathered`, which waits for the last rank. `seen`: traffic in steps of `steps_s` seconds in total; no
     link is probed if that traffic shows the rates of all nodes. `expected`: known lower bounds of the rates, which set the
     initial TCP windows. `last`: this node's link in the job's last run, which counts
-    as measured if its round trip has hardly changed (RFC 9959)."""
+    as measured if its round trip is of the same order (RFC 9959)."""
     groups = context.groups
     # No home has a server, and homes are renumbered when members change.
     away = [server.id for server in context.uplink.epoch.servers if context.elastic or server.node != groups.node]

@@ -344,7 +344,7 @@ class Coordinator:
                         log.warning("%s: ended while no coordinator was running, according to its servers", place.peer)
                 self._set(self._without_awaited(state))
                 settled = epoch_change.settled_generation(self._state)
-            self._rendezvous.forget(settled)
+            event_loop().call_soon_threadsafe(self._rendezvous.forget, settled)
             try:
                 self._drop_revoked()
                 self._note_waits(begin)

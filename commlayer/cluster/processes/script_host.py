@@ -7,6 +7,7 @@ Rank and world size come from the environment.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import functools
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from commlayer.config import JOIN_AGAIN, Launch, judged_s, read_config, read_launch
+from commlayer.config import JOIN_AGAIN, Launch, judged_s, leave_note, read_config, read_launch
 from commlayer.errors import Coded, CommError, InvalidInput
 from commlayer.observe.log_lines import LogLines
 
@@ -100,7 +101,12 @@ def _run(script: str, args: list[str]) -> None:
 def _end_with(parent: int) -> None:
     """Makes this process end as if by Ctrl-C when the launcher is killed (only on Linux). Shells make background processes and
     their children ignore SIGINT. This function restores the default, so that the launcher's SIGINT ends the process."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    def interrupt(*_: Any) -> None:
+        with contextlib.suppress(OSError):
+            raise KeyboardInterrupt(leave_note(parent).read_text())
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
         if os.getppid() != parent:

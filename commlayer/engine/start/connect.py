@@ -154,12 +154,13 @@ def _begin(
             return made
 
         def settle() -> Plan:
+            first_plan = plan_choice.settle(plan, job, config, members.world, per_node, requested=terms.requested,
+                                            optimizer=memory.family, elastic=elastic)
             last = None if shards else terms.last_runs.load(sites)
-            if last is not None:
+            if last is not None and last.plan.servers == first_plan.servers:
                 with contextlib.suppress(ValueError):  # the job may have changed in what the file's name does not contain
                     return suited(last.plan)
-            return suited(plan_choice.settle(plan, job, config, members.world, per_node, requested=terms.requested,
-                                             optimizer=memory.family, elastic=elastic))
+            return suited(first_plan)
 
         agreed = agreed_plan(settle, groups)
         if first and (terms.requested.fragments or 1) > agreed.fragments:
