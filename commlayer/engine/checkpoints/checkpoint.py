@@ -359,14 +359,16 @@ def load_codecs(
 
 
 def _fits(context: DistributedJob, plan: Plan) -> bool:
-    """Returns whether this job can train with a checkpoint's plan: its ranks can be on other machines than those that saved."""
+    """Returns whether this job can train with a checkpoint's plan: its ranks can be on other machines than those that saved.
+    All ranks call it together, since one of them may refuse the plan."""
     groups, worker = context.groups, context.worker
+    fits = plan.servers <= len(context.uplink.epoch.servers)
     try:
         check_plan(plan, worker.job, len(groups.sites), plan.ranks_per_node if context.elastic else groups.ranks_per_node,
                    worker.device, context.terms.forbids, reachable=groups.members.reachable)
     except InvalidInput:
-        return False
-    return plan.servers <= len(context.uplink.epoch.servers)
+        fits = False
+    return all(row[0] for row in gather(groups, [fits]))
 
 
 def _restore_unchanged(context: DistributedJob, found: FoundCheckpoint) -> None:
