@@ -22,6 +22,7 @@ from commlayer.engine.epochs.schedule import Joining
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.start.result_follower import ResultFollower
 from commlayer.engine.step.update_norms import LENGTHS
+from commlayer.engine.worker.site import Site
 from commlayer.errors import CommError
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import Bucket, Epoch, Job, Member, Plan, TensorInfo, sites_of
@@ -232,7 +233,7 @@ class Worker:
         self.transport = Link(world, rank)
         self.components = SimpleNamespace(add=lambda each: None, remove=lambda each: None)
         self.members: Any = FixedMembers()
-        self.local = world.local or None
+        self.local, self.site = world.local or None, Site()
         self.job = SimpleNamespace(numel=FOLLOW_NBYTES if world.follows else 0)
         self.buckets = [SimpleNamespace(buffer=False, served=False)] * (world.rounds - 1)
         self.now = SimpleNamespace(joined=0)
