@@ -123,7 +123,8 @@ def _train(config: Config, line: Sequence[str], nproc_per_node: int, node_rank: 
     finally:
         lease.close(reason)
     if code and code != JOIN_AGAIN and not lease.ended.is_set():
-        others = f"continue if they have {reply.min_workers} workers" if reply.min_workers and lease.begun else "end, too"
+        stay = f"continue if they have {reply.min_workers} workers" if lease.begun else "join again"
+        others = stay if reply.min_workers else "end, too"
         _log(f"{reason}; the other homes {others}")
     return code
 

@@ -18,6 +18,7 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import msgspec
 import numpy as np
 
 from commlayer.cluster.keys import authority
@@ -27,7 +28,7 @@ from tests.chaos import processes
 from tests.chaos.faults import FAULTS, FULL_NBYTES
 from tests.chaos.processes import Started
 from tests.chaos.proxy import Link, Proxy
-from tests.chaos.reports import Began, Ended, Finding, Stepped, Task
+from tests.chaos.reports import Began, Elements, Ended, Finding, Stepped, Summed, Task
 from tests.chaos.trials import STEPS, Trial
 from tests.chaos.wire import Seen
 
@@ -349,13 +350,18 @@ class Cluster:
                         left, files, self.off(), self._lines(), began, self._replayed(began, stepped))
 
     def _replayed(self, began: Sequence[Sequence[Began]], stepped: Sequence[Sequence[Stepped]]) -> list[str]:
-        """The digests of the same steps, computed in another process by plain means over the members of each step."""
-        longest = max(stepped, key=len)
-        if not self.setting.least or not longest:
+        """The digests of the same steps, computed in another process by plain means over the workers that began each step. One
+        that has not completed it may be in any of its sums or in none."""
+        longest = max(range(len(stepped)), key=lambda rank: len(stepped[rank]))
+        if not self.setting.least or not stepped[longest]:
             return []
         used = [{start.step: start.samples for start in row} for row in began]
-        steps = [[used[rank][step.step] for rank in step.members] for step in longest]
-        process = Started(processes.replay, self.setting.workers, self.setting.width, steps,
+        complete = [{step.step for step in row} for row in stepped]
+        steps = [Summed(step.digest, [(used[rank][step.step], step.step in complete[rank])
+                                      for rank in range(len(used)) if used[rank].get(step.step)])
+                 for step in stepped[longest]]
+        buckets = msgspec.json.decode((self.folder / f"buckets-{longest}").read_bytes(), type=list[list[Elements]])
+        process = Started(processes.replay, self.setting.workers, self.setting.width, steps, buckets,
                           environ={"OMP_NUM_THREADS": "1"}, lines=self.folder / "replay.lines")
         try:
             return list(process.pipe.recv()) if process.pipe.poll(MEET_S) else []

@@ -24,7 +24,7 @@ from typing import Any
 from commlayer.config import PREFIX, Launch, read_config
 from commlayer.errors import CommError
 from tests.chaos.clock import jump
-from tests.chaos.reports import Task
+from tests.chaos.reports import Elements, Summed, Task
 
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "commlayer.session", "commlayer.balance",
            "tests.chaos.training", "commlayer.cluster.servers.server_process", "commlayer.cluster.servers.summation_server",
@@ -118,11 +118,11 @@ def train(pipe: Any, task: Task) -> None:
     training.train(pipe, task)
 
 
-def replay(pipe: Any, workers: int, width: int, steps: Sequence[Sequence[Sequence[int]]]) -> None:
+def replay(pipe: Any, workers: int, width: int, steps: Sequence[Summed], buckets: Sequence[Sequence[Elements]]) -> None:
     """See training.replay."""
     from tests.chaos import training
 
-    training.replay(pipe, workers, width, steps)
+    training.replay(pipe, workers, width, steps, buckets)
 
 
 def attend(pipe: Any, place: int) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 STEPS_PER_EPOCH = 8
 SETTLING = 2
 """Steps after the last one that send all residuals: the second one sends what the first one rounds off."""
+
+Elements = tuple[int, int, int]
+"""Elements of a parameter: its number, and the first and the last one + 1."""
 
 
 class Task(NamedTuple):
@@ -43,13 +47,23 @@ class Began(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """Sent after a step. `members`: the members of the step, in jobs that may lose workers."""
+    """Sent after a step. In jobs that may lose workers, `members`: those that this worker counts then; `exits`: the last step
+    in which the samples of each former member count."""
 
     step: int
     digest: str
     samples: tuple[int, ...]
     at_s: float
     members: tuple[int, ...] = ()
+    exits: Mapping[int, int] = {}
+
+
+class Summed(NamedTuple):
+    """What a step of a job that may lose workers has summed: the samples of each worker that took part, in the order of their
+    numbers, and whether it completed the step. Sums may lack a worker that did not. `digest`: of the weights after the step."""
+
+    digest: str
+    samples: Sequence[tuple[Sequence[int], bool]]
 
 
 class Finding(NamedTuple):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec import msgpack
 
+from commlayer.cluster.servers.gather import ROW_BUCKET
 from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
 from commlayer.transport.handshake import Hello
@@ -44,6 +45,18 @@ def test_weight_of_a_result_identifies_its_contributions() -> None:
         "worker 1 was told another sum than before for generation 1, step 4, bucket 2, round 0",
         "the sum of generation 1, step 5, bucket 2, round 0 has contributions [1, 2], allowed: one of each worker"]
 
+
+def test_result_of_rows_identifies_its_senders() -> None:
+    def faults(*senders: int) -> list[str]:
+        seen = Seen(2)
+        body = msgpack.encode([(sender, b"row") for sender in senders])
+        Stretch(seen).feed(DOWN, framed(Header(Kind.RESULT, 1, 4, ROW_BUCKET, sender=0x8000), body))
+        assert seen.contributions == 0, "rows are not counted: their number is not the same in each run"
+        return [fault.line.partition(" has ")[2] for fault in seen.faults]
+
+    assert faults(0, 1) == []
+    assert faults(0) == ["contributions [1, 0], allowed: one of each worker"]
+    assert faults(0, 1, 1) == ["contributions [1, 2], allowed: one of each worker"]
 
 
 class Echo:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import multiprocessing
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from tests.chaos import outcomes, verdict
+from tests.chaos import outcomes, training, verdict
 from tests.chaos.campaign import Row, summary
 from tests.chaos.cluster import Evidence
 from tests.chaos.dealing import dealt, trial
 from tests.chaos.faults import FAULTS
 from tests.chaos.outcomes import GOES_ON
-from tests.chaos.reports import Began, Ended, Finding, Stepped
+from tests.chaos.reports import Began, Ended, Finding, Stepped, Summed
 from tests.chaos.strikes import STRIKES
 from tests.chaos.table import closing, problems, table
 from tests.chaos.trials import STEPS, Setting, Trial
@@ -191,6 +195,11 @@ def test_job_must_continue_without_a_killed_home_and_otherwise_equal() -> None:
     lost = left()
     lost.began[2][1] = lost.began[2][1]._replace(samples=(0,))
     assert wrong(lost) == ("8 samples were lost or used twice",), "of the dead, in a step that was whole"
+    exits = left()
+    exits.stepped[2].append(Stepped(4, "digest 3", (7,), 3.0))
+    assert wrong(exits) == ("1 samples were lost or used twice",)
+    exits.stepped[0][-1] = exits.stepped[0][-1]._replace(exits={2: 3})
+    assert wrong(exits) == (), "they count until its exit"
     assert wrong(left(servers_left=("server 0",))) == ("server 0 did not end behind the job",)
     early = left()
     assert "worker 1 took 39 steps of 40" in wrong(early._replace(stepped=[early.stepped[0], early.stepped[1][:-1], []]))
@@ -203,7 +212,8 @@ def test_job_must_continue_without_a_killed_home_and_otherwise_equal() -> None:
 def test_rejoined_home_must_end_like_the_others_and_have_samples() -> None:
     came = Trial(7, "rejoin-home", HOMES, "worker", 2, 3)
     present = left()
-    began, stepped = [*present.began, present.began[1]], [*present.stepped, present.stepped[1]]
+    began = [*present.began, [start._replace(samples=()) for start in present.began[1]]]
+    stepped = [*present.stepped, present.stepped[1]]
     present = present._replace(began=began, stepped=stepped, ended=[*present.ended, Ended(STEPS, STEPS)])
 
     def wrong(result: Evidence) -> tuple[str, ...]:
@@ -240,3 +250,40 @@ def test_evicted_home_must_end_with_a_message() -> None:
     assert blames.wrong == (
         "worker 2, which is cut off, stops, naming worker 1; allowed: stops, naming coordinator or server 0",)
     assert said(Ended(STEPS, 9.0)).wrong[0] == "the job goes on; allowed: goes on without worker 2"
+
+
+def test_replay_finds_sums_that_lack_a_lost_worker() -> None:
+    """The last bucket of step 2 lacks worker 1, which did not complete it."""
+    model, optimizer = training._made(8)
+    weights = list(model.parameters())
+    buckets = [[(0, 0, 50)], [(0, 50, 96), *((n, 0, p.numel()) for n, p in enumerate(weights) if n)]]
+    samples, digests = [(0,), (1, 2)], []
+    for lacking in (0, 1):
+        gradients = []
+        for used in samples:
+            x, y = (torch.stack(part) for part in list(zip(*(training.Samples(168)[n] for n in used), strict=True))[1:])
+            gradients.append([g * len(used) for g in torch.autograd.grad(nn.functional.mse_loss(model(x), y), weights)])
+        for bucket, lacks in zip(buckets, (0, lacking), strict=True):
+            among = gradients[: 2 - lacks]
+            for tensor, start, stop in bucket:
+                p = weights[tensor]
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                total = functools.reduce(torch.add, (g[tensor] for g in among)).mul(1.0 / (1 if lacks else 3))
+                p.grad.view(-1)[start:stop] = total.view(-1)[start:stop]
+        optimizer.step()
+        digests.append(training.digest(weights))
+    threads = torch.get_num_threads()
+
+    def replayed(sure: bool, digest: str = digests[1]) -> list[str]:
+        near, far = multiprocessing.Pipe()
+        training.replay(far, 3, 8, [Summed(digests[0], [(used, True) for used in samples]),
+                                    Summed(digest, [(samples[0], True), (samples[1], sure)])], buckets)
+        return near.recv()
+
+    try:
+        assert replayed(sure=False) == digests
+        assert replayed(sure=True)[0] == digests[0]
+        assert replayed(sure=True)[1] != digests[1]
+        assert replayed(sure=False, digest="another")[1] not in ("another", digests[1])
+    finally:
+        torch.set_num_threads(threads)

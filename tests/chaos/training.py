@@ -6,12 +6,14 @@ data can be detected.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import logging
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from commlayer.cluster.processes.script_host import begin_world
 from commlayer.config import read_launch
 from commlayer.errors import CommError
 from commlayer.session import Session, attach
-from tests.chaos.reports import SETTLING, STEPS_PER_EPOCH, Began, Ended, Stepped, Task
+from tests.chaos.reports import SETTLING, STEPS_PER_EPOCH, Began, Elements, Ended, Stepped, Summed, Task
 from tests.chaos.wire import weights
 
 PAYS = "error_feedback(fp16())"
@@ -85,6 +87,8 @@ def _train(pipe: Any, task: Task, done: list[int]) -> None:
     account = Account(model, 0.0 if joins else shares[task.rank] / sum(shares))
     with attach(model, optimizer, compression=task.codec, config=task.settings) as session:
         done[0], last = session.step, sys.maxsize if task.behind else task.steps
+        known: set[int] = set()
+        write_buckets(session, Path(task.folder) / f"buckets-{task.rank}")
         while done[0] < last:
             for numbers, x, y in sampler.follow(loader, session):
                 used = tuple(numbers.tolist()) if sampler.samples else ()
@@ -99,7 +103,9 @@ def _train(pipe: Any, task: Task, done: list[int]) -> None:
                 done[0] += 1
                 if done[0] % task.told_every == 0:
                     members = tuple(session.inspect.members) if task.least else ()
-                    pipe.send(Stepped(done[0], digest(model), used, time.monotonic(), members))
+                    known |= {*members}
+                    exits = {member: session.inspect.steps_at_exit(member) for member in known.difference(members)}
+                    pipe.send(Stepped(done[0], digest(model.parameters()), used, time.monotonic(), members, exits))
                 while pipe.poll() or done[0] == waits_at:
                     pipe.recv()  # every message means only that the fault has struck
                     waits_at = 0
@@ -119,22 +125,54 @@ def _made(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def replay(pipe: Any, workers: int, width: int, steps: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Repeats a training without commlayer from the samples of each member in each step: plain means over samples, added in the
-    order of the members. Sends the digests."""
+def write_buckets(session: Session, path: Path) -> None:
+    """Writes which elements the buckets of the plan contain."""
+    plan = session.inspect.plan
+    assert plan is not None
+    path.write_bytes(msgspec.json.encode([[(s.tensor, s.start, s.stop) for s in b.slices] for b in plan.buckets]))
+
+
+def replay(pipe: Any, workers: int, width: int, steps: Sequence[Summed], buckets: Sequence[Sequence[Elements]]) -> None:
+    """Repeats a training without commlayer from the samples of each worker in each step: plain means over samples, added in the
+    order of the workers. The mean of a bucket may lack workers that did not complete the step. Sends the digests."""
     torch.set_num_threads(1)
     (model, optimizer), data, digests = _made(width), Samples(STEPS_PER_EPOCH * sum(weights(workers))), []
-    for step in steps:
-        sums: list[torch.Tensor] = []
-        for used in filter(None, step):
-            x, y = (torch.stack(parts) for parts in list(zip(*(data[number] for number in used), strict=True))[1:])
-            own = torch.autograd.grad(nn.functional.mse_loss(model(x), y), list(model.parameters()))
-            parts = [g * float(len(used)) for g in own]
-            sums = [total.add_(part) for total, part in zip(sums, parts, strict=True)] if sums else parts
-        for p, total in zip(model.parameters(), sums, strict=True):
-            p.grad = total.mul_(1.0 / sum(map(len, step)))
+    parameters = list(model.parameters())
+
+    def stepped(given: Sequence[tuple[Sequence[int], list[torch.Tensor]]]) -> list[torch.Tensor]:
+        """Returns the weights after a step with the mean of these gradients."""
+        before = [p.detach().clone() for p in parameters]
+        total = sum(len(used) for used, _ in given)
+        for p, *parts in zip(parameters, *(gradients for _, gradients in given), strict=True):
+            p.grad = functools.reduce(torch.add, parts).mul_(1.0 / total)
         optimizer.step()
-        digests.append(digest(model))
+        after = [p.detach().clone() for p in parameters]
+        set_weights(before)
+        return after
+
+    def set_weights(values: Sequence[torch.Tensor]) -> None:
+        for p, value in zip(parameters, values, strict=True):
+            p.data.copy_(value)
+
+    for step in steps:
+        taken = []
+        for used, sure in step.samples:
+            x, y = (torch.stack(parts) for parts in list(zip(*(data[number] for number in used), strict=True))[1:])
+            own = torch.autograd.grad(nn.functional.mse_loss(model(x), y), parameters)
+            taken.append((sure, (used, [g * float(len(used)) for g in own])))
+        options = [[one for (_, one), is_in in zip(taken, chosen, strict=True) if is_in]
+                   for chosen in itertools.product((True, False), repeat=len(taken))
+                   if any(chosen) and all(is_in for (sure, _), is_in in zip(taken, chosen, strict=True) if sure)]
+        found = [stepped(option) for option in options]
+        for choice in itertools.product(found, repeat=len(buckets)) if len(found) > 1 else [found * len(buckets)]:
+            mixed = [value.clone() for value in found[0]]
+            for bucket, values in zip(buckets, choice, strict=True):
+                for tensor, start, stop in bucket:
+                    mixed[tensor].view(-1)[start:stop] = values[tensor].view(-1)[start:stop]
+            if (result := digest(mixed)) == step.digest:
+                break
+        set_weights(mixed)
+        digests.append(result)
     pipe.send(digests)
 
 
@@ -155,10 +193,10 @@ def record_heartbeats(path: Path) -> None:
     Membership._send_beat = timed  # type: ignore[method-assign,assignment]
 
 
-def digest(model: nn.Module) -> str:
+def digest(weights: Iterable[torch.Tensor]) -> str:
     """A digest of all weights, bit for bit."""
     sums = hashlib.sha256()
-    for tensor in model.parameters():
+    for tensor in weights:
         sums.update(tensor.detach().numpy().tobytes())
     return sums.hexdigest()[:16]
 

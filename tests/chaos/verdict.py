@@ -166,14 +166,16 @@ def _as_replayed(evidence: Evidence, ranks: list[int]) -> list[Finding]:
 
 
 def _astray(trial: Trial, evidence: Evidence, ranks: list[int]) -> int:
-    """Like _lost_samples, counting only the samples that the members of a completed step used in it."""
+    """Like _lost_samples, counting only what members used in completed steps. A former member's samples count until its exit:
+    those that it used later are used again."""
     longest = max((evidence.stepped[rank] for rank in ranks), key=len, default=[])
-    used = [{start.step: start for start in row} for row in evidence.began]
-    epochs: dict[int, Counter[int]] = {}
-    for step in longest:
-        for rank in step.members:
-            start = used[rank][step.step]
-            epochs.setdefault(start.epoch, Counter()).update(start.samples)
+    exits = longest[-1].exits if longest else {}
+    complete = [{step.step for step in row} for row in evidence.stepped]
+    last_step, epochs = max((step.step for step in longest), default=0), dict[int, Counter[int]]()
+    for rank, row in enumerate(evidence.began):
+        for start in row:
+            if start.step <= last_step and (start.step <= exits[rank] if rank in exits else start.step in complete[rank]):
+                epochs.setdefault(start.epoch, Counter()).update(start.samples)
     every = STEPS_PER_EPOCH * sum(weights(trial.setting.workers))
     last = max(epochs, default=0)
     return sum(sum(count - 1 for count in counts.values()) + (every - len(counts) if epoch != last else 0)

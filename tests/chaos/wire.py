@@ -1,16 +1,19 @@
 """Checks the frames between workers and servers: payloads must not change, and each contribution must count once.
 
-Each worker's weight is a power of 4, so the weight of a result shows how often it contains each contribution.
+Each worker's weight is a power of 4, so the weight of a result shows how often it contains each contribution. The bucket of
+rows has no weight: its results name their senders.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
+from commlayer.cluster.servers.gather import ROW_BUCKET
 from commlayer.errors import CorruptFrame
 from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Frame, Reader
@@ -46,14 +49,14 @@ class Seen:
     def __init__(self, workers: int) -> None:
         self._workers, self._lock = workers, threading.Lock()
         self._pushed: dict[tuple[int, ...], int] = {}
-        self._results: dict[tuple[int, ...], tuple[int, float]] = {}
+        self._results: dict[tuple[int, int, int, int], tuple[int, float]] = {}
         self.faults: list[Finding] = []
         self.repeats = 0
 
     @property
     def contributions(self) -> int:
-        """Number of contributions in results."""
-        return self._workers * len(self._results)
+        """Number of contributions in results, without rows."""
+        return self._workers * sum(bucket != ROW_BUCKET for _, _, bucket, _ in self._results)
 
     def frame(self, frame: Frame, rank: int) -> None:
         h = frame.header
@@ -71,10 +74,15 @@ class Seen:
                 known = self._results.setdefault(place, result)
             if known != result:
                 self._fault("payload", f"worker {rank} was told another sum than before for {_words(place)}")
-            counts = digits(h.weight, self._workers)
+            counts = self._senders(frame) if h.bucket == ROW_BUCKET else digits(h.weight, self._workers)
             if counts != [1] * self._workers:
                 self._fault("contributions",
                             f"the sum of {_words(place)} has contributions {counts}, allowed: one of each worker")
+
+    def _senders(self, frame: Frame) -> list[int]:
+        """How often each worker's row is in a result of the bucket of rows."""
+        senders = Counter(sender for sender, _ in msgspec.msgpack.decode(frame.body, type=list[tuple[int, bytes]]))
+        return [senders[rank] for rank in range(self._workers)]
 
     def _fault(self, kind: str, line: str) -> None:
         with self._lock:

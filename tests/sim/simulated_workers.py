@@ -234,7 +234,7 @@ class Worker:
         self.transport = Link(world, rank)
         self.components = SimpleNamespace(add=lambda each: None, remove=lambda each: None)
         self.members: Any = FixedMembers()
-        self.local = world.local or None
+        self.local, self.site = world.local or None, Site()
         self.job = SimpleNamespace(numel=FOLLOW_NBYTES if world.follows else 0)
         self.buckets = [SimpleNamespace(buffer=False, served=False)] * (world.rounds - 1)
         self.now = SimpleNamespace(joined=0)

@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from support.coordinators import until
 from support.loopback import Hub
 from support.summation import hub_of_a_test  # noqa: F401  (a fixture)
@@ -18,7 +19,11 @@ from commlayer.cluster.servers.gather import GATHER, ROW_BUCKET, ROW_NBYTES, Gat
 from commlayer.cluster.servers.served_rows import ServedRows
 from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import SumServer
+from commlayer.engine.epochs.replica import GivenState
+from commlayer.engine.start.result_follower import ResultFollower
+from commlayer.engine.step.update_norms import LENGTHS
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, code_of
+from commlayer.records import Job, Plan
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
 
 WORLD, GENERATION = 3, 1
@@ -192,6 +197,36 @@ def test_calls_of_a_worker_outside_the_members_are_named_by_its_number(hub: Site
     rows[0].change(members(2), (0, 1))
     with pytest.raises(CommError, match=r"worker 2: is in the exchange of other values.*E-CALLS-DIFFER"):
         rows[0].section("members").read()
+
+
+@pytest.mark.parametrize(("row", "code"), [(4, ""), (3, "E-JOIN-MISSED")])
+def test_follower_does_not_need_rows_before_the_snapshot(hub: Site, row: int, code: str) -> None:
+    """The server keeps rows 4 and 5. The follower requests them from row 0 on, and then receives the state before row `row`."""
+    rows = served(hub)[1]
+    for number in range(6):
+        for rank in range(WORLD):
+            rows[rank].section(LENGTHS).start(number, rank)
+            rows[rank].send()
+        for rank in range(WORLD):
+            rows[rank].section(LENGTHS).read()
+    link, nothing = SimpleNamespace(transport=hub[1][-1]), cast(Any, None)
+    plan, job = Plan("", (), servers=1), Job(())
+    follower = ResultFollower(cast(Any, link), job, plan, GivenState(matched=True, generation=GENERATION), nothing,
+                              torch.device("cpu"), 20.0)
+    stream = follower._rows
+    assert stream is not None
+    until(lambda: stream.has(5), "the last row has arrived")
+    follower.check()
+    follower.begin(0, row, [torch.zeros(1)], [None])
+    if code:
+        with pytest.raises(CommError) as caught:
+            follower.check()
+        assert code_of(str(caught.value)) == code
+    else:
+        follower.check()
+        deadline = time.monotonic() + 20.0
+        assert [follower._norms(deadline) for _ in range(2)] == [[[n, 0.0], [n, 1.0], [n, 2.0]] for n in (4.0, 5.0)]
+    follower.stop()
 
 
 def test_oversized_row_is_refused_and_named() -> None:

@@ -7,6 +7,7 @@ optimizer, in their order, as the members have done. So it has the same weights,
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from commlayer.cluster.processes.bounded_calls import CHECK_S
 from commlayer.cluster.processes.rows import numbers_of
 from commlayer.cluster.servers.gather import ROW_BUCKET
 from commlayer.cluster.servers.served_rows import rows_in
+from commlayer.cluster.servers.summation import LOST_RESULT
 from commlayer.cluster.servers.worker_client import WorkerClient
 from commlayer.compressors import codec_of
 from commlayer.engine.buckets.bucket import EncodedBucket, bucket_of
@@ -41,9 +43,12 @@ class _Stream:
 
     def __init__(self, link: WorkerClient, bucket: int, server: int, given: GivenState, first: int, ahead: int) -> None:
         self._link, self._server, self._ahead = link, server, ahead
+        self._needed = first
+        """The first step whose result is needed."""
         self._header = Header(Kind.FOLLOW, given.generation, bucket=bucket, sender=link.transport.rank)
         self._arrived = threading.Condition()
         self._results: dict[int, Message] = {}
+        self._lost: dict[int, CommError] = {}
         self._error: CommError | None = None
         self._stopped = False
         for step in range(first, first + ahead):
@@ -61,14 +66,22 @@ class _Stream:
             if error is None:
                 message = handle.message()
                 if message.header.flags & Flag.ABANDON:
-                    error = CommError(f"this home cannot follow the job's exchanges: {str(message.body, 'utf-8', 'replace')}; "
-                                      "join again", peer=peer_name(message.peer), code="E-JOIN-MISSED")
+                    why = str(message.body, "utf-8", "replace")
+                    error = CommError(f"this home cannot follow the job's exchanges: {why}; join again",
+                                      peer=peer_name(message.peer), code="E-JOIN-MISSED")
+                    if why == LOST_RESULT:
+                        self._lost[message.header.step], error = error, None
                 else:
                     self._results[message.header.step] = message
             self._error = self._error or error
             self._arrived.notify_all()
         if error is None:
             self._request(message.header.step + self._ahead)
+
+    def need(self, first: int) -> None:
+        """Sets the first step whose result is needed: earlier ones may be lost."""
+        with self._arrived:
+            self._needed = first
 
     def stop(self) -> None:
         with self._arrived:
@@ -78,8 +91,8 @@ class _Stream:
     def check(self) -> None:
         """Raises an error if a result will never arrive."""
         with self._arrived:
-            if self._error is not None:
-                raise self._error
+            if (error := self._error or next((e for step, e in self._lost.items() if step >= self._needed), None)) is not None:
+                raise error
 
     def has(self, step: int) -> bool:
         with self._arrived:
@@ -89,8 +102,7 @@ class _Stream:
         """Waits for the result of a step, and returns it. Earlier ones are dropped."""
         with self._arrived:
             while step not in self._results:
-                if self._error is not None:
-                    raise self._error
+                self.check()
                 if (left_s := deadline - time.monotonic()) <= 0:
                     raise DeadlineExceeded("sent no result of the bucket before the deadline", peer=peer_name(
                         SERVER_BASE + self._server), step=step, bucket=self._header.bucket)
@@ -113,6 +125,8 @@ class ResultFollower:
         self._streams = {b.id: _Stream(link, b.id, b.server, given, given.step, AHEAD)
                          for fragment in self._fragments for b in fragment}
         self._rows = _Stream(link, ROW_BUCKET, 0, given, given.row, ROWS_AHEAD) if given.matched else None
+        if self._rows is not None:
+            self._rows.need(sys.maxsize)  # until the state before one of these rows arrives
         self._units = Units(given.first_world)
         self._step, self._row = given.step, given.row
         """The exchange, and the first row, of which nothing is applied to the state yet."""
@@ -125,6 +139,8 @@ class ResultFollower:
         if self._starts:
             return  # begins again
         self._step, self._row = step, row
+        if self._rows is not None:
+            self._rows.need(row)
         self._starts = [start.to(self._device) for start in starts]
         self._velocity = [None if each is None else each.to(self._device) for each in velocity]
 

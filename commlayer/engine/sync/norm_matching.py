@@ -27,8 +27,8 @@ class Norms(Protocol):
         ...
 
     def read(self) -> Sequence[Sequence[float]]:
-        """Returns the rows (weight, square) of the last `start`, in rank order; empty if members have left since. If the model
-        is sharded, there is one row per site."""
+        """Returns the rows (weight, square) of the last `start`, in rank order, without those of members that left before. If
+        the model is sharded, there is one row per site."""
         ...
 
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
