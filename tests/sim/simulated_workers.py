@@ -224,7 +224,6 @@ class Worker:
     (`uplink`). Until it has the job's state it waits for that."""
 
     error, late, address, waits = None, False, "", SimpleNamespace(notice_s=0.0)
-    site = Site()
 
     def __init__(self, world: Network, rank: int, home: Home) -> None:
         self.world, self.id, self.home = world, rank, home
