@@ -49,8 +49,8 @@ OnEpoch = Callable[[Epoch], None]
 
 
 class MembershipEvents(NamedTuple):
-    """Functions that the heartbeat thread calls. `failure` is called at most once, with the first peer failure that the
-    coordinator reports."""
+    """Functions that the membership threads (heartbeats, Watch calls) call, one at a time. `failure` is called at most once,
+    with the first peer failure that the coordinator reports."""
 
     failure: Callable[[CommError], None]
     silence: OnSilence

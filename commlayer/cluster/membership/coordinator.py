@@ -391,7 +391,7 @@ class Coordinator:
         before = self._state
         if membership.has_news(before, state):
             self._change(before, epoch_change.next_epoch(state))
-        else:  # nearly all heartbeats, so this must not take longer with more members
+        else:  # nearly all heartbeats
             self._state = state
         if membership.over(self._state) and not self._staying():
             self.over.set()

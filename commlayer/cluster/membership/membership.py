@@ -190,7 +190,7 @@ _news = attrgetter("dead", "left", "blamed_peer", "join.serial")
 
 
 def has_news(before: State, after: State) -> bool:
-    """Returns whether members or the epoch have changed: more than when processes were last heard from."""
+    """Returns whether members or the epoch have changed. If not, only times and reports of processes have."""
     known, places = before.registrations, after.registrations
     return before.epoch is not after.epoch or known.keys() != places.keys() or any(
         place is not known[token] and _news(place) != _news(known[token]) for token, place in places.items())

@@ -71,7 +71,7 @@ class StateGiver(Protocol):
 
 
 class ChangingMembers(FixedMembers):
-    """The members of a job that can change. The heartbeat thread calls `offer`; the training thread calls everything else."""
+    """The members of a job that can change. The membership threads call `offer`; the training thread calls everything else."""
 
     elastic = True
 
@@ -285,7 +285,7 @@ class ChangingMembers(FixedMembers):
         """Waits until this rank knows an epoch in which these workers are members."""
         known = self._context.uplink.membership.await_epoch(max(one.generation for one in joining),
                                                             self._context.waits.notice_s + judged_s(self._config))
-        if known.generation > self._newest.epoch.generation:  # the heartbeat thread is about to report it
+        if known.generation > self._newest.epoch.generation:  # a membership thread is about to report it
             self.offer(known)
 
     def _start_transfer(self, givers: Sequence[int], joining: Sequence[Joining], state: tuple[bytes, bytes], name: str) -> None:

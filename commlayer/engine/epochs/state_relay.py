@@ -36,7 +36,7 @@ class PartnerLost(Exception):
 
 
 class NewestEpoch:
-    """The coordinator's newest epoch on one rank. The heartbeat thread sets `epoch`."""
+    """The coordinator's newest epoch on one rank. The membership threads set `epoch`."""
 
     def __init__(self, epoch: Epoch, notice_s: float, away_s: float = 0.0) -> None:
         """`notice_s`: seconds to wait for a new epoch from the coordinator. `away_s`: seconds for which requests to an
