@@ -209,6 +209,29 @@ def test_coordinator_without_a_server_accepts_no_streams(opened: contextlib.Exit
     assert_refused(line, "E-ADDRESS", "server 0: ", "accepts no gRPC ")
 
 
+def test_stream_that_comes_before_its_server_is_ready_is_dialed_again(opened: contextlib.ExitStack) -> None:
+    """A process that is started again listens before its summation server does."""
+    coordinator = Coordinator(quick(), workers=1, streams=True)
+    opened.callback(coordinator.close)
+    early, refuse = threading.Event(), coordinator._port.accept
+    assert refuse is not None
+
+    def refused(*stream: Any) -> bool:
+        early.set()
+        return refuse(*stream)
+
+    coordinator.serve_streams(refused)
+    worker, server = (StreamTransport(Hello("job", rank)) for rank in (0, SERVER_BASE))
+    opened.callback(worker.close)
+    opened.callback(server.close)
+    with ThreadPoolExecutor(1) as pool:
+        dialed = pool.submit(dialing.dial_grpc, worker, SERVER_BASE, host_port(coordinator.address), None, soon())
+        assert early.wait(WAIT_S)
+        coordinator.serve_streams(server.take)
+        dialed.result(WAIT_S)
+    assert connections_of(server)
+
+
 def test_refusal_is_not_retried_over_another_carrier(opened: contextlib.ExitStack) -> None:
     """A server's refusal is valid for every carrier."""
     seen: list[str] = []

@@ -51,6 +51,7 @@ from commlayer.observe.event_log import EventLog
 from commlayer.records import Epoch, Record, ServerInfo
 from commlayer.transport import framing
 from commlayer.transport.grpc.event_loop import event_loop
+from commlayer.transport.grpc.stream import GrpcStream
 from commlayer.transport.grpc.stream_ends import AcceptStream
 from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.keys.key_folder import Keys
@@ -77,7 +78,7 @@ class Coordinator:
     def __init__(self, config: Config, *, workers: int = 0, servers: int = 0,
                  ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
                  journal: CoordinatorJournal | None = None, embedded: bool = False, events: EventLog | None = None,
-                 ca: str = "", invited: Sequence[str] = ()) -> None:
+                 ca: str = "", invited: Sequence[str] = (), streams: bool = False) -> None:
         """Starts to listen, and starts a thread that detects failures.
 
         `workers`: number of workers to wait for; 0: the first worker's request decides. With the setting min_workers: the
@@ -86,7 +87,8 @@ class Coordinator:
         this coordinator. All its members are in one cluster, so a silent process counts as dead at once. An embedded
         coordinator serves only one job; any other coordinator is replaced for the next job if its job failed. `events`: the log
         for the job's events; None: a new one. `ca`: folder of the job's CA, whose invitations this coordinator accepts; "":
-        none. `invited`: names of the homes that should join.
+        none. `invited`: names of the homes that should join. `streams`: True: a summation server in this process will call
+        `serve_streams`, so those who dial earlier try again.
         """
         least = 0 if embedded else config.min_workers
         if least and not workers:
@@ -124,6 +126,8 @@ class Coordinator:
         """Maps a connection to its address and the name of a call that did not prove the job's secret. An entry is removed
         after PROVE_S seconds, or when a call proves the secret."""
         self._port = GrpcPort(self._keys, config.bind, config.port, self._refusals.refused)
+        if streams:
+            self._port.accept = _too_early
         if ca and self._keys is not None:
             # Imported late: it loads cryptography's certificate requests, which few coordinators need.
             from commlayer.cluster.keys.enrolment import EnrolmentServer
@@ -474,6 +478,11 @@ class Coordinator:
         self._refusals.refused(where, error.what)
         self._port.distrust(peer)
         return coded(error.code, f"{where}: {error.what}")
+
+
+def _too_early(stream: GrpcStream, address: str, source: str) -> bool:
+    """Refuses a data stream for now."""
+    return False
 
 
 def _revoked(request: messages.Join, serials: frozenset[int]) -> bool:

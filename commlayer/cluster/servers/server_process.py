@@ -188,7 +188,8 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
             if journal is not None:
                 journal.token = part.job_token
             coordinator = Coordinator(config, workers=part.workers, servers=part.servers, ended=end, journal=journal,
-                                      embedded=part.parent > 0, events=events, ca=part.ca, invited=part.invited)
+                                      embedded=part.parent > 0, events=events, ca=part.ca, invited=part.invited,
+                                      streams=part.sums and config.carrier != "tcp")
             stack.callback(coordinator.close)
             control, near = coordinator.address, coordinator.near
         if part.parent:

@@ -64,8 +64,8 @@ class Caller(NamedTuple):
 
 
 AcceptStream = Callable[[GrpcStream, str, str], bool]
-"""Accepts a stream with its address and its source. Returns False if the source opens too many. Raises LookupError if the
-process accepts no streams."""
+"""Accepts a stream with its address and its source. Returns False if the source opens too many, or the process is not ready
+yet. Raises LookupError if the process accepts no streams."""
 
 _dialed: set[tuple[str, int]] = set()
 """Addresses that this process has dialed. A forked child (a DataLoader worker) closes its copies of these connections' sockets.
@@ -96,7 +96,7 @@ def handler(take: AcceptStream, identify: Callable[[Any], Awaitable[Caller]]) ->
             except LookupError as error:
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
             if not admitted:
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many new streams: retry later")
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "it accepts no more streams now: retry later")
             await context.send_initial_metadata((ACCEPTED,))
             answered.set()
             await over.wait()  # or cancelled: the peer is gone
@@ -148,7 +148,7 @@ def dial(opened: Callable[[], Any], host: str, port: int, deadline: float, chann
                 "there, and firewalls") from None
         except grpc.aio.AioRpcError as error:
             refusal = _refusal(error, f"{where} (deadline {deadline - begin:.1f} s)")
-            # Retried if the server counted too many new streams or calls, since it forgets them soon.
+            # Retried if the server counted too many new streams or calls, since it forgets them soon, or if it is starting.
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or not backoff.wait():
                 raise refusal from None
 
