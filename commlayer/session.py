@@ -38,6 +38,7 @@ from commlayer.engine.step.quiet_ddp import QuietDDP, check_silenceable
 from commlayer.engine.sync.sync_modes import LocalSteps, check_forward, check_local, forbids_of, requested_modes
 from commlayer.engine.worker.clipping import Clipping, checked, clipping
 from commlayer.errors import CommError, InvalidInput, cause_of
+from commlayer.observe.power import PowerMeter
 from commlayer.optim import family_of, usual
 from commlayer.planner.shards import Shards
 from commlayer.records import Plan
@@ -380,6 +381,8 @@ def attach_module(
     if isinstance(context, DistributedJob):
         driver = ModuleDriver(model, context, optimizer=optimizer, scaler=grad_scaler, config=settings, outer=outer,
                               ddp=None if ddp is None else QuietDDP(ddp), clips=norm is not None)
+        if settings.join and context.groups.local == 0:  # else nothing reads its events
+            context.on_close.append(PowerMeter(context.stream.log).close)
         start_tuning(context, settings)
     else:
         driver = SoloDriver(model, context, optimizer)

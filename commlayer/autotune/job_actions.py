@@ -52,6 +52,8 @@ SLOW_BPS = 200e6
 and measuring would take long."""
 WHAT_IF_S = 600.0
 """Shortest time between two what-if questions, each of which takes seconds of one core."""
+CLOSE_S = 60.0
+"""Seconds in which a what-if question ends when its process is killed."""
 PROBE_AGAIN_S = 1.2
 """Seconds of a probe of links that may have become faster."""
 
@@ -77,12 +79,12 @@ class JobActions:
         """Slowdown of work on the CPU relative to work measured alone; 0 before it is known."""
         self._elsewhere_bps = 0.0
         """Upload rate of servers on other machines; 0 before a search has found it from the measured step time."""
-        self._process, self._aside = PlanningProcess(), PlanningProcess()
-        """`_aside`: for what-if questions, for which nothing waits."""
+        self._process = PlanningProcess()
         self._young = context.plan if context.passes < YOUNG else None
         """The latest plan that became active while the job was young."""
         self._asked: Question | None = None
         self._asked_at = -math.inf
+        self._asking: threading.Thread | None = None
 
     def count_traffic(self) -> InterfaceCounters | None:
         """Starts reading this node's interface counters, on the node's first rank, if the system has them."""
@@ -233,7 +235,7 @@ class JobActions:
 
     def ask_what_if(self, inputs: Question) -> None:
         """Finds out what would make the job faster, on a thread of its own, and appends an event about it. Does nothing if that
-        was asked about the same inputs, or a short time ago."""
+        was asked about the same inputs, or a short time ago, or during a search."""
         now, uplink = time.monotonic(), self._context.uplink
         if inputs is self._asked or now - self._asked_at < WHAT_IF_S:
             return
@@ -242,18 +244,21 @@ class JobActions:
 
         def ask() -> None:
             with contextlib.suppress(OSError, RuntimeError, ValueError):  # the job needs no answer
-                gains = self._aside.gains(inputs)
-                slowest = tuple(names[home] for home in gains.homes)
-                self._context.stream.log.append(WhatIfEvent(
-                    home_times=gains.home_times, uplink_times=gains.uplink_times, names=slowest))
+                if (gains := self._process.gains(inputs)) is not None:
+                    slowest = tuple(names[home] for home in gains.homes)
+                    self._context.stream.log.append(WhatIfEvent(
+                        home_times=gains.home_times, uplink_times=gains.uplink_times, names=slowest))
 
-        threading.Thread(target=ask, name="commlayer-what-if", daemon=True).start()
+        self._asking = threading.Thread(target=ask, name="commlayer-what-if", daemon=True)
+        self._asking.start()
 
     def stop_search(self) -> None:
         """Ends a search in progress; `search` raises an error."""
         self._process.stop()
 
     def close(self) -> None:
-        """Ends searches permanently. A search in progress soon raises RuntimeError."""
+        """Ends searches and what-if questions permanently. A search in progress soon raises RuntimeError; a question has ended
+        then, because a thread in native code at interpreter exit would crash the process."""
         self._process.close()
-        self._aside.close()
+        if self._asking is not None:
+            self._asking.join(CLOSE_S)

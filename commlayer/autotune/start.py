@@ -9,7 +9,6 @@ from commlayer.autotune.report import Reports
 from commlayer.config import Config
 from commlayer.engine.components import Component, Order
 from commlayer.engine.job.job import DistributedJob
-from commlayer.observe.power import PowerMeter
 
 
 class Tuning(Component):
@@ -19,8 +18,6 @@ class Tuning(Component):
 
     def __init__(self, context: DistributedJob, config: Config) -> None:
         self._context, self._config = context, config
-        if context.groups.local == 0:
-            context.on_close.append(PowerMeter(context.stream.log).close)
         # A rank that has joined starts with the others, when its first step has ended.
         self._controller = None if context.fresh else _controller_of(context, config)
 

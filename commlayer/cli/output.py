@@ -138,17 +138,6 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f}" if seconds < 100 else f"{seconds * 1e3:,.0f}"
 
 
-def nbytes(count: float) -> str:
-    """
-    >>> nbytes(12_345_678_901), nbytes(3_456_000), nbytes(12)
-    ('12.3 GB', '3.46 MB', '12 B')
-    """
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
 def check_json(path: Path | None) -> Path | None:
     """Checks the file of --json before the command starts its work."""
     if path is not None:

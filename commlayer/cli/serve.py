@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 import typer
 
 from commlayer.cli.options import Bind, Insecure, Join, Journal, Keys, Port, split_bind
-from commlayer.config import Config, cache_folder, host_port, read_config
+from commlayer.config import Config, host_port, read_config
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.transport.keys import secret
 from commlayer.transport.keys.secret import REMEDY
@@ -34,7 +35,7 @@ def serve(
                                            "127.0.0.1.", metavar="[HOST:]PORT")] = "",
     events: Annotated[str, typer.Option(help="Folder for the job's events, for `commlayer top`.", metavar="DIR")] = "",
     alert: Annotated[list[str] | None, typer.Option(
-        help="Where to tell if a home is missing, the loss is no number, or the run is over: ntfy://TOPIC, a webhook "
+        help="Where to send alerts: a home is missing, the loss is not finite, the run is over. ntfy://TOPIC, a webhook "
              "(https://...), mailto:ADDRESS, or a command; may be repeated.", metavar="WHERE")] = None,
     watts: Annotated[float, typer.Option(help="Power of one machine while it trains; default: of its GPUs, as nvidia-smi "
                                               "reports it.", metavar="W", min=0.0)] = 0.0,
@@ -73,7 +74,8 @@ def serve(
     part = server_process.ServeOptions(workers, (0 if no_server else 1) if servers is None else servers,
                                        -1 if no_server else number, not no_server, page=_address_of(page))
     if not config.join:
-        part = part._replace(watch=_watch(alert or [], watts, kwh_price))
+        file = _costs_file(config, str(folder) if invites else config.keys)
+        part = part._replace(watch=_watch(alert or [], file, watts, kwh_price))
     if invites:
         config = read_config(settings | {"keys": str(_keys_of_server(folder, names))})
         part = part._replace(ca=str(folder.absolute()), invited=tuple(names))
@@ -83,14 +85,24 @@ def serve(
     server_process.run(config, part)
 
 
-def _watch(places: list[str], watts: float, kwh_price: float) -> Callable[[EventLog], Callable[[], None]]:
+def _costs_file(config: Config, keys: str) -> Path | None:
+    """The file in which this server counts costs, in the folder of the setting `cache`; None if that is empty. Servers of one
+    user have different folders of keys or different ports."""
+    from commlayer import last_run  # imported late: it loads the planner's records
+
+    server = f"{Path(keys).absolute() if keys else ''} {config.port}"
+    kept = last_run.folder(config.cache)
+    return kept and kept / "costs" / f"{hashlib.sha256(server.encode()).hexdigest()[:16]}.json"
+
+
+def _watch(places: list[str], file: Path | None, watts: float, kwh_price: float) -> Callable[[EventLog], Callable[[], None]]:
     """Reads the options about alerts and costs. Returns what starts to follow the job's events."""
     from commlayer.observe.job.alerts import Alerts, receiver_of
     from commlayer.observe.job.costs import Costs
     from commlayer.observe.job.watcher import Watcher
 
     receivers = [receiver_of(place) for place in places]
-    costs = Costs(cache_folder() / "costs.json", watts=watts, kwh_price=kwh_price)
+    costs = Costs(file, watts=watts, kwh_price=kwh_price)
     return lambda events: Watcher(events, costs, Alerts(receivers)).close
 
 

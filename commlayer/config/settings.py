@@ -137,8 +137,8 @@ class Config(Record, frozen=True):
     """Path of a table written by `python -m bench.own_learning`: convergence factors measured on the user's task. Empty: the
     built-in table."""
     cache: Text = "auto"
-    """Folder in which this machine remembers plan and link rates of jobs with automatic plans, for the next run of each.
-    "auto": the user's cache folder. Empty: nothing is remembered."""
+    """Folder in which this machine remembers plan and link rates of jobs with automatic plans, for the next run of each, and
+    `commlayer serve` the bytes of the month. "auto": the user's cache folder. Empty: nothing is remembered."""
     events: Text = ""
     """Folder in which each rank writes its events, as rank-N.jsonl; for `commlayer serve`, those of the job, as events.jsonl.
     `commlayer top` shows them. Empty: none."""

@@ -157,6 +157,8 @@ class MemberEvent(Event, tag="member", frozen=True, kw_only=True):
     """The new state. `waiting`: registered for a job that has not begun. `left`: in order, or with an error as `reason`."""
     reason: str = ""
     """Why the member left or is dead; empty if it finished."""
+    continues: bool = False
+    """True: the worker left or died, and the job continues without it."""
 
 
 class QualityEvent(Event, tag="quality", frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ def gpu_watts(program: str) -> float:
 
 
 class PowerMeter:
-    """Appends an event a minute until close(), or until the power is unknown. Does nothing without `nvidia-smi`."""
+    """Appends an event a minute until close(). Does nothing without `nvidia-smi`."""
 
     def __init__(self, events: EventLog) -> None:
         self._events, self._closing, self._program = events, threading.Event(), shutil.which("nvidia-smi")
@@ -36,8 +36,8 @@ class PowerMeter:
             threading.Thread(target=self._run, args=(self._program,), name="commlayer-power", daemon=True).start()
 
     def _run(self, program: str) -> None:
-        while watts := gpu_watts(program):
-            self._events.append(PowerEvent(watts=watts))
+        while True:
+            self._events.append(PowerEvent(watts=gpu_watts(program)))
             if self._closing.wait(EVERY_S):
                 return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ from support import rank_pool
 from support.attached import data, mlp
 from support.coordinators import WAIT_S, Failures, Opened, quick, until
 from support.keys import Folders
-from support.membership import running, several, worker
+from support.membership import after, running, several, worker
 from support.rank_pool import Servers, pool, ranks_first
 from torch import nn
 
@@ -24,6 +25,7 @@ from commlayer.cluster.calls import messages
 from commlayer.cluster.calls.event_client import EventClient
 from commlayer.cluster.membership import client, membership
 from commlayer.cluster.membership.coordinator import Coordinator
+from commlayer.cluster.membership.epoch_change import next_epoch
 from commlayer.cluster.membership.job_events import BURST, JobEvents, changes, waits_of
 from commlayer.cluster.membership.membership import State
 from commlayer.cluster.membership.sites import PendingWait
@@ -53,15 +55,15 @@ def test_start_event_names_the_members() -> None:
         ("server 0", "joined"), ("worker 0", "joined"), ("worker 1", "joined")]
 
 
-@pytest.mark.parametrize(("after", "expected"), [
+@pytest.mark.parametrize(("change", "expected"), [
     (lambda state: membership.leave(state, "w1", "finished"), ("worker 1", "left", "")),
     (lambda state: membership.leave(state, "w1", "no memory"), ("worker 1", "left", "no memory")),
     (lambda state: membership.evict(state, ["w1"], "hangs"), ("worker 1", "dead", "hangs")),
     (lambda state: state, None),
 ])
-def test_change_of_a_member_is_one_event(after: Any, expected: Any) -> None:
+def test_change_of_a_member_is_one_event(change: Any, expected: Any) -> None:
     state = running(3)
-    found = [(e.member, e.state, e.reason) for e in changes(state, after(state)) if isinstance(e, MemberEvent)]
+    found = [(e.member, e.state, e.reason) for e in changes(state, change(state)) if isinstance(e, MemberEvent)]
     assert found == ([expected] if expected else [])
 
 
@@ -71,6 +73,23 @@ def test_processes_before_the_start_are_shown_as_waiting_and_may_leave() -> None
     assert [(e.member, e.state) for e in changes(empty, state) if isinstance(e, MemberEvent)] == [("worker 0", "waiting")]
     gone = membership.leave(state, "w0", "bye")
     assert [(e.member, e.state) for e in changes(state, gone) if isinstance(e, MemberEvent)] == [("worker 0", "left")]
+
+
+@pytest.mark.parametrize("least", [0, 1, 2])
+@pytest.mark.parametrize("reasons", list(itertools.product(["finished", "no memory", "hangs"], repeat=3)))
+def test_view_and_coordinator_agree_on_failure(least: int, reasons: tuple[str, ...]) -> None:
+    """Of jobs whose three workers end one after the other."""
+    before, view = State(0, 0, min_workers=least), JobView()
+    state, _ = after(before, *(worker(number, world=3, elastic=True) for number in range(3)))
+    for number, reason in enumerate(("", *reasons)):
+        if reason:
+            token = f"w{number - 1}"
+            ended = membership.evict(state, [token], reason) if reason == "hangs" else membership.leave(state, token, reason)
+            before, state = state, next_epoch(ended)
+        for event in changes(before, state):
+            view.apply(event)
+    assert view.over
+    assert view.failed == bool(membership.failure(state))
 
 
 def waits(state: State, now: float, pending: list[PendingWait] | None = None) -> list[tuple[Any, ...]]:

@@ -58,7 +58,7 @@ def test_killed_home_and_the_end_are_told(posted: tuple[str, list[dict[str, Any]
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("FOLDER", repr(str(tmp_path))))
     with closing(Sites()) as sites:
-        sites.set(XDG_CACHE_HOME=str(tmp_path / "cache"))
+        sites.set(COMMLAYER_CACHE=str(tmp_path / "cache"))
         server = sites.serve(2, "--min-workers", "1", "--alert", url, "--events", str(tmp_path), "--watts", "100")
         homes = [sites.launch(str(script)) for _ in range(2)]
         for home in homes:
@@ -71,4 +71,5 @@ def test_killed_home_and_the_end_are_told(posted: tuple[str, list[dict[str, Any]
     assert got[1]["text"].startswith("The run is done: 400 steps")
     costs = [event for event in read_run(tmp_path) if isinstance(event, CostEvent)]
     assert costs[-1].kwh > 0
-    assert json.loads((tmp_path / "cache" / "commlayer" / "costs.json").read_text())["month"] == costs[-1].month
+    (kept,) = (tmp_path / "cache" / "costs").iterdir()
+    assert json.loads(kept.read_text())["month"] == costs[-1].month

@@ -48,4 +48,4 @@ def stream(world: int = 3, seconds: int = 30, *, trouble: bool = True, start: fl
     if trouble:
         yield LogEvent(time=start + seconds, rank=0, level="warning", code="E-PEER-LOST", text="worker 1: connection lost")
         yield MemberEvent(time=start + seconds, member="worker 1", name="home-1", state="dead",
-                          reason="no heartbeat for 60.0 s")
+                          reason="no heartbeat for 60.0 s", continues=True)

@@ -11,17 +11,22 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from support.commands import assert_error
 from support.coordinators import until
 from support.event_stream import START, stream
 
+from commlayer.cli.serve import _costs_file
+from commlayer.config import Config
 from commlayer.engine.job.run_events import RunEvents
 from commlayer.errors import InvalidInput
-from commlayer.observe import events
+from commlayer.last_run import folder, remembered
+from commlayer.observe import events, power
 from commlayer.observe.event_log import EventLog
 from commlayer.observe.events import (
     AloneEvent,
@@ -38,7 +43,7 @@ from commlayer.observe.events import (
     WhatIfEvent,
 )
 from commlayer.observe.job import alerts
-from commlayer.observe.job.alerts import MOST, NO_NUMBER, Alert, Alerts, Receiver, causes, receiver_of
+from commlayer.observe.job.alerts import MOST, Alert, Alerts, Receiver, causes, receiver_of
 from commlayer.observe.job.answers import UNKNOWN, answers
 from commlayer.observe.job.costs import PENDING_S, Costs
 from commlayer.observe.job.job_view import JobView
@@ -71,7 +76,8 @@ def step(rank: int = 0, at: float = 10.0, **fields: Any) -> StepEvent:
     ([step(total=100)], 1, ("0:00:00", 0.0)),
     ([step(total=300, step_s=0.0)], 1, (UNKNOWN, 0.0)),
     ([step(), *ENDS[:2]], 1, ("finished", START + 50)),
-    ([step(), ENDS[0], MemberEvent(time=START + 60, member="worker 1", state="dead", reason="x")], 1, ("finished", START + 60)),
+    ([step(), ENDS[0], MemberEvent(time=START + 60, member="worker 1", state="dead", reason="x")], 1, ("failed", START + 60)),
+    ([step(), MemberEvent(member="worker 1", state="dead", reason="x", continues=True), ENDS[0]], 1, ("finished", START + 50)),
     ([MemberEvent(time=START + 60, member=f"worker {n}", state="left", reason="x") for n in (0, 1)], 1, ("failed", START + 60)),
     ([step(sent_bytes=5)], 2, (UNKNOWN, 0.0)),
     ([CostEvent(month="2026-11", sent_bytes=2_500_000_000, busiest="home-1")], 2, ("2.5 GB", 0.0)),
@@ -79,22 +85,31 @@ def step(rank: int = 0, at: float = 10.0, **fields: Any) -> StepEvent:
     ([CostEvent(month="2026-11")], 3, (UNKNOWN, 0.0)),
     ([CostEvent(month="2026-11", kwh=1.5, kwh_price=0.3)], 3, ("1.5 kWh", 0.0)),
     ([CostEvent(month="2026-11", kwh=1.5), JobEvent(run="another")], 3, (UNKNOWN, 0.0)),
-    ([], 4, ("nobody", 0.0)),
+    ([], 4, ("none", 0.0)),
     ([MemberEvent(time=START + 5, member="worker 1", state="dead", reason="x")], 4, ("home-1", START + 5)),
     ([MemberEvent(time=START + 5, member="worker 1", state="left", reason="x")], 4, ("home-1", START + 5)),
-    ([MemberEvent(time=START + 5, member="worker 1", state="left")], 4, ("nobody", 0.0)),
+    ([MemberEvent(time=START + 5, member="worker 1", state="left")], 4, ("none", 0.0)),
     ([MemberEvent(time=START + 5, member="worker 1", state="dead"), MemberEvent(member="worker 2", name="home-1")], 4,
-     ("nobody", 0.0)),
+     ("none", 0.0)),
     ([WaitEvent(time=START + 18, what="heartbeat", names=("worker 1",), waited_s=9.0)], 4, ("home-1", START + 9)),
     ([], 5, (UNKNOWN, 0.0)),
-    ([WhatIfEvent(home_times=1.3, uplink_times=1.2)], 5, ("one more home", 0.0)),
-    ([WhatIfEvent(home_times=1.3, uplink_times=1.6, names=("worker 1",))], 5, ("twice the uplink of home-1", 0.0)),
-    ([WhatIfEvent(home_times=1.3, uplink_times=1.6), AloneEvent(auto_times=2.0)], 5, ("local steps: sync='auto'", 0.0)),
-    ([WhatIfEvent(home_times=1.04, uplink_times=0.9)], 5, ("nothing", 0.0)),
+    ([WhatIfEvent(rank=0, home_times=1.3, uplink_times=1.2)], 5, ("one more home", 0.0)),
+    ([WhatIfEvent(rank=0, home_times=1.3, uplink_times=1.6, names=("worker 1",))], 5, ("twice the uplink of home-1", 0.0)),
+    ([WhatIfEvent(rank=0, home_times=1.3, uplink_times=1.6), AloneEvent(auto_times=2.0)], 5, ("local steps: sync='auto'", 0.0)),
+    ([WhatIfEvent(rank=0, home_times=1.04, uplink_times=0.9)], 5, ("nothing", 0.0)),
+    ([WhatIfEvent(rank=1, home_times=1.3)], 5, (UNKNOWN, 0.0)),
+    ([MemberEvent(member="worker 0", state="dead", continues=True), WhatIfEvent(rank=1, home_times=1.3)], 5,
+     ("one more home", 0.0)),
 ])
 def test_answers(found: Sequence[Event], place: int, expected: tuple[str, float]) -> None:
     answer = answers(view_of(*found), START + 20)[place]
     assert (answer.text, answer.at) == (expected[0], pytest.approx(expected[1]))
+
+
+def test_pause_is_the_reason_of_a_missing_home() -> None:
+    why = "its home ben (pid 7) has left: pauses until 22:00"
+    found = answers(view_of(MemberEvent(time=START, member="worker 1", state="left", reason=why, continues=True)), START)
+    assert found[4].more == "since {at}: pauses until 22:00"
 
 
 def test_price_and_the_busiest_machine_are_in_the_answers() -> None:
@@ -119,11 +134,11 @@ def told(*found: Event) -> list[str]:
     ([step()], []),
     ([MemberEvent(member="home c", name="c", state="waiting")], ["c waits for the others."]),
     ([MemberEvent(member="worker 2", name="home-2")], ["home-2 joined."]),
-    ([MemberEvent(member="worker 1", state="left", reason="its connection ended")],
+    ([MemberEvent(member="worker 1", state="left", reason="its connection ended", continues=True)],
      ["home-1 left: its connection ended. The others train on."]),
     ([MemberEvent(member="worker 1", state="dead", reason="no heartbeat for 60.0 s")],
-     ["home-1 was lost: no heartbeat for 60.0 s. The others train on."]),
-    ([MemberEvent(member="worker 1", state="dead"), MemberEvent(member="worker 2", name="home-1")],
+     ["home-1 was lost: no heartbeat for 60.0 s."]),
+    ([MemberEvent(member="worker 1", state="dead", continues=True), MemberEvent(member="worker 2", name="home-1")],
      ["home-1 was lost. The others train on.", "home-1 joined again."]),
     ([step(1), MemberEvent(member="worker 1", state="left")], ["home-1 finished."]),
     ([MemberEvent(member="server 0", state="left")], ["server 0 left."]),
@@ -141,8 +156,12 @@ def told(*found: Event) -> list[str]:
     ([LogEvent(rank=1, text="the loss is nan at step 7", level="warning")], ["home-1: the loss is nan at step 7."]),
     ([step(at=60.0, loss=2.5), *ENDS[:2]],
      ["home-0 finished.", "home-1 left.", "The run is done: 100 steps in 0:01:00. The last loss is 2.5."]),
+    ([MemberEvent(time=START + 9, member="worker 0", state="dead", reason="a", continues=True),
+      MemberEvent(time=START + 9, member="worker 1", state="left", reason="b")],
+     ["home-0 was lost: a. The others train on.", "home-1 left: b.",
+      "The run failed after 0 steps and 0:00:09: home-1: b; home-0: a."]),
     ([MemberEvent(time=START + 9, member=f"worker {number}", state="left", reason="no memory") for number in (0, 1)],
-     ["home-0 left: no memory. The others train on.", "home-1 left: no memory.",
+     ["home-0 left: no memory.", "home-1 left: no memory.",
       "The run failed after 0 steps and 0:00:09: home-0: no memory; home-1: no memory."]),
 ])
 def test_story(found: Sequence[Event], expected: list[str]) -> None:
@@ -166,7 +185,6 @@ def test_log_command_prints_the_story(commlayer: Any, run_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [
-    ["log", ".", "--alert", "ntfy://topic"],
     ["serve", "--join", "127.0.0.1:9", "--alert", "ntfy://topic"], ["serve", "--join", "127.0.0.1:9", "--watts", "9"],
     *(["serve", "--workers", "2", "--alert", text] for text in (
         "", "ntfy://", "https://", "http:///x", "https://[", "https://host:port/", "mailto:", "mailto:a", "mailto:a@b,c@d",
@@ -203,6 +221,20 @@ def counted(costs: Costs, *found: Event, world: int = 2) -> CostEvent | None:
     return costs.event
 
 
+def test_each_server_counts_in_its_own_file_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _costs_file(Config(cache=""), "keys") is None
+    here = Config(cache=str(tmp_path / "c"))
+    files = {_costs_file(config, keys) for config in (here, structs.replace(here, port=7000)) for keys in ("", "a", "b")}
+    assert len(files) == 6
+    assert {file.parent for file in files if file} == {tmp_path / "c" / "costs"}
+    default = _costs_file(Config(cache="auto"), "")
+    assert default is not None
+    assert default.is_relative_to(tmp_path / "commlayer")
+    Costs(default).save()
+    assert remembered(folder("auto")) == [], "it is no plan of a job, so it is not removed with them"
+
+
 def test_bytes_of_the_month_outlive_the_server_and_are_counted_once(tmp_path: Path) -> None:
     file, found = tmp_path / "new" / "costs.json", [step(0, 1, sent_bytes=5), step(1, 1, sent_bytes=7, received_bytes=1)]
     first = Costs(file)
@@ -228,6 +260,7 @@ def test_bytes_of_the_month_outlive_the_server_and_are_counted_once(tmp_path: Pa
     (0.0, [step(0), PowerEvent(rank=0, watts=100.0), PowerEvent(rank=1, watts=60.0), step(0, 20), step(1, 20)],
      (10 * 100 + 5 * 60) / 3.6e6),
     (0.0, [PowerEvent(rank=0, watts=100.0), step(0), step(1, steps=1, step_s=PENDING_S + 1)], 0.0),
+    (0.0, [PowerEvent(rank=0, watts=9.0), step(0), PowerEvent(rank=0), step(0, 20, steps=1, step_s=PENDING_S + 1)], 0.0),
 ])
 def test_energy(watts: float, found: Sequence[Event], kwh: float) -> None:
     first = [step(number, 1, sent_bytes=1, step_s=0.0) for number in (0, 1)]
@@ -245,19 +278,34 @@ def test_power_of_gpus(tmp_path: Path, says: str, watts: float) -> None:
     assert gpu_watts(str(tmp_path / "absent")) == 0.0
 
 
+def test_power_meter_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nif [ -e {tmp_path}/failed ]; then echo 90; else touch {tmp_path}/failed; exit 1; fi\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(power, "EVERY_S", 0.01)
+    log = EventLog(retains=True)
+    with closing(power.PowerMeter(log)):
+        until(lambda: len(log.since(0).lines) >= 2, "two events about power")
+    found = [event.watts for line in log.since(0).lines if isinstance(event := events.decode(line), PowerEvent)]
+    assert found[:2] == [0.0, 90.0]
+
+
 # Alerts.
 
 @pytest.mark.parametrize(("event", "expected"), [
     (MemberEvent(member="worker 1", state="dead"), [("missing", "worker 1")]),
     (MemberEvent(member="worker 1", state="left", reason="x"), [("missing", "worker 1")]),
     (MemberEvent(member="worker 1", state="left"), []),
+    (MemberEvent(member="worker 1", state="left", reason="pauses until 22:00"), []),
     (MemberEvent(member="server 1", state="dead"), []),
     (WaitEvent(what="heartbeat", names=("worker 1",), waited_s=5.0), []),
     (WaitEvent(what="heartbeat", names=("worker 1",), waited_s=31.0), [("missing", "worker 1")]),
     (WaitEvent(what="step", names=("worker 1",), waited_s=31.0), []),
-    (LogEvent(rank=0, text="the loss is nan at step 5"), [("loss", "")]),
-    (LogEvent(rank=0, text="the loss is -inf at step 5"), [("loss", "")]),
-    (LogEvent(rank=0, text="the loss is 3 at step 5"), []),
+    (LogEvent(rank=0, level="warning", text="the loss is nan at step 5"), [("loss", "")]),
+    (LogEvent(rank=0, level="warning", text="the loss is -inf at step 5"), [("loss", "")]),
+    (LogEvent(rank=0, level="warning", text="the loss is 3 at step 5"), []),
+    (LogEvent(rank=0, text="the loss is nan at step 5"), []),
 ])
 def test_causes_of_alerts(event: Event, expected: list[tuple[str, str]]) -> None:
     assert list(causes(view_of(event), event)) == expected
@@ -277,7 +325,7 @@ def test_message_about_a_loss_is_recognized() -> None:
     (line,) = stream.log.since(0).lines
     event = events.decode(line)
     assert isinstance(event, LogEvent)
-    assert NO_NUMBER.match(event.text)
+    assert list(causes(view_of(event), event)) == [("loss", "")]
 
 
 class Webhook:
@@ -314,7 +362,7 @@ def webhook() -> Iterator[Webhook]:
         yield hook
 
 
-LOST = MemberEvent(time=START + 20, member="worker 1", state="dead", reason="no heartbeat")
+LOST = MemberEvent(time=START + 20, member="worker 1", state="dead", reason="no heartbeat", continues=True)
 
 
 def test_watcher_tells_each_cause_once_and_counts(webhook: Webhook, tmp_path: Path) -> None:
@@ -343,7 +391,7 @@ def test_alerts_that_come_soon_are_sent_together(webhook: Webhook) -> None:
     told = Alerts([receiver_of(webhook.url)], every_s=3600.0)
     view = view_of(world=5)
     for number in range(4):
-        told.see(view, MemberEvent(member=f"worker {number}", state="dead"), [f"{number} was lost."])
+        told.apply(view, MemberEvent(member=f"worker {number}", state="dead"), [f"{number} was lost."])
         if number == 0:
             until(lambda: len(webhook.got) == 1, "the first one is sent at once")
     told.close()
@@ -362,6 +410,21 @@ def test_receiver_that_hangs_or_fails_is_reported_without_its_address(monkeypatc
     told.close()
 
 
+@pytest.mark.parametrize("error", [HTTPException("bad status line"), RuntimeError("x")])
+def test_receiver_that_raises_does_not_end_the_alerts(error: Exception) -> None:
+    got, view = list[str](), view_of(world=3)
+
+    def send(alert: Alert) -> None:
+        got.append(alert.text)
+        raise error
+
+    told = Alerts([Receiver("broken", send)], every_s=0.0)
+    for number in range(2):
+        told.apply(view, MemberEvent(member=f"worker {number}", state="dead"), [str(number)])
+        until(lambda: len(got) == number + 1, "the receiver was called")  # noqa: B023
+    told.close()
+
+
 def test_full_queue_drops_alerts_and_never_waits() -> None:
     stuck, view = threading.Event(), view_of(world=200)
     got = list[str]()
@@ -372,7 +435,7 @@ def test_full_queue_drops_alerts_and_never_waits() -> None:
 
     told = Alerts([Receiver("stuck", send)])
     for number in range(100):
-        told.see(view, MemberEvent(member=f"worker {number}", state="dead"), ["x"])
+        told.apply(view, MemberEvent(member=f"worker {number}", state="dead"), ["x"])
     stuck.set()
     told.close()
     assert MOST <= " ".join(got).count("x") <= 2 * MOST

@@ -9,12 +9,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec import structs
 from support.autotuning import JOB, plan_of
+from support.coordinators import until
 from support.jobs import FakeJob
 from support.planner import PROFILE as PROFILE_PRICE
 from support.planner import flat, home
@@ -328,9 +330,29 @@ def test_slowest_uplink_helps_most_on_slow_lines(process: PlanningProcess) -> No
     cluster = cluster_of_homes("rtx3060@100/50Mb,rtx3060@100/2Mb", "1Gb")
     question = inputs("2/2Mb", exact=True)._replace(cluster=cluster)
     gains = process.gains(question)
+    assert gains is not None
     assert gains.homes == (1,)
     assert 1.5 < gains.uplink_times < 2.5
     assert gains.uplink_times > gains.home_times > 0
+
+
+def test_one_child_works_at_a_time_and_searches_go_first(
+        process: PlanningProcess, children: list[subprocess.Popen[bytes]]) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        process.start()
+        children[0].send_signal(signal.SIGSTOP)
+        searching = threads.submit(process.search, order())
+        until(process._runs.locked, "the search runs")
+        assert process.gains(inputs("2/2Mb")) is None
+        children[0].send_signal(signal.SIGCONT)
+        assert searching.result(60).candidate.plan.buckets
+        process.start()
+        children[1].send_signal(signal.SIGSTOP)
+        asking = threads.submit(process.gains, inputs("2/2Mb"))
+        until(lambda: process._asks and process._searches, "the question runs")
+        assert process.search(order()).candidate.plan.buckets
+        with pytest.raises(InvalidState, match="E-PLANNER-ENDED"):
+            asking.result(60)
 
 
 def test_search_process_error_is_raised_and_the_next_search_works(process: PlanningProcess) -> None:

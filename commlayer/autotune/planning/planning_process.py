@@ -50,12 +50,14 @@ class Answer(Record, frozen=True):
 
 
 class PlanningProcess:
-    """Runs each search in a process of its own, which start() can start in advance. Not thread-safe, except for stop() and
-    close()."""
+    """Runs each search in a process of its own, which start() can start in advance. Searches come from one thread
+    at a time; a what-if question may come from another one."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self.over = self._searches = False
+        self._runs = threading.Lock()
+        """Held while the child works on an order."""
+        self.over = self._searches = self._asks = False
 
     def start(self) -> None:
         """Starts the process for the next search. Raises OSError if that is impossible. Does nothing after close()."""
@@ -64,17 +66,27 @@ class PlanningProcess:
                                              stdout=subprocess.PIPE, start_new_session=True)
 
     def search(self, order: SearchOrder) -> SearchResult:
-        """Runs search.search() in the child and returns the result. Raises ValueError for an invalid order, and RuntimeError
-        for any other failure, including the end of the child."""
-        found = self._answer(Order(order)).found
+        """Runs search.search() in the child and returns the result; ends a what-if question in progress. Raises ValueError for
+        an invalid order, and RuntimeError for any other failure, including the end of the child."""
+        if self._asks:
+            self.stop()
+        with self._runs:
+            found = self._answer(Order(order)).found
         assert found is not None, "the answer to a search"
         return found
 
-    def gains(self, inputs: Question) -> Gains:
-        """Runs what_if.gains_of() in the child; fails as `search` does."""
-        gains = self._answer(Order(inputs=inputs)).gains
-        assert gains is not None, "the answer to a what-if question"
-        return gains
+    def gains(self, inputs: Question) -> Gains | None:
+        """Runs what_if.gains_of() in the child; fails as `search` does. None: the child is busy."""
+        if not self._runs.acquire(blocking=False):
+            return None
+        try:
+            self._asks = True
+            gains = self._answer(Order(inputs=inputs)).gains
+            assert gains is not None, "the answer to a what-if question"
+            return gains
+        finally:
+            self._asks = False
+            self._runs.release()
 
     def _answer(self, order: Order) -> Answer:
         self.start()

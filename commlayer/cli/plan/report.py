@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from commlayer.cli.output import Part, Table, ms, nbytes
+from commlayer.cli.output import Part, Table, ms
 from commlayer.errors import listed
+from commlayer.observe.job.answers import amount
 from commlayer.planner.baselines import (
     ALONE,
     PLAN,
@@ -250,7 +251,7 @@ def by_decision(plan: Plan, job: Job) -> Table:
         codec = first.codec + (f" down {first.down}" if first.down else "") + (" by node" if first.by_node else "")
         rows.append([
             str(len(buckets)), codec + (", one step stale" if first.stale else ""), first.path,
-            f"{sum(b.numel for b in buckets) / job.numel:.1%}", nbytes(sum(b.why.nbytes for b in buckets if b.why)),
+            f"{sum(b.numel for b in buckets) / job.numel:.1%}", amount(sum(b.why.nbytes for b in buckets if b.why)),
             str(first.id), shortened(job.tensors[first.slices[0].tensor].name), first.why.reason if first.why else ""])
     return Table(f"{len(plan.buckets)} bucket{'s' if len(plan.buckets) != 1 else ''}", (
         ">buckets", "codec", "path", ">elements", "+>sent, received", ">such as", "+of", "why"), rows)
@@ -266,7 +267,7 @@ def shortened(name: str) -> str:
 
 def explanation(result: Explanation) -> Iterator[Part]:
     bucket, why = result.bucket, result.bucket.why
-    yield f"bucket {bucket.id}: {bucket.numel:,} elements ({nbytes(4 * bucket.numel)}) of {listed(result.tensors, 6)}"
+    yield f"bucket {bucket.id}: {bucket.numel:,} elements ({amount(4 * bucket.numel)}) of {listed(result.tensors, 6)}"
     yield f"sent as {how_sent(bucket)}" + (f", to server {bucket.server}" if bucket.served else "")
     if why is not None:
         yield f"because: {why.reason}"
@@ -283,7 +284,7 @@ def explanation(result: Explanation) -> Iterator[Part]:
         yield (f"convergence factor {factor(result.steps, result.steps_high)}; step time x cautious factor {ms(to_loss_s)} ms")
     end = max([result.step_s, *(span.end_s for span in result.spans)])
     yield Table("tasks", ("op", "lanes", ">from ms", ">to ms", ">bytes", ""), [
-        [span.op, ", ".join(span.lanes), ms(span.start_s), ms(span.end_s), nbytes(span.nbytes) if span.nbytes else "",
+        [span.op, ", ".join(span.lanes), ms(span.start_s), ms(span.end_s), amount(span.nbytes) if span.nbytes else "",
          time_bar(span.start_s / end, span.end_s / end)] for span in result.spans])
 
 

@@ -10,7 +10,6 @@ import typer
 
 from commlayer.cli.options import Insecure, Keys
 from commlayer.cli.watch.top import LOOK_S, quiet_pipe, source_of
-from commlayer.errors import InvalidInput
 
 
 def log(
@@ -18,25 +17,16 @@ def log(
                                             "home.", metavar="JOB")],
     keys: Keys = "", insecure: Insecure = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
-    alert: Annotated[list[str] | None, typer.Option(help="With --follow: where to tell what needs attention, as of `commlayer "
-                                                         "serve`, for jobs without a server.", metavar="WHERE")] = None,
 ) -> None:
     """Print the story of a run: who joined, left and was missing, plans, failures, and the end."""
     from commlayer.cli.watch.top_screen import clock
-    from commlayer.observe.job.alerts import Alerts, receiver_of
     from commlayer.observe.job.story import Story
 
-    if alert and not follow:
-        raise InvalidInput("E-CLI-OPTION", "--alert without --follow: a finished run needs no alerts; add --follow or "
-                                           "remove it")
-    story, alerts = Story(), Alerts([receiver_of(place) for place in alert or ()])
-    with contextlib.closing(alerts), source_of(job, keys, insecure=insecure) as source, quiet_pipe(), \
-            contextlib.suppress(KeyboardInterrupt):
+    story = Story()
+    with source_of(job, keys, insecure=insecure) as source, quiet_pipe(), contextlib.suppress(KeyboardInterrupt):
         while True:
             for event in source.read():
-                sentences = story.apply(event)
-                alerts.see(story.view, event, sentences)
-                for sentence in sentences:
+                for sentence in story.apply(event):
                     typer.echo(f"{clock(event.time)[:5]} {sentence}")
             if not follow or story.view.over:
                 return

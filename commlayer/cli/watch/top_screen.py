@@ -11,9 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from commlayer.cli.output import nbytes
 from commlayer.observe.events import Event
-from commlayer.observe.job.answers import UNKNOWN, answers, span
+from commlayer.observe.job.answers import UNKNOWN, amount, answers, span
 from commlayer.observe.job.job_view import JobView, WorkerRow
 from commlayer.observe.link_monitor import megabits
 
@@ -94,7 +93,7 @@ def numbers(view: JobView) -> Iterator[str]:
     if view.samples_per_s:
         yield f"{view.samples_per_s:,.0f} samples/s"
     if view.sent_bytes:
-        yield f"sent {nbytes(view.sent_bytes)}, received {nbytes(view.received_bytes)}"
+        yield f"sent {amount(view.sent_bytes)}, received {amount(view.received_bytes)}"
     if view.checkpoint.step:
         yield f"checkpoint at step {view.checkpoint.step:,}"
     if view.noise_scale.batches:

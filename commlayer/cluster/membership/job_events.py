@@ -131,7 +131,9 @@ def changes(before: State, after: State) -> Iterator[Event]:
         if place.present and (known is None or begins):
             yield _member(place, "joined" if after.epoch is not None else "waiting")
         elif known is not None and known.present and not place.present:
-            yield _member(place, "dead" if place.dead else "left")
+            outside = after.epoch is not None and all(m.rank != place.rank for m in after.epoch.members)
+            yield structs.replace(_member(place, "dead" if place.dead else "left"),
+                                  continues=outside and place.join.kind == "worker")
     for token, place in before.registrations.items():
         if token not in after.registrations and place.present:
             yield _member(place, "left")

@@ -1,4 +1,4 @@
-"""Alerts of a run: a home is missing, the loss is no number, the run is over. Each has one cause, and each cause one alert.
+"""Alerts of a run: a home is missing, the loss is not finite, the run is over. Each has one cause, and each cause one alert.
 
 An alert goes to a command, a webhook, ntfy or mail, on a thread of its own. It says what `commlayer log` says.
 """
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from commlayer.errors import InvalidInput, short_line
 from commlayer.observe.events import COORDINATOR, Event, LogEvent, MemberEvent, WaitEvent
-from commlayer.observe.job.job_view import JobView
+from commlayer.observe.job.job_view import JobView, pause_of
 
 log = logging.getLogger("commlayer")
 
@@ -34,7 +34,7 @@ MOST = 16
 SILENT_S = 30.0
 """Seconds without heartbeats after which a home is missing, if it has not died before."""
 NO_NUMBER = re.compile(r"the loss is (nan|-?inf) at step \d")
-"""A member's message about a loss that is no number (engine/job/run_events.py)."""
+"""A member's message about a loss that is not finite (engine/job/run_events.py)."""
 ALLOWED = "ntfy://TOPIC, ntfy://HOST/TOPIC, http:// or https:// with a host, mailto:NAME@HOST, or a command that exists"
 
 
@@ -48,7 +48,7 @@ class Alert(NamedTuple):
 
 
 Send = Callable[[Alert], None]
-"""Delivers an alert within SEND_S, or raises OSError, ValueError or subprocess.SubprocessError."""
+"""Delivers an alert within SEND_S, or raises an error."""
 
 
 class Receiver(NamedTuple):
@@ -117,18 +117,18 @@ def causes(view: JobView, event: Event) -> Iterator[tuple[str, str]]:
     """What is worth an alert in an event that `view` has just applied: the cause, and which home it is about."""
     match event:
         case MemberEvent(state="dead" | "left") if event.member.startswith("worker"):
-            if not view.over and (event.reason or event.state == "dead"):
+            if not view.over and (event.reason or event.state == "dead") and not pause_of(event.reason):
                 yield "missing", event.member
             if view.over:
                 yield ("failed" if view.failed else "done"), ""
         case WaitEvent(what="heartbeat", over=False) if event.rank == COORDINATOR and event.waited_s >= SILENT_S:
             yield from (("missing", name) for name in event.names)
-        case LogEvent() if NO_NUMBER.match(event.text):
+        case LogEvent(level="warning") if NO_NUMBER.match(event.text):
             yield "loss", ""
 
 
 class Alerts:
-    """Sends alerts until close(). `see` never waits."""
+    """Sends alerts until close(). `apply` never waits."""
 
     def __init__(self, receivers: Sequence[Receiver], every_s: float = EVERY_S) -> None:
         self._receivers, self._every_s, self._seen = receivers, every_s, set[tuple[str, str, str]]()
@@ -137,7 +137,7 @@ class Alerts:
         if receivers:
             self._thread.start()
 
-    def see(self, view: JobView, event: Event, sentences: Sequence[str]) -> None:
+    def apply(self, view: JobView, event: Event, sentences: Sequence[str]) -> None:
         """Takes an event that `view` has applied, with its sentences, of which the last one is about the end of a run."""
         for cause, about in causes(view, event):
             key = view.job.run, cause, about
@@ -162,7 +162,7 @@ class Alerts:
         for receiver in self._receivers:
             try:
                 receiver.send(alert)
-            except (OSError, ValueError, subprocess.SubprocessError) as error:
+            except Exception as error:  # whatever a receiver does, later alerts are sent
                 log.warning("the alert to %s failed: %s", receiver.name, type(error).__name__)
 
     def close(self) -> None:

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from commlayer.errors import short_line
-from commlayer.observe.job.job_view import JobView
+from commlayer.observe.job.job_view import JobView, pause_of
 
 UNKNOWN = "unknown"
 HELPS = 1.05
 """From this speed on, relative to the job as it is, a change is named as a help."""
 WHY_CHARS = 60
 """Maximum length of why a home is missing."""
-GB = 1e9
 
 
 class Answer(NamedTuple):
@@ -67,10 +66,11 @@ def _missing(view: JobView, now: float) -> Answer:
     if not view.rows:
         return Answer("missing", UNKNOWN, "no home has joined")
     if not missing:
-        return Answer("missing", "nobody")
+        return Answer("missing", "none")
     first = min(missing, key=lambda each: each.since)
+    why = pause_of(first.why) or first.why.partition(": ")[0]
     return Answer("missing", ", ".join(each.name for each in missing),
-                  "since {at}" + (f": {short_line(first.why.partition(': ')[0], WHY_CHARS)}" if first.why else ""), first.since)
+                  "since {at}" + (f": {short_line(why, WHY_CHARS)}" if why else ""), first.since)
 
 
 def _help(view: JobView) -> Answer:
@@ -113,9 +113,10 @@ def short(number: float) -> str:
 
 def amount(nbytes: float) -> str:
     """
-    >>> amount(2_345_678_901), amount(61_000_000)
-    ('2.35 GB', '61 MB')
+    >>> amount(2_345_678_901), amount(3_456_000), amount(12), amount(5e12)
+    ('2.35 GB', '3.46 MB', '12 B', '5,000 GB')
     """
-    if nbytes < GB:
-        return f"{nbytes / 1e6:.3g} MB"
-    return f"{nbytes / GB:.3g} GB" if nbytes < 1000 * GB else f"{nbytes / GB:,.0f} GB"
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}" if nbytes < 999.5 * size else f"{nbytes / size:,.0f} {unit}"
+    return f"{nbytes:.0f} B"

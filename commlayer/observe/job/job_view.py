@@ -5,6 +5,7 @@ A view knows no clock. Callers pass the current time, in the clock of the events
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Sequence
 from statistics import fmean, median
@@ -40,6 +41,16 @@ STALE_S = 30.0
 """Seconds after which a wait is no longer shown unless it is reported again. Waits that last are reported every few seconds."""
 QUIET_S = 10.0
 """Seconds without events from a worker after which it counts as silent, if no coordinator reports on it."""
+
+
+def pause_of(reason: str) -> str:
+    """What a reason says about a pause of a home (cli/pauses.py); "" if it left for another reason.
+
+    >>> pause_of("pauses until 22:00"), pause_of("its home has left: pauses until 22:00"), pause_of("no memory")
+    ('pauses until 22:00', 'pauses until 22:00', '')
+    """
+    found = re.search(r"(?:^|: )(pauses .*)", reason)
+    return found[1] if found else ""
 
 
 class Totals(msgspec.Struct):
@@ -84,6 +95,8 @@ class WorkerView(msgspec.Struct):
     """Time of its last event."""
     ended: float = 0.0
     """When it left or died."""
+    removed: bool = False
+    """True: the job continued without it."""
     step: StepEvent = StepEvent(steps=0)
     """Its last event about steps, with `steps` 0 before the first one."""
     link: LinkEvent = LinkEvent()
@@ -215,7 +228,7 @@ class JobView:
                 self.noise_scale = event
             case AloneEvent():
                 self.alone = event
-            case WhatIfEvent():
+            case WhatIfEvent() if event.rank == min((each.number for each in self.present), default=0):  # the one that plans
                 self.what_if = event
             case CostEvent() if event.rank == COORDINATOR:
                 self.costs = event
@@ -253,6 +266,7 @@ class JobView:
             if event.state == "joined" and not worker.seen:
                 self._replace_predecessor(worker, event.name)
             worker.name, worker.state, worker.reason = event.name or worker.name, event.state, event.reason
+            worker.removed = event.continues
             if not worker.present:
                 worker.ended = event.time
                 self.waits = {key: wait for key, wait in self.waits.items() if key[0] != worker.number}
@@ -310,14 +324,15 @@ class JobView:
 
     @property
     def failures(self) -> list[str]:
-        """Once the job is over: the workers that did not finish, each with the reason."""
-        ended = [worker for worker in self.rows if worker.reason] if self.over else []
+        """Once the job is over: the workers that did not finish, each with the reason; first those that ended the job."""
+        ended = sorted((worker for worker in self.rows if worker.reason), key=lambda each: each.removed) if self.over else []
         return [f"{self.display(f'worker {worker.number}')}: {worker.reason}" for worker in ended]
 
     @property
     def failed(self) -> bool:
-        """True: the job is over, and no worker has finished."""
-        return self.over and all(worker.reason or worker.state == "dead" for worker in self.rows)
+        """True: the job is over, and a worker without which it could not continue has not finished: as in
+        membership.failure."""
+        return self.over and any((each.reason or each.state == "dead") and not each.removed for each in self.workers.values())
 
     def missing(self, now: float) -> list[Missing]:
         """The homes that a running job misses at the time `now`: those that were lost and have not joined again, and silent

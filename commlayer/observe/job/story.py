@@ -66,7 +66,7 @@ class Story:
         if event.state == "left" and not event.reason:
             return f"{name} {'finished' if worker is not None and worker.step.steps else 'left'}."
         what = f"{name} {'was lost' if event.state == 'dead' else 'left'}{event.reason and f': {event.reason}'}".rstrip(".")
-        return f"{what}. The others train on." if worker is not None and view.present else f"{what}."
+        return f"{what}. The others train on." if event.continues and view.present else f"{what}."
 
     def _end(self) -> str:
         view = self.view

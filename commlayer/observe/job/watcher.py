@@ -48,7 +48,7 @@ class Watcher:
                 if (event := decode(line)) is not None:
                     sentences = self._story.apply(event)
                     self._costs.apply(self._story.view, event)
-                    self._alerts.see(self._story.view, event, sentences)
+                    self._alerts.apply(self._story.view, event, sentences)
 
     def _count(self) -> bool:
         """Appends the costs so far, and keeps them. Returns whether there are any."""
