@@ -180,6 +180,7 @@ def _wait(children: Sequence[Child], lease: SiteLease, pauses: Pauses, *, may_le
     lines. `may_leave`: whether the job continues without a home."""
     code, reason, until = 0, "finished", 0.0
     interrupted: list[int] = []
+    killed = set[int]()
     with _interrupts_call(lambda number, _: interrupted.append(number)):
         while any(child.poll() is None for child in children):
             failed = _failed(children)
@@ -200,13 +201,15 @@ def _wait(children: Sequence[Child], lease: SiteLease, pauses: Pauses, *, may_le
                 write_whole({leave_note(os.getpid()): why.encode()})  # the reason that the workers give to the others
                 _signal(children, signal.SIGINT)
             elif until and time.monotonic() > until:
+                killed = {-signal.SIGKILL}
                 _signal(children, signal.SIGKILL)
             time.sleep(POLL_S)
     leave_note(os.getpid()).unlink(missing_ok=True)
     failed = _failed(children)
-    if code != PAUSED and not interrupted and JOIN_AGAIN in failed and {*failed} <= {JOIN_AGAIN, -signal.SIGKILL}:
-        return JOIN_AGAIN, reason
-    return (_exit_code(failed[0]), _failure_text(failed[0])) if failed and not code else (code, reason)
+    if code not in (0, JOIN_AGAIN) or not failed:
+        return code, reason
+    by_itself = [one for one in failed if one not in (JOIN_AGAIN, *killed)]
+    return (_exit_code(by_itself[0]), _failure_text(by_itself[0])) if by_itself else (JOIN_AGAIN, reason)
 
 
 def _failed(children: Sequence[Child]) -> list[int]:
