@@ -68,13 +68,22 @@ class Shards(NamedTuple):
                 if start < stop:
                     owners = tuple(chunk_with(first, shape[0], ranks) for ranks in sizes)
                     held.setdefault(owners, []).append((Slice(s.tensor, start, stop), (start // row_of(shape), shape[0])))
-        if held and (bucket.path not in ("service", "allreduce") or bucket.stale):
+        if (held or len(sizes) > 1) and (bucket.path not in ("service", "allreduce") or bucket.stale):
             what = "results that are one step late" if bucket.stale else f"path {bucket.path!r}"
             raise InvalidInput("E-PLAN-REFUSED", f"plan: bucket {bucket.id} has {what}, but buckets of a sharded model "
                                                  "support only path 'service' in the same step")
         for owners, parts in sorted(held.items()):
             yield structs.replace(_with(bucket, tuple(part for part, _ in parts), job), path="service", owner=owners[0],
                                   rows=parts[0][1])
+
+    def check_joins(self, plan: Plan, ranks: int) -> None:
+        """Raises ValueError if a home of so many ranks cannot join a job with this plan, which is cut: all homes have equally
+        many, and shard the same tensors."""
+        tensors = {s.tensor for bucket in plan.buckets if bucket.rows for s in bucket.slices}
+        if self.tensors != tensors or (tensors and ranks != plan.ranks_per_node):
+            how = f"{len(tensors)} tensors over {plan.ranks_per_node}" if tensors else "none"
+            raise InvalidInput("E-SHARDED", f"this home has {ranks} ranks and shards {len(self.tensors)} tensors, but each "
+                                            f"home of the running job shards {how}: use as many ranks, and shard the same")
 
     def held(self, bucket: Bucket, job: Job) -> Bucket | None:
         """Returns a bucket of a cut plan as this rank executes it: in elements of its own shards. None: another rank of the
