@@ -188,6 +188,15 @@ def over_server(path: str) -> bool:
     return path == "service" or "net.push" in path
 
 
+def chunk_with(row: int, rows: int, ranks: int) -> int:
+    """Returns which rank has a row, if rows are divided over ranks as torch.chunk does.
+
+    >>> [chunk_with(row, 5, 4) for row in range(5)]
+    [0, 0, 1, 1, 2]
+    """
+    return row // -(-rows // ranks)
+
+
 class Bucket(Record, frozen=True):
     """The unit of planning, compressing and sending: a slice of a large tensor, or several small tensors."""
 
@@ -214,6 +223,9 @@ class Bucket(Record, frozen=True):
     stale: bool = False
     """True: the average of a step is applied one step late."""
     why: Why | None = None
+    rows: tuple[int, ...] = ()
+    """The bucket's first row, and the number of rows of its first tensor, if sites divide the tensor among their ranks. The
+    owner is then the rank of a site that has this row. Empty: `owner` names it."""
 
     @property
     def numel(self) -> int:
@@ -230,7 +242,7 @@ class Bucket(Record, frozen=True):
     def owner_in(self, site: Sequence[int]) -> int:
         """The rank of a site that exchanges the bucket. In a site with fewer ranks than `Plan.ranks_per_node`, some ranks
         exchange more buckets."""
-        return site[self.owner % len(site)]
+        return site[chunk_with(self.rows[0], self.rows[1], len(site)) if self.rows else self.owner % len(site)]
 
 
 class Plan(Record, frozen=True):

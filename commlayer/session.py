@@ -365,8 +365,7 @@ def attach_module(
         object_collectives.allow(replica.most_nbytes)
         must = {"optimizer": "not given" if optimizer is None else "given",
                 "clip_grad_norm": "not given" if norm is None else str(norm),
-                "grad_scaler": scaler_settings(grad_scaler),
-                "sharding": f"{len(shards.tensors)} tensors over {shards.ranks} ranks" if shards else "none"}
+                "grad_scaler": scaler_settings(grad_scaler)}
         try:
             context = connect(job, device, start, OptimizerMemory([p for _, p in named], optimizer, outer), plan=requested,
                               config=settings, align=tensors, must=must, requested=modes, forbids=forbids, replica=replica,

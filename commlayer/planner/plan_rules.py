@@ -150,6 +150,8 @@ def _bucket_problems(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
         yield f"{name}: server {bucket.server}, but the plan has {plan.servers} servers"
     if bucket.path != "allreduce" and not 0 <= bucket.owner < plan.ranks_per_node:
         yield f"{name}: owner {bucket.owner}, but the plan has {plan.ranks_per_node} ranks per node"
+    if bucket.rows and not (len(bucket.rows) == 2 and 0 <= bucket.rows[0] < bucket.rows[1]):
+        yield f"{name}: rows {bucket.rows}, allowed: a row and the number of rows, which is larger"
     if not 0 < len(bucket.slices) <= MAX_TENSORS_PER_BUCKET:
         yield f"{name}: {len(bucket.slices)} slices, allowed: 1 to {MAX_TENSORS_PER_BUCKET}"
     if bucket.shape and (min(bucket.shape) < 1 or math.prod(bucket.shape) != bucket.numel):
@@ -254,7 +256,7 @@ def shard_groups(buckets: Sequence[Bucket], ranks_per_node: int) -> list[range]:
 def _shards(buckets: Sequence[Bucket]) -> bool:
     sizes = [bucket.numel for bucket in buckets]
     return (
-        [bucket.owner for bucket in buckets] == [*range(len(buckets))]
+        [bucket.owner_in(range(len(buckets))) for bucket in buckets] == [*range(len(buckets))]
         and max(sizes) - min(sizes) <= 1
         and all(_adjacent(before.slices[-1], after.slices[0]) for before, after in pairwise(buckets))
     )

@@ -1,9 +1,10 @@
-"""Sharded models: which elements of each tensor a rank of a site has, and plans in which each bucket belongs to one rank of a
-site."""
+"""Sharded models: which elements of each tensor a rank of a site has, and plans in which each bucket belongs to one rank of
+each site."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from msgspec import structs
@@ -12,7 +13,7 @@ from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner.plan_rules import lower
 from commlayer.planner.tensors import codec_and_shape, row_of
-from commlayer.records import Bucket, Job, Plan, Slice
+from commlayer.records import Bucket, Job, Plan, Slice, chunk_with
 
 
 class Shards(NamedTuple):
@@ -45,43 +46,66 @@ class Shards(NamedTuple):
 
         return [tensor for tensor in sorted(self.tensors) if not numel(tensor)]
 
-    def cut(self, plan: Plan, job: Job) -> Plan:
-        """Returns the plan with its sharded buckets cut where shards end. The rank that has a shard is the owner of its
-        buckets. A plan that is cut already stays as it is."""
+    def cut(self, plan: Plan, job: Job, sizes: Collection[int] = ()) -> Plan:
+        """Returns the plan with its sharded buckets cut where shards end, in sites of each of the `sizes`. The rank that has a
+        shard is the owner of its buckets. A plan that is cut already stays as it is. Empty `sizes`: this site's size."""
         if not self:
             return plan
-        buckets = [part for bucket in lower(plan).buckets for part in self._cut(bucket, job)]
+        sizes = sorted({*sizes} or {self.ranks}, reverse=True)
+        buckets = [part for bucket in lower(plan).buckets for part in self._cut(bucket, job, sizes)]
         numbered = tuple(structs.replace(bucket, id=number) for number, bucket in enumerate(buckets))
         served = any(bucket.served for bucket in numbered)
-        return structs.replace(plan, buckets=numbered, servers=max(1, plan.servers) if served else 0,
-                               ranks_per_node=self.ranks)
+        return structs.replace(plan, buckets=numbered, servers=max(1, plan.servers) if served else 0, ranks_per_node=sizes[0])
 
-    def _cut(self, bucket: Bucket, job: Job) -> Iterator[Bucket]:
+    def _cut(self, bucket: Bucket, job: Job, sizes: Sequence[int]) -> Iterator[Bucket]:
         if whole := tuple(s for s in bucket.slices if s.tensor not in self.tensors):
-            yield structs.replace(_with(bucket, whole, job), owner=bucket.owner % self.ranks)
-        for owner in range(self.ranks):
-            held = []
-            for s in bucket.slices if whole != bucket.slices else ():
-                first, end = self.elements(job.tensors[s.tensor].shape, owner)
-                if s.tensor in self.tensors and max(first, s.start) < min(end, s.stop):
-                    held.append(Slice(s.tensor, max(first, s.start), min(end, s.stop)))
-            if held and (bucket.path not in ("service", "allreduce") or bucket.stale):
-                what = "results that are one step late" if bucket.stale else f"path {bucket.path!r}"
-                raise InvalidInput("E-PLAN-REFUSED", f"plan: bucket {bucket.id} has {what}, but buckets of a sharded model "
-                                                     "support only path 'service' in the same step")
-            if held:
-                yield structs.replace(_with(bucket, tuple(held), job), path="service", owner=owner)
+            yield structs.replace(_with(bucket, whole, job), owner=bucket.owner % sizes[0], rows=())
+        held: dict[tuple[int, ...], list[tuple[Slice, tuple[int, int]]]] = {}
+        for s in bucket.slices if whole != bucket.slices else ():
+            shape = job.tensors[s.tensor].shape
+            for first, end in intervals(shape[0], sizes) if s.tensor in self.tensors else ():
+                start, stop = max(first * row_of(shape), s.start), min(end * row_of(shape), s.stop)
+                if start < stop:
+                    owners = tuple(chunk_with(first, shape[0], ranks) for ranks in sizes)
+                    held.setdefault(owners, []).append((Slice(s.tensor, start, stop), (start // row_of(shape), shape[0])))
+        if (held or len(sizes) > 1) and (bucket.path not in ("service", "allreduce") or bucket.stale):
+            what = "results that are one step late" if bucket.stale else f"path {bucket.path!r}"
+            raise InvalidInput("E-PLAN-REFUSED", f"plan: bucket {bucket.id} has {what}, but buckets of a sharded model "
+                                                 "support only path 'service' in the same step")
+        for owners, parts in sorted(held.items()):
+            yield structs.replace(_with(bucket, tuple(part for part, _ in parts), job), path="service", owner=owners[0],
+                                  rows=parts[0][1])
+
+    def check_joins(self, plan: Plan, ranks: int) -> None:
+        """Raises ValueError if a home of so many ranks cannot join a job with this plan, which is cut: all homes have equally
+        many, and shard the same tensors."""
+        tensors = {s.tensor for bucket in plan.buckets if bucket.rows for s in bucket.slices}
+        if self.tensors != tensors or (tensors and ranks != plan.ranks_per_node):
+            how = f"{len(tensors)} tensors over {plan.ranks_per_node}" if tensors else "none"
+            raise InvalidInput("E-SHARDED", f"this home has {ranks} ranks and shards {len(self.tensors)} tensors, but each "
+                                            f"home of the running job shards {how}: use as many ranks, and shard the same")
 
     def held(self, bucket: Bucket, job: Job) -> Bucket | None:
         """Returns a bucket of a cut plan as this rank executes it: in elements of its own shards. None: another rank of the
         site has the bucket."""
         if bucket.slices[0].tensor not in self.tensors:
             return bucket
-        if bucket.owner != self.local:
+        if bucket.owner_in(range(self.ranks)) != self.local:
             return None
         starts = [self.elements(job.tensors[s.tensor].shape, self.local)[0] for s in bucket.slices]
         return structs.replace(bucket, slices=tuple(
             Slice(s.tensor, s.start - start, s.stop - start) for s, start in zip(bucket.slices, starts, strict=True)))
+
+
+def intervals(rows: int, sizes: Collection[int]) -> list[tuple[int, int]]:
+    """Cuts rows where a rank's rows end in a site of any of these sizes.
+
+    >>> intervals(6, [4, 3])
+    [(0, 2), (2, 4), (4, 6)]
+    >>> intervals(6, [4, 2, 1])
+    [(0, 2), (2, 3), (3, 4), (4, 6)]
+    """
+    return [*pairwise(sorted({min(rows, -(-rows // ranks) * number) for ranks in sizes for number in range(ranks + 1)}))]
 
 
 def _with(bucket: Bucket, slices: tuple[Slice, ...], job: Job) -> Bucket:

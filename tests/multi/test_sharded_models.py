@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -606,3 +606,99 @@ def test_residuals_survive_another_number_of_ranks(tmp_path: Path) -> None:
                     assert torch.equal(result[name.removeprefix("saved.")], former[name]), (world, name)
         former = results[0]
         assert world == 1 or any(x.any() for name, x in former.items() if name.startswith("saved.residual"))
+
+
+class Sums(nn.Module):
+    """Its gradients are small integers that do not depend on the weights, so sums are exact in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second, self.free = nn.Linear(12, 10), nn.Linear(12, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x).sum() + self.second(x[:, :12]).sum() * 2 + (self.free * x[0, :3]).sum()
+
+
+def unlike(rank: int, sizes: tuple[int, ...], codec: str, address: str, how: str, exact: bool) -> dict[str, torch.Tensor]:
+    """Sites of these numbers of ranks. `how`: "shards", or "plain" if a site of one rank has whole tensors, or "workers": one
+    worker for each site, with the batches of its ranks."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    sites = [[*range(end - size, end)] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    model: Any = Sums() if exact else layers(12, 40, 7, 3)
+    job = job_of(model)
+    sharded = frozenset(n for n, tensor in enumerate(job.tensors) if tensor.name != "free")
+    plan = Shards(max(sizes), 0, sharded).cut(plan_of(model, codec, nbytes=(64, 256)), job, sizes)
+    if how == "workers":
+        mine, weight = sites[rank], len(sites[rank])
+        of_one = tuple(structs.replace(bucket, owner=0, rows=()) for bucket in plan.buckets)
+        plan = structs.replace(plan, ranks_per_node=1, buckets=of_one)
+    else:
+        mine, weight = [rank], 1
+        group, _ = dist.new_subgroups_by_enumeration(sites)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(float(next(n for n, site in enumerate(sites) if rank in site)))  # all begin with those of the first site
+        if how == "shards" or dist.get_world_size(group) > 1:
+            fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"), ignored_params={model.free} if exact else set())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5) if exact else adamw(model)
+    with commlayer.attach(model, optimizer, plan=plan, config=quick(join=address, drift_steps=1)) as session:
+        for step in range(2 * STEPS):
+            optimizer.zero_grad()
+            session.weight(weight)
+            (sum(model((data(each, step)[0] * 4).round()) if exact else loss(model, each, step) for each in mine)
+             / len(mine)).backward()  # type: ignore[union-attr]
+            optimizer.step()
+    return whole(model)
+
+
+@pytest.mark.parametrize(("sizes", "codec", "how"), [
+    ((2, 1), "identity()", "shards"), ((2, 1), "int4()", "plain"), ((4, 2, 1), "identity()", "plain"),
+    ((2, 3), "identity()", "shards"), ((4, 2, 1), "error_feedback(int4())", "shards")], ids=str)
+def test_sites_of_unlike_sizes_train_as_one_worker_each(sizes: tuple[int, ...], codec: str, how: str) -> None:
+    exact = sizes == (4, 2, 1)
+    with coordinators(1, len(sizes), 1) as jobs:
+        wanted = pool(len(sizes)).call(unlike, sizes, codec, jobs[0].address, "workers", exact)[0]
+    with coordinators(1, sum(sizes), 1) as jobs:
+        results = pool(sum(sizes)).call(unlike, sizes, codec, jobs[0].address, how, exact)
+    for result in results:
+        assert_equal([result], results[0])
+        for key, value in wanted.items() if codec == "identity()" else ():
+            assert 3 in sizes or torch.equal(result[key], value), key  # a mean of three is rounded
+            torch.testing.assert_close(result[key], value, rtol=1e-4, atol=1e-6)
+
+
+def continued(rank: int, sizes: tuple[int, ...], address: str, folder: str, resumes: bool) -> dict[str, torch.Tensor]:
+    """Trains and saves, or resumes, with sites of these sizes. Returns weights and the sum of all residuals."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    group, _ = dist.new_subgroups_by_enumeration(
+        [[*range(end - size, end)] for size, end in zip(sizes, accumulate(sizes), strict=True)])
+    model: Any = fully_shard(layers(12, 10, 3), mesh=DeviceMesh.from_group(group, "cpu"))
+    optimizer = sgd(model)
+    codec = "error_feedback(topk(ratio=0.2))"
+    with commlayer.attach(model, optimizer, compression=codec, config=quick(join=address)) as session:
+        assert not resumes or session.resume(folder)
+        for step in range(0 if resumes else STEPS):
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            optimizer.step()
+        if not resumes:
+            session.checkpoint(folder)
+        state = {name: x.full_tensor() for name, x in session.state_dict().items() if name.startswith("residual")}
+        return whole(model) | state
+
+
+def test_residuals_of_unlike_sites_resume_in_sites_of_other_sizes(tmp_path: Path) -> None:
+    def run(sizes: tuple[int, ...], resumes: bool) -> list[dict[str, torch.Tensor]]:
+        with coordinators(1, sum(sizes), 1) as jobs:
+            return pool(sum(sizes)).call(continued, sizes, jobs[0].address, str(tmp_path), resumes)
+
+    saved = run((3, 1), False)[0]
+    assert any(x.any() for name, x in saved.items() if name.startswith("residual"))
+    for sizes in ((2, 1), (1, 3), (2, 2)):
+        for result in run(sizes, True):
+            torch.testing.assert_close(result, saved, rtol=1e-5, atol=1e-6)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
 from commlayer.errors import InvalidInput
@@ -33,6 +35,23 @@ def test_each_bucket_has_elements_of_one_rank(ranks: int, path: str) -> None:
     for bucket in cut.buckets:
         assert len({s.tensor in SHARDED for s in bucket.slices}) == 1
         assert bucket.served or bucket.slices[0].tensor not in SHARDED
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 3)), min_size=1, max_size=4),
+       st.sets(st.integers(1, 9), min_size=1, max_size=4))
+def test_each_bucket_has_one_owner_in_sites_of_each_size(shapes: list[tuple[int, int]], sizes: set[int]) -> None:
+    job = Job(tuple(TensorInfo(str(number), shape) for number, shape in enumerate(shapes)))
+    tensors = frozenset(range(len(shapes)))
+    made = default_plan(job, codec="int8()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=64, cut_nbytes=128)
+    cut = Shards(min(sizes), 0, tensors).cut(made, job, sizes)
+    assert verify(cut, job) == []  # each element is in one bucket
+    assert Shards(max(sizes), 0, tensors).cut(cut, job, sizes) == cut
+    for ranks in sizes:
+        for bucket in cut.buckets:
+            owner = bucket.owner_in(range(ranks))
+            for s in bucket.slices:
+                first, end = Shards(ranks).elements(job.tensors[s.tensor].shape, owner)
+                assert first <= s.start < s.stop <= end
 
 
 def test_shapes_are_those_of_the_shards() -> None:

@@ -168,7 +168,7 @@ def _save(
     mark = Mark(save=f"{rows[0][1]:016x}", step=context.passes, round=0 if job is None else job.worker.step,
                 world=context.world, servers=0 if plan is None else plan.servers,
                 plan="" if plan is None else records.digest(plan), rate=1.0 if job is None else job.worker.units.rate,
-                members=1 if job is None else job.first_world, training_id=context.training_id)
+                members=1 if job is None else job.first_world, sites=_unlike(groups), training_id=context.training_id)
     folder = folder_of(directory, number)
 
     def training() -> Files:
@@ -226,6 +226,12 @@ class FoundCheckpoint(NamedTuple):
     """Maps the name of each file to the rank that reads it."""
 
 
+def _unlike(groups: Groups | None) -> str:
+    """Returns the numbers of ranks of all sites; nothing if they are equal. Ranks of other sites have other codec states."""
+    sizes = [] if groups is None else [str(len(site)) for site in groups.sites]
+    return " + ".join(sizes) if len({*sizes}) > 1 else ""
+
+
 def find(groups: Groups | None, rank: int, world: int, directory: Path) -> FoundCheckpoint | None:
     """Finds the newest complete checkpoint in the directory; returns None if no rank has any checkpoint. All ranks call it
     together."""
@@ -247,7 +253,7 @@ def find(groups: Groups | None, rank: int, world: int, directory: Path) -> Found
         else:
             refuse_mixture(directory, rows, number, save, mark)
             readers = {name: reader_of(name, holders[name], world) for name in (*mark.files, PLAN) if name in holders}
-            exact = mark.world == world and all(
+            exact = mark.world == world and mark.sites == _unlike(groups) and all(
                 readers.get(name) == reader_of(name, range(world), world) for name in mark.files)
             if faults and rank == 0:
                 log.warning("resume(): loading the checkpoint of step %d, because a newer one is not complete: %s", mark.step,

@@ -52,6 +52,8 @@ class Mark(Record, frozen=True):
     """Learning rate by which codecs that send weight updates had multiplied the saved residuals; 1 without such codecs."""
     members: Annotated[int, msgspec.Meta(ge=1, le=SERVER_BASE)] = 1
     """Residuals are parts of a mean over this number of workers; see Units.members."""
+    sites: str = ""
+    """Number of ranks of each site, if they are unlike."""
     training_id: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
     """A random number, equal in all checkpoints of a training, which resumed jobs continue."""
 

@@ -75,7 +75,8 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
         return None
     old, groups = context.worker, context.groups
     offer = OfferedPlan(
-        lambda: bytes_of(context.site.shards.cut(with_modes(_checked(plan), context.terms.requested), old.job)), context.rank)
+        lambda: bytes_of(context.site.shards.cut(
+            with_modes(_checked(plan), context.terms.requested), old.job, {*map(len, groups.sites)})), context.rank)
     rows = _check_equal_rows(context, old, groups, len(offer.data))
     agreed = plan_in(offer.taken(groups.share_bytes(offer.data, MAX_PLAN_NBYTES, "a plan", rows[0].plan_nbytes)))
     note = ""

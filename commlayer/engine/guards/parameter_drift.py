@@ -32,11 +32,11 @@ from commlayer.engine.components import Component, Order
 from commlayer.engine.epochs.replica import share_optimizer
 from commlayer.engine.hooks.callbacks import after_backward
 from commlayer.engine.job.job import DistributedJob
-from commlayer.engine.model.digests import Digests, pieces
+from commlayer.engine.model.digests import DigestPiece, Digests, pieces
 from commlayer.engine.model.optimizer_settings import differences, digest, settings_of, structural
 from commlayer.engine.model.optimizer_state import state_digests
 from commlayer.engine.model.optimizers import HeldParameters, watch
-from commlayer.engine.model.shard_parameters import local_of
+from commlayer.engine.model.shard_parameters import Part, is_sharded, local_of, parts_of
 from commlayer.engine.observers.spacing import steps_between
 from commlayer.engine.worker.finished_peers import UNEQUAL
 from commlayer.errors import CommError
@@ -47,6 +47,9 @@ LEAST, MOST = 10, 10_000
 """LEAST: number of steps of the first round, whose cost is not known yet. MOST: largest number of steps of a round."""
 SETTINGS_NBYTES = 64 << 10
 """Largest size of a rank's optimizer settings, in addition to four times those of this rank."""
+NOT_HELD = -1
+"""In place of a digest: this rank does not have this part of a tensor."""
+SUMS = 2.0**32
 NAMED = 3
 """Largest number of tensors or settings that one log line or error names."""
 SHARDED = "consolidate_state_dict"
@@ -80,7 +83,8 @@ class DriftRow(NamedTuple):
     settings: float
     """Digest of the optimizer's settings."""
     digests: float
-    """Checksum of the digests of all tensors; before the first optimizer step also of those of the optimizer's state."""
+    """Checksum of the digests of all tensors that are not sharded; before the first optimizer step also of those of the
+    optimizer's state."""
     has_state: float
     """1: this rank's optimizer has a state."""
     cost_s: float = 0.0
@@ -88,6 +92,8 @@ class DriftRow(NamedTuple):
     step_s: float = 0.0
     optimizer_steps: float = 0.0
     """Number of optimizer steps in this round."""
+    shards: float = 0.0
+    """Sum of the checksums of this rank's shards, modulo SUMS. Its sum over a site does not depend on the site's size."""
     positions: float = 0.0
     """Checksum of the exchanges after which the optimizer has stepped."""
 
@@ -96,20 +102,22 @@ FAILED = DriftRow(*[math.nan] * len(DriftRow._fields))
 """The row of a rank whose part of the check has failed. All ranks then end the check."""
 
 
-def digests_differ(rows: Sequence[DriftRow], per_site: int = 1) -> bool:
-    """Returns True if some tensor differs between ranks. Digests from CPUs and from GPUs cannot be compared, and then count as
-    equal. `per_site`: number of ranks over which the model is sharded; each is compared with its equals in other sites."""
-    equals = [{row.digests for row in rows[first::per_site]} for first in range(per_site)]
-    return len({row.by_sums for row in rows}) == 1 and max(map(len, equals)) > 1
+def digests_differ(rows: Sequence[DriftRow], sites: Sequence[Sequence[int]]) -> bool:
+    """Returns True if some tensor differs between ranks, or between sites over which it is sharded. Digests from CPUs and from
+    GPUs cannot be compared, and then count as equal."""
+    shards = {sum(rows[rank].shards for rank in site) % SUMS for site in sites}
+    return len({row.by_sums for row in rows}) == 1 and max(len(shards), len({row.digests for row in rows})) > 1
 
 
-def differing(digests: Sequence[Sequence[int]], per_site: int = 1) -> dict[int, list[int]]:
-    """Maps the number of each tensor that differs to the ranks whose digest differs from that of rank 0, or of their equal in
-    the first site. `digests`: by rank. `per_site`: see `digests_differ`."""
-    columns = enumerate(zip(*digests, strict=True))
-    ranks_of = {number: [rank for rank, value in enumerate(column) if value != column[rank % per_site]]
-                for number, column in columns}
-    return {number: ranks for number, ranks in ranks_of.items() if ranks}
+def differing(digests: Sequence[Sequence[int]], parts: Sequence[Part]) -> dict[int, list[int]]:
+    """Maps the number of each tensor that differs to the ranks whose digest of some part differs from that of the first rank
+    that has the part. `digests`: of all parts, by rank."""
+    ranks_of: dict[int, list[int]] = {}
+    for part, column in zip(parts, zip(*digests, strict=True), strict=True):
+        first = next((value for value in column if value != NOT_HELD), NOT_HELD)
+        if ranks := [rank for rank, value in enumerate(column) if value not in (NOT_HELD, first)]:
+            ranks_of[part.tensor] = sorted({*ranks_of.get(part.tensor, []), *ranks})
+    return ranks_of
 
 
 def stepped_apart(rows: Sequence[DriftRow]) -> list[int]:
@@ -145,11 +153,9 @@ class ParameterDrift(Component):
         self._context, self._optimizer, self._reaction = context, optimizer, config.drift
         self._named, self._names = named, [name for name, _ in named]
         self._tensors = [local_of(tensor) for _, tensor in named]
-        self._per_site = context.site.shards.ranks or 1
         self._remedy = '; drift="resync" would copy rank 0\'s state'
         if context.site.shards:  # rank 0 has only its shards
             self._reaction, self._remedy = "warn" if config.drift == "warn" else "end", ""
-        self._pieces, self._digests = pieces(self._tensors), Digests(self._tensors)
         self._sent_digests: list[int] = []
         """The digests whose checksum is in this rank's last row."""
         self._fixed = max(0, config.drift_steps)
@@ -165,7 +171,7 @@ class ParameterDrift(Component):
 
     def new_members(self) -> None:
         """Restarts with the first round, because a new member has no digests of earlier rounds."""
-        self._digests = Digests(self._tensors)
+        self._divide()
         self._compared = self._compared and self._context.local is not None
         self._span = self._fixed or (LEAST if self._context.local is None else 1)
         self._round = _Round(time.perf_counter())
@@ -175,6 +181,25 @@ class ParameterDrift(Component):
         """`_failed`: this rank's part of the check has failed. `_ended`: all ranks know that it has failed on one of them."""
         self._steps_differ = self._settings_differ = False
         """Two flags about the last round: optimizer steps, and optimizer settings, differed between ranks."""
+
+    def _divide(self) -> None:
+        """Divides the tensors into the parts that sites can compare."""
+        shards, sites = self._context.site.shards, self._context.groups.sites
+        sizes, tensors = {*map(len, sites)}, [tensor for _, tensor in self._named]
+        sharded = {n for n, tensor in enumerate(tensors) if is_sharded(tensor) and sizes != {1}}
+        compared = [*range(len(tensors))]
+        if shards and len(sizes) > 1:  # a site of one rank does not know which frozen tensors are sharded in the others
+            compared = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
+            sharded = {compared[number] for number in shards.tensors}
+        self._parts = [part for part in parts_of(tensors, sharded, sites) if part.tensor in {*compared}]
+        self._pieces, self._digests = self._pieces_of(self._tensors)
+
+    def _pieces_of(self, tensors: Sequence[torch.Tensor]) -> tuple[list[DigestPiece], Digests]:
+        """Returns the pieces of this rank's parts of the tensors, and their digests, to which nothing is added yet."""
+        held = [part.on(tensors[part.tensor], self._context.site.shards) for part in self._parts]
+        self._has = [own is not None for own in held]
+        views = [own for own in held if own is not None]
+        return pieces(views), Digests(views)
 
     def loaded(self) -> None:
         """Restarts the comparison."""
@@ -189,7 +214,8 @@ class ParameterDrift(Component):
         tensors = [starts.get(id(tensor), local_of(tensor)) for _, tensor in self._named]
         if [*map(id, tensors)] != [*map(id, self._tensors)]:
             self._tensors = tensors
-            self._pieces, self._digests, self._round.training_steps = pieces(self._tensors), Digests(self._tensors), 0
+            self._pieces, self._digests = self._pieces_of(tensors)
+            self._round.training_steps = 0
 
     def end_local_step(self) -> None:
         if not self._compared:
@@ -238,10 +264,16 @@ class ParameterDrift(Component):
             cost_s=cost_s, step_s=step_s, optimizer_steps=ended.optimizer_steps, positions=ended.positions_digest))
 
     def _row(self, digests: Digests, states: Sequence[int]) -> DriftRow:
-        """Returns this rank's row with the checksum of `digests` and of the digests of the optimizer's state."""
-        self._sent_digests = [*digests.take(), *states]
-        checksum = zlib.crc32(array.array("q", self._sent_digests))
-        return DriftRow(digests.by_sums, digest(self._settings()), checksum, bool(getattr(self._optimizer, "state", None)))
+        """Returns this rank's row with the checksums of `digests` and of the digests of the optimizer's state, by part."""
+        own = iter(digests.take())
+        self._sent_digests = sent = [*(next(own) if held else NOT_HELD for held in self._has), *states]
+        kinds = [part.rows > 0 for part in self._parts]
+        kinds += kinds if states else []
+        whole = array.array("q", [value for value, sharded in zip(sent, kinds, strict=True) if not sharded])
+        shards = sum(zlib.crc32(array.array("q", [n, sent[n]])) for n, sharded in enumerate(kinds)
+                     if sharded and sent[n] != NOT_HELD)
+        return DriftRow(digests.by_sums, digest(self._settings()), zlib.crc32(whole),
+                        bool(getattr(self._optimizer, "state", None)), shards=shards % SUMS)
 
     def _start(self, row: Callable[[], DriftRow]) -> None:
         """Starts this rank's part of the next row."""
@@ -269,11 +301,11 @@ class ParameterDrift(Component):
         self._compare_steps(rows)
         if self._context.local is None:  # under local steps, a skipped step can delay a schedule
             self._compare_settings(rows)
-        self._react(differing(self._digests_of_all(rows), self._per_site), rows)
+        self._react(differing(self._digests_of_all(rows), self._parts), rows)
 
     def _digests_of_all(self, rows: Sequence[DriftRow]) -> list[list[int]]:
         """Returns the digests of all ranks, if checksums differ; otherwise only those of this rank."""
-        differ = digests_differ(rows, self._per_site)
+        differ = digests_differ(rows, self._context.groups.sites)
         return gather(self._context.groups, self._sent_digests) if differ else [self._sent_digests]
 
     def _compare_steps(self, rows: Sequence[DriftRow]) -> None:
@@ -301,22 +333,23 @@ class ParameterDrift(Component):
         self._compared = True
         local = self._context.local is not None
         parameters = [tensor for _, tensor in self._named]
-        count = len(parameters)
+        count, sizes = len(self._parts), {*map(len, self._context.groups.sites)}
 
         def own() -> DriftRow:
-            tensors = [*map(local_of, parameters)]
-            digests = Digests(tensors)
-            for piece in () if local else pieces(tensors):
+            own, digests = self._pieces_of([*map(local_of, parameters)])
+            for piece in () if local else own:
                 digests.add(piece)
-            mine = [0] * count if hasattr(self._optimizer, SHARDED) else \
+            mine = [0] * len(parameters) if hasattr(self._optimizer, SHARDED) else \
                 state_digests(parameters, self._optimizer, moments=not local)
-            return self._row(digests, mine)
+            # A state's digest is that of all rows of a rank, so only ranks with equal rows can compare it.
+            return self._row(digests, [NOT_HELD if not held or (part.rows and len(sizes) > 1) else mine[part.tensor]
+                                       for held, part in zip(self._has, self._parts, strict=True)])
 
         self._start(own)
         if not (rows := self._read()):
             return
         digests = self._digests_of_all(rows)
-        weights, states = (differing([row[first : first + count] for row in digests], self._per_site) for first in (0, count))
+        weights, states = (differing([row[first : first + count] for row in digests], self._parts) for first in (0, count))
         unlike = self._differing_settings(rows)
         if not (weights or states or unlike):
             return

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from commlayer.cluster.processes.collectives import Groups
-from commlayer.engine.model.shard_parameters import is_sharded, local_of
+from commlayer.engine.model.shard_parameters import Part, is_sharded, local_of, parts_of
+from commlayer.errors import InvalidInput
 from commlayer.planner.shards import Shards
+from commlayer.records import Job, chunk_with
 from commlayer.transport.crc import crc32c
 
 
@@ -25,6 +27,18 @@ PIECE_NUMEL = 4 << 20
 """
 
 
+def agreed_shards(own: Shards, job: Job, groups: Groups) -> Shards:
+    """Returns how this rank shares the job's model with its site: a site of one rank may have whole tensors. All ranks call it
+    together. Raises ValueError if sites shard other tensors."""
+    flags = groups.gather_all(torch.tensor([n in own.tensors for n in range(len(job.tensors))], dtype=torch.int64,
+                                           device=groups.device))
+    kinds = {frozenset(n for n, flag in enumerate(row) if flag) for row in flags.tolist()} - {frozenset()}
+    if len(kinds) > 1:
+        raise InvalidInput("E-SHARDED", f"sites shard {' and '.join(str(len(kind)) for kind in kinds)} of the "
+                                        f"{len(job.tensors)} tensors, but all must shard the same ones")
+    return own or Shards(1, 0, *kinds)
+
+
 def align(
     tensors: Sequence[torch.Tensor], groups: Groups, deadline_s: float, source: int = 0, shards: Shards = Shards(),
 ) -> list[int]:
@@ -33,22 +47,28 @@ def align(
     if not tensors:
         return []
     own = [local_of(tensor).detach() for tensor in tensors]
-    rows = groups.gather_all(torch.tensor([fingerprint(t) for t in own], dtype=torch.int64, device=own[0].device))
-    wanted = [rows[torch.arange(len(rows)) % shards.ranks, n] if is_sharded(tensor) else rows[source, n]
-              for n, tensor in enumerate(tensors)]
-    differing = [n for n, values in enumerate(wanted) if bool((rows[:, n] != values).any())]
-    for number in differing:
-        for rank in range(shards.ranks) if is_sharded(tensors[number]) else [source]:
-            _copy(own[number], tensors[number], groups, deadline_s, rank, shards)
-    return differing
+    device, sharded = own[0].device, set[int]()
+    if shards:  # a site of one rank may have whole tensors
+        flags = groups.gather_all(torch.tensor([*map(is_sharded, tensors)], dtype=torch.int64, device=device))
+        sharded = {n for n, flag in enumerate(flags.any(0).tolist()) if flag}
+    parts = parts_of(tensors, sharded, groups.sites)
+    held = [part.on(own[part.tensor], shards) for part in parts]
+    prints = [-1 if x is None else fingerprint(x) for x in held]
+    rows = groups.gather_all(torch.tensor(prints, dtype=torch.int64, device=device))
+    differing = set()
+    for part, mine, values in zip(parts, held, rows.T, strict=True):
+        site = groups.sites[0]
+        holder = site[chunk_with(part.first, part.rows, len(site))] if part.rows else source
+        if bool(((values != values[holder]) & (values >= 0)).any()):
+            differing.add(part.tensor)
+            _copy(mine, part, tensors[part.tensor], groups, deadline_s, holder)
+    return sorted(differing)
 
 
-def _copy(own: torch.Tensor, tensor: torch.Tensor, groups: Groups, deadline_s: float, rank: int, shards: Shards) -> None:
-    """Copies a tensor, or its shard on `rank`, from that rank to all ranks that need it. All ranks take part."""
-    mine = not is_sharded(tensor) or shards.local == rank
-    start, end = shards.elements(tensor.shape, rank) if is_sharded(tensor) else (0, tensor.numel())
-    contiguous = own.contiguous() if mine else own.new_empty(end - start)
-    for piece in contiguous.view(-1).split(PIECE_NUMEL) if contiguous.numel() else ():
-        groups.broadcast_all(piece, rank).wait(time.monotonic() + deadline_s)
-    if mine and contiguous.data_ptr() != own.data_ptr():
-        own.copy_(contiguous)
+def _copy(mine: torch.Tensor | None, part: Part, like: torch.Tensor, groups: Groups, deadline_s: float, holder: int) -> None:
+    """Copies a part of a tensor from rank `holder` to all ranks that have it. All ranks take part."""
+    sent = local_of(like).new_empty((part.end - part.first, *like.shape[1:])) if mine is None else mine.contiguous()
+    for piece in sent.view(-1).split(PIECE_NUMEL) if sent.numel() else ():
+        groups.broadcast_all(piece, holder).wait(time.monotonic() + deadline_s)
+    if mine is not None and sent.data_ptr() != mine.data_ptr():
+        mine.copy_(sent)

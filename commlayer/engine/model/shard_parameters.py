@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from commlayer.errors import InvalidInput
-from commlayer.planner.shards import Shards
+from commlayer.planner.shards import Shards, intervals
+from commlayer.records import chunk_with
 
 WHICH_MESH = ("pass fully_shard() a mesh of the ranks of one site: init_device_mesh(device, (sites, ranks), "
               "mesh_dim_names=('site', 'shard'))['shard']")
@@ -50,6 +51,33 @@ def shard_of(p: Any, whole: torch.Tensor) -> torch.Tensor:
         return whole
     start, end = Shards(p.device_mesh.size()).elements(p.shape, p.device_mesh.get_local_rank())
     return whole.reshape(-1)[start:end].view(local_of(p).shape)
+
+
+class Part(NamedTuple):
+    """Rows of a sharded tensor that one rank of each site has, or a whole tensor that all ranks have."""
+
+    tensor: int
+    first: int = 0
+    end: int = 0
+    rows: int = 0
+    """Number of rows of the tensor; 0: it is not sharded."""
+
+    def on(self, own: torch.Tensor, shards: Shards) -> torch.Tensor | None:
+        """Returns this part of a rank's own elements of the tensor; None: another rank of the site has it."""
+        if not self.rows:
+            return own
+        if chunk_with(self.first, self.rows, shards.ranks) != shards.local:
+            return None
+        start = shards.elements((self.rows,), shards.local)[0]
+        return own[self.first - start : self.end - start]
+
+
+def parts_of(tensors: Sequence[torch.Tensor], sharded: Collection[int], sites: Sequence[Sequence[int]]) -> list[Part]:
+    """Returns the parts of these tensors that can be compared between sites. `sharded`: numbers of the sharded tensors."""
+    sizes = {*map(len, sites)}
+    parts = [[Part(n, *rows, t.shape[0]) for rows in intervals(t.shape[0], sizes)] if n in sharded else [Part(n)]
+             for n, t in enumerate(tensors)]
+    return [part for each in parts for part in each]
 
 
 class ShardParameter(nn.Parameter):
@@ -130,10 +158,10 @@ def shards_of(model: nn.Module, process_group: Any) -> Shards:
         return Shards()
     mesh, world = sharded[0][1].device_mesh, dist.get_process_group_ranks(process_group or dist.group.WORLD)
     ranks = mesh.mesh.flatten().tolist()
-    first = world.index(ranks[0]) if ranks[0] in world else 1
-    if first % len(ranks) or world[first : first + len(ranks)] != ranks or len(world) % len(ranks):
-        raise InvalidInput("E-SHARDED", f"the model is sharded over ranks {ranks}, but sites must have equal numbers of "
-                                        f"consecutive ranks of the job: {WHICH_MESH}")
+    first = world.index(ranks[0]) if ranks[0] in world else 0
+    if world[first : first + len(ranks)] != ranks:
+        raise InvalidInput("E-SHARDED", f"the model is sharded over ranks {ranks}, but a site must have consecutive ranks of "
+                                        f"the job: {WHICH_MESH}")
     if len(world) == 1:
         return Shards()
     if len(world) == len(ranks):

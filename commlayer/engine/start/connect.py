@@ -40,6 +40,7 @@ from commlayer.engine.job.job import DistributedJob, JobContext
 from commlayer.engine.job.plan_agreement import agreed_plan, check_plan, from_rank_0
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.job.run_events import check_folder
+from commlayer.engine.model.alignment import agreed_shards
 from commlayer.engine.model.alignment import align as align_tensors
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.start import plan_choice
@@ -77,7 +78,8 @@ def connect(
     kernels.choose(config.backend)
     check_folder(config)
     must = {"plan": "a plan" if isinstance(plan, Plan | Path) else plan, "sync": str(requested), **(must or {})}
-    met = start.meet(config, job=job, must=must, settings=settings or {}, matched=memory.matched)
+    met = start.meet(config, job=job, must=must, settings=settings or {}, matched=memory.matched,
+                     site=shards.ranks)
     # Child processes of this rank's servers get the same limit.
     placed = met.launch._replace(local_world=met.local_world)
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, placed))
@@ -124,10 +126,11 @@ def _begin(
 ) -> DistributedJob:
     elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and \
         members.world == met.launch.world
-    sites = met.sites if elastic else node_ranks(members.world, shards.ranks or met.per_node)
-    if shards and {*map(len, sites)} != {shards.ranks}:
-        raise InvalidInput("E-SHARDED", f"the model is sharded over {shards.ranks} ranks, but homes have {[*map(len, sites)]} "
-                                        "workers: shard it over all workers of each home, of which all have equally many")
+    sites = met.sites if elastic else met.sharded or node_ranks(members.world, met.per_node)
+    if met.sharded and (met.sharded != sites or (elastic and len({*map(len, sites)}) > 1)):
+        raise InvalidInput("E-SHARDED", f"the model is sharded over {[*map(len, met.sharded)]} ranks, but homes have "
+                                        f"{[*map(len, sites)]} workers: shard it over all workers of each home, of which all "
+                                        "have equally many")
     per_node, nodes, first = max(map(len, sites)), len(sites), members.rank == 0
     notes = [met.note] if met.note and first and not elastic else []
     if met.differs:
@@ -143,12 +146,13 @@ def _begin(
             groups = Groups(sites, config.deadline_s, device, members, patience_s=patience_s)
             undo.callback(groups.close)
         undo.callback(lambda: leave_job(link, servers, "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s))
+        shards = agreed_shards(shards, job, groups) if met.sharded else shards
         align_tensors(align, groups, config.deadline_s, shards=shards)
         terms.basis = plan_choice.basis(plan, notes.append) if first else None
 
         def suited(made: Plan) -> Plan:
-            made = shards.cut(with_modes(plan_choice.with_server_nodes(made, terms.basis, nodes, notes.append),
-                                         terms.requested), job)
+            made = with_modes(plan_choice.with_server_nodes(made, terms.basis, nodes, notes.append), terms.requested)
+            made = shards.cut(made, job, {*map(len, sites)})
             check_plan(made, job, nodes, made.ranks_per_node if elastic else per_node, device, terms.forbids,
                        reachable=met.reachable)
             return made
@@ -209,6 +213,7 @@ def _enter(
 
     def check(plan: Plan, nodes: int) -> None:
         check_plan(plan, job, nodes, plan.ranks_per_node, device, terms.forbids, reachable=False)
+        shards.check_joins(plan, site_world)
 
     return enter(terms, job, device, replica, memory, messages.worker_request(
         job.digest(), own, 0, node=own - launch.local_rank, outbound_only=True, elastic=True, site_world=site_world,

@@ -68,6 +68,8 @@ class RankRow(NamedTuple):
     settings: Mapping[str, str] = {}
     """Settings of the optimizer, which must be the same on all ranks unless drift="warn"."""
     model: str = ""
+    site: int = 0
+    """Number of ranks over which the model is sharded; 0: it is not sharded."""
     matched: bool = False
     """True: averages of weight changes are scaled to the norm of the ranks' changes (norm-matched averaging)."""
     error: str = ""
@@ -81,6 +83,8 @@ class Rendezvous(NamedTuple):
     per_node: int = 1
     sites: Sequence[Sequence[int]] = ()
     """The members of each node, which may have unequal numbers of them."""
+    sharded: Sequence[Sequence[int]] = ()
+    """The members of each site, if the model is sharded over them."""
     local_world: int = 1
     """Number of the job's ranks on this machine."""
     address: str = ""
@@ -118,9 +122,11 @@ class Start:
 
     def meet(
         self, config: Config, *, job: Job, must: Mapping[str, str], settings: Mapping[str, str], matched: bool = False,
+        site: int = 0,
     ) -> Rendezvous:
         """Exchanges the values that must be the same on all ranks; all ranks call it together. Raises the same ValueError on
-        all ranks if their values differ. With drift="warn", the optimizers' `settings` can differ."""
+        all ranks if their values differ. With drift="warn", the optimizers' `settings` can differ. `site`: number of ranks over
+        which the model is sharded."""
         launch = read_launch()
         members = self._members(launch, config)
         if members is None:
@@ -131,7 +137,7 @@ class Start:
         name = Keys(config.keys).own.name if launch.home and config.keys else ""
         mine = _own_row(name, agent=launch.agent, address=address,
                         insecure=config.insecure, keys=bool(config.keys), must=compared(must, config), model=job.digest(),
-                        settings=settings, matched=matched)
+                        settings=settings, matched=matched, site=site)
         rows = self._exchange_rows(members, config, mine)
         problem = problem_of(rows, members.ranks, own_servers=not config.join)
         if not problem and any(row.model != mine.model for row in rows):
@@ -153,8 +159,8 @@ class Start:
             use_interface(own_address.interface_of(address))  # for Gloo's groups, which send small measurements
         local_ranks = Counter(row.machine for row in rows)[mine.machine]
         mates = [row for row in rows if (row.machine, row.agent) == (mine.machine, mine.agent)]
-        return Rendezvous(members, launch, per_node, sites, local_ranks, address, note, members.reachable, differs,
-                          rows[members.rank] is mates[0], all(row.matched for row in rows))
+        return Rendezvous(members, launch, per_node, sites, _sharded(rows), local_ranks, address, note, members.reachable,
+                          differs, rows[members.rank] is mates[0], all(row.matched for row in rows))
 
     def _members(self, launch: Launch, config: Config) -> Members | None:
         begin_group(launch, self._device, config)
@@ -308,6 +314,15 @@ def ranks_per_node(rows: Sequence[RankRow]) -> tuple[int, str]:
 def _sites(rows: Sequence[RankRow]) -> list[list[int]]:
     """Returns the members of each node, if all of a node's members have consecutive numbers."""
     return [[*block] for _, block in groupby(range(len(rows)), key=lambda place: (rows[place].machine, rows[place].agent))]
+
+
+def _sharded(rows: Sequence[RankRow]) -> list[list[int]]:
+    """Returns the members of each site, if the model is sharded in some. Members without shards are sites of their own."""
+    sites, place = list[list[int]](), 0
+    while place < len(rows) and any(row.site for row in rows):
+        sites.append([*range(place, min(len(rows), place + (rows[place].site or 1)))])
+        place = sites[-1][-1] + 1
+    return sites
 
 
 def _hold_open(members: Members | None) -> None:

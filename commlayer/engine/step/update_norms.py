@@ -49,8 +49,11 @@ class UpdateNorms:
 
     def read(self) -> Sequence[Sequence[float]]:
         """Returns the rows that the ranks passed to their last `start`, in rank order. If the model is sharded, all ranks of a
-        site have the same row, which is returned once."""
-        return self._rows.read()[:: self._context.site.shards.ranks or 1]
+        site have the same row, which is returned once, with the sum of their weights."""
+        rows = self._rows.read()
+        if not (rows and self._context.site.shards):
+            return rows
+        return [(len(site) * rows[site[0]][0], *rows[site[0]][1:]) for site in self._context.groups.sites]
 
     def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
         """Updates the agreement of the ranks' changes; logs it when it is known and when it has halved or doubled."""

@@ -52,7 +52,7 @@ class Site:
     @staticmethod
     def of(shards: Shards, groups: Groups, own: int) -> Site:
         """Returns the site of worker number `own`. All ranks call it together."""
-        return Site(shards, groups.site_channel(), own - groups.local) if shards else Site()
+        return Site(shards, groups.site_channel() if shards else None, own - groups.local)
 
     def largest(
         self, values: Sequence[float], deadline: float, failed: Callable[[], BaseException | None] = lambda: None,
