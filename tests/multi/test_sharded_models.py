@@ -670,6 +670,23 @@ def test_sites_of_unlike_sizes_train_as_one_worker_each(sizes: tuple[int, ...], 
             torch.testing.assert_close(result[key], value, rtol=1e-4, atol=1e-6)
 
 
+def norms_of_unlike_sites(rank: int, address: str) -> list[str]:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2]])
+    model: Any = fully_shard(layers(12, 10, 3), mesh=DeviceMesh.from_group(group, "cpu"))
+    return [outcome(lambda: commlayer.attach(model, adamw(model), config=quick(join=address), **wrong))  # noqa: B023
+            for wrong in ({"clip_grad_norm": 1.0}, {"sync": commlayer.LocalSteps(2)})]
+
+
+def test_norms_of_unlike_sites_are_refused() -> None:
+    with coordinators(1, 2, 1) as jobs:
+        for lines in pool(3).call(norms_of_unlike_sites, jobs[0].address):
+            for line in lines:
+                assert_refused(line, "E-SHARDED")
+
+
 def continued(rank: int, sizes: tuple[int, ...], address: str, folder: str, resumes: bool) -> dict[str, torch.Tensor]:
     """Trains and saves, or resumes, with sites of these sizes. Returns weights and the sum of all residuals."""
     from torch.distributed.device_mesh import DeviceMesh

@@ -131,6 +131,8 @@ def _begin(
         raise InvalidInput("E-SHARDED", f"the model is sharded over {[*map(len, met.sharded)]} ranks, but homes have "
                                         f"{[*map(len, sites)]} workers: shard it over all workers of each home, of which all "
                                         "have equally many")
+    if met.sharded and len({*map(len, sites)}) > 1:
+        _check_norms(sites, clips=must_match["clip_grad_norm"] != "not given", matched=terms.requested.updates and met.matched)
     per_node, nodes, first = max(map(len, sites)), len(sites), members.rank == 0
     notes = [met.note] if met.note and first and not elastic else []
     if met.differs:
@@ -239,6 +241,15 @@ def _join(
         gradients=sum(not tensor.buffer for tensor in job.tensors), tensors=len(job.tensors), elements=job.numel,
         must_match=must_match,
     ), config)
+
+
+def _check_norms(sites: Sequence[Sequence[int]], *, clips: bool, matched: bool) -> None:
+    """Raises ValueError if the job needs norms, which sites of unlike sizes add in unlike orders."""
+    if clips or matched:
+        what = "clip_grad_norm" if clips else "local steps whose averages are scaled to a norm"
+        remedy = "leave clip_grad_norm out" if clips else "LocalSteps(..., outer=OuterSGD())"
+        raise InvalidInput("E-SHARDED", f"sites have {[*map(len, sites)]} ranks, and with a sharded model {what} would differ "
+                                        f"in the last bit between them: use sites of equal size, or {remedy}")
 
 
 def _last_runs(job: Job, config: Config, terms: PlanTerms, sync: str, device: torch.device) -> LastRuns:
