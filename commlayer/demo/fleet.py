@@ -158,7 +158,8 @@ class Fleet:
         for name, process in self._processes.items():
             if process.poll() is not None:
                 lines = [line for line in Path(self._path(f"{name}.log")).read_text("utf-8", "replace").split("\n") if line]
-                last = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no output")
+                wrong = [line for line in lines if "Error" in line or "[E-" in line]
+                last = [*(lines[-1:] or ["no output"]), *wrong[-1:]][-1]
                 raise CommError(f"ended early, with exit code {process.returncode}: {last}", peer=f"process {name!r}")
         if until is not None and time.monotonic() > until:
             raise DeadlineExceeded(f"not ready within {START_S:g} s", peer="the demo's workers")
