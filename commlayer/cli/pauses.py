@@ -1,4 +1,4 @@
-"""When a home trains: only at some hours, not while somebody uses the machine, and not while its owner has paused it.
+"""When a home trains: at given hours, while no person or other program uses the machine, and unless its owner has paused it.
 
 `commlayer join` asks once a second. While there is a reason to pause, the home has left the job and its workers have ended, so
 they hold no memory of the GPU; then it joins again.
@@ -25,7 +25,7 @@ from commlayer.config import user_folder
 from commlayer.errors import InvalidInput
 
 When = Annotated[str, typer.Option(help="Train only at these hours, in local time, such as 22:00-07:00.", metavar="HOURS")]
-IfBusy = Annotated[bool, typer.Option("--pause-if-busy", help="Pause while somebody or another program uses this machine.")]
+IfBusy = Annotated[bool, typer.Option("--pause-if-busy", help="Pause while a person or another program uses this machine.")]
 Watts = Annotated[int, typer.Option(help="Limit each GPU to this power, in watts, where nvidia-smi allows it.", min=0)]
 PAUSED = -1
 """Result of a try to train that a pause has ended."""
@@ -33,7 +33,7 @@ ASK_S = 1.0
 LOOK_S = 5.0
 """Seconds between two looks at what others do on this machine."""
 BUSY_S, QUIET_S = 20.0, 300.0
-"""A machine counts as used after others have used it for BUSY_S, and as free after nobody has for QUIET_S."""
+"""A machine counts as used after others have used it for BUSY_S, and as free QUIET_S after the last use."""
 OTHERS = 0.5
 """Fraction of all cores that other programs must use to count as use of the machine."""
 GPU_PERCENT = 10
@@ -202,7 +202,7 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 
 def _gpu_use(own: Collection[int]) -> str:
-    """Returns that another program uses a GPU; "" if none does, or if the machine cannot say it."""
+    """Returns that another program uses a GPU; "" if none does, or if that is unknown."""
     for line in output_of("nvidia-smi", "pmon", "-c", "1", "-s", "u").splitlines():
         fields = line.split()
         if len(fields) > 3 and fields[1].isdigit() and int(fields[1]) not in own and fields[3].isdigit() and \
@@ -212,9 +212,9 @@ def _gpu_use(own: Collection[int]) -> str:
 
 
 def _input_use() -> str:
-    """Returns that somebody sits at this machine; "" if nobody does, or if the machine cannot say it."""
+    """Returns that a person uses this machine; "" if none does, or if that is unknown."""
     idle = output_of("loginctl", "show-seat", "seat0", "--property=ActiveSession", "--property=IdleHint").split()
-    return "somebody uses this machine" if "IdleHint=no" in idle and "ActiveSession=" not in idle else ""
+    return "a person uses this machine" if "IdleHint=no" in idle and "ActiveSession=" not in idle else ""
 
 
 def output_of(*command: str) -> str:
