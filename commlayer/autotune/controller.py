@@ -60,6 +60,10 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
+CAPPED_S = 30.0
+"""All ranks wait this long for the first plan under a cap, since a step under the plan before may last for minutes."""
+
+
 class StepEnd(NamedTuple):
     """The end of a step: its time by time.perf_counter() (0: no step has ended), and the total seconds until then of observers
     and of waiting for communication."""
@@ -98,6 +102,8 @@ class TuningController(Component):
         self._search = SearchThread(actions)
         self._recorded_s: list[float] = []
         """Step times since recording began."""
+        self._allowed_bps: list[float] = []
+        """`Report.allowed_bps` of the first reports since the last measurement."""
         self._failure: Exception | None = None
         """The error that ended this rank's decisions."""
         self._raised = False
@@ -317,7 +323,7 @@ class TuningController(Component):
             error, self.guard.error = self.guard.error, None
         return Report(
             request=request, carried=self._reports.traffic(), compared=float(error is not None), error=error or GradientError(),
-            alone=Alone(*plan_policy.over_alone(self.state)),
+            alone=Alone(*plan_policy.over_alone(self.state)), allowed_bps=self._do.allowed_bps(),
             time=WorkerTime() if self.shares is None else self.shares.row()), decisive_s
 
     def _decide_plan(self, step_s: float) -> None:
@@ -346,6 +352,10 @@ class TuningController(Component):
                 return  # what the reports say about links was about the plan that ends
         if (links := self._watched) is not None and all(row.step_s for row in rows):
             self._watch(links, rows, step_s)
+        allowed_bps = [row.allowed_bps for row in rows]
+        if self._allowed_bps and plan_policy.caps_moved(self._allowed_bps, allowed_bps):
+            self.state = structs.replace(self.state, moved=True)
+        self._allowed_bps = self._allowed_bps or allowed_bps
 
     def _compare_alone(self, alone: Alone) -> None:
         """Says once on each node that one machine alone would be faster."""
@@ -382,10 +392,11 @@ class TuningController(Component):
         """Measures steps and links, which is collective; then rank 0 starts a search."""
         soon, self.state = self.state.phase is Phase.WARMING, structs.replace(self.state, phase=Phase.WATCHING)
         measured = self._do.measure(self._recorded_s)
+        self._allowed_bps = []
         self._attempt(self._measured, measured)
         # A slow step during the search would cost more than waiting for the search, unless the plan was made for such links.
-        if soon and not self._context.plan.step_s:
-            self._await(link_policy.WAITED_STEPS * measured.step_s)
+        if (soon or measured.uncapped) and not self._context.plan.step_s:
+            self._await(max(link_policy.WAITED_STEPS * measured.step_s, CAPPED_S if measured.uncapped else 0.0))
 
     def _measured(self, measured: Measured) -> None:
         self._set(*link_policy.measured(self.state, measured, time.monotonic(), self._do.node_names()))

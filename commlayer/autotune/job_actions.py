@@ -22,6 +22,7 @@ from commlayer.autotune.measure.measurements import (
     filled_of,
     links_of,
     server_nodes_of,
+    uncapped,
 )
 from commlayer.autotune.measure.probes import at_least, gathered, held_up, meter_of, probed, seen_by
 from commlayer.autotune.measure.step_times import timing_of
@@ -30,6 +31,7 @@ from commlayer.autotune.planning.candidate import Candidate
 from commlayer.autotune.planning.planning_process import PlanningProcess
 from commlayer.autotune.planning.search import SearchOrder
 from commlayer.autotune.state import Measured, SearchRequest
+from commlayer.cluster.calls.home_traffic import HOME
 from commlayer.cluster.processes.collectives import all_or_none
 from commlayer.compressors import build
 from commlayer.engine.epochs.plan_switch import switch
@@ -54,6 +56,8 @@ WHAT_IF_S = 600.0
 """Shortest time between two what-if questions, each of which takes seconds of one core."""
 CLOSE_S = 60.0
 """Seconds in which a what-if question ends when its process is killed."""
+SLOWER = 0.8
+"""Fraction of the planned upload rate below which steps show that a link without caps is slower than it was measured."""
 PROBE_AGAIN_S = 1.2
 """Seconds of a probe of links that may have become faster."""
 
@@ -79,6 +83,8 @@ class JobActions:
         """Slowdown of work on the CPU relative to work measured alone; 0 before it is known."""
         self._elsewhere_bps = 0.0
         """Upload rate of servers on other machines; 0 before a search has found it from the measured step time."""
+        self._planned_up_bps = 0.0
+        """This node's upload rate by its caps at the last measurement."""
         self._process = PlanningProcess()
         self._young = context.plan if context.passes < YOUNG else None
         """The latest plan that became active while the job was young."""
@@ -102,6 +108,9 @@ class JobActions:
         """Paces uploads of this rank, and of the servers on its node, by the node's measured upload rate."""
         groups, uplink = self._context.groups, self._context.uplink
         up_bps = links[groups.node].up_bps
+        if up_bps < SLOWER * self._planned_up_bps:  # the link itself has become slower
+            self._planned_up_bps = up_bps
+            HOME.follow(up_bps, len(groups.site))
         uplink.pace(up_bps / len(groups.site))
         if groups.local == 0 and not self._context.elastic:  # no home has a server
             uplink.pace_servers(groups.node, up_bps)
@@ -114,7 +123,9 @@ class JobActions:
             # Planning needs servers, even if the plan does not. Homes may come in another order, so no codec is that of a node.
             plan = structs.replace(context.plan, servers=len(context.uplink.epoch.servers),
                                    buckets=tuple(structs.replace(b, by_node=()) for b in context.plan.buckets))
-            context.terms.last_runs.save(context.groups.sites, LastRun(plan, links[context.groups.node]))
+            link = links[context.groups.node]
+            link = structs.replace(link, up_bps=max(link.up_bps, HOME.link_bps))
+            context.terms.last_runs.save(context.groups.sites, LastRun(plan, link))
 
     def record(self, *, on: bool) -> None:
         self._context.worker.recorder.switch(on=on)
@@ -142,7 +153,7 @@ class JobActions:
                                      filled=filled_of(worker, groups.world) if groups.ranks_per_node == 1 else timing.filled)
             step_s = median(steps_s)
             # Records of local steps do not show what limited their exchanges.
-            limited = seen if local is None and held_up(recorded) else None
+            limited = seen if local is None and held_up(recorded) and not HOME.limits else None
             if local is None:  # an update of local steps is not a gradient
                 self._energy = self._energy or energy_of(worker)
         carried = None if seen is None else seen.carried
@@ -151,17 +162,21 @@ class JobActions:
         last = context.terms.last_runs.load(groups.sites) if begins else None
         link = at_least(probed(context, (1 - GROUPS_SHARE) * self._probe_s, limited, (len(steps_s) + 1) * step_s,
                                expected=expected, last=None if last is None else last.link), carried, self._fastest_down_bps())
+        held = self._measured is not None and bool(self._uncapped(self._measured.rows))
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced)
-        rows = gathered(groups, row)
+        rows = self._capped(row)
         collectives = CollectiveCosts()
         if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
             collectives = calibration.measure_collectives(groups, GROUPS_SHARE * self._probe_s)
         self._measured = Measurements(structs.replace(self._job, timing=timing), rows, collectives)
-        self._profile, self._contention, self._elsewhere_bps = None, 0.0, 0.0
+        self._profile = None
+        if not held:  # else caps have made the steps longer
+            self._contention, self._elsewhere_bps = 0.0, 0.0
         return Measured(
             tuple(links_of(context, rows)), median(row.step_s for row in rows),
             () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows),
-            tuple(map(context.called, range(len(rows)))), not context.elastic)  # else a LoadBalancer is refused
+            tuple(map(context.called, range(len(rows)))), not context.elastic,  # else a LoadBalancer is refused
+            self._uncapped(rows))
 
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
         """Measures only the links. `planned`: known rates, which set the initial TCP windows."""
@@ -169,7 +184,24 @@ class JobActions:
         link = probed(context, PROBE_AGAIN_S, expected=planned[context.groups.node])
         up_bps, down_bps, _ = at_least(link, None, self._fastest_down_bps())
         row = self._measurements.rows[context.rank]._replace(up_bps=up_bps, down_bps=down_bps)
-        return tuple(links_of(context, gathered(context.groups, row)))
+        return tuple(links_of(context, self._capped(row)))
+
+    def _capped(self, row: RankMeasurement) -> list[RankMeasurement]:
+        """Limits this node's upload rate by its caps. Returns the rows of all ranks; collective."""
+        groups = self._context.groups
+        rows = gathered(groups, row._replace(up_bps=HOME.allowed_bps(row.up_bps), uplink_bps=row.up_bps))
+        mine = rows[groups.firsts[groups.node]]
+        self._planned_up_bps = mine.up_bps
+        HOME.follow(mine.uplink_bps, len(groups.site))
+        return rows
+
+    def _uncapped(self, rows: Sequence[RankMeasurement]) -> tuple[Link, ...]:
+        """Returns the links without caps; empty if no home is capped."""
+        return uncapped(links_of(self._context, rows), [rows[first].uplink_bps for first in self._context.groups.firsts])
+
+    def allowed_bps(self) -> float:
+        """Returns at which rate this node may send by its caps; 0: it has none."""
+        return HOME.allowed_bps(HOME.link_bps) if HOME.capped else 0.0
 
     def _fastest_down_bps(self) -> float:
         return 0.0 if self._meter is None else self._meter.fastest_down_bps()
@@ -202,17 +234,25 @@ class JobActions:
         if self._profile is None:
             self._profile = self._measured_here(current, codecs(context))
         server_nodes, worker = tuple(server_nodes_of(context)), context.worker
-        cuda = worker.device.type == "cuda"
-        cluster = cluster_of(request.links, measurements.rows, measurements.collectives, server_nodes, cuda=cuda,
-                             reachable=context.groups.members.reachable, elsewhere_bps=self._elsewhere_bps,
-                             sites=context.groups.sites)
         profile = structs.replace(self._profile, learning=learning_rows(context.terms.learning))
         profile, policy = bounded(context, profile, allowed.policy)
-        order = SearchOrder(current, request.known, server_nodes, Question(measurements.job, cluster, profile, policy),
-                            measurements.step_s, self._contention, current.steps_locally and context.memory.remembers,
-                            allowed.suggests, allowed.young)
-        candidate, self._contention, self._elsewhere_bps = self._process.search(order)
-        return candidate
+
+        def found(links: Sequence[Link]) -> Candidate:
+            cluster = cluster_of(links, measurements.rows, measurements.collectives, server_nodes,
+                                 cuda=worker.device.type == "cuda", reachable=context.groups.members.reachable,
+                                 elsewhere_bps=self._elsewhere_bps, sites=context.groups.sites)
+            order = SearchOrder(current, request.known, server_nodes, Question(measurements.job, cluster, profile, policy),
+                                measurements.step_s, self._contention, current.steps_locally and context.memory.remembers,
+                                allowed.suggests, allowed.young)
+            candidate, self._contention, self._elsewhere_bps = self._process.search(order)
+            return candidate
+
+        if not request.uncapped or self._contention:
+            return found(request.links)
+        # The measured steps were not limited yet, so they show what the machines do on links without caps.
+        free = found(request.uncapped)
+        self._contention = self._contention or 1.0
+        return found(request.links)._replace(uncapped_s=free.plan.step_s * free.steps)
 
     def _measured_here(self, current: Plan, codecs: Sequence[str]) -> Profile:
         """Returns the costs of codecs on this machine without other work; the search adds the slowdown by other work. Codec

@@ -36,7 +36,7 @@ def measured(state: TuningState, measured: Measured, now: float, names: Sequence
     lines: list[Reason] = [LogLine(f"links carry {links.spelled()}")]
     if line := _uneven(measured):
         lines.append(LogLine(line))
-    return structs.replace(state, links=links), lines
+    return structs.replace(state, links=links, uncapped=measured.uncapped), lines
 
 
 def _uneven(measured: Measured) -> str:

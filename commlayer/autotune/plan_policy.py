@@ -8,6 +8,7 @@ plan to which all ranks then switch: a plan that the search found, or the previo
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from itertools import takewhile
 from statistics import median
 
@@ -48,6 +49,8 @@ STALE = LIMIT
 """The active plan counts as stale if its step time differs from the predicted one by more than this fraction."""
 TO_WIN = 0.05
 """Measuring, probing or another search is worthwhile only if a plan could save this fraction of the time to a loss."""
+CAPS_WORTH = 1.25
+"""Steps and links are measured again if the rate that a home may send has changed by this factor."""
 SHARES_WORTH = 0.1
 """Computing is measured again if a change of batch shares changes a step's computing by this fraction."""
 
@@ -62,7 +65,8 @@ def begin_search(state: TuningState, step_s: float, pace_s: float = 0.0, *, chec
         return state
     known = state.known[1] if state.known is not None and state.known[0] == state.plan else None
     links = state.links.links
-    order = SearchRequest(state.plan, known, links, step_s, pace_s or step_s, checks)
+    # A cap may hold only from now on, so steps so far do not show what the active plan takes under the cap.
+    order = SearchRequest(state.plan, known, links, step_s, pace_s or step_s, checks and not state.uncapped, state.uncapped)
     return structs.replace(state, order=order, trial=None, proposal=None, check=None, stale=False, searched=links,
                            alternatives=())
 
@@ -93,11 +97,15 @@ def end_search(state: TuningState, order: SearchRequest, best: Candidate | None,
     line = (f"a plan: {_ms(best.plan.step_s)} a step{_needs(best.steps)}, now {_ms(order.step_s)}"
             f"{_needs(best.current_steps)}")
     hint: list[Reason] = [LogLine(best.hint, logging.WARNING)] if best.hint else []
+    if best.uncapped_s:
+        times = min(found_s, current_s) / best.uncapped_s
+        hint.append(LogLine(f"the caps of homes hold: training takes {times:.2f} x as long as without them", logging.WARNING))
     if found_s * state.lateness > (1.0 - WORTH) * current_s or _hopeless(best, best.current_steps):
         line = f"kept the current plan: found {line}{_versus_alone(best, current_s)}"
         return structs.replace(kept, basis=best.back.basis), [LogLine(line), *hint]
     line = f"found {line}{_versus_alone(best, found_s)}"
-    return structs.replace(kept, proposal=Proposal(best, order.pace_s)), [LogLine(line), *hint]
+    before_s = max(order.pace_s, best.current_s) if order.uncapped else order.pace_s
+    return structs.replace(kept, proposal=Proposal(best, before_s)), [LogLine(line), *hint]
 
 
 def _hopeless(found: Candidate, current_steps: float) -> bool:
@@ -264,6 +272,11 @@ def on_faster_links(state: TuningState) -> TuningState:
     if win is None or win < TO_WIN or not differ(rates_of(state.searched), rates_of(links.links)):
         return state
     return begin_search(state, median(state.recent))
+
+
+def caps_moved(planned: Sequence[float], now: Sequence[float]) -> bool:
+    """Returns whether the rates that homes may send differ from those of the last measurement. 0: a home has no cap."""
+    return any(max(one, other) > CAPS_WORTH * min(one, other) for one, other in zip(planned, now, strict=True))
 
 
 def to_win(state: TuningState) -> float | None:

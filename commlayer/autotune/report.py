@@ -54,6 +54,8 @@ class Report(NamedTuple):
     """1: an error has ended the rank's decisions, so no rank changes anything from now on; otherwise 0."""
     alone: Alone = Alone()
     """What rank 0 knows about it."""
+    allowed_bps: float = 0.0
+    """Rate at which the rank's home may send by its caps, in bit/s; 0: it has none."""
     time: WorkerTime = WorkerTime()
     error: GradientError = GradientError()
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from commlayer.autotune.controller import TuningController
 from commlayer.autotune.job_actions import JobActions
+from commlayer.autotune.measure.probes import own_uplink
 from commlayer.autotune.quality.guard import guard_of
 from commlayer.autotune.report import Reports
+from commlayer.cluster.calls.home_traffic import HOME
 from commlayer.config import Config
 from commlayer.engine.components import Component, Order
 from commlayer.engine.job.job import DistributedJob
+
+OWN_PROBE_S = 0.5
+"""Seconds in which a home whose plan is not automatic measures its uplink, for a cap."""
 
 
 class Tuning(Component):
@@ -44,14 +49,16 @@ def start_tuning(context: DistributedJob, config: Config) -> None:
 def _controller_of(context: DistributedJob, config: Config) -> TuningController | None:
     """Starts the controller of a job of several nodes whose plan commlayer chooses, or whose codecs a quality guard checks;
     returns None for other jobs."""
+    plans = (context.terms.auto and len(context.groups.sites) > 1 and bool(context.worker.plan.servers)
+             and not context.site.shards)
+    if HOME.capped and not plans:  # else the controller measures the link
+        HOME.follow(own_uplink(context, OWN_PROBE_S) if HOME.needs_link else 0.0, 1)
     if context.site.shards:
         # The planner does not know sharded models, and no rank has whole gradients to compare.
         if context.terms.auto or config.guard != "off":
             context.say("the model is sharded, so the plan stays as it is, and the quality guard is off; for slow lines pass "
                         "sync=LocalSteps(...)")
         return None
-    worker, groups = context.worker, context.groups
-    plans = context.terms.auto and len(groups.sites) > 1 and bool(worker.plan.servers)
     guard = guard_of(context, config)
     if not plans and guard is None:
         return None

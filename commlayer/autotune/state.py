@@ -65,6 +65,8 @@ class Measured(NamedTuple):
     """Display name of each rank, for example "worker 2 (ben)"."""
     shares: bool = True
     """True: the job could use load balancing."""
+    uncapped: tuple[Link, ...] = ()
+    """The links without the homes' caps; empty if no home is capped."""
 
 
 class LinkState(Record, frozen=True):
@@ -119,6 +121,8 @@ class SearchRequest(NamedTuple):
     checks: bool = False
     """True: the predicted step time of the active plan must agree with the measured one, because both are for the same
     links."""
+    uncapped: tuple[Link, ...] = ()
+    """See Measured."""
 
 
 class Proposal(NamedTuple):
@@ -171,7 +175,9 @@ class TuningState(Record, frozen=True):
     stale: bool = False
     """True: step times under the active plan differ from the prediction."""
     moved: bool = False
-    """True: batch shares have changed since computing was last measured."""
+    """True: batch shares, or what homes may send, have changed since the last measurement."""
+    uncapped: tuple[Link, ...] = ()
+    """See Measured."""
     searched: tuple[Link, ...] = ()
     """The links that the last search used, one per node."""
     discarded: bool = False

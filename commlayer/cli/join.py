@@ -18,12 +18,13 @@ from typer.core import TyperCommand
 
 from commlayer.cli.doctor import examine
 from commlayer.cli.options import Insecure, Keys, config_of, config_with_secret, fetched_keys, parse_line, stored_keys
-from commlayer.cli.pauses import PAUSED, IfBusy, Pauses, Watts, When, limited_power, unit_of
+from commlayer.cli.pauses import PAUSED, IfBusy, Monthly, Pauses, UploadShare, Watts, When, limited_power, unit_of
 from commlayer.cluster.keys import home_keys
 from commlayer.cluster.keys.home_keys import HomeLine
 from commlayer.config import JOIN_AGAIN, Config, Launch, home_environment, leave_note
 from commlayer.errors import CommError, InvalidInput, RecordError, code_of, without_code
 from commlayer.files import write_whole
+from commlayer.observe.caps import caps_of
 
 if TYPE_CHECKING:
     from commlayer.cluster.calls.site_client import SiteLease
@@ -51,7 +52,8 @@ def join(
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other homes.", min=0.0)] = 600.0,
     check: Annotated[bool, typer.Option(CHECK, help="Fetch the certificate, check this machine, its link and the script, "
                                                         "and do not join.")] = False,
-    when: When = "", pause_if_busy: IfBusy = False, max_gpu_power: Watts = 0,
+    when: When = "", pause_if_busy: IfBusy = False, max_gpu_power: Watts = 0, monthly: Monthly = "",
+    upload_share: UploadShare = "",
 ) -> None:
     """Train with other homes through `commlayer serve`. This machine connects only to that server. The first time, a home's
     line fetches a certificate; later the token after # is not needed.
@@ -65,15 +67,17 @@ def join(
         raise typer.BadParameter("give the training script, or --check", param_hint="'SCRIPT'")
     if not script.is_file():  # before the token is used
         raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
+    pauses = Pauses(when, if_busy=pause_if_busy, caps=caps_of(monthly, upload_share))
     if home_keys.is_line(address):
         home = parse_line(address, keys)
         keys, address = str(fetched_keys(home, _log)), home.address
     else:
         address, keys = stored_keys(address, keys, insecure=insecure)
     config = config_with_secret("joining", join=address, insecure=insecure, keys=keys)
-    settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else ""}
+    settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else "",
+                "monthly": monthly, "upload_share": upload_share}
     line = ["traceback" if full else "line", str(script), *(args or [])]
-    pauses, tries, answer_s = Pauses(when, if_busy=pause_if_busy), TRIES, 0.0
+    tries, answer_s = TRIES, 0.0
     while tries:
         if pauses.wait(_log):
             _log("this home trains again")
@@ -283,7 +287,8 @@ def next_step(facts: Facts) -> str:
 def up(
     script: Annotated[Path | None, typer.Argument(help="The training script.", metavar="[SCRIPT]", show_default=False)] = None,
     args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", metavar="ARGS")] = None,
-    when: When = "", pause_if_busy: IfBusy = False, max_gpu_power: Watts = 0,
+    when: When = "", pause_if_busy: IfBusy = False, max_gpu_power: Watts = 0, monthly: Monthly = "",
+    upload_share: UploadShare = "",
     daemon: Annotated[bool, typer.Option("--daemon", help="Print a systemd unit that runs this when the machine starts.")
                       ] = False,
 ) -> None:
@@ -291,14 +296,16 @@ def up(
     if daemon:
         if script is None or not script.is_file():
             raise InvalidInput("E-CLI-OPTION", f"--daemon: got the script {str(script or '')!r}; allowed: a script of Python")
-        print(unit_of(script, args or [], when, pause_if_busy=pause_if_busy, watts=max_gpu_power))
+        print(unit_of(script, args or [], when, pause_if_busy=pause_if_busy, watts=max_gpu_power, monthly=monthly,
+                      upload_share=upload_share))
         return
     facts = facts_about(str(script or ""))
     if line := next_step(facts):
         print(f"commlayer up: {line}")
         raise typer.Exit(2 if script else 0)
     assert script is not None
-    join(str(facts.homes[0]), script, args, when=when, pause_if_busy=pause_if_busy, max_gpu_power=max_gpu_power)
+    join(str(facts.homes[0]), script, args, when=when, pause_if_busy=pause_if_busy, max_gpu_power=max_gpu_power,
+         monthly=monthly, upload_share=upload_share)
 
 
 def facts_about(script: str) -> Facts:

@@ -21,12 +21,19 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from commlayer.cluster.calls.home_traffic import HOME
+from commlayer.cluster.processes.folder_lock import CHECK_S, try_lock
 from commlayer.config import user_folder
 from commlayer.errors import InvalidInput
+from commlayer.observe.caps import DAY_MIN, Caps, Hours, caps_of, hours_of, minute_of
 
 When = Annotated[str, typer.Option(help="Train only at these hours, in local time, such as 22:00-07:00.", metavar="HOURS")]
 IfBusy = Annotated[bool, typer.Option("--pause-if-busy", help="Pause while a person or another program uses this machine.")]
 Watts = Annotated[int, typer.Option(help="Limit each GPU to this power, in watts, where nvidia-smi allows it.", min=0)]
+Monthly = Annotated[str, typer.Option(help="Send and receive at most this much in a calendar month, such as 200GB.",
+                                      metavar="BYTES")]
+UploadShare = Annotated[str, typer.Option(help="Send at this share of the measured uplink at most, such as 60% or "
+                                               "60%,22:00-07:00=100%.", metavar="SHARE")]
 PAUSED = -1
 """Result of a try to train that a pause has ended."""
 ASK_S = 1.0
@@ -36,46 +43,21 @@ BUSY_S, QUIET_S = 20.0, 300.0
 """A machine counts as used after others have used it for BUSY_S, and as free QUIET_S after the last use."""
 OTHERS = 0.5
 """Fraction of all cores that other programs must use to count as use of the machine."""
+DECAY = 0.99
+"""Factor per second on the highest rate of this home's traffic so far."""
 GPU_PERCENT = 10
 """Use of a GPU's cores, in percent, from which another program counts as using the GPU."""
 SMI_S = 5.0
-DAY_MIN = 24 * 60
 
 
-class Hours(NamedTuple):
-    """A part of the day, from `begin` to before `end`, in minutes; over midnight if `end` is not later."""
-
-    begin: int
-    end: int
-
-    def contain(self, minute: int) -> bool:
-        return (minute - self.begin) % DAY_MIN < ((self.end - self.begin) % DAY_MIN or DAY_MIN)
-
-
-def hours_of(text: str) -> tuple[Hours, ...]:
-    """Reads the option --when.
-
-    >>> hours_of("22:00-07:00, 12:30-13:00")
-    (Hours(begin=1320, end=420), Hours(begin=750, end=780))
-    """
-    return tuple(_hours(part.strip(), text) for part in text.split(",")) if text else ()
-
-
-def _hours(part: str, text: str) -> Hours:
-    times = part.split("-")
-    try:
-        begin, end = (datetime.time.fromisoformat(time.strip()) for time in times)
-        if begin.second or end.second or begin.tzinfo or end.tzinfo:
-            raise ValueError
-    except ValueError:
-        raise InvalidInput("E-CLI-OPTION", f"--when {text!r}: {part!r} is no part of a day; allowed: HH:MM-HH:MM in local "
-                                           "time, several with commas, for example 22:00-07:00,12:00-13:00") from None
-    return Hours(60 * begin.hour + begin.minute, 60 * end.hour + end.minute)
+def parts_of(when: str) -> tuple[Hours, ...]:
+    """Reads the option --when."""
+    return tuple(hours_of(part.strip(), "--when", when) for part in when.split(",")) if when else ()
 
 
 def reason_closed(when: Sequence[Hours], now: datetime.datetime) -> str:
     """Returns why the home does not train at this hour; "" if it does."""
-    minute = 60 * now.hour + now.minute
+    minute = minute_of(now)
     if not when or any(hours.contain(minute) for hours in when):
         return ""
     begin = min(when, key=lambda hours: (hours.begin - minute) % DAY_MIN).begin
@@ -103,9 +85,11 @@ class Use(NamedTuple):
 class Pauses:
     """Decides whether this home trains."""
 
-    def __init__(self, when: str, *, if_busy: bool) -> None:
-        """`when`: the option --when."""
-        self._when, self._if_busy, self._machine = hours_of(when), if_busy, Machine()
+    def __init__(self, when: str, *, if_busy: bool, caps: Caps = Caps()) -> None:
+        """`when`: the option --when. With a monthly cap, raises InvalidInput if another home of this user has one, or if its
+        traffic cannot be counted."""
+        self._when, self._if_busy, self._machine = parts_of(when), if_busy, Machine()
+        self._cap = MonthlyCap(caps) if caps.monthly_nbytes else None
         self._use, self._asked, self._looked = Use(), 0.0, -math.inf
         self._looking: threading.Thread | None = None
         self._reason = ""
@@ -120,8 +104,10 @@ class Pauses:
     def _found(self, own: Collection[int], now: float) -> str:
         if paused_mark().exists():
             return "pauses until its owner runs `commlayer resume`"
-        if (why := reason_closed(self._when, datetime.datetime.now())) or not self._if_busy:
+        if why := reason_closed(self._when, datetime.datetime.now()) or (self._cap.reason(now) if self._cap else ""):
             return why
+        if not self._if_busy:
+            return ""
         if not (self._looking and self._looking.is_alive()) and now - self._looked >= LOOK_S:
             self._looked = now
             self._looking = threading.Thread(target=self._look, args=(tuple(own),), daemon=True)
@@ -141,6 +127,37 @@ class Pauses:
                 said = reason
             time.sleep(ASK_S)
         return bool(said)
+
+
+class MonthlyCap:
+    """The cap on this home's traffic of a month."""
+
+    def __init__(self, caps: Caps) -> None:
+        self._caps, self._full, self._nbytes_s = caps, "", 0.0
+        self._last = time.monotonic(), HOME.count().used
+        mark = user_folder() / "traffic.lock"
+        try:
+            self._lock = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise InvalidInput("E-FILE", f"{mark}: cannot be written: {error.strerror}; allowed: a folder in which this "
+                                         "user may write, which XDG_CONFIG_HOME sets") from None
+        if not try_lock(self._lock, CHECK_S):
+            os.close(self._lock)
+            raise InvalidInput("E-CLI-OPTION", f"--monthly: another home with a monthly cap uses {mark.parent}; end it, or "
+                                               "give this home a folder of its own with XDG_CONFIG_HOME")
+
+    def reason(self, now: float) -> str:
+        """Returns why this home pauses; "" if it trains. `now`: time.monotonic()."""
+        try:
+            month = HOME.count()
+        except InvalidInput as error:
+            return f"pauses until its traffic can be counted: {error.what}"
+        used, here = month.used, month.here
+        (before, earlier), self._last = self._last, (now, used)
+        self._nbytes_s = max(DECAY * self._nbytes_s, (used - earlier) / max(ASK_S, now - before))
+        # After a pause the home has no rate, but it stays until the month turns.
+        self._full = f"{here:%Y-%m}" if (why := self._caps.reason(used, self._nbytes_s, here)) else self._full
+        return why or (self._caps.reason(math.inf, 0.0, here) if self._full == f"{here:%Y-%m}" else "")
 
 
 def paused_mark() -> Path:
@@ -244,12 +261,15 @@ def limited_power(watts: int) -> Iterator[None]:
             output_of("nvidia-smi", f"--id={number}", f"--power-limit={limit}")
 
 
-def unit_of(script: Path, args: Sequence[str], when: str, *, pause_if_busy: bool, watts: int) -> str:
+def unit_of(script: Path, args: Sequence[str], when: str, *, pause_if_busy: bool, watts: int, monthly: str = "",
+            upload_share: str = "") -> str:
     """Returns a systemd unit that runs `commlayer up` with these arguments when the machine starts."""
-    hours_of(when)
+    parts_of(when)
+    caps_of(monthly, upload_share)
     options = [*(["--when", when] if when else []), *(["--pause-if-busy"] if pause_if_busy else []),
-               *(["--max-gpu-power", str(watts)] if watts else [])]
-    command = shlex.join([sys.executable, "-m", "commlayer", "up", *options, str(script.resolve()), *args])
+               *(["--max-gpu-power", str(watts)] if watts else []), *(["--monthly", monthly] if monthly else []),
+               *(["--upload-share", upload_share] if upload_share else [])]
+    command = shlex.join([sys.executable, "-m", "commlayer", "up", *options, str(script.resolve()), *args]).replace("%", "%%")
     return f"""# Save as ~/.config/systemd/user/commlayer.service. Then:
 #   systemctl --user enable --now commlayer; loginctl enable-linger
 [Unit]

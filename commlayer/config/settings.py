@@ -75,6 +75,10 @@ class Config(Record, frozen=True):
     home: Text = ""
     """The coordinator's name for this site, set by `commlayer join`. Ranks of a site reach other sites only through the
     coordinator. Empty: not started by `commlayer join`."""
+    monthly: Text = ""
+    """Cap on what this home sends and receives in a calendar month, such as 200GB; set by `commlayer join --monthly`."""
+    upload_share: Text = ""
+    """Share of its measured uplink that this home may use, such as 60%; set by `commlayer join --upload-share`."""
     batch: Weight = 1.0
     """The planned batch size per worker. `session.weight(n)` is divided by it, so n = batch has weight 1."""
     ranks_per_node: Count = 0

@@ -85,6 +85,10 @@ class StepEvent(Event, tag="step", frozen=True, kw_only=True):
     """Payload bytes sent to servers and other nodes."""
     received_bytes: int = 0
     """Payload bytes received from servers and other nodes."""
+    up_bytes: int = 0
+    """All bytes that the sender's process has sent, with states, probes, calls and headers, as its home counts them."""
+    down_bytes: int = 0
+    """All bytes that it has received."""
     dense_bytes: int = 0
     """Bytes of these steps' gradients as float32: what synchronous training without compression would send."""
     loss: float | None = None
@@ -220,9 +224,9 @@ class CostEvent(Event, tag="cost", frozen=True, kw_only=True):
     month: str = ""
     """The month of the bytes, such as `2026-11`."""
     sent_bytes: int = 0
-    """Payload bytes that all machines have sent in this month, in all runs of this server."""
+    """Bytes that all machines have sent in this month, in all runs of this server, as homes count them."""
     received_bytes: int = 0
-    """Payload bytes that they have received."""
+    """Bytes that they have received."""
     busiest: str = ""
     """Name of the machine that has sent and received most."""
     busiest_bytes: int = 0

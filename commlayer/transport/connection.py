@@ -17,6 +17,7 @@ from commlayer.transport.chunking import Assembly, split_parts
 from commlayer.transport.crc import crc32c
 from commlayer.transport.flow.pacing import Pacer
 from commlayer.transport.flow.send_control import SendControl
+from commlayer.transport.flow.traffic import TRAFFIC
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import (
@@ -133,6 +134,11 @@ class _Outgoing:
             self._parts = [(0, len(self._body))]
 
     @property
+    def limited(self) -> bool:
+        """True: the limit of this process's rate applies. A probe measures the link."""
+        return bool(self._body) and self.header.kind not in _PROBES
+
+    @property
     def out(self) -> bool:
         return self._next == len(self._parts)
 
@@ -152,6 +158,9 @@ class _Outgoing:
         if self._left is None:
             self._left = self._pieces()
         n = sock.sendmsg(self._left, [], flags | socket.MSG_NOSIGNAL)
+        TRAFFIC.add(n)
+        if self.limited:
+            TRAFFIC.gradients.took(n)
         while self._left and n >= len(self._left[0]):
             n -= len(self._left.pop(0))
         if self._left:
@@ -168,6 +177,10 @@ class _Outgoing:
             packed = framing.pack(self._wire_header._replace(part=self._next, parts=len(self._parts)), len(body))
         head = memoryview(framing.seal(packed, crc32c(body)))
         return [head, body] if body else [head]
+
+
+def _hold_s(frame: _Outgoing) -> float:
+    return TRAFFIC.gradients.hold_s() if frame.limited else 0.0
 
 
 class Limits(NamedTuple):
@@ -247,7 +260,7 @@ class Connection:
             self._seq += 1
             item = (_LAST if last else header.step, header.order, self._seq, frame)
             inline = error is None and not (self._busy or self._queue) and not last \
-                and frame.nbytes <= self._control.inline_nbytes
+                and frame.nbytes <= self._control.inline_nbytes and not _hold_s(frame)
             if error is None:
                 self._unsent_nbytes += frame.held_nbytes
             if inline:
@@ -293,8 +306,9 @@ class Connection:
             try:
                 frame.begin()
                 self._control.begin(frame.nbytes, probe=frame.header.kind in _PROBES)
-                if (part_nbytes := self._control.part_nbytes) is not None:
-                    frame.cut(part_nbytes)
+                part_nbytes = min(self._control.part_nbytes or math.inf, TRAFFIC.gradients.part_nbytes)
+                if part_nbytes < math.inf:
+                    frame.cut(int(part_nbytes))
                 while not frame.write(self._sock, 0):
                     pass
                 if frame.header.kind == Kind.BYE:
@@ -327,7 +341,7 @@ class Connection:
                     if not self._queue:
                         self._control.idle()
                     self._work.wait()
-                elif hold_s := self._control.hold_s(self._queue[0][-1].nbytes):
+                elif hold_s := max(self._control.hold_s(self._queue[0][-1].nbytes), _hold_s(self._queue[0][-1])):
                     self._work.wait(hold_s)
                 else:
                     self._busy = True
@@ -342,6 +356,7 @@ class Connection:
                         self._await_room()
                         self._take(assembled)
                 n = self._sock.recv_into(self._reader.wanted())
+                TRAFFIC.add(0, n)
                 if n == 0:
                     between = self._reader.between and self._assembly.between
                     how = "connection closed" + ("" if between else " in the middle of a frame")

@@ -236,18 +236,18 @@ def test_each_server_counts_in_its_own_file_of_the_cache(tmp_path: Path, monkeyp
 
 
 def test_bytes_of_the_month_outlive_the_server_and_are_counted_once(tmp_path: Path) -> None:
-    file, found = tmp_path / "new" / "costs.json", [step(0, 1, sent_bytes=5), step(1, 1, sent_bytes=7, received_bytes=1)]
+    file, found = tmp_path / "new" / "costs.json", [step(0, 1, up_bytes=5), step(1, 1, up_bytes=7, down_bytes=1)]
     first = Costs(file)
     assert counted(first) is None
     counted(first, *found)
     first.save()
     again = Costs(file)
-    total = counted(again, *found, step(0, 2, sent_bytes=100))  # workers send their events again
+    total = counted(again, *found, step(0, 2, up_bytes=100))  # workers send their events again
     assert total is not None
     assert (total.month, total.sent_bytes, total.received_bytes) == (
         time.strftime("%Y-%m", time.localtime(START)), 112, 1)
     assert (total.busiest, total.busiest_bytes) == ("home-0", 105)
-    later = counted(again, step(0, 40 * 86400, sent_bytes=3))
+    later = counted(again, step(0, 40 * 86400, up_bytes=3))
     assert later is not None
     assert (later.sent_bytes, later.busiest) == (3, "home-0")
     file.write_text("damaged")
@@ -263,7 +263,7 @@ def test_bytes_of_the_month_outlive_the_server_and_are_counted_once(tmp_path: Pa
     (0.0, [PowerEvent(rank=0, watts=9.0), step(0), PowerEvent(rank=0), step(0, 20, steps=1, step_s=PENDING_S + 1)], 0.0),
 ])
 def test_energy(watts: float, found: Sequence[Event], kwh: float) -> None:
-    first = [step(number, 1, sent_bytes=1, step_s=0.0) for number in (0, 1)]
+    first = [step(number, 1, up_bytes=1, step_s=0.0) for number in (0, 1)]
     total = counted(Costs(watts=watts, kwh_price=0.3), *first, *found)
     assert total is not None
     assert (total.kwh, total.kwh_price) == (pytest.approx(kwh), 0.3)
@@ -369,7 +369,7 @@ def test_watcher_tells_each_cause_once_and_counts(webhook: Webhook, tmp_path: Pa
     log, mark = EventLog(retains=True), tmp_path / "told"
     command = shlex.join([sys.executable, "-c", f"import sys; open({str(mark)!r}, 'a').write(sys.argv[1])"])
     members = [MemberEvent(time=START, member=f"worker {number}", name=f"h{number}") for number in range(2)]
-    for event in [JobEvent(time=START, run="a"), *members, step(0, sent_bytes=9), LOST, LOST]:
+    for event in [JobEvent(time=START, run="a"), *members, step(0, up_bytes=9), LOST, LOST]:
         log.append(event)
     receivers = [receiver_of(webhook.url), receiver_of(command)]
     with closing(Watcher(log, Costs(watts=100.0), Alerts(receivers, every_s=0.0))):

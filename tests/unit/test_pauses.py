@@ -16,18 +16,17 @@ from hypothesis import strategies as st
 from commlayer.cli import pauses
 from commlayer.cli.pauses import (
     BUSY_S,
-    DAY_MIN,
     QUIET_S,
-    Hours,
     Machine,
     Pauses,
     Use,
-    hours_of,
     limited_power,
+    parts_of,
     reason_closed,
     unit_of,
 )
 from commlayer.errors import InvalidInput, code_of
+from commlayer.observe.caps import DAY_MIN, Hours
 
 MINUTES = st.integers(0, DAY_MIN - 1)
 
@@ -54,14 +53,14 @@ def test_hours_contain_the_minutes_from_begin_to_end(begin: int, end: int, minut
     ("00:00-00:00", 0, ""),
 ])
 def test_a_home_says_when_it_trains_again(text: str, minute: int, wanted: str) -> None:
-    assert reason_closed(hours_of(text), at(minute)) == wanted
+    assert reason_closed(parts_of(text), at(minute)) == wanted
 
 
 @pytest.mark.parametrize("text", ["x", "22:00", "22:00-", "-7:00", "24:00-07:00", "22:60-07:00", "22:00-07:00,",
                                   "22:00-07:00-08:00", "22:00:30-07:00", "22:00+01:00-07:00"])
 def test_times_that_are_no_times_are_refused(text: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        hours_of(text)
+        parts_of(text)
     assert code_of(caught.value) == "E-CLI-OPTION"
     assert repr(text) in str(caught.value)
 

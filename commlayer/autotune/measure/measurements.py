@@ -8,6 +8,7 @@ from statistics import median, median_low
 from typing import NamedTuple
 
 import torch
+from msgspec import structs
 
 from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.cluster.processes.channels import node_ranks
@@ -48,6 +49,8 @@ class RankMeasurement(NamedTuple):
     alpha_s: float
     balanced: float = 0.0
     """1: the rank's script uses load balancing; otherwise 0."""
+    uplink_bps: float = 0.0
+    """The upload rate without the home's caps (cluster/calls/home_traffic.py)."""
 
 
 def energy_of(worker: Worker) -> tuple[float, ...]:
@@ -109,6 +112,13 @@ def links_of(context: DistributedJob, rows: Sequence[RankMeasurement]) -> list[L
     # The other nodes' downloads are uploads of the node with the server, and their uploads are its downloads.
     best = Link(max(r.down_bps for r in probes), max(r.up_bps for r in probes), min(r.alpha_s for r in probes))
     return [Link(r.up_bps, r.down_bps, r.alpha_s) if r.up_bps else best for r in firsts]
+
+
+def uncapped(links: Sequence[Link], uplinks_bps: Sequence[float]) -> tuple[Link, ...]:
+    """Returns the links without caps; empty if no home is capped. `uplinks_bps`: the upload rate of each node without caps; 0:
+    it was not measured."""
+    free = tuple(structs.replace(link, up_bps=max(link.up_bps, bps)) for link, bps in zip(links, uplinks_bps, strict=True))
+    return free if free != tuple(links) else ()
 
 
 def cluster_of(

@@ -132,6 +132,14 @@ def probed(
     return mine.up_bps, mine.down_bps, mine.round_trip_s / TRIP
 
 
+def own_uplink(context: DistributedJob, budget_s: float) -> float:
+    """Measures the upload rate of this rank's link by itself, in bit/s; 0 if there is no server on another node."""
+    network, patience_s = link_rates.RequestNetwork(context.uplink.probe), 10 * budget_s + 10
+    servers = [server.id for server in context.uplink.epoch.servers]
+    round_trip_s = link_rates.round_trip(network, servers[0], patience_s) if servers else 0.0
+    return link_rates.rate(network, link_rates.UP, servers, round_trip_s, budget_s, patience_s) if servers else 0.0
+
+
 def sustained(seen: SeenTraffic | None, steps_s: float, round_trip_s: float) -> tuple[float, float]:
     """Returns the upload and download rates that limited the steps; 0 for a direction in which the link did not limit them."""
     if seen is None:

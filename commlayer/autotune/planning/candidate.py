@@ -52,6 +52,8 @@ class Candidate(NamedTuple):
     """Text about the benefit of local steps that the script has not allowed; "" if it is small."""
     auto_times: float = 0.0
     """By how many times local steps that the script has not allowed would be faster; 0: unknown, or it has allowed them."""
+    uncapped_s: float = 0.0
+    """Like `alone_s`, of the best plan without the homes' caps; 0: not searched."""
     alternatives: tuple[Candidate, ...] = ()
     """Other candidates, with predictions from the same costs. They are tried in this order if this plan's step time permits."""
 

@@ -28,6 +28,7 @@ from commlayer.config import Config, host_port
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost, Refused
 from commlayer.records import Record
 from commlayer.transport.backoff import Backoff
+from commlayer.transport.flow.traffic import TRAFFIC
 from commlayer.transport.grpc.library import grpc
 from commlayer.transport.grpc.stream_ends import TlsCredentials, open_channel
 from commlayer.transport.keys.key_folder import SERVICE as NAMED
@@ -42,6 +43,8 @@ MIN_BEAT_S = 2.0
 """Shortest timeout of a heartbeat, in seconds. On a new connection a heartbeat takes five round trips: TCP, TLS, a call whose
 proof is too old, the new challenge, and the call. At a round trip of 150 ms two segments may be lost meanwhile."""
 CHECK_S = 1.0
+LARGE_NBYTES = 16 << 10
+"""Size of a message from which on a limit of this process's rate delays it."""
 NAME_S = 5.0
 """Seconds for which a host name may be unresolvable before that is an error. The name of a container exists only after the
 container has started."""
@@ -99,7 +102,10 @@ class CoordinatorChannel:
             self._asker.forget()
 
     def _send(self, method: str, data: bytes, timeout_s: float) -> bytes:
+        if len(data) > LARGE_NBYTES:  # of a state for a home that joins
+            TRAFFIC.hold_state(len(data), CALL_S)
         answer: bytes = self._channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=timeout_s)
+        TRAFFIC.call(len(data), len(answer))
         return answer
 
     def call(self, method: str, request: Record, kind: type[R], timeout_s: float) -> R:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from commlayer.cluster.calls.home_traffic import HOME
 from commlayer.config import JOIN_AGAIN, Launch, judged_s, leave_note, read_config, read_launch
 from commlayer.errors import Coded, CommError, InvalidInput
 from commlayer.observe.log_lines import LogLines
@@ -58,6 +59,7 @@ def main() -> None:
     parent, how, script, *args = sys.argv[1:]
     try:
         _end_with(int(parent))
+        HOME.start(read_config())
         _run(script, args)
     except BaseException as error:
         if how == "traceback" or not (line := line_for(error)):

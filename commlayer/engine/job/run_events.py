@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from msgspec import structs
 
+from commlayer.cluster.calls.home_traffic import HOME
 from commlayer.cluster.calls.messages import version
 from commlayer.config import Config
 from commlayer.engine.buckets.current_step import Counters
@@ -36,6 +37,7 @@ from commlayer.observe.events import (
 from commlayer.observe.link_monitor import Rates
 from commlayer.planner.plan_rules import main_codec, summary_of
 from commlayer.records import Plan, digest
+from commlayer.transport.flow.traffic import TRAFFIC
 
 log = logging.getLogger("commlayer")
 
@@ -43,6 +45,8 @@ CHANGED = 0.15
 """Relative change of the speed over one machine alone that has an event."""
 STEP_S, LINK_S = 1.0, 5.0
 """Shortest time in seconds between two events about steps, and between two about the link."""
+LEAST_UP = 0.1
+"""Least fraction of both directions that counts as sent."""
 NO_UNITS = Units(1)
 
 
@@ -53,6 +57,9 @@ class Totals(NamedTuple):
     exchange_s: float = 0.0
     sent_nbytes: int = 0
     received_nbytes: int = 0
+    exchanges: int = 0
+    up_nbytes: int = 0
+    down_nbytes: int = 0
 
 
 class RunEvents:
@@ -100,15 +107,22 @@ class RunEvents:
 
     def _emit(self, ended: float) -> None:
         steps, before, counters, units = self._steps, self._totals, self._counters, self._units
-        now = Totals(counters.exposed_s, counters.exchange_s, counters.sent_nbytes, counters.received_nbytes)
+        now = Totals(counters.exposed_s, counters.exchange_s, counters.sent_nbytes, counters.received_nbytes,
+                     counters.exchanges, TRAFFIC.sent_nbytes, TRAFFIC.received_nbytes)
+        sent_nbytes = now.sent_nbytes - before.sent_nbytes
+        if now.exchanges > before.exchanges > 0 < sent_nbytes:
+            HOME.exchange_nbytes = sent_nbytes / (now.exchanges - before.exchanges)
+            HOME.up_part = max(LEAST_UP, now.sent_nbytes / (now.sent_nbytes + now.received_nbytes))
         # Nothing is known about the time before the first event, which reports that training has begun.
         step_s = (ended - self._since) / steps if self._since else 0.0
         exposed_s = min(step_s, max(0.0, now.exposed_s - before.exposed_s) / steps)
         hidden_s = max(0.0, (now.exchange_s - before.exchange_s) / steps - exposed_s) if self._since else 0.0
         self.log.append(StepEvent(
             step=self._last, total=self.total_steps, steps=steps, step_s=step_s, compute_s=step_s - exposed_s,
-            exposed_s=exposed_s, hidden_s=min(step_s, hidden_s), sent_bytes=now.sent_nbytes - before.sent_nbytes,
-            received_bytes=now.received_nbytes - before.received_nbytes, dense_bytes=steps * self.dense_nbytes,
+            exposed_s=exposed_s, hidden_s=min(step_s, hidden_s), sent_bytes=sent_nbytes,
+            received_bytes=now.received_nbytes - before.received_nbytes,
+            up_bytes=now.up_nbytes - before.up_nbytes, down_bytes=now.down_nbytes - before.down_nbytes,
+            dense_bytes=steps * self.dense_nbytes,
             loss=self._read_loss(), share=units.weight / units.total if units.total else 0.0, samples=self._samples))
         self._since, self._totals, self._steps, self._samples = ended, now, 0, 0.0
         if ended - self._linked >= LINK_S and (self._link != LinkEvent() or self.rtt_s()):

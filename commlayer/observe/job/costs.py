@@ -66,8 +66,8 @@ class Costs:
             if event.time <= machine.counted.get(rank, 0.0):
                 return
             machine.counted[rank] = event.time
-            machine.sent_bytes += event.sent_bytes
-            machine.received_bytes += event.received_bytes
+            machine.sent_bytes += event.up_bytes
+            machine.received_bytes += event.down_bytes
             ranks = [each.number for each in view.present if each.name == worker.name]
             if event.rank == min(ranks, default=event.rank):  # the power is that of the whole machine
                 self._add_energy(machine, event.steps * event.step_s, self._watts or self._power.get(name, 0.0))

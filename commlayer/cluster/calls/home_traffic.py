@@ -1,0 +1,111 @@
+"""Counts what a process of a home sends and receives, and limits its uploads by the home's caps (observe/caps.py).
+
+A cap is a slower link: `allowed_bps` is the rate with which the planner plans and to which this process is limited.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import threading
+import time
+
+from commlayer.config import Config
+from commlayer.errors import InvalidInput
+from commlayer.observe.caps import Caps, Month, caps_of, count_traffic
+from commlayer.transport.flow.traffic import TRAFFIC
+
+log = logging.getLogger("commlayer")
+
+LOOK_S = 1.0
+BEAT_NBYTES = 100
+"""Bytes of a heartbeat or its answer. Heartbeats have a process of their own (heartbeat_sidecar.py)."""
+DEADLINE_SHARE = 0.25
+"""An exchange may take this fraction of deadline_s, whatever the cap of a month: then the home trains until it must pause."""
+
+
+class HomeTraffic:
+    """The traffic of this process, as a part of its home's. Before `start` there are no caps."""
+
+    def __init__(self) -> None:
+        self.link_bps = 0.0
+        """Measured upload rate of the home's link in bit/s; 0: unknown."""
+        self.exchange_nbytes, self.up_part = 0.0, 0.5
+        """Bytes that this process sends in an exchange (0: unknown), and the fraction of both directions that is sent."""
+        self._caps, self._month = Caps(), Month()
+        self.limits = False
+        """True: this process may be limited, because its link was measured or its plan is not automatic."""
+        self._workers, self._deadline_s, self._beats_s = 1, math.inf, math.inf
+        self._counted, self._beaten, self._warned = 0, time.monotonic(), False
+        self._lock = threading.Lock()
+
+    def start(self, config: Config) -> None:
+        """Begins to count in the file of the month. Raises InvalidInput for caps that are none."""
+        self._caps = caps_of(config.monthly, config.upload_share)
+        self._deadline_s, self._beats_s = config.deadline_s, config.heartbeat_s
+        threading.Thread(target=self._loop, name="commlayer-traffic", daemon=True).start()
+        atexit.register(self.look)  # runs after the session has left the job
+
+    def _loop(self) -> None:
+        while True:
+            time.sleep(LOOK_S)
+            self.look()
+
+    @property
+    def capped(self) -> bool:
+        return self._caps != Caps()
+
+    @property
+    def needs_link(self) -> bool:
+        """Whether a cap is a share of a rate that is not known yet."""
+        return bool(self._caps.shares) and not self.link_bps
+
+    def follow(self, link_bps: float, workers: int) -> None:
+        """Sets the measured upload rate of the home's link, 0 if unknown, and limits uploads from now on. `workers`: of this
+        home, which share the rate."""
+        self.link_bps, self._workers, self.limits = link_bps or self.link_bps, workers, True
+        self._limit()
+
+    def allowed_bps(self, link_bps: float, least_bps: float = 0.0) -> float:
+        """Returns the rate at which the home may send now, if its link sends at `link_bps` (infinite: unknown). A monthly cap
+        allows at least `least_bps`."""
+        here, used = self._month.here, self._month.used
+        # Results arrive as an answer to what was sent, so a limit of uploads limits both directions.
+        return min(link_bps * self._caps.share(here), max(least_bps, self.up_part * self._caps.monthly_bps(used, here)))
+
+    def count(self) -> Month:
+        """Adds what this process has sent and received since the last call to the count of the month. Raises InvalidInput if
+        that is impossible; the next call adds it then."""
+        with self._lock:
+            nbytes = TRAFFIC.sent_nbytes + TRAFFIC.received_nbytes
+            self._month = count_traffic(nbytes - self._counted)
+            self._counted = nbytes
+            return self._month
+
+    def look(self) -> None:
+        """Counts traffic, and sets this process's limits."""
+        while time.monotonic() - self._beaten > self._beats_s:
+            self._beaten += self._beats_s
+            TRAFFIC.call(BEAT_NBYTES, BEAT_NBYTES)
+        try:
+            self.count()
+        except InvalidInput as error:  # the launcher pauses a home whose month is capped
+            if not self._warned:
+                self._warned = True
+                log.warning("%s", error)
+        self._limit()
+
+    def _limit(self) -> None:
+        if not (self.limits and self.capped):
+            return
+        share, link_bps = self._caps.share(self._month.here), self.link_bps or math.inf
+        # Before the first exchange it is not known how long one would take.
+        least_bps = self._workers * 8 * self.exchange_nbytes / (DEADLINE_SHARE * self._deadline_s) or math.inf
+        allowed_bps = self.allowed_bps(link_bps, least_bps)
+        TRAFFIC.gradients.set(allowed_bps / self._workers if allowed_bps < link_bps else 0.0)
+        TRAFFIC.states.set(share * self.link_bps / self._workers / 2 if share < 1 else 0.0)
+
+
+HOME = HomeTraffic()
+"""Of this process."""
