@@ -20,11 +20,16 @@ from support.rank_pool import pool
 from support.slow_links import slow_link
 from torch import nn
 
+from commlayer.autotune import job_actions, start
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.calibration import CollectiveCosts
+from commlayer.cluster.calls.home_traffic import HomeTraffic
 from commlayer.codec_spec import parse_spec
+from commlayer.engine.job import run_events
 from commlayer.last_run import remembered
+from commlayer.observe.caps import Caps, Hours
 from commlayer.planner.model import Line
+from commlayer.transport.flow.traffic import TRAFFIC
 
 WORLD, SERVERS = 2, 2
 FINE = {"identity()", "fp16()", "bf16()", "int8()", "int4()"}
@@ -33,8 +38,17 @@ SETTLED, MOST = 40, 4000
 COMPUTING_S, SLOW_BPS = 0.03, 1.5e5
 
 
-def train(run: Run, slow: bool, sync: str | None, cache: str) -> dict[str, Any]:
+def train(run: Run, slow: bool, sync: str | None, cache: str, share: float = 1.0) -> dict[str, Any]:
+    """`share`: of its uplink that the home of rank 1 may use."""
     with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        if share < 1:
+            stack.enter_context(slow_link(SLOW_BPS / share, SLOW_BPS / share, 0.005))
+            patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: CollectiveCosts(Line(1.0), Line(1.0)))
+            home = HomeTraffic()
+            for module in (job_actions, start, run_events):
+                patch.setattr(module, "HOME", home)
+            home._caps, home._deadline_s = Caps(0.0, ((Hours(0, 0), share),) if run.rank else ()), 600.0
+            stack.callback(TRAFFIC.gradients.set, 0.0)
         if slow:
             stack.enter_context(slow_link(SLOW_BPS, SLOW_BPS, 0.005))
             patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: CollectiveCosts(Line(1.0), Line(1.0)))
@@ -58,8 +72,9 @@ def train(run: Run, slow: bool, sync: str | None, cache: str) -> dict[str, Any]:
             dist.broadcast(judged, 0)
         steps = [after - before for before, after in itertools.pairwise(sent)]
         session.flush()
+        limited = TRAFFIC.gradients.bps
         # Where steps are slow enough the second is the last under the first plan.
-        return {"plans": (plans[0], plans[-1]), "first": steps[0], "last": sum(steps[-32:]) / 32,
+        return {"plans": (plans[0], plans[-1]), "limited": limited, "first": steps[0], "last": sum(steps[-32:]) / 32,
                 "decisions": session.inspect.decisions(),
                 "weights": torch.cat([p.detach().view(-1) for p in model.parameters()])}
 
@@ -68,9 +83,19 @@ def codecs(plan: Any) -> set[str]:
     return {str(parse_spec(codec).core) for b in plan.buckets for codec in (b.codec, b.down) if codec}
 
 
-def ran(slow: bool, sync: str | None, cache: str = "") -> list[dict[str, Any]]:
+def ran(slow: bool, sync: str | None, cache: str = "", share: float = 1.0) -> list[dict[str, Any]]:
     setting = Setting("module", servers=SERVERS, plan="auto", fields=(("cache", cache),))
-    return list(pool(WORLD).call(play, WORLD, train, setting, slow, sync, cache))
+    return list(pool(WORLD).call(play, WORLD, train, setting, slow, sync, cache, share))
+
+
+def test_a_plan_fits_the_share_of_an_uplink_that_one_home_allows() -> None:
+    results = ran(False, "auto", share=0.03)
+    for r in results:
+        assert r["plans"][1].steps_locally, "\n".join(r["decisions"])
+    assert results[0]["limited"] == 0.0
+    assert SLOW_BPS / 2 < results[1]["limited"] < SLOW_BPS * 1.5
+    assert "the caps of homes hold: training takes" in "\n".join(results[0]["decisions"])
+    assert torch.equal(results[0]["weights"], results[1]["weights"])
 
 
 def test_fast_links_keep_fine_codecs() -> None:

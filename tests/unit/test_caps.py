@@ -23,8 +23,11 @@ from commlayer.cluster.calls.home_traffic import HomeTraffic
 from commlayer.errors import InvalidInput, code_of
 from commlayer.observe.caps import DOUBT_S, FILE_NBYTES, Caps, Month, caps_of, count_traffic, next_month
 from commlayer.planner.model import Link
+from commlayer.transport.endpoint import StreamTransport
 from commlayer.transport.flow import traffic
 from commlayer.transport.flow.traffic import Limit, Traffic
+from commlayer.transport.handshake import Hello
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 
 GB = 10**9
 NOVEMBER = datetime.datetime(2026, 11, 1)
@@ -303,3 +306,24 @@ def test_a_plan_under_a_cap_is_compared_with_what_the_active_plan_would_take() -
     ([0.0], [1e6], True), ([0.0], [0.0], False)])
 def test_a_cap_that_changes_is_planned_again(planned: list[float], now: list[float], wanted: bool) -> None:
     assert plan_policy.caps_moved(planned, now) == wanted
+
+
+@pytest.mark.parametrize("probe", [False, True])
+def test_connections_keep_the_limit_and_count_their_bytes(probe: bool) -> None:
+    ours, theirs = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", SERVER_BASE))
+    kind, nbytes = (Kind.PROBE if probe else Kind.DATA), 400_000
+    deadline, before = time.monotonic() + 30.0, traffic.TRAFFIC.sent_nbytes
+    try:
+        ours.dial(SERVER_BASE, theirs.listen("127.0.0.1"), deadline)
+        traffic.TRAFFIC.gradients.set(3.2e6)
+        begin = time.monotonic()
+        for _ in range(2):
+            ours.wait(ours.send(SERVER_BASE, Header(kind), bytes(range(250)) * (nbytes // 500)), deadline)
+            assert len(theirs.wait(theirs.recv(0), deadline).body) == nbytes // 2
+        took_s = time.monotonic() - begin
+    finally:
+        traffic.TRAFFIC.gradients.set(0.0)
+        ours.close()
+        theirs.close()
+    assert traffic.TRAFFIC.sent_nbytes - before >= traffic.WIRE * nbytes
+    assert probe or took_s > 0.7, "the last part is not waited for"
