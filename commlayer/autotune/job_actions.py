@@ -124,7 +124,8 @@ class JobActions:
             plan = structs.replace(context.plan, servers=len(context.uplink.epoch.servers),
                                    buckets=tuple(structs.replace(b, by_node=()) for b in context.plan.buckets))
             link = links[context.groups.node]
-            link = structs.replace(link, up_bps=max(link.up_bps, HOME.link_bps))
+            if HOME.limited:
+                link = structs.replace(link, up_bps=max(link.up_bps, HOME.link_bps))
             context.terms.last_runs.save(context.groups.sites, LastRun(plan, link))
 
     def record(self, *, on: bool) -> None:
@@ -153,7 +154,7 @@ class JobActions:
                                      filled=filled_of(worker, groups.world) if groups.ranks_per_node == 1 else timing.filled)
             step_s = median(steps_s)
             # Records of local steps do not show what limited their exchanges.
-            limited = seen if local is None and held_up(recorded) and not HOME.limits else None
+            limited = seen if local is None and held_up(recorded) and not HOME.limited else None
             if local is None:  # an update of local steps is not a gradient
                 self._energy = self._energy or energy_of(worker)
         carried = None if seen is None else seen.carried
@@ -162,15 +163,15 @@ class JobActions:
         last = context.terms.last_runs.load(groups.sites) if begins else None
         link = at_least(probed(context, (1 - GROUPS_SHARE) * self._probe_s, limited, (len(steps_s) + 1) * step_s,
                                expected=expected, last=None if last is None else last.link), carried, self._fastest_down_bps())
-        held = self._measured is not None and bool(self._uncapped(self._measured.rows))
-        row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced)
+        row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced,
+                              limited=float(HOME.limited))
         rows = self._capped(row)
         collectives = CollectiveCosts()
         if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
             collectives = calibration.measure_collectives(groups, GROUPS_SHARE * self._probe_s)
         self._measured = Measurements(structs.replace(self._job, timing=timing), rows, collectives)
         self._profile = None
-        if not held:  # else caps have made the steps longer
+        if not self._limited:  # else caps have made the steps longer
             self._contention, self._elsewhere_bps = 0.0, 0.0
         return Measured(
             tuple(links_of(context, rows)), median(row.step_s for row in rows),
@@ -198,6 +199,11 @@ class JobActions:
     def _uncapped(self, rows: Sequence[RankMeasurement]) -> tuple[Link, ...]:
         """Returns the links without caps; empty if no home is capped."""
         return uncapped(links_of(self._context, rows), [rows[first].uplink_bps for first in self._context.groups.firsts])
+
+    @property
+    def _limited(self) -> bool:
+        """Whether caps of some home held during the measured steps."""
+        return any(row.limited for row in self._measurements.rows)
 
     def allowed_bps(self) -> float:
         """Returns at which rate this node may send by its caps; 0: it has none."""
@@ -247,7 +253,7 @@ class JobActions:
             candidate, self._contention, self._elsewhere_bps = self._process.search(order)
             return candidate
 
-        if not request.uncapped or self._contention:
+        if not request.uncapped or self._limited or self._contention:
             return found(request.links)
         # The measured steps were not limited yet, so they show what the machines do on links without caps.
         free = found(request.uncapped)

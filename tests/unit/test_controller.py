@@ -42,6 +42,7 @@ class World:
         self.world, self.refuses = world, False
         self.links = tuple(LINKS[node % 2] for node in range(nodes or world))
         self.computing_s: tuple[float, ...] = ()
+        self.uncapped: tuple[Link, ...] = ()
         self.search_result: Callable[[SearchRequest], Candidate | None] = lambda _: None
         self.done: list[str] = []
         self._barrier = threading.Barrier(world)
@@ -77,7 +78,7 @@ class Job:
         self.remembered: list[Plan] = []
         self.measured: list[list[float]] = []
         """The step times from which it was measured."""
-        self.bps, self.share = FAST_BPS, 0.1
+        self.bps, self.share, self.allowed = FAST_BPS, 0.1, 0.0
         self.thread = threading.current_thread()
         self._row: list[float] | None = None
         reports = Reports(self)  # type: ignore[arg-type]
@@ -120,6 +121,9 @@ class Job:
     def pace(self, links: Sequence[Link]) -> None:
         self.paced.append(tuple(links))
 
+    def allowed_bps(self) -> float:
+        return self.allowed
+
     def record(self, *, on: bool) -> None:
         self.recording = on
 
@@ -131,7 +135,7 @@ class Job:
         self.world.meet(self.rank, "measure", None)
         self.measured.append(list(steps_s))
         names = tuple(f"rank {n}" for n in range(len(self.world.computing_s)))
-        return Measured(self.world.links, 0.4, self.world.computing_s, names)
+        return Measured(self.world.links, 0.4, self.world.computing_s, names, uncapped=self.world.uncapped)
 
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
         self.world.meet(self.rank, "probe", None)
@@ -219,6 +223,31 @@ def test_first_steps_are_warmup_and_then_measured() -> None:
     assert world.done == ["times", "measure"]
     assert [job.paced for job in jobs] == [[LINKS]] * 2
     assert lines(jobs, "links carry") == ["links carry 100/100 Mb/s up/down"]
+
+
+@pytest.mark.parametrize(("allowed", "again"), [(1.2e6, False), (1.6e6, True)])
+def test_all_ranks_measure_again_when_a_cap_has_changed(allowed: float, again: bool) -> None:
+    world = World(2)
+    world.search_result = lambda _: candidate(plan_of(0.5))
+
+    def script(job: Job) -> None:
+        job.allowed = 1e6 * job.rank
+        job.step(times=FIRST_PLANNING)
+        job.controller.settle(20.0)
+        job.step(times=20)
+        job.allowed = allowed * job.rank
+        job.step(times=20)
+
+    together(world, script)
+    assert world.done.count("measure") == 1 + again
+
+
+@pytest.mark.parametrize(("uncapped", "plan"), [((), START), (LINKS, plan_of(0.5))])
+def test_all_ranks_wait_for_the_first_plan_under_a_cap(uncapped: tuple[Link, ...], plan: Plan) -> None:
+    world = World(2)
+    world.search_result, world.uncapped = lambda _: candidate(plan_of(0.5)), uncapped
+    jobs = together(world, lambda job: job.step(times=FIRST_PLANNING))
+    assert {job.plan for job in jobs} == {plan}
 
 
 @pytest.mark.parametrize(("step_s", "waited", "soon"), [

@@ -51,6 +51,8 @@ class RankMeasurement(NamedTuple):
     """1: the rank's script uses load balancing; otherwise 0."""
     uplink_bps: float = 0.0
     """The upload rate without the home's caps (cluster/calls/home_traffic.py)."""
+    limited: float = 0.0
+    """1: caps held during the recorded steps; otherwise 0."""
 
 
 def energy_of(worker: Worker) -> tuple[float, ...]:

@@ -34,9 +34,7 @@ class HomeTraffic:
         self.exchange_nbytes, self.up_part = 0.0, 0.5
         """Bytes that this process sends in an exchange (0: unknown), and the fraction of both directions that is sent."""
         self._caps, self._month = Caps(), Month()
-        self.limits = False
-        """True: this process may be limited, because its link was measured or its plan is not automatic."""
-        self._workers, self._deadline_s, self._beats_s = 1, math.inf, math.inf
+        self._workers, self._deadline_s, self._beats_s = 0, math.inf, math.inf
         self._counted, self._beaten, self._warned = 0, time.monotonic(), False
         self._lock = threading.Lock()
 
@@ -44,6 +42,7 @@ class HomeTraffic:
         """Begins to count in the file of the month. Raises InvalidInput for caps that are none."""
         self._caps = caps_of(config.monthly, config.upload_share)
         self._deadline_s, self._beats_s = config.deadline_s, config.heartbeat_s
+        self.look()
         threading.Thread(target=self._loop, name="commlayer-traffic", daemon=True).start()
         atexit.register(self.look)  # runs after the session has left the job
 
@@ -57,6 +56,11 @@ class HomeTraffic:
         return self._caps != Caps()
 
     @property
+    def limited(self) -> bool:
+        """Whether caps hold already: the link was measured, or the plan is not automatic."""
+        return self.capped and self._workers > 0
+
+    @property
     def needs_link(self) -> bool:
         """Whether a cap is a share of a rate that is not known yet."""
         return bool(self._caps.shares) and not self.link_bps
@@ -64,7 +68,7 @@ class HomeTraffic:
     def follow(self, link_bps: float, workers: int) -> None:
         """Sets the measured upload rate of the home's link, 0 if unknown, and limits uploads from now on. `workers`: of this
         home, which share the rate."""
-        self.link_bps, self._workers, self.limits = link_bps or self.link_bps, workers, True
+        self.link_bps, self._workers = link_bps or self.link_bps, workers
         self._limit()
 
     def allowed_bps(self, link_bps: float, least_bps: float = 0.0) -> float:
@@ -97,7 +101,7 @@ class HomeTraffic:
         self._limit()
 
     def _limit(self) -> None:
-        if not (self.limits and self.capped):
+        if not self.limited:
             return
         share, link_bps = self._caps.share(self._month.here), self.link_bps or math.inf
         # Before the first exchange it is not known how long one would take.
