@@ -113,7 +113,7 @@ def caps_of(monthly: str = "", upload_share: str = "") -> Caps:
     for part in upload_share.split(",") if upload_share else ():
         hours, equals, share = part.rpartition("=")
         (shares if equals else rest).append((
-            hours_of(hours.strip(), "--upload-share", repr(upload_share)) if equals else Hours(0, 0),
+            hours_of(hours.strip(), "--upload-share", upload_share) if equals else Hours(0, 0),
             _share(share.strip(), upload_share)))
     if len(rest) > 1:
         raise InvalidInput("E-CLI-OPTION", f"--upload-share {upload_share!r}: gives {len(rest)} shares of the whole day; "
