@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import signal
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
@@ -27,6 +28,8 @@ from commlayer.config import quiet_grpc
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]))
 
 os.environ["COMMLAYER_CACHE"] = ""  # no test begins with what another one has learned
+USER_FOLDER = tempfile.TemporaryDirectory(prefix="commlayer-")
+os.environ["XDG_CONFIG_HOME"] = USER_FOLDER.name  # no test counts as traffic of this user's homes
 # Before torch and numpy are imported. Tensors in tests are small; with several tests per core, OpenMP threads would spend most
 # of the time spinning. Child processes inherit it; torchrun sets the same.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
