@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,10 @@ def train(run: Run, slow: bool, sync: str | None, cache: str, share: float = 1.0
     """`share`: of its uplink that the home of rank 1 may use."""
     with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         if share < 1:
-            stack.enter_context(slow_link(SLOW_BPS / share, SLOW_BPS / share, 0.005))
-            patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: CollectiveCosts(Line(1.0), Line(1.0)))
-            home = HomeTraffic()
-            for module in (job_actions, start, run_events):
-                patch.setattr(module, "HOME", home)
-            home._caps, home._deadline_s = Caps(0.0, ((Hours(0, 0), share),) if run.rank else ()), 600.0
-            stack.callback(TRAFFIC.gradients.set, 0.0)
+            stack.enter_context(capped(run.rank, SLOW_BPS / share, share))
         if slow:
             stack.enter_context(slow_link(SLOW_BPS, SLOW_BPS, 0.005))
+        if slow or share < 1:
             patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: CollectiveCosts(Line(1.0), Line(1.0)))
         model = mlp(width=128)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -79,6 +75,33 @@ def train(run: Run, slow: bool, sync: str | None, cache: str, share: float = 1.0
                 "weights": torch.cat([p.detach().view(-1) for p in model.parameters()])}
 
 
+@contextlib.contextmanager
+def capped(rank: int, link_bps: float, share: float) -> Iterator[None]:
+    """The home of rank 1 may use a share of its uplink."""
+    home = HomeTraffic()
+    with slow_link(link_bps, link_bps, 0.005), pytest.MonkeyPatch.context() as patch:
+        for module in (job_actions, start, run_events):
+            patch.setattr(module, "HOME", home)
+        home._caps, home._deadline_s = Caps(0.0, ((Hours(0, 0), share),) if rank else ()), 600.0
+        try:
+            yield
+        finally:
+            TRAFFIC.gradients.set(0.0)
+
+
+def train_with_a_given_plan(run: Run) -> float:
+    """Returns the limit of this rank after a step."""
+    with capped(run.rank, 5e6, 0.1):
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        run.wrap(model, optimizer=optimizer)
+        x, y = data(run.rank, 0)
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        run.sessions[0].flush()
+        return TRAFFIC.gradients.bps
+
+
 def codecs(plan: Any) -> set[str]:
     return {str(parse_spec(codec).core) for b in plan.buckets for codec in (b.codec, b.down) if codec}
 
@@ -96,6 +119,13 @@ def test_a_plan_fits_the_share_of_an_uplink_that_one_home_allows() -> None:
     assert SLOW_BPS / 2 < results[1]["limited"] < SLOW_BPS * 1.5
     assert "the caps of homes hold: training takes" in "\n".join(results[0]["decisions"])
     assert torch.equal(results[0]["weights"], results[1]["weights"])
+
+
+def test_a_home_with_a_given_plan_measures_its_uplink_for_a_share() -> None:
+    setting = Setting("module", servers=SERVERS)
+    free, limited = pool(WORLD).call(play, WORLD, train_with_a_given_plan, setting)
+    assert free == 0.0
+    assert 0.02 * 5e6 < limited < 0.15 * 5e6
 
 
 def test_fast_links_keep_fine_codecs() -> None:
