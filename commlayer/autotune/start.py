@@ -52,7 +52,8 @@ def _controller_of(context: DistributedJob, config: Config) -> TuningController 
     plans = (context.terms.auto and len(context.groups.sites) > 1 and bool(context.worker.plan.servers)
              and not context.site.shards)
     if HOME.capped and not plans:  # else the controller measures the link
-        HOME.follow(own_uplink(context, OWN_PROBE_S) if HOME.needs_link else 0.0, 1)
+        workers = len(context.groups.site)  # all of which probe at once
+        HOME.follow(workers * own_uplink(context, OWN_PROBE_S) if HOME.needs_link else 0.0, workers)
     if context.site.shards:
         # The planner does not know sharded models, and no rank has whole gradients to compare.
         if context.terms.auto or config.guard != "off":

@@ -28,8 +28,8 @@ RESERVE = 0.005
 leaves."""
 LEAVE_S = 4.0
 """Seconds between the last bytes that were counted and the end of a home that leaves."""
-LEAST_S = 60.0
-"""Shortest rest of a month for which a rate is computed."""
+LEAST_S, LEAST_BPS = 60.0, 1e3
+"""Shortest rest of a month for which a rate is computed, and the lowest rate: a home whose month is full pauses."""
 MONTHS = 3
 """Number of latest months that the file keeps, besides the present one."""
 JUMP_S, DOUBT_S = 60.0, 3600.0
@@ -89,7 +89,7 @@ class Caps(NamedTuple):
         if not self.monthly_nbytes:
             return math.inf
         left_s = max(LEAST_S, (next_month(now) - now).total_seconds())
-        return 8 * max(0.0, (1 - RESERVE) * self.monthly_nbytes - used) / left_s
+        return max(LEAST_BPS, 8 * ((1 - RESERVE) * self.monthly_nbytes - used) / left_s)
 
     def reason(self, used: float, nbytes_s: float, now: datetime.datetime) -> str:
         """Returns why the home pauses; "" if it trains. `nbytes_s`: the rate of both directions, which lasts until the home has

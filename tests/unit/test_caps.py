@@ -83,7 +83,7 @@ def test_the_rate_of_a_month_uses_up_what_is_left() -> None:
     middle = datetime.datetime(2026, 11, 16)
     assert caps.monthly_bps(0, NOVEMBER) * 30 * 86400 / 8 == pytest.approx(99.5 * GB)
     assert caps.monthly_bps(49.5 * GB, middle) * 15 * 86400 / 8 == pytest.approx(50 * GB)
-    assert caps.monthly_bps(100 * GB, middle) == 0.0
+    assert caps.monthly_bps(100 * GB, middle) == 1e3
     assert Caps().monthly_bps(100 * GB, middle) == math.inf
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import os
 import threading
 import time
 
@@ -44,7 +45,9 @@ class HomeTraffic:
         self._deadline_s, self._beats_s = config.deadline_s, config.heartbeat_s
         self.look()
         threading.Thread(target=self._loop, name="commlayer-traffic", daemon=True).start()
-        atexit.register(self.look)  # runs after the session has left the job
+        owner = os.getpid()
+        # After the session has left the job. Not in a forked child, whose copy of the lock may be held.
+        atexit.register(lambda: self.look() if os.getpid() == owner else None)
 
     def _loop(self) -> None:
         while True:

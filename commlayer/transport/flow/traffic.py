@@ -13,7 +13,7 @@ WIRE = 1.06
 """Bytes on the link for each byte of a message: headers of TCP and IP, TLS records, and acknowledgements."""
 CALL_NBYTES = 600
 """Bytes of a call to the coordinator besides its messages."""
-BURST_S, PART_S, MIN_PART_NBYTES = 0.05, 0.1, 64 << 10
+BURST_S, PART_S, MIN_PART_NBYTES = 0.05, 0.1, 8 << 10
 """Seconds at the limit that may be sent at once, and size of a part of a large body."""
 
 
