@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.autotuning import LINKS, Rank0, candidate, plan_of
+from msgspec import structs
+from support.autotuning import LINKS, Rank0, candidate, plan_of, texts
 
 from commlayer.autotune import plan_policy
 from commlayer.autotune.measure.measurements import uncapped
@@ -290,12 +291,12 @@ def test_a_plan_under_a_cap_is_compared_with_what_the_active_plan_would_take() -
     """The measured steps of 0.2 s were not limited yet; under the cap they would take 20 s."""
     free = tuple(Link(10 * link.up_bps, link.down_bps, link.alpha_s) for link in LINKS)
     rank = Rank0()
-    rank.state = plan_policy.structs.replace(rank.state, uncapped=free)
+    rank.state = structs.replace(rank.state, uncapped=free)
     rank.search(0.2)
     assert rank.state.order is not None
     assert (rank.state.order.uncapped, rank.state.order.checks) == (free, False)
     lines = rank.found(candidate(plan_of(1.0), 20.0)._replace(uncapped_s=0.5))
-    assert any("2.00 x as long" in line.text for line in lines if isinstance(line, plan_policy.LogLine))
+    assert "2.00 x as long" in texts(lines)
     rank.switch()
     rank.step(1.1, times=plan_policy.TRIED + 1)
     assert rank.state.proposal is None, "it stays, though steps were shorter before the cap"
