@@ -93,7 +93,8 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
         per_node = agreed.ranks_per_node if context.elastic else groups.ranks_per_node
         check_plan(agreed, old.job, len(groups.sites), per_node, old.device, context.terms.forbids,
                    reachable=groups.members.reachable)
-    context.complete(Pending.ALL_STEPS)
+    # Under another plan of local steps, the steps so far belong to its first exchange.
+    context.complete(Pending.RUNNING if agreed.steps_locally else Pending.ALL_STEPS)
     if old.plan.steps_locally:
         groups.barrier()  # the last exchange has ended on all ranks: no message to a server is in flight
     new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
