@@ -32,7 +32,7 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
     the script `requested` is repeated with the remaining ranks. From then on the remaining ranks complete the switch.
 
     `by_itself`: True if the script did not request exactly this plan. Parts of the plan that are impossible after local steps
-    are then left out.
+    are then left out. From local steps to local steps, what is left of them is then not exchanged first, so weights can differ.
     """
     again = False
     while True:
@@ -93,8 +93,8 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
         per_node = agreed.ranks_per_node if context.elastic else groups.ranks_per_node
         check_plan(agreed, old.job, len(groups.sites), per_node, old.device, context.terms.forbids,
                    reachable=groups.members.reachable)
-    # Under another plan of local steps, the steps so far belong to its first exchange.
-    context.complete(Pending.RUNNING if agreed.steps_locally else Pending.ALL_STEPS)
+    # Under another automatic plan of local steps, the steps so far belong to its first exchange.
+    context.complete(Pending.RUNNING if by_itself and agreed.steps_locally else Pending.ALL_STEPS)
     if old.plan.steps_locally:
         groups.barrier()  # the last exchange has ended on all ranks: no message to a server is in flight
     new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
