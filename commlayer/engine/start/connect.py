@@ -154,7 +154,9 @@ def _begin(
 
         def suited(made: Plan) -> Plan:
             made = with_modes(plan_choice.with_server_nodes(made, terms.basis, nodes, notes.append), terms.requested)
-            made = shards.cut(made, job, {*map(len, sites)})
+            return shards.cut(made, job, {*map(len, sites)})
+
+        def check(made: Plan) -> Plan:
             check_plan(made, job, nodes, made.ranks_per_node if elastic else per_node, device, terms.forbids,
                        reachable=met.reachable)
             return made
@@ -165,15 +167,14 @@ def _begin(
             last = None if shards else terms.last_runs.load(sites)
             if last is not None and last.plan.servers == first_plan.servers:
                 with contextlib.suppress(ValueError):  # the job may have changed in what the file's name does not contain
-                    return suited(last.plan)
+                    return check(suited(last.plan))
             return suited(first_plan)
 
         agreed = agreed_plan(settle, groups)
         if first and (terms.requested.fragments or 1) > agreed.fragments:
             notes.append(f"{terms.requested}: fragments={terms.requested.fragments} becomes fragments={agreed.fragments}: a "
                          f"plan cannot have more fragments than buckets ({len(agreed.buckets)})")
-        check_plan(agreed, job, nodes, agreed.ranks_per_node if elastic else per_node, device, terms.forbids,
-                   reachable=met.reachable)
+        check(agreed)
         if first:
             notes += late_and_sparse(agreed, learning_rows(config.learning), memory.family)
         if first and (note := float64.doubles_notice(job, nodes)):
