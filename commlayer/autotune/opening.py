@@ -24,7 +24,8 @@ SLOW_S = 0.1
 STEP_S = 0.1
 """Seconds of a step on which the number of local steps is based, because its computing is not known yet."""
 EVERY = (8, 16, 32, 64)
-FRAGMENTS = 4
+FRAGMENTS = 16
+"""Maximum number of fragments, of which one is exchanged every two steps or more."""
 
 
 def exchange_s(plan: Plan, links: Sequence[Link]) -> float:
@@ -40,8 +41,8 @@ def opening_plan(job: Job, plan: Plan, links: Sequence[Link]) -> Plan | None:
     if took_s < SLOW_S:
         return None
     every = next((every for every in EVERY if every * STEP_S >= took_s), EVERY[-1])
-    most = max(plan.buckets, key=lambda bucket: bucket.numel)
-    made = default_plan(job, codec=most.codec, down=most.down, path="service", servers=plan.servers, fragments=FRAGMENTS,
+    largest, fragments = max(plan.buckets, key=lambda bucket: bucket.numel), min(FRAGMENTS, every // 2)
+    made = default_plan(job, codec=largest.codec, down=largest.down, path="service", servers=plan.servers, fragments=fragments,
                         ranks_per_node=plan.ranks_per_node, fuse_nbytes=MAX_BUCKET_NBYTES, cut_nbytes=MAX_BUCKET_NBYTES)
     return structs.replace(made, hosts=plan.hosts, ratio_over=plan.ratio_over, local_steps=every, overlap="round",
-                           fragments=most_fragments(FRAGMENTS, every, len(made.buckets)))
+                           fragments=most_fragments(fragments, every, len(made.buckets)))

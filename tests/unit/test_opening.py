@@ -20,7 +20,7 @@ def test_slow_exchanges_mean_local_steps_in_fragments(links: tuple[Link, ...], e
     assert (plan and plan.local_steps) == every
     if plan is not None:
         assert verify(plan, JOB) == []
-        assert (plan.overlap, plan.fragments, plan.servers) == ("round", 4, START.servers)
+        assert (plan.overlap, plan.fragments, plan.servers) == ("round", 16, START.servers)
         assert {b.codec for b in plan.buckets} == {b.codec for b in START.buckets}
 
 
