@@ -21,9 +21,10 @@ FAR_S = 0.005
 steps show their rate."""
 SLOW_S = 0.1
 """An exchange that takes this many seconds makes steps slow."""
-STEP_S = 0.1
+STEP_S = 0.3
 """Seconds of a step on which the number of local steps is based, because its computing is not known yet."""
-EVERY = (8, 16, 32, 64)
+EVERY = (8, 16, 32)
+"""Numbers of local steps. The next plan begins when all fragments were exchanged, so more steps would delay it."""
 FRAGMENTS = 16
 """Maximum number of fragments, of which one is exchanged every two steps or more."""
 
