@@ -83,7 +83,9 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
     if old.plan.steps_locally and not agreed.steps_locally and len({row.memory for row in rows}) > 1:
         agreed, note = _updates_still(agreed, by_itself=by_itself)
     servers = len(context.uplink.epoch.servers)
-    with all_or_none(groups, "switch()"):
+    # Under another automatic plan of local steps, the steps so far belong to its first exchange.
+    context.complete(Pending.RUNNING if by_itself and agreed.steps_locally else Pending.ALL_STEPS)
+    with all_or_none(groups, "switch()"):  # behind it no message to a server is in flight
         if agreed.servers > servers:
             raise InvalidInput("E-PLAN-SWITCH", f"plan: it needs {agreed.servers} servers, but the job has {servers}")
         if by_itself and context.terms.balanced and agreed.steps_locally and not old.plan.steps_locally:
@@ -93,10 +95,6 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
         per_node = agreed.ranks_per_node if context.elastic else groups.ranks_per_node
         check_plan(agreed, old.job, len(groups.sites), per_node, old.device, context.terms.forbids,
                    reachable=groups.members.reachable)
-    # Under another automatic plan of local steps, the steps so far belong to its first exchange.
-    context.complete(Pending.RUNNING if by_itself and agreed.steps_locally else Pending.ALL_STEPS)
-    if old.plan.steps_locally:
-        groups.barrier()  # the last exchange has ended on all ranks: no message to a server is in flight
     new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
     return _Prepared(new, context.all_undone(old.roll_back()), note)
 
