@@ -114,8 +114,13 @@ def problem_of(line: Line) -> str:
     return _of_bench(line) if line.program != "commlayer" else _of_commlayer(line)
 
 
+@functools.cache
+def commlayer() -> Any:
+    return typer.main.get_command(app)
+
+
 def _of_commlayer(line: Line) -> str:
-    command: Any = typer.main.get_command(app)
+    command = commlayer()
     name, *words = "commlayer", *line.words
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         name, *words = words
@@ -195,7 +200,7 @@ def test_rejected_command_line_is_reported(text: str, problem: str) -> None:
 @functools.cache
 def options() -> set[str]:
     """Of all commands, all measurements and torchrun."""
-    results, commands = set(FOREIGN), [typer.main.get_command(app)]
+    results, commands = set(FOREIGN), [commlayer()]
     while commands:
         command: Any = commands.pop()
         commands += getattr(command, "commands", {}).values()
