@@ -644,7 +644,7 @@ def unlike(rank: int, sizes: tuple[int, ...], codec: str, address: str, how: str
         if how == "shards" or dist.get_world_size(group) > 1:
             fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"), ignored_params={model.free} if exact else set())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5) if exact else adamw(model)
-    with commlayer.attach(model, optimizer, plan=plan, config=quick(join=address, drift_steps=1)) as session:
+    with commlayer.attach(model, optimizer, plan=plan, config=quick(join=address, drift_steps=3)) as session:
         for step in range(2 * STEPS):
             optimizer.zero_grad()
             session.weight(weight)

@@ -72,6 +72,11 @@ class Part(NamedTuple):
         return own[self.first - start : self.end - start]
 
 
+    def like(self, own: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor without memory of this part's size. `own`: a rank's own elements of the tensor."""
+        return torch.empty((self.end - self.first, *own.shape[1:]), dtype=own.dtype, device="meta")
+
+
 def parts_of(tensors: Sequence[torch.Tensor], sharded: Collection[int], sites: Sequence[Sequence[int]]) -> list[Part]:
     """Returns the parts of these tensors that can be compared between sites. `sharded`: numbers of the sharded tensors."""
     sizes = {*map(len, sites)}
