@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from commlayer.config import read_launch
 from commlayer.errors import InvalidInput
 from commlayer.planner.shards import Shards, intervals
 from commlayer.records import chunk_with
@@ -169,10 +170,9 @@ def shards_of(model: nn.Module, process_group: Any) -> Shards:
                                         f"the job: {WHICH_MESH}")
     if len(world) == 1:
         return Shards()
-    if len(world) == len(ranks):
+    if len(world) == len(ranks) and not read_launch().home:  # a job of homes can begin with one of them
         raise InvalidInput("E-SHARDED", f"the model is sharded over all {len(ranks)} ranks, so there is no other site to "
-                                        f"average with: {WHICH_MESH}. Under Accelerate or a Trainer leave out their FSDP "
-                                        "settings, and call fully_shard() before the model is passed to them")
+                                        f"average with: {WHICH_MESH}")
     if mesh.device_type == "cuda":  # NCCL connects with its first call, through a store that is closed when members change
         dist.all_reduce(torch.zeros(1, device="cuda"), group=mesh.get_group())
     trained = [p for _, p in named if p.requires_grad]
