@@ -134,6 +134,10 @@ def _begin(
         _check_norms(sites, must_match, matched=terms.requested.updates and met.matched)
     per_node, nodes, first = max(map(len, sites)), len(sites), members.rank == 0
     notes = [met.note] if met.note and first and not elastic else []
+    whole = [] if elastic else [members.ranks[site[0]] for site in met.sharded if len(site) == 1]
+    if first and 0 < len(whole) < nodes:
+        notes.append(f"sites have {[*map(len, sites)]} ranks: ranks {whole} have whole models, each as a site of its own; if "
+                     "they belong to a larger site, call fully_shard() over all of its ranks")
     if met.differs:
         notes.append(f'{met.differs}. Training continues because drift="warn".')
     if config.min_workers and not elastic and first:
