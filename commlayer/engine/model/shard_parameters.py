@@ -16,7 +16,9 @@ from commlayer.planner.shards import Shards, intervals
 from commlayer.records import chunk_with
 
 WHICH_MESH = ("pass fully_shard() a mesh of the ranks of one site: init_device_mesh(device, (sites, ranks), "
-              "mesh_dim_names=('site', 'shard'))['shard']")
+              "mesh_dim_names=('site', 'shard'))['shard']. Under Accelerate and Trainers, whose own setting shards, use "
+              "parallelism_config=SiteParallelism(dp_replicate_size=sites, dp_shard_size=ranks) from "
+              "commlayer.integrations.accelerate; under Lightning, strategy=CommlayerModelParallelStrategy()")
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -71,7 +73,6 @@ class Part(NamedTuple):
             return None
         start = shards.elements((self.rows,), shards.local)[0]
         return own[self.first - start : self.end - start]
-
 
     def like(self, own: torch.Tensor) -> torch.Tensor:
         """Returns a tensor without memory of this part's size. `own`: a rank's own elements of the tensor."""
