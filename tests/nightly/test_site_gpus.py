@@ -110,3 +110,9 @@ def test_homes_of_other_sizes_join(sites: Sites, sizes: tuple[int, ...], joins: 
     assert len({tuple(row["members"]) for row in reports}) == 1, "all know the members in the same order"
     assert sorted(reports[0]["members"]) == [*range(sum(sizes) + sum(joins))]
     assert all(row["first"] for row in reports[sum(sizes) :])
+    if "attach" not in more:
+        buckets = reports[0]["buckets"]
+        assert (buckets[-1] > buckets[0]) == (3 in joins), "the plan is cut for homes of other sizes"
+        put, residuals, weights = (torch.tensor([row[what] for row in reports]).double().sum(0)
+                                   for what in ("put", "residuals", "weights"))
+        torch.testing.assert_close(residuals - weights / len(reports), put, atol=1e-2, rtol=1e-3)

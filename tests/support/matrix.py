@@ -132,8 +132,8 @@ TABLES: dict[str, tuple[Row, ...]] = {
             "two places of two ranks, on CPUs: equal to a script that shards itself, resumed bit for bit; other meshes: "
             "`E-SHARDED`",
             ("tests/nightly/test_sharded_frameworks.py::test_accelerate_shards_each_site",
-             "tests/nightly/test_sharded_frameworks.py::test_trainer_shards_each_site_and_resumes",
-             "tests/nightly/test_sharded_frameworks.py::test_lightning_shards_each_node_and_resumes",
+             "tests/nightly/test_sharded_frameworks.py::test_trainers_shard_each_site",
+             "tests/nightly/test_sharded_frameworks.py::test_resumed_training_equals_the_uninterrupted_one",
              "tests/nightly/test_sharded_frameworks.py::test_meshes_across_sites_are_refused_with_the_line_to_write")),
         Row("FSDP1, HSDP, tensor parallelism", NO,
             "`E-SHARDED` names the module or parameter, and the mesh to use",
