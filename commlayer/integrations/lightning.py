@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,12 @@ class CommlayerModelParallelStrategy(_WithSession, ModelParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Lightning uses it for all micro-batches of a step but the last."""
+        with self.session.no_sync() if self.session is not None else nullcontext():
+            yield
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         """Loads residuals too. Lightning calls it after `setup()`."""
