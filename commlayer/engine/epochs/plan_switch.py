@@ -11,7 +11,7 @@ from commlayer import records
 from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES
 from commlayer.cluster.processes.collectives import Groups, all_or_none, gather
 from commlayer.engine.buckets.bucket_layout import trim
-from commlayer.engine.components import Pending
+from commlayer.engine.components import Component, Order, Pending
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.job.plan_agreement import OfferedPlan, bytes_of, check_plan, plan_in
 from commlayer.engine.sync.sync_modes import with_modes
@@ -140,6 +140,26 @@ def _send(context: DistributedJob, prepared: _Prepared) -> None:
             context.drop_call(cause, generation)
             context.members.between()
             new.plan = _of_those_left(new.plan, before, link.epoch.members) or new.plan
+
+
+class Recut(Component):
+    """Switches a sharded job to a plan that is also cut for sites of another size, before they join."""
+
+    order = Order.CONTROLLER
+
+    def __init__(self, context: DistributedJob) -> None:
+        self._context = context
+
+    def end_step(self) -> None:
+        members = self._context.members
+        plan, members.next_plan = members.next_plan, None
+        if plan is not None:
+            switch(self._context, plan, by_itself=True, requested=True)
+            self._context.note_plan("members")
+
+    def end_exchange(self, *, early: bool) -> None:
+        if not early:
+            self.end_step()
 
 
 class _RankRow(NamedTuple):

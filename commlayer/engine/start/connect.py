@@ -127,14 +127,17 @@ def _begin(
     elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and \
         members.world == met.launch.world
     sites = met.sites if elastic else met.sharded or node_ranks(members.world, met.per_node)
-    if met.sharded and (met.sharded != sites or (elastic and len({*map(len, sites)}) > 1)):
+    if met.sharded and met.sharded != sites:
         raise InvalidInput("E-SHARDED", f"the model is sharded over {[*map(len, met.sharded)]} ranks, but homes have "
-                                        f"{[*map(len, sites)]} workers: shard it over all workers of each home, of which all "
-                                        "have equally many")
-    if met.sharded and len({*map(len, sites)}) > 1:
-        _check_norms(sites, clips=must_match["clip_grad_norm"] != "not given", matched=terms.requested.updates and met.matched)
+                                        f"{[*map(len, sites)]} workers: shard it over all workers of each home")
+    if met.sharded:
+        _check_norms(sites, must_match, matched=terms.requested.updates and met.matched)
     per_node, nodes, first = max(map(len, sites)), len(sites), members.rank == 0
     notes = [met.note] if met.note and first and not elastic else []
+    whole = [] if elastic else [members.ranks[site[0]] for site in met.sharded if len(site) == 1]
+    if first and 0 < len(whole) < nodes:
+        notes.append(f"sites have {[*map(len, sites)]} ranks: ranks {whole} have whole models, each as a site of its own; if "
+                     "they belong to a larger site, call fully_shard() over all of its ranks")
     if met.differs:
         notes.append(f'{met.differs}. Training continues because drift="warn".')
     if config.min_workers and not elastic and first:
@@ -214,9 +217,10 @@ def _enter(
     own, launch = met.launch.joins, met.launch
     site_world = 1 if config.ranks_per_node == 1 else launch.local_world
 
-    def check(plan: Plan, nodes: int) -> None:
-        check_plan(plan, job, nodes, plan.ranks_per_node, device, terms.forbids, reachable=False)
-        shards.check_joins(plan, site_world)
+    def check(plan: Plan, sites: Sequence[Sequence[int]]) -> None:
+        check_plan(plan, job, len(sites), plan.ranks_per_node, device, terms.forbids, reachable=False)
+        if shards.joining(plan, job, site_world):
+            _check_norms(sites, must_match, matched=terms.requested.updates and memory.matched)
 
     return enter(terms, job, device, replica, memory, messages.worker_request(
         job.digest(), own, 0, node=own - launch.local_rank, outbound_only=True, elastic=True, site_world=site_world,
@@ -244,9 +248,10 @@ def _join(
     ), config)
 
 
-def _check_norms(sites: Sequence[Sequence[int]], *, clips: bool, matched: bool) -> None:
+def _check_norms(sites: Sequence[Sequence[int]], must_match: Mapping[str, str], *, matched: bool) -> None:
     """Raises ValueError if the job needs norms, which sites of unlike sizes add in unlike orders."""
-    if clips or matched:
+    clips = must_match["clip_grad_norm"] != "not given"
+    if len({*map(len, sites)}) > 1 and (clips or matched):
         what = "clip_grad_norm" if clips else "local steps whose averages are scaled to a norm"
         remedy = "leave clip_grad_norm out" if clips else "LocalSteps(..., outer=OuterSGD())"
         raise InvalidInput("E-SHARDED", f"sites have {[*map(len, sites)]} ranks, and with a sharded model {what} would differ "
