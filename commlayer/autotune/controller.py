@@ -116,9 +116,22 @@ class TuningController(Component):
     def start(self) -> None:
         """Starts recording steps. Called before the first step, because the second step is sufficient if steps are slow."""
         if self._plans:
+            if (plan := self._do.opening()) is not None:
+                self._open(plan)
             self._record()
             if self.state.leads:
                 self._do.prepare_search()
+
+    def _open(self, plan: Plan) -> None:
+        """Switches to a plan of local steps before the first step; collective."""
+        try:
+            self._do.switch(plan, by_itself=True)
+        except ValueError as error:  # raised on all ranks, and nothing has changed
+            self._say(f"begins with averaged gradients: {error}")
+            return
+        self.state = structs.replace(self.state, plan=self._context.plan)
+        self._context.note_plan("automatic")
+        self._say(f"the links are slow, so training begins with {summary_of(self._context.plan)}, until a plan is found")
 
     def _record(self) -> None:
         self._do.record(on=True)
@@ -269,10 +282,9 @@ class TuningController(Component):
             self._recorded_s.append(step_s)
         if state.step < state.until:
             return
-        # The first steps were recorded. Under the plan of the last run, which has a prediction, they may be many local steps.
-        plan = self._context.plan
+        # The first steps were recorded. Local steps may be many.
         if state.phase is Phase.MEASURING or (state.links is None and (
-                (plan.steps_locally and plan.step_s) or link_policy.links_hold(*self._do.share_times(step_s, waited_s)))):
+                self._context.plan.steps_locally or link_policy.links_hold(*self._do.share_times(step_s, waited_s)))):
             self._measure()
         else:
             self.state = structs.replace(state, phase=Phase.MEASURING, until=state.step + MEASURED_STEPS + 1)
@@ -284,6 +296,9 @@ class TuningController(Component):
             return False
         match rows[0].request:
             case TuningRequest.SWITCH:
+                if self._context.local is not None and self._context.local.halfway:
+                    self._reports.hurry()  # a switch would wait for the remaining fragments
+                    return False
                 self._switch()
             case TuningRequest.MEASURE:
                 self.state = structs.replace(self.state, phase=Phase.WARMING, until=self.state.step + 1)
@@ -395,6 +410,7 @@ class TuningController(Component):
         self._allowed_bps = []
         self._attempt(self._measured, measured)
         # A slow step during the search would cost more than waiting for the search, unless the plan was made for such links.
+        soon = soon and not self._context.plan.steps_locally
         if (soon or measured.uncapped) and not self._context.plan.step_s:
             self._await(max(link_policy.WAITED_STEPS * measured.step_s, CAPPED_S if measured.uncapped else 0.0))
 

@@ -26,6 +26,7 @@ from commlayer.autotune.measure.measurements import (
 )
 from commlayer.autotune.measure.probes import at_least, gathered, held_up, meter_of, probed, seen_by
 from commlayer.autotune.measure.step_times import timing_of
+from commlayer.autotune.opening import FAR_S, opening_plan
 from commlayer.autotune.plan_limits import YOUNG, PlanLimits, bounded, codecs, limits_of
 from commlayer.autotune.planning.candidate import Candidate
 from commlayer.autotune.planning.planning_process import PlanningProcess
@@ -86,6 +87,8 @@ class JobActions:
         self._planned_up_bps = 0.0
         """This node's upload rate by its caps at the last measurement."""
         self._process = PlanningProcess()
+        self._link: Link | None = None
+        """This node's link, if it was measured before the first step."""
         self._young = context.plan if context.passes < YOUNG else None
         """The latest plan that became active while the job was young."""
         self._asked: Question | None = None
@@ -159,10 +162,10 @@ class JobActions:
                 self._energy = self._energy or energy_of(worker)
         carried = None if seen is None else seen.carried
         expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
-        begins = self._measured is None and context.uplink.epoch.generation == 1
-        last = context.terms.last_runs.load(groups.sites) if begins else None
+        last = context.terms.last_runs.load(groups.sites) if self._measured is None and self._begins else None
         link = at_least(probed(context, (1 - GROUPS_SHARE) * self._probe_s, limited, (len(steps_s) + 1) * step_s,
-                               expected=expected, last=None if last is None else last.link), carried, self._fastest_down_bps())
+                               expected=expected, last=self._link or (last and last.link)), carried,
+                        self._fastest_down_bps())
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced,
                               limited=float(HOME.limited))
         rows = self._capped(row)
@@ -178,6 +181,25 @@ class JobActions:
             () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows),
             tuple(map(context.called, range(len(rows)))), not context.elastic,  # else a LoadBalancer is refused
             self._uncapped(rows))
+
+    @property
+    def _begins(self) -> bool:
+        return self._context.uplink.epoch.generation == 1
+
+    def opening(self) -> Plan | None:
+        """Measures far links before the first step, and returns the plan with which to begin, if the script allows local steps
+        and links are slow; otherwise None. The result is the same on all ranks."""
+        context, exact = self._context, limits_of(self._context).policy.exact
+        plan = context.plan
+        # A plan with a prediction is that of the last run.
+        if context.terms.requested.exact is not False or context.passes or plan.step_s or not self._begins:
+            return None
+        link = probed(context, (1 - GROUPS_SHARE) * self._probe_s, nearest_s=FAR_S)
+        rows = self._capped(RankMeasurement(0.0, 0.0, *link, balanced=float(exact)))
+        if not any(row.up_bps for row in rows):
+            return None
+        self._link = Link(*link)
+        return None if any(row.balanced for row in rows) else opening_plan(self._job, plan, links_of(context, rows))
 
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
         """Measures only the links. `planned`: known rates, which set the initial TCP windows."""

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import recursively_apply
@@ -16,6 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 from commlayer.cluster.processes.site_process_group import gather_present
 from commlayer.session import Session
 from commlayer.session import attach as attach_model
+
+
+class SiteParallelism(ParallelismConfig):
+    """Lets Accelerate shard the model over the ranks of each site only, with FSDP2. commlayer averages between sites.
+
+    >>> config = SiteParallelism(dp_replicate_size=2, dp_shard_size=4)      # sites, ranks in each   # doctest: +SKIP
+    >>> accelerator = Accelerator(parallelism_config=config, fsdp_plugin=plugin)                # doctest: +SKIP
+    """
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        return ["dp_shard_cp"]  # Accelerate adds the dimension over which it averages itself
 
 
 def attach(accelerator: Accelerator, model: nn.Module, optimizer: Any, **options: Any) -> Session:

@@ -1,23 +1,25 @@
-"""A strategy for Lightning's Trainer."""
+"""Strategies for Lightning's Trainer."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
-from torch.nn.parallel import DistributedDataParallel
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.device_mesh import init_device_mesh
 
 from commlayer.errors import cause_of
 from commlayer.session import Session, attach
 
 
-class CommlayerStrategy(DDPStrategy):
-    """DDPStrategy with commlayer's averages, whose residuals are kept with Lightning's checkpoints.
-
-    >>> trainer = Trainer(strategy=CommlayerStrategy(compression="int4"), devices=2)            # doctest: +SKIP
+class _WithSession(ParallelStrategy):
+    """A strategy with commlayer's averages, whose residuals are kept with Lightning's checkpoints.
 
     `trainer.strategy.session` is the session from the start of `fit()` to its end.
     """
@@ -26,17 +28,17 @@ class CommlayerStrategy(DDPStrategy):
 
     def __init__(
         self, compression: Any = None, *, sync: Any = None, plan: Any = None, config: Any = None,
-        clip_grad_norm: float | None = None, **ddp: Any,
+        clip_grad_norm: float | None = None, **own: Any,
     ) -> None:
-        """`ddp`: arguments of DDPStrategy. The others are those of commlayer.attach()."""
-        super().__init__(**{"init_sync": False} | ddp)  # attach() copies parameters where they differ
+        """`own`: arguments of Lightning's strategy. The others are those of commlayer.attach()."""
+        super().__init__(**own)
         self._options = {"compression": compression, "sync": sync, "plan": plan, "config": config,
                          "clip_grad_norm": clip_grad_norm}
         self._resumes = Path()
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if isinstance(self.model, DistributedDataParallel):
+        if trainer.state.fn == TrainerFn.FITTING and self.model is not None:
             optimizer = self.optimizers[0] if len(self.optimizers) == 1 else None
             scaler = getattr(self.precision_plugin, "scaler", None)
             self.session = attach(self.model, optimizer, grad_scaler=scaler, **self._options)
@@ -50,12 +52,6 @@ class CommlayerStrategy(DDPStrategy):
         self._resumes = beside(checkpoint_path)
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
         return loaded
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Loads residuals too. Lightning calls it after `setup()`, when a fit resumes."""
-        super().load_optimizer_state_dict(checkpoint)
-        if self.session is not None:
-            self.session.resume(self._resumes)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
@@ -73,6 +69,10 @@ class CommlayerStrategy(DDPStrategy):
             for optimizer in self.optimizers:
                 optimizer.step()
 
+    def _resume(self) -> None:
+        if self.session is not None:
+            self.session.resume(self._resumes)
+
     def on_exception(self, exception: BaseException) -> None:
         self._close(cause_of(exception))
         super().on_exception(exception)
@@ -85,6 +85,57 @@ class CommlayerStrategy(DDPStrategy):
         if self.session is not None:
             self.session.close(reason)
             self.session = None
+
+
+class CommlayerStrategy(_WithSession, DDPStrategy):
+    """DDPStrategy with commlayer's averages, whose residuals are kept with Lightning's checkpoints.
+
+    >>> trainer = Trainer(strategy=CommlayerStrategy(compression="int4"), devices=2)            # doctest: +SKIP
+
+    `trainer.strategy.session` is the session from the start of `fit()` to its end.
+    """
+
+    def __init__(self, compression: Any = None, **options: Any) -> None:
+        """`options`: arguments of commlayer.attach() and of DDPStrategy."""
+        super().__init__(compression, **{"init_sync": False} | options)  # attach() copies parameters where they differ
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Loads residuals too. Lightning calls it after `setup()`, when a fit resumes."""
+        super().load_optimizer_state_dict(checkpoint)
+        self._resume()
+
+
+class CommlayerModelParallelStrategy(_WithSession, ModelParallelStrategy):
+    """ModelParallelStrategy for FSDP2 inside of each node, with commlayer's averages between nodes.
+
+    >>> trainer = Trainer(strategy=CommlayerModelParallelStrategy(), devices=4, num_nodes=2)    # doctest: +SKIP
+
+    `configure_model()` calls fully_shard() with `self.device_mesh["data_parallel"]`, as usual. It has the ranks of this node.
+    """
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        sizes = self.num_nodes, self.num_processes, 1
+        mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("site", "data_parallel", "tensor_parallel"))
+        self._device_mesh = mesh
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = mesh
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Lightning uses it for all micro-batches of a step but the last."""
+        with self.session.no_sync() if self.session is not None else nullcontext():
+            yield
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        """Loads residuals too. Lightning calls it after `setup()`."""
+        loaded = super().load_checkpoint(checkpoint_path, *args, **options)
+        self._resume()
+        return loaded
 
 
 def beside(checkpoint: Any) -> Path:

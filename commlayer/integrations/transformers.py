@@ -38,8 +38,9 @@ class CommlayerCallback(TrainerCallback):
     def __init__(self, trainer: Trainer, **options: Any) -> None:
         """`options`: arguments of commlayer.attach(), such as `compression`, `sync` and `plan`."""
         self._trainer, self._options = trainer, options
-        # As for an evaluation: Accelerate then moves, casts and compiles the model, but does not wrap it.
-        trainer.accelerator.prepare_model = functools.partial(trainer.accelerator.prepare_model, evaluation_mode=True)
+        if not trainer.is_fsdp_enabled:
+            # As for an evaluation: Accelerate then moves, casts and compiles the model, but does not wrap it.
+            trainer.accelerator.prepare_model = functools.partial(trainer.accelerator.prepare_model, evaluation_mode=True)
         trainer.train = functools.partial(self._train, trainer.train)
 
     def _train(self, train: Any, *arguments: Any, **options: Any) -> Any:

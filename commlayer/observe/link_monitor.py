@@ -4,8 +4,8 @@ A slower link has three effects: steps take longer, all ranks wait longer, and t
 link. Each effect has other causes, too. A rank that evaluates, saves or waits for data makes others wait but does not wait
 itself. A slow machine leaves its link idle. A link may carry little because the plan sends little.
 
-A single step is not evidence. Several steps define what is usual. A link counts as slower after several slow steps in a row
-that have cost as much time as a plan change does. Before that, waiting would be cheaper.
+Several steps define what is usual. A link counts as slower after several slow steps in a row that have cost as much time as a
+plan change does. Before that, waiting would be cheaper. A single step is evidence only if it is many times as long as usual.
 
 A faster link is visible in received bytes, since nodes may send faster than planned. If too little is received, it is visible
 only in steps with shorter waits.
@@ -48,6 +48,9 @@ COST_S = 0.5
 """Total delay in seconds of consecutive slow steps that justifies a plan change, which takes about as long."""
 DIRECTIONS = UP, DOWN = 0, 1
 """Directions of a link: upload and download, as indices into Rates and Throughput."""
+
+PLENTY = 10
+"""The number of slow steps does not matter if their total delay is this many usual steps, and this many times COST_S."""
 
 
 class Rates(NamedTuple):
@@ -110,9 +113,15 @@ class LinkWatch(Record, frozen=True):
 
     @property
     def decisive_s(self) -> float:
-        """Step time in seconds above which the next step may show that links have changed; infinite if no single step can show
-        that."""
-        return self.slow_s if len(self.slow) >= IN_A_ROW - 1 else math.inf
+        """Step time in seconds above which the next step may show that links have changed; infinite before usual values are
+        known."""
+        if not self.settled or len(self.slow) >= IN_A_ROW - 1:
+            return self.slow_s
+        return max(self.slow_s, self.usual_s + self._plenty_s - self.slow_cost_s)
+
+    @property
+    def _plenty_s(self) -> float:
+        return PLENTY * max(COST_S, self.usual_s)
 
     @property
     def faster(self) -> bool:
@@ -143,7 +152,8 @@ class LinkWatch(Record, frozen=True):
         if self._fallen((row,)) == self.planned or row.waited_s - self.waited_s < EXPLAINED * longer_s:
             return structs.replace(after, slow=(), slow_cost_s=0.0), None
         after = structs.replace(after, slow=(*self.slow, row)[-IN_A_ROW:], slow_cost_s=self.slow_cost_s + longer_s)
-        if len(after.slow) < IN_A_ROW or after.slow_cost_s < COST_S or (lowered := self._fallen(after.slow)) == self.planned:
+        least_s = COST_S if len(after.slow) == IN_A_ROW else self._plenty_s
+        if after.slow_cost_s < least_s or (lowered := self._fallen(after.slow)) == self.planned:
             return after, None
         return structs.replace(after, slow=(), slow_cost_s=0.0), lowered
 

@@ -34,12 +34,13 @@ class Memory(NamedTuple):
         return self.required <= self.available - RESERVED_GBYTES
 
 
-def memory_of(job: Job, device: str, optimizer: str) -> Memory:
-    """Memory of a job on this GPU. Frozen parameters have no gradients and no optimizer states."""
+def memory_of(job: Job, device: str, optimizer: str, ranks: int = 1) -> Memory:
+    """Memory of a job on this GPU, if the model is sharded over so many. Frozen parameters have no gradients and no optimizer
+    states."""
     timing, numel = job.timed, job.numel
     sizes = {"frozen weights": timing.frozen_nbytes, "weights": ELEMENT_NBYTES * numel,
              "gradients": ELEMENT_NBYTES * numel, "optimizer": STATES_NBYTES[optimizer] * numel}
-    return Memory(gpu(device).memory_gbytes, {name: size / 1e9 for name, size in sizes.items()},
+    return Memory(gpu(device).memory_gbytes, {name: size / 1e9 / ranks for name, size in sizes.items()},
                   timing.activation_nbytes / 1e9)
 
 

@@ -76,14 +76,21 @@ class Shards(NamedTuple):
             yield structs.replace(_with(bucket, tuple(part for part, _ in parts), job), path="service", owner=owners[0],
                                   rows=parts[0][1])
 
-    def check_joins(self, plan: Plan, ranks: int) -> None:
-        """Raises ValueError if a home of so many ranks cannot join a job with this plan, which is cut: all homes have equally
-        many, and shard the same tensors."""
-        tensors = {s.tensor for bucket in plan.buckets if bucket.rows for s in bucket.slices}
-        if self.tensors != tensors or (tensors and ranks != plan.ranks_per_node):
-            how = f"{len(tensors)} tensors over {plan.ranks_per_node}" if tensors else "none"
-            raise InvalidInput("E-SHARDED", f"this home has {ranks} ranks and shards {len(self.tensors)} tensors, but each "
-                                            f"home of the running job shards {how}: use as many ranks, and shard the same")
+    def fits(self, plan: Plan, job: Job, ranks: int) -> bool:
+        """Returns True if in sites of so many ranks, too, each bucket of a cut plan belongs to one rank."""
+        return len(self.cut(plan, job, [ranks]).buckets) == len(plan.buckets)
+
+    def joining(self, plan: Plan, job: Job, ranks: int) -> Shards:
+        """Returns how a home of so many ranks shares the model of a job that it joins, with this plan, which is cut. A home of
+        one rank may have whole tensors. Raises ValueError if the home cannot join."""
+        tensors = frozenset(s.tensor for bucket in plan.buckets if bucket.rows for s in bucket.slices)
+        if self.tensors != tensors and (self or ranks > 1):
+            raise InvalidInput("E-SHARDED", f"this home has {ranks} ranks and shards {len(self.tensors)} tensors, but homes of "
+                                            f"the running job shard {len(tensors)}: shard the same ones")
+        if not self.fits(plan, job, ranks):
+            raise InvalidInput("E-SHARDED", f"this home has {ranks} ranks, but the plan of the running job cannot be cut for "
+                                            "homes of that size: use as many ranks as its homes have, or one")
+        return self or (Shards(1, 0, tensors) if tensors else self)
 
     def held(self, bucket: Bucket, job: Job) -> Bucket | None:
         """Returns a bucket of a cut plan as this rank executes it: in elements of its own shards. None: another rank of the

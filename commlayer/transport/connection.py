@@ -240,6 +240,7 @@ class Connection:
         self._seq = 0
         self._busy = False  # a thread is writing a frame
         self._rest: _Item | None = None  # a frame that a caller's thread began to write and the sender thread must finish
+        self._said_bye = False  # the end of the stream is the peer's answer to it
         self._users = 2  # threads that may be in a system call on the socket; the last one closes the socket
         self.error: CommError | None = None
         """The error that ended the connection; None while it is open."""
@@ -312,6 +313,7 @@ class Connection:
                 while not frame.write(self._sock, 0):
                     pass
                 if frame.header.kind == Kind.BYE:
+                    self._said_bye = True
                     self._sock.shutdown(socket.SHUT_WR)
             except OSError as error:
                 frame.operation.fail(self._break(error))
@@ -409,7 +411,7 @@ class Connection:
     def _end_lost(self, lost: PeerLost, by_peer: bool) -> None:
         """Ends a connection that was lost. The kernel tells the cause to one of both threads only, whichever asks first. The
         other one sees the end of the stream or a broken pipe, so it waits for the one that knows."""
-        if not by_peer:
+        if not (by_peer or self._said_bye):
             with self._work:
                 self._work.wait_for(lambda: self.error is not None, CAUSE_S)
         self.end(lost, broken=True, by_peer=by_peer)

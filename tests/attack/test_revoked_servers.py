@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.coordinators import WAIT_S, Failures, quick, until
+from support.coordinators import WAIT_S, quick
 from support.internals import judge_of
 from support.keys import (
     Folders,
@@ -20,7 +20,6 @@ from support.meshes import GrpcEnd, exchange_pair, soon
 
 from commlayer.cluster.calls import coordinator_channel, messages
 from commlayer.cluster.keys import authority
-from commlayer.cluster.membership import client
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.servers import dialing
 from commlayer.errors import CommError
@@ -76,11 +75,6 @@ def serve(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Se
     return SERVERS[request.param]
 
 
-def test_server_of_the_job_is_accepted(serve: Serve, folders: Folders) -> None:
-    with serve(Keys(folders.server)) as reach:
-        reach(Keys(folders.worker))
-
-
 def test_revoked_node_is_not_accepted_as_the_server(serve: Serve, folders: Folders) -> None:
     with serve(Keys(folders.revoked)) as reach, pytest.raises(CommError) as caught:
         reach(Keys(folders.worker))
@@ -115,13 +109,3 @@ def test_members_leave_a_server_that_is_revoked_later(kind: type[StreamTransport
             worker.wait(answer, time.monotonic() + WAIT_S)
     assert caught.value.code in ("E-CERTIFICATE-REVOKED", "E-PEER-LOST")
     assert worker.peers == ()
-
-
-def test_member_does_not_register_with_a_revoked_coordinator(folders: Folders) -> None:
-    coordinator, failures = Coordinator(quick(token=SECRET, keys=str(folders.revoked)), workers=1), Failures()
-    with contextlib.closing(coordinator):
-        with pytest.raises(CommError) as caught:
-            client.join(coordinator.address, messages.worker_request("job", 0, 1),
-                        quick(token=SECRET, keys=str(folders.worker)), failures)
-        assert caught.value.code == "E-CERTIFICATE-REVOKED"
-        until(lambda: not coordinator.state.registrations, "nothing is registered")

@@ -255,39 +255,26 @@ def test_client_keys_cannot_serve_and_no_join_line_is_printed(commlayer: Any, tm
     assert errors.endswith("[E-KEYS]\n")
 
 
-def test_used_port_is_one_line(served: Any, commlayer: Any) -> None:
-    _, lines = served("--no-server")
-    code, _, errors = commlayer("serve", "--no-server", "--port", lines["control"].rpartition(":")[2])
-    assert code == 2
-    assert errors.startswith(f"commlayer: {lines['control']} is in use")
-    assert errors.endswith("[E-ADDRESS]\n")
-
-
-def test_failed_server_start_consumes_no_invitation(served: Any, commlayer: Any, tmp_path: Path) -> None:
+def test_failed_server_start_is_one_line_and_consumes_no_invitation(served: Any, commlayer: Any, tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="cryptography is not installed")
     options = ["--no-server", "--invite", "home-1", "--dir", str(tmp_path / "keys")]
     _, lines = served("--no-server")
-    for wrong in (["--port", lines["control"].rpartition(":")[2]], ["--page", "0.0.0.0:1"]):
-        assert commlayer("serve", *options, *wrong)[0] == 2
+    for wrong, begins in ((["--port", lines["control"].rpartition(":")[2]], f"{lines['control']} is in use"),
+                          (["--page", "0.0.0.0:1"], "--page 0.0.0.0:")):
+        code, _, errors = commlayer("serve", *options, *wrong)
+        assert code == 2
+        assert errors.splitlines()[-1].startswith(f"commlayer: {begins}"), errors
     process, _ = served(*options)
     assert any("commlayer join home-1@127.0.0.1:" in line and "#" in line for line in itertools.islice(process.stderr, 4))
 
 
-def test_coordinator_serves_a_job_until_its_end(served: Any) -> None:
+def test_coordinator_serves_jobs_until_one_has_not_failed(served: Any) -> None:
     process, lines = served("--no-server", "--workers", "1")
     assert lines["data"] == ""
-    request = messages.worker_request("job", 0, 0, plan=b"p")
-    member = client.join(lines["control"], request, quick(token=lines["token"]), Failures())
-    assert process.poll() is None
-    member.leave()
-    assert process.wait(WAIT_S) == 0
-
-
-def test_next_job_is_served_at_the_same_address_after_a_failed_job(served: Any) -> None:
-    process, lines = served("--no-server", "--workers", "1")
     for reason, code in (("an error", None), (messages.FINISHED, 0)):
         member = client.join(lines["control"], messages.worker_request("job", 0, 0, plan=b"p"), quick(token=lines["token"]),
                              Failures())
+        assert process.poll() is None
         member.leave(reason)
         if code is not None:
             assert process.wait(WAIT_S) == code
@@ -310,18 +297,16 @@ def test_next_job_is_served_after_an_unsupported_plan(served: Any) -> None:
     assert process.wait(WAIT_S) == 0
 
 
-def test_given_secret_is_not_printed(served: Any) -> None:
-    process, lines = served("--no-server", "--workers", "1", COMMLAYER_TOKEN="a-secret-of-ours")
+def test_serve_reads_settings_from_the_environment_and_prints_no_given_secret(served: Any) -> None:
+    process, lines = served("--no-server", "--workers", "1", COMMLAYER_TOKEN="a-secret-of-ours", COMMLAYER_BIND="127.0.0.3",
+                            COMMLAYER_ADVERTISE="127.0.0.4", COMMLAYER_BACKEND="fallback")
     assert set(lines) == {"control", "data"}
-    member = client.join(lines["control"], messages.worker_request("job", 0, 1), quick(token="a-secret-of-ours"), Failures())
-    member.leave()
+    advertised, _, port = lines["control"].partition(":")
+    assert advertised == "127.0.0.4"
+    request = messages.worker_request("job", 0, 1)
+    client.join(f"127.0.0.3:{port}", request, quick(token="a-secret-of-ours"), Failures()).leave()
     assert process.wait(WAIT_S) == 0
     assert "a-secret-of-ours" not in process.stderr.read()
-
-
-def test_serve_reads_settings_from_the_environment(served: Any) -> None:
-    _, lines = served("--no-server", COMMLAYER_BIND="127.0.0.3", COMMLAYER_ADVERTISE="127.0.0.4", COMMLAYER_BACKEND="fallback")
-    assert lines["control"].startswith("127.0.0.4:")
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])

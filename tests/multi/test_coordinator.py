@@ -593,9 +593,8 @@ def test_heartbeat_sidecar_ends_with_its_killed_worker(coordinator: Coordinator)
     wait_gone(sidecar)
 
 
-@pytest.mark.parametrize("secured", [False, True])
-def test_held_gil_is_not_a_failure(secured: bool, folders: Folders) -> None:
-    served, mine, theirs = ({"token": "correct-horse-battery", "keys": str(folder)} if secured else {}
+def test_held_gil_is_not_a_failure(folders: Folders) -> None:
+    served, mine, theirs = ({"token": "correct-horse-battery", "keys": str(folder)}
                             for folder in (folders.server, folders.worker, folders.second))
     failures, coordinator = Failures(), Coordinator(quick(dead_after_s=PATIENT_S, **served))
     holder = Process(coordinator.address, 1, 2, how="hold_gil", **theirs)
@@ -610,14 +609,21 @@ def test_held_gil_is_not_a_failure(secured: bool, folders: Folders) -> None:
     coordinator.close()
 
 
-def test_embedded_coordinator_ends_after_the_job() -> None:
-    config = quick()
-    server = EmbeddedServer.start(config, workers=1, servers=0, number=None)
-    member = client.join(server.control, messages.worker_request("job", 0, 1), config, Failures())
-    member.leave()
-    assert server.over(WAIT_S)
-    assert process_of(server).returncode == 0
-    server.close()
+def test_embedded_server_serves_one_job_whatever_happens_to_copies_of_its_trainer() -> None:
+    server = EmbeddedServer.start(quick(), workers=1, servers=0, number=None)
+    try:
+        assert os.getsid(server.pid) != os.getsid(0), "Ctrl-C of the trainer does not reach it"
+        child = os.fork()
+        if child == 0:
+            server.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert process_of(server).poll() is None
+        client.join(server.control, messages.worker_request("job", 0, 1), quick(), Failures()).leave()
+        assert server.over(WAIT_S)
+        assert process_of(server).returncode == 0
+    finally:
+        server.close()
 
 
 def test_hung_embedded_server_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -640,28 +646,6 @@ def test_embedded_server_ends_with_its_killed_trainer(coordinator: Coordinator, 
     if pipe_held:
         os.kill(report["forked"], signal.SIGKILL)
     trainer.kill()
-
-
-def test_ctrl_c_of_the_trainer_does_not_reach_the_embedded_server() -> None:
-    server = EmbeddedServer.start(quick(), workers=1, servers=0, number=None)
-    try:
-        assert os.getsid(server.pid) != os.getsid(0)
-    finally:
-        server.close()
-
-
-def test_forked_copy_of_the_trainer_does_not_end_the_server() -> None:
-    server = EmbeddedServer.start(quick(), workers=1, servers=0, number=None)
-    try:
-        child = os.fork()
-        if child == 0:
-            server.close()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert process_of(server).poll() is None
-        client.join(server.control, messages.worker_request("job", 0, 1), quick(), Failures()).leave()
-    finally:
-        server.close()
 
 
 def test_server_start_failure_gives_its_reason() -> None:

@@ -434,6 +434,7 @@ def shares(how: str, every: int) -> list[list[float]]:
             for mine in steps]
 
 
+@pytest.mark.commit(5)
 @pytest.mark.parametrize("how", [
     "module", "module, gathered, scaled, weighed", "ddp, unused, gathered, own no_sync", "ddp, static, scaled",
     "ddp, unused, view, gathered, weighed",

@@ -152,15 +152,11 @@ def of_one_bucket(**fields: Any) -> Plan:
 
 
 @pytest.mark.parametrize(("fields", "lines"), [
-    ({"path": "allreduce", "codec": "topq()"}, "'topq' is unknown"),
     ({"codec": "topk(ratio=0.1)", "down": "topq()"}, "'topq' is unknown"),
     ({"codec": "powersgd(shapes=((3, 3),))"}, "shapes have 9 elements together, but the bucket has 64"),
     ({"by_node": ("int8()",)}, "codecs for 1 nodes, but this job has 2"),
-    ({"path": GATHERED, "codec": "randomk()"}, "every rank adds payloads to a dense sum: codecs must need one exchange"),
-    ({"path": GATHERED, "codec": "powersgd()"}, "every rank adds payloads to a dense sum"),
+    ({"path": GATHERED, "codec": "powersgd()"}, "every rank adds payloads to a dense sum: codecs must need one exchange"),
     ({"path": REDUCED, "codec": "topk(ratio=0.1)"}, "an all-reduce adds payloads"),
-    ({"path": REDUCED, "codec": "bf16()"}, "an all-reduce adds payloads"),
-    ({"path": GATHERED, "codec": "int8()", "down": "identity()"}, "`down` and `by_node` are for path 'service'"),
     ({"path": GATHERED, "codec": "int8()", "by_node": ("int8()", "int8()")}, "`down` and `by_node` are for path 'service'"),
     ({"path": SERVED}, "must be written as 'service'"),
 ])
@@ -188,18 +184,6 @@ def test_layouts_and_devices() -> None:
     assert unsuited(staged, 2, 2, cuda=True) == []
     assert "only in host memory" in unsuited(of_one_bucket(path=REDUCED, codec="randomk()"), 2, 2, cuda=True)[0]
     assert unsuited(of_one_bucket(), 2, 2, cuda=True) == []
-
-
-@pytest.mark.parametrize(("fields", "lines"), [
-    ({"path": "encode@cpu all.allgather"}, "after 'encode@cpu all.allgather': got the end, allowed: decode@cpu"),
-    ({"path": "all.allgather"}, "at the beginning: got all.allgather, allowed: "),
-    ({"path": "all.allreduce all.allreduce"}, "got all.allreduce, allowed: the end"),
-    ({"path": GATHERED, "owner": 2}, "owner 2"),
-])
-def test_verify_accepts_only_paths_of_the_tree(fields: dict[str, Any], lines: str) -> None:
-    for problems in (verify(of_one_bucket(**fields), ONE_TENSOR), verify_alone(of_one_bucket(**fields))):
-        assert len(problems) == 1
-        assert lines in problems[0]
 
 
 LONGEST_S, SHORTEST_S = 1e6, 1e-9

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer import LocalSteps, records
-from commlayer.compressors import parse
 from commlayer.errors import code_of
 from commlayer.optim import OuterSGD
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
@@ -121,19 +120,11 @@ def trace(steps: int) -> None:
 
 
 ALONE: dict[str, Row] = {
-    "codec": row(lambda: parse("topq(ratio=0.1)"), "E-CODEC-NAME", "'topq'", "topk"),
-    "codec's argument": row(lambda: parse("topk(rate=0.1)"), "E-CODEC-NAME", "topk", "'rate'", "ratio,"),
-    "ratio 0": row(lambda: parse("topk(ratio=0)"), "E-CODEC-ARGUMENT", "ratio is 0"),
-    "ratio above 1": row(lambda: parse("topk(ratio=1.5)"), "E-CODEC-ARGUMENT", "ratio is 1.5"),
-    "ratio nan": row(lambda: parse("topk(ratio=1e999)"), "E-CODEC-ARGUMENT", "ratio is inf"),
     "setting": row(lambda: attach(config={"deadlin_s": 3}), "E-SETTING", "deadlin_s: ", "deadline_s?"),
-    "setting's value": row(lambda: attach(config={"deadline_s": -1.0}), "E-SETTING", "deadline_s: got -1.0", "argument"),
     "drift": row(lambda: attach(config={"drift": "ignore"}), "E-SETTING", "drift: got 'ignore'"),
     "drift_steps": row(lambda: attach(config={"drift_steps": -2}), "E-SETTING", "drift_steps: got -2"),
     "many drift_steps": row(lambda: attach(config={"drift_steps": 1 << 17}), "E-SETTING", "drift_steps: got 131072"),
-    "address": row(lambda: attach(config={"join": "nowhere"}), "E-ADDRESS", "join: got 'nowhere'", "argument join"),
     "sync": row(lambda: attach(sync="never"), "E-SYNC-MODE", "sync: got 'never'"),
-    "plan file": row(lambda: attach(plan="missing.json"), "E-PLAN-FILE", "plan missing.json"),
     "plan's type": row(lambda: attach(plan=17), "E-PLAN-NAME", "plan: got 17"),
     "another model's plan": row(lambda: attach(plan=plan_of(mlp(width=8))), "E-PLAN-REFUSED", "plan: ", "job "),
     "plan with a gap": row(lambda: attach(plan=without_a_bucket()), "E-PLAN-REFUSED", "0.weight: "),
@@ -155,9 +146,6 @@ ALONE: dict[str, Row] = {
     "outer lr": row(lambda: OuterSGD(lr=0.0), "E-OPTIM-ARGUMENT", "OuterSGD: lr is 0"),
     "outer lr nan": row(lambda: OuterSGD(lr=float("nan")), "E-OPTIM-ARGUMENT", "OuterSGD: lr is nan"),
     "outer momentum": row(lambda: OuterSGD(momentum=1.0), "E-OPTIM-ARGUMENT", "OuterSGD: momentum is 1"),
-    "plan and codec": row(lambda: attach(compression="int4", plan="p.json"), "E-PLAN-NAME", "'int4'", "'p.json'"),
-    "codec as plan": row(lambda: attach(plan="int4"), "E-PLAN-NAME", "compression='int4'"),
-    "two-part codec": row(lambda: attach(compression="topq()"), "E-CODEC-NAME", "compression: ", "'topq'"),
     "forward, no optimizer": row(lambda: forward(lambda m: None), "E-SYNC-FORWARD", "attach(model, optimizer"),
     "forward, lbfgs": row(lambda: forward(lbfgs), "E-SYNC-FORWARD", "LBFGS", "closure"),
     "forward, own step": row(lambda: forward(lambda m: CountsItself(m.parameters(), lr=0.1)), "E-SYNC-FORWARD",

@@ -18,7 +18,6 @@ from support import rank_pool
 from support.attached import (
     Run,
     Setting,
-    assert_refused,
     coordinators,
     data,
     mlp,
@@ -419,12 +418,6 @@ def test_unwritable_trace_file_does_not_end_training(tmp_path: Path) -> None:
     ranks.ready(__name__)
     with Servers(WORLD) as servers:
         assert ranks.call(traced, servers.address, str(tmp_path / "absent" / "t.json"), {1: "basis"}, 20) == [6] * WORLD
-
-
-def test_single_process_has_nothing_to_trace(tmp_path: Path) -> None:
-    with commlayer.attach(mlp()) as session:
-        assert_refused(outcome(lambda: session.inspect.trace(tmp_path / "t.json")), "E-TRACE", "alone")
-        assert_refused(outcome(lambda: session.inspect.trace(tmp_path / "t.json", steps=0)), "E-TRACE", "steps: got 0")
 
 
 def refused_to_trace(rank: int, address: str, file: str) -> str:

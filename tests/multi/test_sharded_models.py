@@ -644,7 +644,10 @@ def unlike(rank: int, sizes: tuple[int, ...], codec: str, address: str, how: str
         if how == "shards" or dist.get_world_size(group) > 1:
             fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"), ignored_params={model.free} if exact else set())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5) if exact else adamw(model)
-    with commlayer.attach(model, optimizer, plan=plan, config=quick(join=address, drift_steps=1)) as session:
+    with commlayer.attach(model, optimizer, plan=plan, config=quick(join=address, drift_steps=3)) as session:
+        if rank == 0:
+            named = any(f"sites have {[*sizes]} ranks" in line for line in session.inspect.decisions())
+            assert named == (how != "workers" and 1 in sizes), "in case its script has forgotten fully_shard()"
         for step in range(2 * STEPS):
             optimizer.zero_grad()
             session.weight(weight)

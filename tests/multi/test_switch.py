@@ -452,6 +452,7 @@ def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor
 @pytest.mark.parametrize(("codec", "how"), [
     ("topk(ratio=0.1)", ""), ("topk(ratio=0.1)", "idle"), ("topk(ratio=0.1)", "closure"), ("topk(ratio=0.1)", "cleared"),
     ("topk(ratio=0.1)", "weighed"), ("int8(block=32)", "node"), ("int8(block=32)", "node, idle"),
+    ("topk(ratio=0.1)", "by itself"), ("int8(block=32)", "by itself, weighed"),
 ])
 def test_applied_plus_residual_equals_input_through_all_sync_modes(codec: str, how: str) -> None:
     with Servers(WORLD, 1) as servers:

@@ -18,7 +18,7 @@ from commlayer.autotune.controller import ShareMover, TuningController
 from commlayer.autotune.measure import probes
 from commlayer.autotune.quality.guard import QualityGuard
 from commlayer.autotune.shares.policy import WorkerTime
-from commlayer.autotune.state import MEASURED_STEPS, Measured, Phase
+from commlayer.autotune.state import MEASURED_STEPS, WARM_STEPS, Measured, Phase
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.guards.parameter_drift import ParameterDrift
 from commlayer.observe.events import LogEvent, decode
@@ -29,6 +29,7 @@ WORLD = 2
 _ranks = ranks_first(WORLD)
 SCHEDULES = [*itertools.product((8,), (1, 2, 4, 8), ("", "round")), (16, 4, ""), (16, 8, "round")]
 """Local steps per exchange, fragments, and overlap."""
+FEW = [(8, 1, ""), (8, 2, "round"), (8, 8, ""), (16, 8, "round")]
 EXCHANGES = MEASURED_STEPS + 6
 """Exchanges under each schedule: they suffice for measuring and two reports."""
 
@@ -67,7 +68,7 @@ def failures(session: Any) -> list[LogEvent]:
     return [event for event in events if isinstance(event, LogEvent) and event.code == "E-OBSERVER"]
 
 
-def all_schedules(run: Run) -> dict[str, Any]:
+def all_schedules(run: Run, schedules: list[tuple[int, int, str]]) -> dict[str, Any]:
     with quick_measuring():
         model, optimizer, session, controller = tuned(run)
         connection, number = session.inspect.context, itertools.count()
@@ -78,7 +79,7 @@ def all_schedules(run: Run) -> dict[str, Any]:
             return measure(steps_s)
 
         controller._do.measure = counted
-        for every, fragments, overlap in SCHEDULES:
+        for every, fragments, overlap in schedules:
             switch(connection, scheduled(model, every, fragments, overlap) if run.rank == 0 else None, by_itself=True)
             times.clear()
             for exchange in range(EXCHANGES):
@@ -88,17 +89,21 @@ def all_schedules(run: Run) -> dict[str, Any]:
                 if exchange == 1 and state.phase is Phase.WATCHING:  # as if rank 0 had requested to measure again
                     controller.state = structs.replace(state, phase=Phase.WARMING, until=state.step + 1)
             session.flush()
-            assert times == [MEASURED_STEPS + 1], (every, fragments, overlap)
+            # Before links are known, the first exchanges are enough.
+            soon = [WARM_STEPS - 1] if (every, fragments, overlap) == SCHEDULES[0] else []
+            assert times == [*soon, MEASURED_STEPS + 1], (every, fragments, overlap)
         return {"failures": [event.text for event in failures(session)], "paused": controller.paused, "plan": connection.plan,
                 "weights": parameters(model)}
 
 
-def test_every_schedule_of_local_steps_is_measured_and_watched() -> None:
+@pytest.mark.parametrize("schedules", [FEW, pytest.param(SCHEDULES, marks=pytest.mark.nightly)], ids=["few", "all"])
+def test_every_schedule_of_local_steps_is_measured_and_watched(schedules: list[tuple[int, int, str]]) -> None:
     with coordinators(1, WORLD, 1) as jobs:
-        first, second = pool(WORLD).call(play, WORLD, all_schedules, Setting("module", (jobs[0].address,), plan="auto"))
+        setting = Setting("module", (jobs[0].address,), plan="auto")
+        first, second = pool(WORLD).call(play, WORLD, all_schedules, setting, schedules)
     assert first["failures"] == second["failures"] == []
     assert not first["paused"]
-    assert first["plan"].fragments == SCHEDULES[-1][1]
+    assert first["plan"].fragments == schedules[-1][1]
     assert same(first["weights"], second["weights"])
 
 
@@ -139,11 +144,14 @@ def failing(run: Run, what: str, schedule: tuple[int, int, str]) -> dict[str, An
                 "plan": connection.plan, "weights": parameters(model), "said": session.inspect.decisions()}
 
 
-CASES = [(what, (1, 1, "")) for what in (*FAILING, "shares")]
-CASES += [(what, (8, 4, "round")) for what in ("plan", "request", "links", "steps")]
+EACH_STEP, IN_ROUNDS = (1, 1, ""), (8, 4, "round")
 
 
-@pytest.mark.parametrize(("what", "schedule"), CASES)
+@pytest.mark.parametrize(("what", "schedule"), [
+    *((what, EACH_STEP) for what in ("plan", "search", "quality", "links", "drift", "shares")), ("steps", IN_ROUNDS),
+    *(pytest.param(what, EACH_STEP, marks=pytest.mark.nightly) for what in ("request", "comparison", "steps", "probe")),
+    *(pytest.param(what, IN_ROUNDS, marks=pytest.mark.nightly) for what in ("plan", "request", "links")),
+])
 def test_policy_error_on_one_rank_pauses_all_controllers(what: str, schedule: tuple[int, int, str]) -> None:
     with coordinators(1, WORLD, 1) as jobs:
         results = pool(WORLD).call(play, WORLD, failing, Setting("module", (jobs[0].address,), plan="auto"), what, schedule)

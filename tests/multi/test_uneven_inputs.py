@@ -132,7 +132,7 @@ def test_averages_are_over_ranks_with_batches_and_replicas_end_equal(how: str, k
                     assert float((value - expected[name]).norm()) < 0.1 * float(moved.norm()), name
 
 
-DRAIN_STEPS = 40
+DRAIN_STEPS, TOPK, INT4 = 40, "topk(ratio=0.3)", "error_feedback(int4())"
 SKIPPED: dict[str, set[int]] = {"none": set(), "every third": {1, 4, 7}, "the last": {max(BATCHES[0]) - 1}}
 """Steps whose averages the script throws away."""
 
@@ -162,8 +162,11 @@ def train_slopes(rank: int, plan: str, skipped: str, address: str) -> list[torch
         return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("skipped", [*SKIPPED])
-@pytest.mark.parametrize("plan", ["topk(ratio=0.3)", "error_feedback(int4())"])
+@pytest.mark.parametrize(("plan", "skipped"), [
+    (TOPK, "the last"), (INT4, "every third"),
+    *(pytest.param(*case, marks=pytest.mark.nightly) for case in (
+        (TOPK, "none"), (TOPK, "every third"), (INT4, "none"), (INT4, "the last"))),
+])
 def test_applied_plus_residuals_equal_input(plan: str, skipped: str) -> None:
     with Servers(WORLD, 1, deadline_s=FAR_S) as servers:
         results = pool(WORLD).call(train_slopes, plan, skipped, servers.address)

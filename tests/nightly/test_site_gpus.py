@@ -40,10 +40,10 @@ def reports_of(ends: Sequence[Ended]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("sizes", "codec", "shard"), [
-    ((2, 2), EXACT, False), ((4, 2, 1), EXACT, False), ((4, 2, 1), COARSE, False), ((2, 1), FINE, False),
-    ((2, 2), EXACT, True), ((2, 2), COARSE, True),
+    ((2, 2), EXACT, ""), ((4, 2, 1), EXACT, ""), ((4, 2, 1), COARSE, ""), ((2, 1), FINE, ""),
+    ((2, 2), EXACT, "mesh"), ((2, 2), COARSE, "mesh"), ((2, 1), EXACT, "group"), ((1, 3), COARSE, "group"),
 ], ids=str)
-def test_sum_over_homes_is_that_over_their_workers(sites: Sites, sizes: tuple[int, ...], codec: str, shard: bool) -> None:
+def test_sum_over_homes_is_that_over_their_workers(sites: Sites, sizes: tuple[int, ...], codec: str, shard: str) -> None:
     reports = reports_of(all_ended(start(sites, Script(codec, shard=shard), sizes)))
     assert len(reports) == sum(sizes)
     weights = torch.tensor(reports[0]["weights"], dtype=torch.float64)
@@ -58,12 +58,12 @@ def test_sum_over_homes_is_that_over_their_workers(sites: Sites, sizes: tuple[in
 
 
 @pytest.mark.parametrize(("attach", "victim", "shard"), [
-    *((attach, victim, False) for victim in (2, 3) for attach in (
+    *((attach, victim, "") for victim in (2, 3) for attach in (
         {}, {"overlap": "forward"}, {"every": 2, "fragments": 1}, {"every": 2, "overlap": "round"},
         {"every": 2, "fragments": 2})),
-    ({}, 3, True), ({"every": 2, "overlap": "round"}, 2, True), ({"every": 2, "fragments": 2}, 3, True),
+    ({}, 3, "mesh"), ({"every": 2, "overlap": "round"}, 2, "mesh"), ({"every": 2, "fragments": 2}, 3, "mesh"),
 ], ids=str)
-def test_dead_worker_takes_its_home_along(sites: Sites, attach: dict[str, Any], victim: int, shard: bool) -> None:
+def test_dead_worker_takes_its_home_along(sites: Sites, attach: dict[str, Any], victim: int, shard: str) -> None:
     script = Script(events=(Event(victim, ODD, after_s=0.004),), attach=attach, shard=shard)
     survivors, home = all_ended(start(sites, script, (2, 2)), 0, KILLED)
     assert not home.rows
@@ -92,7 +92,9 @@ def test_others_of_the_home_end_with_one_line(sites: Sites, event: Event, why: s
 
 @pytest.mark.parametrize(("sizes", "joins", "more"), [
     ((2, 1), [1], {}), ((1, 1), [2], {}), ((2, 2), [4], {}),
-    ((2, 2), [2, 2], {"shard": True}), ((2, 2), [2], {"shard": True, "attach": {"every": 2, "overlap": "round"}}),
+    ((2, 2), [2, 2], {"shard": "mesh"}), ((2, 1), [2], {"shard": "group"}), ((2, 1), [3, 1], {"shard": "group"}),
+    ((2,), [1, 3], {"shard": "group"}),
+    ((2, 2), [2], {"shard": "mesh", "attach": {"every": 2, "overlap": "round"}}),
 ], ids=str)
 def test_homes_of_other_sizes_join(sites: Sites, sizes: tuple[int, ...], joins: list[int], more: dict[str, Any]) -> None:
     script = Script(COARSE, workers=sum(sizes), joiners=sum(joins), **more)
@@ -108,3 +110,9 @@ def test_homes_of_other_sizes_join(sites: Sites, sizes: tuple[int, ...], joins: 
     assert len({tuple(row["members"]) for row in reports}) == 1, "all know the members in the same order"
     assert sorted(reports[0]["members"]) == [*range(sum(sizes) + sum(joins))]
     assert all(row["first"] for row in reports[sum(sizes) :])
+    if "attach" not in more:
+        buckets = reports[0]["buckets"]
+        assert (buckets[-1] > buckets[0]) == (3 in joins), "the plan is cut for homes of other sizes"
+        put, residuals, weights = (torch.tensor([row[what] for row in reports]).double().sum(0)
+                                   for what in ("put", "residuals", "weights"))
+        torch.testing.assert_close(residuals - weights / len(reports), put, atol=1e-2, rtol=1e-3)

@@ -122,12 +122,19 @@ TABLES: dict[str, tuple[Row, ...]] = {
         Row("several models and optimizers", YES, "as a GAN trains", attach("two_models")),
         Row("sparse embeddings", YES, "SGD, SparseAdam and micro-batches", attach("sparse_tables")),
         Row("FSDP2 inside of each home", LIMITS,
-            "as one FSDP2 job of all ranks, bit for bit; homes have equal numbers of ranks, and may leave and join. Not with "
+            "as one FSDP2 job of all ranks, bit for bit; homes may have unlike numbers of ranks, leave and join. Not with "
             "sync=\"forward\", late averages, session.join() or float64; plans are not tuned",
             ("tests/multi/test_sharded_models.py::test_sites_train_as_one_fsdp_job",
              "tests/multi/test_sharded_models.py::test_residuals_survive_another_number_of_ranks",
              "tests/nightly/test_site_gpus.py::test_homes_of_other_sizes_join",
              *recipes("test_accelerate_trains_a_sharded_model_as_torch_does"))),
+        Row("FSDP2 by the settings of Accelerate, Trainer, Lightning", LIMITS,
+            "two places of two ranks, on CPUs: equal to a script that shards itself, resumed bit for bit; other meshes: "
+            "`E-SHARDED`",
+            ("tests/nightly/test_sharded_frameworks.py::test_accelerate_shards_each_site",
+             "tests/nightly/test_sharded_frameworks.py::test_trainers_shard_each_site",
+             "tests/nightly/test_sharded_frameworks.py::test_resumed_training_equals_the_uninterrupted_one",
+             "tests/nightly/test_sharded_frameworks.py::test_meshes_across_sites_are_refused_with_the_line_to_write")),
         Row("FSDP1, HSDP, tensor parallelism", NO,
             "`E-SHARDED` names the module or parameter, and the mesh to use",
             ("tests/multi/test_refusals.py::test_unsupported_sharding_is_refused_by_name",)),

@@ -107,8 +107,8 @@ class Script(msgspec.Struct, frozen=True):
     """Steps after all joiners have joined."""
     collective: bool = False
     """The script calls a collective before attach()."""
-    shard: bool = False
-    """The model is sharded over the workers of each site."""
+    shard: str = ""
+    """The model is sharded over the workers of each site: by a "mesh" of equal sites, or by a "group" of a site's workers."""
     second_first: bool = False
     """At a joining site, local rank 1 calls attach() before local rank 0."""
 
@@ -142,15 +142,20 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(whole_of(t).detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 
-def shard(model: nn.Module) -> None:
-    """Shards the model over the workers of this site."""
-    from torch.distributed.device_mesh import init_device_mesh
+def shard(model: nn.Module, how: str) -> None:
+    """Shards the model over the workers of this site. In a "group", a site of one worker keeps a whole model."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
     local = int(os.environ["LOCAL_WORLD_SIZE"])
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // local, local), mesh_dim_names=("site", "shard"))
-    fully_shard(model, mesh=mesh["shard"])
+    if how == "mesh":
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // local, local), mesh_dim_names=("site", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+    elif local > 1:
+        first = dist.get_rank() - int(os.environ["LOCAL_RANK"])
+        group = dist.new_group([*range(first, first + local)], use_local_synchronization=True)
+        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
 
 
 def optimizer_of(parameters: Iterable[nn.Parameter], momentum: bool, adam: bool = False) -> tuple[torch.optim.Optimizer, Any]:
@@ -403,9 +408,9 @@ def main(site: int, script: Script) -> None:
         faults.slow_uplink(script.uplink_s)
     with torch.no_grad():
         for p in model.parts:
-            p += site - local_rank * script.shard  # unequal, as in a script that sets no seed; rank 0's are 0
+            p += site - local_rank * bool(script.shard)  # unequal, as in a script that sets no seed; rank 0's are 0
     if script.shard:
-        shard(model)
+        shard(model, script.shard)
     optimizer, scheduler = optimizer_of(model.parameters(), script.momentum, adam=script.scaler)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3, enabled=script.scaler)
     wrapped: Any = model

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from commlayer.engine.epochs import plan_switch
 from commlayer.engine.model.model_tensors import job_of
 from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan
@@ -89,7 +90,11 @@ class Training:
         return self.session.inspect.context
 
     def switch(self, mode: str, **changes: Any) -> None:
-        self.session.switch(plan(self.connection.worker.job, mode, self.codec, self.per_node, **changes))
+        wanted = plan(self.connection.worker.job, mode, self.codec, self.per_node, **changes)
+        if "by itself" in self.how:
+            plan_switch.switch(self.connection, wanted, by_itself=True)
+        else:
+            self.session.switch(wanted)
 
     def loss(self, number: int) -> torch.Tensor:
         dtype = next(self.model.parameters()).dtype

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.autotuning import FIRST_PLANNING, LINKS, START, candidate, plan_of
+from support.autotuning import FIRST_PLANNING, LINKS, START, candidate, local, plan_of
 
 from commlayer.autotune import controller as controller_module
 from commlayer.autotune.controller import TuningController
@@ -44,6 +44,7 @@ class World:
         self.computing_s: tuple[float, ...] = ()
         self.uncapped: tuple[Link, ...] = ()
         self.search_result: Callable[[SearchRequest], Candidate | None] = lambda _: None
+        self.opens: Plan | None = None
         self.done: list[str] = []
         self._barrier = threading.Barrier(world)
         self._calls: dict[int, tuple[str, Any]] = {}
@@ -64,7 +65,8 @@ class Job:
     """One rank's connection, its rows, and its actions."""
 
     def __init__(self, world: World, rank: int, **options: Any) -> None:
-        self.world, self.rank, self.plan, self.local = world, rank, START, None
+        self.world, self.rank, self.plan = world, rank, START
+        self.local: Any = None
         self.worker, self.members = SimpleNamespace(step=0, plan=START), SimpleNamespace(catching_up=False)
         self.terms, self.exchanges, self.passed_s = PlanTerms(), 0, 0.0
         self.terms.auto = True
@@ -164,6 +166,9 @@ class Job:
         if self.world.refuses or offered is None:
             raise InvalidInput("E-PLAN-SWITCH", "for reasons")
         self.plan = offered
+
+    def opening(self) -> Plan | None:
+        return self.world.opens
 
     def prepare_search(self) -> None:
         """No process."""
@@ -266,6 +271,39 @@ def test_link_bound_steps_are_measured_early_and_all_ranks_wait_for_the_plan(ste
     assert {job.plan for job in jobs} == {plan_of(0.5) if soon else START}
     if soon:
         assert world.done[-1] == "switch"
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_over_slow_links_training_begins_with_local_steps_and_waits_for_no_plan(refuses: bool) -> None:
+    world = World(2)
+    world.opens, world.refuses = local(0.0), refuses
+
+    def script(job: Job) -> None:
+        job.step(SOON_S, SOON_S, times=WARM_STEPS)
+
+    jobs = together(world, script)
+    assert {job.plan for job in jobs} == {START if refuses else world.opens}
+    assert {job.controller.state.plan for job in jobs} == {job.plan for job in jobs}
+    assert world.done == ["switch", *(["times", "measure", "await"] if refuses else ["measure"])]
+    assert jobs[0].reasons == ([] if refuses else ["automatic"])
+
+
+def test_a_plan_of_fragments_is_left_when_all_of_them_were_sent() -> None:
+    world, switched = World(2), list[int]()
+    world.opens, world.search_result = local(0.0), lambda _: candidate(plan_of(0.1))
+
+    def script(job: Job) -> None:
+        job.local = SimpleNamespace(halfway=False)
+        job.step(times=WARM_STEPS)
+        job.controller.settle(5.0)
+        for exchange in range(8):
+            job.local.halfway = exchange % 4 != 3
+            job.step()
+            if job.rank == 0 and job.plan != world.opens and not switched:
+                switched.append(exchange)
+
+    together(world, script)
+    assert switched == [3]
 
 
 @pytest.mark.parametrize(("computing_s", "line"), [

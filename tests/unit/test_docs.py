@@ -40,23 +40,19 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_resolve(page: Path) -> None:
-    for target, anchor in LINK.findall(page.read_text()):
+def test_links_paths_and_options_of_pages_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert not re.search(r"^(<<<<<<<|>>>>>>>) ", text, re.MULTILINE), "conflict markers"
+    for target, anchor in LINK.findall(text):
         file = page.parent / target if target else page
-        assert file.exists(), f"{page.name}: link to {target}"
-        assert not anchor or file.suffix != ".md" or anchor in anchors(file), f"{page.name}: link to {target}{anchor}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_paths_in_prose_exist(page: Path) -> None:
-    for file, folder in PATH.findall(page.read_text()):
-        name = file or folder
-        assert any(path.endswith(f"/{name}") for path in THERE), f"{page.name}: {name}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_pages_have_no_conflict_markers(page: Path) -> None:
-    assert not re.search(r"^(<<<<<<<|>>>>>>>) ", page.read_text(), re.MULTILINE)
+        assert file.exists(), f"link to {target}"
+        assert not anchor or file.suffix != ".md" or anchor in anchors(file), f"link to {target}{anchor}"
+    names = [file or folder for file, folder in PATH.findall(text)]
+    assert [name for name in names if not any(path.endswith(f"/{name}") for path in THERE)] == []
+    prose = INLINE.findall(FENCED.sub("", text))
+    named = {word.partition("=")[0] for code in prose if code.startswith("--") for word in code.split()[:1]}
+    assert sorted(named - options()) == []
+    assert [module for module in MODULE.findall(text) if not importlib.util.find_spec(module)] == []
 
 
 def test_pages_contain_commands_to_check() -> None:
@@ -118,8 +114,13 @@ def problem_of(line: Line) -> str:
     return _of_bench(line) if line.program != "commlayer" else _of_commlayer(line)
 
 
+@functools.cache
+def commlayer() -> Any:
+    return typer.main.get_command(app)
+
+
 def _of_commlayer(line: Line) -> str:
-    command: Any = typer.main.get_command(app)
+    command = commlayer()
     name, *words = "commlayer", *line.words
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         name, *words = words
@@ -199,7 +200,7 @@ def test_rejected_command_line_is_reported(text: str, problem: str) -> None:
 @functools.cache
 def options() -> set[str]:
     """Of all commands, all measurements and torchrun."""
-    results, commands = set(FOREIGN), [typer.main.get_command(app)]
+    results, commands = set(FOREIGN), [commlayer()]
     while commands:
         command: Any = commands.pop()
         commands += getattr(command, "commands", {}).values()
@@ -207,19 +208,6 @@ def options() -> set[str]:
     for parser in (*map(parser_of, MEASUREMENTS), torch.distributed.run.get_args_parser()):
         results |= options_of(parser)
     return results
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_options_in_prose_belong_to_a_command(page: Path) -> None:
-    text = FENCED.sub("", page.read_text("utf-8"))
-    named = {word.partition("=")[0] for code in INLINE.findall(text) if code.startswith("--") for word in code.split()[:1]}
-    assert sorted(named - options()) == []
-
-
-def test_bench_modules_in_pages_exist() -> None:
-    for page in PAGES:
-        for module in MODULE.findall(page.read_text("utf-8")):
-            assert importlib.util.find_spec(module), f"{page.name}: python -m {module}"
 
 
 FOLDER = ROOT / "docs"
@@ -239,10 +227,10 @@ def test_every_setting_and_command_is_documented() -> None:
         line.lstrip("# ") for line in commands.splitlines() if line.startswith("#")}
 
 
-@pytest.mark.parametrize("test", sorted({test for rows in matrix.TABLES.values() for row in rows for test in row.tests}))
-def test_tests_named_in_the_support_page_exist(test: str) -> None:
-    file, _, name = test.partition("::")
-    assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), test
+def test_tests_named_in_the_support_page_exist() -> None:
+    for test in sorted({test for rows in matrix.TABLES.values() for row in rows for test in row.tests}):
+        file, _, name = test.partition("::")
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), test
 
 
 def test_each_feature_in_each_kind_of_job_is_a_case_of_a_test() -> None:

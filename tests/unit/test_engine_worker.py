@@ -27,8 +27,7 @@ def gradients(rank: int, rig: Rig, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(info.shape, generator=generator) for info in rig.job.tensors]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 9])
-@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize(("world", "servers"), [(1, 1), (2, 3), (3, 1), (5, 3), (9, 3)])
 def test_identity_gives_the_weighted_mean_on_every_rank(world: int, servers: int) -> None:
     with Rig(world, "identity()", servers=servers) as rig:
         def train(rank: int) -> list[list[torch.Tensor | None]]:
@@ -207,14 +206,14 @@ def train(rig: Rig) -> list[list[list[torch.Tensor | None]]]:
     return results
 
 
-@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize("which", ["some", "all"])
 @pytest.mark.parametrize("codec", LATE_CODECS)
 def test_stale_bucket_returns_the_previous_step_and_zero_at_first(codec: str, which: str) -> None:
     with Rig(WORLD, codec, plan=plan(codec, "none")) as rig:
         fresh = train(rig)
     with Rig(WORLD, codec, plan=plan(codec, which)) as rig:
         late, buckets = train(rig), rig.plan.buckets
-    assert {b.stale for b in buckets} == {"none": {False}, "some": {False, True}, "all": {True}}[which]
+    assert {b.stale for b in buckets} == {"some": {False, True}, "all": {True}}[which]
     for bucket in buckets:
         for part in bucket.slices:
             for rank in range(WORLD):

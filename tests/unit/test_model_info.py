@@ -12,6 +12,7 @@ from torch import nn
 
 from commlayer.autotune.measure.model_info import ModelWatch
 from commlayer.autotune.measure.step_times import timed_job
+from commlayer.cli.plan import report
 from commlayer.engine.model.model_tensors import job_of
 from commlayer.planner.baselines import Gains, gains, noise_range, one_machine, planned_rows
 from commlayer.planner.data.models import builtin, timing
@@ -140,3 +141,15 @@ def test_micro_batches_fit_the_smallest_gpu_and_keep_the_step_time() -> None:
     assert not memory_of(with_micro_batches(builtin("llama3.1-8b"), devices, "adam"), "rtx4090", "adam").fits
     unknown = structs.replace(whole, tensors=(TensorInfo("t", (8,)),), timing=timing((), 1.0, 1.0, 0.0))
     assert with_micro_batches(unknown, devices, "adam") == unknown
+
+
+@pytest.mark.parametrize(("homes", "remedy"), [
+    ("2x4*rtx4090@1Gb", "shard it over the 4 GPUs"), ("2xrtx4090@1Gb", "LoRA"), ("2x2*rtx4090@1Gb", "LoRA")])
+def test_model_too_large_for_one_gpu_is_to_be_sharded_if_it_fits_then(homes: str, remedy: str) -> None:
+    job = with_micro_batches(builtin("llama3.2-3b"), ["rtx4090"], "adam")
+    result = report.unfit(job, cluster_of_homes(homes, "1Gb"), "adam")
+    assert result is not None
+    assert remedy in result.remedy
+    whole, shards = memory_of(job, "rtx4090", "adam"), memory_of(job, "rtx4090", "adam", 4)
+    assert (whole.fits, shards.fits) == (False, True)
+    assert shards.required - shards.activations == pytest.approx((whole.required - whole.activations) / 4)

@@ -27,6 +27,7 @@ from commlayer.observe.link_monitor import (
     IN_A_ROW,
     MORE,
     PAYLOAD,
+    PLENTY,
     SETTLED,
     USUAL,
     LinkWatch,
@@ -317,7 +318,7 @@ def reported(links: LinkWatch, step: SeenStep, most: int = 50) -> tuple[int, tup
 
 
 @pytest.mark.parametrize(("step_s", "steps"), [
-    (60.0, IN_A_ROW), (2.0, IN_A_ROW),
+    (60.0, 1), (0.4 + PLENTY * COST_S, 1), (0.3 + PLENTY * COST_S, 2), (2.0, IN_A_ROW),
     (0.4 + COST_S / 4, 4),  # until they have cost as much as a change of plans
 ])
 def test_all_links_become_slower(step_s: float, steps: int) -> None:
@@ -327,7 +328,8 @@ def test_all_links_become_slower(step_s: float, steps: int) -> None:
 def test_ranks_wait_for_reports_only_in_steps_that_can_reveal_slower_links() -> None:
     links = settled()
     for slow in range(IN_A_ROW):
-        assert links.decisive_s == (links.slow_s if slow == IN_A_ROW - 1 else math.inf)
+        whole_s = 0.4 + PLENTY * COST_S - slow * (2.0 - 0.4)
+        assert links.decisive_s == pytest.approx(links.slow_s if slow == IN_A_ROW - 1 else whole_s)
         links, _ = links.observe(seen(2.0, [FULL] * 3))
 
 

@@ -190,6 +190,7 @@ def by_hand(weights: list[float], parts: list[list[int]], *, overlap: bool, matc
     return results
 
 
+@pytest.mark.commit(8)
 @pytest.mark.parametrize("overlap", [False, True], ids=["waited for", "overlapped"])
 @pytest.mark.parametrize("fragments", [1, 2, 4])
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [3.0, 1.0], [1.0] * 5], ids=str)

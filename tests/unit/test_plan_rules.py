@@ -218,6 +218,7 @@ DAMAGE = [
     (changed(0, server=1), "bucket 0: server 1, but the plan has 1"),
     (changed(0, owner=-1), "bucket 0: owner -1, but the plan has 1 ranks per node"),
     (changed(0, path="carrier pigeon"), "bucket 0: path 'carrier pigeon': 'carrier' is not an op"),
+    (changed(0, path="all.allgather"), "bucket 0: path 'all.allgather': at the beginning: got all.allgather, allowed: "),
     (changed(0, codec=" "), "bucket 0: no codec"),
     (changed(0, coder="tpu"), "bucket 0: coder 'tpu', allowed: 'gpu', or nothing for the host"),
     (changed(0, slices=()), "bucket 0: 0 slices, allowed: 1 to 64"),
@@ -263,6 +264,7 @@ def test_largest_bucket_fits_a_frame_with_every_codec(codec: str) -> None:
     (msgspec.structs.replace(GOOD, ranks_per_node=4), 3, "ranks_per_node is 4, but the job has 3 workers"),
     (changed(0, owner=1), 3, "bucket 0: owner 1, but the plan has 1 ranks per node"),
     (changed(1, id=9), 3, "bucket 9 is bucket number 1"),
+    (changed(0, path="all.allgather"), 3, "bucket 0: path 'all.allgather': at the beginning: got all.allgather, allowed: "),
     (changed(0, slices=(Slice(0, 0, 1 << 60),)), 3, f"bucket 0: {1 << 60} elements, allowed on path service"),
     (changed(0, slices=(Slice(0, 9, 3),)), 3, "bucket 0: elements 9..3 of tensor 0, which is not a valid range"),
 ])

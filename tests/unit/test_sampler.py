@@ -313,19 +313,12 @@ def test_loaders_that_cannot_reassign_samples_are_refused_before_training(
 LENGTH, BATCH, EPOCHS, UNEVEN = 700, 6, 3, (3, 1, 2)
 
 
-class EarlyLoader:
-    """A loader that draws that many batches early."""
+class EarlyLoader(Ahead):
+    """A loader that says how many batches it draws early."""
 
     def __init__(self, sampler: Sampler, lead: int) -> None:
+        super().__init__(sampler, lead)
         self.batch_sampler, self.num_workers, self.prefetch_factor = sampler, 1, lead
-
-    def __iter__(self) -> Generator[list[int], None, None]:
-        held: list[list[int]] = []
-        for batch in self.batch_sampler:
-            held.append(batch)
-            if len(held) > self.prefetch_factor:
-                yield held.pop(0)
-        yield from held
 
 
 class Home(FakeSession):

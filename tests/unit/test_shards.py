@@ -71,3 +71,14 @@ def test_paths_and_delays_without_shards_are_refused() -> None:
 
 def test_whole_models_keep_their_plans() -> None:
     assert Shards().cut(plan(), JOB) == plan()
+
+
+def test_home_joins_if_no_bucket_crosses_its_shards() -> None:
+    cut = Shards(4, 0, SHARDED).cut(plan(), JOB, {4, 2})
+    assert [ranks for ranks in range(1, 9) if Shards(ranks, 0, SHARDED).fits(cut, JOB, ranks)] == [1, 2, 4]
+    assert Shards(2, 1, SHARDED).joining(cut, JOB, 2) == Shards(2, 1, SHARDED)
+    assert Shards().joining(cut, JOB, 1) == Shards(1, 0, SHARDED), "a home of one rank may have whole tensors"
+    assert not Shards().joining(plan(), JOB, 2)
+    for own, running, ranks in ((Shards(3, 0, SHARDED), cut, 3), (Shards(), cut, 2), (Shards(2, 0, SHARDED), plan(), 2)):
+        with pytest.raises(InvalidInput, match="E-SHARDED"):
+            own.joining(running, JOB, ranks)

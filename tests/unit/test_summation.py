@@ -56,7 +56,7 @@ def test_worker_that_follows_receives_results_and_no_sum_waits_for_it() -> None:
     assert [*follow(1), *follow(2)] == [(follower, Kind.FOLLOWED, 1), (follower, Kind.FOLLOWED, 2)], "the last two are kept"
     (late,) = core.follow(ask(Kind.FOLLOW, follower, 0))
     assert (late.header.kind, late.header.flags, late.body) == (
-        Kind.FOLLOWED, Flag.ABANDON, b"this server no longer has the result")
+        Kind.FOLLOWED, Flag.ABANDON | Flag.LOST, b"this server no longer has the result")
     assert ops.added == VALUES * 3
     assert follow(3) == []
     core.remove([follower])
@@ -93,10 +93,10 @@ def test_worker_that_follows_hears_of_results_that_a_restarted_server_has_lost(l
         core.cells[5].sum.resumed = True
     assert [core.follow(ask(Kind.FOLLOW, 9, step)) for step in (2, 3)] == [[], []]
     replies = [reply for m in range(3) for reply in core.push(push(m, VALUES[m], step=3), 0.0)]
-    assert [(r.header.step, r.header.flags) for r in replies if r.peer == 9] == [(2, Flag.ABANDON), (3, Flag.NONE)]
+    assert [(r.header.step, r.header.flags) for r in replies if r.peer == 9] == [(2, Flag.ABANDON | Flag.LOST), (3, Flag.NONE)]
     assert core.cells[5].followers == {}
     (late,) = core.follow(ask(Kind.FOLLOW, 9, 1))
-    assert late.header.flags == Flag.ABANDON
+    assert late.header.flags == Flag.ABANDON | Flag.LOST
 
 
 @pytest.mark.parametrize(("means", "words"), [

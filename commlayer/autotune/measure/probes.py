@@ -90,13 +90,14 @@ def seen_by(meter: InterfaceCounters) -> SeenTraffic:
 
 def probed(
     context: DistributedJob, budget_s: float, seen: SeenTraffic | None = None, steps_s: float = 0.0, *,
-    expected: Rates = UNKNOWN, last: Link | None = None,
+    expected: Rates = UNKNOWN, last: Link | None = None, nearest_s: float = 0.0,
 ) -> NodeLink:
     """Measures this node's link against servers on other nodes; returns zeros if there are none. All ranks must call this
     function and then `gathered`, which waits for the last rank. `seen`: traffic in steps of `steps_s` seconds in total; no
     link is probed if that traffic shows the rates of all nodes. `expected`: known lower bounds of the rates, which set the
-    initial TCP windows. `last`: this node's link in the job's last run, which counts
-    as measured if its round trip is of the same order (RFC 9959)."""
+    initial TCP windows. `last`: this node's link as
+    measured before, which counts as measured now if its round trip is of the same order (RFC 9959). `nearest_s`: if all round
+    trips are shorter, nothing is probed, and the rates are 0."""
     groups = context.groups
     # No home has a server, and homes are renumbered when members change.
     away = [server.id for server in context.uplink.epoch.servers if context.elastic or server.node != groups.node]
@@ -114,8 +115,9 @@ def probed(
     nodes = [rows[first] for first in groups.firsts]
     with all_or_none(groups, "probing links"):
         # If a node's download was not busy, a slow receiving node may have limited the uploads of others.
-        if asks and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
-            longest_s = min(LONGEST_S, max(link_rates.LEAST_ROUND_TRIP_S, *(node.round_trip_s for node in nodes)))
+        farthest_s = max(node.round_trip_s for node in nodes)
+        if asks and farthest_s >= nearest_s and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
+            longest_s = min(LONGEST_S, max(link_rates.LEAST_ROUND_TRIP_S, farthest_s))
             asking = [number for number, node in enumerate(nodes) if node.asks]
             everywhere = len({server.node for server in context.uplink.epoch.servers}) >= len(asking)
             turns, turn_s = turns_of(len(asking), budget_s, longest_s, everywhere=everywhere)

@@ -369,9 +369,9 @@ def assumptions(
         yield f"computing: {_computing(model, job, node)}"
     yield f"optimizer: {OPTIMIZER[optimizer]}" + ("" if named else " (not read from your script; change it with --optimizer)")
     yield f"noise scale: {_noise(model, job, optimizer)}"
-    for device in devices:
+    for device, node in devices.items():
         if device in gpus():
-            yield f"memory: {_memory(job, device, optimizer)}"
+            yield f"memory: {_memory(job, node, optimizer)}"
     yield f"network: {_network(cluster)}"
     if shares:
         names = [node.name for node in cluster.nodes for _ in range(node.ranks)]
@@ -444,12 +444,14 @@ def _noise(model: str, job: Job, optimizer: str) -> str:
     return f"{law.scale:,.0f} {law.unit}, {law.source}: {batches}{scratch}"
 
 
-def _memory(job: Job, device: str, optimizer: str) -> str:
-    memory = memory_of(job, device, optimizer)
+def _memory(job: Job, node: Node, optimizer: str) -> str:
+    memory = memory_of(job, node.device, optimizer)
     gbytes = {**memory.kept, "activations": memory.activations}
     parts = ", ".join(f"{name} {size:.1f}" for name, size in gbytes.items() if size)
     unknown = "" if memory.activations else "; activations are unknown"
-    return f"{device} needs {max(0.1, memory.required):.1f} of {memory.available:g} GB ({parts}{unknown})"
+    sharded = memory_of(job, node.device, optimizer, node.ranks)
+    each = f"; {max(0.1, sharded.required):.1f} if FSDP2 shards the model over its {node.ranks} GPUs" if node.ranks > 1 else ""
+    return f"{node.device} needs {max(0.1, memory.required):.1f} of {memory.available:g} GB ({parts}{unknown}){each}"
 
 
 class Unfit(NamedTuple):
@@ -459,12 +461,14 @@ class Unfit(NamedTuple):
 
 def unfit(job: Job, cluster: Cluster, optimizer: str) -> Unfit | None:
     """Why the training does not fit into a machine's memory; None if it fits into all of them."""
-    for device in dict.fromkeys(node.device for node in cluster.nodes if node.ranks and node.device in gpus()):
-        memory = memory_of(job, device, optimizer)
+    for device, ranks in dict.fromkeys((n.device, n.ranks) for n in cluster.nodes if n.ranks and n.device in gpus()):
+        memory, sharded = memory_of(job, device, optimizer), memory_of(job, device, optimizer, ranks)
         if not memory.fits:
             once = " even with one sample at once" if job.batch == job.timed.micro_batches else ""
             return Unfit(f"this needs {memory.required:.1f} GB{once}, and {device} has {memory.available:g}, of which its "
-                         f"driver reserves {RESERVED_GBYTES:g}", _remedy(job, memory))
+                         f"driver reserves {RESERVED_GBYTES:g}",
+                         f"shard it over the {ranks} GPUs of each home with FSDP2, which takes {sharded.required:.1f} GB "
+                         "each (docs/how-to/sharded-models.md)" if sharded.fits else _remedy(job, memory))
     return None
 
 

@@ -156,7 +156,7 @@ class Summation:
             if self._follows_ended:
                 return [self._unanswerable(h, OTHER_PLAN)]
             if h.step < cell.first_ahead:
-                return [self._unanswerable(h, LOST_RESULT)]
+                return [self._unanswerable(h, LOST_RESULT, Flag.LOST)]
             known = (h.step, message.peer) in cell.followers
             if not known and sum(worker == message.peer for _, worker in cell.followers) >= MOST_FOLLOWED:
                 raise breach_of(message, f"requests more than {MOST_FOLLOWED} future results of this bucket")
@@ -164,8 +164,8 @@ class Summation:
                 cell.followers[h.step, message.peer] = h
         return []
 
-    def _unanswerable(self, request: Header, why: str) -> Reply:
-        header = request._replace(kind=Kind.FOLLOWED, sender=self.peer, flags=Flag.ABANDON)
+    def _unanswerable(self, request: Header, why: str, flags: int = 0) -> Reply:
+        header = request._replace(kind=Kind.FOLLOWED, sender=self.peer, flags=Flag.ABANDON | flags)
         return Reply(request.sender, header, why.encode())
 
     def end_follows(self) -> list[Reply]:
@@ -417,7 +417,7 @@ class Summation:
         due = [cell.followers.pop(key) for key in [*cell.followers] if key[0] <= cell.sum.step]
         return [*(Reply(member, header, body) for member in cell.members),
                 *(_followed(request.sender, header, body) if request.step == cell.sum.step
-                  else self._unanswerable(request, LOST_RESULT) for request in due)]
+                  else self._unanswerable(request, LOST_RESULT, Flag.LOST) for request in due)]
 
     def _header(self, cell: BucketSum, flags: int) -> Header:
         return Header(Kind.RESULT, self.generation, cell.sum.step, cell.bucket, round=cell.sum.round, codec=cell.ops.codec,

@@ -36,12 +36,13 @@ from commlayer.compressors import shares_state
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine.buckets.bucket import WorkerBucket
 from commlayer.engine.components import Pending
+from commlayer.engine.epochs.plan_switch import Recut
 from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, Joining, Proposal, decide, propose
 from commlayer.engine.epochs.state_relay import BATCH_NBYTES, WINDOW, NewestEpoch, StateRelay
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.job import DistributedJob
-from commlayer.errors import CommError, PeerLost
+from commlayer.errors import CommError, InvalidInput, PeerLost
 from commlayer.records import Epoch, Member, Plan, plan_of, sites_of
 from commlayer.transport.protocol import SERVER_BASE, Handle, peer_name
 
@@ -108,6 +109,7 @@ class ChangingMembers(FixedMembers):
         """True: workers can begin in the exchange that begins now."""
         context.members = self
         context.components.add(self)
+        context.components.add(Recut(context))
         context.uplink.subscribe_epochs(weakly(self.offer))
 
     @contextlib.contextmanager
@@ -198,6 +200,8 @@ class ChangingMembers(FixedMembers):
         uplink, epoch = context.uplink, context.uplink.epoch
         # Those that have followed receive another state than others do.
         join = [p for p in join if p.member in self.followers] or join
+        if join and context.site.shards and self._recut(join):
+            return
         if joining := decide(self._joined, self._first(), join):
             self._joining = joining
             self.admitted.update(one.member for one in joining)
@@ -209,6 +213,16 @@ class ChangingMembers(FixedMembers):
             plan = plan_of(context.plan, epoch.members, (*epoch.members, *map(self._member, following)))
             invitation = self._replica.invitation(context, plan, following[0].first)
             self._start_transfer([m.rank for m in epoch.members], following, (invitation, b""), "state")
+
+    def _recut(self, join: Sequence[Proposal]) -> bool:
+        """Returns True if the plan has to be cut for the sizes of sites that join, before they are admitted."""
+        context, plan = self._context, self._context.plan
+        sizes = {p.workers for p in join} | {*map(len, context.groups.sites)}
+        self.next_plan = None
+        with contextlib.suppress(InvalidInput):  # the plan cannot be cut: the sites end with this error when they join
+            cut = context.site.shards.cut(plan, context.worker.job, sizes)
+            self.next_plan = cut if len(cut.buckets) > len(plan.buckets) else None
+        return self.next_plan is not None
 
     def _first(self) -> int:
         """Returns the first step of the workers that the last rows admit. Under local steps, rows are some steps apart and all

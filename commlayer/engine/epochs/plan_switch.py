@@ -11,7 +11,7 @@ from commlayer import records
 from commlayer.cluster.calls.messages import MAX_PLAN_NBYTES
 from commlayer.cluster.processes.collectives import Groups, all_or_none, gather
 from commlayer.engine.buckets.bucket_layout import trim
-from commlayer.engine.components import Pending
+from commlayer.engine.components import Component, Order, Pending
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.job.plan_agreement import OfferedPlan, bytes_of, check_plan, plan_in
 from commlayer.engine.sync.sync_modes import with_modes
@@ -32,7 +32,7 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
     the script `requested` is repeated with the remaining ranks. From then on the remaining ranks complete the switch.
 
     `by_itself`: True if the script did not request exactly this plan. Parts of the plan that are impossible after local steps
-    are then left out.
+    are then left out. From local steps to local steps, what is left of them is then not exchanged first, so weights can differ.
     """
     again = False
     while True:
@@ -83,7 +83,9 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
     if old.plan.steps_locally and not agreed.steps_locally and len({row.memory for row in rows}) > 1:
         agreed, note = _updates_still(agreed, by_itself=by_itself)
     servers = len(context.uplink.epoch.servers)
-    with all_or_none(groups, "switch()"):
+    # Under another automatic plan of local steps, the steps so far belong to its first exchange.
+    context.complete(Pending.RUNNING if by_itself and agreed.steps_locally else Pending.ALL_STEPS)
+    with all_or_none(groups, "switch()"):  # behind it no message to a server is in flight
         if agreed.servers > servers:
             raise InvalidInput("E-PLAN-SWITCH", f"plan: it needs {agreed.servers} servers, but the job has {servers}")
         if by_itself and context.terms.balanced and agreed.steps_locally and not old.plan.steps_locally:
@@ -93,9 +95,6 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
         per_node = agreed.ranks_per_node if context.elastic else groups.ranks_per_node
         check_plan(agreed, old.job, len(groups.sites), per_node, old.device, context.terms.forbids,
                    reachable=groups.members.reachable)
-    context.complete(Pending.ALL_STEPS)
-    if old.plan.steps_locally:
-        groups.barrier()  # the last exchange has ended on all ranks: no message to a server is in flight
     new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
     return _Prepared(new, context.all_undone(old.roll_back()), note)
 
@@ -141,6 +140,26 @@ def _send(context: DistributedJob, prepared: _Prepared) -> None:
             context.drop_call(cause, generation)
             context.members.between()
             new.plan = _of_those_left(new.plan, before, link.epoch.members) or new.plan
+
+
+class Recut(Component):
+    """Switches a sharded job to a plan that is also cut for sites of another size, before they join."""
+
+    order = Order.CONTROLLER
+
+    def __init__(self, context: DistributedJob) -> None:
+        self._context = context
+
+    def end_step(self) -> None:
+        members = self._context.members
+        plan, members.next_plan = members.next_plan, None
+        if plan is not None:
+            switch(self._context, plan, by_itself=True, requested=True)
+            self._context.note_plan("members")
+
+    def end_exchange(self, *, early: bool) -> None:
+        if not early:
+            self.end_step()
 
 
 class _RankRow(NamedTuple):

@@ -21,6 +21,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -194,12 +195,16 @@ class ParameterDrift(Component):
         self._parts = [part for part in parts_of(tensors, sharded, sites) if part.tensor in {*compared}]
         self._pieces, self._digests = self._pieces_of(self._tensors)
 
-    def _pieces_of(self, tensors: Sequence[torch.Tensor]) -> tuple[list[DigestPiece], Digests]:
-        """Returns the pieces of this rank's parts of the tensors, and their digests, to which nothing is added yet."""
+    def _pieces_of(self, tensors: Sequence[torch.Tensor]) -> tuple[list[DigestPiece | None], Digests]:
+        """Returns the pieces of all parts of the tensors, and the digests of this rank's parts, to which nothing is added yet.
+        None: another rank has the piece. So all ranks that have a piece read it in the same step of a round."""
         held = [part.on(tensors[part.tensor], self._context.site.shards) for part in self._parts]
         self._has = [own is not None for own in held]
-        views = [own for own in held if own is not None]
-        return pieces(views), Digests(views)
+        numbers = [*accumulate(self._has, initial=0)]
+        every = pieces([part.like(tensors[part.tensor]) if own is None else own
+                        for part, own in zip(self._parts, held, strict=True)])
+        return ([piece._replace(tensor=numbers[piece.tensor]) if self._has[piece.tensor] else None for piece in every],
+                Digests([own for own in held if own is not None]))
 
     def loaded(self) -> None:
         """Restarts the comparison."""
@@ -237,7 +242,7 @@ class ParameterDrift(Component):
         self._round.training_steps += 1
         try:
             low, high = (len(self._pieces) * at // self._span for at in (done, done + 1))
-            for piece in self._pieces[low:high] if not self._failed else ():
+            for piece in filter(None, self._pieces[low:high] if not self._failed else ()):
                 self._digests.add(piece)
         except Exception:
             self._failed = True
@@ -337,7 +342,7 @@ class ParameterDrift(Component):
 
         def own() -> DriftRow:
             own, digests = self._pieces_of([*map(local_of, parameters)])
-            for piece in () if local else own:
+            for piece in filter(None, () if local else own):
                 digests.add(piece)
             mine = [0] * len(parameters) if hasattr(self._optimizer, SHARDED) else \
                 state_digests(parameters, self._optimizer, moments=not local)

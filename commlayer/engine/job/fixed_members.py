@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from commlayer.engine.components import Component, Order
+from commlayer.records import Plan
 
 
 class FixedMembers(Component):
@@ -23,6 +24,9 @@ class FixedMembers(Component):
         """Numbers of all workers that follow the exchanges, or have done so."""
         self.row_carried = 0
         """The job's value of `carried` when this rank sent its last row."""
+        self.next_plan: Plan | None = None
+        """Plan to which the job switches between two steps, for sites of another size that want to join; None: there is none.
+        """
         self.confirmed = 0
         """Training step up to which the work of each member counts, even if it leaves now: a value of `carried`."""
 

@@ -21,5 +21,5 @@ class RowSender(Component):
         self._rows.send()
 
     def complete(self, pending: Pending) -> None:
-        if pending >= Pending.ALL_STEPS:
+        if pending >= Pending.RUNNING:
             self._rows.settle()

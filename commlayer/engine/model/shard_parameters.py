@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from commlayer.config import read_launch
 from commlayer.errors import InvalidInput
 from commlayer.planner.shards import Shards, intervals
 from commlayer.records import chunk_with
 
 WHICH_MESH = ("pass fully_shard() a mesh of the ranks of one site: init_device_mesh(device, (sites, ranks), "
-              "mesh_dim_names=('site', 'shard'))['shard']")
+              "mesh_dim_names=('site', 'shard'))['shard']. Under Accelerate and Trainers, whose own setting shards, use "
+              "parallelism_config=SiteParallelism(dp_replicate_size=sites, dp_shard_size=ranks) from "
+              "commlayer.integrations.accelerate; under Lightning, strategy=CommlayerModelParallelStrategy()")
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -70,6 +73,10 @@ class Part(NamedTuple):
             return None
         start = shards.elements((self.rows,), shards.local)[0]
         return own[self.first - start : self.end - start]
+
+    def like(self, own: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor without memory of this part's size. `own`: a rank's own elements of the tensor."""
+        return torch.empty((self.end - self.first, *own.shape[1:]), dtype=own.dtype, device="meta")
 
 
 def parts_of(tensors: Sequence[torch.Tensor], sharded: Collection[int], sites: Sequence[Sequence[int]]) -> list[Part]:
@@ -164,10 +171,9 @@ def shards_of(model: nn.Module, process_group: Any) -> Shards:
                                         f"the job: {WHICH_MESH}")
     if len(world) == 1:
         return Shards()
-    if len(world) == len(ranks):
+    if len(world) == len(ranks) and not read_launch().home:  # a job of homes can begin with one of them
         raise InvalidInput("E-SHARDED", f"the model is sharded over all {len(ranks)} ranks, so there is no other site to "
-                                        f"average with: {WHICH_MESH}. Under Accelerate or a Trainer leave out their FSDP "
-                                        "settings, and call fully_shard() before the model is passed to them")
+                                        f"average with: {WHICH_MESH}")
     if mesh.device_type == "cuda":  # NCCL connects with its first call, through a store that is closed when members change
         dist.all_reduce(torch.zeros(1, device="cuda"), group=mesh.get_group())
     trained = [p for _, p in named if p.requires_grad]

@@ -127,14 +127,17 @@ def _begin(
     elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and \
         members.world == met.launch.world
     sites = met.sites if elastic else met.sharded or node_ranks(members.world, met.per_node)
-    if met.sharded and (met.sharded != sites or (elastic and len({*map(len, sites)}) > 1)):
+    if met.sharded and met.sharded != sites:
         raise InvalidInput("E-SHARDED", f"the model is sharded over {[*map(len, met.sharded)]} ranks, but homes have "
-                                        f"{[*map(len, sites)]} workers: shard it over all workers of each home, of which all "
-                                        "have equally many")
-    if met.sharded and len({*map(len, sites)}) > 1:
-        _check_norms(sites, clips=must_match["clip_grad_norm"] != "not given", matched=terms.requested.updates and met.matched)
+                                        f"{[*map(len, sites)]} workers: shard it over all workers of each home")
+    if met.sharded:
+        _check_norms(sites, must_match, matched=terms.requested.updates and met.matched)
     per_node, nodes, first = max(map(len, sites)), len(sites), members.rank == 0
     notes = [met.note] if met.note and first and not elastic else []
+    whole = [] if elastic else [members.ranks[site[0]] for site in met.sharded if len(site) == 1]
+    if first and 0 < len(whole) < nodes:
+        notes.append(f"sites have {[*map(len, sites)]} ranks: ranks {whole} have whole models, each as a site of its own; if "
+                     "they belong to a larger site, call fully_shard() over all of its ranks")
     if met.differs:
         notes.append(f'{met.differs}. Training continues because drift="warn".')
     if config.min_workers and not elastic and first:
@@ -154,7 +157,9 @@ def _begin(
 
         def suited(made: Plan) -> Plan:
             made = with_modes(plan_choice.with_server_nodes(made, terms.basis, nodes, notes.append), terms.requested)
-            made = shards.cut(made, job, {*map(len, sites)})
+            return shards.cut(made, job, {*map(len, sites)})
+
+        def check(made: Plan) -> Plan:
             check_plan(made, job, nodes, made.ranks_per_node if elastic else per_node, device, terms.forbids,
                        reachable=met.reachable)
             return made
@@ -165,15 +170,14 @@ def _begin(
             last = None if shards else terms.last_runs.load(sites)
             if last is not None and last.plan.servers == first_plan.servers:
                 with contextlib.suppress(ValueError):  # the job may have changed in what the file's name does not contain
-                    return suited(last.plan)
+                    return check(suited(last.plan))
             return suited(first_plan)
 
         agreed = agreed_plan(settle, groups)
         if first and (terms.requested.fragments or 1) > agreed.fragments:
             notes.append(f"{terms.requested}: fragments={terms.requested.fragments} becomes fragments={agreed.fragments}: a "
                          f"plan cannot have more fragments than buckets ({len(agreed.buckets)})")
-        check_plan(agreed, job, nodes, agreed.ranks_per_node if elastic else per_node, device, terms.forbids,
-                   reachable=met.reachable)
+        check(agreed)
         if first:
             notes += late_and_sparse(agreed, learning_rows(config.learning), memory.family)
         if first and (note := float64.doubles_notice(job, nodes)):
@@ -213,9 +217,10 @@ def _enter(
     own, launch = met.launch.joins, met.launch
     site_world = 1 if config.ranks_per_node == 1 else launch.local_world
 
-    def check(plan: Plan, nodes: int) -> None:
-        check_plan(plan, job, nodes, plan.ranks_per_node, device, terms.forbids, reachable=False)
-        shards.check_joins(plan, site_world)
+    def check(plan: Plan, sites: Sequence[Sequence[int]]) -> None:
+        check_plan(plan, job, len(sites), plan.ranks_per_node, device, terms.forbids, reachable=False)
+        if shards.joining(plan, job, site_world):
+            _check_norms(sites, must_match, matched=terms.requested.updates and memory.matched)
 
     return enter(terms, job, device, replica, memory, messages.worker_request(
         job.digest(), own, 0, node=own - launch.local_rank, outbound_only=True, elastic=True, site_world=site_world,
@@ -243,9 +248,10 @@ def _join(
     ), config)
 
 
-def _check_norms(sites: Sequence[Sequence[int]], *, clips: bool, matched: bool) -> None:
+def _check_norms(sites: Sequence[Sequence[int]], must_match: Mapping[str, str], *, matched: bool) -> None:
     """Raises ValueError if the job needs norms, which sites of unlike sizes add in unlike orders."""
-    if clips or matched:
+    clips = must_match["clip_grad_norm"] != "not given"
+    if len({*map(len, sites)}) > 1 and (clips or matched):
         what = "clip_grad_norm" if clips else "local steps whose averages are scaled to a norm"
         remedy = "leave clip_grad_norm out" if clips else "LocalSteps(..., outer=OuterSGD())"
         raise InvalidInput("E-SHARDED", f"sites have {[*map(len, sites)]} ranks, and with a sharded model {what} would differ "

@@ -47,7 +47,7 @@ def enter(
     config: Config, home: str, waits: WaitsFor, check: Callable[..., None], shards: Shards, *, logs: bool,
 ) -> DistributedJob:
     """Joins a running job. Returns when this rank is a member, in the same step as all other members. `check` raises ValueError
-    for a plan that cannot run with a given number of `nodes`."""
+    for a plan that cannot run with given `sites`."""
     begin, own = time.monotonic(), request.rank
     with contextlib.ExitStack() as undo:
         ranks = Members()
@@ -63,6 +63,7 @@ def enter(
         taken = _Receiver(replica, link, job, memory.outer, device, config, waits, check, begin).receive()
         given = taken.told
         assert given.epoch is not None
+        site.shards = shards.joining(taken.plan, job, request.site_world)
         if given.matched and not memory.matched:
             raise InvalidInput("E-RANKS-DIFFER",
                                "sync: the job that this home joins uses norm-matched averaging (OuterSGD(matched=True)), but "
@@ -178,7 +179,7 @@ class _Receiver:
         return taken
 
     def _fits(self, plan: Plan) -> None:
-        self._check(plan, nodes=len(sites_of(self._newest.epoch.members)))
+        self._check(plan, sites=sites_of(self._newest.epoch.members))
 
 
 def _restore_codecs(worker: Worker, given: Mapping[str, torch.Tensor]) -> None:

@@ -19,7 +19,6 @@ from commlayer.cluster.processes.bounded_calls import CHECK_S
 from commlayer.cluster.processes.rows import numbers_of
 from commlayer.cluster.servers.gather import ROW_BUCKET
 from commlayer.cluster.servers.served_rows import rows_in
-from commlayer.cluster.servers.summation import LOST_RESULT
 from commlayer.cluster.servers.worker_client import WorkerClient
 from commlayer.compressors import codec_of
 from commlayer.engine.buckets.bucket import EncodedBucket, bucket_of
@@ -69,7 +68,7 @@ class _Stream:
                     why = str(message.body, "utf-8", "replace")
                     error = CommError(f"this home cannot follow the job's exchanges: {why}; join again",
                                       peer=peer_name(message.peer), code="E-JOIN-MISSED")
-                    if why == LOST_RESULT:
+                    if message.header.flags & Flag.LOST:
                         self._lost[message.header.step], error = error, None
                 else:
                     self._results[message.header.step] = message

@@ -211,9 +211,9 @@ class OuterSteps:
         """`merged(own, finite=...)` is called after each exchange, on all ranks; `own` is the value of Worker.not_finite.
         `norms` exchanges norms; None: norms are not exchanged."""
         self._parameters, self.weights, self._merged, self._outer = parameters, weights, merged, outer
-        self.set_schedule(every, fragments=fragments, overlap=overlap, norms=norms)
         self.taken = 0
         """Number of this rank's steps since the last exchange began."""
+        self.set_schedule(every, fragments=fragments, overlap=overlap, norms=norms)
         self._steps = 0, 0
         """Two numbers of steps: those whose changes are being exchanged, and those since the current outer step began."""
         self.starts = [_wide(p) for p in parameters]
@@ -236,6 +236,7 @@ class OuterSteps:
     def set_schedule(self, every: int, *, fragments: int, overlap: bool, norms: Norms | None = None) -> None:
         """Sets the schedule: number of steps per outer step, fragments, overlap. No exchange may be running."""
         self.every, self._fragments, self._overlap = every, fragments, overlap
+        self.taken = min(self.taken, every // fragments)
         self._norms = norms if self._outer.matched else None
         self.weights.divide(fragments)
 
@@ -286,7 +287,12 @@ class OuterSteps:
     @property
     def under_way(self) -> bool:
         """True: an outer step has begun and not ended."""
-        return self._running is not None or self._next > 0
+        return self._running is not None or self.halfway
+
+    @property
+    def halfway(self) -> bool:
+        """True: some fragments of the current outer step have not been sent."""
+        return self._next > 0
 
     def exchange(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
         """Exchanges one fragment. Without overlap it merges the result of this exchange, with overlap that of the previous one.

@@ -1,0 +1,49 @@
+"""The plan of the first steps over far links, as pure functions.
+
+Before the first step only the links are known, not how long a step computes. If an exchange is slow, local steps with overlap
+cost little progress until a plan is found, and no step waits for an exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from commlayer.compressors import parse
+from commlayer.planner import default_plan
+from commlayer.planner.buckets import most_fragments
+from commlayer.planner.model import Link
+from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan
+
+FAR_S = 0.005
+"""Links with a longer round trip, in seconds, are measured before the first step. Nearer links are rarely slow, and the first
+steps show their rate."""
+SLOW_S = 0.1
+"""An exchange that takes this many seconds makes steps slow."""
+STEP_S = 0.3
+"""Seconds of a step on which the number of local steps is based, because its computing is not known yet."""
+EVERY = (8, 16, 32)
+"""Numbers of local steps. The next plan begins when all fragments were exchanged, so more steps would delay it."""
+FRAGMENTS = 16
+"""Maximum number of fragments, of which one is exchanged every two steps or more."""
+
+
+def exchange_s(plan: Plan, links: Sequence[Link]) -> float:
+    """Returns the seconds of one exchange over the slowest link, if it sends and receives one after the other."""
+    up, down = (8.0 * sum(parse(codec).bound(b.spec) for b in plan.buckets if (codec := getattr(b, name) or b.codec))
+                for name in ("codec", "down"))
+    return max(up / link.up_bps + down / link.down_bps + 4 * link.alpha_s for link in links)
+
+
+def opening_plan(job: Job, plan: Plan, links: Sequence[Link]) -> Plan | None:
+    """Returns a plan of overlapped local steps with the codecs of `plan`; None if exchanges over these links are fast."""
+    took_s = exchange_s(plan, links)
+    if took_s < SLOW_S:
+        return None
+    every = next((every for every in EVERY if every * STEP_S >= took_s), EVERY[-1])
+    largest, fragments = max(plan.buckets, key=lambda bucket: bucket.numel), min(FRAGMENTS, every // 2)
+    made = default_plan(job, codec=largest.codec, down=largest.down, path="service", servers=plan.servers, fragments=fragments,
+                        ranks_per_node=plan.ranks_per_node, fuse_nbytes=MAX_BUCKET_NBYTES, cut_nbytes=MAX_BUCKET_NBYTES)
+    return structs.replace(made, hosts=plan.hosts, ratio_over=plan.ratio_over, local_steps=every, overlap="round",
+                           fragments=most_fragments(fragments, every, len(made.buckets)))
