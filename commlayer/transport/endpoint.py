@@ -36,6 +36,7 @@ from commlayer.transport.protocol import (
     binding_of,
     peer_certificate,
     peer_name,
+    send_request,
 )
 
 Address = tuple[str, int]
@@ -370,8 +371,13 @@ class StreamTransport:
             operation.fail(self._mailbox.failure(peer) or PeerLost("not connected", peer=peer_name(peer)))
         return operation
 
+    request = send_request
+
     def recv(self, peer: int, match: Key | None = None) -> Handle:
         return self._mailbox.recv(peer, match)
+
+    def subscribe(self, peer: int, arrived: Callable[[Message], None], ended: Callable[[CommError], None]) -> None:
+        self._mailbox.subscribe(peer, arrived, ended)
 
     def wait(self, handle: Handle, deadline: float) -> Message:
         return handle.wait(deadline)

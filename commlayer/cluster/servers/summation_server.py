@@ -143,21 +143,10 @@ class SumServer:
             new = {*workers} - self._listened
             self._listened |= new
         for worker in new:
-            self._listen(worker)
+            self._transport.subscribe(worker, self._take, self._note_end)
 
-    def _listen(self, member: int) -> None:
-        """Handles all messages of the member that have arrived, then posts a receive."""
-        while True:
-            handle = self._transport.recv(member)
-            if not handle.done():
-                handle.on_done(self._arrived)
-                return
-            if (error := handle.error()) is not None or self._failed is not None:
-                self._note_end(error)
-                return  # the connection ended; the heartbeats show whether the member is dead
-            self._take(handle.message())
-
-    def _note_end(self, error: CommError | None) -> None:
+    def _note_end(self, error: CommError) -> None:
+        """Records the end of a connection; the heartbeats show whether the member is dead."""
         if isinstance(error, PeerEnded):
             self._ended.add(error.peer)
         elif isinstance(error, CorruptFrame) and not isinstance(error, Damaged):
@@ -193,16 +182,11 @@ class SumServer:
         """Returns the names of members that have closed their connections in order."""
         return tuple(name for name in map(peer_name, self._members) if name in self._ended)
 
-    def _arrived(self, handle: Handle) -> None:
-        self._note_end(handle.error())
-        if handle.error() is None and self._failed is None:
-            message = handle.message()
-            self._take(message)
-            self._listen(message.peer)
-
     def _take(self, message: Message) -> None:
         """Handles one message. After an error the transport still delivers the sender's later messages, so a faulty member is
         dropped by its number."""
+        if self._failed is not None:
+            return
         try:
             for reply in self._replies(message):
                 self._transport.send(reply.peer, reply.header, reply.body)
