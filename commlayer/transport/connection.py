@@ -38,6 +38,9 @@ _LAST = 1 << 32
 """Sort key of BYE. It is above all step numbers, so BYE is sent last."""
 FRAME_NBYTES = 2048
 """Bytes that each queued frame counts in addition to a body that was made for it: the memory of its Python objects."""
+SEND = int(socket.MSG_NOSIGNAL)
+SEND_NOW = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+"""Flags of a system call that sends, as plain integers, since `|` of enums costs microseconds."""
 _ONCE = frozenset((Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME))
 _PROBES = frozenset((Kind.PROBE, Kind.PROBE_OK))
 
@@ -151,7 +154,7 @@ class _Outgoing:
         self.begin()
         if self._left is None:
             self._left = self._pieces()
-        n = sock.sendmsg(self._left, [], flags | socket.MSG_NOSIGNAL)
+        n = sock.sendmsg(self._left, [], flags)
         while self._left and n >= len(self._left[0]):
             n -= len(self._left.pop(0))
         if self._left:
@@ -218,10 +221,11 @@ class Connection:
         self._limits = limits
         self._assembly = Assembly(reader.allocate, self._most_nbytes, lambda: box.max_kept_nbytes, lambda: limits().messages)
         reader.place = self._assembly.place
-        lock = threading.RLock()
-        self._work = threading.Condition(lock)
-        self._room = threading.Condition(lock)
-        """Notified when a frame has been sent. Has the lock of `_work`."""
+        self._lock = threading.RLock()
+        self._work = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
+        """Notified when a frame has been sent, while `_awaits_room`."""
+        self._awaits_room = False
         self._unsent_nbytes = 0
         self._queue: list[_Item] = []
         self._seq = 0
@@ -242,7 +246,7 @@ class Connection:
 
     def send(self, operation: Handle, header: Header, body: memoryview | bytes, *, last: bool = False) -> None:
         frame = _Outgoing(operation, header, body)
-        with self._work:
+        with self._lock:
             error = self.error
             self._seq += 1
             item = (_LAST if last else header.step, header.order, self._seq, frame)
@@ -265,27 +269,38 @@ class Connection:
     def _write_inline(self, item: _Item) -> None:
         frame, done, error = item[-1], False, None
         try:
-            done = frame.write(self._sock, socket.MSG_DONTWAIT)
+            done = frame.write(self._sock, SEND_NOW)
         except BlockingIOError:
             pass
         except OSError as failure:
             error = failure
-        with self._work:
+        with self._lock:
             if done or error or self.error:
                 self._busy = False
-                self._unsent_nbytes -= frame.held_nbytes
-                self._room.notify()
+                self._sent(frame)
             else:
                 self._rest = item
             if self._queue or self._rest:
                 self._work.notify()
+            if error is None:
+                self._users -= 1
+            remaining = self._users
         if error is not None:
             self._break(error)
         if done:
             mailbox.sent(frame.operation, frame.header)
         elif self.error is not None:
             frame.operation.fail(self.error)
-        self._leave()
+        if error is not None:
+            self._leave()
+        elif remaining == 0:
+            self._close()
+
+    def _sent(self, frame: _Outgoing) -> None:
+        """Frees the room of a frame that waits no longer. Called with the lock."""
+        self._unsent_nbytes -= frame.held_nbytes
+        if self._awaits_room:
+            self._room.notify()
 
     def _send_loop(self) -> None:
         while (item := self._next()) is not None:
@@ -295,19 +310,18 @@ class Connection:
                 self._control.begin(frame.nbytes, probe=frame.header.kind in _PROBES)
                 if (part_nbytes := self._control.part_nbytes) is not None:
                     frame.cut(part_nbytes)
-                while not frame.write(self._sock, 0):
+                while not frame.write(self._sock, SEND):
                     pass
                 if frame.header.kind == Kind.BYE:
                     self._sock.shutdown(socket.SHUT_WR)
             except OSError as error:
                 frame.operation.fail(self._break(error))
                 break
-            with self._work:
+            with self._lock:
                 self._busy = False
                 ended = self.error
                 if frame.out:
-                    self._unsent_nbytes -= frame.held_nbytes
-                    self._room.notify()
+                    self._sent(frame)
                 elif ended is None:
                     heapq.heappush(self._queue, item)
             if frame.out:
@@ -339,7 +353,8 @@ class Connection:
             while True:
                 while (frame := self._reader.next()) is not None:
                     if (assembled := self._assembly.whole(frame)) is not None:
-                        self._await_room()
+                        if self._unsent_nbytes:
+                            self._await_room()
                         self._take(assembled)
                 n = self._sock.recv_into(self._reader.wanted())
                 if n == 0:
@@ -368,8 +383,10 @@ class Connection:
             return self._unsent_nbytes <= self._limits().messages * FRAME_NBYTES or self.error is not None
 
         if not is_ready():
-            with self._work:
+            with self._lock:
+                self._awaits_room = True
                 self._room.wait_for(is_ready)
+                self._awaits_room = False
 
     def _most_nbytes(self, header: Header) -> int:
         by_kind = self._limits().body_nbytes
@@ -422,12 +439,15 @@ class Connection:
             frame.operation.fail(reason)
 
     def _leave(self) -> None:
-        with self._work:
+        with self._lock:
             self._users -= 1
             remaining = self._users
         if remaining == 0:
-            self._control.end()
-            close_channel(self._sock)
+            self._close()
+
+    def _close(self) -> None:
+        self._control.end()
+        close_channel(self._sock)
 
     def join(self, deadline: float) -> bool:
         """Waits until `deadline` (time.monotonic()) for both threads to end. Returns whether they have ended."""

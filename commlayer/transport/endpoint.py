@@ -363,8 +363,7 @@ class StreamTransport:
                                f"message to {peer_name(peer)}: its body has {len(body)} bytes, allowed "
                                f"{self._settings.max_nbytes}")
         operation = mailbox.sending(peer, header)
-        with self._lock:
-            connection = self._connections.get(peer)
+        connection = self._connections.get(peer)
         if connection is not None:
             connection.send(operation, header, body)
         else:

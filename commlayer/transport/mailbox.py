@@ -73,13 +73,14 @@ class Mailbox:
 
     def deliver(self, message: Message) -> None:
         """Delivers a checked message. Raises CorruptFrame if its sender exceeds the limit of bytes without a posted receive."""
-        peer, k = message.peer, key(message.header)
+        peer = message.peer
         with self._lock:
-            if self.failure(peer) is not None:
+            if self._failed and self.failure(peer) is not None:
                 return
-            operation, subscriber = self._posted_for(peer, k), self._subscribers.get(peer)
+            operation = self._posted_for(peer, key(message.header)) if self._posted else None
+            subscriber = self._subscribers.get(peer)
             if operation is None and subscriber is None:
-                self._keep(message, k)
+                self._keep(message, key(message.header))
                 return
         if operation is not None:
             operation.complete(message)

@@ -198,7 +198,7 @@ class SumServer:
     def _replies(self, message: Message) -> list[Reply]:
         h = message.header
         if h.kind == Kind.PUSH:
-            return self.core.push(message, time.monotonic(), lambda added: self._recycle(added.body))
+            return self.core.push(message, time.monotonic(), self._release)
         if h.kind not in NUMBERED or not h.used:
             return self._handle(message)
         if h.used <= self._last_numbers.get(message.peer, 0):
@@ -206,6 +206,9 @@ class SumServer:
         replies = self._handle(message)
         self._last_numbers[message.peer] = h.used
         return replies
+
+    def _release(self, added: Message) -> None:
+        self._recycle(added.body)
 
     def _handle(self, message: Message) -> list[Reply]:
         match message.header.kind:
@@ -289,7 +292,7 @@ class SumServer:
             self._members = tuple(member for member in self._members if member not in gone)
         self._reported.clear()
         try:
-            for found in core.remove(gone, lambda added: self._recycle(added.body)):
+            for found in core.remove(gone, self._release):
                 if isinstance(found, CorruptFrame):
                     self._drop(found)
                 else:

@@ -141,8 +141,8 @@ def store_f32(dst: Buffer, src: Array) -> None:
     """Writes the float32 numbers of `src` as bytes. Does nothing if `dst` is the memory of `src`."""
     if on_device(dst):
         device().store_f32(dst, src)
-    elif (floats := np.frombuffer(dst, np.float32)).ctypes.data != (numbers := to_host(src)).ctypes.data:
-        np.copyto(floats, numbers)
+    else:
+        np.copyto(np.frombuffer(dst, np.float32), to_host(src))  # numpy copies nothing if both have the same address
 
 
 def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:

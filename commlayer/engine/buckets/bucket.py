@@ -411,10 +411,11 @@ class EncodedBucket(ServedBucket):
         was assumed."""
         exchange = self.exchange
         exchange.weight, exchange.used = weight, used
-        share, ratio = divided_afterwards(exchange.total, weight)
-        if self.assumes_total and exchange.finite and ratio != 1.0:
-            x, sent = self.coder.input, self.ledger.sent
-            self.coder.reweigh(share, (x if sent is None else x - sent.to(x.device)) * (ratio - 1.0))
+        if self.assumes_total and exchange.finite:
+            share, ratio = divided_afterwards(exchange.total, weight)
+            if ratio != 1.0:
+                x, sent = self.coder.input, self.ledger.sent
+                self.coder.reweigh(share, (x if sent is None else x - sent.to(x.device)) * (ratio - 1.0))
         self.learn(weight)
 
     def _share_of_inherited(self) -> float:
