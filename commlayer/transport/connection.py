@@ -111,17 +111,14 @@ class _Outgoing:
         self.held_nbytes = FRAME_NBYTES + (len(body) if isinstance(body, bytes) else 0)
         """Memory that the frame occupies while it waits. A memoryview is memory that its owner keeps in any case."""
         self._body = memoryview(body).cast("B")
+        self.nbytes = len(self._body)
+        """Size of the body; after `begin` as sent, without the zero chunks that are left out."""
         self._wire_header = header
-        self._packed = framing.pack(header, len(self._body))
-        self._parts = [(0, len(self._body))]
+        self._packed = framing.pack(header, self.nbytes)
+        self._parts = [(0, self.nbytes)]
         self._next = 0
         self._begun = False
         self._left: list[memoryview] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the body; after `begin` as sent, without the zero chunks that are left out."""
-        return len(self._body)
 
     def begin(self) -> None:
         """Leaves zero chunks out of the body. This may copy the body, so it is called only when the frame's turn has come.
@@ -130,10 +127,10 @@ class _Outgoing:
             return
         self._begun = True
         if self.header.kind in MAY_LACK_ZEROS and (short := drop_zeros(self._body)) is not None:
-            self._body = memoryview(short)
+            self._body, self.nbytes = memoryview(short), len(short)
             self._wire_header = self.header._replace(flags=self.header.flags | Flag.WITHOUT_ZEROS)
-            self._packed = framing.pack(self._wire_header, len(self._body))
-            self._parts = [(0, len(self._body))]
+            self._packed = framing.pack(self._wire_header, self.nbytes)
+            self._parts = [(0, self.nbytes)]
 
     @property
     def out(self) -> bool:
@@ -143,7 +140,7 @@ class _Outgoing:
         """Splits the body into parts of at most this size. Called before every part; only the call before the first part has
         an effect."""
         if self._next == 0 and self._left is None:
-            self._parts = split_parts(len(self._body), part_nbytes)
+            self._parts = split_parts(self.nbytes, part_nbytes)
 
     def part_nbytes(self) -> int:
         start, stop = self._parts[self._next]

@@ -92,6 +92,9 @@ class WorkerBucket:
         """True: a payload affects later steps, so the codec's input must stay unchanged until the next exchange."""
         self.in_means = not dense and (codec.has_residual or codec.has_server_residual)
         """True: what is encoded and summed are parts of the mean. So a residual keeps its value when weights change."""
+        self.assumes_total = self.served and codec.has_residual
+        """True: gradients are divided by an assumed total weight before they are encoded. The residual is corrected when the
+        result shows the true one."""
         self.assumed: float | None = None
         """Total weight of the last result, by which the next gradients are divided if `assumes_total`. None: no result of this
         plan and these members has arrived; the number of workers is assumed then."""
@@ -180,12 +183,6 @@ class WorkerBucket:
         if slices and self.ledger.sent is not None:
             self.ledger.applied(slices, self._share_of_inherited())
 
-    @property
-    def assumes_total(self) -> bool:
-        """Returns True if gradients are divided by an assumed total weight before they are encoded. The residual is corrected
-        when the result shows the true one."""
-        return self.served and self.codec.has_residual
-
     def _share_of_inherited(self) -> float:
         """Returns the fraction of the inherited residual that reached the mean. It is not 1 if the total weight differs from
         the assumed one."""
@@ -224,7 +221,7 @@ class WorkerBucket:
             self.compact.write(factor, targets)
             return
         pairs = self.layout.pairs(targets, memory.views_y)
-        if self.numel <= SMALL_NUMEL * len(pairs):
+        if len(pairs) > 1 and self.numel <= SMALL_NUMEL * len(pairs):
             memory.y.mul_(factor)
             self.exchange.scaled = factor
             torch._foreach_copy_([target.detach() for _, target in pairs], [view for view, _ in pairs])
@@ -386,7 +383,7 @@ class EncodedBucket(ServedBucket):
 
     def _drop_y(self) -> None:
         self.memory.drop_y()
-        self.coder.host_y = self.memory.y
+        self.coder.drop_y()
 
     def read_sum(self) -> None:
         """Reads weight and used slices from the sum over this node's ranks."""

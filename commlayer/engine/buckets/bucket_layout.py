@@ -47,9 +47,9 @@ class BucketLayout:
         A complete tensor can have any strides. A split tensor must be contiguous; see `contiguous`.
         """
         pairs = []
-        for view, tensor, s in zip(views, tensors, self.slices, strict=True):
+        for view, tensor, shape, s in zip(views, tensors, self.shapes, self.slices, strict=True):
             if tensor is not None:
-                pairs.append((view, tensor if view.shape == tensor.shape else tensor.view(-1)[s.start : s.stop]))
+                pairs.append((view, tensor if tensor.shape == shape else tensor.view(-1)[s.start : s.stop]))
         return pairs
 
 

@@ -108,9 +108,9 @@ class ServerExchange:
         step.counters.carried(len(body), 0)  # counted before sending, because the step can end right after it
         begin = time.perf_counter()
         answer = self._transport.request(server, header, body)
-        answer.on_done(lambda handle: self._answered(run, r, handle, begin))
+        answer.on_done(partial(self._answered, run, r, begin))
 
-    def _answered(self, run: _Running, r: int, handle: Handle, begin: float) -> None:
+    def _answered(self, run: _Running, r: int, begin: float, handle: Handle) -> None:
         """Decodes a server's answer. Runs on a receive thread."""
         if (error := handle.error()) is not None:
             self._step.latch(error)

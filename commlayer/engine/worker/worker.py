@@ -129,6 +129,8 @@ class Worker:
         self.pending_residuals: Sequence[ResidualSlice] = ()
         """Residuals of an earlier plan that are gradients, if this plan has local steps; see residual_slices.py."""
         self.stopwatch = Stopwatch(device)
+        self._nbytes = sum(bucket.memory.all.nbytes for bucket in self.buckets)
+        """Size of the buckets' send buffers."""
         self._reset()
 
     @property
@@ -525,10 +527,6 @@ class Worker:
             for _, state in bucket.ledger.encoders:
                 state.clear()
         self._give_back()
-
-    @property
-    def _nbytes(self) -> int:
-        return sum(bucket.memory.all.nbytes for bucket in self.buckets)
 
     def _give_back(self) -> None:
         """Returns the memory of the buckets' buffers to the system. Their contents are lost."""
