@@ -102,35 +102,62 @@ def _on_one_machine(sock: ByteChannel) -> bool:
         return True
 
 
-class _Outgoing:
-    """A frame that is queued or partly sent. `begin` prepares it for sending. A large frame is sent in several parts; `cut`
-    sets their size."""
+class Content:
+    """A message as bytes. They are computed once, also if several peers get the message."""
 
-    def __init__(self, operation: Handle, header: Header, body: memoryview | bytes) -> None:
-        self.operation, self.header = operation, header
+    def __init__(self, header: Header, body: memoryview | bytes) -> None:
+        self.header = header
         self.held_nbytes = FRAME_NBYTES + (len(body) if isinstance(body, bytes) else 0)
-        """Memory that the frame occupies while it waits. A memoryview is memory that its owner keeps in any case."""
+        """Memory that the message occupies while it waits. A memoryview is memory that its owner keeps in any case."""
         self._body = memoryview(body).cast("B")
         self.nbytes = len(self._body)
-        """Size of the body; after `begin` as sent, without the zero chunks that are left out."""
-        self._wire_header = header
         self._packed = framing.pack(header, self.nbytes)
+        self._final: tuple[Header, memoryview] | None = None
+        self._frame: tuple[memoryview, ...] = ()
+
+    def final(self) -> tuple[Header, memoryview]:
+        """Returns header and body without the zero chunks. This may copy the body, so it is called only when the message's turn
+        has come."""
+        if self._final is None:
+            header, body = self.header, self._body
+            if header.kind in MAY_LACK_ZEROS and (short := drop_zeros(body)) is not None:
+                header, body = header._replace(flags=header.flags | Flag.WITHOUT_ZEROS), memoryview(short)
+                self._packed = framing.pack(header, len(body))
+            self._final = header, body
+        return self._final
+
+    def frame(self) -> tuple[memoryview, ...]:
+        """Returns the pieces of the message as one frame."""
+        if not self._frame:
+            _, body = self.final()
+            head = memoryview(framing.seal(self._packed, crc32c(body)))
+            self._frame = (head, body) if body else (head,)
+        return self._frame
+
+
+class _Outgoing:
+    """A message that waits or is partly sent to one peer. `begin` prepares it for sending. A large message is sent in several
+    parts; `cut` sets their size."""
+
+    def __init__(self, operation: Handle, content: Content) -> None:
+        self.operation, self.content, self.header = operation, content, content.header
+        self.nbytes = content.nbytes
+        """Size of the body; after `begin` as sent, without the zero chunks that are left out."""
         self._parts = [(0, self.nbytes)]
         self._next = 0
-        self._begun = False
-        self._left: list[memoryview] | None = None
+        self._left: list[memoryview] = []
+        """Bytes of the current part that are not sent yet; empty before its first system call."""
+
+    def resume(self, sent_nbytes: int) -> None:
+        """Continues a frame after a system call that has sent so many bytes of it, perhaps none."""
+        self._left = [*self.content.frame()]
+        self._advance(sent_nbytes)
 
     def begin(self) -> None:
-        """Leaves zero chunks out of the body. This may copy the body, so it is called only when the frame's turn has come.
-        Only the first call has an effect."""
-        if self._begun:
-            return
-        self._begun = True
-        if self.header.kind in MAY_LACK_ZEROS and (short := drop_zeros(self._body)) is not None:
-            self._body, self.nbytes = memoryview(short), len(short)
-            self._wire_header = self.header._replace(flags=self.header.flags | Flag.WITHOUT_ZEROS)
-            self._packed = framing.pack(self._wire_header, self.nbytes)
-            self._parts = [(0, self.nbytes)]
+        """Leaves zero chunks out of the body."""
+        _, body = self.content.final()
+        if len(body) != self.nbytes:
+            self.nbytes, self._parts = len(body), [(0, len(body))]
 
     @property
     def out(self) -> bool:
@@ -139,35 +166,37 @@ class _Outgoing:
     def cut(self, part_nbytes: int) -> None:
         """Splits the body into parts of at most this size. Called before every part; only the call before the first part has
         an effect."""
-        if self._next == 0 and self._left is None:
+        if self._next == 0 and not self._left:
             self._parts = split_parts(self.nbytes, part_nbytes)
 
     def part_nbytes(self) -> int:
         start, stop = self._parts[self._next]
         return stop - start
 
-    def write(self, sock: ByteChannel, flags: int) -> bool:
+    def write(self, sock: ByteChannel) -> bool:
         """Makes one system call that sends bytes of the current part. Returns whether the part has been sent completely."""
-        self.begin()
-        if self._left is None:
+        if not self._left:
             self._left = self._pieces()
-        n = sock.sendmsg(self._left, [], flags)
+        self._advance(sock.sendmsg(self._left, [], SEND))
+        if self._left:
+            return False
+        self._next += 1
+        return True
+
+    def _advance(self, n: int) -> None:
         while self._left and n >= len(self._left[0]):
             n -= len(self._left.pop(0))
         if self._left:
             self._left[0] = self._left[0][n:]
-            return False
-        self._left = None
-        self._next += 1
-        return True
 
     def _pieces(self) -> list[memoryview]:
+        if len(self._parts) == 1:
+            return [*self.content.frame()]
+        header, body = self.content.final()
         start, stop = self._parts[self._next]
-        body, packed = self._body[start:stop], self._packed
-        if len(self._parts) > 1:
-            packed = framing.pack(self._wire_header._replace(part=self._next, parts=len(self._parts)), len(body))
-        head = memoryview(framing.seal(packed, crc32c(body)))
-        return [head, body] if body else [head]
+        part = body[start:stop]
+        header = header._replace(part=self._next, parts=len(self._parts))
+        return [memoryview(framing.encode(header, len(part), crc32c(part))), part]
 
 
 class Limits(NamedTuple):
@@ -241,42 +270,46 @@ class Connection:
         for thread in self._threads:
             thread.start()
 
-    def send(self, operation: Handle, header: Header, body: memoryview | bytes, *, last: bool = False) -> None:
-        frame = _Outgoing(operation, header, body)
+    def send(self, operation: Handle, content: Content, *, last: bool = False) -> None:
         with self._lock:
             error = self.error
-            self._seq += 1
-            item = (_LAST if last else header.step, header.order, self._seq, frame)
             inline = error is None and not (self._busy or self._queue) and not last \
-                and frame.nbytes <= self._control.inline_nbytes
+                and content.nbytes <= self._control.inline_nbytes
             if error is None:
-                self._unsent_nbytes += frame.held_nbytes
+                self._unsent_nbytes += content.held_nbytes
             if inline:
                 self._busy = True
                 self._users += 1
             elif error is None:
-                heapq.heappush(self._queue, item)
+                heapq.heappush(self._queue, self._item(_Outgoing(operation, content), last=last))
                 if not self._busy:
                     self._work.notify()
         if error is not None:
             operation.fail(error)
         elif inline:
-            self._write_inline(item)
+            self._write_inline(operation, content)
 
-    def _write_inline(self, item: _Item) -> None:
-        frame, done, error = item[-1], False, None
+    def _item(self, frame: _Outgoing, *, last: bool = False) -> _Item:
+        self._seq += 1
+        return _LAST if last else frame.header.step, frame.header.order, self._seq, frame
+
+    def _write_inline(self, operation: Handle, content: Content) -> None:
+        n, frame, error = 0, content.frame(), None
         try:
-            done = frame.write(self._sock, SEND_NOW)
+            n = self._sock.sendmsg(frame, [], SEND_NOW)
         except BlockingIOError:
             pass
         except OSError as failure:
             error = failure
+        done = n == sum(map(len, frame))
         with self._lock:
             if done or error or self.error:
                 self._busy = False
-                self._sent(frame)
+                self._sent(content)
             else:
-                self._rest = item
+                rest = _Outgoing(operation, content)
+                rest.resume(n)
+                self._rest = self._item(rest)
             if self._queue or self._rest:
                 self._work.notify()
             if error is None:
@@ -285,17 +318,17 @@ class Connection:
         if error is not None:
             self._break(error)
         if done:
-            mailbox.sent(frame.operation, frame.header)
+            mailbox.sent(operation, content.header)
         elif self.error is not None:
-            frame.operation.fail(self.error)
+            operation.fail(self.error)
         if error is not None:
             self._leave()
         elif remaining == 0:
             self._close()
 
-    def _sent(self, frame: _Outgoing) -> None:
-        """Frees the room of a frame that waits no longer. Called with the lock."""
-        self._unsent_nbytes -= frame.held_nbytes
+    def _sent(self, content: Content) -> None:
+        """Frees the room of a message that waits no longer. Called with the lock."""
+        self._unsent_nbytes -= content.held_nbytes
         if self._awaits_room:
             self._room.notify()
 
@@ -307,7 +340,7 @@ class Connection:
                 self._control.begin(frame.nbytes, probe=frame.header.kind in _PROBES)
                 if (part_nbytes := self._control.part_nbytes) is not None:
                     frame.cut(part_nbytes)
-                while not frame.write(self._sock, SEND):
+                while not frame.write(self._sock):
                     pass
                 if frame.header.kind == Kind.BYE:
                     self._sock.shutdown(socket.SHUT_WR)
@@ -318,7 +351,7 @@ class Connection:
                 self._busy = False
                 ended = self.error
                 if frame.out:
-                    self._sent(frame)
+                    self._sent(frame.content)
                 elif ended is None:
                     heapq.heappush(self._queue, item)
             if frame.out:

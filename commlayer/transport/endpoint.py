@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from commlayer.callbacks import ignore
@@ -18,7 +18,16 @@ from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost
 from commlayer.transport import framing, mailbox
 from commlayer.transport import handshake as greeting
 from commlayer.transport.buffer_pool import BufferPool
-from commlayer.transport.connection import Connection, Limits, close_channel, connect_socket, shut_down, track, tune_socket
+from commlayer.transport.connection import (
+    Connection,
+    Content,
+    Limits,
+    close_channel,
+    connect_socket,
+    shut_down,
+    track,
+    tune_socket,
+)
 from commlayer.transport.flow.fair_share import source_of
 from commlayer.transport.flow.pacing import Pacer
 from commlayer.transport.framing import Reader
@@ -358,17 +367,23 @@ class StreamTransport:
         self._pacer.follow(bps)
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
+        (operation,) = self.send_all((peer,), header, body)
+        return operation
+
+    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> list[Handle]:
         if len(body) > self._settings.max_nbytes:
             raise InvalidInput("E-TRANSPORT-USE",
-                               f"message to {peer_name(peer)}: its body has {len(body)} bytes, allowed "
+                               f"message to {', '.join(map(peer_name, peers))}: its body has {len(body)} bytes, allowed "
                                f"{self._settings.max_nbytes}")
-        operation = mailbox.sending(peer, header)
-        connection = self._connections.get(peer)
-        if connection is not None:
-            connection.send(operation, header, body)
-        else:
-            operation.fail(self._mailbox.failure(peer) or PeerLost("not connected", peer=peer_name(peer)))
-        return operation
+        content, operations = Content(header, body), list[Handle]()
+        for peer in peers:
+            operation = mailbox.sending(peer, header)
+            operations.append(operation)
+            if (connection := self._connections.get(peer)) is not None:
+                connection.send(operation, content)
+            else:
+                operation.fail(self._mailbox.failure(peer) or PeerLost("not connected", peer=peer_name(peer)))
+        return operations
 
     request = send_request
 
@@ -405,7 +420,7 @@ class StreamTransport:
         deadline = time.monotonic() + (self._settings.flush_s if flush_s is None else flush_s)
         bye = Header(Kind.BYE, sender=self.rank)
         for connection in connections:
-            connection.send(mailbox.sending(connection.peer, bye), bye, b"", last=True)
+            connection.send(mailbox.sending(connection.peer, bye), Content(bye, b""), last=True)
         for connection in connections:
             if not connection.join(deadline):
                 connection.end(reason)

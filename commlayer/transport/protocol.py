@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput
@@ -228,6 +228,10 @@ class Transport(Protocol):
         ...
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle: ...
+
+    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> list[Handle]:
+        """Sends one message to several peers. Its frame is made once."""
+        ...
 
     def request(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         """Sends a request. Returns the handle of its answer, which also fails if the request cannot be sent."""

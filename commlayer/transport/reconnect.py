@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from commlayer.callbacks import ignore
@@ -139,6 +139,9 @@ class ReconnectingTransport:
         request = self._send(link, peer, header, body)
         mailbox.sent(request, request.header)
         return request
+
+    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> list[Handle]:
+        return [self.send(peer, header, body) for peer in peers]
 
     def request(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         link = self._links.get(peer)

@@ -13,7 +13,7 @@ namespace glue {
 
 namespace nb = nanobind;
 
-constexpr int64_t kInline = 1 << 16;  // bytes; below, another thread that takes the GIL costs more than the kernel
+constexpr int64_t kInline = 4096;  // bytes; below, giving the GIL away costs more than the kernel
 
 template <class F>
 auto run(int64_t nbytes, F kernel) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerEnded, PeerLost
 from commlayer.transport import framing, mailbox
@@ -121,6 +121,9 @@ class Loopback:
         elif wire is not None:
             wire.put(operation, header, memoryview(data))
         return operation
+
+    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> list[Handle]:
+        return [self.send(peer, header, body) for peer in peers]
 
     request = send_request
 

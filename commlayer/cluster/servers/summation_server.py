@@ -6,6 +6,7 @@ therefore added in parallel. Sends on these threads only queue.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -188,8 +189,7 @@ class SumServer:
         if self._failed is not None:
             return
         try:
-            for reply in self._replies(message):
-                self._transport.send(reply.peer, reply.header, reply.body)
+            self._send(self._replies(message))
         except CorruptFrame as error:
             self._drop(error)
         except Exception as error:
@@ -206,6 +206,12 @@ class SumServer:
         replies = self._handle(message)
         self._last_numbers[message.peer] = h.used
         return replies
+
+    def _send(self, replies: Iterable[Reply]) -> None:
+        """Sends replies. Members that get the same one get one frame."""
+        for _, group in itertools.groupby(replies, key=lambda reply: (id(reply.header), id(reply.body))):
+            same = [*group]
+            self._transport.send_all([reply.peer for reply in same], same[0].header, same[0].body)
 
     def _release(self, added: Message) -> None:
         self._recycle(added.body)
@@ -269,8 +275,8 @@ class SumServer:
             elif generation != self.core.generation:
                 problem = "a sum is in progress" if generation == self.core.generation + 1 else \
                     f"generation {generation} does not follow the server's generation {self.core.generation}"
-        for reply in former.end_follows() if former is not self.core else ():
-            self._transport.send(reply.peer, reply.header, reply.body)
+        if former is not self.core:
+            self._send(former.end_follows())
         return self._switched(message, problem)
 
     def _add(self, message: Message, admit: Callable[[Joins, int], None]) -> Reply:
@@ -296,7 +302,7 @@ class SumServer:
                 if isinstance(found, CorruptFrame):
                     self._drop(found)
                 else:
-                    self._transport.send(found.peer, found.header, found.body)
+                    self._send([found])
         except Exception as error:
             self._fail(Header(Kind.PUSH), error)
         for member in lost:
