@@ -60,6 +60,13 @@ class Identity(_Dense, frozen=True):
             kernels.store_f32(body, x)
         return finite
 
+    def decode(self, result: Buffer, state: State, out: Array) -> bool:
+        head = payload.read(result, self.id, len(out))
+        finite = not head.flagged and kernels.of(head.body).scale_f32(out, *self.check(head, len(out)), 1.0)
+        if not finite:
+            out[:] = NAN
+        return finite
+
     def apply(self, parts: tuple[Any, ...], out: Array, *, assign: bool) -> None:
         if assign:
             kernels.copy_f32(out, parts[0])

@@ -367,23 +367,25 @@ class StreamTransport:
         self._pacer.follow(bps)
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
-        (operation,) = self.send_all((peer,), header, body)
+        operation = mailbox.sending(peer, header)
+        self._send(operation, (peer,), header, body)
         return operation
 
-    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> list[Handle]:
+    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> None:
+        self._send(mailbox.sending(peers[0], header), peers, header, body)
+
+    def _send(self, operation: Handle, peers: Sequence[int], header: Header, body: memoryview | bytes) -> None:
+        """`operation` ends when the first peer has been sent the message."""
         if len(body) > self._settings.max_nbytes:
             raise InvalidInput("E-TRANSPORT-USE",
                                f"message to {', '.join(map(peer_name, peers))}: its body has {len(body)} bytes, allowed "
                                f"{self._settings.max_nbytes}")
-        content, operations = Content(header, body), list[Handle]()
+        content = Content(header, body)
         for peer in peers:
-            operation = mailbox.sending(peer, header)
-            operations.append(operation)
             if (connection := self._connections.get(peer)) is not None:
                 connection.send(operation, content)
             else:
                 operation.fail(self._mailbox.failure(peer) or PeerLost("not connected", peer=peer_name(peer)))
-        return operations
 
     request = send_request
 

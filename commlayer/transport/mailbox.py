@@ -19,8 +19,11 @@ KEPT_OVERHEAD_NBYTES = 512
 _NO_BODY = memoryview(b"")
 
 
+SENDS = {kind: f"send of {name}" for kind, name in KIND_NAMES.items()}
+
+
 def sending(peer: int, header: Header) -> Handle:
-    return Handle(f"send of {KIND_NAMES[header.kind]}", peer, header.step, header.bucket)
+    return Handle(SENDS[header.kind], peer, header.step, header.bucket)
 
 
 def sent(operation: Handle, header: Header) -> None:

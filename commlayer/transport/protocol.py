@@ -229,8 +229,8 @@ class Transport(Protocol):
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle: ...
 
-    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> list[Handle]:
-        """Sends one message to several peers. Its frame is made once."""
+    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> None:
+        """Sends one message to several peers, of which some may have ended. Its frame is made once."""
         ...
 
     def request(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:

@@ -140,8 +140,9 @@ class ReconnectingTransport:
         mailbox.sent(request, request.header)
         return request
 
-    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> list[Handle]:
-        return [self.send(peer, header, body) for peer in peers]
+    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> None:
+        for peer in peers:
+            self.send(peer, header, body)
 
     def request(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         link = self._links.get(peer)

@@ -122,8 +122,9 @@ class Loopback:
             wire.put(operation, header, memoryview(data))
         return operation
 
-    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> list[Handle]:
-        return [self.send(peer, header, body) for peer in peers]
+    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> None:
+        for peer in peers:
+            self.send(peer, header, body)
 
     request = send_request
 

@@ -313,8 +313,9 @@ class Turned:
             return self._hub.queue(self._end, peer, header, bytes(body))
         return self._end.send(peer, header, body)
 
-    def send_all(self, peers: Sequence[int], header: Header, body: Any = b"") -> list[Any]:
-        return [self.send(peer, header, body) for peer in peers]
+    def send_all(self, peers: Sequence[int], header: Header, body: Any = b"") -> None:
+        for peer in peers:
+            self.send(peer, header, body)
 
     request = send_request
 

@@ -18,7 +18,7 @@ from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.plan_codecs import reader_of
 from commlayer.compressors.randomk import RandomK
 from commlayer.compressors.topk import TopK
-from commlayer.engine.buckets.bucket_layout import BucketLayout, BucketMemory, aligned, all_finite, release
+from commlayer.engine.buckets.bucket_layout import BucketLayout, BucketMemory, aligned, all_finite, release, scale
 from commlayer.engine.buckets.coder import PAYLOAD_HEADER, Coder
 from commlayer.engine.buckets.ledger import Ledger
 from commlayer.engine.buckets.results import EncodedResult, SparseResult, codec_of_results
@@ -228,6 +228,26 @@ class WorkerBucket:
             return
         for view, target in pairs:
             torch.mul(view, factor, out=target.detach())
+
+    def commit_finite(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> bool:
+        """Does as `commit`, and checks in the same pass whether the received sum is finite. Returns False at the first part
+        that is not; what the targets have there and later is then unchanged, and `commit` is to be called."""
+        views = self.memory.views_y
+        if len(views) > 1 and self.numel <= SMALL_NUMEL * len(views):
+            self.look()
+            if self.exchange.finite:
+                self.commit(factor, targets)
+            return self.exchange.finite
+        for view, shape, target, s in zip(views, self.layout.shapes, targets, self.slices, strict=True):
+            if target is None:
+                finite = all_finite(view)
+            else:
+                to = target.detach() if target.shape == shape else target.detach().view(-1)[s.start : s.stop]
+                finite = scale(view, factor, to)
+            if not finite:
+                self.exchange.finite = False
+                return False
+        return True
 
     def slice_of_result(self, number: int) -> torch.Tensor:
         """Returns the received values of a slice; only the nonzero values if the result arrived as sparse entries."""

@@ -299,7 +299,10 @@ class Worker:
         checked, and not the property `keeps`.
         """
         exchange = bucket.exchange
-        if not bucket.served and (self._looks or (bucket.memory.facts_y is not None and not bucket.buffer)):
+        if not bucket.served and bucket.memory.facts_y is not None and not bucket.buffer:
+            if bucket.commit_finite(self._factor(bucket, exchange.weight), targets):
+                return True
+        elif not bucket.served and self._looks:
             bucket.look()
         if bucket.buffer and not exchange.finite:
             return True  # if a buffer is NaN on some rank, each rank keeps its own value
