@@ -168,7 +168,9 @@ class BucketSum:
     @property
     def complete(self) -> bool:
         """Returns True if all members have contributed to the sum in progress."""
-        return self.sum.open and self.contributors() >= set(self.members)
+        current = self.sum
+        return current.open and len(current.handled) + len(current.early) >= len(self.members) \
+            and self.contributors() >= set(self.members)
 
     def undo(self, slices: int) -> bool:
         """Rolls back those slices of the last result that the workers did not apply. Returns whether anything has changed: a

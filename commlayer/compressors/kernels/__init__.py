@@ -149,7 +149,7 @@ def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:
     """Returns the largest of the unsigned numbers in `src`; 0 if there are none."""
     if on_device(src):
         return int(device().largest(src, np.dtype(dtype).itemsize))
-    return int(np.frombuffer(src, dtype).max(initial=0))
+    return int(np.maximum.reduce(np.frombuffer(src, dtype), initial=0))
 
 
 def scales_valid(src: Buffer, most: np.floating[Any] = MOST_SCALE) -> bool:
