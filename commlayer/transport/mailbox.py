@@ -17,13 +17,11 @@ KEPT_OVERHEAD_NBYTES = 512
 """Bytes that each stored message counts in addition to its body, so a flood of empty messages also reaches the limit."""
 
 _NO_BODY = memoryview(b"")
-
-
-SENDS = {kind: f"send of {name}" for kind, name in KIND_NAMES.items()}
+_SENDS = {kind: f"send of {name}" for kind, name in KIND_NAMES.items()}
 
 
 def sending(peer: int, header: Header) -> Handle:
-    return Handle(SENDS[header.kind], peer, header.step, header.bucket)
+    return Handle(_SENDS[header.kind], peer, header.step, header.bucket)
 
 
 def sent(operation: Handle, header: Header) -> None:
