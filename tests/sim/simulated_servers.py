@@ -27,8 +27,8 @@ class RecordingOps:
     def zeros(self, r: int) -> list[bytes]:
         return []
 
-    def place(self, acc: list[bytes], out: memoryview) -> None:
-        pass
+    def place(self, acc: list[bytes], out: memoryview) -> bool:
+        return False
 
     def add(self, r: int, payload: memoryview, acc: list[bytes], first: bool) -> None:
         if first:

@@ -131,7 +131,6 @@ class BucketSum:
 
     def begin(self, step: int, r: int) -> None:
         self.sum = RoundSum(step, r)
-        self.results = {key: result for key, result in self.results.items() if key[0] > step - KEPT_STEPS}
 
     @property
     def first_ahead(self) -> int:

@@ -39,8 +39,8 @@ class GatherOps:
     def zeros(self, r: int) -> list[bytes]:
         return []
 
-    def place(self, acc: list[bytes], out: memoryview) -> None:
-        """Does nothing: rows are not stored in their payload."""
+    def place(self, acc: list[bytes], out: memoryview) -> bool:
+        return False
 
     def add(self, r: int, payload: memoryview, acc: list[bytes], first: bool) -> None:
         if len(payload) > ROW_NBYTES or len(payload) % NUMBER_NBYTES:

@@ -60,10 +60,12 @@ class CodecOps:
     def zeros(self, r: int) -> Any:
         return self._codec.zeros(self._spec, r)
 
-    def place(self, acc: Any, out: memoryview) -> None:
-        """Moves a new sum into the payload `out`, if the codec sends the sum unchanged: `emit` then copies nothing."""
+    def place(self, acc: Any, out: memoryview) -> bool:
+        """Builds a new sum in the payload `out`, if the codec sends the sum unchanged: `emit` then copies nothing. Returns
+        whether it does."""
         if self._codec.in_place:
             acc["sum"] = np.frombuffer(out, np.float32, self._spec.numel, HEADER_NBYTES)
+        return self._codec.in_place
 
     def add(self, r: int, payload: memoryview, acc: Any, first: bool) -> None:
         self._codec.add(r, payload, acc, first=first)

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from commlayer.cluster.servers.bucket_sum import (
+    KEPT_STEPS,
     MOST_FOLLOWED,
     MOST_REASON_NBYTES,
     BucketSum,
@@ -334,7 +335,8 @@ class Summation:
                 for held in cell.held:
                     release(held)
                 cell.held.clear()
-                ops.place(cell.accs[0], cell.out(current.step, 0))
+                if ops.place(cell.accs[0], cell.out(current.step, 0)):
+                    cell.results.pop((current.step - KEPT_STEPS, 0), None)  # its memory is reused
             if h.flags & Flag.ABANDON:
                 current.abandoned = current.abandoned or bytes(message.body)
             else:
@@ -412,6 +414,8 @@ class Summation:
         again."""
         header = self._header(cell, flags)
         cell.results[(cell.sum.step, cell.sum.round)] = header, body
+        for old in [k for k in cell.results if k[0] <= cell.sum.step - KEPT_STEPS]:
+            del cell.results[old]
         # Steps before this one were requested of a server that has been restarted since, with a journal that ends earlier.
         due = [cell.followers.pop(key) for key in [*cell.followers] if key[0] <= cell.sum.step]
         return [*(Reply(member, header, body) for member in cell.members),
