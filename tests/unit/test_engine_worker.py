@@ -11,9 +11,11 @@ import torch
 from support.residuals import by_tensor, slices_of
 from support.workers import Rig, job, on_ranks, step
 
+from commlayer.compressors import codec_of
 from commlayer.engine.buckets.current_step import Arrivals
 from commlayer.engine.job.plan_checks import unsuited
 from commlayer.engine.paths.lanes import Lane
+from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CorruptFrame, DeadlineExceeded, PeerLost
 from commlayer.planner import default_plan
 from commlayer.records import Plan
@@ -100,6 +102,26 @@ def test_non_finite_buffer_is_kept_and_skips_no_step() -> None:
     for total, mask in results:
         torch.testing.assert_close(total, torch.arange(10.0))
         torch.testing.assert_close(mask, torch.tensor([0.0, 1.0, -float("inf"), float("nan")]), equal_nan=True)
+
+
+@pytest.mark.parametrize("place", [None, 0, 4095, 4096, 89_999])
+def test_sum_is_checked_while_it_is_written_over_the_gradient(place: int | None) -> None:
+    """What the gradient has where the sum is not finite still says who contributed it."""
+    shapes = job([(3,), (300, 300), (5, 7)])
+    layout = default_plan(shapes, codec="identity()", path="allreduce", servers=0, ranks_per_node=1, fuse_nbytes=0,
+                          cut_nbytes=1 << 20)
+    worker = Worker(shapes, layout, {b.id: codec_of(b) for b in layout.buckets}, torch.device("cpu"))
+    grads = [torch.randn(info.shape) for info in shapes.tensors]
+    expected = [grad.clone() for grad in grads]
+    if place is not None:
+        expected[1].view(-1)[place] = grads[1].view(-1)[place] = float("inf")
+    for tensor, grad in enumerate(grads):
+        worker.ready(tensor, grad)
+    worker.finish(list(grads), 20.0)
+    worker.commit(grads)
+    assert all(torch.equal(grad, value) for grad, value in zip(grads, expected, strict=True))
+    assert (worker.not_finite, worker.spoilt) == ((-1, set()) if place is None else (1, {0, 1, 2}))
+    worker.close()
 
 
 def test_gradients_of_zero_samples_have_no_weight_even_if_nan() -> None:
