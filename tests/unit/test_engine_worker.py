@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
@@ -104,9 +105,9 @@ def test_non_finite_buffer_is_kept_and_skips_no_step() -> None:
         torch.testing.assert_close(mask, torch.tensor([0.0, 1.0, -float("inf"), float("nan")]), equal_nan=True)
 
 
-@pytest.mark.parametrize("place", [None, 0, 4095, 4096, 89_999])
-def test_sum_is_checked_while_it_is_written_over_the_gradient(place: int | None) -> None:
-    """What the gradient has where the sum is not finite still says who contributed it."""
+@pytest.mark.parametrize(("place", "own"), [(None, False), *itertools.product((0, 4095, 4096, 89_999), (True, False))])
+def test_sum_is_checked_while_it_is_written_over_the_gradient(place: int | None, *, own: bool) -> None:
+    """What the gradient has where the sum is not finite still says whether this worker contributed it."""
     shapes = job([(3,), (300, 300), (5, 7)])
     layout = default_plan(shapes, codec="identity()", path="allreduce", servers=0, ranks_per_node=1, fuse_nbytes=0,
                           cut_nbytes=1 << 20)
@@ -114,13 +115,19 @@ def test_sum_is_checked_while_it_is_written_over_the_gradient(place: int | None)
     grads = [torch.randn(info.shape) for info in shapes.tensors]
     expected = [grad.clone() for grad in grads]
     if place is not None:
-        expected[1].view(-1)[place] = grads[1].view(-1)[place] = float("inf")
+        expected[1].view(-1)[place] = float("inf")
+    if own:
+        grads = [grad.clone() for grad in expected]
     for tensor, grad in enumerate(grads):
         worker.ready(tensor, grad)
-    worker.finish(list(grads), 20.0)
+    worker.finish([*grads], 20.0)
+    if place is not None:
+        slot = [s.tensor for s in worker.buckets[0].slices].index(1)
+        worker.buckets[0].memory.views_y[slot].view(-1)[place] = float("inf")  # if not its own, of another worker
     worker.commit(grads)
     assert all(torch.equal(grad, value) for grad, value in zip(grads, expected, strict=True))
-    assert (worker.not_finite, worker.spoilt) == ((-1, set()) if place is None else (1, {0, 1, 2}))
+    assert worker.not_finite == (1 if own else -1)
+    assert worker.spoilt == (set() if place is None else {0, 1, 2})
     worker.close()
 
 
