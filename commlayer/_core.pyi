@@ -35,6 +35,9 @@ def add_f16(acc: Array, x: Payload) -> None:
 def add_bf16(acc: Array, x: Payload) -> None:
     """acc += x, x in bfloat16."""
 
+def scale_f32(dst: Array, src: Payload, factor: float) -> bool:
+    """dst = factor * src, and whether src is finite. If it is not, dst is written up to some element before."""
+
 def f32_to_f16(dst: Payload, src: Array) -> bool:
     """Casts; whether all results are finite."""
 

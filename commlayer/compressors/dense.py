@@ -60,6 +60,13 @@ class Identity(_Dense, frozen=True):
             kernels.store_f32(body, x)
         return finite
 
+    def decode(self, result: Buffer, state: State, out: Array) -> bool:
+        head = payload.read(result, self.id, len(out))
+        finite = not head.flagged and kernels.of(head.body).scale_f32(out, *self.check(head, len(out)), 1.0)
+        if not finite:
+            out[:] = NAN
+        return finite
+
     def apply(self, parts: tuple[Any, ...], out: Array, *, assign: bool) -> None:
         if assign:
             kernels.copy_f32(out, parts[0])
@@ -106,10 +113,10 @@ def finite_or_nan(out: Array) -> bool:
 
 def check_dense(head: payload.Head, numel: int, nbytes: int) -> None:
     """Checks the header fields that all dense payloads share. `nbytes`: size of the body."""
-    payload.expect("aux", head.aux, 0)
-    payload.expect("seed", head.seed, 0)
-    payload.expect("count", head.entries, numel)
-    payload.expect("bytes of body", head.body.nbytes, nbytes)
+    found, expected = (head.aux, head.seed, head.entries, head.body.nbytes), (0, 0, numel, nbytes)
+    if found != expected:
+        for what, got, wanted in zip(("aux", "seed", "count", "bytes of body"), found, expected, strict=True):
+            payload.expect(what, got, wanted)
 
 
 def averages_buffers(codec: Codec) -> bool:

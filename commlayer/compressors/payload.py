@@ -64,7 +64,10 @@ class Head(NamedTuple):
 
 def on_device(memory: Any) -> TypeIs[torch.Tensor]:
     """True: the memory is a torch tensor; False: an array or bytes in host memory."""
-    return not isinstance(memory, np.ndarray | memoryview | bytes | bytearray)
+    return not isinstance(memory, _HOST)
+
+
+_HOST = np.ndarray, memoryview, bytes, bytearray
 
 
 def codec_name(number: int) -> str:

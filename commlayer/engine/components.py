@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from functools import partial
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from time import perf_counter
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from commlayer.errors import CommError
 
@@ -152,25 +152,29 @@ class Components:
         return any(self._guarded(each, each.reads_sums, otherwise=False) for each in self)
 
     def before_commit(self) -> None:
-        self._observe(methodcaller("before_commit"))
+        self._observe("before_commit")
 
     def end_step(self, skip: Callable[[float], None]) -> None:
         """`skip` receives the seconds of each component, which are no computing."""
-        self._observe(methodcaller("end_step"), skip)
+        self._observe("end_step", skip)
 
     def end_local_step(self) -> None:
-        self._observe(methodcaller("end_local_step"))
+        self._observe("end_local_step")
 
     def end_exchange(self, skip: Callable[[float], None], *, early: bool) -> None:
-        self._observe(methodcaller("end_exchange", early=early), skip)
+        self._observe("end_exchange", skip, early=early)
 
-    def _observe(self, call: Callable[[Component], None], skip: Callable[[float], None] | None = None) -> None:
-        """Calls all components, or until members leave: the others start again with the remaining members, in the next step."""
+    def _observe(self, method: str, skip: Callable[[float], None] | None = None, **arguments: Any) -> None:
+        """Calls a method of all components that have one, or until members leave: the others start again with the remaining
+        members, in the next step."""
         assert self._job is not None
         for each in self:
+            call = getattr(each, method)
+            if getattr(call, "__func__", None) is getattr(Component, method):
+                continue  # does nothing
             begin, generation = perf_counter(), self._job.generation
             try:
-                self._guarded(each, partial(call, each), otherwise=None)
+                self._guarded(each, partial(call, **arguments), otherwise=None)
             except CommError as error:
                 self._job.drop_call(error, generation)
                 return

@@ -10,8 +10,6 @@ from typing import Any
 
 MIN_NBYTES = 64 << 10
 """Smallest buffer that is pooled. For smaller ones the allocator is faster."""
-PAGE_NBYTES = 4 << 10
-"""Memory is used in units of this size."""
 
 
 class BufferPool:
@@ -24,7 +22,7 @@ class BufferPool:
 
     def take(self, nbytes: int) -> memoryview:
         if nbytes < MIN_NBYTES:
-            return memoryview(bytearray(nbytes) if nbytes < PAGE_NBYTES else _pages(nbytes))
+            return memoryview(bytearray(nbytes))
         size = size_class(nbytes)
         with self._lock:
             free = self._free.get(size)

@@ -39,6 +39,9 @@ _LAST = 1 << 32
 """Sort key of BYE. It is above all step numbers, so BYE is sent last."""
 FRAME_NBYTES = 2048
 """Bytes that each queued frame counts in addition to a body that was made for it: the memory of its Python objects."""
+SEND = int(socket.MSG_NOSIGNAL)
+SEND_NOW = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+"""Flags of a system call that sends, as plain integers, since `|` of enums costs microseconds."""
 _ONCE = frozenset((Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME))
 _PROBES = frozenset((Kind.PROBE, Kind.PROBE_OK))
 
@@ -100,43 +103,78 @@ def _on_one_machine(sock: ByteChannel) -> bool:
         return True
 
 
-class _Outgoing:
-    """A frame that is queued or partly sent. `begin` prepares it for sending. A large frame is sent in several parts; `cut`
-    sets their size."""
+class Content:
+    """A message as bytes. They are computed once, also if several peers get the message."""
 
-    def __init__(self, operation: Handle, header: Header, body: memoryview | bytes) -> None:
-        self.operation, self.header = operation, header
+    def __init__(self, header: Header, body: memoryview | bytes) -> None:
+        self.header = header
         self.held_nbytes = FRAME_NBYTES + (len(body) if isinstance(body, bytes) else 0)
-        """Memory that the frame occupies while it waits. A memoryview is memory that its owner keeps in any case."""
+        """Memory that the message occupies while it waits. A memoryview is memory that its owner keeps in any case."""
         self._body = memoryview(body).cast("B")
-        self._wire_header = header
-        self._packed = framing.pack(header, len(self._body))
-        self._parts = [(0, len(self._body))]
-        self._next = 0
-        self._begun = False
-        self._left: list[memoryview] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the body; after `begin` as sent, without the zero chunks that are left out."""
-        return len(self._body)
-
-    def begin(self) -> None:
-        """Leaves zero chunks out of the body. This may copy the body, so it is called only when the frame's turn has come.
-        Only the first call has an effect."""
-        if self._begun:
-            return
-        self._begun = True
-        if self.header.kind in MAY_LACK_ZEROS and (short := drop_zeros(self._body)) is not None:
-            self._body = memoryview(short)
-            self._wire_header = self.header._replace(flags=self.header.flags | Flag.WITHOUT_ZEROS)
-            self._packed = framing.pack(self._wire_header, len(self._body))
-            self._parts = [(0, len(self._body))]
+        self.nbytes = len(self._body)
+        self._packed = framing.pack(header, self.nbytes)
+        self._final: tuple[Header, memoryview] | None = None
+        self._frame: tuple[memoryview, ...] = ()
 
     @property
     def limited(self) -> bool:
         """True: the limit of this process's rate applies. A probe measures the link."""
-        return bool(self._body) and self.header.kind not in _PROBES
+        return self.nbytes > 0 and self.header.kind not in _PROBES
+
+    def hold_s(self) -> float:
+        """Returns the seconds before the message may be sent."""
+        return TRAFFIC.gradients.hold_s() if TRAFFIC.gradients.bps and self.limited else 0.0
+
+    def sent(self, nbytes: int) -> int:
+        """Counts bytes that were sent of the message, and returns their number."""
+        TRAFFIC.add(nbytes)
+        if TRAFFIC.gradients.bps and self.limited:
+            TRAFFIC.gradients.took(nbytes)
+        return nbytes
+
+    def final(self) -> tuple[Header, memoryview]:
+        """Returns header and body without the zero chunks. This may copy the body, so it is called only when the message's turn
+        has come."""
+        if self._final is None:
+            header, body = self.header, self._body
+            if header.kind in MAY_LACK_ZEROS and (short := drop_zeros(body)) is not None:
+                header, body = header._replace(flags=header.flags | Flag.WITHOUT_ZEROS), memoryview(short)
+                self._packed = framing.pack(header, len(body))
+            self._final = header, body
+        return self._final
+
+    def frame(self) -> tuple[memoryview, ...]:
+        """Returns the pieces of the message as one frame."""
+        if not self._frame:
+            _, body = self.final()
+            head = memoryview(framing.seal(self._packed, crc32c(body)))
+            self._frame = (head, body) if body else (head,)
+        return self._frame
+
+
+class _Outgoing:
+    """A message that waits or is partly sent to one peer. `begin` prepares it for sending. A large message is sent in several
+    parts; `cut` sets their size."""
+
+    def __init__(self, operation: Handle, content: Content) -> None:
+        self.operation, self.content, self.header = operation, content, content.header
+        self.nbytes = content.nbytes
+        """Size of the body; after `begin` as sent, without the zero chunks that are left out."""
+        self._parts = [(0, self.nbytes)]
+        self._next = 0
+        self._left: list[memoryview] = []
+        """Bytes of the current part that are not sent yet; empty before its first system call."""
+
+    def resume(self, sent_nbytes: int) -> None:
+        """Continues a frame after a system call that has sent so many bytes of it, perhaps none."""
+        self._left = [*self.content.frame()]
+        self._advance(sent_nbytes)
+
+    def begin(self) -> None:
+        """Leaves zero chunks out of the body."""
+        _, body = self.content.final()
+        if len(body) != self.nbytes:
+            self.nbytes, self._parts = len(body), [(0, len(body))]
 
     @property
     def out(self) -> bool:
@@ -145,42 +183,37 @@ class _Outgoing:
     def cut(self, part_nbytes: int) -> None:
         """Splits the body into parts of at most this size. Called before every part; only the call before the first part has
         an effect."""
-        if self._next == 0 and self._left is None:
-            self._parts = split_parts(len(self._body), part_nbytes)
+        if self._next == 0 and not self._left:
+            self._parts = split_parts(self.nbytes, part_nbytes)
 
     def part_nbytes(self) -> int:
         start, stop = self._parts[self._next]
         return stop - start
 
-    def write(self, sock: ByteChannel, flags: int) -> bool:
+    def write(self, sock: ByteChannel) -> bool:
         """Makes one system call that sends bytes of the current part. Returns whether the part has been sent completely."""
-        self.begin()
-        if self._left is None:
+        if not self._left:
             self._left = self._pieces()
-        n = sock.sendmsg(self._left, [], flags | socket.MSG_NOSIGNAL)
-        TRAFFIC.add(n)
-        if self.limited:
-            TRAFFIC.gradients.took(n)
+        self._advance(self.content.sent(sock.sendmsg(self._left, [], SEND)))
+        if self._left:
+            return False
+        self._next += 1
+        return True
+
+    def _advance(self, n: int) -> None:
         while self._left and n >= len(self._left[0]):
             n -= len(self._left.pop(0))
         if self._left:
             self._left[0] = self._left[0][n:]
-            return False
-        self._left = None
-        self._next += 1
-        return True
 
     def _pieces(self) -> list[memoryview]:
+        if len(self._parts) == 1:
+            return [*self.content.frame()]
+        header, body = self.content.final()
         start, stop = self._parts[self._next]
-        body, packed = self._body[start:stop], self._packed
-        if len(self._parts) > 1:
-            packed = framing.pack(self._wire_header._replace(part=self._next, parts=len(self._parts)), len(body))
-        head = memoryview(framing.seal(packed, crc32c(body)))
-        return [head, body] if body else [head]
-
-
-def _hold_s(frame: _Outgoing) -> float:
-    return TRAFFIC.gradients.hold_s() if frame.limited else 0.0
+        part = body[start:stop]
+        header = header._replace(part=self._next, parts=len(self._parts))
+        return [memoryview(framing.encode(header, len(part), crc32c(part))), part]
 
 
 class Limits(NamedTuple):
@@ -231,10 +264,11 @@ class Connection:
         self._limits = limits
         self._assembly = Assembly(reader.allocate, self._most_nbytes, lambda: box.max_kept_nbytes, lambda: limits().messages)
         reader.place = self._assembly.place
-        lock = threading.RLock()
-        self._work = threading.Condition(lock)
-        self._room = threading.Condition(lock)
-        """Notified when a frame has been sent. Has the lock of `_work`."""
+        self._lock = threading.RLock()
+        self._work = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
+        """Notified when a frame has been sent, while `_awaits_room`."""
+        self._awaits_room = False
         self._unsent_nbytes = 0
         self._queue: list[_Item] = []
         self._seq = 0
@@ -254,52 +288,67 @@ class Connection:
         for thread in self._threads:
             thread.start()
 
-    def send(self, operation: Handle, header: Header, body: memoryview | bytes, *, last: bool = False) -> None:
-        frame = _Outgoing(operation, header, body)
-        with self._work:
+    def send(self, operation: Handle, content: Content, *, last: bool = False) -> None:
+        with self._lock:
             error = self.error
-            self._seq += 1
-            item = (_LAST if last else header.step, header.order, self._seq, frame)
             inline = error is None and not (self._busy or self._queue) and not last \
-                and frame.nbytes <= self._control.inline_nbytes and not _hold_s(frame)
+                and content.nbytes <= self._control.inline_nbytes and not content.hold_s()
             if error is None:
-                self._unsent_nbytes += frame.held_nbytes
+                self._unsent_nbytes += content.held_nbytes
             if inline:
                 self._busy = True
                 self._users += 1
             elif error is None:
-                heapq.heappush(self._queue, item)
+                heapq.heappush(self._queue, self._item(_Outgoing(operation, content), last=last))
                 if not self._busy:
                     self._work.notify()
         if error is not None:
             operation.fail(error)
         elif inline:
-            self._write_inline(item)
+            self._write_inline(operation, content)
 
-    def _write_inline(self, item: _Item) -> None:
-        frame, done, error = item[-1], False, None
+    def _item(self, frame: _Outgoing, *, last: bool = False) -> _Item:
+        self._seq += 1
+        return _LAST if last else frame.header.step, frame.header.order, self._seq, frame
+
+    def _write_inline(self, operation: Handle, content: Content) -> None:
+        n, frame, error = 0, content.frame(), None
         try:
-            done = frame.write(self._sock, socket.MSG_DONTWAIT)
+            n = content.sent(self._sock.sendmsg(frame, [], SEND_NOW))
         except BlockingIOError:
             pass
         except OSError as failure:
             error = failure
-        with self._work:
+        done = n == sum(map(len, frame))
+        with self._lock:
             if done or error or self.error:
                 self._busy = False
-                self._unsent_nbytes -= frame.held_nbytes
-                self._room.notify()
+                self._sent(content)
             else:
-                self._rest = item
+                rest = _Outgoing(operation, content)
+                rest.resume(n)
+                self._rest = self._item(rest)
             if self._queue or self._rest:
                 self._work.notify()
+            if error is None:
+                self._users -= 1
+            remaining = self._users
         if error is not None:
             self._break(error)
         if done:
-            mailbox.sent(frame.operation, frame.header)
+            mailbox.sent(operation, content.header)
         elif self.error is not None:
-            frame.operation.fail(self.error)
-        self._leave()
+            operation.fail(self.error)
+        if error is not None:
+            self._leave()
+        elif remaining == 0:
+            self._close()
+
+    def _sent(self, content: Content) -> None:
+        """Frees the room of a message that waits no longer. Called with the lock."""
+        self._unsent_nbytes -= content.held_nbytes
+        if self._awaits_room:
+            self._room.notify()
 
     def _send_loop(self) -> None:
         while (item := self._next()) is not None:
@@ -310,7 +359,7 @@ class Connection:
                 part_nbytes = min(self._control.part_nbytes or math.inf, TRAFFIC.gradients.part_nbytes)
                 if part_nbytes < math.inf:
                     frame.cut(int(part_nbytes))
-                while not frame.write(self._sock, 0):
+                while not frame.write(self._sock):
                     pass
                 if frame.header.kind == Kind.BYE:
                     self._said_bye = True
@@ -318,12 +367,11 @@ class Connection:
             except OSError as error:
                 frame.operation.fail(self._break(error))
                 break
-            with self._work:
+            with self._lock:
                 self._busy = False
                 ended = self.error
                 if frame.out:
-                    self._unsent_nbytes -= frame.held_nbytes
-                    self._room.notify()
+                    self._sent(frame.content)
                 elif ended is None:
                     heapq.heappush(self._queue, item)
             if frame.out:
@@ -343,7 +391,7 @@ class Connection:
                     if not self._queue:
                         self._control.idle()
                     self._work.wait()
-                elif hold_s := max(self._control.hold_s(self._queue[0][-1].nbytes), _hold_s(self._queue[0][-1])):
+                elif hold_s := max(self._control.hold_s((first := self._queue[0][-1]).nbytes), first.content.hold_s()):
                     self._work.wait(hold_s)
                 else:
                     self._busy = True
@@ -355,7 +403,8 @@ class Connection:
             while True:
                 while (frame := self._reader.next()) is not None:
                     if (assembled := self._assembly.whole(frame)) is not None:
-                        self._await_room()
+                        if self._unsent_nbytes:
+                            self._await_room()
                         self._take(assembled)
                 n = self._sock.recv_into(self._reader.wanted())
                 TRAFFIC.add(0, n)
@@ -385,8 +434,10 @@ class Connection:
             return self._unsent_nbytes <= self._limits().messages * FRAME_NBYTES or self.error is not None
 
         if not is_ready():
-            with self._work:
+            with self._lock:
+                self._awaits_room = True
                 self._room.wait_for(is_ready)
+                self._awaits_room = False
 
     def _most_nbytes(self, header: Header) -> int:
         by_kind = self._limits().body_nbytes
@@ -439,12 +490,15 @@ class Connection:
             frame.operation.fail(reason)
 
     def _leave(self) -> None:
-        with self._work:
+        with self._lock:
             self._users -= 1
             remaining = self._users
         if remaining == 0:
-            self._control.end()
-            close_channel(self._sock)
+            self._close()
+
+    def _close(self) -> None:
+        self._control.end()
+        close_channel(self._sock)
 
     def join(self, deadline: float) -> bool:
         """Waits until `deadline` (time.monotonic()) for both threads to end. Returns whether they have ended."""

@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from commlayer.callbacks import ignore
@@ -18,7 +18,16 @@ from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost
 from commlayer.transport import framing, mailbox
 from commlayer.transport import handshake as greeting
 from commlayer.transport.buffer_pool import BufferPool
-from commlayer.transport.connection import Connection, Limits, close_channel, connect_socket, shut_down, track, tune_socket
+from commlayer.transport.connection import (
+    Connection,
+    Content,
+    Limits,
+    close_channel,
+    connect_socket,
+    shut_down,
+    track,
+    tune_socket,
+)
 from commlayer.transport.flow.fair_share import source_of
 from commlayer.transport.flow.pacing import Pacer
 from commlayer.transport.framing import Reader
@@ -36,6 +45,7 @@ from commlayer.transport.protocol import (
     binding_of,
     peer_certificate,
     peer_name,
+    send_request,
 )
 
 Address = tuple[str, int]
@@ -357,21 +367,33 @@ class StreamTransport:
         self._pacer.follow(bps)
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
+        operation = mailbox.sending(peer, header)
+        self._send(operation, (peer,), header, body)
+        return operation
+
+    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> None:
+        self._send(mailbox.sending(peers[0], header), peers, header, body)
+
+    def _send(self, operation: Handle, peers: Sequence[int], header: Header, body: memoryview | bytes) -> None:
+        """`operation` ends when the first peer has been sent the message."""
         if len(body) > self._settings.max_nbytes:
             raise InvalidInput("E-TRANSPORT-USE",
-                               f"message to {peer_name(peer)}: its body has {len(body)} bytes, allowed "
+                               f"message to {', '.join(map(peer_name, peers))}: its body has {len(body)} bytes, allowed "
                                f"{self._settings.max_nbytes}")
-        operation = mailbox.sending(peer, header)
-        with self._lock:
-            connection = self._connections.get(peer)
-        if connection is not None:
-            connection.send(operation, header, body)
-        else:
-            operation.fail(self._mailbox.failure(peer) or PeerLost("not connected", peer=peer_name(peer)))
-        return operation
+        content = Content(header, body)
+        for peer in peers:
+            if (connection := self._connections.get(peer)) is not None:
+                connection.send(operation, content)
+            else:
+                operation.fail(self._mailbox.failure(peer) or PeerLost("not connected", peer=peer_name(peer)))
+
+    request = send_request
 
     def recv(self, peer: int, match: Key | None = None) -> Handle:
         return self._mailbox.recv(peer, match)
+
+    def subscribe(self, peer: int, arrived: Callable[[Message], None], ended: Callable[[CommError], None]) -> None:
+        self._mailbox.subscribe(peer, arrived, ended)
 
     def wait(self, handle: Handle, deadline: float) -> Message:
         return handle.wait(deadline)
@@ -400,7 +422,7 @@ class StreamTransport:
         deadline = time.monotonic() + (self._settings.flush_s if flush_s is None else flush_s)
         bye = Header(Kind.BYE, sender=self.rank)
         for connection in connections:
-            connection.send(mailbox.sending(connection.peer, bye), bye, b"", last=True)
+            connection.send(mailbox.sending(connection.peer, bye), Content(bye, b""), last=True)
         for connection in connections:
             if not connection.join(deadline):
                 connection.end(reason)

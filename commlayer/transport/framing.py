@@ -14,7 +14,7 @@ from commlayer.transport.protocol import KIND_NAMES, MAY_LACK_ZEROS, Flag, Heade
 MAGIC = b"CML2"
 VERSION = 10
 DEFAULT_MAX_NBYTES = MAX_FRAME_NBYTES
-STAGING_NBYTES = 16 << 10
+STAGING_NBYTES = 32 << 10
 """Size of the staging buffer, in bytes. Small frames then need one system call; of a large body, at most this many bytes are
 copied."""
 
@@ -68,11 +68,12 @@ def seal(packed: bytes, crc: int) -> bytes:
 def decode(data: memoryview, max_nbytes: int, *, begun: bool = False) -> tuple[Header, int, int]:
     """Decodes HEADER_NBYTES bytes to header, body size and the body's CRC. Raises CorruptFrame. `begun`: True: the connection
     has already received a valid frame, so wrong bytes mean damage, not another protocol."""
-    _check_magic(data, begun=begun)
-    if crc32c(data[:_CHECKED_NBYTES]) != _CRC.unpack(data[_CHECKED_NBYTES:])[0]:
+    (magic, version, kind, flags, round_, generation, step, bucket, part, parts, sender, order,
+     codec, reserved, joined, used, undone, weight, total, nbytes, crc, own_crc) = _LAYOUT.unpack(data)
+    if magic != MAGIC:
+        _check_magic(data, begun=begun)
+    if crc32c(data[:_CHECKED_NBYTES]) != own_crc:
         raise Damaged("the header's checksum does not match")
-    (_, version, kind, flags, round_, generation, step, bucket, part, parts, sender, order,
-     codec, reserved, joined, used, undone, weight, total, nbytes, crc, _) = _LAYOUT.unpack(data)
     if version != VERSION:
         raise CorruptFrame(f"got frame version {version}, but this process uses version {VERSION}: install the same commlayer "
                            "version on all machines",
@@ -150,6 +151,9 @@ class Reader:
             raise self._error.with_traceback(None)
         try:
             if self._body is None:
+                if self._start == self._stop:
+                    self._start = self._stop = 0
+                    return None
                 self._read_header()
             if self._body is None or self._got < len(self._body):
                 return None

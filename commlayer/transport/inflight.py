@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from commlayer.transport.protocol import ANSWERED_BY, KIND_NAMES, NUMBERED, Handle, Header, Key, Kind, answer_key, key
 
-REPLAYED = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE))
-"""Kinds of messages that are sent again after a reconnect."""
+REPLAYED = frozenset((Kind.UNDO, Kind.PACE))
+"""Kinds of messages without an answer that are sent again after a reconnect, as requests are."""
 _NUMBERED_ANSWERS = frozenset(ANSWERED_BY[kind] for kind in NUMBERED if kind in ANSWERED_BY)
 _ANSWERS = frozenset(ANSWERED_BY.values())
 

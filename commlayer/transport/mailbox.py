@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable
 
 from commlayer.errors import CommError, CorruptFrame
 from commlayer.transport.protocol import KIND_NAMES, Handle, Header, Key, Message, key, peer_name
@@ -16,10 +17,11 @@ KEPT_OVERHEAD_NBYTES = 512
 """Bytes that each stored message counts in addition to its body, so a flood of empty messages also reaches the limit."""
 
 _NO_BODY = memoryview(b"")
+_SENDS = {kind: f"send of {name}" for kind, name in KIND_NAMES.items()}
 
 
 def sending(peer: int, header: Header) -> Handle:
-    return Handle(f"send of {KIND_NAMES[header.kind]}", peer, header.step, header.bucket)
+    return Handle(_SENDS[header.kind], peer, header.step, header.bucket)
 
 
 def sent(operation: Handle, header: Header) -> None:
@@ -43,6 +45,7 @@ class Mailbox:
         self._lock = threading.Lock()
         self._seq = 0
         self._posted: dict[tuple[int, Key | None], deque[tuple[int, Handle]]] = {}
+        self._subscribers: dict[int, tuple[Callable[[Message], None], Callable[[CommError], None]]] = {}
         self._kept: OrderedDict[int, Message] = OrderedDict()  # in order of arrival
         self._index: dict[tuple[int, Key], deque[int]] = {}  # the same messages, by peer and key
         self._kept_nbytes: dict[int, int] = {}
@@ -71,24 +74,41 @@ class Mailbox:
 
     def deliver(self, message: Message) -> None:
         """Delivers a checked message. Raises CorruptFrame if its sender exceeds the limit of bytes without a posted receive."""
-        peer, k = message.peer, key(message.header)
+        peer = message.peer
         with self._lock:
-            if self.failure(peer) is not None:
+            if self._failed and self.failure(peer) is not None:
                 return
-            operation = self._posted_for(peer, k)
-            if operation is None:
-                self._keep(message, k)
+            operation = self._posted_for(peer, key(message.header)) if self._posted else None
+            subscriber = self._subscribers.get(peer)
+            if operation is None and subscriber is None:
+                self._keep(message, key(message.header))
                 return
-        operation.complete(message)
+        if operation is not None:
+            operation.complete(message)
+        elif subscriber is not None:
+            subscriber[0](message)
+
+    def subscribe(self, peer: int, arrived: Callable[[Message], None], ended: Callable[[CommError], None]) -> None:
+        """See Transport.subscribe."""
+        while True:
+            with self._lock:
+                message, error = self._take(peer, None), self.failure(peer)
+                if message is None and error is None:
+                    self._subscribers[peer] = arrived, ended
+                    return
+            if message is not None:
+                arrived(message)
+            elif error is not None:
+                ended(error)
+                return
 
     def end(self, reason: CommError, peer: int) -> None:
         """Ends a peer: receives fail with `reason`, but messages that have already arrived can still be received. If the peer
         has ended before, its first reason is kept."""
         with self._lock:
             reason = self._failed.setdefault(peer, clear_traceback(reason))
-            operations = self._unpost(peer)
-        for operation in operations:
-            operation.fail(reason)
+            pending = self._unpost(peer)
+        _fail(pending, reason)
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
         """Ends one peer, or all, like `end`, and drops the messages that have arrived."""
@@ -96,9 +116,8 @@ class Mailbox:
             reason = self._failed.setdefault(peer, clear_traceback(reason))
             for seq in [s for s, m in self._kept.items() if peer is None or m.peer == peer]:
                 self._forget(seq)
-            operations = self._unpost(peer)
-        for operation in operations:
-            operation.fail(reason)
+            pending = self._unpost(peer)
+        _fail(pending, reason)
 
     def admit(self, peer: int) -> None:
         """Clears the error of a peer that has connected again."""
@@ -147,6 +166,14 @@ class Mailbox:
         self._kept_nbytes[message.peer] -= len(message.body) + KEPT_OVERHEAD_NBYTES
         return message
 
-    def _unpost(self, peer: int | None) -> list[Handle]:
+    def _unpost(self, peer: int | None) -> list[Callable[[CommError], None]]:
+        """Removes the receives and the subscriber of a peer, or of all. Returns the functions that end them."""
         places = [place for place in self._posted if peer is None or place[0] == peer]
-        return [operation for place in places for _, operation in self._posted.pop(place)]
+        subscribed = [other for other in self._subscribers if peer is None or other == peer]
+        return [*(operation.fail for place in places for _, operation in self._posted.pop(place)),
+                *(self._subscribers.pop(other)[1] for other in subscribed)]
+
+
+def _fail(pending: list[Callable[[CommError], None]], reason: CommError) -> None:
+    for fail in pending:
+        fail(reason)

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput
@@ -230,9 +230,22 @@ class Transport(Protocol):
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle: ...
 
+    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> None:
+        """Sends one message to several peers, of which some may have ended. Its frame is made once."""
+        ...
+
+    def request(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
+        """Sends a request. Returns the handle of its answer, which also fails if the request cannot be sent."""
+        ...
+
     def recv(self, peer: int, match: Key | None = None) -> Handle:
         """Receives the next message from that peer with that key; None: with any key. Messages that arrived before the call are
         kept."""
+        ...
+
+    def subscribe(self, peer: int, arrived: Callable[[Message], None], ended: Callable[[CommError], None]) -> None:
+        """Calls `arrived` with every message from that peer for which no receive is posted, first with those that are kept, and
+        `ended` once, when the peer ends. Both run in the thread that receives, and must neither block nor raise."""
         ...
 
     def wait(self, handle: Handle, deadline: float) -> Message:
@@ -249,7 +262,7 @@ class Transport(Protocol):
 
 
 def send_request(transport: Transport, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
-    """Sends a request. Returns the handle of its answer, which also fails if the request cannot be sent."""
+    """Implements `Transport.request` with `send` and `recv`."""
     answer = transport.recv(peer, answer_key(header))
 
     def sent(sending: Handle) -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from commlayer.callbacks import ignore
 from commlayer.errors import CommError, Damaged, NotYet, PeerLost, Refused, without_code
 from commlayer.transport import mailbox
 from commlayer.transport.backoff import Backoff
-from commlayer.transport.inflight import REPLAYED, InFlightRequests, is_answer
+from commlayer.transport.inflight import REPLAYED, InFlightRequests, Request, is_answer
 from commlayer.transport.protocol import (
-    ANSWERED_BY,
     Handle,
     Header,
     Key,
@@ -137,6 +136,19 @@ class ReconnectingTransport:
         link = self._links.get(peer)
         if link is None or header.kind not in REPLAYED:
             return self._carrier.send(peer, header, body)
+        request = self._send(link, peer, header, body)
+        mailbox.sent(request, request.header)
+        return request
+
+    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> None:
+        for peer in peers:
+            self.send(peer, header, body)
+
+    def request(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
+        link = self._links.get(peer)
+        return self._carrier.request(peer, header, body) if link is None else self._send(link, peer, header, body)
+
+    def _send(self, link: _Link, peer: int, header: Header, body: memoryview | bytes) -> Request:
         with link.order:
             request = link.inflight.add(header, body)
             try:
@@ -149,8 +161,6 @@ class ReconnectingTransport:
                 link.inflight.forget(request)
         if error is not None:
             request.fail(error)
-        elif header.kind not in ANSWERED_BY:
-            mailbox.sent(request, request.header)
         return request
 
     def _on_message(self, message: Message) -> None:
@@ -173,12 +183,11 @@ class ReconnectingTransport:
         if request is None:
             self._carrier.deliver(message)  # it counts against the limit on unrequested messages
             return
-        mailbox.sent(request, request.header)
         if (sending := request.sending) is not None and not sending.done():
             # The caller may write to the body after the answer, but the replayed send still reads it.
-            sending.on_done(lambda _: self._carrier.deliver(message))
+            sending.on_done(lambda _: request.complete(message))
         else:
-            self._carrier.deliver(message)
+            request.complete(message)
 
     def _fail_peer(self, ended: Handle) -> None:
         """Fails all requests of a peer that will not return. `ended`: the receive for NO_MESSAGE, which has failed."""
@@ -274,6 +283,9 @@ class ReconnectingTransport:
 
     def recv(self, peer: int, match: Key | None = None) -> Handle:
         return self._carrier.recv(peer, match)
+
+    def subscribe(self, peer: int, arrived: Callable[[Message], None], ended: Callable[[CommError], None]) -> None:
+        self._carrier.subscribe(peer, arrived, ended)
 
     def wait(self, handle: Handle, deadline: float) -> Message:
         return handle.wait(deadline)

@@ -54,6 +54,8 @@ int64_t cml_f32_to_f16(uint16_t* dst, const float* src, int64_t n);
 int64_t cml_f32_to_bf16(uint16_t* dst, const float* src, int64_t n);
 void cml_f16_to_f32(float* dst, const uint16_t* src, int64_t n);
 void cml_bf16_to_f32(float* dst, const uint16_t* src, int64_t n);
+/* dst[i] = factor * src[i], and 1. Ends at the first element of src that is not finite, or up to 4095 before it, with 0. */
+int64_t cml_scale_f32(float* dst, const float* src, float factor, int64_t n);
 /* 1 if every x[i] (+ residual[i], if residual != NULL) is finite, else 0. */
 int64_t cml_all_finite(const float* x, const float* residual, int64_t n);
 

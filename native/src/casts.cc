@@ -137,3 +137,13 @@ extern "C" int64_t cml_all_finite(const float* x, const float* residual, int64_t
 #endif
   return (finite && cml::finite_portable(x, residual, i, n)) ? 1 : 0;
 }
+
+extern "C" int64_t cml_scale_f32(float* dst, const float* src, float factor, int64_t n) {
+  constexpr int64_t kChunk = 4096;  // in the first level of the cache between the test and the product
+  for (int64_t from = 0; from < n; from += kChunk) {
+    const int64_t stop = n - from < kChunk ? n : from + kChunk;
+    if (!cml_all_finite(src + from, nullptr, stop - from)) return 0;
+    for (int64_t i = from; i < stop; ++i) cml::store(dst, i, cml::load(src, i) * factor);
+  }
+  return 1;
+}

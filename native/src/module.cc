@@ -42,6 +42,16 @@ void widen(nb::handle dst, nb::handle src) {
   run(4 * n, [&] { Parts(n, 1).each([&](Part p) { kKernel(to + p.lo, from + p.lo, p.n); }); });
 }
 
+bool scale(nb::handle dst, nb::handle src, float factor) {
+  const Memory dst_memory("dst", dst.ptr(), true), src_memory("src", src.ptr(), false);
+  int64_t n = 0;
+  float* to = dst_memory.array<float>(Kind::f32, &n);
+  const float* from = src_memory.payload<float>(Kind::f32, n);
+  return run(4 * n, [&] {
+    return Parts(n, 1).least([&](Part p) { return cml_scale_f32(to + p.lo, from + p.lo, factor, p.n); });
+  }) != 0;
+}
+
 bool all_finite(nb::handle x, nb::handle residual) {
   const Memory memory("x", x.ptr(), false);
   int64_t n = 0;
@@ -149,6 +159,7 @@ NB_MODULE(_core, m) {
   m.def("f32_to_bf16", &narrow<Kind::bf16, cml_f32_to_bf16>, "dst"_a, "src"_a);
   m.def("f16_to_f32", &widen<Kind::f16, cml_f16_to_f32>, "dst"_a, "src"_a);
   m.def("bf16_to_f32", &widen<Kind::bf16, cml_bf16_to_f32>, "dst"_a, "src"_a);
+  m.def("scale_f32", &scale, "dst"_a, "src"_a, "factor"_a);
   m.def("all_finite", &all_finite, "x"_a, "residual"_a.none() = nb::none());
 
   m.def("int8_encode", &int8_encode, "q"_a, "scale"_a, "x"_a, "residual"_a.none(), "block"_a);

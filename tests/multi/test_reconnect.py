@@ -293,9 +293,8 @@ def test_cut_inside_a_handshake_is_recovered(folders: Folders, way: int, how: st
     for number, after in enumerate(ends):
         cutter.cut_next(Cut(way, after, how))
         cutter.break_all()
-        worker.send(SERVER_BASE, PUSH._replace(step=number), b"payload")
+        answer = worker.request(SERVER_BASE, PUSH._replace(step=number), b"payload")
         assert server.wait(server.recv(0), soon()).header.step == number
-        answer = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT, step=number)))
         server.send(0, PUSH._replace(kind=Kind.RESULT, step=number), b"sum")
         assert bytes(worker.wait(answer, soon()).body) == b"sum"
     assert cutter.shots >= len(ends) - 2
@@ -326,23 +325,20 @@ PUSH = Header(Kind.PUSH, 1, 3, 7, sender=0)
 ])
 def test_server_that_stays_away_is_named(window_s: float, refused: bool, words: str) -> None:
     server, worker, cutter = pair(window_s, refused_is_over=refused)
-    waiting = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
-    sent = worker.send(SERVER_BASE, PUSH, b"payload")
+    waiting = worker.request(SERVER_BASE, PUSH, b"payload")
     server.wait(server.recv(0), soon())
     cutter.close()
     # The second once the first has failed: before, the kernel may take it as if nothing were.
-    for handle in (lambda: waiting, lambda: worker.send(SERVER_BASE, PUSH._replace(bucket=8), b"")):
+    for handle in (lambda: waiting, lambda: worker.request(SERVER_BASE, PUSH._replace(bucket=8), b"")):
         with pytest.raises(PeerLost, match=f"server 0: .*{words}.*E-PEER-LOST"):
             worker.wait(handle(), soon())
-    assert sent.done()
     worker.close()
     server.close()
 
 
 def test_evicted_peer_receives_the_reason_and_does_not_reconnect(caplog: pytest.LogCaptureFixture) -> None:
     server, worker, cutter = pair(30.0)
-    waiting = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
-    worker.send(SERVER_BASE, PUSH, b"payload")
+    waiting = worker.request(SERVER_BASE, PUSH, b"payload")
     server.abort(CorruptFrame("codec 9 with weight nan", peer="worker 0"), 0)
     assert_refused(outcome(lambda: worker.wait(waiting, soon())), "E-FRAME", "server 0: ", "codec 9 ")
     worker.close()
@@ -372,8 +368,7 @@ def test_peer_evicted_between_welcome_and_connection_stays_evicted(monkeypatch: 
 def test_half_open_connection_is_replaced_by_the_new_one() -> None:
     """After a router has changed its address, the server's end is open and would stay open for minutes."""
     server, worker, cutter = pair(30.0)
-    handle = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
-    worker.send(SERVER_BASE, PUSH, b"payload")
+    handle = worker.request(SERVER_BASE, PUSH, b"payload")
     assert bytes(server.wait(server.recv(0), soon()).body) == b"payload"
     cutter.break_near()
     assert bytes(server.wait(server.recv(0), soon()).body) == b"payload", "sent again on a new connection"

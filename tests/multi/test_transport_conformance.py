@@ -67,6 +67,32 @@ def any_key(mesh: Mesh) -> None:
         assert (message.peer, message.header.bucket, bytes(message.body)) == (2, 5, b"\2")
 
 
+def subscription(mesh: Mesh) -> None:
+    """A subscriber gets, in order, what arrived before and later, except for what a receive waits for, and the end."""
+    with mesh(2) as (a, b):
+        for bucket in range(3):
+            b.send(0, data(1, bucket), b"early")
+        a.wait(a.recv(1, key(data(1, 2))), soon())
+        arrived, ended, over = list[int](), list[CommError](), threading.Event()
+
+        def end(error: CommError) -> None:
+            ended.append(error)
+            over.set()
+
+        a.subscribe(1, lambda message: arrived.append(message.header.bucket), end)
+        assert arrived == [0, 1]
+        last = a.recv(1, key(data(1, 9)))
+        for bucket in (3, 4, 9):
+            b.send(0, data(1, bucket))
+        a.wait(last, soon())
+        reason = PeerLost("heartbeats stopped", peer="worker 1")
+        a.abort(reason, 1)
+        assert over.wait(PATIENCE_S)
+        assert (arrived, ended) == ([0, 1, 3, 4], [reason])
+        a.subscribe(1, lambda _: None, end)
+        assert ended == [reason] * 2
+
+
 def early_arrivals(mesh: Mesh) -> None:
     """Messages that arrive before their receive are kept, in order of sending per key."""
     with mesh(2) as (a, b):
@@ -242,8 +268,8 @@ def storm(mesh: Mesh) -> None:
 
 CASES: dict[str, Callable[[Mesh], None]] = {
     case.__name__: case
-    for case in (any_key, early_arrivals, priority, deadline, abort_one, abort_all, orderly_end, callbacks, our_bugs,
-                 storm)
+    for case in (any_key, subscription, early_arrivals, priority, deadline, abort_one, abort_all, orderly_end, callbacks,
+                 our_bugs, storm)
 }
 
 

@@ -27,6 +27,9 @@ class RecordingOps:
     def zeros(self, r: int) -> list[bytes]:
         return []
 
+    def place(self, acc: list[bytes], out: memoryview) -> bool:
+        return False
+
     def add(self, r: int, payload: memoryview, acc: list[bytes], first: bool) -> None:
         if first:
             acc.clear()

@@ -44,6 +44,9 @@ class Sums:
     def zeros(self, r: int) -> list[float]:
         return [0.0]
 
+    def place(self, acc: list[float], out: memoryview) -> bool:
+        return False
+
     def add(self, r: int, payload: memoryview, acc: list[float], first: bool) -> None:
         (value,) = _VALUE.unpack(payload)
         acc[0] = value if first else acc[0] + value

@@ -27,7 +27,7 @@ from commlayer.errors import CommError
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import Bucket, Epoch, Job, Member, Plan, TensorInfo, sites_of
 from commlayer.transport.inflight import InFlightRequests
-from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Key, Kind, Message, key, send_request
+from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Message
 from tests.sim.simulated_network import CONFIG, STEPS, Frame, Home, Network, numbers
 from tests.sim.simulated_servers import RecordingOps
 
@@ -60,13 +60,8 @@ class Link:
     def __init__(self, world: Network, rank: int) -> None:
         self._world, self.rank = world, rank
         self.inflight = [InFlightRequests(SERVER_BASE + server) for server in range(world.servers)]
-        self._awaited: dict[tuple[int, Key], Handle] = {}
 
-    def recv(self, peer: int, answer: Key) -> Handle:
-        handle = self._awaited[peer, answer] = Handle("answer", peer)
-        return handle
-
-    def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
+    def request(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         request = self.inflight[peer - SERVER_BASE].add(header, bytes(body))
         self._world.send_up(self.rank, peer - SERVER_BASE, Frame(request.header, bytes(body)))
         return request
@@ -76,9 +71,8 @@ class Link:
             self._world.send_up(self.rank, server, Frame(request.header, bytes(request.body)))
 
     def arrived(self, server: int, frame: Frame) -> None:
-        if self.inflight[server].answer(frame.header) is not None:
-            peer = SERVER_BASE + server
-            self._awaited.pop((peer, key(frame.header))).complete(Message(peer, frame.header, memoryview(frame.body)))
+        if (request := self.inflight[server].answer(frame.header)) is not None:
+            request.complete(Message(SERVER_BASE + server, frame.header, memoryview(frame.body)))
 
 
 class Follower(ResultFollower):
@@ -507,7 +501,7 @@ class Worker:
         self._request(bucket.server, header, body).on_done(lambda answer: self._result(bucket, answer.message()))
 
     def _request(self, server: int, header: Header, body: bytes) -> Handle:
-        return send_request(self.transport, SERVER_BASE + server, header, body)  # type: ignore[arg-type]
+        return self.transport.request(SERVER_BASE + server, header, body)
 
     def _result(self, bucket: Bucket, message: Message) -> None:
         if message.header.round + 1 < self.world.rounds:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerEnded, PeerLost
 from commlayer.transport import framing, mailbox
 from commlayer.transport.mailbox import Mailbox
-from commlayer.transport.protocol import Handle, Header, Key, Message, peer_name
+from commlayer.transport.protocol import Handle, Header, Key, Message, peer_name, send_request
 
 _LAST = 1 << 32
 """Sorts after every step, so that the end of a wire is delivered last."""
@@ -122,8 +122,17 @@ class Loopback:
             wire.put(operation, header, memoryview(data))
         return operation
 
+    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> None:
+        for peer in peers:
+            self.send(peer, header, body)
+
+    request = send_request
+
     def recv(self, peer: int, match: Key | None = None) -> Handle:
         return self.mailbox.recv(peer, match)
+
+    def subscribe(self, peer: int, arrived: Callable[[Message], None], ended: Callable[[CommError], None]) -> None:
+        self.mailbox.subscribe(peer, arrived, ended)
 
     def wait(self, handle: Handle, deadline: float) -> Message:
         return handle.wait(deadline)

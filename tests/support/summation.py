@@ -30,6 +30,9 @@ class Doubles:
     def zeros(self, r: int) -> list[float]:
         return [0.0]
 
+    def place(self, acc: list[float], out: memoryview) -> bool:
+        return False
+
     def add(self, r: int, payload: memoryview, acc: list[float], first: bool) -> None:
         if len(payload) != 8:
             raise CorruptFrame(f"{len(payload)} bytes, expected 8")

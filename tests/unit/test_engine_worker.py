@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
@@ -11,9 +12,11 @@ import torch
 from support.residuals import by_tensor, slices_of
 from support.workers import Rig, job, on_ranks, step
 
+from commlayer.compressors import codec_of
 from commlayer.engine.buckets.current_step import Arrivals
 from commlayer.engine.job.plan_checks import unsuited
 from commlayer.engine.paths.lanes import Lane
+from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CorruptFrame, DeadlineExceeded, PeerLost
 from commlayer.planner import default_plan
 from commlayer.records import Plan
@@ -99,6 +102,32 @@ def test_non_finite_buffer_is_kept_and_skips_no_step() -> None:
     for total, mask in results:
         torch.testing.assert_close(total, torch.arange(10.0))
         torch.testing.assert_close(mask, torch.tensor([0.0, 1.0, -float("inf"), float("nan")]), equal_nan=True)
+
+
+@pytest.mark.parametrize(("place", "own"), [(None, False), *itertools.product((0, 4095, 4096, 89_999), (True, False))])
+def test_sum_is_checked_while_it_is_written_over_the_gradient(place: int | None, *, own: bool) -> None:
+    """What the gradient has where the sum is not finite still says whether this worker contributed it."""
+    shapes = job([(3,), (300, 300), (5, 7)])
+    layout = default_plan(shapes, codec="identity()", path="allreduce", servers=0, ranks_per_node=1, fuse_nbytes=0,
+                          cut_nbytes=1 << 20)
+    worker = Worker(shapes, layout, {b.id: codec_of(b) for b in layout.buckets}, torch.device("cpu"))
+    grads = [torch.randn(info.shape) for info in shapes.tensors]
+    expected = [grad.clone() for grad in grads]
+    if place is not None:
+        expected[1].view(-1)[place] = float("inf")
+    if own:
+        grads = [grad.clone() for grad in expected]
+    for tensor, grad in enumerate(grads):
+        worker.ready(tensor, grad)
+    worker.finish([*grads], 20.0)
+    if place is not None:
+        slot = [s.tensor for s in worker.buckets[0].slices].index(1)
+        worker.buckets[0].memory.views_y[slot].view(-1)[place] = float("inf")  # if not its own, of another worker
+    worker.commit(grads)
+    assert all(torch.equal(grad, value) for grad, value in zip(grads, expected, strict=True))
+    assert worker.not_finite == (1 if own else -1)
+    assert worker.spoilt == (set() if place is None else {0, 1, 2})
+    worker.close()
 
 
 def test_gradients_of_zero_samples_have_no_weight_even_if_nan() -> None:

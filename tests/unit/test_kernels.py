@@ -34,7 +34,10 @@ def test_sums_and_casts(n: int, kind: str) -> None:
             out += [bytes([finite]), raw(total), raw(back), words[back.cpu().isfinite()].numpy().tobytes()]
         total = present(acc)
         module.add_f32(total, present(x.view(np.uint8)))
-        return [*out, raw(total), bytes([module.all_finite(present(x)), module.all_finite(present(x), present(acc))])]
+        scaled = present(acc)
+        finite = module.scale_f32(scaled, present(x.view(np.uint8)), 0.3)
+        facts = bytes([finite, module.all_finite(present(x)), module.all_finite(present(x), present(acc))])
+        return [*out, raw(total), facts, raw(scaled) if finite else b""]
 
     same(sums)
 

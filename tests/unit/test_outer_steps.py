@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from commlayer.planner import default_plan
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import Job, TensorInfo
 from commlayer.transport import mailbox
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, send_request
 
 SHAPES, EVERY, STEPS = [(30, 20), (500,), (40, 10), (700,)], 4, 13
 INF, NAN = math.inf, math.nan
@@ -313,6 +313,12 @@ class Turned:
         if header.kind in (Kind.PUSH, Kind.RESULT):
             return self._hub.queue(self._end, peer, header, bytes(body))
         return self._end.send(peer, header, body)
+
+    def send_all(self, peers: Sequence[int], header: Header, body: Any = b"") -> None:
+        for peer in peers:
+            self.send(peer, header, body)
+
+    request = send_request
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._end, name)

@@ -140,6 +140,35 @@ def test_late_duplicate_gets_the_kept_result_and_old_steps_leave_the_window() ->
         core.push(push(1, 99.0, 1), 0.0)
 
 
+def test_uncompressed_result_outlasts_the_beginning_of_a_later_sum() -> None:
+    """Such a sum is built where its payload will be."""
+    bucket = Bucket(5, (Slice(0, 0, 8),), "service", "identity()")
+    ops, codec = CodecOps(codec_of(bucket), bucket, "job"), codec_of(bucket)
+    core = Summation(0, 1, {5: ops}, {5: (0, 1)})
+
+    def contribute(member: int, step: int) -> list[Reply]:
+        out = memoryview(bytearray(ops.bound))
+        nbytes = codec.start(np.full(8, 1.0 + member + 2 * step, np.float32), {}, out)
+        return core.push(Message(member, push(member, 0.0, step, codec=ops.codec).header, out[:nbytes]), 0.0)
+
+    def total(reply: Reply) -> float:
+        out = np.empty(8, np.float32)
+        assert codec.decode(reply.body, {}, out)
+        return float(out[0])
+
+    def follow(step: int) -> Reply:
+        (reply,) = core.follow(ask(Kind.FOLLOW, 9, step))
+        return reply
+
+    for step in range(5):
+        assert contribute(0, step) == [], "a sum has begun"
+        if step:
+            assert total(follow(step - 1)) == 3.0 + 4 * (step - 1)
+        if step > 1:
+            assert follow(step - 2).header.flags & Flag.ABANDON, "its memory is that of the new sum"
+        assert [total(reply) for reply in contribute(1, step)] == [3.0 + 4 * step] * 2
+
+
 @pytest.mark.parametrize(("fields", "words"), [
     ({"bucket": 6}, r"bucket 6\b.*E-FRAME"),
     ({"sender": 2}, r"worker 2\b.*E-FRAME"),

@@ -155,14 +155,21 @@ class BucketSum:
 
     def following(self) -> Message | None:
         """Takes the contribution that is added next, in member order; None if it has not arrived."""
-        current = self.sum
-        waiting = (*current.early, *(member for member in self.members if member not in current.handled))
-        return current.early.pop(min(waiting), None) if waiting else None
+        early, handled = self.sum.early, self.sum.handled
+        if not early:
+            return None
+        first = min(early)
+        for member in self.members:
+            if member < first and member not in handled:
+                return None
+        return early.pop(first)
 
     @property
     def complete(self) -> bool:
         """Returns True if all members have contributed to the sum in progress."""
-        return self.sum.open and self.contributors() >= set(self.members)
+        current = self.sum
+        return current.open and len(current.handled) + len(current.early) >= len(self.members) \
+            and self.contributors() >= set(self.members)
 
     def undo(self, slices: int) -> bool:
         """Rolls back those slices of the last result that the workers did not apply. Returns whether anything has changed: a

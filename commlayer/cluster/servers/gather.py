@@ -39,6 +39,9 @@ class GatherOps:
     def zeros(self, r: int) -> list[bytes]:
         return []
 
+    def place(self, acc: list[bytes], out: memoryview) -> bool:
+        return False
+
     def add(self, r: int, payload: memoryview, acc: list[bytes], first: bool) -> None:
         if len(payload) > ROW_NBYTES or len(payload) % NUMBER_NBYTES:
             raise InvalidInput("E-SIZE", f"a row has {len(payload)} bytes, allowed: numbers of {NUMBER_NBYTES}, up to "

@@ -17,7 +17,7 @@ from commlayer.cluster.processes.bounded_calls import CHECK_S
 from commlayer.cluster.processes.rows import Failed, PendingRows, RowTransport
 from commlayer.cluster.servers.gather import GATHER, ROW_BUCKET
 from commlayer.errors import CorruptFrame, DeadlineExceeded
-from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Kind, Message, Transport, peer_name, send_request
+from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Kind, Message, Transport, peer_name
 
 
 class ServedRows(RowTransport):
@@ -57,7 +57,7 @@ class ServedRows(RowTransport):
             if following is not None:
                 self._send(following)
 
-        send_request(self._transport, SERVER_BASE, row.header, row.body).on_done(answered)
+        self._transport.request(SERVER_BASE, row.header, row.body).on_done(answered)
 
     def begin(self, generation: int) -> None:
         with self._lock:

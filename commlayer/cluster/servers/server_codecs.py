@@ -15,6 +15,7 @@ from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import averages_buffers
 from commlayer.compressors.feedback import in_updates, ranges_of, residual_of
 from commlayer.compressors.kernels import give_back
+from commlayer.compressors.payload import HEADER_NBYTES
 from commlayer.compressors.residual_slices import ResidualSlice, residual_on, split_by_tensor
 from commlayer.compressors.state import SERVER, number, restore_server, server_snapshot
 from commlayer.errors import InvalidInput
@@ -58,6 +59,13 @@ class CodecOps:
 
     def zeros(self, r: int) -> Any:
         return self._codec.zeros(self._spec, r)
+
+    def place(self, acc: Any, out: memoryview) -> bool:
+        """Builds a new sum in the payload `out`, if the codec sends the sum unchanged: `emit` then copies nothing. Returns
+        whether it does."""
+        if self._codec.in_place:
+            acc["sum"] = np.frombuffer(out, np.float32, self._spec.numel, HEADER_NBYTES)
+        return self._codec.in_place
 
     def add(self, r: int, payload: memoryview, acc: Any, first: bool) -> None:
         self._codec.add(r, payload, acc, first=first)

@@ -134,12 +134,12 @@ class Summation:
             if result is not None:
                 return [Reply(message.peer, *result)]
             self._admit(cell, message)
-            contributors = cell.contributors()
-            if message.peer in contributors:
+            current = cell.sum
+            if message.peer in current.early or message.peer in current.handled:
                 return []  # a repeated message
-            if not contributors:
-                cell.sum.since, cell.sum.first = now, message.peer
-            cell.sum.early[message.peer] = message
+            if not current.early and not current.handled:
+                current.since, current.first = now, message.peer
+            current.early[message.peer] = message
             return self._advance(cell, release)
 
     def follow(self, message: Message) -> list[Reply]:
@@ -335,6 +335,8 @@ class Summation:
                 for held in cell.held:
                     release(held)
                 cell.held.clear()
+                if ops.place(cell.accs[0], cell.out(current.step, 0)):
+                    cell.results.pop((current.step - KEPT_STEPS, 0), None)  # its memory is reused
             if h.flags & Flag.ABANDON:
                 current.abandoned = current.abandoned or bytes(message.body)
             else:
@@ -402,7 +404,8 @@ class Summation:
             cell.begin(step, r + 1)
         else:
             cell.idle(step + 1)
-        cell.remove(ops.leavers)
+        if ops.leavers:
+            cell.remove(ops.leavers)
         self._remember(cell)
         return replies
 

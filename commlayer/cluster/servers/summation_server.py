@@ -6,6 +6,7 @@ therefore added in parallel. Sends on these threads only queue.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -143,21 +144,10 @@ class SumServer:
             new = {*workers} - self._listened
             self._listened |= new
         for worker in new:
-            self._listen(worker)
+            self._transport.subscribe(worker, self._take, self._note_end)
 
-    def _listen(self, member: int) -> None:
-        """Handles all messages of the member that have arrived, then posts a receive."""
-        while True:
-            handle = self._transport.recv(member)
-            if not handle.done():
-                handle.on_done(self._arrived)
-                return
-            if (error := handle.error()) is not None or self._failed is not None:
-                self._note_end(error)
-                return  # the connection ended; the heartbeats show whether the member is dead
-            self._take(handle.message())
-
-    def _note_end(self, error: CommError | None) -> None:
+    def _note_end(self, error: CommError) -> None:
+        """Records the end of a connection; the heartbeats show whether the member is dead."""
         if isinstance(error, PeerEnded):
             self._ended.add(error.peer)
         elif isinstance(error, CorruptFrame) and not isinstance(error, Damaged):
@@ -193,19 +183,13 @@ class SumServer:
         """Returns the names of members that have closed their connections in order."""
         return tuple(name for name in map(peer_name, self._members) if name in self._ended)
 
-    def _arrived(self, handle: Handle) -> None:
-        self._note_end(handle.error())
-        if handle.error() is None and self._failed is None:
-            message = handle.message()
-            self._take(message)
-            self._listen(message.peer)
-
     def _take(self, message: Message) -> None:
         """Handles one message. After an error the transport still delivers the sender's later messages, so a faulty member is
         dropped by its number."""
+        if self._failed is not None:
+            return
         try:
-            for reply in self._replies(message):
-                self._transport.send(reply.peer, reply.header, reply.body)
+            self._send(self._replies(message))
         except CorruptFrame as error:
             self._drop(error)
         except Exception as error:
@@ -214,7 +198,7 @@ class SumServer:
     def _replies(self, message: Message) -> list[Reply]:
         h = message.header
         if h.kind == Kind.PUSH:
-            return self.core.push(message, time.monotonic(), lambda added: self._recycle(added.body))
+            return self.core.push(message, time.monotonic(), self._release)
         if h.kind not in NUMBERED or not h.used:
             return self._handle(message)
         if h.used <= self._last_numbers.get(message.peer, 0):
@@ -222,6 +206,15 @@ class SumServer:
         replies = self._handle(message)
         self._last_numbers[message.peer] = h.used
         return replies
+
+    def _send(self, replies: Iterable[Reply]) -> None:
+        """Sends replies. Members that get the same one get one frame."""
+        for _, group in itertools.groupby(replies, key=lambda reply: (id(reply.header), id(reply.body))):
+            same = [*group]
+            self._transport.send_all([reply.peer for reply in same], same[0].header, same[0].body)
+
+    def _release(self, added: Message) -> None:
+        self._recycle(added.body)
 
     def _handle(self, message: Message) -> list[Reply]:
         match message.header.kind:
@@ -282,8 +275,8 @@ class SumServer:
             elif generation != self.core.generation:
                 problem = "a sum is in progress" if generation == self.core.generation + 1 else \
                     f"generation {generation} does not follow the server's generation {self.core.generation}"
-        for reply in former.end_follows() if former is not self.core else ():
-            self._transport.send(reply.peer, reply.header, reply.body)
+        if former is not self.core:
+            self._send(former.end_follows())
         return self._switched(message, problem)
 
     def _add(self, message: Message, admit: Callable[[Joins, int], None]) -> Reply:
@@ -305,11 +298,11 @@ class SumServer:
             self._members = tuple(member for member in self._members if member not in gone)
         self._reported.clear()
         try:
-            for found in core.remove(gone, lambda added: self._recycle(added.body)):
+            for found in core.remove(gone, self._release):
                 if isinstance(found, CorruptFrame):
                     self._drop(found)
                 else:
-                    self._transport.send(found.peer, found.header, found.body)
+                    self._send([found])
         except Exception as error:
             self._fail(Header(Kind.PUSH), error)
         for member in lost:

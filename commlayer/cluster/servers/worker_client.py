@@ -24,7 +24,7 @@ from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.keys.secret import new_nonce
-from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, peer_name, send_request
+from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, peer_name
 from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
 
 log = logging.getLogger("commlayer")
@@ -219,7 +219,7 @@ class WorkerClient:
         arrived, in any thread."""
         self._probes += 1
         header = self._header(Kind.PROBE, 0)._replace(step=self._probes, used=down_nbytes)
-        answer = send_request(self.transport, SERVER_BASE + server, header, bytes(up_nbytes))
+        answer = self.transport.request(SERVER_BASE + server, header, bytes(up_nbytes))
         answer.on_done(lambda answer: done(answer.error()))
 
     def pace_servers(self, node: int, bps: float) -> None:
@@ -244,7 +244,7 @@ class WorkerClient:
         """Tells a server that a worker joins; see Joins. Await the answer with `await_report`."""
         header = self._header(Kind.PLAN, 0)._replace(step=number, flags=Flag.ABANDON)
         body = msgspec.msgpack.encode(Joins(number, member, generation))
-        return send_request(self.transport, SERVER_BASE + server, header, body)
+        return self.transport.request(SERVER_BASE + server, header, body)
 
     def await_report(self, answer: Handle) -> None:
         """Waits for a server's answer to `report_joining`. Raises CommError if the server refuses."""
@@ -256,7 +256,7 @@ class WorkerClient:
         return Header(kind, self._generation, bucket=bucket, sender=self.transport.rank)
 
     def _ask(self, server: int, header: Header, body: bytes) -> bytes:
-        answer = send_request(self.transport, SERVER_BASE + server, header, body)
+        answer = self.transport.request(SERVER_BASE + server, header, body)
         return bytes(self.transport.wait(answer, time.monotonic() + self._config.deadline_s).body)
 
     def close(self, reason: str = "", flush_s: float | None = None, exchanges: int = -1) -> bool:

@@ -141,15 +141,15 @@ def store_f32(dst: Buffer, src: Array) -> None:
     """Writes the float32 numbers of `src` as bytes. Does nothing if `dst` is the memory of `src`."""
     if on_device(dst):
         device().store_f32(dst, src)
-    elif (floats := np.frombuffer(dst, np.float32)).ctypes.data != (numbers := to_host(src)).ctypes.data:
-        np.copyto(floats, numbers)
+    else:
+        np.copyto(np.frombuffer(dst, np.float32), to_host(src))  # numpy copies nothing if both have the same address
 
 
 def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:
     """Returns the largest of the unsigned numbers in `src`; 0 if there are none."""
     if on_device(src):
         return int(device().largest(src, np.dtype(dtype).itemsize))
-    return int(np.frombuffer(src, dtype).max(initial=0))
+    return int(np.maximum.reduce(np.frombuffer(src, dtype), initial=0))
 
 
 def scales_valid(src: Buffer, most: np.floating[Any] = MOST_SCALE) -> bool:

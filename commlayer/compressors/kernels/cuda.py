@@ -47,6 +47,12 @@ def add_bf16(acc: torch.Tensor, x: torch.Tensor) -> None:
     acc += x.view(torch.bfloat16)
 
 
+def scale_f32(dst: torch.Tensor, src: torch.Tensor, factor: float) -> bool:
+    numbers = src.view(torch.float32)
+    torch.mul(numbers, factor, out=dst)
+    return all_finite(numbers)
+
+
 def f32_to_f16(dst: torch.Tensor, src: torch.Tensor) -> bool:
     return all_finite(dst.view(torch.float16).copy_(src))
 

@@ -79,6 +79,14 @@ def _store(acc: Any, values: Array, *, assign: bool) -> None:
         target[:] = values if assign else target + values
 
 
+def scale_f32(dst: Any, src: Any, factor: float) -> bool:
+    finite = all_finite(src)
+    if finite:
+        with np.errstate(over="ignore"):
+            np.multiply(_view(src, F32), F32(factor), out=_view(dst, F32))
+    return finite
+
+
 def f32_to_f16(dst: Any, src: Any) -> bool:
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = _view(src, F32).astype(np.float16)

@@ -18,7 +18,7 @@ from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.plan_codecs import reader_of
 from commlayer.compressors.randomk import RandomK
 from commlayer.compressors.topk import TopK
-from commlayer.engine.buckets.bucket_layout import BucketLayout, BucketMemory, aligned, all_finite, release
+from commlayer.engine.buckets.bucket_layout import BucketLayout, BucketMemory, aligned, all_finite, release, scale
 from commlayer.engine.buckets.coder import PAYLOAD_HEADER, Coder
 from commlayer.engine.buckets.ledger import Ledger
 from commlayer.engine.buckets.results import EncodedResult, SparseResult, codec_of_results
@@ -92,6 +92,9 @@ class WorkerBucket:
         """True: a payload affects later steps, so the codec's input must stay unchanged until the next exchange."""
         self.in_means = not dense and (codec.has_residual or codec.has_server_residual)
         """True: what is encoded and summed are parts of the mean. So a residual keeps its value when weights change."""
+        self.assumes_total = self.served and codec.has_residual
+        """True: gradients are divided by an assumed total weight before they are encoded. The residual is corrected when the
+        result shows the true one."""
         self.assumed: float | None = None
         """Total weight of the last result, by which the next gradients are divided if `assumes_total`. None: no result of this
         plan and these members has arrived; the number of workers is assumed then."""
@@ -180,12 +183,6 @@ class WorkerBucket:
         if slices and self.ledger.sent is not None:
             self.ledger.applied(slices, self._share_of_inherited())
 
-    @property
-    def assumes_total(self) -> bool:
-        """Returns True if gradients are divided by an assumed total weight before they are encoded. The residual is corrected
-        when the result shows the true one."""
-        return self.served and self.codec.has_residual
-
     def _share_of_inherited(self) -> float:
         """Returns the fraction of the inherited residual that reached the mean. It is not 1 if the total weight differs from
         the assumed one."""
@@ -224,13 +221,33 @@ class WorkerBucket:
             self.compact.write(factor, targets)
             return
         pairs = self.layout.pairs(targets, memory.views_y)
-        if self.numel <= SMALL_NUMEL * len(pairs):
+        if len(pairs) > 1 and self.numel <= SMALL_NUMEL * len(pairs):
             memory.y.mul_(factor)
             self.exchange.scaled = factor
             torch._foreach_copy_([target.detach() for _, target in pairs], [view for view, _ in pairs])
             return
         for view, target in pairs:
             torch.mul(view, factor, out=target.detach())
+
+    def commit_finite(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> bool:
+        """Does as `commit`, and checks in the same pass whether the received sum is finite. Returns False at the first part
+        that is not; what the targets have there and later is then unchanged, and `commit` is to be called."""
+        views = self.memory.views_y
+        if len(views) > 1 and self.numel <= SMALL_NUMEL * len(views):
+            self.look()
+            if self.exchange.finite:
+                self.commit(factor, targets)
+            return self.exchange.finite
+        for view, shape, target, s in zip(views, self.layout.shapes, targets, self.slices, strict=True):
+            if target is None:
+                finite = all_finite(view)
+            else:
+                to = target.detach() if target.shape == shape else target.detach().view(-1)[s.start : s.stop]
+                finite = scale(view, factor, to)
+            if not finite:
+                self.exchange.finite = False
+                return False
+        return True
 
     def slice_of_result(self, number: int) -> torch.Tensor:
         """Returns the received values of a slice; only the nonzero values if the result arrived as sparse entries."""
@@ -386,7 +403,7 @@ class EncodedBucket(ServedBucket):
 
     def _drop_y(self) -> None:
         self.memory.drop_y()
-        self.coder.host_y = self.memory.y
+        self.coder.drop_y()
 
     def read_sum(self) -> None:
         """Reads weight and used slices from the sum over this node's ranks."""
@@ -411,10 +428,11 @@ class EncodedBucket(ServedBucket):
         was assumed."""
         exchange = self.exchange
         exchange.weight, exchange.used = weight, used
-        share, ratio = divided_afterwards(exchange.total, weight)
-        if self.assumes_total and exchange.finite and ratio != 1.0:
-            x, sent = self.coder.input, self.ledger.sent
-            self.coder.reweigh(share, (x if sent is None else x - sent.to(x.device)) * (ratio - 1.0))
+        if self.assumes_total and exchange.finite:
+            share, ratio = divided_afterwards(exchange.total, weight)
+            if ratio != 1.0:
+                x, sent = self.coder.input, self.ledger.sent
+                self.coder.reweigh(share, (x if sent is None else x - sent.to(x.device)) * (ratio - 1.0))
         self.learn(weight)
 
     def _share_of_inherited(self) -> float:

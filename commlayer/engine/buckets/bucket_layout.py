@@ -16,8 +16,24 @@ from commlayer.records import Bucket, Job
 def all_finite(tensor: torch.Tensor) -> bool:
     """Returns True if all elements are finite, for any dtype and device. For a tensor on a GPU the host waits for the result.
     """
-    plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
-    return bool(kernels.host().all_finite(tensor.detach().view(-1))) if plain else bool(tensor.isfinite().all())
+    if is_plain(tensor):
+        return bool(kernels.host().all_finite(tensor.detach().view(-1)))
+    return bool(tensor.isfinite().all())
+
+
+def scale(x: torch.Tensor, factor: float | torch.Tensor, out: torch.Tensor) -> bool:
+    """Writes x times `factor` into `out`, and returns True, if all elements of x are finite. Returns False as soon as some
+    element is not; `out` is then unchanged there and later."""
+    if isinstance(factor, float) and is_plain(x) and is_plain(out):
+        return bool(kernels.host().scale_f32(out.view(-1), x.view(-1), factor))
+    if finite := all_finite(x):
+        torch.mul(x, factor, out=out)
+    return finite
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Returns True if the host's kernels can work on a tensor."""
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
 ALIGN = 64
@@ -47,9 +63,9 @@ class BucketLayout:
         A complete tensor can have any strides. A split tensor must be contiguous; see `contiguous`.
         """
         pairs = []
-        for view, tensor, s in zip(views, tensors, self.slices, strict=True):
+        for view, tensor, shape, s in zip(views, tensors, self.shapes, self.slices, strict=True):
             if tensor is not None:
-                pairs.append((view, tensor if view.shape == tensor.shape else tensor.view(-1)[s.start : s.stop]))
+                pairs.append((view, tensor if tensor.shape == shape else tensor.view(-1)[s.start : s.stop]))
         return pairs
 
 

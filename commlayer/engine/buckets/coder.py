@@ -58,6 +58,13 @@ class Coder:
         else:
             in_place = block[: PAYLOAD_HEADER + 4 * numel]
             self.payload = (in_place if codec.in_place else aligned(0, self.bound, pinned=False)).numpy().data
+        self._x, self._y = self.host.numpy(), self.host_y.numpy()
+        """`host` and `host_y` as arrays."""
+
+    def drop_y(self) -> None:
+        """Frees the receive buffer, because results stay encoded or sparse."""
+        self.host_y = torch.empty(0)
+        self._y = self.host_y.numpy()
 
     @property
     def place(self) -> str:
@@ -78,7 +85,7 @@ class Coder:
         if self.entries is not None:
             self.entries.begin(step)
         if not self.on_device:
-            return self.codec.start(self.host.numpy(), self.state, self.payload)
+            return self.codec.start(self._x, self.state, self.payload)
         x = self._memory.x
         nbytes = self.codec.start(x, self.state, self._there[0])
         self._pinned[0][:nbytes].copy_(self._there[0][:nbytes], non_blocking=True)
@@ -92,7 +99,7 @@ class Coder:
     def decode(self, body: memoryview) -> bool:
         """Decodes a result into the receive buffer. Returns True if the result is finite."""
         if not self.on_device:
-            return self.codec.decode(body, self.state, self.host_y.numpy())
+            return self.codec.decode(body, self.state, self._y)
         nbytes = body.nbytes
         if nbytes > self.bound:
             raise CorruptFrame(f"a result of {nbytes} bytes was received, but at most {self.bound} bytes are possible for "

@@ -125,7 +125,8 @@ class Arrivals:
             if self._left == 0:
                 self.last_at = time.monotonic()
                 self._all.set()
-        self._next.set()
+        if not self._next.is_set():
+            self._next.set()
 
     def end(self) -> None:
         with self._lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import torch
@@ -82,12 +81,13 @@ class Units:
     def average(self, bucket: WorkerBucket, weight: float) -> float | torch.Tensor | None:
         """Returns the factor from the received sum to the average; None if all workers have weight 0."""
         scale = self.scale_of(bucket)
-        with contextlib.suppress(ZeroDivisionError):
+        try:
             average = bucket.over_weight(scale, weight)
-            if bucket.means:
-                return 1.0
-            return scale / self.members if bucket.in_means else average
-        return None
+        except ZeroDivisionError:
+            return None
+        if bucket.means:
+            return 1.0
+        return scale / self.members if bucket.in_means else average
 
     def learn(self, total: float) -> None:
         """Stores the total weight of the finished step. 0: unknown."""

@@ -25,7 +25,6 @@ from commlayer.transport.protocol import (
     Message,
     Transport,
     peer_name,
-    send_request,
 )
 
 Fill = Callable[[EncodedBucket], float]
@@ -108,10 +107,10 @@ class ServerExchange:
         )
         step.counters.carried(len(body), 0)  # counted before sending, because the step can end right after it
         begin = time.perf_counter()
-        answer = send_request(self._transport, server, header, body)
-        answer.on_done(lambda handle: self._answered(run, r, handle, begin))
+        answer = self._transport.request(server, header, body)
+        answer.on_done(partial(self._answered, run, r, begin))
 
-    def _answered(self, run: _Running, r: int, handle: Handle, begin: float) -> None:
+    def _answered(self, run: _Running, r: int, begin: float, handle: Handle) -> None:
         """Decodes a server's answer. Runs on a receive thread."""
         if (error := handle.error()) is not None:
             self._step.latch(error)

@@ -30,7 +30,7 @@ from commlayer.errors import CommError, DeadlineExceeded
 from commlayer.optim import OuterSGD
 from commlayer.planner.buckets import fragments_of, ranges_of
 from commlayer.records import Bucket, Job, Plan
-from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Message, peer_name, send_request
+from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Message, peer_name
 
 AHEAD, ROWS_AHEAD = 2, 8
 """Number of results of a bucket, and of rows, that are requested before they are complete. A result that is not requested in
@@ -54,7 +54,7 @@ class _Stream:
             self._request(step)
 
     def _request(self, step: int) -> None:
-        answer = send_request(self._link.transport, SERVER_BASE + self._server, self._header._replace(step=step))
+        answer = self._link.transport.request(SERVER_BASE + self._server, self._header._replace(step=step))
         answer.on_done(self._answered)
 
     def _answered(self, handle: Handle) -> None:

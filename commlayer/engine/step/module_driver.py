@@ -255,5 +255,5 @@ class ModuleDriver(Driver):
 
     def _buffers_now(self) -> list[torch.Tensor]:
         # Looks buffers up by name, because a module can replace a buffer by another tensor.
-        named = dict(self._model.named_buffers())
+        named = dict(self._model.named_buffers()) if self._buffers else {}
         return [named[name] for name in self._buffers]

@@ -96,7 +96,7 @@ class BucketAssembler:
         if gradient is not None:
             if gradient.layout is not torch.strided:
                 check_dense(self._job.tensors[tensor].name, gradient)
-            if not gradient.is_contiguous() and self.cut(tensor):
+            if self.cut(tensor) and not gradient.is_contiguous():
                 gradient = gradient.contiguous()
         mark = self._mark()
         for bucket, i in self.by_tensor[tensor]:
@@ -115,7 +115,8 @@ class BucketAssembler:
     def _mark(self) -> object:
         """Starts the step if this is its first gradient. Returns a CUDA event after which the gradients are final; None on CPU.
         """
-        self.open()
+        if not self._opened:
+            self.open()
         return self._staging.mark()
 
     def _complete(self, bucket: WorkerBucket) -> None:

@@ -129,6 +129,8 @@ class Worker:
         self.pending_residuals: Sequence[ResidualSlice] = ()
         """Residuals of an earlier plan that are gradients, if this plan has local steps; see residual_slices.py."""
         self.stopwatch = Stopwatch(device)
+        self._nbytes = sum(bucket.memory.all.nbytes for bucket in self.buckets)
+        """Size of the buckets' send buffers."""
         self._reset()
 
     @property
@@ -297,7 +299,10 @@ class Worker:
         checked, and not the property `keeps`.
         """
         exchange = bucket.exchange
-        if not bucket.served and (self._looks or (bucket.memory.facts_y is not None and not bucket.buffer)):
+        if not bucket.served and bucket.memory.facts_y is not None and not bucket.buffer:
+            if bucket.commit_finite(self._factor(bucket, exchange.weight), targets):
+                return True
+        elif not bucket.served and self._looks:
             bucket.look()
         if bucket.buffer and not exchange.finite:
             return True  # if a buffer is NaN on some rank, each rank keeps its own value
@@ -525,10 +530,6 @@ class Worker:
             for _, state in bucket.ledger.encoders:
                 state.clear()
         self._give_back()
-
-    @property
-    def _nbytes(self) -> int:
-        return sum(bucket.memory.all.nbytes for bucket in self.buckets)
 
     def _give_back(self) -> None:
         """Returns the memory of the buckets' buffers to the system. Their contents are lost."""

@@ -37,6 +37,7 @@ from commlayer.compressors.kernels.fallback import (
     int8_encode,
     kth_abs,
     sample_abs,
+    scale_f32,
     scatter_add,
     scatter_add_int8,
     select,
@@ -47,6 +48,6 @@ __all__ = [
     "add_bf16", "add_f16", "add_f32", "all_finite", "bf16_to_f32", "bitmap_decode", "bitmap_encode", "blocks_decode",
     "blocks_encode", "blocks_nbytes", "count_above", "draw_strata", "draw_word", "ef_decode", "ef_encode", "f16_to_f32",
     "f32_to_bf16", "f32_to_f16", "gather_runs", "int8_decode", "int8_encode", "kth_abs", "linear_decode", "linear_encode",
-    "nibbles_decode", "nibbles_encode", "onebit_decode", "onebit_encode", "outer", "philox", "sample_abs", "scatter_add",
-    "scatter_add_int8", "scatter_runs", "score_runs", "select", "select_runs", "take", "trim",
+    "nibbles_decode", "nibbles_encode", "onebit_decode", "onebit_encode", "outer", "philox", "sample_abs", "scale_f32",
+    "scatter_add", "scatter_add_int8", "scatter_runs", "score_runs", "select", "select_runs", "take", "trim",
 ]
