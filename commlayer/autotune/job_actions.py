@@ -164,7 +164,7 @@ class JobActions:
         expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
         last = context.terms.last_runs.load(groups.sites) if self._measured is None and self._begins else None
         link = at_least(probed(context, (1 - GROUPS_SHARE) * self._probe_s, limited, (len(steps_s) + 1) * step_s,
-                               expected=expected, last=self._link or (last and last.link)), carried,
+                               expected=expected, last=last.link if last and not self._link else self._link), carried,
                         self._fastest_down_bps())
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced,
                               limited=float(HOME.limited))
