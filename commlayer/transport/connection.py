@@ -21,6 +21,7 @@ from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import (
     MAY_LACK_ZEROS,
+    NO_SIGNAL,
     ByteChannel,
     Flag,
     Handle,
@@ -34,6 +35,7 @@ from commlayer.transport.protocol import (
 )
 from commlayer.transport.zero_chunks import drop_zeros
 
+KEEP_IDLE: int = getattr(socket, "TCP_KEEPIDLE", None) or socket.TCP_KEEPALIVE  # type: ignore[attr-defined]  # of macOS
 _LAST = 1 << 32
 """Sort key of BYE. It is above all step numbers, so BYE is sent last."""
 FRAME_NBYTES = 2048
@@ -73,7 +75,7 @@ def tune_socket(sock: socket.socket, keepalive_s: int, user_timeout_s: float) ->
     """Disables Nagle's algorithm and lets the kernel close silent connections: see `Settings` in endpoint.py."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, keepalive_s)
+    sock.setsockopt(socket.IPPROTO_TCP, KEEP_IDLE, keepalive_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, keepalive_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     if user_timeout_s and hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -151,7 +153,7 @@ class _Outgoing:
         self.begin()
         if self._left is None:
             self._left = self._pieces()
-        n = sock.sendmsg(self._left, [], flags | socket.MSG_NOSIGNAL)
+        n = sock.sendmsg(self._left, [], flags | NO_SIGNAL)
         while self._left and n >= len(self._left[0]):
             n -= len(self._left.pop(0))
         if self._left:
