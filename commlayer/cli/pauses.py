@@ -104,7 +104,10 @@ class Pauses:
     """Decides whether this home trains."""
 
     def __init__(self, when: str, *, if_busy: bool) -> None:
-        """`when`: the option --when."""
+        """`when`: the option --when. Raises InvalidInput where the use of this machine is not known."""
+        if if_busy and not Path("/proc/stat").exists():
+            raise InvalidInput("E-SYSTEM", "--pause-if-busy needs /proc, which this system lacks; allowed here: --when, "
+                                           "`commlayer pause`")
         self._when, self._if_busy, self._machine = hours_of(when), if_busy, Machine()
         self._use, self._asked, self._looked = Use(), 0.0, -math.inf
         self._looking: threading.Thread | None = None
@@ -146,6 +149,16 @@ class Pauses:
 def paused_mark() -> Path:
     """The file that says that the user has paused the homes of this machine."""
     return user_folder() / "paused"
+
+
+def pause_homes() -> None:
+    mark = paused_mark()
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+
+
+def resume_homes() -> None:
+    paused_mark().unlink(missing_ok=True)
 
 
 class Machine:
@@ -267,13 +280,11 @@ WantedBy=default.target"""
 
 def pause() -> None:
     """Pause the homes of this machine, until `commlayer resume`: they leave their jobs, and their workers free the GPU."""
-    mark = paused_mark()
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+    pause_homes()
     print("commlayer: the homes of this machine pause, also after a restart, until `commlayer resume`")
 
 
 def resume() -> None:
     """Let the homes of this machine train again."""
-    paused_mark().unlink(missing_ok=True)
+    resume_homes()
     print("commlayer: the homes of this machine train again when their hours allow it")
