@@ -506,9 +506,6 @@ def test_browser_pauses_and_resumes_the_homes_of_this_machine(browser: Browser, 
             browser.value("document.querySelector('#home button').click()")
             until(mark.exists, "the homes are paused")
             browser.until(lambda text: "homes pause" in text, "the page says so")
-            if folder := os.environ.get("COMMLAYER_PICTURES"):
-                picture = browser.call("Page.captureScreenshot", format="png")["data"]
-                (Path(folder) / f"page-{width}.png").write_bytes(base64.b64decode(picture))
             mark.unlink()  # by `commlayer resume`
             browser.until(lambda text: "homes train when they can" in text, "the page follows the command")
             browser.value("document.querySelector('#home button').click()")
