@@ -101,7 +101,7 @@ CODES: dict[str, tuple[str, str]] = {
                  "The message says which, and what to give instead."),
     "E-CLI-OPTION": ("A command's option has a wrong value, or contradicts another one.",
                      "The message names the option and what is allowed."),
-    "E-SYSTEM": ("Training and servers need Linux.",
+    "E-SYSTEM": ("This needs Linux.",
                  "On Windows use WSL 2. `commlayer estimate` and `commlayer plan` run anywhere."),
     "E-PACKAGE": ("A command needs a package that is not installed.", "Install the extra that the message names."),
     "E-USER-CODE": ("A script, model or task that a command loads does not do what the command needs.",

@@ -10,7 +10,7 @@ import typer
 
 from commlayer.cli.output import check_json
 from commlayer.cluster.keys import home_keys
-from commlayer.config import Config, host_port, read_config
+from commlayer.config import Config, read_config, split_port
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.transport.keys.secret import REMEDY
 
@@ -93,14 +93,7 @@ def parse_line(address: str, keys: str) -> home_keys.HomeLine:
 
 def split_bind(bind: str, port: int) -> tuple[str, int]:
     """Splits --bind into host and port, if it contains a port."""
-    if bind.count(":") != 1 and not bind.startswith("["):
-        return bind, port
-    if bind.endswith("]"):
-        return bind[1:-1], port
-    try:
-        host, own = host_port(bind)
-    except ValueError as error:
-        raise InvalidInput("E-CLI-OPTION", f"--bind: {error}") from None
-    if port not in (0, own):
+    host, own = split_port(bind, "--bind")
+    if port and own not in (0, port):
         raise InvalidInput("E-CLI-OPTION", f"--bind {bind} and --port {port} differ: give the port in one of them")
-    return host, own
+    return host, own or port

@@ -86,8 +86,11 @@ class Pauses:
     """Decides whether this home trains."""
 
     def __init__(self, when: str, *, if_busy: bool, caps: Caps = Caps()) -> None:
-        """`when`: the option --when. With a monthly cap, raises InvalidInput if another home of this user has one, or if its
-        traffic cannot be counted."""
+        """`when`: the option --when. Raises InvalidInput where the use of this machine is not known; with a monthly cap, also if
+        another home of this user has one, or if its traffic cannot be counted."""
+        if if_busy and not Path("/proc/stat").exists():
+            raise InvalidInput("E-SYSTEM", "--pause-if-busy needs /proc, which this system lacks; allowed here: --when, "
+                                           "`commlayer pause`")
         self._when, self._if_busy, self._machine = parts_of(when), if_busy, Machine()
         self._cap = MonthlyCap(caps) if caps.monthly_nbytes else None
         self._use, self._asked, self._looked = Use(), 0.0, -math.inf
@@ -163,6 +166,16 @@ class MonthlyCap:
 def paused_mark() -> Path:
     """The file that says that the user has paused the homes of this machine."""
     return user_folder() / "paused"
+
+
+def pause_homes() -> None:
+    mark = paused_mark()
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+
+
+def resume_homes() -> None:
+    paused_mark().unlink(missing_ok=True)
 
 
 class Machine:
@@ -287,13 +300,11 @@ WantedBy=default.target"""
 
 def pause() -> None:
     """Pause the homes of this machine, until `commlayer resume`: they leave their jobs, and their workers free the GPU."""
-    mark = paused_mark()
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+    pause_homes()
     print("commlayer: the homes of this machine pause, also after a restart, until `commlayer resume`")
 
 
 def resume() -> None:
     """Let the homes of this machine train again."""
-    paused_mark().unlink(missing_ok=True)
+    resume_homes()
     print("commlayer: the homes of this machine train again when their hours allow it")

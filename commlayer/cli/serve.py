@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 def serve(
     join: Join = "", bind: Bind = "", port: Port = 0, keys: Keys = "", insecure: Insecure = False, journal: Journal = "",
-    advertise: Annotated[str, typer.Option(help="Name or address that others use for this machine.", metavar="HOST")] = "",
+    advertise: Annotated[str, typer.Option(help="Name or address that others use for this machine; with a tunnel's port, "
+                                                "they need no other one.", metavar="HOST[:PORT]")] = "",
     workers: Annotated[int, typer.Option(help="Number of workers, all required; with --min-workers, the largest number, by "
                                               "default 64. 0: the first worker's number.", min=0)] = 0,
     servers: Annotated[int | None, typer.Option(help="Number of servers with this one; default 1.", metavar="N", min=0)] = None,

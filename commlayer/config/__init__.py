@@ -3,6 +3,8 @@
 from commlayer.config.addresses import host_port as host_port
 from commlayer.config.addresses import is_loopback as is_loopback
 from commlayer.config.addresses import join_host as join_host
+from commlayer.config.addresses import reached_at as reached_at
+from commlayer.config.addresses import split_port as split_port
 from commlayer.config.environment import JOIN_AGAIN as JOIN_AGAIN
 from commlayer.config.environment import Launch as Launch
 from commlayer.config.environment import cache_folder as cache_folder
@@ -13,6 +15,7 @@ from commlayer.config.environment import home_environment as home_environment
 from commlayer.config.environment import launcher_says as launcher_says
 from commlayer.config.environment import leave_note as leave_note
 from commlayer.config.environment import master as master
+from commlayer.config.environment import own_cores as own_cores
 from commlayer.config.environment import quiet_grpc as quiet_grpc
 from commlayer.config.environment import read_launch as read_launch
 from commlayer.config.environment import use_interface as use_interface

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from commlayer.errors import InvalidInput
+from commlayer.errors import InvalidInput, RecordError, without_code
 
 
 def host_port(address: str) -> tuple[str, int]:
@@ -21,6 +21,25 @@ def host_port(address: str) -> tuple[str, int]:
 def join_host(host: str, port: int) -> str:
     """Joins host and port to "host:port"; the inverse of host_port."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_port(text: str, name: str) -> tuple[str, int]:
+    """Splits "host" or "host:port"; without a port it is 0. `name`: the setting's, for the error."""
+    if text.count(":") != 1 and not text.startswith("["):
+        return text, 0
+    if text.endswith("]"):
+        return text[1:-1], 0
+    try:
+        return host_port(text)
+    except InvalidInput as error:
+        raise RecordError("E-ADDRESS", f"{name}: {without_code(error)}") from None
+
+
+def reached_at(advertise: str, bind: str, port: int) -> str:
+    """Returns the address at which other machines reach `port`. `advertise`: may have the port of a tunnel, which forwards to
+    `port`."""
+    host, forwarded = split_port(advertise or bind, "advertise")
+    return join_host(host, forwarded or port)
 
 
 def is_loopback(host: str) -> bool:

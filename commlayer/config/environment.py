@@ -138,8 +138,12 @@ def use_interface(name: str) -> None:
 
 def codec_threads(config: Config, launch: Launch) -> int:
     """Number of threads that encode one bucket together. All ranks of a node together use at most the node's cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return config.codec_threads or max(1, min(MOST_CODEC_THREADS, cores // max(launch.local_world, 1)))
+    return config.codec_threads or max(1, min(MOST_CODEC_THREADS, own_cores() // max(launch.local_world, 1)))
+
+
+def own_cores() -> int:
+    """Number of cores that this process may use; outside of Linux, that the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def child_environment(config: Config) -> dict[str, str]:

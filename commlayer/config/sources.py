@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from commlayer.config.addresses import host_port, is_loopback
+from commlayer.config.addresses import host_port, is_loopback, split_port
 from commlayer.config.settings import PREFIX, Config
 from commlayer.errors import RecordError
 
@@ -153,12 +153,13 @@ def check_plain_text(name: str, host: str, config: Config) -> None:
 
 def _check_plain_text(config: Config) -> None:
     """Checks the settings bind, advertise and join: unencrypted traffic leaves the machine only with the user's consent."""
-    remote = [(name, host) for name, host in (("bind", config.bind), ("advertise", config.advertise)) if host]
+    advertised, _ = split_port(config.advertise, "advertise")
+    remote = [(name, host) for name, host in (("bind", config.bind), ("advertise", advertised)) if host]
     remote += [("join", host_port(config.join)[0])] if config.join else []
     for name, host in remote:
         check_plain_text(name, host, config)
-    setting = "advertise" if config.advertise else "bind"
-    if getattr(config, setting) in ("0.0.0.0", "::"):
+    setting, host = ("advertise", advertised) if advertised else ("bind", config.bind)
+    if host in ("0.0.0.0", "::"):
         raise RecordError("E-SETTING",
-                          f"{setting}: {getattr(config, setting)} is not an address that other machines can connect to: set "
+                          f"{setting}: {host} is not an address that other machines can connect to: set "
                           f"advertise (--advertise, {PREFIX}ADVERTISE) to this machine's address")

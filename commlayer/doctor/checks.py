@@ -6,13 +6,14 @@ import math
 import os
 import platform
 import resource
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from commlayer import last_run, native
 from commlayer.cluster.servers.server_journal import NAME
-from commlayer.config import Config, host_port, is_loopback, launcher_says, master, read_launch
+from commlayer.config import Config, host_port, is_loopback, launcher_says, master, own_cores, read_launch, split_port
 from commlayer.doctor import machine, network, nodes, server
 from commlayer.doctor.findings import Check, Finding, of_error
 from commlayer.errors import CommError
@@ -42,7 +43,7 @@ class Doctor:
         self.links: list[list[nodes.Link]] = []
         joined = config.join
         self._hosts = {"server": host_port(joined)[0] if joined else "", "master": "" if joined else master(),
-                       network.ADVERTISED: config.advertise}
+                       network.ADVERTISED: split_port(config.advertise, "advertise")[0]}
 
     def phases(self) -> Iterator[Sequence[Check[Doctor]]]:
         """Checks that run at the same time. The link to the server is measured after them, since they would disturb each other,
@@ -54,9 +55,10 @@ class Doctor:
 
     def machine(self) -> Iterator[Finding]:
         yield from machine.check_versions(platform.python_version(), native.core.isa() if native.core is not None else "")
-        yield machine.check_processor(len(os.sched_getaffinity(0)), machine.core_limit())
+        yield machine.check_processor(own_cores(), machine.core_limit())
         yield machine.check_file_limits(*resource.getrlimit(resource.RLIMIT_NOFILE))
-        yield machine.check_shared_memory()
+        if sys.platform == "linux":
+            yield machine.check_shared_memory()
 
     def system(self) -> Iterable[Finding]:
         container = any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))
@@ -75,7 +77,7 @@ class Doctor:
         # A worker that joins a server has no process group across machines.
         peer, config = self._hosts["server"] or self._hosts["master"], self.config
         one_machine = self.launch.world <= self.launch.local_world and (not peer or is_loopback(peer))
-        named = network.resolve(config.advertise) if config.advertise else ()
+        named = network.resolve(name) if (name := self._hosts[network.ADVERTISED]) else ()
         return network.check_addresses(network.own_addresses(peer), config.bind, launcher_says("GLOO_SOCKET_IFNAME"),
                                        alone=bool(config.join) or one_machine,
                                        advertise=() if isinstance(named, str) else named)

@@ -20,7 +20,7 @@ import msgspec
 
 from commlayer import last_run, planner, records
 from commlayer.cluster.calls import messages
-from commlayer.config import Config, host_port, is_loopback
+from commlayer.config import Config, host_port, is_loopback, split_port
 from commlayer.doctor.findings import Finding, fail, judge, of_error, ok, warn
 from commlayer.errors import RecordError
 from commlayer.plan_file import plan_in
@@ -180,7 +180,7 @@ def _is_open(path: Path) -> bool:
 
 def check_settings(config: Config) -> Iterator[Finding]:
     """Checks the security settings of a node that connects to other machines or accepts connections."""
-    hosts = (config.bind, config.advertise, host_port(config.join)[0] if config.join else "")
+    hosts = (config.bind, split_port(config.advertise, "advertise")[0], host_port(config.join)[0] if config.join else "")
     if all(is_loopback(host) for host in hosts if host):
         return
     if config.insecure and not config.keys:

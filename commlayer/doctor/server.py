@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import socket
 import threading
@@ -16,12 +17,12 @@ from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel, conn
 from commlayer.cluster.calls.diagnosis import diagnose
 from commlayer.cluster.calls.messages import MAX_STATUS_NBYTES, StatusReply, StatusRequest
 from commlayer.cluster.servers import dialing
-from commlayer.config import Config, host_port
+from commlayer.config import Config, host_port, is_loopback
 from commlayer.doctor.findings import Finding, fail, judge, of_error, ok, warn
 from commlayer.doctor.network import check_idle, dial, idle_setting
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, RecordError
 from commlayer.records import ServerInfo
-from commlayer.transport import framing
+from commlayer.transport import framing, own_address
 from commlayer.transport.keys import tls
 from commlayer.transport.keys.key_folder import Keys
 
@@ -65,8 +66,12 @@ class ServerCheck:
             return
         self.status, self.round_trip_s = status, round_trip_s
         yield check_status(config.join, status)
+        forwarded = is_forwarded(config.join, own_address.address_to(host_port(config.join)[0]), status)
+        if forwarded:
+            yield check_tunnel(config.join, status, _connect_s(config.join), round_trip_s)
         with ThreadPoolExecutor(MOST_SERVERS, "doctor") as pool:
-            yield from pool.map(lambda one: check_connection(one, config, keys), status.servers[:MOST_SERVERS])
+            yield from pool.map(lambda one: check_connection(one, config, keys, forwarded=forwarded),
+                                status.servers[:MOST_SERVERS])
         yield check_clock(ahead_s, round_trip_s / 2, keys=bool(config.keys))
         yield judge("latency", f"{1e3 * round_trip_s:.3g} ms round trip to the server",
                     "use a server nearer to all workers: each step waits for at least one round trip",
@@ -120,6 +125,31 @@ def check_status(address: str, status: StatusReply) -> Finding:
                 f"it admits no more workers ({status.closed_reason}): wait for its end, or start another job")
 
 
+def is_forwarded(address: str, own: str, status: StatusReply) -> bool:
+    """Returns whether a program forwards the connections to the coordinator at `address`, as far as the addresses at both ends
+    show it. `own`: this machine's address on the route there. A router that translates addresses does not count."""
+    near, seen = is_loopback(own), is_loopback(_host_of(status.caller))
+    return bool(own and status.caller) and (near != seen or (near and host_port(address)[1] != status.port))
+
+
+def check_tunnel(address: str, status: StatusReply, connect_s: float, round_trip_s: float) -> Finding:
+    """`connect_s`: see `_connect_s`."""
+    return ok("tunnel", f"a program forwards connections to the server, which sees this machine as {_host_of(status.caller)}; "
+                        f"{address} accepts them in {1e3 * connect_s:.3g} ms, and the server answers in "
+                        f"{1e3 * round_trip_s:.3g} ms",
+              connect_s=connect_s, round_trip_s=round_trip_s)
+
+
+def _host_of(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _connect_s(address: str) -> float:
+    """Returns the time until the address has accepted a connection; nan if it has not."""
+    begin = time.monotonic()
+    return math.nan if dial(*host_port(address), CALL_S) else time.monotonic() - begin
+
+
 def check_clock(ahead_s: float, error_s: float, *, keys: bool) -> Finding:
     """Checks the clock. `ahead_s`: seconds by which this clock is ahead of the server's. `keys`: True if the job uses
     certificates, whose validity depends on the clock."""
@@ -130,8 +160,9 @@ def check_clock(ahead_s: float, error_s: float, *, keys: bool) -> Finding:
                  doubtful=True, failed=keys and off_s > CLOCK_FAIL_S)
 
 
-def check_connection(server: ServerInfo, config: Config, keys: Keys | None) -> Finding:
-    """Checks the connection for gradients to a summation server, with the transport protocol that a worker would use."""
+def check_connection(server: ServerInfo, config: Config, keys: Keys | None, *, forwarded: bool = False) -> Finding:
+    """Checks the connection for gradients to a summation server, with the transport protocol that a worker would use.
+    `forwarded`: see `is_forwarded`."""
     streams = dialing.streams_at(server, config.join)
     tcp = config.carrier != "grpc" and not dialing.only_streams(server, config.join)
     problem = dial_tls(server.address, keys, tls.DATA) if tcp else ""
@@ -141,8 +172,9 @@ def check_connection(server: ServerInfo, config: Config, keys: Keys | None) -> F
         error = dial_streams(streams, keys)
         if not error:
             blocked = f", since TCP to server {server.address} is blocked" if tcp else ""
-            return judge("carrier", f"gRPC streams at {streams}{blocked}",
-                         "open that port: TCP costs less, and each start waits 5 s for TCP", doubtful=tcp)
+            remedy = f"start the server with --advertise {config.join}: its homes then use this one port at once" \
+                if forwarded else "open that port: TCP costs less, and each start waits 5 s for TCP"
+            return judge("carrier", f"gRPC streams at {streams}{blocked}", remedy, doubtful=tcp)
         problem = problem or error
     if problem:
         return of_error("carrier", f"server {server.address} {problem}")

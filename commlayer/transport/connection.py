@@ -22,6 +22,7 @@ from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import (
     MAY_LACK_ZEROS,
+    NO_SIGNAL,
     ByteChannel,
     Flag,
     Handle,
@@ -35,12 +36,13 @@ from commlayer.transport.protocol import (
 )
 from commlayer.transport.zero_chunks import drop_zeros
 
+KEEP_IDLE: int = getattr(socket, "TCP_KEEPIDLE", None) or socket.TCP_KEEPALIVE  # type: ignore[attr-defined]  # of macOS
 _LAST = 1 << 32
 """Sort key of BYE. It is above all step numbers, so BYE is sent last."""
 FRAME_NBYTES = 2048
 """Bytes that each queued frame counts in addition to a body that was made for it: the memory of its Python objects."""
-SEND = int(socket.MSG_NOSIGNAL)
-SEND_NOW = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+SEND = int(NO_SIGNAL)
+SEND_NOW = int(NO_SIGNAL | socket.MSG_DONTWAIT)
 """Flags of a system call that sends, as plain integers, since `|` of enums costs microseconds."""
 _ONCE = frozenset((Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME))
 _PROBES = frozenset((Kind.PROBE, Kind.PROBE_OK))
@@ -77,7 +79,7 @@ def tune_socket(sock: socket.socket, keepalive_s: int, user_timeout_s: float) ->
     """Disables Nagle's algorithm and lets the kernel close silent connections: see `Settings` in endpoint.py."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, keepalive_s)
+    sock.setsockopt(socket.IPPROTO_TCP, KEEP_IDLE, keepalive_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, keepalive_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     if user_timeout_s and hasattr(socket, "TCP_USER_TIMEOUT"):

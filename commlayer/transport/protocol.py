@@ -326,6 +326,8 @@ def reports_peer_close(channel: ByteChannel) -> bool:
     return value
 
 
+NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+"""Flag with which sending on a closed connection raises no signal; Python ignores that signal where there is no such flag."""
 CLOSE_WAIT = 8
 """State of a TCP connection, in tcp_info, whose other end was closed."""
 

@@ -209,7 +209,7 @@ def test_without_keys_calls_are_limited_by_address() -> None:
     ("ipv6:%5B2001:db8:1:2::9%5D:4433", "[2001:db8:1:2::9]:4433", "2001:db8:1:2::/64"),
 ])
 def test_peer_names_of_grpc_are_parsed(peer: str, address: str, source: str) -> None:
-    assert GrpcPort(None, "127.0.0.1", 0, lambda *_: None)._caller_of(peer) == (address, source, None)
+    assert GrpcPort(None, "127.0.0.1", 0, lambda *_: None).caller(peer) == (address, source, None)
 
 
 @pytest.mark.commit(1)

@@ -114,6 +114,8 @@ MISTAKES = [
     ("serve --no-server --bind 0.0.0.0", "E-PLAIN-TEXT", "bind: 0.0.0.0"),
     ("serve --no-server --bind 0.0.0.0 --insecure", "E-SETTING", "bind: 0.0.0.0"),
     ("serve --bind 127.0.0.1:abc", "E-ADDRESS", "--bind: got '127.0.0.1:abc'"),
+    ("serve --advertise 127.0.0.1:0", "E-ADDRESS", "advertise: got '127.0.0.1:0'"),
+    ("COMMLAYER_CARRIER=tcp serve --advertise 127.0.0.1:9000", "E-SETTING", "advertise: 127.0.0.1:9000 is one port"),
     ("serve --bind 127.0.0.1:7000 --port 7001", "E-CLI-OPTION", "--bind 127.0.0.1:7000"),
     ("serve --join nowhere", "E-ADDRESS", "join: got 'nowhere'"),
     ("serve --join 127.0.0.1:7000 --no-server", "E-CLI-OPTION", "--no-server with --join 127.0.0.1:7000"),

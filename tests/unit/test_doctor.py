@@ -122,6 +122,7 @@ CASES: list[tuple[Iterable[Finding], str]] = [
     ([machine.check_script(Path(__file__)), machine.check_script(Path("no.py"))], "ok test_doctor.py; fail no.py"),
     (status(), "ok 2 4 1"),
     (status(min_workers=3), "ok least 3"),
+    ([server.check_tunnel("127.0.0.1:9000", but(STATUS, caller="203.0.113.9:5000"), 1e-4, 0.045)], "ok 203.0.113.9 0.1 45"),
     (status(version="0.2.0", wire=99), "fail 0.2.0"),
     (status(begun=True, closed_reason="a running job takes no new members"), "warn members"),
     (status(begun=True, seated=3, free_seats=1), "ok 1 4"),
@@ -168,6 +169,19 @@ def test_verdict_values_and_remedy(number: int) -> None:
         assert all(word in f"{finding.seen} {finding.remedy}" for word in words), finding
         assert bool(finding.remedy) == (finding.verdict != "ok"), "a problem has a remedy"
         assert "\n" not in finding.seen + finding.remedy
+
+
+@pytest.mark.parametrize(("join", "own", "caller", "forwarded"), [
+    ("hub:7000", "192.168.1.7", "203.0.113.9:4000", False),  # a router translates addresses
+    ("hub:7000", "192.168.1.7", "127.0.0.1:4000", True),  # the tunnel's program runs on the server
+    ("localhost:9000", "127.0.0.1", "203.0.113.9:4000", True),  # it runs here
+    ("localhost:9000", "127.0.0.1", "127.0.0.1:4000", True),  # at both ends
+    ("localhost:7000", "127.0.0.1", "127.0.0.1:4000", False),  # unknown: this may be the server
+    ("[::1]:7000", "::1", "[::1]:4000", False),
+    ("hub:7000", "", "203.0.113.9:4000", False),
+])
+def test_tunnel_is_recognized_by_the_addresses_at_both_ends(join: str, own: str, caller: str, forwarded: bool) -> None:
+    assert server.is_forwarded(join, own, but(STATUS, caller=caller, port=7000)) is forwarded
 
 
 def test_tested_torch_version_is_the_pinned_one() -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from http import HTTPStatus
 from pathlib import Path
@@ -49,9 +49,10 @@ def log_of(found: Iterator[Event]) -> EventLog:
 class Served:
     """A page about a job, on loopback."""
 
-    def __init__(self, log: EventLog) -> None:
-        self.log, self.feed = log, JobFeed(log)
-        self._server = WebServer("127.0.0.1", 0, lambda: TOKEN, self.feed.pages, public=("/metrics",))
+    def __init__(self, log: EventLog, paused: Callable[[], bool] | None = None, **actions: Callable[[], None]) -> None:
+        self.log, self.feed = log, JobFeed(log, paused)
+        self._server = WebServer("127.0.0.1", 0, lambda: TOKEN, self.feed.pages, public=("/metrics",),
+                                 actions={f"/{name}": act for name, act in actions.items()})
         self.address = self._server.address
         self.url = f"http://{self.address}/?token={TOKEN}"
         self.port = int(self.address.rpartition(":")[2])
@@ -151,11 +152,34 @@ def test_server_without_a_token_refuses_all_clients() -> None:
 
 
 def test_other_methods_are_refused(shared: Served) -> None:
-    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+    for method in ("PUT", "DELETE", "OPTIONS"):
         connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=10)
         connection.request(method, f"/?token={TOKEN}", body=b"x")
         assert connection.getresponse().status == HTTPStatus.NOT_IMPLEMENTED
         connection.close()
+
+
+@pytest.mark.parametrize(("method", "path", "header", "status"), [
+    ("POST", "/pause", f"Bearer {TOKEN}", 200), ("POST", "/pause", "", 401), ("POST", f"/pause?token={TOKEN}", "", 401),
+    ("POST", "/pause", "Bearer wrong", 401), ("POST", "/resume", f"Bearer {TOKEN}", 404),
+    ("GET", "/pause", f"Bearer {TOKEN}", 404),
+    ("GET", f"/pause?token={TOKEN}", "", 404), ("OPTIONS", "/pause", f"Bearer {TOKEN}", 501)])
+def test_a_button_is_a_post_with_the_token_in_a_header(method: str, path: str, header: str, status: int) -> None:
+    """A page of another site cannot send it: forms have no such header, and scripts ask first, by OPTIONS."""
+    presses = list[int]()
+    with closing(Served(log_of(stream()), pause=lambda: presses.append(1))) as served:
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
+        connection.request(method, path, body=b"token=" + TOKEN.encode(), headers={"Authorization": header} if header else {})
+        assert connection.getresponse().status == status
+        connection.close()
+    assert presses == [1] * (status == 200)
+
+
+def test_the_page_of_a_server_has_no_button(shared: Served) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=10)
+    connection.request("POST", "/pause", headers={"Authorization": f"Bearer {TOKEN}"})
+    assert connection.getresponse().status == 404
+    connection.close()
 
 
 def test_used_port_is_one_error(shared: Served) -> None:
@@ -459,6 +483,28 @@ def test_browser_shows_the_job_and_follows_it(browser: Browser) -> None:
     browser.problems = [each for each in browser.problems if "ERR_CONNECTION_REFUSED" not in each
                         and "ERR_INCOMPLETE_CHUNKED_ENCODING" not in each]
     assert browser.problems == []
+
+
+def test_browser_pauses_and_resumes_the_homes_of_this_machine(browser: Browser, tmp_path: Path) -> None:
+    mark = tmp_path / "paused"
+    with closing(Served(log_of(stream(start=time.time() - 31)), mark.exists, pause=mark.touch, resume=mark.unlink)) as served:
+        for width, height in ((1280, 800), (390, 844)):
+            browser.look(width, height)
+            browser.open(served.url)
+            browser.until(lambda text: "homes train when they can" in text, "the button")
+            place = browser.value("JSON.stringify(document.querySelector('#home button').getBoundingClientRect())")
+            assert json.loads(place)["bottom"] < height, "it is seen without scrolling"
+            assert json.loads(place)["right"] <= width
+            browser.value("document.querySelector('#home button').click()")
+            until(mark.exists, "the homes are paused")
+            browser.until(lambda text: "homes pause" in text, "the page says so")
+            mark.unlink()  # by `commlayer resume`
+            browser.until(lambda text: "homes train when they can" in text, "the page follows the command")
+            browser.value("document.querySelector('#home button').click()")
+            until(mark.exists, "the homes are paused again")
+            browser.until(lambda text: "homes pause" in text, "the page says so")
+            browser.value("document.querySelector('#home button').click()")
+            until(lambda: not mark.exists(), "the homes train again")
 
 
 def test_members_that_need_attention_are_listed_first(browser: Browser) -> None:

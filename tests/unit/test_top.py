@@ -134,6 +134,8 @@ def test_folder_is_shown_once_without_following(commlayer: Any, run_folder: Path
     ([], "E-CLI-OPTION"),
     (["FOLDER", "--replay", "FOLDER"], "E-CLI-OPTION"),
     (["--replay", "FOLDER", "--at", "1000"], "E-CLI-OPTION"),
+    (["--replay", "FOLDER", "--page", "8080"], "E-CLI-OPTION"),
+    (["FOLDER", "--once", "--page", "8080"], "E-CLI-OPTION"),
     (["/nonexistent"], "E-EVENTS"),
     (["--replay", "/nonexistent"], "E-EVENTS"),
     (["EMPTY"], "E-EVENTS"),

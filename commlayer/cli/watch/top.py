@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ def top(
     at: Annotated[float, typer.Option(help="With --replay: begin this many seconds after the start.", metavar="SECONDS",
                                       min=0.0)] = 0.0,
     once: Annotated[bool, typer.Option("--once", help="Show one state, the present one or that of --at, and end.")] = False,
+    page: Annotated[int, typer.Option(help="Instead serve a page on this port of this machine, with a button that pauses its "
+                                           "homes.", metavar="PORT", min=0, max=65535)] = 0,
 ) -> None:
     """Watch a job: members, steps, links, plan, and what it waits for. Ctrl-C ends the view, not the job."""
     from commlayer.observe.event_files import WHERE
@@ -45,6 +48,8 @@ def top(
     if bool(job) == (replay is not None):
         raise InvalidInput("E-CLI-OPTION", f"got {'JOB and --replay' if job else 'neither JOB nor --replay'}: give host:port "
                                            "of `commlayer serve`, or a folder of events, or --replay RUN")
+    if page and (replay is not None or once):
+        raise InvalidInput("E-CLI-OPTION", f"--page {page} shows a running job: leave out --{'once' if once else 'replay'}")
     with contextlib.suppress(KeyboardInterrupt):
         if replay is not None:
             _replay(replay, at, once=once)
@@ -53,7 +58,7 @@ def top(
                 events = source.read()
                 if not events and (":" not in job or Path(job).exists()):
                     raise InvalidInput("E-EVENTS", f"{job}: has no events yet: start the job first, or {WHERE}")
-                _watch(source, events, once=once)
+                _serve_page(source, events, page) if page else _watch(source, events, once=once)
 
 
 @contextlib.contextmanager
@@ -93,6 +98,27 @@ def _watch(source: EventClient | EventFiles, events: list[Event], *, once: bool)
                 events, show.note = source.read(), ""
             except CommError as error:
                 events, show.note = [], str(error)
+
+
+def _serve_page(source: EventClient | EventFiles, events: list[Event], port: int) -> None:
+    """Serves the page until Ctrl-C: a home that pauses may be the last one, and its owner resumes it there."""
+    from commlayer.cli.pauses import pause_homes, paused_mark, resume_homes
+    from commlayer.observe.event_log import EventLog
+    from commlayer.observe.pages.job_feed import JobFeed
+    from commlayer.observe.pages.web import WebServer
+
+    log, token = EventLog(retains=True), secrets.token_hex(16)
+    with contextlib.closing(JobFeed(log, paused_mark().exists)) as feed, contextlib.closing(WebServer(
+            "127.0.0.1", port, lambda: token, feed.pages, actions={"/pause": pause_homes, "/resume": resume_homes})) as server:
+        print(f"commlayer top: page: http://{server.address}/?token={token}", flush=True)
+        while True:
+            for event in events:
+                log.append(event)
+            time.sleep(LOOK_S)
+            try:
+                events, feed.note, feed.ahead_s = source.read(), "", source.ahead_s
+            except CommError as error:
+                events, feed.note = [], str(error)
 
 
 def _replay(path: Path, at: float, *, once: bool) -> None:

@@ -114,13 +114,6 @@ class GrpcPort:
         threading.Thread(target=accept_connections, name="commlayer-control-accept", daemon=True, args=(
             self._listener, self._handshakes, self._serve, self._keys, CONTROL, self._refused, self._closed)).start()
 
-    def caller(self, peer: str) -> PeerCertificate | None:
-        """Returns the certificate of a connection; None without keys. Raises AuthenticationFailed if the port requires TLS and
-        the connection did not use TLS, or distrust() was called for the connection."""
-        if self._keys is None:
-            return None
-        return self._connection(peer).certified
-
     def _connection(self, peer: str) -> _TlsConnection:
         with self._lock:
             connection = self._known.get(peer)
@@ -133,7 +126,7 @@ class GrpcPort:
         connection is not authenticated or its source has too many calls. Call this on the event loop."""
         name = context.peer()
         try:
-            caller = self._caller_of(name)
+            caller = self.caller(name)
         except AuthenticationFailed:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, UNPROVED)
         if not self._calls.take(caller.source):
@@ -142,7 +135,9 @@ class GrpcPort:
         context.add_done_callback(lambda _: self._calls.give(caller.source))
         return caller
 
-    def _caller_of(self, peer: str) -> Caller:
+    def caller(self, peer: str) -> Caller:
+        """Returns who uses a connection. Raises AuthenticationFailed if the port requires TLS and the connection did not use
+        TLS, or distrust() was called for the connection."""
         if self._keys is None:
             address = urllib.parse.unquote(peer.partition(":")[2])
             return Caller(address, source_of(address.rpartition(":")[0].strip("[]")), None)

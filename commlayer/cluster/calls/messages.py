@@ -298,6 +298,8 @@ class StatusRequest(Record, frozen=True):
     wanted: int = 0
     """Bytes of `data` wanted in the reply, at most MAX_STATUS_NBYTES. After a job has begun the reply contains none, so queries
     use no bandwidth of the job."""
+    caller: str = ""
+    """Address from which the call came; the coordinator sets it."""
 
 
 class StatusReply(Record, frozen=True):
@@ -327,6 +329,10 @@ class StatusReply(Record, frozen=True):
     """True: the job has all its workers, so it admits another worker only after one has left."""
     min_workers: int = 0
     """Number of workers from which the job can begin; 0: `workers`."""
+    caller: str = ""
+    """Address at which the coordinator sees the caller."""
+    port: int = 0
+    """Port on which the coordinator listens."""
 
 
 MAX_STATUS_NBYTES = 192 << 10

@@ -137,8 +137,9 @@ def receive_authority(sock: socket.socket, token: Token, deadline: float) -> byt
     if start != MAGIC:
         if start.startswith(NAME):
             raise Refused("it has another version of commlayer: install the same version on all machines", code="E-VERSION")
-        raise Refused("no invitations are accepted there: check the port; a server that was started with --keys or --insecure "
-                      "needs `commlayer join --keys`, or its own way", code="E-INVITATION")
+        raise Refused("no invitations are accepted there: check the port, and that a tunnel there is connected; a server "
+                      "that was started with --keys or --insecure needs `commlayer join --keys`, or its own way",
+                      code="E-INVITATION")
     ca = receive_framed(sock, MAX_AUTHORITY_NBYTES, deadline)
     if not ca:
         raise NotYet("too many attempts from this address failed: wait a minute, and check the line", code="E-INVITATION")

@@ -154,7 +154,7 @@ class Coordinator:
 
     @property
     def address(self) -> str:
-        return settings.join_host(self._config.advertise or self._config.bind, self._port.number)
+        return settings.reached_at(self._config.advertise, self._config.bind, self._port.number)
 
     @property
     def near(self) -> str:
@@ -243,7 +243,7 @@ class Coordinator:
         return self._rendezvous.register(request)
 
     def _challenge(self, nonce: bytes, peer: str) -> Encode:
-        caller = self._port.caller(peer)  # raises if TLS is required
+        caller = self._port.caller(peer).certificate  # raises if TLS is required
         greeting = self._verifier.greeting(peer, nonce, caller.fingerprint if caller else b"")
         return lambda: greeting
 
@@ -320,7 +320,8 @@ class Coordinator:
         servers = tuple(ServerInfo(p.rank, p.join.address, colocated=p.join.colocated, streams=p.join.streams)
                         for p in present if p.join.kind == "server")
         reply = StatusReply(version(), PROTOCOL, framing.VERSION, time.time(), state.limit,
-                            sum(p.join.kind == "worker" for p in present), servers, min_workers=state.min_workers)
+                            sum(p.join.kind == "worker" for p in present), servers, min_workers=state.min_workers,
+                            caller=request.caller, port=self._port.number)
         if epoch is None:
             return msgspec.structs.replace(reply, data=bytes(max(0, min(request.wanted, MAX_STATUS_NBYTES))))
         admission, shut = self._admission(), self._rendezvous.closed_reason()
@@ -408,7 +409,7 @@ class Coordinator:
             self._rendezvous.begin()  # first, since a journal with registrations must also have the sites' values
         if epoch is not None and journaled_part(before) != journaled_part(state):
             if self._journal is not None:
-                self._journal.write(CoordinatorRecord(self.address, self._journal.token, state))
+                self._journal.write(CoordinatorRecord(self.near, self._journal.token, state))
             self._revision += 1
             event_loop().call_soon_threadsafe(self._end_watches)
         for token, place in state.registrations.items():
@@ -444,8 +445,8 @@ class Coordinator:
         return answer
 
     def _opened(self, name: str, kind: type[Q], data: bytes, peer: str) -> Q:
-        """Verifies a call, and returns its decoded and sanitized request. Adds the caller's certificate to a Join request."""
-        caller = self._port.caller(peer)
+        """Verifies a call, and returns its decoded and sanitized request. Adds the caller's certificate or address to some."""
+        address, _, caller = self._port.caller(peer)
         try:
             body = self._verifier.opened(peer, name, data, caller.fingerprint if caller else b"")
         except AuthenticationFailed:
@@ -455,6 +456,8 @@ class Coordinator:
             raise
         self._suspects.pop(peer, None)
         request = sanitize(messages.unpack(body, kind, peer))
+        if isinstance(request, messages.StatusRequest):
+            return msgspec.structs.replace(request, caller=address)
         if isinstance(request, PlanPart):
             return msgspec.structs.replace(request, certificate=caller.name if caller else "")
         if isinstance(request, messages.Join):

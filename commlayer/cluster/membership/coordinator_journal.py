@@ -41,7 +41,7 @@ data BLOB, PRIMARY KEY (name, rank))"""
 
 
 class CoordinatorRecord(Record, frozen=True):
-    """What the journal records about the job: the coordinator's address, the secret, and the registrations, epoch and plan."""
+    """What the journal records about the job: its coordinator's address here, its secret, registrations, epoch and plan."""
 
     address: str
     token: str

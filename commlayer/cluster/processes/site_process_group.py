@@ -66,7 +66,9 @@ def init_world(kv: KvClient, rank: int, world: int, home: range, *, inside: str,
     `inside`. `skip_lost`: collectives of scripts leave out ranks that are gone. `paused_reason`: until `release`, collectives
     fail with this text. `patience_s`: how long collectives wait beyond their timeout until a missing rank is evicted."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
+        own = torch.accelerator.current_accelerator()  # such as mps
+        devices = [*dict.fromkeys(("cpu", "cuda", own.type if own else "cpu"))]
+        dist.Backend.register_backend(NAME, _group, extended_api=True, devices=devices)
     if not _worlds:
         atexit.register(_end)
         helper = distributed_c10d._new_process_group_helper

@@ -29,7 +29,7 @@ from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.membership.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.membership.job_events import log_of_job
 from commlayer.cluster.processes import child_processes
-from commlayer.config import Config, host_port, is_loopback, join_host, read_config, reconnect_window_s
+from commlayer.config import Config, host_port, is_loopback, reached_at, read_config, reconnect_window_s, split_port
 from commlayer.errors import MAX_PEER_TEXT_CHARS, Coded, CommError, InvalidInput, line_of, short_line, without_code
 from commlayer.observe.event_files import EventFile
 from commlayer.observe.event_log import EventLog
@@ -97,6 +97,11 @@ def run(config: Config, part: ServeOptions) -> None:
                            f"keys: {keys.own.name} in {config.keys} was made with --dials-only, so it cannot be used by a "
                            f"server: use the folder of another node, or replace it with `commlayer keys add {keys.own.name} "
                            "--again`")
+    if split_port(config.advertise, "advertise")[1]:  # a tunnel forwards the coordinator's port, and not that for TCP
+        if config.carrier == "tcp":
+            raise InvalidInput("E-SETTING", f"advertise: {config.advertise} is one port, but the setting carrier is \"tcp\", "
+                                            "which needs two: remove that setting, or forward both ports and give HOST alone")
+        config = msgspec.structs.replace(config, carrier="grpc")
     logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, handlers=[LogLines("commlayer serve")])
     if part.parent:
         config = msgspec.structs.replace(config, journal="")  # an embedded server is never restarted
@@ -291,7 +296,7 @@ def _can_resume(config: Config, end: threading.Event, stopped: threading.Event) 
 
 
 def _advertised(address: str, config: Config) -> str:
-    return address and join_host(config.advertise or config.bind, host_port(address)[1])
+    return address and reached_at(config.advertise, config.bind, host_port(address)[1])
 
 
 def _invite(part: ServeOptions, control: str, *, more: bool) -> None:

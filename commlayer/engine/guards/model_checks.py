@@ -93,12 +93,14 @@ def check_dtypes(job: Job) -> None:
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
-    """Returns the device of the tensors. Raises ValueError if they are on several devices, or on an unsupported one."""
+    """Returns the device on which buckets of these tensors are: theirs for a CPU and CUDA (or ROCm, which torch calls cuda).
+    Buckets of other devices, such as Apple's, are on the CPU, and torch copies gradients and averages. Raises ValueError if the
+    tensors are on several devices, or have no memory."""
     devices = sorted({str(t.device) for t in tensors})
-    if len(devices) > 1 or not devices[0].startswith(("cpu", "cuda")):
+    if len(devices) > 1 or devices == ["meta"]:
         raise InvalidInput("E-MODEL-UNSUPPORTED",
-                           f"the model is on {', '.join(devices)}, but each process must use one CPU or one CUDA device")
-    return tensors[0].device
+                           f"the model is on {', '.join(devices)}, but each process must use one device")
+    return tensors[0].device if tensors[0].device.type in ("cpu", "cuda") else torch.device("cpu")
 
 
 def refuse_ddp_around(model: nn.Module) -> None:

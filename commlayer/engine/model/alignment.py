@@ -47,14 +47,14 @@ def align(
     if not tensors:
         return []
     own = [local_of(tensor).detach() for tensor in tensors]
-    device, sharded = own[0].device, set[int]()
+    sharded = set[int]()
     if shards:  # a site of one rank may have whole tensors
-        flags = groups.gather_all(torch.tensor([*map(is_sharded, tensors)], dtype=torch.int64, device=device))
+        flags = groups.gather_all(torch.tensor([*map(is_sharded, tensors)], dtype=torch.int64, device=groups.device))
         sharded = {n for n, flag in enumerate(flags.any(0).tolist()) if flag}
     parts = parts_of(tensors, sharded, groups.sites)
     held = [part.on(own[part.tensor], shards) for part in parts]
     prints = [-1 if x is None else fingerprint(x) for x in held]
-    rows = groups.gather_all(torch.tensor(prints, dtype=torch.int64, device=device))
+    rows = groups.gather_all(torch.tensor(prints, dtype=torch.int64, device=groups.device))
     differing = set()
     for part, mine, values in zip(parts, held, rows.T, strict=True):
         site = groups.sites[0]

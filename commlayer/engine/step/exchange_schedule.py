@@ -119,7 +119,8 @@ class ExchangeSchedule(Component):
         """Returns True if the current gradients, which no optimizer step has applied, are missing, zero or not finite. Called
         before a forward pass."""
         grads = [grad._values() if grad.is_sparse else grad for p in self._parameters if (grad := p.grad) is not None]
-        largest = [torch.linalg.vector_norm(grad.detach(), math.inf).double() for grad in grads if grad.numel()]
+        wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32  # some have only this
+        largest = [torch.linalg.vector_norm(grad.detach(), math.inf).to(wide) for grad in grads if grad.numel()]
         return not largest or not 0 < float(torch.stack(largest).max()) < math.inf
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:

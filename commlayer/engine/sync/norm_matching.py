@@ -56,7 +56,8 @@ def square_of(tensors: Sequence[torch.Tensor]) -> float:
     unit = math.ldexp(1.0, max(math.frexp(most)[1] - BITS, -1000))
     sums = []
     for x in flat:
-        for piece in x.split(PIECE_NUMEL):
+        for part in x.split(PIECE_NUMEL):
+            piece = part if part.device.type in ("cpu", "cuda") else part.cpu()  # other devices may lack float64
             fast = piece.dtype == torch.float32 and unit >= SMALLEST_UNIT  # a power of two: exact in float32
             parts = (piece * (1.0 / unit)).round_().double() if fast else (piece.double() / unit).round_()
             sums.append(torch.dot(parts, parts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from http import HTTPStatus
 from itertools import islice
 
@@ -34,13 +34,17 @@ class JobFeed:
     All clients get the same updates. A client that misses one gets the complete state next, so no update is kept for it.
     """
 
-    def __init__(self, events: EventLog) -> None:
+    def __init__(self, events: EventLog, paused: Callable[[], bool] | None = None) -> None:
+        """`paused`: whether the homes of this machine are paused, for a page with the button; None: without."""
         self._events, self._cursor, self._record = events, 0, RunRecord()
         self._sent = 0, 0, self._record.curves.points
         """What clients have: number of notable events, number of points, and the list of these points."""
         self._changed = threading.Condition()
         self._number, self._update, self._streams = 0, b"", 0
         self._closing = self._closed = False
+        self._paused = paused
+        self.ahead_s, self.note = 0.0, ""
+        """By how much the clock of the events is ahead of this one, and what the page says first; the owner sets both."""
         self._thread = threading.Thread(target=self._run, name="commlayer-feed", daemon=True)
         self._thread.start()
 
@@ -88,7 +92,9 @@ class JobFeed:
         """An update as a server-sent event, with the last `events` notable events and the points from `point` on."""
         record = self._record
         latest = list(islice(reversed(record.events), events))[::-1]
-        state = state_of(record.view, max(time.time(), record.view.time))
+        state = state_of(record.view, max(time.time() + self.ahead_s, record.view.time))
+        state["waits"] = [*([self.note] if self.note else []), *state["waits"]]
+        state["paused"] = self._paused() if self._paused else None
         update = msgspec.json.encode(Update([state], record.curves.points[point:], latest, whole))
         return b"data: %b\n\n" % update
 

@@ -1,6 +1,7 @@
-"""A small HTTP server for what people and Prometheus read about a job. It only answers GET, and changes nothing.
+"""A small HTTP server for what people and Prometheus read about a job, and for the buttons of a page.
 
-Requests carry the token, as `Authorization: Bearer TOKEN` or as `?token=TOKEN`. On loopback, public pages need none.
+Requests carry the token, as `Authorization: Bearer TOKEN` or as `?token=TOKEN`. On loopback, public pages need none. A button
+sends a POST with that header, which no page of another site can do.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ log = logging.getLogger("commlayer")
 REQUEST_S = 10.0
 """Seconds in which a client must send its request and take the answer."""
 MAX_CONNECTIONS = 32
+NO_TOKEN = ("this needs the token that the command printed: ?token=TOKEN in the address, or the header Authorization: Bearer "
+            "TOKEN [E-SECRET]")
 
 
 class Page(NamedTuple):
@@ -41,6 +44,8 @@ class Page(NamedTuple):
 
 Pages = Mapping[str, Callable[[], Page]]
 """Functions that return a page, by path."""
+Actions = Mapping[str, Callable[[], None]]
+"""Functions of buttons, by path."""
 
 
 def read_token(secret: bytes, number: int = 0) -> str:
@@ -52,7 +57,8 @@ def read_token(secret: bytes, number: int = 0) -> str:
 class WebServer:
     """Serves pages on threads of its own, from construction to close()."""
 
-    def __init__(self, host: str, port: int, token: Callable[[], str], pages: Pages, *, public: Collection[str] = ()) -> None:
+    def __init__(self, host: str, port: int, token: Callable[[], str], pages: Pages, *, public: Collection[str] = (),
+                 actions: Actions = MappingProxyType({})) -> None:
         """`token`: returns the token that is valid now. `public`: paths of pages that need no token if `host` is loopback."""
         slots, unread = threading.BoundedSemaphore(MAX_CONNECTIONS), dict[Any, float]()
 
@@ -92,6 +98,7 @@ class WebServer:
                 return complete
 
         Handler.pages, Handler.token, Handler.public = pages, staticmethod(token), public if is_loopback(host) else ()
+        Handler.actions = actions
         try:
             self._server = Server((host, port), Handler)
         except OSError as error:
@@ -111,6 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
     pages: Pages = MappingProxyType({})
     token: Callable[[], str] = staticmethod(str)
     public: Collection[str] = ()
+    actions: Actions = MappingProxyType({})
     timeout = REQUEST_S
     server_version, sys_version = "commlayer", ""
 
@@ -118,12 +126,21 @@ class _Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         page = self.pages.get(path)
         if not (self._is_public(path) or self._allowed(query)):
-            self._refuse(HTTPStatus.UNAUTHORIZED, "this needs the token that `commlayer serve` printed: ?token=TOKEN in the "
-                                                  "address, or the header Authorization: Bearer TOKEN [E-SECRET]")
+            self._say(HTTPStatus.UNAUTHORIZED, NO_TOKEN)
         elif page is None:
-            self._refuse(HTTPStatus.NOT_FOUND, f"no such page; there are {', '.join(self.pages)}")
+            self._say(HTTPStatus.NOT_FOUND, f"no such page; there are {', '.join(self.pages)}")
         else:
             self._answer(page())
+
+    def do_POST(self) -> None:
+        act = self.actions.get(self.path)
+        if not self._allowed(""):
+            self._say(HTTPStatus.UNAUTHORIZED, NO_TOKEN)
+        elif act is None:
+            self._say(HTTPStatus.NOT_FOUND, "this page has no such button")
+        else:
+            act()
+            self._say(HTTPStatus.OK, "done")
 
     def _is_public(self, path: str) -> bool:
         """Returns whether a request for `path` needs no token. Its Host must name this machine: a foreign web page can make
@@ -134,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
         given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip() or parse_qs(query).get("token", [""])[0]
         return bool(given) and hmac.compare_digest(given.encode(), self.token().encode())
 
-    def _refuse(self, status: HTTPStatus, line: str) -> None:
+    def _say(self, status: HTTPStatus, line: str) -> None:
         self._answer(Page("text/plain; charset=utf-8", f"{line}\n".encode(), status=status))
 
     def _answer(self, page: Page) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from commlayer.errors import CommError, Damaged, DeadlineExceeded, HandshakeLost, NotYet, PeerLost, Refused, SentNothing
 from commlayer.transport.keys.key_folder import PROTOCOLS, Keys, PeerCertificate, certificate_of, of_peer, signature_arguments
-from commlayer.transport.protocol import limit_wait
+from commlayer.transport.protocol import NO_SIGNAL, limit_wait
 
 DATA, CONTROL = PROTOCOLS
 CHUNK_NBYTES = 128 << 10
@@ -228,7 +228,8 @@ class TlsSocket(socket.socket):
         """A dialer whose first message this end has answered uses TLS, so it has keys."""
         if self._server and self._answered:
             return HandshakeLost(f"{what}: the dialer's network failed, or the dialer stopped waiting")
-        return PeerLost(f"{what}: check that keys (COMMLAYER_KEYS) are set on both machines")
+        return PeerLost(f"{what}: check that keys (COMMLAYER_KEYS) are set on both machines, and that a tunnel between them is "
+                        "connected")
 
     def _alert_reason(self, error: ssl.SSLError) -> CommError | None:
         """Returns the reason in the other end's TLS alert; None if there is no known alert."""
@@ -300,4 +301,4 @@ class TlsSocket(socket.socket):
     def sendall(self, data: Any, flags: int = 0) -> None:
         rest = memoryview(data)
         while rest:
-            rest = rest[self.sendmsg([rest], [], flags | socket.MSG_NOSIGNAL) :]
+            rest = rest[self.sendmsg([rest], [], flags | NO_SIGNAL) :]
