@@ -86,8 +86,8 @@ class Pauses:
     """Decides whether this home trains."""
 
     def __init__(self, when: str, *, if_busy: bool, caps: Caps = Caps()) -> None:
-        """`when`: the option --when. Raises InvalidInput where the use of this machine is not known; with a monthly cap, also if
-        another home of this user has one, or if its traffic cannot be counted."""
+        """`when`: the option --when. Raises InvalidInput where the use of this machine is not known. With a monthly cap, also
+        raises it if another home of this user has one, or if its traffic cannot be counted."""
         if if_busy and not Path("/proc/stat").exists():
             raise InvalidInput("E-SYSTEM", "--pause-if-busy needs /proc, which this system lacks; allowed here: --when, "
                                            "`commlayer pause`")
