@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import calendar
 import datetime
-import fcntl
 import math
 import os
 import re
@@ -195,6 +194,8 @@ def count_traffic(nbytes: int) -> Month:
 
 
 def _lock(descriptor: int) -> None:
+    import fcntl  # Windows lacks it, where only plans are made
+
     until = time.monotonic() + LOCK_S
     while True:
         try:

@@ -20,6 +20,7 @@ from commlayer.autotune import plan_policy
 from commlayer.autotune.measure.measurements import uncapped
 from commlayer.cli import pauses
 from commlayer.cli.pauses import Pauses, unit_of
+from commlayer.cluster.calls import home_traffic
 from commlayer.cluster.calls.home_traffic import HomeTraffic
 from commlayer.errors import InvalidInput, code_of
 from commlayer.observe.caps import DOUBT_S, FILE_NBYTES, Caps, Month, caps_of, count_traffic, next_month
@@ -37,6 +38,8 @@ NOVEMBER = datetime.datetime(2026, 11, 1)
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(home_traffic, "TRAFFIC", Traffic())  # other tests in this process have sent gigabytes
+    monkeypatch.setattr(pauses, "HOME", HomeTraffic())
     return tmp_path / "commlayer"
 
 

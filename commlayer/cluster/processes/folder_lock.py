@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from pathlib import Path
@@ -17,6 +16,8 @@ between two attempts."""
 def try_lock(descriptor: int, wait_s: float) -> bool:
     """Locks an open file against other processes and other descriptors, while the descriptor is open. Returns False if another
     one holds the lock for `wait_s`."""
+    import fcntl  # Windows lacks it
+
     deadline = time.monotonic() + wait_s
     while True:
         try:
