@@ -116,8 +116,12 @@ class TuningController(Component):
     def start(self) -> None:
         """Starts recording steps. Called before the first step, because the second step is sufficient if steps are slow."""
         if self._plans:
-            if (plan := self._do.opening()) is not None:
-                self._open(plan)
+            generation = self._context.generation
+            try:
+                if (plan := self._do.opening()) is not None:
+                    self._open(plan)
+            except CommError as error:
+                self._context.drop_call(error, generation)
             self._record()
             if self.state.leads:
                 self._do.prepare_search()
@@ -410,8 +414,8 @@ class TuningController(Component):
         self._allowed_bps = []
         self._attempt(self._measured, measured)
         # A slow step during the search would cost more than waiting for the search, unless the plan was made for such links.
-        soon = soon and not self._context.plan.steps_locally
-        if (soon or measured.uncapped) and not self._context.plan.step_s:
+        plan = self._context.plan
+        if (soon or measured.uncapped) and not (plan.step_s or plan.steps_locally):
             self._await(max(link_policy.WAITED_STEPS * measured.step_s, CAPPED_S if measured.uncapped else 0.0))
 
     def _measured(self, measured: Measured) -> None:

@@ -111,7 +111,7 @@ class JobActions:
         """Paces uploads of this rank, and of the servers on its node, by the node's measured upload rate."""
         groups, uplink = self._context.groups, self._context.uplink
         up_bps = links[groups.node].up_bps
-        if up_bps < SLOWER * self._planned_up_bps:  # the link itself has become slower
+        if up_bps < SLOWER * min(self._planned_up_bps, HOME.allowed_bps(HOME.link_bps)):  # the link itself has become slower
             self._planned_up_bps = up_bps
             HOME.follow(up_bps, len(groups.site))
         uplink.pace(up_bps / len(groups.site))
@@ -195,7 +195,7 @@ class JobActions:
         if context.terms.requested.exact is not False or context.passes or plan.step_s or not self._begins:
             return None
         link = probed(context, (1 - GROUPS_SHARE) * self._probe_s, nearest_s=FAR_S)
-        rows = self._capped(RankMeasurement(0.0, 0.0, *link, balanced=float(exact)))
+        rows = self._planned(RankMeasurement(0.0, 0.0, *link, balanced=float(exact)))
         if not any(row.up_bps for row in rows):
             return None
         self._link = Link(*link)
@@ -207,16 +207,21 @@ class JobActions:
         link = probed(context, PROBE_AGAIN_S, expected=planned[context.groups.node])
         up_bps, down_bps, _ = at_least(link, None, self._fastest_down_bps())
         row = self._measurements.rows[context.rank]._replace(up_bps=up_bps, down_bps=down_bps)
-        return tuple(links_of(context, self._capped(row)))
+        return tuple(links_of(context, self._capped(row, least_bps=HOME.link_bps)))  # a short probe shows no slower link
 
-    def _capped(self, row: RankMeasurement) -> list[RankMeasurement]:
-        """Limits this node's upload rate by its caps. Returns the rows of all ranks; collective."""
+    def _capped(self, row: RankMeasurement, *, least_bps: float = 0.0) -> list[RankMeasurement]:
+        """Limits this node's upload rate by its caps from now on. Returns the rows of all ranks; collective. `least_bps`: lower
+        bound of the link's rate."""
         groups = self._context.groups
-        rows = gathered(groups, row._replace(up_bps=HOME.allowed_bps(row.up_bps), uplink_bps=row.up_bps))
+        rows = self._planned(row)
         mine = rows[groups.firsts[groups.node]]
         self._planned_up_bps = mine.up_bps
-        HOME.follow(mine.uplink_bps, len(groups.site))
+        HOME.follow(max(mine.uplink_bps, least_bps), len(groups.site))
         return rows
+
+    def _planned(self, row: RankMeasurement) -> list[RankMeasurement]:
+        """Returns the rows of all ranks, with the upload rates that the caps of homes allow; collective."""
+        return gathered(self._context.groups, row._replace(up_bps=HOME.allowed_bps(row.up_bps), uplink_bps=row.up_bps))
 
     def _uncapped(self, rows: Sequence[RankMeasurement]) -> tuple[Link, ...]:
         """Returns the links without caps; empty if no home is capped."""

@@ -43,7 +43,8 @@ def opening_plan(job: Job, plan: Plan, links: Sequence[Link]) -> Plan | None:
         return None
     every = next((every for every in EVERY if every * STEP_S >= took_s), EVERY[-1])
     largest, fragments = max(plan.buckets, key=lambda bucket: bucket.numel), min(FRAGMENTS, every // 2)
-    made = default_plan(job, codec=largest.codec, down=largest.down, path="service", servers=plan.servers, fragments=fragments,
-                        ranks_per_node=plan.ranks_per_node, fuse_nbytes=MAX_BUCKET_NBYTES, cut_nbytes=MAX_BUCKET_NBYTES)
-    return structs.replace(made, hosts=plan.hosts, ratio_over=plan.ratio_over, local_steps=every, overlap="round",
-                           fragments=most_fragments(fragments, every, len(made.buckets)))
+    layout = default_plan(job, codec=largest.codec, down=largest.down, path="service", servers=plan.servers,
+                          ranks_per_node=plan.ranks_per_node, fuse_nbytes=MAX_BUCKET_NBYTES, cut_nbytes=MAX_BUCKET_NBYTES,
+                          fragments=fragments)
+    return structs.replace(layout, hosts=plan.hosts, ratio_over=plan.ratio_over, local_steps=every, overlap="round",
+                           fragments=most_fragments(fragments, every, len(layout.buckets)))

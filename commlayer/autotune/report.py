@@ -99,8 +99,8 @@ class Reports:
         self.traffic()
 
     def hurry(self) -> None:
-        """Makes the next report due after the next step. All ranks call it after the same step."""
-        self._left = 1
+        """Makes a report due now. All ranks call it after the same step."""
+        self._left = 0
 
     @property
     def due(self) -> bool:

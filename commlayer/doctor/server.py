@@ -134,10 +134,10 @@ def is_forwarded(address: str, own: str, status: StatusReply) -> bool:
 
 def check_tunnel(address: str, status: StatusReply, connect_s: float, round_trip_s: float) -> Finding:
     """`connect_s`: see `_connect_s`."""
+    accepts = f"{address} accepts them in {1e3 * connect_s:.3g} ms, and " if math.isfinite(connect_s) else ""
     return ok("tunnel", f"a program forwards connections to the server, which sees this machine as {_host_of(status.caller)}; "
-                        f"{address} accepts them in {1e3 * connect_s:.3g} ms, and the server answers in "
-                        f"{1e3 * round_trip_s:.3g} ms",
-              connect_s=connect_s, round_trip_s=round_trip_s)
+                        f"{accepts}the server answers in {1e3 * round_trip_s:.3g} ms",
+              round_trip_s=round_trip_s, **({"connect_s": connect_s} if accepts else {}))
 
 
 def _host_of(address: str) -> str:

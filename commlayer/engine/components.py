@@ -49,7 +49,7 @@ class Pending(IntEnum):
     DUE = 1
     """An exchange of local steps that is due because this rank's optimizer step was skipped."""
     RUNNING = 2
-    """A running exchange of local steps."""
+    """A running exchange of local steps, and the remaining fragments of its outer step."""
     ALL_STEPS = 3
     """All local steps, in an early exchange during which no member can join."""
     ALL_EXCHANGES = 4

@@ -44,6 +44,8 @@ FRAME_NBYTES = 2048
 SEND = int(NO_SIGNAL)
 SEND_NOW = int(NO_SIGNAL | socket.MSG_DONTWAIT)
 """Flags of a system call that sends, as plain integers, since `|` of enums costs microseconds."""
+LOOK_S = 1.0
+"""Seconds after which a thread that holds a message back looks at the limits again."""
 _ONCE = frozenset((Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME))
 _PROBES = frozenset((Kind.PROBE, Kind.PROBE_OK))
 
@@ -382,6 +384,17 @@ class Connection:
                 frame.operation.fail(ended)
         self._leave()
 
+    def _probe_past_limit(self) -> _Item | None:
+        """Takes the first probe from the queue if the message before it must wait for the limit of this process's rate."""
+        if self._queue[0][-1].content.hold_s():
+            for place, item in enumerate(self._queue):
+                if item[-1].header.kind in _PROBES:
+                    self._queue[place] = self._queue[-1]
+                    self._queue.pop()
+                    heapq.heapify(self._queue)
+                    return item
+        return None
+
     def _next(self) -> _Item | None:
         with self._work:
             while self.error is None:
@@ -393,8 +406,11 @@ class Connection:
                     if not self._queue:
                         self._control.idle()
                     self._work.wait()
+                elif probe := self._probe_past_limit():
+                    self._busy = True
+                    return probe
                 elif hold_s := max(self._control.hold_s((first := self._queue[0][-1]).nbytes), first.content.hold_s()):
-                    self._work.wait(hold_s)
+                    self._work.wait(min(hold_s, LOOK_S))  # limits can change
                 else:
                     self._busy = True
                     return heapq.heappop(self._queue)

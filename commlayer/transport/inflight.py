@@ -21,7 +21,8 @@ class Request(Handle):
     __slots__ = ("body", "header", "sending")
 
     def __init__(self, peer: int, header: Header, body: memoryview | bytes) -> None:
-        super().__init__(f"send of {KIND_NAMES[header.kind]}", peer, header.step, header.bucket)
+        what = "answer to" if header.kind in ANSWERED_BY else "send of"
+        super().__init__(f"{what} {KIND_NAMES[header.kind]}", peer, header.step, header.bucket)
         self.header, self.body = header, body
         self.sending: Handle | None = None
 

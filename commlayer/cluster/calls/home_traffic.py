@@ -13,7 +13,6 @@ import threading
 import time
 
 from commlayer.config import Config
-from commlayer.errors import InvalidInput
 from commlayer.observe.caps import Caps, Month, caps_of, count_traffic
 from commlayer.transport.flow.traffic import TRAFFIC
 
@@ -97,7 +96,7 @@ class HomeTraffic:
             TRAFFIC.call(BEAT_NBYTES, BEAT_NBYTES)
         try:
             self.count()
-        except InvalidInput as error:  # the launcher pauses a home whose month is capped
+        except Exception as error:  # the launcher pauses a home whose month is capped; limits must follow the hour
             if not self._warned:
                 self._warned = True
                 log.warning("%s", error)

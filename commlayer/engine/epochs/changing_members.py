@@ -194,6 +194,7 @@ class ChangingMembers(FixedMembers):
 
     def _decide(self, join: Sequence[Proposal], follow: Sequence[Proposal]) -> None:
         """Admits the sites that the rows name."""
+        self.next_plan = None
         if self._joining or self._following:
             return
         context = self._context
@@ -218,7 +219,6 @@ class ChangingMembers(FixedMembers):
         """Returns True if the plan has to be cut for the sizes of sites that join, before they are admitted."""
         context, plan = self._context, self._context.plan
         sizes = {p.workers for p in join} | {*map(len, context.groups.sites)}
-        self.next_plan = None
         with contextlib.suppress(InvalidInput):  # the plan cannot be cut: the sites end with this error when they join
             cut = context.site.shards.cut(plan, context.worker.job, sizes)
             self.next_plan = cut if len(cut.buckets) > len(plan.buckets) else None

@@ -26,13 +26,14 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
 
     Codecs restart, but old residuals are sent under the new plan. A server keeps the residuals of elements that stay on this
     server in the same unit; other residuals of servers are dropped. If the plan does not fit some rank, all ranks raise
-    ValueError and nothing changes.
+    ValueError, and the old plan continues, perhaps with a new outer step.
 
     If members are lost before servers receive the plan, the CommError is raised, which `drop_call` then handles; a switch that
     the script `requested` is repeated with the remaining ranks. From then on the remaining ranks complete the switch.
 
     `by_itself`: True if the script did not request exactly this plan. Parts of the plan that are impossible after local steps
-    are then left out. From local steps to local steps, what is left of them is then not exchanged first, so weights can differ.
+    are then left out. Between two plans of local steps, remaining steps are then exchanged under the new plan; until then
+    weights can differ between ranks.
     """
     again = False
     while True:
@@ -85,7 +86,7 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
     servers = len(context.uplink.epoch.servers)
     # Under another automatic plan of local steps, the steps so far belong to its first exchange.
     context.complete(Pending.RUNNING if by_itself and agreed.steps_locally else Pending.ALL_STEPS)
-    with all_or_none(groups, "switch()"):  # behind it no message to a server is in flight
+    with all_or_none(groups, "switch()"):  # after it no message to a server is in flight
         if agreed.servers > servers:
             raise InvalidInput("E-PLAN-SWITCH", f"plan: it needs {agreed.servers} servers, but the job has {servers}")
         if by_itself and context.terms.balanced and agreed.steps_locally and not old.plan.steps_locally:

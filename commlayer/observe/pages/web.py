@@ -139,8 +139,12 @@ class _Handler(BaseHTTPRequestHandler):
         elif act is None:
             self._say(HTTPStatus.NOT_FOUND, "this page has no such button")
         else:
-            act()
-            self._say(HTTPStatus.OK, "done")
+            try:
+                act()
+            except OSError as error:
+                self._say(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+            else:
+                self._say(HTTPStatus.OK, "done")
 
     def _is_public(self, path: str) -> bool:
         """Returns whether a request for `path` needs no token. Its Host must name this machine: a foreign web page can make
