@@ -1,13 +1,33 @@
-"""Writes files atomically, and replaces the text between two marks of a documentation page."""
+"""Writes files atomically, locks them, and replaces the text between two marks of a documentation page."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from commlayer.errors import InvalidInput
+
+RETRY_S = 0.005
+"""Seconds between two attempts to lock a file."""
+
+
+def try_lock(descriptor: int, wait_s: float) -> bool:
+    """Locks an open file against other processes and other descriptors, while the descriptor is open. Returns False if another
+    one holds the lock for `wait_s`."""
+    import fcntl  # Windows lacks it
+
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(RETRY_S)
 
 
 def write_whole(contents: Mapping[Path, bytes], *, durable: bool = False, mode: int = 0o666) -> None:

@@ -189,13 +189,13 @@ class JobActions:
     def opening(self) -> Plan | None:
         """Measures far links before the first step, and returns the plan with which to begin, if the script allows local steps
         and links are slow; otherwise None. The result is the same on all ranks."""
-        context, exact = self._context, limits_of(self._context).policy.exact
-        plan = context.plan
+        context, plan = self._context, self._context.plan
         # A plan with a prediction is that of the last run.
         if context.terms.requested.exact is not False or context.passes or plan.step_s or not self._begins:
             return None
         link = probed(context, (1 - GROUPS_SHARE) * self._probe_s, nearest_s=FAR_S)
-        rows = self._planned(RankMeasurement(0.0, 0.0, *link, balanced=float(exact)))
+        forbidden = float(limits_of(context).policy.exact)
+        rows = self._planned(RankMeasurement(0.0, 0.0, *link, balanced=forbidden))
         if not any(row.up_bps for row in rows):
             return None
         self._link = Link(*link)

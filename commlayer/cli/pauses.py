@@ -22,9 +22,10 @@ from typing import Annotated, NamedTuple
 import typer
 
 from commlayer.cluster.calls.home_traffic import HOME
-from commlayer.cluster.processes.folder_lock import CHECK_S, try_lock
+from commlayer.cluster.processes.folder_lock import CHECK_S
 from commlayer.config import user_folder
 from commlayer.errors import InvalidInput
+from commlayer.files import try_lock
 from commlayer.observe.caps import DAY_MIN, Caps, Hours, caps_of, hours_of, minute_of
 
 When = Annotated[str, typer.Option(help="Train only at these hours, in local time, such as 22:00-07:00.", metavar="HOURS")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import calendar
 import datetime
+import errno
 import math
 import os
 import re
@@ -18,6 +19,7 @@ import msgspec
 
 from commlayer.config import user_folder
 from commlayer.errors import InvalidInput
+from commlayer.files import try_lock
 from commlayer.records import Record
 
 DAY_MIN = 24 * 60
@@ -30,14 +32,14 @@ LEAVE_S = 4.0
 LEAST_S, LEAST_BPS = 60.0, 1e3
 """Shortest rest of a month for which a rate is computed, and the lowest rate: a home whose month is full pauses."""
 MONTHS = 3
-"""Number of latest months that the file keeps, besides the present one."""
+"""Number of latest months that the file keeps in addition to the present one."""
 JUMP_S, DOUBT_S = 60.0, 3600.0
 """A clock that differs by more than JUMP_S from the time that has passed is not believed for DOUBT_S. Under a wrong date a home
 could send what is left of a whole month."""
 BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 FILE_NBYTES = 512
 """Size of the file. It is overwritten in one call of the kernel, so a killed process leaves the old or the new count."""
-LOCK_S, RETRY_S = 2.0, 0.005
+LOCK_S = 2.0
 
 
 class Hours(NamedTuple):
@@ -181,7 +183,8 @@ def count_traffic(nbytes: int) -> Month:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "rb", buffering=0) as file:
-            _lock(file.fileno())
+            if not try_lock(file.fileno(), LOCK_S):
+                raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
             month = msgspec.json.decode(text, type=Month) if (text := file.read().strip()) else Month()
             month = month.counted(nbytes, time.time(), time.clock_gettime(BOOT))
             os.pwrite(file.fileno(), msgspec.json.encode(month).ljust(FILE_NBYTES), 0)
@@ -191,16 +194,3 @@ def count_traffic(nbytes: int) -> Month:
                                      "that this user may write, in the folder that XDG_CONFIG_HOME sets") from None
     except msgspec.MsgspecError as error:
         raise InvalidInput("E-FILE", f"{path}: is damaged ({error}); delete it to count this month from 0") from None
-
-
-def _lock(descriptor: int) -> None:
-    import fcntl  # Windows lacks it, where only plans are made
-
-    until = time.monotonic() + LOCK_S
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(RETRY_S)

@@ -22,9 +22,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from commlayer.cluster.keys.home_keys import ALLOWED_NAMES, NAME
-from commlayer.cluster.processes.folder_lock import try_lock
 from commlayer.errors import InvalidInput
-from commlayer.files import sync, write_whole
+from commlayer.files import sync, try_lock, write_whole
 from commlayer.transport.keys.key_folder import CA, CERTIFICATE, KEY, REVOKED, SERVICE, TOKEN, certificate_of
 
 CA_KEY, ISSUED, NODES = "ca.key", "issued", "nodes"

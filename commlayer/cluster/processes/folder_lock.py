@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 from commlayer.errors import InvalidInput
+from commlayer.files import try_lock
 
-CHECK_S, RETRY_S = 0.2, 0.02
-"""Seconds for which another process may hold a journal's lock while it only checks whether the lock is free, and seconds
-between two attempts."""
-
-
-def try_lock(descriptor: int, wait_s: float) -> bool:
-    """Locks an open file against other processes and other descriptors, while the descriptor is open. Returns False if another
-    one holds the lock for `wait_s`."""
-    import fcntl  # Windows lacks it
-
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            if time.monotonic() > deadline:
-                return False
-        time.sleep(RETRY_S)
+CHECK_S = 0.2
+"""Seconds for which another process may hold a journal's lock while it only checks whether the lock is free."""
 
 
 def lock_folder(folder: Path, name: str, taken: str) -> int:

@@ -57,7 +57,7 @@ class Summation:
         self.gone: set[int] = set()
         """Workers that have left the job. Nothing that arrives from them later is added or answered."""
         self._follows_ended = False
-        """True: the job has another plan, so nobody receives results of this one any longer."""
+        """True: the job has another plan, so no worker receives results of this one any longer."""
         self.cells = {bucket: BucketSum(bucket, o, senders[bucket]) for bucket, o in ops.items()}
 
     def remember(self, keep: WriteEntry | None) -> None:

@@ -340,7 +340,7 @@ class ChangingMembers(FixedMembers):
         except Exception as error:
             if {one.member for one in joining} <= self.admitted:
                 context.worker.latch(error)
-            else:  # nobody waits for workers that follow
+            else:  # no member waits for workers that follow
                 context.say(f"could not give its state to {', '.join(peer_name(one.member) for one in joining)}: {error}")
 
     @property

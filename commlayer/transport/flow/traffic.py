@@ -12,7 +12,7 @@ import time
 WIRE = 1.06
 """Bytes on the link for each byte of a message: headers of TCP and IP, TLS records, and acknowledgements."""
 CALL_NBYTES = 1000
-"""Bytes of a call to the coordinator besides its messages: a heartbeat without TLS took 1,150 bytes on the link."""
+"""Bytes of a call to the coordinator without its messages: a heartbeat without TLS took 1,150 bytes on the link."""
 BURST_S, PART_S, MIN_PART_NBYTES = 0.05, 0.1, 8 << 10
 """Seconds at the limit that may be sent at once, and size of a part of a large body."""
 
