@@ -140,12 +140,14 @@ def _secret_in(path: Path, where: str, remedy: str = "") -> str:
     return token
 
 
-def check_plain_text(name: str, host: str, config: Config) -> None:
-    """Raises an error if unencrypted traffic to or from `host` is not allowed; the error names the setting `name`."""
-    if not is_loopback(host) and not config.insecure and not config.keys:
+def check_plain_text(name: str, host: str, config: Config, *, tunnel: bool = False) -> None:
+    """Raises an error if unencrypted traffic to or from `host` is not allowed; the error names the setting `name`. `tunnel`: a
+    tunnel connects `host` with other machines."""
+    if (tunnel or not is_loopback(host)) and not config.insecure and not config.keys:
+        where = "is the end of a tunnel from other machines," if tunnel else "is another machine"
         line = "give the home's line, NAME@HOST:PORT#TOKEN, or " if name == "join" else ""
         raise RecordError("E-PLAIN-TEXT",
-                          f"{name}: {host} is another machine and traffic is not encrypted: {line}set keys ({PREFIX}KEYS) to a "
+                          f"{name}: {host} {where} and traffic is not encrypted: {line}set keys ({PREFIX}KEYS) to a "
                           "folder that `commlayer keys init` and `commlayer keys add NAME` create, or set insecure "
                           f"(insecure=True, --insecure, {PREFIX}INSECURE=1) if you trust the complete network between the "
                           "machines")
@@ -153,11 +155,11 @@ def check_plain_text(name: str, host: str, config: Config) -> None:
 
 def _check_plain_text(config: Config) -> None:
     """Checks the settings bind, advertise and join: unencrypted traffic leaves the machine only with the user's consent."""
-    advertised, _ = split_port(config.advertise, "advertise")
+    advertised, port = split_port(config.advertise, "advertise")
     remote = [(name, host) for name, host in (("bind", config.bind), ("advertise", advertised)) if host]
     remote += [("join", host_port(config.join)[0])] if config.join else []
     for name, host in remote:
-        check_plain_text(name, host, config)
+        check_plain_text(name, host, config, tunnel=name == "advertise" and bool(port))
     setting, host = ("advertise", advertised) if advertised else ("bind", config.bind)
     if host in ("0.0.0.0", "::"):
         raise RecordError("E-SETTING",
