@@ -300,7 +300,7 @@ class TuningController(Component):
             return False
         match rows[0].request:
             case TuningRequest.SWITCH:
-                if self._context.local is not None and self._context.local.halfway:
+                if self._context.local is not None and self._context.local.has_fragments_left:
                     self._reports.hurry()  # a switch would wait for the remaining fragments
                     return False
                 self._switch()

@@ -127,7 +127,7 @@ class JobActions:
             plan = structs.replace(context.plan, servers=len(context.uplink.epoch.servers),
                                    buckets=tuple(structs.replace(b, by_node=()) for b in context.plan.buckets))
             link = links[context.groups.node]
-            if HOME.limited:
+            if HOME.is_limited:
                 link = structs.replace(link, up_bps=max(link.up_bps, HOME.link_bps))
             context.terms.last_runs.save(context.groups.sites, LastRun(plan, link))
 
@@ -157,7 +157,7 @@ class JobActions:
                                      filled=filled_of(worker, groups.world) if groups.ranks_per_node == 1 else timing.filled)
             step_s = median(steps_s)
             # Records of local steps do not show what limited their exchanges.
-            limited = seen if local is None and held_up(recorded) and not HOME.limited else None
+            limited = seen if local is None and held_up(recorded) and not HOME.is_limited else None
             if local is None:  # an update of local steps is not a gradient
                 self._energy = self._energy or energy_of(worker)
         carried = None if seen is None else seen.carried
@@ -167,7 +167,7 @@ class JobActions:
                                expected=expected, last=last.link if last and not self._link else self._link), carried,
                         self._fastest_down_bps())
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced,
-                              limited=float(HOME.limited))
+                              limited=float(HOME.is_limited))
         rows = self._capped(row)
         collectives = CollectiveCosts()
         if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
@@ -234,7 +234,7 @@ class JobActions:
 
     def allowed_bps(self) -> float:
         """Returns at which rate this node may send by its caps; 0: it has none."""
-        return HOME.allowed_bps(HOME.link_bps) if HOME.capped else 0.0
+        return HOME.allowed_bps(HOME.link_bps) if HOME.is_capped else 0.0
 
     def _fastest_down_bps(self) -> float:
         return 0.0 if self._meter is None else self._meter.fastest_down_bps()

@@ -51,7 +51,7 @@ def _controller_of(context: DistributedJob, config: Config) -> TuningController 
     returns None for other jobs."""
     plans = (context.terms.auto and len(context.groups.sites) > 1 and bool(context.worker.plan.servers)
              and not context.site.shards)
-    if HOME.capped and not plans:  # else the controller measures the link
+    if HOME.is_capped and not plans:  # else the controller measures the link
         workers = len(context.groups.site)  # all of which probe at once
         HOME.follow(workers * own_uplink(context, OWN_PROBE_S) if HOME.needs_link else 0.0, workers)
     if context.site.shards:

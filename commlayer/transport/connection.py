@@ -121,19 +121,19 @@ class Content:
         self._frame: tuple[memoryview, ...] = ()
 
     @property
-    def limited(self) -> bool:
+    def is_limited(self) -> bool:
         """True: the limit of this process's rate applies. A probe measures the link."""
         return self.nbytes > 0 and self.header.kind not in _PROBES
 
     def hold_s(self) -> float:
         """Returns the seconds before the message may be sent."""
-        return TRAFFIC.gradients.hold_s() if TRAFFIC.gradients.bps and self.limited else 0.0
+        return TRAFFIC.gradients.hold_s() if TRAFFIC.gradients.bps and self.is_limited else 0.0
 
-    def sent(self, nbytes: int) -> int:
+    def count_sent(self, nbytes: int) -> int:
         """Counts bytes that were sent of the message, and returns their number."""
         TRAFFIC.add(nbytes)
-        if TRAFFIC.gradients.bps and self.limited:
-            TRAFFIC.gradients.took(nbytes)
+        if TRAFFIC.gradients.bps and self.is_limited:
+            TRAFFIC.gradients.count(nbytes)
         return nbytes
 
     def final(self) -> tuple[Header, memoryview]:
@@ -198,7 +198,7 @@ class _Outgoing:
         """Makes one system call that sends bytes of the current part. Returns whether the part has been sent completely."""
         if not self._left:
             self._left = self._pieces()
-        self._advance(self.content.sent(sock.sendmsg(self._left, [], SEND)))
+        self._advance(self.content.count_sent(sock.sendmsg(self._left, [], SEND)))
         if self._left:
             return False
         self._next += 1
@@ -278,7 +278,7 @@ class Connection:
         self._seq = 0
         self._busy = False  # a thread is writing a frame
         self._rest: _Item | None = None  # a frame that a caller's thread began to write and the sender thread must finish
-        self._said_bye = False  # the end of the stream is the peer's answer to it
+        self._sent_bye = False  # the end of the stream is the peer's answer to it
         self._users = 2  # threads that may be in a system call on the socket; the last one closes the socket
         self.error: CommError | None = None
         """The error that ended the connection; None while it is open."""
@@ -318,7 +318,7 @@ class Connection:
     def _write_inline(self, operation: Handle, content: Content) -> None:
         n, frame, error = 0, content.frame(), None
         try:
-            n = content.sent(self._sock.sendmsg(frame, [], SEND_NOW))
+            n = content.count_sent(self._sock.sendmsg(frame, [], SEND_NOW))
         except BlockingIOError:
             pass
         except OSError as failure:
@@ -366,7 +366,7 @@ class Connection:
                 while not frame.write(self._sock):
                     pass
                 if frame.header.kind == Kind.BYE:
-                    self._said_bye = True
+                    self._sent_bye = True
                     self._sock.shutdown(socket.SHUT_WR)
             except OSError as error:
                 frame.operation.fail(self._break(error))
@@ -480,7 +480,7 @@ class Connection:
     def _end_lost(self, lost: PeerLost, by_peer: bool) -> None:
         """Ends a connection that was lost. The kernel tells the cause to one of both threads only, whichever asks first. The
         other one sees the end of the stream or a broken pipe, so it waits for the one that knows."""
-        if not (by_peer or self._said_bye):
+        if not (by_peer or self._sent_bye):
             with self._work:
                 self._work.wait_for(lambda: self.error is not None, CAUSE_S)
         self.end(lost, broken=True, by_peer=by_peer)

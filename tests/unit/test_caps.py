@@ -238,19 +238,19 @@ def test_a_limit_holds_on_average_and_follows_its_changes(monkeypatch: pytest.Mo
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     limit = Limit()
-    limit.took(10**9)
+    limit.count(10**9)
     assert limit.hold_s() == 0.0
     limit.set(8e6)
     assert limit.hold_s() == 0.0
     for _ in range(100):
         clock[0] += limit.hold_s()
-        limit.took(500_000)
+        limit.count(500_000)
     assert clock[0] - 100.0 == pytest.approx(50.0, rel=0.02)
     debt_s = limit.hold_s() + traffic.BURST_S
     limit.set(4e6)
     assert limit.hold_s() + traffic.BURST_S == pytest.approx(2 * debt_s)
     clock[0] += 1000.0
-    limit.took(500_000)
+    limit.count(500_000)
     assert limit.hold_s() + traffic.BURST_S == pytest.approx(1.0), "a pause gives no credit"
     limit.set(0.0)
     assert limit.hold_s() == 0.0

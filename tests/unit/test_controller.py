@@ -294,11 +294,11 @@ def test_a_plan_of_fragments_is_left_when_all_of_them_were_sent(last: int) -> No
     world.opens, world.search_result = local(0.0), lambda _: candidate(plan_of(0.1))
 
     def script(job: Job) -> None:
-        job.local = SimpleNamespace(halfway=False)
+        job.local = SimpleNamespace(has_fragments_left=False)
         job.step(times=WARM_STEPS)
         job.controller.settle(5.0)
         for exchange in range(8):
-            job.local.halfway = exchange % 4 != last
+            job.local.has_fragments_left = exchange % 4 != last
             job.step()
             if job.rank == 0 and job.plan != world.opens and not switched:
                 switched.append(exchange)

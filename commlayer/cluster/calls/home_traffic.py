@@ -54,13 +54,13 @@ class HomeTraffic:
             self.look()
 
     @property
-    def capped(self) -> bool:
+    def is_capped(self) -> bool:
         return self._caps != Caps()
 
     @property
-    def limited(self) -> bool:
-        """Whether caps hold already: the link was measured, or the plan is not automatic."""
-        return self.capped and self._workers > 0
+    def is_limited(self) -> bool:
+        """True: caps hold, because the link was measured or the plan is not automatic."""
+        return self.is_capped and self._workers > 0
 
     @property
     def needs_link(self) -> bool:
@@ -103,7 +103,7 @@ class HomeTraffic:
         self._limit()
 
     def _limit(self) -> None:
-        if not self.limited:
+        if not self.is_limited:
             return
         share, link_bps = self._caps.share(self._month.here), self.link_bps or math.inf
         # Before the first exchange it is not known how long one would take.

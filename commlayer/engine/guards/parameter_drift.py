@@ -49,7 +49,7 @@ LEAST, MOST = 10, 10_000
 SETTINGS_NBYTES = 64 << 10
 """Largest size of a rank's optimizer settings, in addition to four times those of this rank."""
 NOT_HELD = -1
-"""In place of a digest: this rank does not have this part of a tensor."""
+"""Value that stands for the digest of a part that this rank does not have."""
 SUMS = 2.0**32
 NAMED = 3
 """Largest number of tensors or settings that one log line or error names."""

@@ -287,10 +287,10 @@ class OuterSteps:
     @property
     def under_way(self) -> bool:
         """True: an outer step has begun and not ended."""
-        return self._running is not None or self.halfway
+        return self._running is not None or self.has_fragments_left
 
     @property
-    def halfway(self) -> bool:
+    def has_fragments_left(self) -> bool:
         """True: some fragments of the current outer step have not been sent."""
         return self._next > 0
 

@@ -45,7 +45,7 @@ class Limit:
         """Returns the seconds before more bytes may be sent."""
         return max(0.0, self._sent_s - time.monotonic() - BURST_S) if self.bps else 0.0
 
-    def took(self, nbytes: int) -> None:
+    def count(self, nbytes: int) -> None:
         if self.bps:
             with self._lock:
                 self._sent_s = max(self._sent_s, time.monotonic()) + 8 * nbytes / max(self.bps, 1.0)
@@ -73,8 +73,8 @@ class Traffic:
         """Waits before a part of a state is sent. What it takes is missing for gradients."""
         if self.states.bps:
             time.sleep(min(self.states.hold_s(), most_s))
-            self.states.took(nbytes)
-            self.gradients.took(nbytes)
+            self.states.count(nbytes)
+            self.gradients.count(nbytes)
 
     @property
     def sent_nbytes(self) -> int:
