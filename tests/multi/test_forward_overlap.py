@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import rank_pool
 from support.attached import Raises, assert_refused, data, mlp, outcome, parameters, plan_of, same
 from support.forward import OPTIMIZERS, Held, Net, Training, batch, loss_of
@@ -169,6 +170,7 @@ def used(rank: int, address: str) -> list[str]:
     training.step()
     training.model.double()
     lines.append(outcome(lambda: training.backward(100)))
+    dist.barrier()  # a rank that has left would be the error of one that has not begun
     training.session.close()
     return lines
 
