@@ -39,7 +39,7 @@ def run(quick: bool) -> Result:
     replies = run_ranks("step", steps)
     ratios: dict[str, float] = {}
     base = slowest(replies, "ddp")
-    for training in ("ddp", "allreduce", "service"):
+    for training in ("ddp", "allreduce", "service", "sites"):
         times = slowest(replies, training)
         ratio = statistics.median(t / b for t, b in zip(times, base, strict=True))
         ratios[training] = ratio
@@ -55,6 +55,8 @@ def run(quick: bool) -> Result:
     return {"rows": rows, "summary": {
         "step_vs_ddp_allreduce": ratios["allreduce"],
         "step_vs_ddp_service": ratios["service"],
+        "step_of_sites_vs_members": statistics.median(
+            t / b for t, b in zip(slowest(replies, "sites"), slowest(replies, "service"), strict=True)),
         "us_per_bucket": per_bucket,
         "attach_s": attach_s,
         "memory_x_model_bytes": memory,
@@ -155,16 +157,17 @@ def ddp(make: Callable[[], nn.Module]) -> Training:
     return with_sgd(DistributedDataParallel(model), model, lambda: None, 0)
 
 
-def uncompressed(make: Callable[[], nn.Module], path: str, **sizes: int) -> Training:
-    """attach() with the identity codec, by all-reduce or through one summation server (`path`)."""
+def uncompressed(make: Callable[[], nn.Module], path: str, site: int = 1, **sizes: int) -> Training:
+    """attach() with the identity codec, by all-reduce or through one summation server (`path`), which sees `site` ranks as one
+    member."""
     model = make()
     world = dist.get_world_size()
     cut: dict[str, Any] = {"fuse_nbytes": 1 << 20, "cut_nbytes": 4 << 20} | sizes
     plan = planner.default_plan(job_of(model), codec="identity()", path=path, servers=1 if path == "service" else 0,
-                                ranks_per_node=1, **cut)
+                                ranks_per_node=site, **cut)
     dist.barrier()
     begin = time.perf_counter()
-    session = commlayer.attach(model, plan=plan, config={"ranks_per_node": 1 if path == "service" else world})
+    session = commlayer.attach(model, plan=plan, config={"ranks_per_node": site if path == "service" else world})
     return with_sgd(model, model, session.close, len(plan.buckets), servers_of(session), time.perf_counter() - begin)
 
 
@@ -252,6 +255,7 @@ def rank(what: str, steps: int, mode: str = "plain", megabytes: str = "64") -> N
         if what == "step":
             make, width = partial(build, MODEL), MODELS[MODEL][0]
             trainings = {"ddp": ddp(make)} | {path: uncompressed(make, path) for path in ("allreduce", "service")}
+            trainings["sites"] = uncompressed(make, "service", site=2)
             times, disagreement = compare_steps(trainings, width, 32, 10, steps)
         else:
             # The same bytes in 64 buckets and in 4: only the number of buckets differs.
