@@ -17,7 +17,7 @@ from commlayer.planner.convergence import LearningRow
 from commlayer.planner.data.tables import learning_rows, profile_from_tables
 from commlayer.planner.inputs import checked_inputs, remeasure_hint
 from commlayer.planner.model import Basis, Cluster, Node, Policy, Profile
-from commlayer.records import SCHEMA, Bucket, Job, Plan, Record
+from commlayer.records import SCHEMA, Bucket, Job, Plan, Record, complete
 
 
 class PlanFileInputs(Record, frozen=True):
@@ -101,7 +101,7 @@ def _misread(data: bytes) -> Iterator[str]:
     for what, part, kind in (("", {**content, **({"buckets": []} if bucket_list else {})}, Plan),
                              *((f"bucket {place}: ", bucket, Bucket) for place, bucket in enumerate(bucket_list))):
         try:
-            msgspec.convert(part, kind)
+            msgspec.convert(part, complete(kind))
         except msgspec.ValidationError as error:
             yield f"{what}{error}"
 

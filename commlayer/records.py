@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -25,6 +26,22 @@ MAX_BUCKET_NBYTES = 128 << 20
 """Limit in bytes for a bucket's elements as float32: half of a frame's body, since a payload can be larger than its input."""
 
 T = TypeVar("T")
+_COMPLETED: set[Any] = set()
+_COMPLETES = threading.Lock()
+
+
+def complete(kind: T) -> T:
+    """Returns the type `kind`, ready to be decoded in any thread. Every type that msgspec decodes or converts to passes through
+    this function.
+
+    msgspec looks up a record's fields when the type is used for the first time. A second thread that uses the type meanwhile
+    ends the process with a segmentation fault (msgspec 0.22).
+    """
+    if kind not in _COMPLETED:
+        with _COMPLETES:
+            msgspec.msgpack.Decoder(kind)
+            _COMPLETED.add(kind)
+    return kind
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -375,6 +392,6 @@ MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 def decode(data: bytes, kind: type[T], what: str) -> T:
     """Decodes JSON bytes into a record of type `kind`. A RecordError names `what`, the field and the problem in one line."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=complete(kind))
     except MALFORMED as error:
         raise RecordError("E-RECORD", f"{what}: {short_line(error, MAX_PEER_TEXT_CHARS)}") from None

@@ -14,6 +14,7 @@ import msgspec
 from commlayer.config.addresses import host_port, is_loopback, split_port
 from commlayer.config.settings import PREFIX, Config
 from commlayer.errors import RecordError
+from commlayer.records import complete
 
 KEYS_TOKEN = "token"
 """Name of the file with the job's secret, inside a node's key folder."""
@@ -97,7 +98,7 @@ def _known(name: str, source: str) -> str:
 
 def checked(name: str, setting: Setting) -> Any:
     try:
-        return msgspec.convert(setting.value, TYPES[name], strict=not setting.text)
+        return msgspec.convert(setting.value, complete(TYPES[name]), strict=not setting.text)
     except msgspec.ValidationError:
         allowed = next(m.description for m in TYPES[name].__metadata__)
         value = "a text" if name == "token" else repr(setting.value)
@@ -130,7 +131,7 @@ def _secret_in(path: Path, where: str, remedy: str = "") -> str:
         why = error.strerror if isinstance(error, OSError) else error
         raise RecordError("E-SETTING", f"{where} cannot be read: {why}{remedy}") from None
     try:
-        token: str = msgspec.convert(text, TYPES["token"])
+        token: str = msgspec.convert(text, complete(TYPES["token"]))
     except msgspec.ValidationError:
         token = ""
     if not token:

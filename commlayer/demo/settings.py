@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from commlayer.records import Record
+from commlayer.records import Record, complete
 
 ALONE, DDP, COMMLAYER = RUNS = ("alone", "DDP fp16", "commlayer")
 STEP_S = 0.2
@@ -57,7 +57,7 @@ class WorkerReport(Record, frozen=True):
     native: bool = True
 
 
-_decoder = msgspec.json.Decoder(WorkerReport)
+_decoder = msgspec.json.Decoder(complete(WorkerReport))
 
 
 def read_report(line: bytes) -> WorkerReport | None:

@@ -24,7 +24,7 @@ from commlayer.config import Config, host_port, is_loopback, split_port
 from commlayer.doctor.findings import Finding, fail, judge, of_error, ok, warn
 from commlayer.errors import RecordError
 from commlayer.plan_file import plan_in
-from commlayer.records import Plan, Record
+from commlayer.records import Plan, Record, complete
 from commlayer.transport import framing
 from commlayer.transport.keys.key_folder import KEY, TOKEN, Keys
 
@@ -298,7 +298,7 @@ def own_torch(limit_s: float = CHILD_S, program: str = TORCH_FACTS) -> Torch:
     try:
         process = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=limit_s,
                                  stdin=subprocess.DEVNULL)
-        return msgspec.convert(json.loads(process.stdout.splitlines()[-1]) | {"driver": driver}, Torch)
+        return msgspec.convert(json.loads(process.stdout.splitlines()[-1]) | {"driver": driver}, complete(Torch))
     except subprocess.TimeoutExpired:
         return Torch(driver=driver, error=f"torch and its GPUs did not answer within {limit_s:g} s")
     except (IndexError, ValueError, RecordError):

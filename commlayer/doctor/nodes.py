@@ -27,7 +27,7 @@ from commlayer.doctor.machine import own_version
 from commlayer.doctor.network import INSIDE, connect_problem, own_addresses
 from commlayer.doctor.server import rate_text
 from commlayer.errors import CommError, listed
-from commlayer.records import Record
+from commlayer.records import Record, complete
 from commlayer.transport import own_address
 
 UNEVEN = 4.0
@@ -151,7 +151,7 @@ def compare_nodes(launch: Launch, node: NodeFacts, host: str, join_s: float) -> 
     def share(value: Any, what: str, limit_s: float, kind: Any = None) -> list[Any]:
         rows = exchange(store, range(count), rank, msgspec.json.encode(value), math.ceil(limit_s), f"doctor, {what}")
         try:
-            return [msgspec.json.decode(row, type=kind or Any) for row in rows]
+            return [msgspec.json.decode(row, type=complete(kind or Any)) for row in rows]
         except msgspec.DecodeError:
             raise CommError("a node sent facts in an unknown format; install the same version of commlayer on all machines",
                             peer="doctor") from None

@@ -20,7 +20,7 @@ import msgspec
 from commlayer.config import user_folder
 from commlayer.errors import InvalidInput
 from commlayer.files import try_lock
-from commlayer.records import Record
+from commlayer.records import Record, complete
 
 DAY_MIN = 24 * 60
 UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -185,7 +185,7 @@ def count_traffic(nbytes: int) -> Month:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "rb", buffering=0) as file:
             if not try_lock(file.fileno(), LOCK_S):
                 raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-            month = msgspec.json.decode(text, type=Month) if (text := file.read().strip()) else Month()
+            month = msgspec.json.decode(text, type=complete(Month)) if (text := file.read().strip()) else Month()
             month = month.counted(nbytes, time.time(), time.clock_gettime(BOOT))
             os.pwrite(file.fileno(), msgspec.json.encode(month).ljust(FILE_NBYTES), 0)
             return month

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import structs
 
 from commlayer.errors import short_line
+from commlayer.records import complete
 
 log = logging.getLogger("commlayer")
 
@@ -268,14 +269,14 @@ TAGS = frozenset(str(kind.__struct_config__.tag) for kind in KINDS)
 
 E = TypeVar("E", bound=Event)
 _ENCODER = msgspec.json.Encoder()
-_DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+_DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(complete(AnyEvent))
 
 
 class _Tag(msgspec.Struct):
     event: str
 
 
-_TAG_DECODER = msgspec.json.Decoder(_Tag)
+_TAG_DECODER = msgspec.json.Decoder(complete(_Tag))
 
 
 def encode(event: Event) -> bytes:

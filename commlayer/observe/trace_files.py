@@ -14,7 +14,7 @@ import msgspec
 from commlayer.errors import RecordError
 from commlayer.files import write_whole
 from commlayer.observe.step_trace import NO_BUCKET, Event
-from commlayer.records import Record
+from commlayer.records import Record, complete
 
 STEP = "step"
 
@@ -149,7 +149,7 @@ def read_comparison(path: Path) -> Comparison:
     """Reads the comparison that `write_trace` has stored."""
     try:
         document = json.loads(path.read_text("utf-8"))
-        return msgspec.convert(document["otherData"][KEY], Comparison)
+        return msgspec.convert(document["otherData"][KEY], complete(Comparison))
     except OSError as error:
         raise RecordError("E-TRACE", f"trace {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:

@@ -20,7 +20,7 @@ from commlayer.planner.convergence import row_problem
 from commlayer.planner.data import tables
 from commlayer.planner.data.tables import DEFAULT_CODECS, gpus, profile_from_tables
 from commlayer.planner.model import Cluster, Link, Node, Policy, Profile, Question, bare
-from commlayer.records import Job, Record
+from commlayer.records import Job, Record, complete
 
 T = TypeVar("T")
 
@@ -309,7 +309,7 @@ def _read(text: str, what: str, toml: bool) -> Any:
 
 def _convert(data: Any, kind: type[T], what: str) -> T:
     try:
-        return msgspec.convert(data, kind)
+        return msgspec.convert(data, complete(kind))
     except msgspec.MsgspecError as error:
         raise RecordError("E-PLAN-INPUT", f"{what}: {error}{remeasure_hint(error)}") from None
 

@@ -27,7 +27,7 @@ from commlayer.errors import (
     coded,
     short_line,
 )
-from commlayer.records import MALFORMED, Record
+from commlayer.records import MALFORMED, Record, complete
 from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
 from commlayer.transport.flow.fair_share import ConnectionTable, FairShare, MinuteCounts
@@ -218,7 +218,7 @@ def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: flo
 
 def _decode(frame: Frame, kind: type[T], who: str) -> T:
     try:
-        return msgspec.msgpack.decode(frame.body, type=kind)
+        return msgspec.msgpack.decode(frame.body, type=complete(kind))
     except MALFORMED as error:
         raise CorruptFrame(f"sent a malformed {kind.__name__.upper()}: {short_line(error, 200)}", peer=who) from None
 

@@ -21,7 +21,7 @@ from commlayer.autotune.planning.search import SearchOrder, SearchResult, search
 from commlayer.autotune.planning.what_if import Gains, gains_of
 from commlayer.errors import InvalidInput, InvalidState
 from commlayer.planner.model import Question
-from commlayer.records import Record
+from commlayer.records import Record, complete
 
 ROOT = Path(__file__).parents[3]
 # The child must import the same package as this process, installed or not, regardless of the current directory.
@@ -97,7 +97,7 @@ class PlanningProcess:
         self._process, self._searches = None, False
         if process.returncode:
             raise InvalidState("E-PLANNER-ENDED", f"the planning process has ended (exit code {process.returncode})")
-        answer = msgspec.msgpack.decode(data, type=Answer)
+        answer = msgspec.msgpack.decode(data, type=complete(Answer))
         if answer.error:
             raise InvalidInput("E-PLAN-INPUT", answer.error) if answer.wrong else RuntimeError(answer.error)
         return answer
@@ -129,7 +129,7 @@ def main() -> None:
     if not data:
         return
     try:
-        order = msgspec.msgpack.decode(data, type=Order)
+        order = msgspec.msgpack.decode(data, type=complete(Order))
         answer = Answer(search(order.search) if order.search else None, gains_of(order.inputs) if order.inputs else None)
     except ValueError as error:
         answer = Answer(error=str(error), wrong=True)

@@ -15,7 +15,7 @@ import msgspec
 
 from commlayer.errors import CorruptFrame, coded, short_line
 from commlayer.observe.events import MAX_LINE_NBYTES
-from commlayer.records import MALFORMED, Epoch, Record, ServerInfo
+from commlayer.records import MALFORMED, Epoch, Record, ServerInfo, complete
 
 PROTOCOL = 8
 FINISHED = "finished"
@@ -443,7 +443,7 @@ def unpack(data: bytes | memoryview, kind: type[V], peer: str, what: str = "") -
     """Decodes what a peer sent. Raises CorruptFrame, which names the peer, if the data is malformed. `what`: what is sent, for
     that error; "": a message with the name of the record `kind`."""
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return msgspec.msgpack.decode(data, type=complete(kind))
     except MALFORMED as error:
         if other := _other_version(data):
             raise CorruptFrame(other, peer=peer, code="E-VERSION") from None
@@ -459,7 +459,7 @@ class _AnyVersion(msgspec.Struct):
 
 def _other_version(data: bytes | memoryview) -> str:
     try:
-        theirs = msgspec.msgpack.decode(data, type=_AnyVersion).version
+        theirs = msgspec.msgpack.decode(data, type=complete(_AnyVersion)).version
     except MALFORMED:
         return ""
     remedy = "install the same version everywhere"

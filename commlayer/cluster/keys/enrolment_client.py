@@ -50,6 +50,7 @@ from commlayer.errors import (
     short_line,
 )
 from commlayer.files import write_whole
+from commlayer.records import complete
 from commlayer.transport.backoff import Backoff
 from commlayer.transport.connection import connect_socket
 from commlayer.transport.keys.key_folder import CA, CERTIFICATE, KEY, REVOKED, TOKEN, enrolling_context
@@ -162,7 +163,7 @@ def _check(home: HomeLine, key: ec.EllipticCurvePrivateKey, authority_der: bytes
         good = (certificate.public_key() == key.public_key() and names == [home.name]
                 and isinstance(public, ec.EllipticCurvePublicKey)
                 and x509.load_pem_x509_crl(reply.revoked).is_signature_valid(public))
-        msgspec.convert(reply.secret, Secret)
+        msgspec.convert(reply.secret, complete(Secret))
     except (ValueError, TypeError, InvalidSignature, msgspec.ValidationError):
         good = False
     if not good or not reply.secret:

@@ -15,7 +15,7 @@ from commlayer.errors import (
     Refused,
     short_line,
 )
-from commlayer.records import MALFORMED, Record
+from commlayer.records import MALFORMED, Record, complete
 from commlayer.transport.keys.key_folder import ENROLMENT
 from commlayer.transport.keys.tls import bad_certificate
 from commlayer.transport.protocol import limit_wait
@@ -100,6 +100,6 @@ def send_record(sock: socket.socket, record: Record, deadline: float) -> None:
 
 def receive_record(sock: socket.socket, kind: type[T], most: int, deadline: float) -> T:
     try:
-        return msgspec.msgpack.decode(receive_framed(sock, most, deadline), type=kind)
+        return msgspec.msgpack.decode(receive_framed(sock, most, deadline), type=complete(kind))
     except MALFORMED as error:
         raise Refused(f"got a malformed {kind.__name__.lower()}: {short_line(error, 200)}", code="E-FRAME") from None

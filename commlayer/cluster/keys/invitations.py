@@ -25,7 +25,7 @@ from commlayer.cluster.keys import authority
 from commlayer.cluster.keys.home_keys import HomeLine, Token, new_token
 from commlayer.errors import InvalidInput, Refused
 from commlayer.files import write_whole
-from commlayer.records import MALFORMED, Record
+from commlayer.records import MALFORMED, Record, complete
 from commlayer.transport.keys.key_folder import CA, REVOKED
 
 FILE = "invitations.json"
@@ -87,7 +87,7 @@ def read_book(folder: Path) -> Book:
     if not path.exists():
         return Book()
     try:
-        return msgspec.json.decode(authority.read(path), type=Book)
+        return msgspec.json.decode(authority.read(path), type=complete(Book))
     except MALFORMED:
         raise InvalidInput("E-KEYS", f"{path} is damaged: restore it from a backup, or delete it and invite homes that have no "
                                      "keys yet again with `commlayer keys invite NAME`") from None

@@ -19,7 +19,7 @@ from commlayer.cluster.processes.channels import Channel, node_ranks
 from commlayer.cluster.processes.process_groups import Members, destroy, rows_of_all
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, check_nbytes, short_line
 from commlayer.observe.events import WaitKind
-from commlayer.records import MALFORMED
+from commlayer.records import MALFORMED, complete
 
 V = TypeVar("V")
 Failed = Callable[[], BaseException | None]
@@ -288,6 +288,6 @@ def gather_values(groups: Groups | None, value: V, kind: type[V], most_nbytes: i
 def decode_json(data: bytes, kind: type[V], what: str, peer: str) -> V:
     """Decodes what a peer sent. Raises CorruptFrame, which names the peer, if the data is malformed."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=complete(kind))
     except MALFORMED as error:
         raise CorruptFrame(f"sends {what} that is malformed: {short_line(error, 200)}", peer=peer) from None

@@ -23,7 +23,7 @@ import msgspec
 from commlayer.cluster.processes.folder_lock import lock_folder
 from commlayer.cluster.servers.bucket_sum import WriteEntry
 from commlayer.errors import InvalidInput, RecordError
-from commlayer.records import MALFORMED, Epoch, Record
+from commlayer.records import MALFORMED, Epoch, Record, complete
 from commlayer.transport.crc import crc32c
 
 log = logging.getLogger("commlayer")
@@ -208,7 +208,7 @@ def read(path: Path) -> tuple[ServerIdentity, dict[int, Entry]]:
         data = mapped[_FILE.size : _FILE.size + nbytes]
         if magic != MAGIC or len(data) != nbytes or crc32c(data) != check:
             raise InvalidInput("E-JOURNAL", "its header is damaged or of another version")
-        metadata = msgspec.msgpack.decode(data, type=Metadata)
+        metadata = msgspec.msgpack.decode(data, type=complete(Metadata))
         slots, size = _layout(_FILE.size + nbytes, metadata.sizes)
         if size != len(mapped):
             raise InvalidInput("E-JOURNAL", f"it has {len(mapped)} bytes, expected {size}")

@@ -34,6 +34,7 @@ from commlayer.cluster.servers.bucket_sum import (
     divided_afterwards,
 )
 from commlayer.errors import CorruptFrame, InvalidInput, RecordError
+from commlayer.records import complete
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
 
 log = logging.getLogger("commlayer")
@@ -88,7 +89,7 @@ class Summation:
     def recall(self, bucket: int, words: bytes, state: bytes) -> None:
         """Restores what an earlier process journaled. Raises RecordError if members of the job are unknown. If this raises
         another ValueError or MsgspecError, call `forget`."""
-        cell, entry = self.cells[bucket], msgspec.msgpack.decode(words, type=SumEntry)
+        cell, entry = self.cells[bucket], msgspec.msgpack.decode(words, type=complete(SumEntry))
         if entry.joined > len(self.joined):
             raise RecordError("E-JOURNAL", f"journal: {entry.joined} workers have joined, but the list of them has only "
                                            f"{len(self.joined)}: it is damaged; restart the job from its last checkpoint")

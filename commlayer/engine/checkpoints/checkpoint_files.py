@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from commlayer import files, records
 from commlayer.engine.epochs.replica import on_host
 from commlayer.errors import InvalidInput, coded
-from commlayer.records import Plan, Record
+from commlayer.records import Plan, Record, complete
 from commlayer.transport.protocol import SERVER_BASE
 
 log = logging.getLogger("commlayer")
@@ -219,7 +219,7 @@ def mark_of(path: Path) -> Mark:
         raise InvalidInput("E-CHECKPOINT", f"{path}: the file has format {version!r}, but this version of commlayer reads "
                                            f"{FORMAT!r}: resume with the version that wrote it")
     try:
-        return msgspec.convert(meta, Mark, strict=False)
+        return msgspec.convert(meta, complete(Mark), strict=False)
     except msgspec.ValidationError as error:
         raise InvalidInput("E-CHECKPOINT", f"{path}: the file's header is invalid: {error}") from None
 

@@ -39,7 +39,7 @@ from commlayer.engine.model.shard_parameters import (
 from commlayer.engine.sync.local_steps import PENDING as RESIDUAL
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CorruptFrame, InvalidInput, short_line
-from commlayer.records import MALFORMED, Epoch, Plan, Record
+from commlayer.records import MALFORMED, Epoch, Plan, Record, complete
 
 T = TypeVar("T")
 TENSOR, TUPLE = "\0tensor", "\0tuple"
@@ -315,7 +315,7 @@ class Replica:
         """Installs the state in a checkpoint, and returns the state of local steps. `own`: result of `own_state` on this rank
         when it was saved; None if the checkpoint contains none. `buffers`: True if all ranks install their own buffers. Raises
         ValueError if the state does not fit."""
-        saved = msgspec.msgpack.decode(tensors[HEAD].numpy().tobytes(), type=GivenState)
+        saved = msgspec.msgpack.decode(tensors[HEAD].numpy().tobytes(), type=complete(GivenState))
         states, of_states = saved.extra, tensors
         if own is not None:
             of_states = {name.removeprefix(OWN): t for name, t in own.items() if name.startswith(OWN)}
@@ -368,7 +368,7 @@ def received(own: bytes, common: bytes) -> tuple[GivenState, dict[str, torch.Ten
     """Decodes the state of a running job, as `Replica.encoded` returns it."""
     try:
         tensors = safetensors.torch.load(own) | (safetensors.torch.load(common) if common else {})
-        transfer = msgspec.msgpack.decode(tensors.pop(HEAD).numpy().tobytes(), type=GivenState)
+        transfer = msgspec.msgpack.decode(tensors.pop(HEAD).numpy().tobytes(), type=complete(GivenState))
     except (*MALFORMED, ValueError, KeyError, SafetensorError) as error:
         raise CorruptFrame(f"the state received from the job is malformed: {short_line(error, 200)}") from None
     if transfer.error:

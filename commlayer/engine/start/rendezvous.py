@@ -41,7 +41,7 @@ from commlayer.config import (
 )
 from commlayer.engine.model import optimizer_settings
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, coded, short_line
-from commlayer.records import Job, TensorInfo
+from commlayer.records import Job, TensorInfo, complete
 from commlayer.transport import own_address
 from commlayer.transport.crc import crc32c
 from commlayer.transport.keys.key_folder import Keys
@@ -185,7 +185,7 @@ def row_of(data: bytes, peer: str) -> RankRow:
     """Decodes the row of a rank, which can be of another version and then has other fields."""
     fields = RankRow("", "")._asdict() | decode_json(data, dict[str, Any], "a row about itself", peer)
     try:
-        return msgspec.convert([fields[name] for name in RankRow._fields], RankRow)
+        return msgspec.convert([fields[name] for name in RankRow._fields], complete(RankRow))
     except msgspec.ValidationError as error:
         raise CorruptFrame(f"sends a row about itself that is malformed: {short_line(error, 200)}", peer=peer) from None
 

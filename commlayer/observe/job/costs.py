@@ -12,6 +12,7 @@ import msgspec
 from commlayer.files import write_whole
 from commlayer.observe.events import CostEvent, Event, PowerEvent, StepEvent
 from commlayer.observe.job.job_view import JobView
+from commlayer.records import complete
 
 log = logging.getLogger("commlayer")
 
@@ -50,7 +51,7 @@ class Costs:
         self._ledger = Ledger()
         if file is not None:
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                self._ledger = msgspec.json.decode(file.read_bytes(), type=Ledger)
+                self._ledger = msgspec.json.decode(file.read_bytes(), type=complete(Ledger))
 
     def apply(self, view: JobView, event: Event) -> None:
         """Counts an event that `view` has applied."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from commlayer.errors import RecordError, short_line
+from commlayer.records import complete
 
 T = TypeVar("T")
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -28,7 +29,7 @@ def load(name: str, kind: type[T]) -> T:
 
 def _read(file: Path, kind: type[T]) -> T:
     try:
-        return msgspec.convert(tomllib.loads(file.read_text("utf-8")), kind)
+        return msgspec.convert(tomllib.loads(file.read_text("utf-8")), complete(kind))
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         problem = short_line(error, MAX_ERROR_CHARS)
         raise RecordError("E-PLAN-DATA", f"table {file}: {problem}; install commlayer again") from None
