@@ -73,6 +73,8 @@ void dense(int64_t n, int shift, Kind kind) {
   mix("f16_to_f32", back, n);
   cml_bf16_to_f32(back.data(), bfloat.data(), n);
   mix("bf16_to_f32", back, n);
+  mix("scale_f32", static_cast<uint64_t>(cml_scale_f32(back.data(), from.data(), 0.3f, n)));
+  mix("scale_f32", back, n);
   mix("all_finite", static_cast<uint64_t>(cml_all_finite(from.data(), nullptr, n) + 2 * cml_all_finite(from.data(), acc.data(), n)));
   mix("crc32c", cml_crc32c(7, from.data(), from.bytes()));
 }

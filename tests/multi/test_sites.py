@@ -542,6 +542,15 @@ def test_wait_error_names_the_departed_site_and_not_the_coordinator(opened: Open
     assert another.value.peer == f"coordinator {coordinator.address}", "its own row is there"
 
 
+def test_workers_of_a_departed_site_leave_with_it(opened: Opened) -> None:
+    """Although nobody reports their end: a job scheduler kills all processes of a machine at once."""
+    coordinator, desks = met(opened, 3, min_workers=2, dead_after_s=WAIT_S)
+    members = joined(opened, coordinator, 3)
+    leave(opened, desks[2], "this home was interrupted")
+    until(lambda: members[0].newest.generation > 1, "a newer epoch")
+    assert [m.rank for m in members[0].newest.members] == [0, 1]
+
+
 @pytest.mark.parametrize("is_complete", [False, True])
 def test_all_or_none_pass_a_barrier_that_a_lost_member_has_called(opened: Opened, *, is_complete: bool) -> None:
     coordinator, desks = met(opened, 3, min_workers=2)

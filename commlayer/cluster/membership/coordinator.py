@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -229,18 +229,24 @@ class Coordinator:
                                           max(self._patience_s, self._config.dead_after_s))
 
     def _register_site(self, request: messages.Join) -> messages.JoinReply:
-        """Registers a site. If the site was restarted, the workers of its previous process are evicted."""
+        """Registers a site, or removes it. Workers of a site that has left are evicted, and those of its previous process if it
+        was restarted."""
         if self._rendezvous.is_present(request.token):
-            return self._rendezvous.register(request)
+            ranks = self._rendezvous.ranks_of(request.token) if request.leave else frozenset[int]()
+            reply = self._rendezvous.register(request)
+            self._evict(ranks, self._rendezvous.departure(request.token))
+            return reply
         with self._lock:
             seen_s = {p.rank: p.seen_s for p in self._state.registrations.values() if p.join.kind == "worker" and p.present}
             still_s = membership.own_pause_s(self._state, self._clock())
-        ranks, why = self._rendezvous.supersede(request, seen_s, still_s)
+        self._evict(*self._rendezvous.supersede(request, seen_s, still_s))
+        return self._rendezvous.register(request)
+
+    def _evict(self, ranks: Collection[int], why: str) -> None:
         if ranks:
             with self._lock:
                 tokens = [t for t, p in self._state.registrations.items() if p.join.kind == "worker" and p.rank in ranks]
                 self._set(membership.evict(self._state, tokens, why))
-        return self._rendezvous.register(request)
 
     def _challenge(self, nonce: bytes, peer: str) -> Encode:
         caller = self._port.caller(peer).certificate  # raises if TLS is required

@@ -23,7 +23,7 @@ from commlayer.cluster.membership.membership import Registration, State
 from commlayer.cluster.membership.sites import Sites
 from commlayer.cluster.processes.folder_lock import lock_folder
 from commlayer.errors import InvalidInput, one_line
-from commlayer.records import MALFORMED, Record
+from commlayer.records import MALFORMED, Record, complete
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -84,10 +84,10 @@ class CoordinatorJournal:
                     raise InvalidInput("E-JOURNAL", "it is of another version")
                 parts = dict(database.execute("SELECT name, data FROM part"))
                 if "job" in parts:
-                    self.recovered = msgspec.msgpack.decode(parts["job"], type=CoordinatorRecord)
+                    self.recovered = msgspec.msgpack.decode(parts["job"], type=complete(CoordinatorRecord))
                 if "sites" in parts:
-                    self.sites = msgspec.msgpack.decode(parts["sites"], type=Sites)
-                self.rows = {(name, rank): msgspec.msgpack.decode(data, type=Row)
+                    self.sites = msgspec.msgpack.decode(parts["sites"], type=complete(Sites))
+                self.rows = {(name, rank): msgspec.msgpack.decode(data, type=complete(Row))
                              for name, rank, data in database.execute("SELECT name, rank, data FROM row ORDER BY rowid")}
         except (sqlite3.Error, InvalidInput, *MALFORMED) as error:
             self.recovered = None

@@ -93,6 +93,12 @@ class RendezvousService:
         """Returns whether the site is registered, so that its next call only repeats its registration."""
         return token in self._state.present
 
+    def ranks_of(self, token: str) -> frozenset[int]:
+        """Returns the ranks of a site in the running job; none before it has begun."""
+        with self._lock:
+            site = self._state.present.get(token)
+            return frozenset(site.ranks) if site is not None and self._state.begun else frozenset()
+
     def register(self, request: Join) -> JoinReply:
         admission = AdmissionState() if self.is_present(request.token) else self._admission()
         with self._lock:
@@ -106,7 +112,7 @@ class RendezvousService:
 
     async def handle(self, request: KvRequest) -> KvReply:
         if (site := self._record_contact(request.home)) is None:
-            return KvReply(error=self._departure(request.home))
+            return KvReply(error=self.departure(request.home))
         if why := self._excluded_reason(site) or self._write_problem(site, request):
             return KvReply(error=why)
         store = self._store
@@ -128,7 +134,7 @@ class RendezvousService:
                 return KvReply(values, "" if over else error, total, over=over, lost="" if over else peer_name(rank))
             if (left_s := until - time.monotonic()) <= 0:
                 present = self._record_contact(request.home) is not None
-                return KvReply(values, "" if present else self._departure(request.home), total)
+                return KvReply(values, "" if present else self.departure(request.home), total)
             if self._waiting[request.home] >= MAX_WAITS * site.request.world:
                 raise CorruptFrame("makes another call that waits for keys, but a home may have "
                                    f"{self._waiting[request.home]}: use fewer process groups that span homes at the same time",
@@ -249,7 +255,7 @@ class RendezvousService:
                 self._state = sites.mark_seen(self._state, token, self._clock())
             return self._state.present.get(token)
 
-    def _departure(self, token: str) -> str:
+    def departure(self, token: str) -> str:
         """Returns why the site is not part of this rendezvous."""
         return self._state.former.get(token, sites.RESTARTED)
 
