@@ -258,7 +258,7 @@ class JobActions:
     def limits(self) -> PlanLimits:
         """Returns which plans the script allows. Runs on the training thread, because it tries the optimizer and restores the
         random state."""
-        return limits_of(self._context, self._measurements.rows)
+        return limits_of(self._context)
 
     def search(self, request: SearchRequest, allowed: PlanLimits) -> Candidate:
         """Returns the best plan within the script's limits (`allowed`), from the latest measurements. Runs on the planner

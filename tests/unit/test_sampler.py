@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from support.balance import FakeSession, LeftMembers
 from torch.utils.data import DataLoader, Dataset
 
-from commlayer.autotune.shares.load_balancer import LoadBalancer
 from commlayer.balance import Sampler
 from commlayer.balance.consumed_log import TABLE, ConsumedLog, ConsumedLogState, Permutation, merged, size
 from commlayer.balance.schedule import CHANGE_DELAY_STEPS, with_joined
@@ -517,20 +516,13 @@ def test_joining_worker_gets_an_equal_part(shares: dict[int, int], come: list[in
     assert with_joined(shares, come, 12, least) == then
 
 
-def test_local_steps_are_supported_but_not_with_balanced_shares() -> None:
+def test_local_steps_follow_fixed_shares() -> None:
     sampler, session = Sampler(40, 8, rank=0, shares=[4, 0, 4]), FakeSession()
     loop = sampler.follow(sampler, session)
     next(loop)
     session.plan = Plan("", (), local_steps=4)
     assert len([*loop]) == 4
     assert sampler.step == 5
-    for plan, line in (
-        (Plan("", (), local_steps=4), r"every 4 steps \(local_steps\)"),
-        (Plan("", (), codes="updates", overlap="round"), "overlap='round'"),
-    ):
-        session.plan = plan
-        with pytest.raises(ValueError, match=f"LoadBalancer: .*{line}.*E-SHARES-ARGUMENT"):
-            LoadBalancer(session, sampler)  # type: ignore[arg-type]
 
 
 def test_resume_between_exchanges_still_reassigns_samples_of_lost_workers() -> None:
