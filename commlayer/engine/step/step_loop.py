@@ -130,7 +130,7 @@ class StepLoop(Component):
         self._passed()
         self._end_first_step()
         if self._uneven.all_active():
-            self.context.components.before_commit()
+            self.context.components.sums_arrived()
         into = targets()
         worker = self.worker
         worker.commit(into)
@@ -218,11 +218,11 @@ class StepLoop(Component):
             finally:
                 self._passed()
 
-    def weigh(self, n: float) -> None:
+    def set_weight(self, n: float) -> None:
         local = self.context.local
         weights = self.worker.units if local is None else local.weights
         weights.weight = n / self._config.batch
-        self.context.stream.weigh(n)
+        self.context.stream.set_weight(n)
 
     def flush(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Completes exchanges whose averages are applied later than in their own step, as Session.flush describes. `parameters`
