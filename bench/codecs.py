@@ -45,7 +45,7 @@ def step_calls(codec: Codec, x: torch.Tensor) -> Calls:
     state, server, last = codec.init(spec), codec.init_server(spec), len(codec.rounds) - 1
     seed(state, "bench", 0, 0)
     out, room, total = memoryview(bytearray(codec.bound(spec))), memoryview(bytearray(codec.bound(spec))), torch.empty_like(x)
-    accs = [codec.zeros(spec, r) for r in range(last + 1)]
+    accs = [codec.new_accumulator(spec, r) for r in range(last + 1)]
     turns = [x, x.flip(0)]  # a constant gradient would build up a residual that does not occur in training
     sent: list[memoryview] = []
     results: list[bytes] = []

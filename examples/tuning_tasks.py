@@ -172,7 +172,7 @@ class Exchange:
         self._states = [codec.init(spec) for _ in range(workers)]
         self._outs = [memoryview(bytearray(codec.bound(spec))) for _ in range(workers)]
         self._server, self._result = codec.init_server(spec), memoryview(bytearray(codec.bound(spec)))
-        self._accs = [codec.zeros(spec, r) for r in range(len(codec.rounds))]
+        self._accs = [codec.new_accumulator(spec, r) for r in range(len(codec.rounds))]
         self._sum = torch.empty(numel)
 
     def mean(self, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, int]:

@@ -64,7 +64,7 @@ SYSTEMS = {
         _ours("topk 1 % updates", compression=SPARSE, local={"every": 1, "overlap": False}),
         _ours("auto", "auto", sync="auto"),
         _ours("auto exact", "auto"),
-        _ours("auto, shares", "auto", only="uneven compute", shares=True),
+        _ours("auto, shares", "auto", only="uneven compute", shares=True, sync="auto"),
     )
 }
 

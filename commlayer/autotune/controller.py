@@ -149,7 +149,7 @@ class TuningController(Component):
     def reads_sums(self) -> bool:
         return self.guard is not None and not self.paused and self.guard.has_work()
 
-    def before_commit(self) -> None:
+    def sums_arrived(self) -> None:
         """Compares compressed with exact gradients in this step, if the quality guard wants to."""
         if self.guard is not None and not self.paused:
             try:
@@ -176,7 +176,7 @@ class TuningController(Component):
             self._after(plan.local_steps // plan.fragments, time.perf_counter())
 
     def _after(self, steps: int, ended: float) -> None:
-        """Handles `steps` steps, the last of which ended at `ended`."""
+        """Tunes with the mean step time and wait of the last `steps` steps. `ended`: end of the last one."""
         worker, observed_s = self._context.worker, self._context.observed_s - self._last.observed_s
         step_s = max(0.0, ended - self._last.at - observed_s) / steps if self._last.at else 0.0
         waited_s = (worker.counters.exposed_s - self._last.exposed_s) / steps

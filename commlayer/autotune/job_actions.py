@@ -18,10 +18,10 @@ from commlayer.autotune.measure.measurements import (
     Measurements,
     RankMeasurement,
     cluster_of,
-    energy_of,
-    filled_of,
     links_of,
+    nonzero_fractions,
     server_nodes_of,
+    squared_norms,
     uncapped,
 )
 from commlayer.autotune.measure.probes import at_least, gathered, held_up, meter_of, probed, seen_by
@@ -64,8 +64,8 @@ PROBE_AGAIN_S = 1.2
 
 
 class JobActions:
-    """Carries out what the controller decides. `node_names`, `pace`, `record` and the search are local; all other methods are
-    collective."""
+    """Carries out what the controller decides. All ranks call a method together, except for `node_names`, `pace`, `record` and
+    the search."""
 
     def __init__(self, context: DistributedJob, probe_s: float = PROBE_S) -> None:
         """`probe_s`: seconds of all probes together."""
@@ -153,13 +153,14 @@ class JobActions:
             recorded = (worker if local is None else local).recorder.steps
             self.record(on=False)
             timing = timing_of(recorded, len(self._job.tensors), worker.places)
-            timing = structs.replace(timing, noise_scale=(self._job.batch or 1) * worker.counters.noise_scale,
-                                     filled=filled_of(worker, groups.world) if groups.ranks_per_node == 1 else timing.filled)
+            timing = structs.replace(timing, noise_scale=(self._job.batch or 1) * worker.counters.noise_scale)
+            if groups.ranks_per_node == 1:
+                timing = structs.replace(timing, filled=nonzero_fractions(worker, groups.world))
             step_s = median(steps_s)
             # Records of local steps do not show what limited their exchanges.
             limited = seen if local is None and held_up(recorded) and not HOME.is_limited else None
             if local is None:  # an update of local steps is not a gradient
-                self._energy = self._energy or energy_of(worker)
+                self._energy = self._energy or squared_norms(worker)
         carried = None if seen is None else seen.carried
         expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
         last = context.terms.last_runs.load(groups.sites) if self._measured is None and self._begins else None
@@ -258,7 +259,7 @@ class JobActions:
     def limits(self) -> PlanLimits:
         """Returns which plans the script allows. Runs on the training thread, because it tries the optimizer and restores the
         random state."""
-        return limits_of(self._context, self._measurements.rows)
+        return limits_of(self._context)
 
     def search(self, request: SearchRequest, allowed: PlanLimits) -> Candidate:
         """Returns the best plan within the script's limits (`allowed`), from the latest measurements. Runs on the planner

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from msgspec import structs
 
 from commlayer import loss_budget
-from commlayer.autotune.measure.measurements import RankMeasurement
 from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel
 from commlayer.compressors import parse
@@ -38,13 +36,10 @@ def codecs(context: DistributedJob) -> list[str]:
     return codec_floor.at_least(context.terms.floor, loss_budget.names(_model(context), _budget(context)))
 
 
-def limits_of(context: DistributedJob, rows: Sequence[RankMeasurement] = ()) -> PlanLimits:
-    """Returns the limits that the script on rank 0 sets, and those in the other ranks' measurements (`rows`). A rank with
-    other limits refuses the plan."""
+def limits_of(context: DistributedJob) -> PlanLimits:
+    """Returns the limits that the script on rank 0 sets. A rank with other limits refuses the plan."""
     modes, terms = context.terms.allowed_modes(), context.terms
-    # Load balancing refuses local steps. Samplers that weight batches weight outer steps in the same way.
-    balanced = terms.balanced or any(row.balanced for row in rows)
-    able = not balanced and {"updates", "local", "round"} <= modes
+    able = {"updates", "local", "round"} <= modes
     takes_fragments = terms.requested.fragments is None
     policy = Policy(
         devices=("cpu",), optimizer=terms.optimizer, exact=not (able and terms.requested.exact is False),

@@ -146,7 +146,8 @@ def _needs(steps: float) -> str:
 
 
 def switched(state: TuningState, plan: Plan) -> Decided:
-    """Handles a switch of all ranks to what rank 0 has proposed. `plan`: the plan as ranks run it."""
+    """Returns the state after all ranks have switched to the plan that rank 0 proposed. `plan`: what they run now, which may
+    lack parts of the proposal."""
     proposal, left = state.proposal, state.plan
     if proposal is None:  # on another rank
         return state, []

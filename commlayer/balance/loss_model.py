@@ -77,13 +77,13 @@ def read(path: Path) -> LossModel:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InvalidInput("E-LOSS-MODEL", f"loss model {path}: {error.strerror}; `commlayer tune` writes one") from None
+        raise InvalidInput("E-LOSS-MODEL", f"loss model {path}: {error.strerror}; create one with `commlayer tune`") from None
     try:
         model = decode(data, LossModel, f"loss model {path}")
     except RecordError as error:
-        raise RecordError("E-LOSS-MODEL", f"{error.what}; `commlayer tune` writes one") from None
+        raise RecordError("E-LOSS-MODEL", f"{error.what}; create a loss model with `commlayer tune`") from None
     if not model.points:
-        raise InvalidInput("E-LOSS-MODEL", f"loss model {path}: has no points; `commlayer tune` measures some")
+        raise InvalidInput("E-LOSS-MODEL", f"loss model {path}: has no points; measure some with `commlayer tune`")
     for point in model.points:
         if not 0 < point.ratio <= 1:
             raise InvalidInput("E-LOSS-MODEL",

@@ -214,7 +214,7 @@ class Sampler:
         """After a state was loaded, matches the session's steps that are not exchanged yet with the sampler's steps. A save
         may fall between two exchanges; the steps since the first one exist only in the weights of the worker that took them."""
         if self._loaded and session.inspect.may_leave:
-            behind = range(session.inspect.carried, session.step)
+            behind = range(session.inspect.exchanged_steps, session.step)
             given = zip(reversed(behind), sorted(self._trained.consumed.open, reverse=True), strict=False)
             self._membership.session_steps |= {step: at for at, step in given}
         self._loaded = False
@@ -223,7 +223,7 @@ class Sampler:
         """Returns whether the epoch is over. If a loop was interrupted after its last step, first exchanges the local steps
         that are still pending."""
         if (session is not None and self._trained.is_exhausted() and session.inspect.may_leave
-                and session.inspect.carried < session.step):
+                and session.inspect.exchanged_steps < session.step):
             session.flush()
             self._update_membership(self.step - 1, session)
         return self._trained.is_finished()

@@ -48,8 +48,8 @@ def check_sizes(batch: int, workers: int, *, least: int, cap: int) -> None:
     if least < 1:
         raise InvalidInput("E-SHARES-ARGUMENT", f"least {least}: allowed is 1 or more")
     if batch < max(1, workers * least):
-        each = f", {'one' if least == 1 else least} for each worker" if workers else ""
-        raise InvalidInput("E-SHARES-ARGUMENT", f"batch {batch}: allowed is {max(1, workers * least)} or more{each}")
+        each = f", {least} per worker" if workers else ""
+        raise InvalidInput("E-SHARES-ARGUMENT", f"batch {batch}: allowed are {max(1, workers * least)} samples or more{each}")
     if cap and cap < 2 * least - 1:
         raise InvalidInput("E-SHARES-ARGUMENT",
                            f"cap {cap}: allowed is 0 (none) or at least {2 * least - 1}, so that parts of a share reach "

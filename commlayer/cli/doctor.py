@@ -70,7 +70,7 @@ def examine(
         show(finding)
 
     bind, port = split_bind(bind, port)
-    home = parse_line(join, keys) if home_keys.is_line(join) else None
+    home = parse_line(join, keys) if home_keys.is_invitation(join) else None
     enrolled = True
     if home is None:
         join, keys = stored_keys(join, keys, insecure=insecure)

@@ -68,7 +68,7 @@ def join(
     if not script.is_file():  # before the token is used
         raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
     pauses = Pauses(when, if_busy=pause_if_busy, caps=caps_of(monthly, upload_share))
-    if home_keys.is_line(address):
+    if home_keys.is_invitation(address):
         home = parse_line(address, keys)
         keys, address = str(fetched_keys(home, _log)), home.address
     else:

@@ -48,7 +48,7 @@ def config_with_secret(what: str, **options: Any) -> Config:
 def stored_keys(address: str, keys: str, *, insecure: bool) -> tuple[str, str]:
     """Returns the address and the folder of keys that a home's line names. A plain HOST:PORT uses the keys of the only home
     that has fetched keys there, unless other keys, a secret, or insecure are set."""
-    if not home_keys.is_line(address):
+    if not home_keys.is_invitation(address):
         homes = [home for home in home_keys.stored_lines() if home.address == address]
         if len(homes) != 1 or keys or insecure or _has_access(address):
             return address, keys

@@ -5,7 +5,8 @@ A codec is a small frozen value. For one step of one bucket a worker and a serve
     worker:  start(x, state, out) -> nbytes         payload of round 0
              next(r, result, state, out) -> nbytes  payload of round r + 1, from the result of round r
              decode(result, state, out)             the summed array, from the result of the last round
-    server:  acc = zeros(spec, r); add(r, payload, acc) per member, in member order; emit(r, acc, state, out) -> nbytes
+    server:  acc = new_accumulator(spec, r); add(r, payload, acc) per member, in member order;
+             emit(r, acc, state, out) -> nbytes
 
 A SUM round is linear in the payload, so an all-reduce could add its payloads. A GATHER round decompresses each payload into the
 accumulator that `zeros` created. The caller owns all memory: `out` has `bound(spec)` bytes and is allocated once. State is
@@ -180,7 +181,7 @@ class Codec(msgspec.Struct, frozen=True):
         unchanged.
         """
 
-    def zeros(self, spec: Spec, r: int) -> Mapping[str, Any]:
+    def new_accumulator(self, spec: Spec, r: int) -> Mapping[str, Any]:
         """Creates an accumulator, the server's memory for the sum of the payloads of round r. The server reuses it in every
         step: `add` with first=True overwrites it."""
         raise NotImplementedError
@@ -257,7 +258,7 @@ class OneRound(Codec, frozen=True):
         self.apply(self.check(head, len(out)), out, assign=True)
         return True
 
-    def zeros(self, spec: Spec, r: int) -> dict[str, Any]:
+    def new_accumulator(self, spec: Spec, r: int) -> dict[str, Any]:
         return accumulator(np.zeros(spec.numel, np.float32))
 
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
@@ -349,8 +350,8 @@ class CodecWrapper(Codec, frozen=True):
     def undo_server(self, state: State, elements: Ranges = None) -> None:
         self.inner.undo_server(state["inner"], elements)
 
-    def zeros(self, spec: Spec, r: int) -> Any:
-        return self.inner.zeros(spec, r)
+    def new_accumulator(self, spec: Spec, r: int) -> Any:
+        return self.inner.new_accumulator(spec, r)
 
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
         self.inner.add(r, payload_, acc, first=first)

@@ -112,8 +112,8 @@ class BudgetedTopK(CodecWrapper, frozen=True):
             self._measure(state, UNKNOWN if head.flagged else head.entries)
         return nbytes
 
-    def zeros(self, spec: Spec, r: int) -> Any:
-        return {**self.inner.zeros(spec, r), "members": [0, 0]}
+    def new_accumulator(self, spec: Spec, r: int) -> Any:
+        return {**self.inner.new_accumulator(spec, r), "members": [0, 0]}
 
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
         self.inner.add(r, payload_, acc, first=first)

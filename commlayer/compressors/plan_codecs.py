@@ -208,7 +208,7 @@ def is_separable(codec: Any) -> bool:
     """
     while isinstance(codec, CodecWrapper) and not isinstance(codec, TwoWay):
         codec = codec.inner
-    return isinstance(codec, OneRound) and type(codec).zeros is OneRound.zeros
+    return isinstance(codec, OneRound) and type(codec).new_accumulator is OneRound.new_accumulator
 
 
 class ReducedAccumulator:

@@ -155,7 +155,7 @@ class PowerSGD(Codec, frozen=True):
         largest = float(np.abs(total).max(initial=0.0))
         return largest * self.rank < kernels.MOST["fp32"] or finite_or_nan(out)
 
-    def zeros(self, spec: Spec, r: int) -> Any:
+    def new_accumulator(self, spec: Spec, r: int) -> Any:
         return {**accumulator(np.zeros(self.count(spec, r), np.float32)), "numel": spec.numel}
 
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:

@@ -104,7 +104,7 @@ class RandomK(FusedCodec, frozen=True):
         if not head.flagged:
             self.apply(self.check(head, len(out)), out, assign=False)
 
-    def zeros(self, spec: Spec, r: int) -> dict[str, Any]:
+    def new_accumulator(self, spec: Spec, r: int) -> dict[str, Any]:
         total = np.zeros(self.entries(spec.numel), np.float32)
         return {"sum": total, "numel": spec.numel, "seed": [0], "flagged": [False], "empty": [True]}
 

@@ -178,12 +178,13 @@ class Estimate(NamedTuple):
     threshold: float
     slope: float
     shift: float | None
-    """Change of the expected log count by the sample; None: the sample replaced the threshold."""
+    """By how much the sample changed the logarithm of the expected number of selected entries; None: the sample replaced the
+    threshold."""
 
 
 def threshold_state() -> State:
-    """Creates the state before the first step, which has no threshold: the first step samples one. `doubt` is the variance of
-    the log count before sampling."""
+    """Creates the state before the first step, which finds the first threshold by sampling. `doubt` is the variance of the
+    logarithm of the number of selected entries, before sampling."""
     return {"threshold": 0.0, "trend": 0.0, "slope": SLOPE_START, "doubt": DOUBT_START, "step": 0}
 
 

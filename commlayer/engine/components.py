@@ -62,10 +62,10 @@ class Component:
     order = Order.OTHER
 
     def reads_sums(self) -> bool:
-        """Returns True if `before_commit` reads the sums of the current step."""
+        """Returns True if `sums_arrived` reads the sums of the current step."""
         return False
 
-    def before_commit(self) -> None:
+    def sums_arrived(self) -> None:
         """Called when sums have arrived and averages are not written yet."""
 
     def end_step(self) -> None:
@@ -151,8 +151,8 @@ class Components:
     def reads_sums(self) -> bool:
         return any(self._guarded(each, each.reads_sums, otherwise=False) for each in self)
 
-    def before_commit(self) -> None:
-        self._observe("before_commit")
+    def sums_arrived(self) -> None:
+        self._observe("sums_arrived")
 
     def end_step(self, skip: Callable[[float], None]) -> None:
         """`skip` receives the seconds of each component, which are no computing."""

@@ -115,7 +115,7 @@ def _by_urgency(sizes: Sequence[int], hosts: int) -> list[int]:
 def _by_fragment(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], hosts: int, fragments: int) -> list[int]:
     """Chooses a host for each group, like `largest_first`, but for each fragment separately. Ties go to the host with the
     fewest elements so far."""
-    pieces = [_Piece(group, size) for group, size in zip(groups, sizes, strict=True)]
+    pieces = [_SizedSlices(group, size) for group, size in zip(groups, sizes, strict=True)]
     chosen, loads = [0] * len(sizes), [0] * hosts
     # Callers check that the plan has enough buckets for its fragments.
     for places in fragments_of(pieces, min(fragments, len(pieces))):
@@ -126,7 +126,7 @@ def _by_fragment(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], host
     return chosen
 
 
-class _Piece(NamedTuple):
+class _SizedSlices(NamedTuple):
     slices: tuple[Slice, ...]
     numel: int
 

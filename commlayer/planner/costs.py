@@ -16,7 +16,7 @@ from msgspec import structs
 from commlayer.errors import InvalidInput
 from commlayer.planner.convergence import NONE, Excess, Recipe, excess
 from commlayer.planner.data.noise import noise_of
-from commlayer.planner.model import ZERO, Cluster, CodecCost, Group, Line, Node, Profile, Question, bare, node_groups
+from commlayer.planner.model import ZERO, Cluster, CodecCost, Group, Line, Node, Profile, Question, bare, equal_node_groups
 from commlayer.planner.problem import Network, Task, Template
 from commlayer.planner.tree import CODING, Op, Path, parse, spell, uses_server
 from commlayer.records import Job, Plan, Slice
@@ -331,7 +331,7 @@ class Prices:
                 structs.replace(node, intra_bps=8 / profile.inside.slope_s, intra_alpha_s=profile.inside.floor_s)
                 for node in cluster.nodes))
         self.cluster, self.profile, self.hosts, self.spread = cluster, profile, tuple(hosts), tuple(spread)
-        self.groups = node_groups(cluster, self.hosts, spread=bool(spread))
+        self.groups = equal_node_groups(cluster, self.hosts, spread=bool(spread))
         self.network = Network([group.name for group in self.groups if group.workers])
         self._costs = {(bare(c.codec), c.device): c for c in profile.codecs}
         self._node_of = [i for i, node in enumerate(cluster.nodes) if node.ranks]

@@ -260,7 +260,7 @@ class Group(NamedTuple):
         return self.nodes if self.node.ranks else 0
 
 
-def node_groups(cluster: Cluster, hosts: Sequence[int], *, spread: bool = False) -> tuple[Group, ...]:
+def equal_node_groups(cluster: Cluster, hosts: Sequence[int], *, spread: bool = False) -> tuple[Group, ...]:
     """Groups equal nodes, in the order of their first nodes. `hosts`: indices of the nodes with servers.
 
     A node with a server is its own group, unless every bucket is `spread` over all servers. Nodes that neither train nor host

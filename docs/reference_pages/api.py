@@ -23,7 +23,7 @@ SECTIONS: tuple[tuple[str, str, Any, tuple[str, ...]], ...] = (
     ("Trackers", "commlayer.integrations.tracking", tracking, ("log_to", "scalars")),
 )
 
-INSPECT = ("plan", "decisions", "events", "laps", "trace", "members", "may_leave", "carried")
+INSPECT = ("plan", "decisions", "events", "laps", "trace", "members", "may_leave", "exchanged_steps")
 """Of session.inspect. The rest is for components such as samplers."""
 
 

@@ -376,7 +376,7 @@ def _sides(text: str, r: int) -> _Sides:
     x = torch.linspace(-1.0, 2.0, numel) ** 3
     result, acc, seen = b"", None, []
     for at in range(r + 1):
-        acc = codec.zeros(spec, at)
+        acc = codec.new_accumulator(spec, at)
         nbytes = codec.start(x, state, room) if at == 0 else codec.next(at - 1, result, state, room)
         seen = [bytes(room[:nbytes])]
         codec.add(at, seen[0], acc, first=True)

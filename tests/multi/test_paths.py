@@ -132,7 +132,7 @@ def test_different_random_draws_are_reported_on_all_ranks() -> None:
     for shared in (3, 4):
         state, out = codec.init(spec), memoryview(bytearray(codec.bound(spec)))
         state["shared"] = shared
-        accs.append(dict(codec.zeros(spec, 0)))
+        accs.append(dict(codec.new_accumulator(spec, 0)))
         codec.add(0, out[: codec.start(torch.ones(8), state, out)], accs[-1], first=True)
     both = [ReducedAccumulator(acc) for acc in accs]
     largest = torch.maximum(both[0].facts, both[1].facts)

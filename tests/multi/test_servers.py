@@ -283,7 +283,7 @@ def test_restored_server_continues_bit_for_bit_and_hands_over_residuals(fields: 
     def step(number: int, *servers: CodecOps) -> list[bytes]:
         payload, results = room[: codec.start(kit.noise(VECTOR.numel, number), state, room)], []
         for server in servers:
-            acc = server.zeros(0)
+            acc = server.new_accumulator(0)
             server.add(0, payload, acc, True)
             results.append(bytes(out[: server.emit(0, acc, out)]))
         return results
@@ -306,7 +306,7 @@ def test_mismatched_bytes_and_states_are_refused(text: str) -> None:
     ops = served(codec=text)
     for junk in (bytes(40), bytes(range(64)), b""):
         with pytest.raises(CorruptFrame):
-            ops.add(0, memoryview(junk), ops.zeros(0), True)
+            ops.add(0, memoryview(junk), ops.new_accumulator(0), True)
     short = Bucket(0, SLICES[:1], "service", codec="topk(ratio=0.1)")
     for junk in (b"junk", served(codec="momentum(int8())").snapshot(), CodecOps(codec_of(short), short, "job").snapshot()):
         with pytest.raises(ValueError, match=r"E-SERVER-STATE|E-CODEC-STATE"):

@@ -200,7 +200,7 @@ def watched(run: Run) -> list[tuple[str, int, int]]:
         seen.append((moment, place, session.inspect.context.exchanges))
 
     for place in sorted(PLACES, reverse=run.rank == 1):
-        moments = ("before_commit", "end_step", "end_exchange")
+        moments = ("sums_arrived", "end_step", "end_exchange")
         session.inspect.components.add(
             Calls(place, **{moment: functools.partial(note, moment, place) for moment in moments}))
     wrapped(torch.ones(2, 12)).sum().backward()
@@ -211,7 +211,7 @@ def watched(run: Run) -> list[tuple[str, int, int]]:
 def test_observers_are_called_in_order_before_and_after_the_commit(how: str) -> None:
     with coordinators(1, WORLD, 1) as jobs:
         seen = pool(WORLD).call(play, WORLD, watched, Setting(how, (jobs[0].address,)))
-    assert seen == [[("before_commit", place, 1) for place in PLACES] + [("end_step", place, 2) for place in PLACES]] * WORLD
+    assert seen == [[("sums_arrived", place, 1) for place in PLACES] + [("end_step", place, 2) for place in PLACES]] * WORLD
 
 
 SLEPT_S = 0.1
@@ -255,7 +255,7 @@ def compared(rank: int, fails: bool) -> tuple[list[float], list[str]]:
             raise ValueError("it does not compare")
 
     with commlayer.attach(model, config=quick(ranks_per_node=WORLD)) as session:
-        session.inspect.components.add(Calls(before_commit=broken))
+        session.inspect.components.add(Calls(sums_arrived=broken))
         for _ in range(2):
             model.zero_grad()
             model(torch.full((1, 2), 1.0 + 2 * rank)).sum().backward()
@@ -314,7 +314,8 @@ def test_session_attributes_are_few_and_the_rest_is_under_inspect() -> None:
             "inspect"} <= public
     rest = {name for name in dir(session.inspect) if not name.startswith("_")}
     assert rest == {"plan", "context", "components", "decisions", "events", "laps", "trace", "members", "may_leave",
-                    "own", "carried", "confirmed", "steps_at_exit", "catch_up", "followers", "joined_state", "steps_locally"}
+                    "own", "exchanged_steps", "confirmed", "steps_at_exit", "catch_up", "followers", "joined_state",
+                    "steps_locally"}
     session.close()
 
 

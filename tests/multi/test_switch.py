@@ -542,33 +542,6 @@ def test_deltas_stay_compressed_once_optimizer_states_differ(optimizer: str, how
     assert first["losses"][-1] < first["losses"][0]
 
 
-def balanced(rank: int, address: str) -> tuple[Any, Any]:
-    from commlayer import LoadBalancer
-    from commlayer.balance import Sampler
-
-    training = Training(rank, address, "gradients")
-    training.train(1)
-    if rank == 1:
-        LoadBalancer(training.session, Sampler(8, 2, rank=1, world=2))
-    local = sync_modes.plan(training.connection.worker.job, "every")
-    with pytest.raises(ValueError, match="LoadBalancer.*E-PLAN-SWITCH|rank 1.*E-OTHER-RANK") as caught:
-        automatic.switch(training.connection, local, by_itself=True)
-    refused_on_one = training.session.inspect.plan
-    training.train(1)
-    training.switch("every")
-    result = (refused_on_one, training.session.inspect.plan)
-    assert "\n" not in str(caught.value)
-    training.session.close()
-    return result
-
-
-@pytest.mark.nightly
-def test_automatic_local_steps_are_disabled_with_balanced_batches() -> None:
-    with Servers(WORLD, 1) as servers:
-        for refused_on_one, request in pool(WORLD).call(balanced, servers.address):
-            assert (refused_on_one.steps_locally, request.steps_locally) == (False, True)
-
-
 def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
     """A plan is requested while the script saves, flushes, changes plans itself and ends."""
     training = Training(rank, address, "round", optimizer="plain")

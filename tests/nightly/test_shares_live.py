@@ -21,6 +21,7 @@ from support.rank_pool import PoolError, pool
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from commlayer import LocalSteps
 from commlayer.autotune.shares.load_balancer import LoadBalancer
 from commlayer.autotune.start import reporting
 from commlayer.balance import Decision, LinearTime, Note, Outcome, Sampler, shares, solve
@@ -48,19 +49,21 @@ def batch_norm() -> nn.Module:
 def script(
     run: Run, *, workers: int = 0, cap: tuple[int, ...] = (0, 0, 0), leave: bool = False, model: Callable[[], nn.Module] = mlp,
     least: int = 1, batch: int = BATCH, epochs: int = EPOCHS, bad_times: bool = False, slow_from: int = 99, known: bool = False,
-    memory: tuple[int, ...] = (), price: tuple[float, float] | None = None, saves: bool = False, **fields: Any,
+    memory: tuple[int, ...] = (), price: tuple[float, float] | None = None, saves: bool = False,
+    local: LocalSteps | None = None, skips: bool = False, **fields: Any,
 ) -> dict[str, Any]:
     """Trains over a sampler.
 
     `leave`: the loop ends in mid-epoch and begins again. `slow_from`: the step from which rank 0 is as slow as rank 2.
     `memory`: ranks are profiled first; the samples that each holds, then and in training. `known`: their lines are known.
-    `saves`: rank 0 alone reads the sampler's state in each step, which commits its step early.
+    `saves`: rank 0 alone reads the sampler's state in each step, which commits its step early. `skips`: rank 1 skips the
+    optimizer's step after every third batch, as a GradScaler does.
     """
     spacing.MOST_STEPS = 1  # a row after each step, whatever it costs
     rank, world = (0, 1) if run.alone else (run.rank, WORLD)
     module = model()
-    wrapped = run.wrap(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    wrapped = run.wrap(module, optimizer=optimizer if local else None, sync=local)
     sampler = Sampler(LENGTH, batch, rank=rank, world=world, seed=1, least=least, cap=0 if run.alone else cap[rank])
     loader = DataLoader(dataset(), batch_sampler=sampler, num_workers=0 if run.alone else workers,
                         persistent_workers=workers > 0 and not run.alone)
@@ -105,7 +108,8 @@ def script(
                 trained[epoch] += data[2].tolist() if sampler.samples else []
                 (loss_of(wrapped, data) * sampler.fraction).backward()
                 if sampler.last:
-                    optimizer.step()
+                    if not (skips and rank == 1 and len(sizes) % 3 == 0):
+                        optimizer.step()
                     optimizer.zero_grad()
                     if saves and rank == 0:
                         sampler.state_dict()
@@ -132,14 +136,19 @@ def longest_s(given: dict[int, int]) -> float:
 
 
 def trained_alike(run: Any, how: str = "module", batch: int = BATCH) -> list[dict[str, Any]]:
-    """Weights equal those of one process on the union of the batches, all ranks decide equally, and each sample is used
-    once in each epoch."""
-    results = play_all(run, how)
+    """As decided_alike; and weights equal those of one process on the union of the batches."""
+    results = decided_alike(run, how, batch)
     for name, tensor in play(0, WORLD, run, None).items():
         if isinstance(tensor, torch.Tensor):
             torch.testing.assert_close(results[0][name], tensor, msg=lambda m, n=name: f"{n}: {m}")
             assert all(torch.equal(results[0][name], other[name]) for other in results[1:]), f"{name} differs between ranks"
-    alike = [(r["lines"], r["shares"], [part for _, part in r["moved"]]) for r in results]
+    return results
+
+
+def decided_alike(run: Any, how: str = "module", batch: int = BATCH) -> list[dict[str, Any]]:
+    """All ranks decide equally, and each sample is used once in each epoch."""
+    results = play_all(run, how)
+    alike = [(r["events"], r["shares"], [part for _, part in r["moved"]]) for r in results]
     assert all(each == alike[0] for each in alike)
     assert all(sum(d.shares) == batch for d in decisions(results[0]))
     for epoch in range(len(results[0]["trained"])):
@@ -164,6 +173,17 @@ def test_shares_change_and_training_is_unchanged(fields: dict[str, Any], how: st
     bad = [event.text for event in results[0]["events"] if isinstance(event, Note) and "[E-TIME-MODEL]" in event.text]
     assert [text.partition(" s,")[0] for text in bad] == [
         f"worker 1: measured time {time}" for time in (("nan", "-1.0") if fields.get("bad_times") else ())]
+
+
+@pytest.mark.parametrize(("local", "fields"), [
+    (LocalSteps(every=4, fragments=2), {}), (LocalSteps(every=3, overlap=False), {"workers": 1}),
+    (LocalSteps(every=2, fragments=2), {"skips": True, "workers": 1}), (LocalSteps(every=2), {"cap": (5, 3, 1), "skips": True}),
+], ids=str)
+def test_shares_change_under_local_steps(local: LocalSteps, fields: dict[str, Any]) -> None:
+    results = decided_alike(partial(script, local=local, epochs=2 * EPOCHS, **fields))
+    assert decisions(results[0])
+    if "cap" not in fields:
+        assert longest_s(results[0]["shares"]) == longest_s(BEST)
 
 
 def test_batch_norm_keeps_two_samples() -> None:
@@ -197,10 +217,11 @@ class Slowed:
         return getattr(inspected if hasattr(inspected, name) else self._session, name)
 
 
-def measured_by_the_session(run: Run) -> dict[str, Any]:
+def measured_by_the_session(run: Run, local: LocalSteps | None = None) -> dict[str, Any]:
     spacing.MOST_STEPS = 1
     model = mlp()
-    run.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run.wrap(model, optimizer=optimizer, sync=local)
     session: Any = Slowed(run.sessions[0], (0.001, 0.002, 0.006)[run.rank])
     sampler = Sampler(LENGTH, BATCH, rank=run.rank, world=WORLD)
     controller = LoadBalancer(session, sampler)
@@ -208,11 +229,14 @@ def measured_by_the_session(run: Run) -> dict[str, Any]:
         sampler.set_epoch(epoch)
         for x, y, _ in controller.follow(DataLoader(dataset(), batch_sampler=sampler)):
             nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     return {"measured": session.measured, "shares": controller.shares, "events": controller.events}
 
 
-def test_session_measures_step_times() -> None:
-    results = play_all(measured_by_the_session)
+@pytest.mark.parametrize("local", [None, LocalSteps(every=4, fragments=2)], ids=str)
+def test_session_measures_step_times(local: LocalSteps | None) -> None:
+    results = play_all(partial(measured_by_the_session, local=local))
     assert all(r["events"] == results[0]["events"] and r["shares"] == results[0]["shares"] for r in results)
     assert all(0 < lap.seconds < 60 for r in results for lap in r["measured"])
     assert len({lap.step for lap in results[0]["measured"]}) == len(results[0]["measured"]) > EPOCHS

@@ -24,7 +24,7 @@ class RecordingOps:
     def __init__(self, world: Network) -> None:
         self.rounds, self._world = world.rounds, world
 
-    def zeros(self, r: int) -> list[bytes]:
+    def new_accumulator(self, r: int) -> list[bytes]:
         return []
 
     def place(self, acc: list[bytes], out: memoryview) -> bool:

@@ -41,7 +41,7 @@ class Sums:
         """Contributions in results that are not yet journaled."""
         self.lost = False
 
-    def zeros(self, r: int) -> list[float]:
+    def new_accumulator(self, r: int) -> list[float]:
         return [0.0]
 
     def place(self, acc: list[float], out: memoryview) -> bool:

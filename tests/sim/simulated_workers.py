@@ -127,8 +127,9 @@ class Replica:
         members = context.members
         exits = {m.rank: members.confirmed for m in context.epoch.members if m not in epoch.members}
         return Given(GivenState(
-            step=context.step, carried=context.carried, matched=context.world.matched, epoch=epoch, joined=context.now.joined,
-            generation=context.plan_number, row=context.rows.transport.number, exits=exits, confirmed=members.row_carried,
+            step=context.step, exchanged_steps=context.exchanged_steps, matched=context.world.matched, epoch=epoch,
+            joined=context.now.joined, generation=context.plan_number, row=context.rows.transport.number, exits=exits,
+            confirmed=members.row_exchanged_steps,
             admitted=(*sorted(members.admitted),), followers=(*sorted(members.followers),),
             totals=dict(sorted(context.totals.items()))), context.weights)
 
@@ -255,7 +256,7 @@ class Worker:
         self.members = members = Changing(context, CONFIG, "", Replica(), told.joined)  # type: ignore[arg-type]
         members.admitted |= {*told.admitted}
         members.followers |= {*told.followers}
-        members.confirmed = members.row_carried = told.confirmed
+        members.confirmed = members.row_exchanged_steps = told.confirmed
         self.run(self._train())
 
     def run(self, work: Until) -> None:
@@ -298,7 +299,7 @@ class Worker:
     def plan(self, plan: Plan) -> None: ...
 
     @property
-    def carried(self) -> int:
+    def exchanged_steps(self) -> int:
         return self.step
 
     @property

@@ -31,11 +31,11 @@ class FakeSession:
     def weight(self, n: float, total: float | None = None) -> None:
         self.n = n
 
-    step = carried = 0
+    step = exchanged_steps = 0
 
     @property
     def confirmed(self) -> int:
-        return self.carried
+        return self.exchanged_steps
 
     def steps_at_exit(self, member: int) -> int:
         return 0

@@ -142,7 +142,7 @@ class Cluster:
         self.codec, self.spec = codec, spec
         self.states = [codec.init(spec) for _ in range(workers)]
         self.server = codec.init_server(spec)
-        self.accs = [codec.zeros(spec, r) for r in range(len(codec.rounds))]
+        self.accs = [codec.new_accumulator(spec, r) for r in range(len(codec.rounds))]
         self.rooms = [room(codec, spec) for _ in range(workers)]
         self.result = room(codec, spec)
         self.payloads: list[memoryview] = []

@@ -81,11 +81,11 @@ def fuzz_state(target: Target, number: int = 0) -> FuzzState:
     codec, spec = target.codec, Spec(target.shape)
     states, server = [codec.init(spec) for _ in range(2)], codec.init_server(spec)
     rooms, room, result = [kit.room(codec, spec) for _ in states], kit.room(codec, spec), b""
-    acc, payloads = codec.zeros(spec, 0), [b""]
+    acc, payloads = codec.new_accumulator(spec, 0), [b""]
     for rank, state in enumerate(states):
         seed(state, "fuzz", 1, rank)
     for r in range(target.r + 1):
-        acc, payloads = codec.zeros(spec, r), []
+        acc, payloads = codec.new_accumulator(spec, r), []
         for rank, (state, out) in enumerate(zip(states, rooms, strict=True)):
             x = kit.noise(spec.numel, 10 * number + rank)
             nbytes = codec.start(x, state, out) if r == 0 else codec.next(r - 1, result, state, out)

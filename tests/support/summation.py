@@ -27,7 +27,7 @@ class Doubles:
         self.rounds, self.residual, self.last = rounds, 0.0, (0.0, 0.0)
         self.added: list[float] = []
 
-    def zeros(self, r: int) -> list[float]:
+    def new_accumulator(self, r: int) -> list[float]:
         return [0.0]
 
     def place(self, acc: list[float], out: memoryview) -> bool:

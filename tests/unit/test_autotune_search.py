@@ -193,15 +193,6 @@ def test_forward_overlap_is_allowed_but_stale_results_are_not(sync: Any, may: bo
     assert not plan_limits.limits_of(connection).policy.forward
 
 
-@pytest.mark.parametrize(("own", "others"), [(False, False), (True, False), (False, True)])
-def test_balanced_batches_keep_gradient_averaging(own: bool, others: bool) -> None:
-    """Balancing controllers refuse local steps, so an automatic plan must not end such a script."""
-    connection = FakeJob()
-    connection.terms.balanced, connection.terms.requested = own, requested_modes("auto")
-    rows = [RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01), RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01, others)]
-    assert plan_limits.limits_of(connection, rows).policy.exact is (own or others)
-
-
 def test_budget_is_passed_to_the_planner_without_a_loss_model() -> None:
     result, connection = inputs("100/100Mb"), FakeJob()
     assert result.profile is not None

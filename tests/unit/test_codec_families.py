@@ -248,7 +248,7 @@ def test_server_stores_only_values_and_sends_their_float32_sum(values: str) -> N
 
 def test_contribution_of_another_draw_is_refused_without_effect() -> None:
     codec = randomk(ratio=0.1)
-    acc = codec.zeros(Spec((N_RANDOMK,)), 0)
+    acc = codec.new_accumulator(Spec((N_RANDOMK,)), 0)
     first, other = keyed(codec, 0), keyed(codec, 1, "another job")
     codec.add(0, kit.encode(codec, kit.noise(N_RANDOMK), first), acc, first=True)
     before = acc["sum"].copy()
@@ -386,7 +386,7 @@ def test_golden_payload(backend: str) -> None:
         for rank, state in enumerate(states):
             seed(state, "golden", 3, rank)
         for r in range(len(codec.rounds)):
-            acc = codec.zeros(spec, r)
+            acc = codec.new_accumulator(spec, r)
             for rank, (state, room) in enumerate(zip(states, rooms, strict=True)):
                 x = torch.tensor([(i * 37 + 11 * rank) % 29 - 14.0 for i in range(spec.numel)])
                 nbytes = codec.start(x, state, room) if r == 0 else codec.next(r - 1, result, state, room)

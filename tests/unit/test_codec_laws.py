@@ -145,7 +145,7 @@ def test_sum_does_not_depend_on_order_or_grouping(name: str) -> None:
             payloads.append(out[:nbytes])
         sums = []
         for members in ((0, 1, 2), (2, 0, 1), (0, 1), (2,)):
-            acc = codec.zeros(MATRIX, r)
+            acc = codec.new_accumulator(MATRIX, r)
             for place, member in enumerate(members):
                 codec.add(r, payloads[member], acc, first=place == 0)
             sums.append([t.clone() for t in held(acc)])
@@ -417,7 +417,7 @@ def test_non_finite_dense_body_counts_as_flagged(codec: Codec, bad: float, fed: 
     state, out = outer.init(Spec((n,))), torch.zeros(n)
     assert outer.decode(bytes(payload), state, out) is False
     assert bool(torch.isnan(out).all())
-    acc, server = outer.zeros(Spec((n,)), 0), outer.init_server(Spec((n,)))
+    acc, server = outer.new_accumulator(Spec((n,)), 0), outer.init_server(Spec((n,)))
     result = kit.room(outer, Spec((n,)))
     good = kit.encode(codec, kit.noise(n), {})
     for order in ([payload, good], [good, payload], [payload, payload]):

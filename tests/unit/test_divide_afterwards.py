@@ -62,7 +62,7 @@ class Job:
         self.states = [self._seeded(codec.init(self.spec), rank) for rank in range(MEMBERS)]
         self.server = self._seeded(codec.init_server(self.spec), -1)
         self.bound = codec.bound(self.spec)
-        self.accs = [codec.zeros(self.spec, r) for r in range(len(codec.rounds))]
+        self.accs = [codec.new_accumulator(self.spec, r) for r in range(len(codec.rounds))]
         self.alive = list(range(MEMBERS))
         self.assumed = float(MEMBERS)
         self.put, self.applied, self.lost = (np.zeros(NUMEL) for _ in range(3))

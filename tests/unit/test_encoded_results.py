@@ -91,7 +91,7 @@ READ: list[Codec] = [two_way(wrap(parse("int8()")), wrap(topk(0.1))), *(wrap(par
 
 
 def answer(codec: Codec, server: State, payload: memoryview) -> memoryview:
-    acc, out = codec.zeros(Spec((N,)), 0), room(codec, Spec((N,)))
+    acc, out = codec.new_accumulator(Spec((N,)), 0), room(codec, Spec((N,)))
     codec.add(0, payload, acc, first=True)
     return out[: codec.emit(0, acc, server, out)]
 

@@ -26,9 +26,9 @@ TOKEN = Token(bytes(range(32)), bytes(range(100, 116)))
                                   HomeLine("b.c_d-9", "hub.example.org:1")])
 def test_join_line_round_trips(line: HomeLine) -> None:
     assert home_keys.parse(str(line)) == line
-    assert home_keys.is_line(str(line))
+    assert home_keys.is_invitation(str(line))
     assert line.token is None or len(str(line.token)) == home_keys.TOKEN_CHARACTERS == 64
-    assert not home_keys.is_line("203.0.113.1:7000")
+    assert not home_keys.is_invitation("203.0.113.1:7000")
 
 
 GOOD = f"home-1@203.0.113.1:7000#{TOKEN}"

@@ -159,7 +159,7 @@ def test_payload_memory_may_be_unaligned_or_read_only(codec: Codec) -> None:
     for shift in (1, 2, 3):
         moved = memoryview(bytes(shift) + good)[shift:]
         assert torch.equal(kit.decoded(codec, moved, n), wanted)
-        acc = codec.zeros(Spec((n,)), 0)
+        acc = codec.new_accumulator(Spec((n,)), 0)
         codec.add(0, moved, acc, first=False)
         assert torch.equal(kit.summed(codec, acc, n), wanted)
         room = memoryview(bytearray(shift + codec.bound(Spec((n,)))))[shift:]
@@ -169,7 +169,7 @@ def test_payload_memory_may_be_unaligned_or_read_only(codec: Codec) -> None:
 def refuses_or_decodes(codec: Codec, payload: bytes, n: int) -> bool:
     """False if both sides refused the payload; then neither wrote."""
     out = torch.full((n,), 7.0)
-    acc = codec.zeros(Spec((n,)), 0)
+    acc = codec.new_accumulator(Spec((n,)), 0)
     acc["sum"][:] = 7.0
     try:
         codec.decode(payload, codec.init(Spec((n,))), out)

@@ -25,7 +25,7 @@ from support.plans import cluster, toy_job
 
 from commlayer import records
 from commlayer.autotune.measure import calibration
-from commlayer.autotune.measure.measurements import filled_of
+from commlayer.autotune.measure.measurements import nonzero_fractions
 from commlayer.autotune.planning.search import best_plan
 from commlayer.compressors import codec_of, parse
 from commlayer.compressors.feedback import wrap
@@ -592,8 +592,9 @@ def rows(*named: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_unused_rows_are_counted_in_gradients() -> None:
     """Two of 256 rows for this rank, at most eight for all four."""
-    assert filled_of(after_a_step("error_feedback(int4())", rows(3, 77)), 4) == pytest.approx(((2 / 256 + 8 / 256) / 2, 1.0))
-    assert filled_of(after_a_step("error_feedback(int4())", rows(*range(256))), 4) == ()
+    found = nonzero_fractions(after_a_step("error_feedback(int4())", rows(3, 77)), 4)
+    assert found == pytest.approx(((2 / 256 + 8 / 256) / 2, 1.0))
+    assert nonzero_fractions(after_a_step("error_feedback(int4())", rows(*range(256))), 4) == ()
 
 
 @pytest.mark.parametrize("codec", ["identity()", "fp16()"])
@@ -601,4 +602,4 @@ def test_averaged_gradient_counts_for_all_ranks(codec: str) -> None:
     """Eight rows of all four ranks are two of each: the count equals that of the local gradient."""
     answered = after_a_step(codec, rows(1, 3, 50, 77, 100, 130, 200, 255))
     assert all(bucket.x.data_ptr() == bucket.y.data_ptr() for bucket in answered.buckets)
-    assert filled_of(answered, 4) == pytest.approx(((2 / 256 + 8 / 256) / 2, 1.0))
+    assert nonzero_fractions(answered, 4) == pytest.approx(((2 / 256 + 8 / 256) / 2, 1.0))

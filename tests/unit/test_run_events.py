@@ -94,7 +94,7 @@ def test_non_finite_loss_is_reported_once() -> None:
 def test_samples_and_shares_follow_the_weight() -> None:
     rank = Rank()
     rank.step(2.0)
-    rank.stream.weigh(32.0)
+    rank.stream.set_weight(32.0)
     rank.units.weight, rank.units.total = 3.0, 4.0
     for _ in range(4):
         rank.step(0.5)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from support.balance import FakeSession, LeftMembers
 from torch.utils.data import DataLoader, Dataset
 
-from commlayer.autotune.shares.load_balancer import LoadBalancer
 from commlayer.balance import Sampler
 from commlayer.balance.consumed_log import TABLE, ConsumedLog, ConsumedLogState, Permutation, merged, size
 from commlayer.balance.schedule import CHANGE_DELAY_STEPS, with_joined
@@ -332,7 +331,7 @@ class Home(FakeSession):
     def __init__(self, job: Job, own: int, members: tuple[int, ...], given: dict[str, str] | None = None) -> None:
         super().__init__()
         self.job, self.own, self.members, self.may_leave, self.joined_state = job, own, members, True, given or {}
-        self.carried = self.entered = job.carried
+        self.exchanged_steps = self.entered = job.exchanged_steps
         self.gone: dict[int, int] = {}
         self.sent: list[tuple[int, int]] = []
         """By epoch and sample: samples in the running outer step, and those drawn since."""
@@ -354,7 +353,7 @@ class Home(FakeSession):
 
     def look(self) -> None:
         """It has made the due exchanges."""
-        self.members, self.carried = self.job.members, self.job.carried
+        self.members, self.exchanged_steps = self.job.members, self.job.exchanged_steps
         self.gone |= self.job.parted
 
     def catch_up(self, *, wholly: bool = False) -> None:
@@ -382,7 +381,7 @@ class Job:
 
     def __init__(self, lead: int, shares: Sequence[int] | None = None, every: int = 1, *, overlap: bool = False) -> None:
         self.lead, self.shares, self.ids, self.every, self.overlap = lead, shares, 3, every, overlap
-        self.members, self.passes, self.carried, self.taken = (0, 1, 2), 0, 0, 0
+        self.members, self.passes, self.exchanged_steps, self.taken = (0, 1, 2), 0, 0, 0
         self.parted: dict[int, int] = {}
         self.homes = [Home(self, own, self.members) for own in range(3)]
         self.learnt: dict[int, list[int]] = {epoch: [] for epoch in range(EPOCHS)}
@@ -441,20 +440,20 @@ class Job:
     def _merge(self) -> None:
         """Among the remaining workers."""
         present = tuple(home.own for home in self.homes)
-        self.parted |= {member: self.carried for member in self.members if member not in present}
-        self.members, self.carried, self._under_way = present, self._begun, False
+        self.parted |= {member: self.exchanged_steps for member in self.members if member not in present}
+        self.members, self.exchanged_steps, self._under_way = present, self._begun, False
         for home in self.homes:
             for epoch, sample in home.sent:
                 self.learnt[epoch].append(sample)
 
     def end_rounds(self) -> None:
-        while self.carried < self.passes:
+        while self.exchanged_steps < self.passes:
             self._exchange()
 
     def drain(self) -> None:
         if self._under_way:
             self._merge()
-        if self.carried < self.passes:
+        if self.exchanged_steps < self.passes:
             self._begin()
             self._merge()
 
@@ -517,20 +516,13 @@ def test_joining_worker_gets_an_equal_part(shares: dict[int, int], come: list[in
     assert with_joined(shares, come, 12, least) == then
 
 
-def test_local_steps_are_supported_but_not_with_balanced_shares() -> None:
+def test_local_steps_follow_fixed_shares() -> None:
     sampler, session = Sampler(40, 8, rank=0, shares=[4, 0, 4]), FakeSession()
     loop = sampler.follow(sampler, session)
     next(loop)
     session.plan = Plan("", (), local_steps=4)
     assert len([*loop]) == 4
     assert sampler.step == 5
-    for plan, line in (
-        (Plan("", (), local_steps=4), r"every 4 steps \(local_steps\)"),
-        (Plan("", (), codes="updates", overlap="round"), "overlap='round'"),
-    ):
-        session.plan = plan
-        with pytest.raises(ValueError, match=f"LoadBalancer: .*{line}.*E-SHARES-ARGUMENT"):
-            LoadBalancer(session, sampler)  # type: ignore[arg-type]
 
 
 def test_resume_between_exchanges_still_reassigns_samples_of_lost_workers() -> None:
@@ -539,18 +531,18 @@ def test_resume_between_exchanges_still_reassigns_samples_of_lost_workers() -> N
     for sampler in before:
         session = LeftMembers((0, 1))
         for step, _ in enumerate(loop := sampler.follow(sampler, session), start=1):
-            session.step, session.carried = step, 1
+            session.step, session.exchanged_steps = step, 1
             if step == 3:
                 loop.close()
     sampler, session = Sampler(400, 4, rank=0, world=2, shuffle=False), LeftMembers((0, 1))
     sampler.load_state_dict(before[0].state_dict())
-    session.carried, seen = -2, list[int]()
+    session.exchanged_steps, seen = -2, list[int]()
     session.steps_at_exit = lambda member: -2  # type: ignore[method-assign]
     for own in sampler.follow(sampler, session):
         seen += own
         session.members = (0,)
         session.step += 1
-        session.carried = session.step
+        session.exchanged_steps = session.step
     assert sorted({*range(400)} - {*seen}) == [0, 1, 2, 3, 4, 5, 8, 9], "what all had, and its own"
     assert len(seen) == len(set(seen))
 

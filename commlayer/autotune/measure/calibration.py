@@ -47,7 +47,7 @@ def _times(codec: Codec, numel: int, repeats: int) -> tuple[float, float, float,
     spec = Spec((numel,))
     state, server = codec.init(spec), codec.init_server(spec)
     out, result = (memoryview(bytearray(codec.bound(spec))) for _ in range(2))
-    accs = [codec.zeros(spec, r) for r in range(len(codec.rounds))]
+    accs = [codec.new_accumulator(spec, r) for r in range(len(codec.rounds))]
     x, total = torch.randn(numel, generator=torch.Generator().manual_seed(numel)), torch.empty(numel)
     encodes, adds, nbytes = [], [], 0
     for number in range(repeats + 1):

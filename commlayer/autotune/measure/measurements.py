@@ -55,7 +55,7 @@ class RankMeasurement(NamedTuple):
     """1: caps held during the recorded steps; otherwise 0."""
 
 
-def energy_of(worker: Worker) -> tuple[float, ...]:
+def squared_norms(worker: Worker) -> tuple[float, ...]:
     """Returns the energy (squared norm) of each tensor's average gradient in the last step; empty if it was not finite. The
     averages are in the buckets until the next step."""
     energies = torch.zeros(len(worker.job.tensors), dtype=torch.float64)
@@ -68,7 +68,7 @@ def energy_of(worker: Worker) -> tuple[float, ...]:
     return tuple(energies.tolist()) if 0.0 < total < math.inf else ()
 
 
-def filled_of(worker: Worker, workers: int) -> tuple[float, ...]:
+def nonzero_fractions(worker: Worker, workers: int) -> tuple[float, ...]:
     """Returns each tensor's nonzero fraction of the last step's gradient, averaged over this rank's gradient and the received
     average. Empty if all are 1.
 

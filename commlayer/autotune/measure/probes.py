@@ -93,10 +93,12 @@ def probed(
     expected: Rates = UNKNOWN, last: Link | None = None, nearest_s: float = 0.0,
 ) -> NodeLink:
     """Measures this node's link against servers on other nodes; returns zeros if there are none. All ranks must call this
-    function and then `gathered`, which waits for the last rank. `seen`: traffic in steps of `steps_s` seconds in total; no
-    link is probed if that traffic shows the rates of all nodes. `expected`: known lower bounds of the rates, which set the
-    initial TCP windows. `last`: this node's link as measured before, which counts as measured now if its round trip is of
-    the same order (RFC 9959). `nearest_s`: if all round trips are shorter, nothing is probed, and the rates are 0."""
+    function and then `gathered`, which waits for the last rank.
+
+    `seen`: traffic in steps of `steps_s` seconds in total; no link is probed if that traffic shows the rates of all nodes.
+    `expected`: known lower bounds of the rates, which set the initial TCP windows. `last`: an earlier measurement of this
+    node's link, which is returned without a probe if the round trip is 0.5 to 10 times as long as then (RFC 9959).
+    `nearest_s`: if all round trips are shorter, nothing is probed, and the rates are 0."""
     groups = context.groups
     # No home has a server, and homes are renumbered when members change.
     away = [server.id for server in context.uplink.epoch.servers if context.elastic or server.node != groups.node]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -54,7 +55,10 @@ class LoadBalancer:
         `lookahead`: batches that a loader draws in advance; derived from a DataLoader. `measure(step, samples)`: this rank's
         compute seconds, instead of the session's own measurement.
         """
-        _check_plan(session)
+        if session is not None and isinstance(job := session.inspect.context, DistributedJob) and job.site.shards:
+            raise InvalidInput("E-SHARES-ARGUMENT",
+                               "LoadBalancer: the model is sharded, and FSDP averages over the ranks of a site without "
+                               "weights, so their shares cannot differ: leave it out")
         self.session, self.sampler = session, sampler
         self._policy = structs.replace(policy or SharePolicy(), minimum=max(policy.minimum if policy else 1, sampler.least))
         self._line, self._measure = line, measure
@@ -74,8 +78,11 @@ class LoadBalancer:
         """Samples and compute seconds of each step since the last report."""
         self._step = -1
         """Number of the sampler's last step; -1 before the first."""
-        self._inbox: deque[tuple[list[WorkerTime], float]] = deque()
-        """Received reports: the times of all ranks, with the longest step time of any rank."""
+        self._inbox: deque[tuple[list[WorkerTime], float, float]] = deque()
+        """Received reports: the times of all ranks, the longest step time of any rank, and the session's first step that no
+        rank has begun; -inf if all ranks received them in the same step."""
+        self._before = 0
+        """Number of the sampler's steps before the session's first one."""
         self._ahead = 0
         """Number of batches that the loader draws in advance."""
         self.events: list[Event] = []
@@ -122,17 +129,23 @@ class LoadBalancer:
         self._ahead = lookahead_of(loader) if self._lookahead is None else self._lookahead
         self._times.clear()
         self._samples.clear()
-        first = True
+        first, number, begins = True, 0, True
         with contextlib.closing(self.sampler.follow(loader, self.session, weigh=weigh)) as batches:
             for batch in batches:
-                _check_plan(self.session)  # each step, because plans change
+                if begins:  # local steps are counted at the end of a step's first backward pass
+                    number = self._steps
                 last, step = self.sampler.last, self.sampler.step  # reading its state in the loop body advances the sampler
                 if last and not first:  # evaluation and starting workers may precede an epoch's first step
-                    self._samples[int(self.session.metrics()["exchanges"])] = self.sampler.computed
-                first = first and not last
+                    self._samples[number] = self.sampler.computed
+                first, begins = first and not last, last
                 yield batch
                 if last:
                     self._step_over(step)
+
+    @property
+    def _steps(self) -> int:
+        """Number of the session's steps so far."""
+        return int(self.session.metrics()["steps"])
 
     @property
     def _job(self) -> DistributedJob:
@@ -143,6 +156,7 @@ class LoadBalancer:
         return job
 
     def _step_over(self, step: int) -> None:
+        self._before = step + 1 - self._steps
         self._follow_members(step)
         if self._state is None and step >= self._from_step:
             self._state = self._begin(step)
@@ -180,13 +194,16 @@ class LoadBalancer:
     def _receive(self, rows: list[WorkerTime], step_s: float) -> None:
         """Stores the times of all ranks, which are processed after the step. `step_s`: the longest step time of any rank."""
         if rows[0].step >= 0:  # reports from before the balancing have no times
-            self._inbox.append((rows, step_s))
+            # A rank whose scaler has skipped a local step receives them in its next step, perhaps two in the same one.
+            self._decide(0)
+            self._inbox.append((rows, step_s, -math.inf if self._job.local is None else self._steps + 1))
 
     def _decide(self, to_come: int) -> None:
-        """Decides on shares from the received times. `to_come`: number of the next step to train."""
+        """Decides on shares from the received times. `to_come`: number of the next step to train; 0: unknown."""
         while self._inbox and self._state is not None:
+            rows, step_s, first = self._inbox.popleft()
             with self._explained():
-                self._state, decision, events = policy.decide(self._state, *self._inbox.popleft(), to_come)
+                self._state, decision, events = policy.decide(self._state, rows, step_s, max(to_come, first + self._before))
             if decision is not None:
                 shares = {self._workers[rank]: share for rank, share in decision.by_worker.items()}
                 self.sampler.announce(decision.from_step, shares)
@@ -222,21 +239,3 @@ class LoadBalancer:
         state = policy.begin(rows, shares, from_step, policy=self._policy, opening=self._opening)
         reporting(context).shares = ShareMover(self._row, self._receive)
         return state
-
-
-def _check_plan(session: BalancedSession | None) -> None:
-    """Raises InvalidInput for plans with local steps or overlapped updates. The measured time runs from one averaging to the
-    end of the next backward pass; such plans have no averaging in most steps, or it overlaps the next step."""
-    context = None if session is None else session.inspect.context
-    if isinstance(context, DistributedJob) and context.site.shards:
-        raise InvalidInput("E-SHARES-ARGUMENT", "LoadBalancer: the model is sharded, and FSDP averages over the ranks of a "
-                                                "site without weights, so their shares cannot differ: leave it out")
-    plan = None if session is None else session.inspect.plan
-    if plan is None or (plan.local_steps == 1 and plan.overlap != "round"):
-        return
-    how, remedy = f"averages weights every {plan.local_steps} steps (local_steps), allowed: 1", "with max_local_steps=1"
-    if plan.local_steps == 1:
-        how, remedy = "has overlap='round', allowed: updates that are waited for", "without overlap"
-    raise InvalidInput("E-SHARES-ARGUMENT",
-                       f"LoadBalancer: the plan {how}, since shares follow what each step takes; make the plan {remedy}, or "
-                       "leave shares as they are: sampler.follow(loader, session)")

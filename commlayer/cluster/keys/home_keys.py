@@ -98,7 +98,7 @@ def _token(text: str) -> Token:
     return Token(data[:FINGERPRINT_NBYTES], data[FINGERPRINT_NBYTES:])
 
 
-def is_line(address: str) -> bool:
+def is_invitation(address: str) -> bool:
     """Returns whether the address of `commlayer join` is a home's line. A plain HOST:PORT is not."""
     return "@" in address or "#" in address
 

@@ -113,7 +113,7 @@ def decode(data: Any) -> Any:
     return value
 
 
-class _Limits:
+class _DecodeBudget:
     """What is left of the limits of one object."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class _Limits:
                                  f"{MAX_TUPLES} tuples")
 
 
-class _Writer(_Limits):
+class _Writer(_DecodeBudget):
     def __init__(self) -> None:
         super().__init__()
         self.out = bytearray()
@@ -172,7 +172,7 @@ class _Writer(_Limits):
         self.out += data
 
 
-class _Reader(_Limits):
+class _Reader(_DecodeBudget):
     def __init__(self, data: Any) -> None:
         super().__init__()
         self._data, self.at = memoryview(data), 0

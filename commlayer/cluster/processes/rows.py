@@ -182,7 +182,7 @@ class StepRows:
         return all(row == LEAVES for row in pending.wait(time.monotonic() + wait_s, self.failed).values())
 
     def settle(self) -> None:
-        """Waits until the rows in flight have arrived. Called before all ranks switch to another plan."""
+        """Waits for the rows that have been sent and not received. Called before all ranks switch to another plan."""
         for row in self._sent:
             self.received(row)
 

@@ -171,13 +171,13 @@ class BucketSum:
         return current.open and len(current.handled) + len(current.early) >= len(self.members) \
             and self.contributors() >= set(self.members)
 
-    def undo(self, slices: int) -> bool:
+    def undo(self, mask: int) -> bool:
         """Rolls back those slices of the last result that the workers did not apply. Returns whether anything has changed: a
         journal has the rest already."""
-        if not slices:
+        if not mask:
             return False
         self.recompute_sum()
-        return bool(self.ops.undo(slices))
+        return bool(self.ops.undo(mask))
 
     def recompute_sum(self) -> None:
         """Computes the last result's sum again from its payloads, equal bit for bit."""

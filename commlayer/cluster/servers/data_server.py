@@ -252,11 +252,11 @@ class DataServer:
         senders = senders_of(plan, sites_of(self._epoch.members))
         core = Summation(server, generation, dict(self._ops), senders | {ROW_BUCKET: members})
         for number, member in enumerate(self._joined, 1):
-            core.add(number, member, self._owned(plan, member))
+            core.add(number, member, self._buckets_from(plan, member))
         core.remove(self._gone)
         return core
 
-    def _owned(self, plan: Plan, member: int) -> set[int]:
+    def _buckets_from(self, plan: Plan, member: int) -> set[int]:
         """Returns the buckets to which a worker contributes. A worker that this server has never seen has left again."""
         site = self._sites.get(member, (member,))
         return {ROW_BUCKET, *(b.id for b in plan.buckets if b.owner_in(site) == member)}
@@ -353,7 +353,7 @@ class DataServer:
                 if isinstance(ops, GatherOps):
                     ops.allow(len(self._all_members))
                     sizes[bucket] = ops.bound + ENTRY_HEADER_NBYTES
-            self._server.core.add(joins.number, joins.member, self._owned(self._plan, joins.member))
+            self._server.core.add(joins.number, joins.member, self._buckets_from(self._plan, joins.member))
             if self.journal is not None and not self.journal.write_joined(self._joined, sizes):
                 self._write_down(self._server.core, records.encode(self._plan), self._hello.rank - SERVER_BASE)
             self._set_limits(self._plan, self._hello.rank - SERVER_BASE)

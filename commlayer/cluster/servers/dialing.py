@@ -25,8 +25,9 @@ TCP_S = 5.0
 
 
 def make_dial(transport: StreamTransport, server: ServerInfo, joined: str, config: Config, keys: Keys | None) -> Dial:
-    """Returns a function that connects to that server. With carrier "auto" it tries TCP, then gRPC; later calls use the
-    protocol that worked. `joined`: the address by which this process reached the coordinator."""
+    """Returns a function that connects to `server`. With carrier "auto" it tries TCP, then gRPC; later calls use the
+    protocol that worked. `joined`: the address by which this process reached the coordinator, used for servers that
+    have none of their own."""
     peer, name = SERVER_BASE + server.id, f"server {server.id}"
     plain = _checked(server.address, f"address of {name}", config)
     where, alone = streams_at(server, joined), only_streams(server, joined)

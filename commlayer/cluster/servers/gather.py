@@ -36,7 +36,7 @@ class GatherOps:
         """Makes room for the rows of this number of members."""
         self.bound = self.memory_nbytes = (members + 1) * (ROW_NBYTES + MESSAGE_NBYTES)
 
-    def zeros(self, r: int) -> list[bytes]:
+    def new_accumulator(self, r: int) -> list[bytes]:
         return []
 
     def place(self, acc: list[bytes], out: memoryview) -> bool:
@@ -57,7 +57,7 @@ class GatherOps:
         out[: len(data)] = data
         return len(data)
 
-    def undo(self, slices: int) -> bool:
+    def undo(self, mask: int) -> bool:
         return False
 
     def skip(self) -> None:

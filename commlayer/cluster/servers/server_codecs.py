@@ -57,8 +57,8 @@ class CodecOps:
         """An accumulator for decompressing a single payload; None until it is needed."""
         self._mean: _Mean | None = None
 
-    def zeros(self, r: int) -> Any:
-        return self._codec.zeros(self._spec, r)
+    def new_accumulator(self, r: int) -> Any:
+        return self._codec.new_accumulator(self._spec, r)
 
     def place(self, acc: Any, out: memoryview) -> bool:
         """Builds a new sum in the payload `out`, if the codec sends the sum unchanged: `emit` then copies nothing. Returns
@@ -92,10 +92,10 @@ class CodecOps:
         if factor != 1.0:
             acc["sum"] *= np.float32(factor)
 
-    def undo(self, slices: int) -> bool:
-        """Rolls back slices of the last result. `slices` has one bit per slice. Rolling a slice back again has no effect.
+    def undo(self, mask: int) -> bool:
+        """Rolls back slices of the last result. `mask` has one bit per slice. Rolling a slice back again has no effect.
         Returns whether any slice was rolled back."""
-        if fresh := slices & ~self._undone & (1 << len(self._bucket.slices)) - 1:
+        if fresh := mask & ~self._undone & (1 << len(self._bucket.slices)) - 1:
             self._undone |= fresh
             self._codec.undo_server(self._state, ranges_of(self._bucket.slices, fresh))
         return fresh > 0
@@ -116,7 +116,7 @@ class CodecOps:
 
     def _by_itself(self, payload: memoryview) -> Any:
         if self._alone is None:
-            self._alone = self._codec.zeros(self._spec, 0)
+            self._alone = self._codec.new_accumulator(self._spec, 0)
         self._codec.add(0, payload, self._alone, first=True)
         return self._alone
 

@@ -318,7 +318,7 @@ class Summation:
             return []  # the compressed payloads take less memory than their sum until all have arrived
         sum_of: list[Message] = []
         if cell.accs[r] is None:
-            cell.accs[r] = ops.zeros(r)
+            cell.accs[r] = ops.new_accumulator(r)
         while (message := cell.following()) is not None:
             h = message.header
             first = not current.handled

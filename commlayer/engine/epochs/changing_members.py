@@ -85,12 +85,12 @@ class ChangingMembers(FixedMembers):
         self._known: dict[int, Member] = {}
         """All workers of which this rank knows that they are or were members, by number."""
         self._rows = context.rows.section("members", stays=True)
-        self._row_step, self._row_members, self.row_carried = 0, tuple[int, ...](), context.carried
-        """Of the row in flight: the step in which it is received, the members that send it, and the job's value of `carried`
+        self._row_step, self._row_members, self.row_exchanged_steps = 0, tuple[int, ...](), context.exchanged_steps
+        """Of the row in flight: the step in which it is received, the members that send it, and the job's `exchanged_steps`
         when it was sent."""
         self._received: dict[int, list[float]] | None = None
         """The rows that have arrived, until `settle` uses them."""
-        self.confirmed = context.carried
+        self.confirmed = context.exchanged_steps
         self.admitted = {m.rank for m in context.uplink.epoch.members}
         self._joined = joined
         self._joining: list[Joining] = []
@@ -151,7 +151,7 @@ class ChangingMembers(FixedMembers):
     def _next_row(self) -> None:
         self.settle()
         context = self._context
-        self._row_step, self.row_carried = context.worker.step, context.carried
+        self._row_step, self.row_exchanged_steps = context.worker.step, context.exchanged_steps
         self._row_members = tuple(m.rank for m in context.uplink.epoch.members)
         self._rows.start(*map(float, chain.from_iterable(self._proposals())))
 
@@ -186,7 +186,7 @@ class ChangingMembers(FixedMembers):
         self._received = None
         if gone:
             self._change(gone, at=self.confirmed)
-        self.confirmed = self.row_carried
+        self.confirmed = self.row_exchanged_steps
         found = [proposals_in(row) for row in rows.values()]
         join = [p for each, _ in found for p in each if p.member not in self.admitted]
         follow = [p for _, each in found for p in each if p.member not in self.admitted | self.followers]

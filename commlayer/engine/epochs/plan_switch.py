@@ -89,10 +89,6 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
     with all_or_none(groups, "switch()"):  # after it no message to a server is in flight
         if agreed.servers > servers:
             raise InvalidInput("E-PLAN-SWITCH", f"plan: it needs {agreed.servers} servers, but the job has {servers}")
-        if by_itself and context.terms.balanced and agreed.steps_locally and not old.plan.steps_locally:
-            raise InvalidInput("E-PLAN-SWITCH",
-                               "plan: it has local steps, but a LoadBalancer adjusts shares based on the times of averaged "
-                               "steps; only a plan that the script requests can have local steps")
         per_node = agreed.ranks_per_node if context.elastic else groups.ranks_per_node
         check_plan(agreed, old.job, len(groups.sites), per_node, old.device, context.terms.forbids,
                    reachable=groups.members.reachable)

@@ -67,8 +67,8 @@ class GivenState(Record, frozen=True):
     """Number of complete exchanges (DistributedJob.exchanges)."""
     passes: int = 0
     """Number of training steps (JobContext.passes)."""
-    carried: int = 0
-    """Number of training steps whose weight changes all ranks have (DistributedJob.carried)."""
+    exchanged_steps: int = 0
+    """Number of training steps whose weight changes all ranks have (DistributedJob.exchanged_steps)."""
     matched: bool = False
     """True: all ranks use norm-matched averaging (DistributedJob.matched)."""
     automatic: bool = False
@@ -100,7 +100,7 @@ class GivenState(Record, frozen=True):
     """Training step at which members left that are not in `epoch`, but still in the sender's; see FixedMembers.steps_at_exit.
     """
     confirmed: int = 0
-    """See FixedMembers.row_carried."""
+    """See FixedMembers.row_exchanged_steps."""
     admitted: tuple[int, ...] = ()
     followers: tuple[int, ...] = ()
     """See FixedMembers."""
@@ -193,7 +193,7 @@ class Replica:
         optimizer, scaler = (self._optimizer, self._scaler) if model else (None, None)
         head = GivenState(
             plan=b"" if plan is None else records.encode(plan), step=0 if job is None else job.worker.step,
-            counted=0 if job is None else job.exchanges, passes=context.passes, carried=context.carried,
+            counted=0 if job is None else job.exchanges, passes=context.passes, exchanged_steps=context.exchanged_steps,
             matched=job is not None and job.matched, automatic=context.terms.auto, optimizer=type(optimizer).__name__,
             state=None if optimizer is None else _plain(optimizer.state_dict(), tensors),
             scaler=_plain(scaler.state_dict(), tensors) if scaler is not None else {},
@@ -205,7 +205,8 @@ class Replica:
                 generation=job.worker.now.generation,
                 row=job.rows.transport.number, first_world=job.first_world,
                 exits={m.rank: job.members.confirmed for m in job.uplink.epoch.members if m not in epoch.members},
-                confirmed=job.members.row_carried, admitted=tuple(job.members.admitted), followers=tuple(job.members.followers),
+                confirmed=job.members.row_exchanged_steps, admitted=tuple(job.members.admitted),
+                followers=tuple(job.members.followers),
                 totals=_in_site(job, {b.id: b.assumed for b in job.worker.buckets if b.assumed is not None}, float),
                 undone=_in_site(job, {b.id: bits for b in job.worker.buckets
                                       if (bits := b.ledger.discarded | b.ledger.unreported)}, int))

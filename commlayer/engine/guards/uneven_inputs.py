@@ -84,12 +84,12 @@ class UnevenInputs:
         if plan.steps_locally:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                f"session.join() is not supported with a plan of local steps (every={plan.local_steps}), "
-                               "because all ranks must make the same number of them; use a plan that averages gradients in "
+                               "because all ranks must make equally many; use a plan that averages gradients in "
                                "every step")
         if terms.auto and terms.requested.exact is False:
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join() is not supported with sync='auto', because the automatic plan might use "
-                               "local steps, of which all ranks must make the same number; use sync='step'")
+                               "session.join() is not supported with sync='auto', because all ranks must make equally many "
+                               "local steps, which the automatic plan might use; use sync='step'")
         if self._optimizer is None:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join() copies the optimizer's state to ranks that run out of batches, but attach() "

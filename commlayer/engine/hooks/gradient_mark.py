@@ -117,7 +117,7 @@ class Marks:
         if self._lasts:
             self._all[number].value = average
 
-    def release(self) -> None:
+    def reset(self) -> None:
         """Prepares all placeholders for the next step. Placeholders that a script still references keep their values and are
         replaced by new ones."""
         is_held = [now > alone for now, alone in zip(self._names(), self._unheld, strict=True)]

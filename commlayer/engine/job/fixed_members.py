@@ -17,18 +17,18 @@ class FixedMembers(Component):
 
     def __init__(self) -> None:
         self.steps_at_exit: dict[int, int] = {}
-        """Training step at which each former member left, by its number in messages: the job's value of `carried` then."""
+        """Training step at which each former member left, by its number in messages: the job's `exchanged_steps` then."""
         self.admitted: set[int] = set()
         """Numbers of all workers that are or were members, or will be."""
         self.followers: set[int] = set()
         """Numbers of all workers that follow the exchanges, or have done so."""
-        self.row_carried = 0
-        """The job's value of `carried` when this rank sent its last row."""
+        self.row_exchanged_steps = 0
+        """The job's value of `exchanged_steps` when this rank sent its last row."""
         self.next_plan: Plan | None = None
         """Plan to which the job switches between two steps, for sites of another size that want to join; None: there is none.
         """
         self.confirmed = 0
-        """Training step up to which the work of each member counts, even if it leaves now: a value of `carried`."""
+        """Training step up to which the work of each member counts, even if it leaves now: a value of `exchanged_steps`."""
 
     def departed(self, wait_s: float) -> list[str]:
         """Returns the names of the members that have left the job, if this rank still counts them. Waits up to `wait_s`

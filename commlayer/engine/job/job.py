@@ -61,15 +61,15 @@ FORKED = ("this process is a forked child of the one that called attach(), so it
 class JoinedState:
     """State that a joining rank has received, and its progress when it joined."""
 
-    def __init__(self, local: Mapping[str, torch.Tensor], restore: Callable[[], None], followed: dict[str, str], carried: int
-                 ) -> None:
+    def __init__(self, local: Mapping[str, torch.Tensor], restore: Callable[[], None], followed: dict[str, str],
+                 exchanged_steps: int) -> None:
         self.local, self._restore = local, restore
         """`local`: state of local steps, as returned by OuterSteps.snapshot. `_restore`: function that restores the optimizer's
         state."""
         self.followed = followed
         """Results of the functions in JobContext.followers, by name, as computed by the rank that sent this state."""
-        self.carried = carried
-        """Value of DistributedJob.carried, a number of training steps, when this rank joined."""
+        self.exchanged_steps = exchanged_steps
+        """Value of DistributedJob.exchanged_steps, a number of training steps, when this rank joined."""
         self.fresh = True
         """True: this rank has not finished its first step."""
 
@@ -199,7 +199,7 @@ class JobContext:
         return self.joined is not None and self.joined.fresh
 
     @property
-    def carried(self) -> int:
+    def exchanged_steps(self) -> int:
         """Number of training steps (as `passes` counts) whose effect survives the death of any single rank: averaged steps, and
         local steps in complete exchanges. It is the same on all ranks after the same step."""
         return self.passes
@@ -348,7 +348,7 @@ class DistributedJob(JobContext):
         return self.worker.counters.exchanges
 
     @property
-    def carried(self) -> int:
+    def exchanged_steps(self) -> int:
         return self.passes - (0 if self.local is None else self.local.behind)
 
     @property

@@ -36,7 +36,7 @@ class PlanTerms:
     said_slower: bool = False
     """True: the log has already said that one machine alone would be faster."""
     balanced: bool = False
-    """True: the balancer changes the ranks' shares of the batch, based on measurements of steps with averaged gradients."""
+    """True: a LoadBalancer changes the ranks' shares of the batch."""
     floor: float = 0.0
     """Precision level (see the function `level`) of the coarsest codec that the quality guard allows."""
     basis: Basis | None = None

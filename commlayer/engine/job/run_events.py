@@ -152,7 +152,7 @@ class RunEvents:
         self._finite = math.isfinite(loss)
         return loss if self._finite else None
 
-    def weigh(self, samples: float) -> None:
+    def set_weight(self, samples: float) -> None:
         """Sets this rank's samples in each step from now on."""
         self._own_samples = samples
 

@@ -65,7 +65,7 @@ def check_optimizer(optimizer: Any) -> None:
                    if optimizer is not None and not hasattr(optimizer, name)]:
         raise InvalidInput("E-ARGUMENT",
                            f"optimizer: got {type(optimizer).__name__}, which has no {' and no '.join(lacking)}, allowed: a "
-                           "torch.optim.Optimizer; if it wraps one, pass attach() that one and step the wrapper as before")
+                           "torch.optim.Optimizer; for a wrapper, pass the optimizer inside to attach(), and step the wrapper")
 
 
 def structural(name: str) -> bool:

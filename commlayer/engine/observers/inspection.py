@@ -46,22 +46,22 @@ class Inspection:
         return self.context.id
 
     @property
-    def carried(self) -> int:
+    def exchanged_steps(self) -> int:
         """Number of training steps (`session.step`) whose weight changes all workers have. Later steps are local, and are lost
         if their worker dies."""
-        return self.context.carried
+        return self.context.exchanged_steps
 
     @property
     def confirmed(self) -> int:
         """Number of training steps in which the work of each worker counts, even if it leaves now."""
         context = self.context
-        return context.members.confirmed if isinstance(context, DistributedJob) and self.may_leave else context.carried
+        return context.members.confirmed if isinstance(context, DistributedJob) and self.may_leave else context.exchanged_steps
 
     def steps_at_exit(self, member: int) -> int:
-        """Returns the value of `carried` when a worker left: the worker contributes nothing to later steps. `member`: the
+        """Returns `exchanged_steps` when a worker left: the worker contributes nothing to later steps. `member`: the
         worker's number in `members`."""
         context = self.context
-        entered = 0 if context.joined is None else context.joined.carried
+        entered = 0 if context.joined is None else context.joined.exchanged_steps
         return context.members.steps_at_exit.get(member, entered) if isinstance(context, DistributedJob) else entered
 
     def catch_up(self, *, wholly: bool = False) -> None:

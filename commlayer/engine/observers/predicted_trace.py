@@ -10,7 +10,7 @@ from msgspec import structs
 from commlayer.observe.step_trace import EXCHANGE, NO_BUCKET, Event
 from commlayer.observe.trace_files import STEP
 from commlayer.planner import lower
-from commlayer.planner.model import Basis, Group, node_groups
+from commlayer.planner.model import Basis, Group, equal_node_groups
 from commlayer.planner.simulation import Span, Timeline, hosts_of, simulate
 from commlayer.records import Plan
 
@@ -26,7 +26,7 @@ class Prediction(NamedTuple):
 def predict(basis: Basis) -> Prediction:
     plan, cluster = basis.plan, basis.inputs.cluster
     timeline = simulate(plan, *basis.inputs)
-    groups = node_groups(cluster, hosts_of(plan, cluster))
+    groups = equal_node_groups(cluster, hosts_of(plan, cluster))
     trained = [place for place, node in enumerate(cluster.nodes) if node.ranks]
     by_bucket: list[list[Span]] = [[] for _ in plan.buckets]
     for span in timeline.spans:

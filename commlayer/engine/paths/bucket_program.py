@@ -270,7 +270,7 @@ class BucketProgram:
         """
         r, codec = self._round, self._codec
         coder, slot = self._reduced()
-        acc = codec.zeros(coder.spec, r)
+        acc = codec.new_accumulator(coder.spec, r)
         codec.add(r, _payload(slot), acc, first=True)
         reduced = ReducedAccumulator(acc)
         count(reduced.values.nbytes, reduced.values.nbytes)

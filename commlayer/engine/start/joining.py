@@ -75,7 +75,7 @@ def enter(
         terms.auto = given.automatic
         context = DistributedJob(
             terms, own, groups, rows, link, memory, taken.plan, job, generation=given.generation, logs=logs, waits=waits,
-            matched=given.matched, joined=JoinedState(taken.local, taken.restore, dict(given.followed), given.carried),
+            matched=given.matched, joined=JoinedState(taken.local, taken.restore, dict(given.followed), given.exchanged_steps),
             first_world=given.first_world, site=site)
         context.worker.late.restore(taken.late)
         _restore_codecs(context.worker, taken.codecs)
@@ -93,7 +93,7 @@ def enter(
     members.steps_at_exit |= given.exits
     members.admitted |= {*given.admitted}
     members.followers |= {*given.followers}
-    members.confirmed = members.row_carried = given.confirmed
+    members.confirmed = members.row_exchanged_steps = given.confirmed
     meanwhile = f", in which the others have made {taken.followed} exchanges" if taken.followed else ""
     context.say(f"joined the running job as worker {own} with the weights, buffers and optimizer state of its workers, after "
                 f"{time.monotonic() - begin:.1f} s{meanwhile}; this is rank {context.rank} of {context.world}, at step "

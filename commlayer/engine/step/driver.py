@@ -85,7 +85,7 @@ class SoloDriver(Driver):
 
     def weight(self, n: float) -> None:
         """Sets the number of samples in events. An average over one worker has no weights."""
-        self.context.stream.weigh(n)
+        self.context.stream.set_weight(n)
 
     def synchronize(self) -> None:
         """Does nothing: one worker's gradients are their own average."""

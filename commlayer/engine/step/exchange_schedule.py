@@ -50,7 +50,7 @@ class ExchangeSchedule(Component):
         """Number of gradients after the last backward pass, and the sum of the versions of these tensors."""
         guard.local_step = self._local_step
         self._norms = UpdateNorms(context, deadline_s)
-        context.on_close.append(watch(after=self._after_step))
+        context.on_close.append(watch(before=self._before_step, after=self._after_step))
         context.components.add(self)
         self.new_plan()
         if self.local is not None and context.joined is not None:
@@ -123,9 +123,15 @@ class ExchangeSchedule(Component):
         largest = [torch.linalg.vector_norm(grad.detach(), math.inf).to(wide) for grad in grads if grad.numel()]
         return not largest or not 0 < float(torch.stack(largest).max()) < math.inf
 
+    def _before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if optimizer is self._optimizer and self.local is not None:
+            self._worker.stopwatch.stop(self._context.passes - 1)
+
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if optimizer is self._optimizer:
             self._catch_up()
+            if self.local is not None:
+                self._worker.stopwatch.start()
 
     def _before_forward(self, model: nn.Module) -> None:
         if not model.training or self.local is None or self._guard.inside:

@@ -279,7 +279,7 @@ class ForwardOverlap:
 
     def _forget(self, step: PendingStep) -> None:
         undefer(self._optimizer)
-        self._marks.release()
+        self._marks.reset()
         self._running = None
         for act in step.on_end:
             act()

@@ -158,9 +158,9 @@ class ModuleDriver(Driver):
 
     def weight(self, n: float) -> None:
         if self._overlap is None:
-            self._loop.weigh(n)
+            self._loop.set_weight(n)
         else:
-            self._overlap.when_ended(lambda: self._loop.weigh(n))
+            self._overlap.when_ended(lambda: self._loop.set_weight(n))
 
     def synchronize(self) -> None:
         if not self._finish_overlap() and self._written != self._gradients():

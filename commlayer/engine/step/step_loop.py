@@ -12,6 +12,7 @@ module_driver.py passes in the gradients, and decides where averages are written
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -100,7 +101,9 @@ class StepLoop(Component):
         if not self._schedule.count(loss_scale(self._scaler), adds=adds):
             return False
         self._finite.counted()
+        begin = time.perf_counter()
         self.context.components.end_local_step()
+        self.worker.stopwatch.skip(time.perf_counter() - begin)
         return True
 
     def new_plan(self) -> None:
@@ -116,8 +119,7 @@ class StepLoop(Component):
         `leftovers[n]`: the gradient of a parameter for which `ready` was not called, or None. Raises CommError if a worker is
         lost or misses the deadline; then nothing has been written.
         """
-        self.begin()
-        self._use.end()
+        self._end_pass()
         try:
             self.worker.finish(leftovers, self.deadline_s)
         except BaseException as error:
@@ -128,13 +130,18 @@ class StepLoop(Component):
         self._passed()
         self._end_first_step()
         if self._uneven.all_active():
-            self.context.components.before_commit()
+            self.context.components.sums_arrived()
         into = targets()
         worker = self.worker
         worker.commit(into)
         self._guard.exchanged()
         self.report_finite(worker)
         return into
+
+    def _end_pass(self) -> None:
+        self.worker.stopwatch.stop(self.context.passes)
+        self.begin()
+        self._use.end()
 
     def _end_first_step(self) -> None:
         """Ends the first step of a rank that has joined, on this rank and on the others."""
@@ -167,8 +174,7 @@ class StepLoop(Component):
 
     def launch(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Ends a backward pass instead of `average`, if results are applied bucket by bucket after it (forward_overlap.py)."""
-        self.begin()
-        self._use.end()
+        self._end_pass()
         self.worker.complete(leftovers)
         self._finite.reset()
         self._guard.exchanged()
@@ -212,11 +218,11 @@ class StepLoop(Component):
             finally:
                 self._passed()
 
-    def weigh(self, n: float) -> None:
+    def set_weight(self, n: float) -> None:
         local = self.context.local
         weights = self.worker.units if local is None else local.weights
         weights.weight = n / self._config.batch
-        self.context.stream.weigh(n)
+        self.context.stream.set_weight(n)
 
     def flush(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Completes exchanges whose averages are applied later than in their own step, as Session.flush describes. `parameters`

@@ -275,14 +275,16 @@ class OuterSteps:
         return sum(self._steps)
 
     @property
-    def shifted(self) -> bool:
+    def weights_always_differ(self) -> bool:
         """True: the ranks' weights are never all equal, so that only `starts` can be compared between ranks."""
         return self._overlap or self._fragments > 1
 
     @property
     def common(self) -> dict[int, torch.Tensor]:
         """Maps the id of each parameter to its start, if the ranks' weights are never all equal."""
-        return dict(zip(map(id, map(original_of, self._parameters)), self.starts, strict=True)) if self.shifted else {}
+        if not self.weights_always_differ:
+            return {}
+        return dict(zip(map(id, map(original_of, self._parameters)), self.starts, strict=True))
 
     @property
     def under_way(self) -> bool:
@@ -301,7 +303,7 @@ class OuterSteps:
         self._advance(worker, buffers, deadline_s, overlap=self._overlap)
         # A rank whose scaler skipped the due step exchanges later and can have counted further steps: these stay counted.
         self.taken = max(0, self.taken - self.every // self._fragments)
-        self.apart = self.shifted
+        self.apart = self.weights_always_differ
         self.recorder.restart()
 
     def join(self, given: Mapping[str, torch.Tensor]) -> None:

@@ -196,8 +196,8 @@ def check_local(optimizer: Any) -> None:
     name = type(optimizer).__name__
     if not hasattr(optimizer, "register_step_post_hook"):
         raise InvalidInput("E-SYNC-OPTIMIZER",
-                           f"local steps need a torch.optim.Optimizer, after whose steps weight changes are exchanged, but got "
-                           f"{name}: attach(model, optimizer, sync=...)")
+                           f"optimizer: got {name}, allowed with local steps: a torch.optim.Optimizer, because exchanges "
+                           "follow its steps; call attach(model, optimizer, sync=...)")
     if not hooked(optimizer):  # a wrapper that only looks like an Optimizer, such as Accelerate's
         raise InvalidInput("E-SYNC-OPTIMIZER", f"local steps: optimizer {name} does not support step hooks: pass the optimizer "
                                                "that it wraps")

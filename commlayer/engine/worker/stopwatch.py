@@ -14,7 +14,7 @@ LAPS_KEPT = 256
 
 class StepTiming(NamedTuple):
     """Computation time of one step. `step` counts from 0. `seconds` extends from the end of the previous averaging to the end
-    of this step's backward pass."""
+    of this step's backward pass; under local steps, from one optimizer step to the next."""
 
     step: int
     seconds: float

@@ -209,7 +209,6 @@ class Worker:
     def complete(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Sends the buckets that have not been started, after the backward pass has ended. `leftovers`: as in `finish`."""
         begin = time.monotonic()
-        self.stopwatch.stop(self.counters.exchanges)
         self.recorder.mark("backward")
         self.check()
         self._assembler.take_leftovers(leftovers)

@@ -396,7 +396,7 @@ class JobView:
         waits: dict[tuple[str, ...], WaitEvent] = {}
         for wait in sorted(self.waits.values(), key=lambda wait: order.index(wait.what)):
             age_s = max(0.0, now - wait.time)
-            if age_s > STALE_S or self._stepped_after(wait):
+            if age_s > STALE_S or self._wait_is_over(wait):
                 continue
             wait = structs.replace(wait, waited_s=wait.waited_s + age_s)
             known = waits.get(wait.names)
@@ -409,7 +409,7 @@ class JobView:
         named = [wait for wait in waits.values() if wait.names]
         return named or list(waits.values())
 
-    def _stepped_after(self, wait: WaitEvent) -> bool:
+    def _wait_is_over(self, wait: WaitEvent) -> bool:
         """True: the sender has made steps since, so the wait is over, although the event about its end has not arrived."""
         worker = self.workers.get(wait.rank)
         return worker is not None and worker.step.time > wait.time
@@ -433,7 +433,7 @@ class JobView:
             return worker.state
         if any(wait.what == "heartbeat" and peer in wait.names for wait in self.waits.values()):
             return "silent"
-        if any(key[0] == worker.number and not self._stepped_after(wait) for key, wait in self.waits.items()):
+        if any(key[0] == worker.number and not self._wait_is_over(wait) for key, wait in self.waits.items()):
             return "waits"
         if not worker.step.steps:
             return "starts"
