@@ -385,8 +385,8 @@ def test_half_open_connection_is_replaced_by_the_new_one() -> None:
 
 
 LARGE, CUTS, PART_NBYTES = random.Random(1).randbytes(8 << 20), 3, 64 << 10
-UNREAD_NBYTES = 512 << 10
-"""Less than this is sent again after a cut: the part that was cut, and the message of a gRPC stream that it was in."""
+UNREAD_NBYTES = 2 << 20
+"""Less than this is sent again after a cut: the part that was cut, and what a gRPC stream had not delivered yet."""
 
 
 @pytest.mark.skipif(not credit.SUPPORTED, reason="bodies are cut on Linux only")
