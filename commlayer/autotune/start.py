@@ -25,6 +25,9 @@ class Tuning(Component):
         self._context, self._config = context, config
         # A rank that has joined starts with the others, when its first step has ended.
         self._controller = None if context.fresh else _controller_of(context, config)
+        if context.fresh and HOME.is_capped:  # until then it knows its link from its last run
+            last = context.terms.last_runs.load(context.groups.sites)
+            HOME.follow(last.link.up_bps if last else 0.0, len(context.groups.site))
 
     def reporting(self) -> TuningController:
         """Returns the job's controller; if there is none, creates one that only exchanges reports. Collective."""

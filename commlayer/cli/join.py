@@ -35,6 +35,8 @@ POLL_S = 0.1
 TRIES, TRIED_S = 5, 600.0
 """How often a home joins in a row, if the job ended or had no place left before it had joined, if it was removed because the
 others did not hear from it, or if another home was lost before the job began; and seconds after which a try does not count."""
+AWAY = "it was not heard from, and joins again"
+"""The reason that the server logs for a home that the job has removed."""
 END_S = 30.0
 """Seconds that a home's other workers get to end after a failure or Ctrl-C. Before they end, they notify the other homes."""
 
@@ -213,7 +215,7 @@ def _wait(children: Sequence[Child], lease: SiteLease, pauses: Pauses, *, may_le
     if code not in (0, JOIN_AGAIN) or not failed:
         return code, reason
     by_itself = [one for one in failed if one not in (JOIN_AGAIN, *killed)]
-    return (_exit_code(by_itself[0]), _failure_text(by_itself[0])) if by_itself else (JOIN_AGAIN, reason)
+    return (_exit_code(by_itself[0]), _failure_text(by_itself[0])) if by_itself else (JOIN_AGAIN, reason if until else AWAY)
 
 
 def _failed(children: Sequence[Child]) -> list[int]:

@@ -8,16 +8,41 @@ to the top of the stack.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+from msgspec import Meta
 
 from commlayer.errors import CorruptFrame
+from commlayer.records import Record
+from commlayer.transport import framing
+from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Frame
-from commlayer.transport.protocol import KIND_NAMES, Flag, Header
+from commlayer.transport.protocol import KIND_NAMES, MAY_LACK_ZEROS, Flag, Header, Key, key
 from commlayer.transport.zero_chunks import restore_zeros
 
 MAX_PARTS = 0xFFFF
 OVERHEAD_NBYTES = 512
 """Bytes that each unfinished body counts against the limit in addition to its size."""
+MAX_HELD, MIN_HELD_PART_NBYTES = 48, 4 << 10
+"""Unfinished bodies that a connection leaves to the peer's next one: their number, so that a greeting has room for them, and
+the smallest size of their parts, so that the sender's list of parts stays small."""
+
+
+class Held(Record, frozen=True, array_like=True):
+    """In a greeting: an unfinished body of the former connection, of which this end still has the parts before `part`."""
+
+    key: Key
+    part: Annotated[int, Meta(ge=1, le=MAX_PARTS)]
+    part_nbytes: Annotated[int, Meta(ge=MIN_HELD_PART_NBYTES)]
+    crc: int
+    """See `prefix_crc`."""
+
+
+def prefix_crc(header: Header, prefix: memoryview) -> int:
+    """Returns the CRC-32C of a body's first part's header and of the beginning of the body. A sender continues a body only if
+    it would send the same bytes."""
+    return crc32c(prefix, crc32c(framing.pack(header, 0)))
 
 
 def split_parts(nbytes: int, part_nbytes: int) -> list[tuple[int, int]]:
@@ -33,25 +58,45 @@ class _Body:
         self.header, self.room, self.part_nbytes = header, room, part_nbytes
         self.next = self.filled = 0
 
+    def held(self) -> Held:
+        return Held(key(self.header), self.next, self.part_nbytes, prefix_crc(self.header, self.room[: self.filled]))
+
+
+Unfinished = dict[Key, _Body]
+
 
 class Assembly:
     """Reassembles the bodies of one connection. `place` returns the memory for a frame's body before the body is read. `whole`
     is called with each frame whose checksum was verified."""
 
     def __init__(self, take: Callable[[int], memoryview], max_nbytes: Callable[[Header], int], kept: Callable[[], int],
-                 most: Callable[[], float] = lambda: math.inf) -> None:
+                 most: Callable[[], float] = lambda: math.inf, former: Unfinished | None = None) -> None:
         """`take` allocates memory. `max_nbytes` returns the limit of the body of a message with this header; `kept` and `most`
-        return the limits of the bytes and of the number of all unfinished bodies together."""
+        return the limits of the bytes and of the number of all unfinished bodies together. `former`: the unfinished bodies of
+        the peer's former connection, which the peer may continue."""
         self._take, self._max_nbytes, self._kept, self._most = take, max_nbytes, kept, most
         self._stack: list[_Body] = []
-        self._held = 0
+        self._former = {**(former or {})}
+        self._held = sum(len(body.room) + OVERHEAD_NBYTES for body in self._former.values())
 
     @property
     def between(self) -> bool:
         """True: no body is partly received."""
         return not self._stack
 
+    def unfinished(self) -> Unfinished:
+        """Returns the bodies that the peer may continue on its next connection. Called after the last frame."""
+        bodies = [body for body in (*self._stack, *self._former.values()) if body.next and
+                  body.part_nbytes >= MIN_HELD_PART_NBYTES and body.header.kind in MAY_LACK_ZEROS]
+        return {key(body.header): body for body in bodies[:MAX_HELD]}
+
+    def _forget(self, keys: Sequence[Key]) -> None:
+        for k in keys:
+            self._held -= len(self._former.pop(k).room) + OVERHEAD_NBYTES
+
     def place(self, header: Header, nbytes: int) -> memoryview:
+        if self._former:
+            self._continue(header)
         if header.parts == 1:
             if nbytes > (most := self._max_nbytes(header)):
                 raise CorruptFrame(f"announces a {KIND_NAMES[header.kind]} body of {nbytes} bytes, allowed {most}",
@@ -67,12 +112,29 @@ class Assembly:
             raise _breach(header, f"has {nbytes} bytes, but the first part has {body.part_nbytes}")
         return body.room[body.filled : body.filled + nbytes]
 
-    def _begin(self, header: Header, nbytes: int) -> None:
+    def _continue(self, header: Header) -> None:
+        """Continues the unfinished body to which this frame belongs, if there is one; drops the body if the frame begins it
+        again."""
+        first = header._replace(part=0)
+        if (body := self._former.get(key(first))) is None:
+            return
+        if header.part == 0:
+            self._forget([key(first)])
+        elif header.part == body.next and first == body.header:
+            self._check_urgency(header)
+            self._stack.append(self._former.pop(key(first)))
+
+    def _check_urgency(self, header: Header) -> None:
         if self._stack and (header.step, header.order) >= _rank(self._stack[-1].header):
             raise _breach(header, "is not more urgent than the unfinished message that it interrupts")
+
+    def _begin(self, header: Header, nbytes: int) -> None:
+        self._check_urgency(header)
         total, most = header.parts * nbytes, self._max_nbytes(header)
         if nbytes == 0 or total - nbytes >= most:
             raise _breach(header, f"of {nbytes} bytes starts a message that is empty or larger than {most} bytes")
+        if len(self._stack) + len(self._former) >= self._most() or self._held + total + OVERHEAD_NBYTES > self._kept():
+            self._forget([*self._former])  # the peer may no longer need them
         if len(self._stack) >= self._most():
             raise _breach(header, f"starts a message while {len(self._stack)} others are unfinished")
         if self._held + total + OVERHEAD_NBYTES > self._kept():

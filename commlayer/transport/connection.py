@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from commlayer.errors import CommError, CorruptFrame, Damaged, PeerEnded, PeerLost
 from commlayer.transport import framing, mailbox
-from commlayer.transport.chunking import Assembly, split_parts
+from commlayer.transport.chunking import Assembly, Held, Unfinished, prefix_crc, split_parts
 from commlayer.transport.crc import crc32c
 from commlayer.transport.flow.pacing import Pacer
 from commlayer.transport.flow.send_control import SendControl
@@ -27,9 +27,11 @@ from commlayer.transport.protocol import (
     Flag,
     Handle,
     Header,
+    Key,
     Kind,
     Message,
     closed_by_peer,
+    key,
     peer_certificate,
     peer_name,
     reports_peer_close,
@@ -174,11 +176,14 @@ class _Outgoing:
         self._left = [*self.content.frame()]
         self._advance(sent_nbytes)
 
-    def begin(self) -> None:
-        """Leaves zero chunks out of the body."""
-        _, body = self.content.final()
+    def begin(self, held: Held | None) -> None:
+        """Leaves out zero chunks, and the parts that the peer has of the same body."""
+        header, body = self.content.final()
         if len(body) != self.nbytes:
             self.nbytes, self._parts = len(body), [(0, len(body))]
+        if held is not None and held.part < len(parts := split_parts(self.nbytes, held.part_nbytes)) \
+                and held.crc == prefix_crc(header._replace(parts=len(parts)), body[: parts[held.part][0]]):
+            self._parts, self._next = parts, held.part
 
     @property
     def out(self) -> bool:
@@ -248,11 +253,12 @@ class Connection:
     def __init__(
         self, sock: ByteChannel, peer: int, box: Mailbox, arrived: Callable[[Message], None], reader: Reader,
         ended: Callable[[Connection], None], pacer: Pacer, session: bytes = b"", *, resumes: bool = False,
-        limits: Callable[[], Limits] = lambda: UNLIMITED,
+        limits: Callable[[], Limits] = lambda: UNLIMITED, former: Unfinished | None = None, held: tuple[Held, ...] = (),
     ) -> None:
         """`arrived`: takes each message; may raise CorruptFrame. `session`: random bytes from the dialer's hello that identify
         its process; b"" at the dialer's end. `resumes`: True: the peer may reconnect, so pending receives survive a lost
-        connection. `limits`: returns what the peer may cause."""
+        connection. `limits`: returns what the peer may cause. `former`: what the peer's former connection left unfinished;
+        `held`: what the peer has of messages that this end did not send completely."""
         self.peer, self.session = peer, session
         self.broken = False
         """True: the connection was lost without a BYE, abort or close(), so it may be re-established."""
@@ -266,7 +272,10 @@ class Connection:
         self._control = SendControl(sock, None if _on_one_machine(sock) else pacer)
         self._sock, self._mailbox, self._arrived, self._reader, self._ended = sock, box, arrived, reader, ended
         self._limits = limits
-        self._assembly = Assembly(reader.allocate, self._most_nbytes, lambda: box.max_kept_nbytes, lambda: limits().messages)
+        self._assembly = Assembly(reader.allocate, self._most_nbytes, lambda: box.max_kept_nbytes, lambda: limits().messages,
+                                  former)
+        self.held: dict[Key, Held] = {one.key: one for one in held}
+        """What the peer has of messages that are not sent again yet."""
         reader.place = self._assembly.place
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
@@ -296,7 +305,8 @@ class Connection:
         with self._lock:
             error = self.error
             inline = error is None and not (self._busy or self._queue) and not last \
-                and content.nbytes <= self._control.inline_nbytes and not content.hold_s()
+                and content.nbytes <= self._control.inline_nbytes and not content.hold_s() \
+                and not (self.held and key(content.header) in self.held)
             if error is None:
                 self._unsent_nbytes += content.held_nbytes
             if inline:
@@ -358,7 +368,7 @@ class Connection:
         while (item := self._next()) is not None:
             frame = item[-1]
             try:
-                frame.begin()
+                frame.begin(self.held.pop(key(frame.header), None) if self.held else None)
                 self._control.begin(frame.nbytes, probe=frame.header.kind in _PROBES)
                 part_nbytes = min(self._control.part_nbytes or math.inf, TRAFFIC.gradients.part_nbytes)
                 if part_nbytes < math.inf:
@@ -527,3 +537,10 @@ class Connection:
 
     def alive(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
+
+    def unfinished(self, deadline: float) -> Unfinished:
+        """Returns what this connection, which has ended, leaves to the peer's next one: nothing if bytes can still arrive after
+        `deadline`."""
+        receiver = self._threads[1]
+        receiver.join(max(0.0, deadline - time.monotonic()))
+        return {} if receiver.is_alive() else self._assembly.unfinished()

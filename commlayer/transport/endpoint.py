@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from commlayer.callbacks import ignore
 from commlayer.config import join_host
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused, coded
 from commlayer.transport import framing, mailbox
 from commlayer.transport import handshake as greeting
 from commlayer.transport.buffer_pool import BufferPool
+from commlayer.transport.chunking import Held, Unfinished
 from commlayer.transport.connection import (
     Connection,
     Content,
@@ -43,6 +46,7 @@ from commlayer.transport.protocol import (
     Kind,
     Message,
     binding_of,
+    key,
     peer_certificate,
     peer_name,
     send_request,
@@ -116,6 +120,7 @@ class StreamTransport:
         self._connections: dict[int, Connection] = {}
         self._taken: set[int] = set()  # ranks that are connected or in their handshake
         self._ending: set[Connection] = set()
+        self._former: dict[int, Connection] = {}  # broken connections of peers that have not reconnected
         self._listeners: list[socket.socket] = []
         self._handshakes = PendingHandshakes()
         self._closed = threading.Event()
@@ -165,12 +170,12 @@ class StreamTransport:
                 sock = opened(min(deadline, answer_by))
             except CommError as error:
                 raise error.located(peer=error.peer or peer_name(peer)) from None
-            reader = self._reader()
-            certified = greeting.dial_handshake(
-                sock, reader, self.hello, self._settings.secret, peer, deadline, binding_of(sock), answer_by,
-                self._signing_keys(sock))
+            reader, former = self._reader(), self._unfinished(peer, b"")
+            certified, held = greeting.dial_handshake(
+                sock, reader, msgspec.structs.replace(self.hello, held=_held(former)), self._settings.secret, peer, deadline,
+                binding_of(sock), answer_by, self._signing_keys(sock))
             self._mailbox.admit(peer)
-            self._connect(sock, peer, reader, b"", certified)
+            self._connect(sock, peer, reader, b"", former, held, certified)
         except BaseException:
             if sock is not None:
                 close_channel(sock)
@@ -228,12 +233,13 @@ class StreamTransport:
             reason = self._refusal(hello, certified.name if certified else "")
             if not reason:
                 peer = hello.rank
-            greeting.send_welcome(sock, self.rank, reason, proof, where, deadline)
+            former = {} if reason else self._unfinished(hello.rank, hello.session)
+            greeting.send_welcome(sock, self.rank, reason, proof, where, deadline, _held(former))
             if peer is None:
                 self._settings.refused(where, reason)
                 close_channel(sock)
             else:
-                self._connect(sock, peer, reader, hello.session)
+                self._connect(sock, peer, reader, hello.session, former, hello.held)
         except (CommError, OSError) as error:
             self._settings.refused(where, self._handshakes.drop_reason(sock, error))
             close_channel(sock)
@@ -315,19 +321,32 @@ class StreamTransport:
         """Returns the keys for greeting.dial_handshake and accept_handshake. In TlsSocket both ends check certificates."""
         return None if isinstance(sock, tls.TlsSocket) else self._settings.keys
 
-    def _connect(self, sock: ByteChannel, peer: int, reader: Reader, session: bytes,
-                 certified: PeerCertificate | None = None) -> None:
+    def _unfinished(self, peer: int, session: bytes) -> Unfinished:
+        """Returns what the broken connection of this session has left unfinished."""
+        with self._lock:
+            former = self._former.get(peer)
+        return {} if former is None or former.session != session else former.unfinished(time.monotonic() + FORMER_END_S)
+
+    def held_nbytes(self, peer: int, header: Header) -> int:
+        """Returns how much of a message that is to be sent again the peer has from its former connection."""
+        connection = self._connections.get(peer)
+        held = None if connection is None else connection.held.get(key(header))
+        return 0 if held is None else held.part * held.part_nbytes
+
+    def _connect(self, sock: ByteChannel, peer: int, reader: Reader, session: bytes, former: Unfinished,
+                 held: tuple[Held, ...], certified: PeerCertificate | None = None) -> None:
         self._start_revocation_check()
         sock.settimeout(None)
         reader.max_nbytes = self._settings.max_nbytes
         connection = Connection(
             sock, peer, self._mailbox, self.arrived, reader, self._ended, self._pacer, session, resumes=self._settings.resume,
-            limits=lambda: self.limits)
+            limits=lambda: self.limits, former=former, held=held)
         connection.certified = connection.certified or certified
         with self._lock:
             if self._closed.is_set():
                 raise PeerLost("this end of the transport was closed", peer=peer_name(peer), code="E-SESSION-CLOSED")
             self._connections[peer] = connection
+            self._former.pop(peer, None)
             self._missed.discard(peer)
             connection.start()  # under the lock: close() must find only started threads to join
         if (aborted := self._mailbox.failure(peer)) is not None:  # aborted after the handshake had admitted the peer
@@ -342,6 +361,8 @@ class StreamTransport:
             error = connection.error
             if connection.session and error is not None and not (connection.broken or self._closed.is_set()):
                 self._barred[connection.session] = coded(error.code, error.what)
+            if connection.broken:
+                self._former[connection.peer] = connection
             if connection.broken and connection.by_peer:
                 self._missed.add(connection.peer)
         if connection.broken and error is not None and not self._closed.is_set():
@@ -403,6 +424,7 @@ class StreamTransport:
         self._mailbox.abort(reason, peer)
         with self._lock:
             dropped = [c for c in self._connections.values() if peer in (None, c.peer)]
+            self._former = {other: former for other, former in self._former.items() if peer not in (None, other)}
         for connection in dropped:
             connection.end(reason)
 
@@ -430,6 +452,10 @@ class StreamTransport:
             rest = list(self._ending)
         for connection in rest:
             connection.join(time.monotonic() + 1.0)
+
+
+def _held(former: Unfinished) -> tuple[Held, ...]:
+    return tuple(body.held() for body in former.values())
 
 
 def open_listener(host: str, port: int) -> socket.socket:

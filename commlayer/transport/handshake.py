@@ -29,6 +29,7 @@ from commlayer.errors import (
 )
 from commlayer.records import MALFORMED, Record, complete
 from commlayer.transport import framing
+from commlayer.transport.chunking import Held
 from commlayer.transport.crc import crc32c
 from commlayer.transport.flow.fair_share import ConnectionTable, FairShare, MinuteCounts
 from commlayer.transport.framing import Frame, Reader
@@ -57,6 +58,8 @@ class Hello(Record, frozen=True):
     """Random bytes, different for each connection."""
     session: bytes = b""
     """Random bytes that identify the dialer's process, equal when it reconnects; b"" if it never reconnects."""
+    held: tuple[Held, ...] = ()
+    """What the dialer has of bodies that its former connection left unfinished."""
 
 
 class Challenge(Record, frozen=True, omit_defaults=True):
@@ -82,6 +85,8 @@ class Welcome(Record, frozen=True):
     """The acceptor's proof that it knows the secret; b"" if the dialer has not proved the secret."""
     later: bool = False
     """True: the reason is temporary, so dialing again may succeed."""
+    held: tuple[Held, ...] = ()
+    """What the acceptor has of bodies that the dialer's former connection left unfinished."""
 
 
 NOT_AUTHENTICATED = "does not prove that it knows the job's secret"
@@ -123,13 +128,13 @@ def same_job(mine: Hello) -> Admit:
 def dial_handshake(
     sock: ByteChannel, reader: Reader, mine: Hello, secret: str, peer: int, deadline: float, channel: bytes = b"",
     answer_by: float = math.inf, keys: Keys | None = None,
-) -> PeerCertificate | None:
+) -> tuple[PeerCertificate | None, tuple[Held, ...]]:
     """Runs the dialer's side of the handshake. Raises Refused with the acceptor's reason. `channel` binds the proof to this
     channel. `answer_by` limits the wait for the CHALLENGE. The WELCOME may take longer, since the acceptor may wait for a
     plan.
 
     `keys`: this node's keys if the acceptor must sign, because the channel does not check its certificate: gRPC checks only the
-    CA, so a revoked node would pass. Returns the acceptor's certificate then.
+    CA, so a revoked node would pass. Returns the acceptor's certificate then, and `Welcome.held`.
     """
     who = peer_name(peer)
     mine = msgspec.structs.replace(mine, nonce=new_nonce())
@@ -153,7 +158,7 @@ def dial_handshake(
         raise (NotYet if welcome.later else Refused)(welcome.error, peer=who)
     if welcome.rank != peer:
         raise Refused(f"{peer_name(welcome.rank)} answered instead: check the address", peer=who, code="E-ADDRESS")
-    return signer.certificate if signer else None
+    return signer.certificate if signer else None, welcome.held
 
 
 def accept_handshake(
@@ -177,8 +182,10 @@ def accept_handshake(
     return AuthenticatedDialer(hello, make_proof(secret, b"accept", *transcript))
 
 
-def send_welcome(sock: ByteChannel, rank: int, error: str, proof: bytes, who: str, deadline: float) -> None:
-    _write(sock, Kind.WELCOME, rank, Welcome(rank, str(error), proof, isinstance(error, RetryLater)), who, deadline)
+def send_welcome(sock: ByteChannel, rank: int, error: str, proof: bytes, who: str, deadline: float,
+                 held: tuple[Held, ...] = ()) -> None:
+    welcome = Welcome(rank, str(error), proof, isinstance(error, RetryLater), held)
+    _write(sock, Kind.WELCOME, rank, welcome, who, deadline)
 
 
 def _write(sock: ByteChannel, kind: Kind, rank: int, record: Record, who: str, deadline: float) -> None:

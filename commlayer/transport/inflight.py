@@ -62,6 +62,10 @@ class InFlightRequests:
         self._kept[slot] = request
         return request
 
+    def request_of(self, header: Header) -> Request | None:
+        """Returns the request with this header's key, if it is in flight and expects an answer."""
+        return self._kept.get(answer_key(header))
+
     def forget(self, request: Request) -> None:
         """Drops a request that will not be sent."""
         self._kept = {slot: kept for slot, kept in self._kept.items() if kept is not request}

@@ -50,6 +50,7 @@ class Kind(enum.IntEnum):
     PROOF = 18  # the dialer's answer to CHALLENGE, before WELCOME: msgpack body
     FOLLOW = 19  # worker -> server: send the result of this sum, to which the worker does not contribute
     FOLLOWED = 20  # server -> worker: the result, as in RESULT
+    AGAIN = 21  # after a reconnect; worker -> server: has this PUSH arrived? server -> worker: send it again
 
 
 class Flag:

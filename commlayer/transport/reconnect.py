@@ -34,6 +34,8 @@ CONNECT_TRIES = 8
 """Number of attempts for the first connection, whose handshake may break as well."""
 NO_MESSAGE = key(Header(Kind.BYE, generation=1 << 32))
 """A key that no message has."""
+ASK_NBYTES = 4 << 10
+"""From this size on a contribution is sent again only after the server has asked for it."""
 DIAL_LIMIT_S = 10.0
 """Longest time of one attempt in seconds, since an unreachable host may not answer at all."""
 
@@ -48,6 +50,10 @@ class Carrier(Transport, Protocol):
     """Called with the peer when a connection breaks that may be re-established."""
     arrived: Callable[[Message], None]
     """Called with each message that arrives, in place of `deliver`."""
+
+    def held_nbytes(self, peer: int, header: Header) -> int:
+        """Returns how much the peer has of a request that a broken connection has interrupted."""
+        ...
 
     def deliver(self, message: Message) -> None:
         """Completes the receive that waits for the message, or keeps the message."""
@@ -169,6 +175,9 @@ class ReconnectingTransport:
         if link is not None and link.broken_since_s is not None:
             with link.state:
                 link.broken_since_s = link.backoff = None
+        if link is not None and message.header.kind == Kind.AGAIN:
+            self._send_again(link, message)
+            return
         if link is None or not is_answer(message.header):
             self._carrier.deliver(message)
             return
@@ -253,17 +262,31 @@ class ReconnectingTransport:
         return self._waits.refused_is_over and is_refused(error)
 
     def _replay(self, peer: int, link: _Link) -> tuple[int, int]:
+        nbytes = 0
         with link.order:
             requests = link.inflight.pending()
             for request in requests:
-                request.sending = self._carrier.send(peer, request.header, request.body)
+                h, body, held_nbytes = request.header, request.body, self._carrier.held_nbytes(peer, request.header)
+                if h.kind == Kind.PUSH and len(body) >= ASK_NBYTES and not held_nbytes and request.sending is not None:
+                    h, body = Header(Kind.AGAIN, h.generation, h.step, h.bucket, round=h.round, sender=h.sender), b""
+                request.sending = self._carrier.send(peer, h, body)
+                nbytes += max(0, len(body) - held_nbytes)
             with link.state:
                 link.up = not link.broke_again
-        nbytes = sum(len(request.body) for request in requests)
         with self._count:
             self.breaks += 1
             self.resent_nbytes += nbytes
         return len(requests), nbytes
+
+    def _send_again(self, link: _Link, asked: Message) -> None:
+        """Sends a contribution that the server does not have."""
+        with link.order:
+            request = link.inflight.request_of(asked.header._replace(kind=Kind.PUSH))
+            if request is not None:
+                request.sending = self._carrier.send(asked.peer, request.header, request.body)
+        if request is not None:
+            with self._count:
+                self.resent_nbytes += len(request.body)
 
     def _finish_reconnect(self, link: _Link) -> bool:
         with link.state:

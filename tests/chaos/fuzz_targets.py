@@ -29,7 +29,7 @@ from commlayer.records import MALFORMED, Epoch, Job, Plan, ServerInfo, Spec, Ten
 from commlayer.transport import framing, handshake
 from commlayer.transport.chunking import Assembly, split_parts
 from commlayer.transport.crc import crc32c
-from commlayer.transport.framing import Reader
+from commlayer.transport.framing import Reader, allocate_bytes
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.secret import NONCE_NBYTES, PROOF_NBYTES, make_proof
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
@@ -67,13 +67,13 @@ def frame(header: Header, body: bytes = b"") -> bytes:
 
 
 def frames() -> Target:
-    """Streams of several frames, read in pieces of random size and assembled as a connection does."""
+    """Streams of several frames, read in pieces of random size and assembled as a connection does, or as two connections do."""
     stalled = msgspec.msgpack.encode(summation_server.Stalled(3, 7, (1, 2), dropped={1: "it broke the format"}))
-    body = random.Random(5).randbytes(3000)
+    body = random.Random(5).randbytes(15_000)
     kinds = [kind for kind in Kind if kind != Kind.STALLED]
     some = [frame(Header(kind, 1, 5, 3, sender=2, weight=1.0, total=2.0), body[: 40 * kind]) for kind in kinds]
-    large = Header(Kind.PUSH, 1, 6, 4, parts=len(split_parts(len(body), 1000)), order=9)
-    pieces = [frame(large._replace(part=i), body[a:b]) for i, (a, b) in enumerate(split_parts(len(body), 1000))]
+    large = Header(Kind.PUSH, 1, 6, 4, parts=len(split_parts(len(body), 5000)), order=9)
+    pieces = [frame(large._replace(part=i), body[a:b]) for i, (a, b) in enumerate(split_parts(len(body), 5000))]
     urgent = frame(Header(Kind.PUSH, 1, 6, 5, order=1), b"between")
     flagged = Header(Kind.RESULT, 1, 6, 6, sender=SERVER_BASE, flags=Flag.WITHOUT_ZEROS)
     short = _without_zeros()[-1]
@@ -82,11 +82,14 @@ def frames() -> Target:
                 *(frame(flagged, one) for one in _without_zeros()), b"".join(halves)]
 
     def read(data: bytes, rng: random.Random) -> None:
-        reader = Reader(CAP_NBYTES)
-        assembly = Assembly(reader.allocate, lambda _: CAP_NBYTES, lambda: KEPT_NBYTES)
+        reader, assembly = Reader(CAP_NBYTES), Assembly(allocate_bytes, lambda _: CAP_NBYTES, lambda: KEPT_NBYTES)
         reader.place = assembly.place
-        at = 0
+        at, cut = 0, rng.choice((len(data), rng.randrange(len(data) + 1)))
         while at < len(data):
+            if at >= cut and reader.between:
+                assembly, cut = Assembly(allocate_bytes, lambda _: CAP_NBYTES, lambda: KEPT_NBYTES,
+                                         former=assembly.unfinished()), len(data)
+                reader.place = assembly.place
             room = reader.wanted()
             n = min(len(room), rng.choice((1, 67, 68, 500, len(data))), len(data) - at)
             room[:n] = data[at : at + n]

@@ -17,11 +17,13 @@ import pytest
 import torch
 from support import rank_pool
 from support.attached import assert_refused, data, mlp, outcome, plan_of, sync_of
+from support.coordinators import until
+from support.internals import broken_peers
 from support.jobs import distributed_job
 from support.keys import (
     Folders,
 )
-from support.meshes import FAR, soon
+from support.meshes import FAR, GrpcEnd, soon
 from support.rank_pool import Servers, pool
 from support.workers import Rig, job, on_ranks, step
 from torch import nn
@@ -35,10 +37,11 @@ from commlayer.errors import CorruptFrame, PeerLost, Refused
 from commlayer.planner import default_plan
 from commlayer.transport import handshake
 from commlayer.transport.endpoint import Address, Settings, StreamTransport
+from commlayer.transport.flow import credit
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.key_folder import Keys
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, key
+from commlayer.transport.reconnect import ASK_NBYTES, ReconnectingTransport, ReconnectPolicy
 from tests.chaos import proxy
 
 UP, DOWN = 0, 1
@@ -303,14 +306,15 @@ def test_cut_inside_a_handshake_is_recovered(folders: Folders, way: int, how: st
 
 
 def pair(window_s: float, keys: tuple[Keys | None, Keys | None] = (None, None), begun: Callable[[StreamTransport], object] = id,
+         kind: type[StreamTransport] = StreamTransport, host: str = "127.0.0.1",
          **waits: Any) -> tuple[StreamTransport, ReconnectingTransport, Cutter]:
     """A server's carrier, and a worker's transport that reaches it through a cutter. `keys`: of both."""
     # A length that a flipped bit has made too large is waited for.
-    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(
+    server = kind(Hello("job", SERVER_BASE), settings=Settings(
         resume=True, refused=lambda *_: None, keys=keys[0], hello_s=1.0 if keys[0] else 5.0))
     begun(server)
-    cutter = Cutter(server.listen(), [])
-    carrier = StreamTransport(Hello("job", 0, session=b"s" * 16), settings=Settings(resume=True, keys=keys[1]))
+    cutter = Cutter(server.listen(host), [], host)
+    carrier = kind(Hello("job", 0, session=b"s" * 16), settings=Settings(resume=True, keys=keys[1]))
     worker = ReconnectingTransport(carrier, ReconnectPolicy(window_s, **waits))
     worker.connect(SERVER_BASE, lambda deadline: carrier.dial(SERVER_BASE, cutter.address, deadline), soon())
     return server, worker, cutter
@@ -378,6 +382,83 @@ def test_half_open_connection_is_replaced_by_the_new_one() -> None:
     worker.close()
     server.close()
     cutter.close()
+
+
+LARGE, CUTS, PART_NBYTES = random.Random(1).randbytes(8 << 20), 3, 64 << 10
+UNREAD_NBYTES = 2 << 20
+"""Less than this is sent again after a cut: the part that was cut, and what a gRPC stream had not delivered yet."""
+
+
+@pytest.mark.skipif(not credit.SUPPORTED, reason="bodies are cut on Linux only")
+@pytest.mark.parametrize("kind", [StreamTransport, GrpcEnd], ids=["tcp", "grpc"])
+@pytest.mark.parametrize("way", [UP, DOWN], ids=["up", "down"])
+def test_large_body_continues_where_it_was_cut(kind: type[StreamTransport], way: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent again is what was on its way, in three cuts of one body; it would be twice the body otherwise."""
+    monkeypatch.setattr(credit, "MAX_PART_NBYTES", PART_NBYTES)
+    server, worker, cutter = pair(30.0, kind=kind, host=FAR)
+    for number in range(1, CUTS + 1):
+        cutter.cut_next(Cut(way, number * len(LARGE) // (CUTS + 1), "close"))
+    pushes: list[Message] = []
+
+    def arrived(message: Message) -> None:
+        pushes.append(message)
+        server.send(0, PUSH._replace(kind=Kind.RESULT, weight=2.0), LARGE if way == DOWN else b"sum")
+
+    server.subscribe(0, arrived, lambda _: None)
+    result = worker.wait(worker.request(SERVER_BASE, PUSH, LARGE if way == UP else b"payload"), soon())
+    assert (bytes(pushes[0].body), bytes(result.body)) == ((LARGE, b"sum") if way == UP else (b"payload", LARGE))
+    assert cutter.shots == worker.breaks == CUTS
+    assert cutter.passed[way] - len(LARGE) < CUTS * UNREAD_NBYTES
+    assert worker.kept_nbytes == 0
+    for end in (worker, server, cutter):
+        end.close()
+
+
+def test_contribution_that_has_arrived_is_sent_again_only_if_the_server_asks() -> None:
+    server, worker, cutter = pair(30.0)
+    handle = worker.request(SERVER_BASE, PUSH, b"x" * ASK_NBYTES)
+    assert len(server.wait(server.recv(0), soon()).body) == ASK_NBYTES
+    cutter.break_all()
+    asked = server.wait(server.recv(0), soon())
+    assert (asked.header, bytes(asked.body)) == (PUSH._replace(kind=Kind.AGAIN), b"")
+    assert (worker.breaks, worker.resent_nbytes) == (1, 0)
+    for bucket in (PUSH.bucket, 1000):  # it has no contribution to that one
+        server.send(0, asked.header._replace(sender=SERVER_BASE, bucket=bucket))
+    assert bytes(server.wait(server.recv(0), soon()).body) == b"x" * ASK_NBYTES
+    server.send(0, PUSH._replace(kind=Kind.RESULT), b"sum")
+    assert bytes(worker.wait(handle, soon()).body) == b"sum"
+    assert worker.resent_nbytes == ASK_NBYTES
+    for end in (worker, server, cutter):
+        end.close()
+
+
+def test_unfinished_body_is_for_the_same_process_only() -> None:
+    server, worker, cutter = pair(30.0, host=FAR)
+    cutter.cut_next(Cut(UP, len(LARGE) // 2, "close"))
+    worker.stop_reconnecting()
+    worker.request(SERVER_BASE, PUSH, LARGE)
+    until(lambda: bool(broken_peers(server)), "the server knows that the line is cut")
+    other = StreamTransport(Hello("job", 0, session=b"o" * 16), settings=Settings(resume=True))
+    other.dial(SERVER_BASE, cutter.address, soon())
+    before = cutter.passed[UP]
+    other.send(SERVER_BASE, PUSH, LARGE)
+    assert bytes(server.wait(server.recv(0), soon()).body) == LARGE
+    assert cutter.passed[UP] - before >= len(LARGE)
+    assert broken_peers(server) == []
+    for end in (other, worker, server, cutter):
+        end.close()
+
+
+def test_dropped_peer_leaves_nothing() -> None:
+    server, worker, cutter = pair(30.0, host=FAR)
+    cutter.cut_next(Cut(UP, len(LARGE) // 2, "close"))
+    worker.stop_reconnecting()
+    worker.request(SERVER_BASE, PUSH, LARGE)
+    until(lambda: broken_peers(server) == [0], "the server knows that the line is cut")
+    server.abort(CorruptFrame("codec 9 with weight nan", peer="worker 0"), 0)
+    assert broken_peers(server) == []
+    for end in (worker, server, cutter):
+        end.close()
 
 
 def test_connections_without_progress_are_given_up() -> None:

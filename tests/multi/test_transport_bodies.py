@@ -8,6 +8,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -21,12 +22,22 @@ from support.workers import Rig, job, on_ranks, step
 from commlayer.errors import CorruptFrame, PeerLost
 from commlayer.planner import default_plan
 from commlayer.transport import connection
-from commlayer.transport.chunking import MAX_PARTS, OVERHEAD_NBYTES, Assembly, split_parts
+from commlayer.transport.chunking import (
+    MAX_PARTS,
+    MIN_HELD_PART_NBYTES,
+    OVERHEAD_NBYTES,
+    Assembly,
+    Held,
+    Unfinished,
+    prefix_crc,
+    split_parts,
+)
+from commlayer.transport.connection import Content, _Outgoing
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.flow import credit
-from commlayer.transport.framing import Frame, Reader, allocate_bytes
+from commlayer.transport.framing import HEADER_NBYTES, Frame, Reader, allocate_bytes
 from commlayer.transport.handshake import Hello
-from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
+from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Key, Kind, key
 from commlayer.transport.zero_chunks import CHUNK_NBYTES, MIN_NBYTES, drop_zeros, restore_zeros
 from tests.chaos.frames import frames_in
 
@@ -54,9 +65,9 @@ def in_parts(header: Header, body: bytes, size: int) -> list[bytes]:
 class Receiver:
     """A Reader and an Assembly, as a connection has them."""
 
-    def __init__(self, max_nbytes: int = 1000, kept: int = 10_000) -> None:
+    def __init__(self, max_nbytes: int = 1000, kept: int = 10_000, former: Unfinished | None = None) -> None:
         self.reader, self.taken = Reader(max_nbytes), list[int]()
-        self.assembly = Assembly(self._take, lambda _: max_nbytes, lambda: kept)
+        self.assembly = Assembly(self._take, lambda _: max_nbytes, lambda: kept, former=former)
         self.reader.place = self.assembly.place
 
     def _take(self, nbytes: int) -> memoryview:
@@ -114,6 +125,108 @@ def test_allocation_is_bounded_by_bodies_and_retained_memory() -> None:
     assert end.feed(*begun[:2]) == []
     assert_refused(outcome(lambda: end.feed(begun[2])), "E-FRAME", "CorruptFrame: ", "part 0 of 10 ", "3024")
     assert end.taken == [1000, 1000]
+
+
+class Sink:
+    """A channel that takes a frame in pieces."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def sendmsg(self, buffers: list[memoryview], *_: object) -> int:
+        piece = b"".join(buffers)[:3000]
+        self.data += piece
+        return len(piece)
+
+
+def as_sent(chance: random.Random, messages: dict[Header, bytes], held: dict[Key, Held], part_nbytes: int) -> list[bytes]:
+    """The frames of messages that a sender is given one after the other, in a random order, while it sends."""
+    waiting = [_Outgoing(Handle("send", 1), Content(header, body)) for header, body in messages.items()]
+    chance.shuffle(waiting)
+    queue: list[_Outgoing] = []
+    frames = []
+    while waiting or queue:
+        if waiting and (not queue or chance.random() < 0.3):
+            queue.append(waiting.pop())
+            continue
+        first = min(queue, key=lambda one: (one.header.step, one.header.order))
+        first.begin(held.pop(key(first.header), None))
+        first.cut(part_nbytes)
+        sink = Sink()
+        while not first.write(sink):  # type: ignore[arg-type]
+            pass
+        frames.append(sink.data)
+        if first.out:
+            queue.remove(first)
+    return frames
+
+
+@given(st.integers(0, 1 << 32), st.lists(st.integers(1, 60_000), min_size=1, max_size=6), st.integers(0, 4),
+       st.integers(MIN_HELD_PART_NBYTES // 2, 3 * MIN_HELD_PART_NBYTES))
+@settings(max_examples=100, deadline=None)
+def test_bodies_continue_after_any_cuts(seed: int, sizes: list[int], cuts: int, part_nbytes: int) -> None:
+    """Each message arrives once, with its bytes; of what has arrived in parts of some size nothing is sent again."""
+    chance = random.Random(seed)
+    bodies = [mostly_zero(size) if chance.random() < 0.3 else chance.randbytes(size) for size in sizes]
+    messages = {Header(Kind.PUSH, 1, chance.randrange(2), bucket, order=bucket % 4, weight=0.25): body
+                for bucket, body in enumerate(bodies)}
+    left, former, most = messages.copy(), Unfinished(), sum(len(body) + MIN_HELD_PART_NBYTES for body in bodies)
+    for number in range(cuts + 1):
+        end = Receiver(max(sizes), most, former)
+        held = {k: body.held() for k, body in former.items()}
+        have_nbytes = sum(body.filled for body in former.values())
+        frames = as_sent(chance, left, held, part_nbytes)
+        assert sum(map(len, frames)) <= sum(map(len, left.values())) - have_nbytes + HEADER_NBYTES * len(frames)
+        count = chance.randrange(len(frames) + 1) if number < cuts else len(frames)
+        for got in end.feed(*frames[:count], *(one[:-1] for one in frames[count : count + 1])):
+            assert got.body == left.pop(got.header)
+        former = end.assembly.unfinished()
+        assert {*former} <= {key(header) for header in left}
+    assert not left
+    assert not former
+
+
+def cut_body(kept: int = 2 * (20_000 + OVERHEAD_NBYTES)) -> tuple[Receiver, list[bytes]]:
+    """A receiver that has the first two parts of a body from a former connection, and the frames of all four."""
+    frames, before = in_parts(BULK._replace(kind=Kind.PUSH), bytes(range(250)) * 80, 5000), Receiver(20_000, 1 << 20)
+    before.feed(*frames[:2], frames[2][:-1])
+    return Receiver(20_000, kept, before.assembly.unfinished()), frames
+
+
+def test_body_of_a_former_connection_may_be_begun_again_or_not_at_all() -> None:
+    end, frames = cut_body()
+    assert [bytes(got.body) for got in end.feed(*frames[2:])] == [bytes(range(250)) * 80]
+    assert end.taken == []
+    end, frames = cut_body(20_000 + OVERHEAD_NBYTES)
+    assert [bytes(got.body) for got in end.feed(*frames)] == [bytes(range(250)) * 80]
+    assert end.taken == [20_000]
+    end, frames = cut_body(20_000 + OVERHEAD_NBYTES)
+    assert len(end.feed(frame(BULK._replace(kind=Kind.PUSH), b"whole"), *in_parts(URGENT, bytes(20_000), 5000))) == 2
+    end, frames = cut_body(20_000 + OVERHEAD_NBYTES)
+    assert len(end.feed(*in_parts(URGENT, bytes(20_000), 5000))) == 1, "what is not continued makes room"
+    assert_refused(outcome(lambda: end.feed(frames[2])), "E-FRAME", "part 2 of 4 ")
+
+
+@pytest.mark.parametrize("change", [{"part": 1}, {"part": 3}, {"flags": Flag.MEAN}, {"parts": 5}, {"weight": 2.0}, {"step": 5}],
+                         ids=str)
+def test_continuation_that_does_not_fit_ends_the_connection(change: dict[str, int]) -> None:
+    end, frames = cut_body()
+    ((header, body),) = frames_in(Reader(), frames[2])
+    assert_refused(outcome(lambda: end.feed(frame(header._replace(**change), bytes(body)))), "E-FRAME", "next part")
+
+
+def test_continuation_is_as_urgent_as_a_beginning() -> None:
+    end, frames = cut_body()
+    assert_refused(outcome(lambda: end.feed(in_parts(URGENT, bytes(20_000), 5000)[0], frames[2])), "E-FRAME", "more urgent")
+
+
+@pytest.mark.parametrize(("change", "first"), [({}, 2), ({"crc": 1}, 0), ({"part": 4}, 0), ({"part": 3}, 0),
+                                               ({"part_nbytes": 8000}, 0)], ids=str)
+def test_sender_continues_only_the_same_body(change: dict[str, int], first: int) -> None:
+    header, body = BULK._replace(kind=Kind.PUSH), random.Random(1).randbytes(20_000)
+    held = Held(key(header), 2, 5000, prefix_crc(header._replace(parts=4), memoryview(body)[:10_000]))
+    frames = as_sent(random.Random(), {header: body}, {held.key: msgspec.structs.replace(held, **change)}, 5000)
+    assert len(frames) == 4 - first
 
 
 @pytest.fixture

@@ -25,13 +25,16 @@ from support.tunnels import Tunnel
 from commlayer.doctor import network
 
 pytestmark = pytest.mark.timeout(600)
-STEPS, WIDTH = 6, 512
+STEPS, WIDTH, LARGE = 6, 512, 1440
+"""Width of the model, and of one with 16 MB of gradients in several buckets."""
 CUT_NBYTES = 10 << 20
 """Bytes between two cuts, both ways: all that passes in a step, and a little more."""
+LOST_NBYTES = 4 << 20
+"""Less than this passes again after a cut, for each home. It was 10 MB when buckets were sent again from their beginning."""
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin")
 
 
-def main(steps: int) -> None:
+def main(steps: int, width: int) -> None:
     import torch
     from support.jobs import distributed_job
     from support.site_job import digest
@@ -39,12 +42,12 @@ def main(steps: int) -> None:
     import commlayer
 
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH))
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, width))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with commlayer.attach(model, optimizer, compression="identity()") as session:
         generator = torch.Generator().manual_seed(session.rank)
         for step in range(steps):
-            x = torch.randn(8, WIDTH, generator=generator)
+            x = torch.randn(8, width, generator=generator)
             optimizer.zero_grad()
             (model(x) - x).square().mean().backward()
             optimizer.step()
@@ -54,8 +57,8 @@ def main(steps: int) -> None:
               flush=True)
 
 
-def started(sites: Sites, folders: Folders, steps: int) -> list[Process]:
-    return [sites.launch(__file__, str(steps), rank=rank, options=("--keys", str(keys)))
+def started(sites: Sites, folders: Folders, steps: int, width: int = WIDTH) -> list[Process]:
+    return [sites.launch(__file__, str(steps), str(width), rank=rank, options=("--keys", str(keys)))
             for rank, keys in enumerate((folders.worker, folders.second))]
 
 
@@ -86,6 +89,20 @@ def test_job_through_a_tunnel_that_breaks_equals_the_direct_one(sites: Sites, fo
     assert sha_of(ends[:2]) == direct
     assert all("connected to server 0 over gRPC" in end.errors for end in ends[:2])
     assert min(end.rows[-1]["breaks"] for end in ends[:2]) >= 2
+
+
+def test_large_buckets_continue_where_the_tunnel_cut_them(sites: Sites, folders: Folders) -> None:
+    port, steps = free_port(), 4
+    with Tunnel(port, 200e6) as tunnel, tunnel.cut_every(6 * CUT_NBYTES, 0.1):
+        server = sites.serve(2, "--keys", str(folders.server), "--bind", f"127.0.0.1:{port}", "--advertise",
+                             f"127.0.0.1:{tunnel.port}")
+        ends = all_ended([*started(sites, folders, steps, LARGE), server])
+        least_nbytes = 2 * 2 * steps * 4 * 2 * LARGE * LARGE
+        print(f"{tunnel.cuts} cuts, {tunnel.nbytes - least_nbytes} of {tunnel.nbytes} bytes more, "
+              f"{[end.rows[-1] for end in ends[:2]]}")
+    assert tunnel.cuts >= 3
+    assert tunnel.nbytes - least_nbytes < (1 + tunnel.cuts) * 2 * LOST_NBYTES
+    sha_of(ends[:2])
 
 
 class Ssh:
@@ -156,4 +173,4 @@ def test_job_through_ssh_whose_client_is_killed_equals_the_direct_one(
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

@@ -49,6 +49,11 @@ def judge_of(coordinator: Coordinator) -> Any:
     return coordinator._verifier
 
 
+def broken_peers(transport: Any) -> list[int]:
+    """The peers whose connections have left something unfinished."""
+    return [*transport._former]
+
+
 def connections_of(transport: Any) -> Any:
     """The connections of a StreamTransport, by peer."""
     return transport._connections

@@ -37,6 +37,28 @@ def test_sum_is_in_member_order_for_any_arrival_order(arrival: tuple[int, ...]) 
     assert (header.kind, header.sender, header.weight, header.used) == (Kind.RESULT, SERVER_BASE, 6.0, 0b111)
 
 
+def test_member_that_has_reconnected_gets_its_result_or_is_asked_for_its_contribution() -> None:
+    core, ops = service()
+
+    def again(member: int, step: int = 0) -> list[tuple[int, int, int]]:
+        return [(r.peer, r.header.kind, r.header.step) for r in core.again(ask(Kind.AGAIN, member, step))]
+
+    assert again(0) == [(0, Kind.AGAIN, 0)]
+    for member in (0, 1):
+        core.push(push(member, VALUES[member]), 0.0)
+        assert again(member) == [], "the result comes later"
+    assert again(2) == [(2, Kind.AGAIN, 0)]
+    core.push(push(2, VALUES[2]), 0.0)
+    assert again(0) == [(0, Kind.RESULT, 0)]
+    assert again(0, 1) == [(0, Kind.AGAIN, 1)]
+    assert core.again(ask(Kind.AGAIN, 0, 0, generation=0)) == []
+    core.remove([2])
+    assert again(2) == []
+    assert ops.added == VALUES
+    with pytest.raises(CorruptFrame):
+        core.again(ask(Kind.AGAIN, 0, 0, generation=2))
+
+
 def test_worker_that_follows_receives_results_and_no_sum_waits_for_it() -> None:
     core, ops = service()
     follower = 9

@@ -163,7 +163,8 @@ def remove(state: Sites, site: str, why: str) -> Sites:
                                        former=_kept({**state.former, site: reason}))
     if not state.ranks_assigned:
         return msgspec.structs.replace(state, present=remaining)
-    reason = coded("E-RENDEZVOUS-ENDED", f"home {one.who} {why}; start all homes again")
+    remedy = "the others join again by themselves" if state.min_workers else "start all homes again"
+    reason = coded("E-RENDEZVOUS-ENDED", f"home {one.who} {why}; {remedy}")
     former = {**state.former, **dict.fromkeys(state.present, reason)}
     return msgspec.structs.replace(state, present={}, workers=0, former=_kept(former))
 

@@ -143,6 +143,22 @@ class Summation:
             current.early[message.peer] = message
             return self._advance(cell, release)
 
+    def again(self, message: Message) -> list[Reply]:
+        """Answers a member that has reconnected, and does not know whether its contribution has arrived: with the result, or by
+        asking for the contribution. Without an answer the result comes later."""
+        h = message.header
+        if self._ended(message):
+            return []
+        cell = self._cell(message)
+        with cell.lock:
+            if message.peer in self.gone:
+                return []
+            if (result := cell.results.get((h.step, h.round))) is not None:
+                return [Reply(message.peer, *result)]
+            if (h.step, h.round) == (cell.sum.step, cell.sum.round) and message.peer in (*cell.sum.early, *cell.sum.handled):
+                return []
+        return [Reply(message.peer, Header(Kind.AGAIN, h.generation, h.step, h.bucket, round=h.round, sender=self.peer), b"")]
+
     def follow(self, message: Message) -> list[Reply]:
         """Answers a worker that requests a result without a contribution: at once, or when the sum is complete."""
         h = message.header

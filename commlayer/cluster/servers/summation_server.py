@@ -224,6 +224,8 @@ class SumServer:
                 return self.core.restore(message)
             case Kind.FOLLOW:
                 return self.core.follow(message)
+            case Kind.AGAIN:
+                return self.core.again(message)
             case Kind.UNDO:
                 self.core.undo(message)
                 return []

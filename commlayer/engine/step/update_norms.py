@@ -10,7 +10,7 @@ from commlayer.observe.noise_scale import Agreement
 
 LENGTHS = "lengths of changes"
 """Section of the rows with the norms."""
-LEAST_AGREEMENT = 0.01
+LEAST_AGREEMENT = 0.25
 """A smaller agreement is logged as no further change."""
 
 
