@@ -79,8 +79,8 @@ def commlayer_service(model: nn.Module, optimizer: torch.optim.Optimizer, argume
     """Summation servers on all hosts. `argument` is the codec for every gradient, "" for the automatic plan, or "auto" for that
     plan under sync="auto"."""
     dist.init_process_group("gloo", timeout=DEADLINE)
-    chosen: dict[str, str] = {} if not argument else {"sync": argument} if argument == "auto" else {"compression": argument}
-    session = commlayer.attach(model, optimizer, config=host_config(servers="each"), **chosen)
+    sync, codec = ("auto", None) if argument == "auto" else (None, argument or None)
+    session = commlayer.attach(model, optimizer, compression=codec, sync=sync, config=host_config(servers="each"))
     return ModelSetup(model, session.close, session.inspect.decisions)
 
 

@@ -110,7 +110,7 @@ def known(
             before_s, now_s = (max(NEAREST_S, seconds) for seconds in (TRIP * last.alpha_s if last else 0.0, round_trip_s))
             if last is not None and SHORTER * before_s <= now_s <= LONGER * before_s:
                 rates = rates[0] or last.up_bps, rates[1] or last.down_bps
-            exchange.mine = [*KnownLink(*map(round, rates), round(1e9 * round_trip_s), 1)]
+            exchange.mine = [*KnownLink(round(rates[0]), round(rates[1]), round(1e9 * round_trip_s), 1)]
     return [KnownLink(*exchange.rows[first]) for first in groups.firsts]
 
 
