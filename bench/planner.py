@@ -1,7 +1,9 @@
-"""Quality and speed of the planner: planning time, gap to brute force, and predicted against measured steps.
+"""Quality and speed of the planner: planning time, gap to brute force, predicted against measured steps, and steps of the
+automatic plan on loopback over DDP's.
 
 Predicted: rank 0 prices the current plan from measurements of all ranks in the first steps, as "auto" does. Measured: the
-median of the later steps, in real runs over the lab's links. A row is void if the lab fell below 95 % of its rates.
+median of the later steps, in real runs over the lab's links. `from_step` is the first step that counts. A row is void if the
+lab fell below 95 % of its rates.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 from msgspec import structs
 
 from bench.lab import Lab, LabUnavailable, check, sound
-from bench.ranks import launch_hosts, median_step_s
+from bench.ranks import launch_hosts, median_step_s, slowest_s
 from bench.report import Result
 from bench.timing import least_s
 from bench.worker import command
@@ -56,6 +58,9 @@ def run(quick: bool) -> Result:
                  "not_best": sum(gap > 1e-6 for gap in gaps)})
     summary["gap_to_bruteforce_pct_p50"] = statistics.median(gaps)
     summary["gap_to_bruteforce_pct_max"] = max(gaps)
+    for row in _on_loopback(quick):
+        rows.append(row)
+        summary[f"{row['mode']}_over_ddp_from_step_{row['from_step']}_worst"] = row["x_ddp_worst"]
     try:
         measured = list(_measured(quick))
     except LabUnavailable as reason:
@@ -140,6 +145,25 @@ def _brute(space: Space) -> float:
     return best_s
 
 
+FIRST, LATER = 10, 50
+"""Steps of a run on loopback: those before the controller has measured, and those in which plans are found and tried."""
+
+
+def _on_loopback(quick: bool) -> Iterator[dict[str, Any]]:
+    """Seconds of the automatic plan's steps over those of DDP, each with its slowest rank's. The modes run in turns."""
+    modes = {"default": "commlayer:", "auto": "commlayer:auto"}
+    ratios: dict[tuple[str, int], list[float]] = {(mode, start): [] for mode in modes for start in (0, FIRST)}
+    for _ in range(2 if quick else 10):
+        ddp, *ours = (slowest_s(launch_hosts(None, HOSTS, command(mode, warmup=0, steps=FIRST + LATER)))
+                      for mode in ("ddp_fp32", *modes.values()))
+        for mode, times in zip(modes, ours, strict=True):
+            for start, stop in ((0, FIRST), (FIRST, FIRST + LATER)):
+                ratios[mode, start].append(sum(times[start:stop]) / sum(ddp[start:stop]))
+    for (mode, start), each in ratios.items():
+        yield {"what": f"{mode} over DDP fp32, loopback", "mode": mode, "from_step": start + 1, "runs": len(each),
+               "x_ddp": statistics.median(each), "x_ddp_worst": max(each)}
+
+
 HOSTS, ONE_WAY_S = 4, 0.015
 PRICED_STEPS = 10
 """First steps, from which the plan is priced. Step times are of later steps."""
@@ -174,7 +198,7 @@ def _priced(lab: Lab, net: Net, model: str, codec: str) -> dict[str, Any]:
     replies = launch_hosts(lab, HOSTS, argv, deadline_s=400)
     measured_s, price = median_step_s(replies), replies[0]["prices"][0]
     return {
-        "link": net.name, "model": model, "what": codec, "step_ms": measured_s * 1e3,
+        "link": net.name, "model": model, "what": codec, "from_step": PRICED_STEPS + 1, "step_ms": measured_s * 1e3,
         "predicted_ms": price["priced_s"] * 1e3, "error_pct": 100 * (price["priced_s"] / measured_s - 1),
         "found_ms": price["found_s"] * 1e3,
     }

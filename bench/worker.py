@@ -59,7 +59,8 @@ class ModelSetup(NamedTuple):
 def host_config(**fields: Any) -> dict[str, Any]:
     """Settings for one rank per host that listens on the host's address. The lab's network is closed, so without encryption."""
     address = os.environ.get("HOST_ADDRESS", "127.0.0.1")
-    return {"ranks_per_node": 1, "bind": address, "insecure": address != "127.0.0.1"} | fields
+    # Each run finds its plan by itself.
+    return {"ranks_per_node": 1, "bind": address, "insecure": address != "127.0.0.1", "cache": ""} | fields
 
 
 def ddp_fp32(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str) -> ModelSetup:
@@ -75,10 +76,11 @@ def ddp_fp16(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str
 
 
 def commlayer_service(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> ModelSetup:
-    """Summation servers on all hosts. `argument` is the codec for every gradient, or "auto" for plan "auto"."""
+    """Summation servers on all hosts. `argument` is the codec for every gradient, "" for the automatic plan, or "auto" for that
+    plan under sync="auto"."""
     dist.init_process_group("gloo", timeout=DEADLINE)
-    codec = None if argument == "auto" else argument
-    session = commlayer.attach(model, optimizer, compression=codec, config=host_config(servers="each"))
+    sync, codec = ("auto", None) if argument == "auto" else (None, argument or None)
+    session = commlayer.attach(model, optimizer, compression=codec, sync=sync, config=host_config(servers="each"))
     return ModelSetup(model, session.close, session.inspect.decisions)
 
 
@@ -90,6 +92,9 @@ class PricingActions(JobActions):
         self.prices: list[dict[str, float]] = []
         """Seconds per step after each search: measured and predicted under the active plan, and predicted under the best plan
         found."""
+
+    def opening(self) -> None:
+        """The given plan is the first one."""
 
     def search(self, request: SearchRequest, allowed: PlanLimits) -> Candidate:
         found = super().search(request, allowed)

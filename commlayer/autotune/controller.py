@@ -127,15 +127,16 @@ class TuningController(Component):
                 self._do.prepare_search()
 
     def _open(self, plan: Plan) -> None:
-        """Switches to a plan of local steps before the first step; collective."""
+        """Switches to the plan of the first steps; collective."""
         try:
             self._do.switch(plan, by_itself=True)
         except ValueError as error:  # raised on all ranks, and nothing has changed
-            self._say(f"begins with averaged gradients: {error}")
+            self._say(f"begins with the first plan: {error}")
             return
         self.state = structs.replace(self.state, plan=self._context.plan)
         self._context.note_plan("automatic")
-        self._say(f"the links are slow, so training begins with {summary_of(self._context.plan)}, until a plan is found")
+        links = "slow" if plan.steps_locally else "fast"
+        self._say(f"the links are {links}, so training begins with {summary_of(self._context.plan)}, until a plan is found")
 
     def _record(self) -> None:
         self._do.record(on=True)

@@ -24,26 +24,28 @@ from commlayer.autotune.measure.measurements import (
     squared_norms,
     uncapped,
 )
-from commlayer.autotune.measure.probes import at_least, gathered, held_up, meter_of, probed, seen_by
+from commlayer.autotune.measure.probes import at_least, gathered, held_up, known, meter_of, probed, seen_by
 from commlayer.autotune.measure.step_times import timing_of
-from commlayer.autotune.opening import FAR_S, opening_plan
+from commlayer.autotune.opening import FAR_S, is_no_slower, opening_plan
 from commlayer.autotune.plan_limits import YOUNG, PlanLimits, bounded, codecs, limits_of
 from commlayer.autotune.planning.candidate import Candidate
 from commlayer.autotune.planning.planning_process import PlanningProcess
-from commlayer.autotune.planning.search import SearchOrder
+from commlayer.autotune.planning.search import SearchOrder, all_reduce_plan, on_hosts
 from commlayer.autotune.state import Measured, SearchRequest
 from commlayer.cluster.calls.home_traffic import HOME
 from commlayer.cluster.processes.collectives import all_or_none
 from commlayer.compressors import build
+from commlayer.config import host_port, is_loopback
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import InvalidState
 from commlayer.last_run import LastRun
+from commlayer.native import core
 from commlayer.observe.events import WhatIfEvent
 from commlayer.observe.interface_counters import InterfaceCounters
 from commlayer.observe.link_monitor import Rates
 from commlayer.planner.data.tables import BUCKET_S, PCIE_COPY, SERVER_BYTE_S, learning_rows
-from commlayer.planner.model import CodecCost, Line, Link, Profile, Question, bare
+from commlayer.planner.model import DENSE, Cluster, CodecCost, Line, Link, Policy, Profile, Question, bare
 from commlayer.records import Plan
 
 PROBE_S = 1.0
@@ -89,6 +91,8 @@ class JobActions:
         self._process = PlanningProcess()
         self._link: Link | None = None
         """This node's link, if it was measured before the first step."""
+        self._collectives: CollectiveCosts | None = None
+        """Costs of collectives, if they were measured before the first step and no measurement has followed."""
         self._young = context.plan if context.passes < YOUNG else None
         """The latest plan that became active while the job was young."""
         self._asked: Question | None = None
@@ -164,15 +168,13 @@ class JobActions:
         carried = None if seen is None else seen.carried
         expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
         last = context.terms.last_runs.load(groups.sites) if self._measured is None and self._begins else None
-        link = at_least(probed(context, (1 - GROUPS_SHARE) * self._probe_s, limited, (len(steps_s) + 1) * step_s,
-                               expected=expected, last=last.link if last and not self._link else self._link), carried,
-                        self._fastest_down_bps())
+        nodes = known(context, self._links_s, limited, (len(steps_s) + 1) * step_s,
+                      last=last.link if last and not self._link else self._link)
+        link = at_least(probed(context, nodes, self._links_s, expected=expected), carried, self._fastest_down_bps())
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced,
                               limited=float(HOME.is_limited))
         rows = self._capped(row)
-        collectives = CollectiveCosts()
-        if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
-            collectives = calibration.measure_collectives(groups, GROUPS_SHARE * self._probe_s)
+        collectives, self._collectives = self._collectives or self._collective_costs(rows), None
         self._measured = Measurements(structs.replace(self._job, timing=timing), rows, collectives)
         self._profile = None
         if not self._limited:  # else caps have made the steps longer
@@ -184,28 +186,63 @@ class JobActions:
             self._uncapped(rows))
 
     @property
+    def _links_s(self) -> float:
+        """Seconds of the probes of links."""
+        return (1 - GROUPS_SHARE) * self._probe_s
+
+    @property
     def _begins(self) -> bool:
         return self._context.uplink.epoch.generation == 1
 
     def opening(self) -> Plan | None:
-        """Measures far links before the first step, and returns the plan with which to begin, if the script allows local steps
-        and links are slow; otherwise None. The result is the same on all ranks."""
-        context, plan = self._context, self._context.plan
+        """Measures links before the first step: near ones if ranks reach each other, far ones if the script allows local steps.
+        Returns the plan with which to begin, or None for the current one. The result is the same on all ranks."""
+        context, plan, reachable = self._context, self._context.plan, self._context.groups.members.reachable
+        averages = context.terms.requested.exact is not False
         # A plan with a prediction is that of the last run.
-        if context.terms.requested.exact is not False or context.passes or plan.step_s or not self._begins:
+        if context.passes or plan.step_s or not self._begins or (averages and not reachable):
             return None
-        link = probed(context, (1 - GROUPS_SHARE) * self._probe_s, nearest_s=FAR_S)
-        forbidden = float(limits_of(context).policy.exact)
-        rows = self._planned(RankMeasurement(0.0, 0.0, *link, balanced=forbidden))
-        if not any(row.up_bps for row in rows):
+        nodes = known(context, self._links_s)
+        far = max(node.round_trip_s for node in nodes) >= FAR_S
+        if not any(node.asks for node in nodes) or (averages if far else not reachable):
             return None
-        self._link = Link(*link)
-        return None if any(row.balanced for row in rows) else opening_plan(self._job, plan, links_of(context, rows))
+        link = probed(context, nodes, self._links_s)
+        forbidden = float(averages or limits_of(context).policy.exact)
+        rows = self._planned(RankMeasurement(1.0, 0.0, *link, balanced=forbidden))
+        self._link, links = Link(*link), links_of(context, rows)
+        if far:
+            return None if any(row.balanced for row in rows) else opening_plan(self._job, plan, links)
+        plain, measured = all_reduce_plan(self._job, plan), Measurements(self._job, rows, self._collective_costs(rows))
+        self._collectives = measured.collectives
+
+        def pays() -> bool:
+            if core is None:  # no predictions
+                return False
+            profile = self._measured_here(plan, (DENSE,), measured.collectives)
+            inputs = Question(self._job, self._cluster(links, measured), profile, Policy())
+            return is_no_slower(plain, on_hosts(plan, server_nodes_of(context)), inputs)
+
+        one_machine = all(is_loopback(host_port(server.address)[0]) for server in context.uplink.epoch.servers)
+        # Rank 0 decides. All ranks measure codecs, because some may share a machine.
+        return plain if one_machine or self.agree(pays) else None
+
+    def _collective_costs(self, rows: Sequence[RankMeasurement]) -> CollectiveCosts:
+        """Measures collectives, unless links determine their time; collective."""
+        groups = self._context.groups
+        if groups.ranks_per_node == 1 and any(0.0 < row.up_bps < SLOW_BPS for row in rows):
+            return CollectiveCosts()
+        return calibration.measure_collectives(groups, GROUPS_SHARE * self._probe_s)
+
+    def _cluster(self, links: Sequence[Link], measured: Measurements) -> Cluster:
+        context = self._context
+        return cluster_of(links, measured.rows, measured.collectives, server_nodes_of(context),
+                          cuda=context.worker.device.type == "cuda", reachable=context.groups.members.reachable,
+                          elsewhere_bps=self._elsewhere_bps, sites=context.groups.sites)
 
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
         """Measures only the links. `planned`: known rates, which set the initial TCP windows."""
         context = self._context
-        link = probed(context, PROBE_AGAIN_S, expected=planned[context.groups.node])
+        link = probed(context, known(context, PROBE_AGAIN_S), PROBE_AGAIN_S, expected=planned[context.groups.node])
         up_bps, down_bps, _ = at_least(link, None, self._fastest_down_bps())
         row = self._measurements.rows[context.rank]._replace(up_bps=up_bps, down_bps=down_bps)
         return tuple(links_of(context, self._capped(row, least_bps=HOME.link_bps)))  # a short probe shows no slower link
@@ -266,16 +303,14 @@ class JobActions:
         thread."""
         context, measurements, current = self._context, self._measurements, request.current
         if self._profile is None:
-            self._profile = self._measured_here(current, codecs(context))
-        server_nodes, worker = tuple(server_nodes_of(context)), context.worker
+            self._profile = self._measured_here(current, codecs(context), measurements.collectives)
+        server_nodes = tuple(server_nodes_of(context))
         profile = structs.replace(self._profile, learning=learning_rows(context.terms.learning))
         profile, policy = bounded(context, profile, allowed.policy)
 
         def found(links: Sequence[Link]) -> Candidate:
-            cluster = cluster_of(links, measurements.rows, measurements.collectives, server_nodes,
-                                 cuda=worker.device.type == "cuda", reachable=context.groups.members.reachable,
-                                 elsewhere_bps=self._elsewhere_bps, sites=context.groups.sites)
-            order = SearchOrder(current, request.known, server_nodes, Question(measurements.job, cluster, profile, policy),
+            inputs = Question(measurements.job, self._cluster(links, measurements), profile, policy)
+            order = SearchOrder(current, request.known, server_nodes, inputs,
                                 measurements.step_s, self._contention, current.steps_locally and context.memory.remembers,
                                 allowed.suggests, allowed.young)
             candidate, self._contention, self._elsewhere_bps = self._process.search(order)
@@ -288,7 +323,7 @@ class JobActions:
         self._contention = self._contention or 1.0
         return found(request.links)._replace(uncapped_s=free.plan.step_s * free.steps)
 
-    def _measured_here(self, current: Plan, codecs: Sequence[str]) -> Profile:
+    def _measured_here(self, current: Plan, codecs: Sequence[str], collectives: CollectiveCosts) -> Profile:
         """Returns the costs of codecs on this machine without other work; the search adds the slowdown by other work. Codec
         names are complete, as in plans."""
         active_codecs = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
@@ -299,7 +334,7 @@ class JobActions:
                 raise InvalidState("E-SESSION-CLOSED", "the session is over")
             costs += calibration.measure_codecs([name])
         copy = PCIE_COPY if torch.cuda.is_available() else Line(0.0)
-        return Profile(tuple(costs), Line(0.0, SERVER_BYTE_S), BUCKET_S, copy, across=self._measurements.collectives.across,
+        return Profile(tuple(costs), Line(0.0, SERVER_BYTE_S), BUCKET_S, copy, across=collectives.across,
                        source="measured", energy=self._energy)
 
     @property

@@ -6,11 +6,14 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from support import rank_pool
-from support.attached import Run, Setting, mlp, play
+from support.attached import Run, Setting, coordinators, mlp, play, train_step
 from support.rank_pool import pool
 
-from commlayer.autotune.measure import link_rates
+from commlayer.autotune import job_actions
+from commlayer.autotune.measure import calibration, link_rates
+from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.autotune.measure.probes import (
     BUSY,
     DRAINED,
@@ -18,6 +21,7 @@ from commlayer.autotune.measure.probes import (
     OPENING,
     SeenTraffic,
     held_up,
+    known,
     probed,
     sustained,
     turns_of,
@@ -25,7 +29,7 @@ from commlayer.autotune.measure.probes import (
 from commlayer.observe.interface_counters import Direction, Throughput
 from commlayer.observe.link_monitor import PAYLOAD
 from commlayer.observe.step_trace import RecordedStep
-from commlayer.planner.model import Link
+from commlayer.planner.model import Line, Link
 
 WORLD, SERVERS, BUDGET_S = 2, 2, 0.2
 _ranks = rank_pool.ranks_first(WORLD)
@@ -122,7 +126,8 @@ def probing(run: Run) -> list[dict[str, Any]]:
                 probe(server, up_nbytes, down_nbytes, done)
 
             patch.setattr(made.uplink, "probe", ask)
-            up_bps, down_bps, alpha_s = probed(made, BUDGET_S, SeenTraffic(case[run.rank], 60.0), 60.0, last=last)
+            nodes = known(made, BUDGET_S, SeenTraffic(case[run.rank], 60.0), 60.0, last=last)
+            up_bps, down_bps, alpha_s = probed(made, nodes, BUDGET_S)
             made.groups.barrier()
         results.append({"found": (up_bps, down_bps), "alpha_s": alpha_s, "asked": [way for way, _ in itertools.groupby(asked)]})
     return results
@@ -145,3 +150,52 @@ def test_rates_known_from_steps_are_not_probed() -> None:
             holds = 0.04 <= round_trip_s <= 0.8
             assert result["asked"] == ([] if holds else ["up", "down"])
             assert (result["found"] == (LAST.up_bps, LAST.down_bps)) == holds
+
+
+QUICK_BPS, POOR_BPS, NEAR_S, AWAY_S = 1e12, 1e6, 1e-4, 0.02
+STARTS: dict[str, tuple[str | None, float, float, bool, bool]] = {
+    "loopback": (None, POOR_BPS, NEAR_S, True, True), "loopback, auto": ("auto", POOR_BPS, NEAR_S, True, True),
+    "loopback, forward": ("forward", POOR_BPS, NEAR_S, True, True),
+    "fast": (None, QUICK_BPS, NEAR_S, True, True), "fast, auto": ("auto", QUICK_BPS, NEAR_S, True, True),
+    "slow": (None, POOR_BPS, NEAR_S, True, False),
+    "far": (None, QUICK_BPS, AWAY_S, False, False), "far, auto": ("auto", QUICK_BPS, AWAY_S, True, False),
+}
+"""Sync mode, rate and round trip of links; whether links are measured before the first step, and whether that step is DDP's.
+Only the first ones know that all ranks are on one machine."""
+
+
+def started(run: Run, names: list[str]) -> list[tuple[bool, bool, set[tuple[str, str]]]]:
+    """For each start: whether links were measured, whether the first step kept the plan, and its paths and codecs."""
+    results = []
+    for name in names:
+        sync, bps, round_trip_s, *_ = STARTS[name]
+        rates: list[float] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(link_rates, "round_trip", lambda *_, seconds=round_trip_s: seconds)
+            patch.setattr(link_rates, "rate", lambda *_, bps=bps, rates=rates, **__: rates.append(bps) or bps)
+            patch.setattr(calibration, "measure_collectives",
+                          lambda *_, bps=bps: CollectiveCosts(across=Line(NEAR_S / 4, 8 / bps)))
+            if "loopback" not in name:
+                patch.setattr(job_actions, "is_loopback", lambda _host: False)
+            model = mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            wrapped = run.wrap(model, optimizer=optimizer, sync=sync)
+        session = run.sessions[-1]
+        first = session.inspect.plan
+        train_step(wrapped, optimizer, run.rank, 0)
+        results.append((bool(rates), session.inspect.plan == first, {(b.path, b.codec) for b in first.buckets}))
+        session.flush()
+    return results
+
+
+@pytest.mark.parametrize(("how", "names"), [("module", [*STARTS]), ("ddp", ["loopback"])])
+def test_the_first_step_is_that_of_ddp_on_one_machine_and_over_fast_links(how: str, names: list[str]) -> None:
+    with coordinators(len(names), WORLD, 1) as jobs:
+        setting = Setting(how, tuple(job.address for job in jobs), plan="auto", fields=(("cache", ""),))
+        results = pool(WORLD).call(play, WORLD, started, setting, names)
+    for name, ranks in zip(names, zip(*results, strict=True), strict=True):
+        *_, measures, plain = STARTS[name]
+        assert any(is_measured for is_measured, *_ in ranks) is measures, "a node with the only server measures nothing"
+        for _, is_kept, buckets in ranks:
+            assert is_kept, name
+            assert (buckets == {("allreduce", "identity()")}) is plain, (name, buckets)

@@ -17,6 +17,7 @@ from support.autotuning import any_step_time
 from support.rank_pool import pool
 from torch import nn
 
+from commlayer.autotune import job_actions
 from commlayer.autotune.measure import calibration, probes
 from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.observe.link_monitor import DOWN, PAYLOAD, SETTLED, UP
@@ -59,6 +60,7 @@ def train(run: Run) -> dict[str, Any]:
     line, sent, decided, digests = Interface(HIGH_BPS), list[float](), list[int](), list[str]()
     with pytest.MonkeyPatch.context() as patch, any_step_time():
         patch.setattr(probes, "counters_of", lambda _interface: line.counters)
+        patch.setattr(job_actions, "is_loopback", lambda _host: False)  # as between machines
         # A second each, so no plan uses them.
         patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: CollectiveCosts(Line(1.0), Line(1.0)))
         model = mlp()

@@ -70,7 +70,7 @@ def train(run: Run, slow: bool, sync: str | None, cache: str, share: float = 1.0
         session.flush()
         limited = TRAFFIC.gradients.bps
         # Where steps are slow enough the second is the last under the first plan.
-        return {"plans": (plans[0], plans[-1]), "limited": limited, "first": steps[0], "last": sum(steps[-32:]) / 32,
+        return {"plans": (plans[0], plans[-1]), "limited": limited, "first": max(steps[:8]), "last": sum(steps[-32:]) / 32,
                 "decisions": session.inspect.decisions(),
                 "weights": torch.cat([p.detach().view(-1) for p in model.parameters()])}
 
@@ -132,7 +132,7 @@ def test_fast_links_keep_fine_codecs() -> None:
     results = ran(False, "auto")
     for r in results:
         first, last = r["plans"]
-        assert codecs(first) == {"int4()"}
+        assert codecs(first) == {"identity()"}
         assert codecs(last) <= FINE, "\n".join(r["decisions"])
         assert not last.steps_locally
     assert torch.equal(results[0]["weights"], results[1]["weights"])
@@ -157,6 +157,7 @@ def test_slow_links_send_less(sync: str | None) -> None:
         left, hinted = ([one for one in r["decisions"] if text in one] for text in (
             "sync='step' would keep", "attach(..., sync='auto') allows them"))
         leads = r is results[0]
-        assert (len(left), len(hinted)) == (away and leads, sync is None and leads)
+        # Under "auto" the job begins with local steps already.
+        assert (len(left), len(hinted)) == (away and leads and not first.steps_locally, sync is None and leads)
     assert results[0]["plans"] == results[1]["plans"]
     assert torch.equal(results[0]["weights"], results[1]["weights"])

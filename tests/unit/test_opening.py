@@ -1,4 +1,4 @@
-"""The plan with which a job begins over slow links."""
+"""The plan with which a job begins: local steps over slow links, no compression over fast ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import pytest
 from msgspec import structs
 from support.autotuning import JOB, START
 
-from commlayer.autotune.opening import SLOW_S, exchange_s, opening_plan
-from commlayer.planner.model import Link
+from commlayer.autotune.opening import SLOW_S, exchange_s, is_no_slower, opening_plan
+from commlayer.autotune.planning.search import all_reduce_plan
+from commlayer.planner.data.tables import profile_from_tables
+from commlayer.planner.model import Cluster, Line, Link, Node, Policy, Profile, Question
 from commlayer.planner.plan_rules import verify
 
 FAST, SLOW, SLOWEST = Link(1e10, 1e10, 0.002), Link(3e8, 3e8, 0.01), Link(1e5, 1e5, 0.02)
@@ -30,3 +32,23 @@ def test_an_exchange_sends_and_receives_with_each_codec() -> None:
     plan = structs.replace(START, buckets=buckets)
     assert exchange_s(plan, [down]) > 3 * exchange_s(plan, [up]) > 0
     assert exchange_s(plan, [down]) == pytest.approx(8 * 2 * JOB.numel / 1e6, rel=0.01)
+
+
+def near(bps: float, profile: Profile | None = None) -> bool:
+    """Whether four machines with these links begin without compression."""
+    cluster = Cluster(tuple(Node(f"n{n}", 1, "cpu", Link(bps, bps, 5e-5)) for n in range(4)))
+    inputs = Question(JOB, cluster, profile or profile_from_tables(cluster), Policy())
+    return is_no_slower(all_reduce_plan(JOB, START), START, inputs)
+
+
+def test_training_begins_without_compression_where_that_is_no_slower() -> None:
+    assert [near(bps) for bps in (1e7, 1e8, 1e9, 1e10, 1e11)] == [False, False, False, True, True]
+
+
+def test_costs_of_codecs_and_collectives_count() -> None:
+    profile = profile_from_tables(Cluster(()))
+    slow_codecs = structs.replace(profile, codecs=tuple(
+        structs.replace(cost, encode=cost.encode * 100, decode=cost.decode * 100) if "int4" in cost.codec else cost
+        for cost in profile.codecs))
+    assert near(1e9, slow_codecs)
+    assert not near(1e10, structs.replace(profile, across=Line(1e-5, 1e-8)))

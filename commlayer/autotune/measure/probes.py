@@ -28,6 +28,8 @@ TRIP = 4
 """A round trip crosses this many links of similar latency: from each machine to the core of the network and back."""
 SHORTER, LONGER = 0.5, 10.0
 """The rates of the last run hold if the round trip is between SHORTER and LONGER times that of the last run."""
+NEAREST_S = 0.001
+"""Shorter round trips, in seconds, count as this long there, since busy machines answer later."""
 OPENING = 4
 """Round trips at the start of a probe's turn, in which TCP windows open. Windows start at the known rate, if there is one."""
 DRAINED = 3
@@ -63,14 +65,18 @@ def gathered(groups: Groups, row: T) -> list[T]:
     return [type(row)(*values) for values in rows]
 
 
-class _Known(NamedTuple):
-    """What a node knows about its link before a probe. All nodes exchange these values; 0 means unknown."""
+class KnownLink(NamedTuple):
+    """What a node knows about its link before a probe. Integers, which all nodes exchange; 0: unknown."""
 
-    up_bps: float = 0.0
-    down_bps: float = 0.0
-    round_trip_s: float = 0.0
-    asks: float = 0.0
+    up_bps: int = 0
+    down_bps: int = 0
+    round_trip_ns: int = 0
+    asks: int = 0
     """1: the node can probe a server on another node; otherwise 0."""
+
+    @property
+    def round_trip_s(self) -> float:
+        return self.round_trip_ns / 1e9
 
 
 class SeenTraffic(NamedTuple):
@@ -88,51 +94,61 @@ def seen_by(meter: InterfaceCounters) -> SeenTraffic:
     return SeenTraffic(meter.look(), since_s)
 
 
-def probed(
+def known(
     context: DistributedJob, budget_s: float, seen: SeenTraffic | None = None, steps_s: float = 0.0, *,
-    expected: Rates = UNKNOWN, last: Link | None = None, nearest_s: float = 0.0,
-) -> NodeLink:
-    """Measures this node's link against servers on other nodes; returns zeros if there are none. All ranks must call this
-    function and then `gathered`, which waits for the last rank.
+    last: Link | None = None,
+) -> list[KnownLink]:
+    """Measures round trips, and returns what is known about the link of each node; collective. `seen`: traffic in steps of
+    `steps_s` seconds in total. `last`: an earlier measurement of this node's link, which is believed if the round
+    trip is 0.5 to 10 times as long as then (RFC 9959)."""
+    groups = context.groups
+    network, patience_s, away = _probing(context, budget_s)
+    with all_or_none(groups, "probing links", len(KnownLink._fields)) as exchange:
+        if away and groups.local == 0:
+            round_trip_s = link_rates.round_trip(network, away[0], patience_s)
+            rates = sustained(seen, steps_s, round_trip_s)
+            before_s, now_s = (max(NEAREST_S, seconds) for seconds in (TRIP * last.alpha_s if last else 0.0, round_trip_s))
+            if last is not None and SHORTER * before_s <= now_s <= LONGER * before_s:
+                rates = rates[0] or last.up_bps, rates[1] or last.down_bps
+            exchange.mine = [*KnownLink(round(rates[0]), round(rates[1]), round(1e9 * round_trip_s), 1)]
+    return [KnownLink(*exchange.rows[first]) for first in groups.firsts]
 
-    `seen`: traffic in steps of `steps_s` seconds in total; no link is probed if that traffic shows the rates of all nodes.
-    `expected`: known lower bounds of the rates, which set the initial TCP windows. `last`: an earlier measurement of this
-    node's link, which is returned without a probe if the round trip is 0.5 to 10 times as long as then (RFC 9959).
-    `nearest_s`: if all round trips are shorter, nothing is probed, and the rates are 0."""
+
+def _probing(context: DistributedJob, budget_s: float) -> tuple[link_rates.RequestNetwork, float, list[int]]:
+    """Returns the network of a probe, the longest wait for its answers in seconds, and the servers on other nodes."""
     groups = context.groups
     # No home has a server, and homes are renumbered when members change.
     away = [server.id for server in context.uplink.epoch.servers if context.elastic or server.node != groups.node]
-    asks = bool(away) and groups.local == 0
-    network, patience_s = link_rates.RequestNetwork(context.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
-    mine = _Known()
-    with all_or_none(groups, "probing links"):
-        if asks:
-            round_trip_s = link_rates.round_trip(network, away[0], patience_s)
-            rates = sustained(seen, steps_s, round_trip_s)
-            if last is not None and SHORTER * last.alpha_s <= round_trip_s / TRIP <= LONGER * last.alpha_s:
-                rates = rates[0] or last.up_bps, rates[1] or last.down_bps
-            mine = _Known(*rates, round_trip_s, 1.0)
-    rows = gathered(groups, mine)
-    nodes = [rows[first] for first in groups.firsts]
+    return link_rates.RequestNetwork(context.uplink.probe), min(10 * budget_s + 10, groups.timeout_s), away
+
+
+def probed(
+    context: DistributedJob, nodes: Sequence[KnownLink], budget_s: float, *, expected: Rates = UNKNOWN,
+) -> NodeLink:
+    """Measures this node's link against servers on other nodes, unless the rates of all `nodes` are known; returns zeros if
+    there are none. All ranks must call this function and then `gathered`, which waits for the last rank. `expected`: known
+    lower bounds of the rates, which set the initial TCP windows."""
+    groups = context.groups
+    network, patience_s, away = _probing(context, budget_s)
+    mine = nodes[groups.node] if groups.local == 0 else KnownLink()
+    measured: list[float] = [mine.up_bps, mine.down_bps]
     with all_or_none(groups, "probing links"):
         # If a node's download was not busy, a slow receiving node may have limited the uploads of others.
         farthest_s = max(node.round_trip_s for node in nodes)
-        if asks and farthest_s >= nearest_s and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
+        if mine.asks and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
             longest_s = min(LONGEST_S, max(link_rates.LEAST_ROUND_TRIP_S, farthest_s))
             asking = [number for number, node in enumerate(nodes) if node.asks]
             everywhere = len({server.node for server in context.uplink.epoch.servers}) >= len(asking)
             turns, turn_s = turns_of(len(asking), budget_s, longest_s, everywhere=everywhere)
             mine_at = asking.index(groups.node) % turns
             begin = time.monotonic()  # all ranks have just exchanged values, so turns need no further synchronization
-            measured = [mine.up_bps, mine.down_bps]
             for direction in (link_rates.UP, link_rates.DOWN):
                 time.sleep(max(0.0, begin + (direction * turns + mine_at) * turn_s - time.monotonic()))
                 expected_bps = max(expected[direction], measured[link_rates.UP] if direction == link_rates.DOWN else 0.0)
                 measured[direction] = max(measured[direction], link_rates.rate(
                     network, direction, away, mine.round_trip_s, turn_s - DRAINED * longest_s, patience_s,
                     expected_bps=expected_bps))
-            mine = mine._replace(up_bps=measured[link_rates.UP], down_bps=measured[link_rates.DOWN])
-    return mine.up_bps, mine.down_bps, mine.round_trip_s / TRIP
+    return measured[link_rates.UP], measured[link_rates.DOWN], mine.round_trip_s / TRIP
 
 
 def own_uplink(context: DistributedJob, budget_s: float) -> float:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 # The child must import the same package as this process, installed or not, regardless of the current directory.
 RUN = ("import sys; root = sys.argv.pop(1); root in sys.path or sys.path.insert(0, root); "
        "from commlayer.autotune.planning.planning_process import main; main()")
-NICE = 5
+NICE = 10
 """Niceness of the planning process: training has priority over the search."""
 LOOK_S = 5.0
 

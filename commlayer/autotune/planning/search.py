@@ -22,7 +22,7 @@ from commlayer.planner.model import DENSE, Basis, Cluster, Node, Question
 from commlayer.planner.search.plan_search import PlanSearch
 from commlayer.planner.search.scenario import PricedPlan
 from commlayer.planner.simulation import simulate, step_seconds
-from commlayer.records import Plan, with_updates
+from commlayer.records import Job, Plan, with_updates
 
 NEARLY = 0.03
 """A predicted step time counts as equal to the measured one if it is longer by at most this fraction."""
@@ -276,16 +276,19 @@ def uncompressed(best: Candidate, *, apart: bool = False) -> Candidate | None:
     inputs = best.basis.inputs
     if not inputs.cluster.reachable:
         return None
-    plain = default_plan(
-        inputs.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=best.runnable.ranks_per_node,
-        fuse_nbytes=COLLECTIVE_NBYTES, cut_nbytes=COLLECTIVE_NBYTES,
-    )
+    plain = all_reduce_plan(inputs.job, best.runnable)
     if plain.buckets == best.current.buckets:
         return None
     plain = _in_updates(plain, inputs) if apart else structs.replace(plain, step_s=step_seconds(plain, inputs))
-    plain = _with_ratios(plain, best.runnable)
     return best._replace(basis=best.basis._replace(plan=plain), runnable=plain, price=price_of(plain, inputs),
                           steps=steps_of(plain, inputs), leaves="")
+
+
+def all_reduce_plan(job: Job, before: Plan) -> Plan:
+    """Returns a plan that exchanges what DistributedDataParallel does, with the compression-ratio settings of `before`."""
+    plan = default_plan(job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=before.ranks_per_node,
+                        fuse_nbytes=COLLECTIVE_NBYTES, cut_nbytes=COLLECTIVE_NBYTES)
+    return _with_ratios(plan, before)
 
 
 def _with_ratios(plan: Plan, before: Plan) -> Plan:

@@ -23,10 +23,10 @@ from commlayer.planner.tensors import uncompressed_notices
 from commlayer.records import Job, Plan
 
 FINE = ("int4()", "int8()")
-"""Codecs of the automatic plan between nodes, for uploads and downloads, until the planner has chosen a plan. The first codec
-within the loss budget is used.
+"""Codecs of the automatic plan between nodes, for uploads and downloads, until the links are measured. The first codec within
+the loss budget is used.
 
-The links are not measured yet, and early steps are the most sensitive to errors: there a coarse codec costs more progress than
+The links are not known yet, and early steps are the most sensitive to errors: there a coarse codec costs more progress than
 its faster steps gain.
 """
 SPARSE, LEAST_RATIO = "topk(ratio={ratio}, values='int8')", 0.1
