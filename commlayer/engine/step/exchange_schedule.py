@@ -220,6 +220,7 @@ class ExchangeSchedule(Component):
         if (joined := self._context.joined) is not None and joined.fresh:
             joined.end_first_step()
             self._context.components.new_members()
+            local.recorder.restart()  # the controller that has begun may read the next step's times already
         self._ended(early=False)
         if local is self.local and not local.under_way and local.every > 1:
             self._worker.release_memory()
