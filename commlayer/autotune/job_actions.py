@@ -158,8 +158,8 @@ class JobActions:
             step_s = median(steps_s)
             # Records of local steps do not show what limited their exchanges.
             limited = seen if local is None and held_up(recorded) and not HOME.is_limited else None
-            if local is None:  # an update of local steps is not a gradient
-                self._energy = self._energy or energy_of(worker)
+        if local is None and not self._energy:  # an update of local steps is not a gradient
+            self._energy = energy_of(worker, context.site, groups.timeout_s)
         carried = None if seen is None else seen.carried
         expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
         last = context.terms.last_runs.load(groups.sites) if self._measured is None and self._begins else None
@@ -169,8 +169,8 @@ class JobActions:
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced,
                               limited=float(HOME.is_limited))
         rows = self._capped(row)
-        collectives = CollectiveCosts()
-        if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
+        collectives = calibration.FREE_INSIDE if context.site.shards else CollectiveCosts()
+        if not context.site.shards and (groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows)):
             collectives = calibration.measure_collectives(groups, GROUPS_SHARE * self._probe_s)
         self._measured = Measurements(structs.replace(self._job, timing=timing), rows, collectives)
         self._profile = None
@@ -272,8 +272,10 @@ class JobActions:
 
         def found(links: Sequence[Link]) -> Candidate:
             cluster = cluster_of(links, measurements.rows, measurements.collectives, server_nodes,
-                                 cuda=worker.device.type == "cuda", reachable=context.groups.members.reachable,
-                                 elsewhere_bps=self._elsewhere_bps, sites=context.groups.sites)
+                                 cuda=worker.device.type == "cuda", elsewhere_bps=self._elsewhere_bps,
+                                 sites=context.groups.sites,
+                                 # Shards have no path but that over servers.
+                                 reachable=context.groups.members.reachable and not context.site.shards)
             order = SearchOrder(current, request.known, server_nodes, Question(measurements.job, cluster, profile, policy),
                                 measurements.step_s, self._contention, current.steps_locally and context.memory.remembers,
                                 allowed.suggests, allowed.young)

@@ -44,7 +44,7 @@ def limits_of(context: DistributedJob, rows: Sequence[RankMeasurement] = ()) -> 
     modes, terms = context.terms.allowed_modes(), context.terms
     # Load balancing refuses local steps. Samplers that weight batches weight outer steps in the same way.
     balanced = terms.balanced or any(row.balanced for row in rows)
-    able = not balanced and {"updates", "local", "round"} <= modes
+    able = not balanced and not (context.norms_differ and context.matched) and {"updates", "local", "round"} <= modes
     takes_fragments = terms.requested.fragments is None
     policy = Policy(
         devices=("cpu",), optimizer=terms.optimizer, exact=not (able and terms.requested.exact is False),
