@@ -56,6 +56,9 @@ def _controller_of(context: DistributedJob, config: Config) -> TuningController 
     guard = guard_of(context, config)
     if not plans and guard is None:
         return None
+    if plans and context.norms_differ and context.matched and context.terms.requested.exact is False:
+        context.say("sites have unlike numbers of ranks and the averages of local steps are scaled to a norm, so every step is "
+                    "averaged; pass sync=LocalSteps(..., outer=OuterSGD()) for local steps")
     actions, reports = JobActions(context), Reports(context.rows.section("measured times"))
     if plans:
         reports.meter = actions.count_traffic()
