@@ -128,7 +128,7 @@ TABLES: dict[str, tuple[Row, ...]] = {
             ("tests/multi/test_sharded_models.py::test_sites_train_as_one_fsdp_job",
              "tests/multi/test_sharded_models.py::test_residuals_survive_another_number_of_ranks",
              "tests/nightly/test_site_gpus.py::test_homes_of_other_sizes_join",
-             "tests/nightly/test_session_auto_links.py::test_slow_links_send_less",
+             "tests/nightly/test_session_auto_links.py::test_a_sharded_model_takes_local_steps_over_slow_links",
              *recipes("test_accelerate_trains_a_sharded_model_as_torch_does"))),
         Row("FSDP2 by the settings of Accelerate, Trainer, Lightning", LIMITS,
             "two places of two ranks, on CPUs: equal to a script that shards itself, resumed bit for bit; other meshes: "
