@@ -163,8 +163,8 @@ class JobActions:
             step_s = median(steps_s)
             # Records of local steps do not show what limited their exchanges.
             limited = seen if local is None and held_up(recorded) and not HOME.is_limited else None
-            if local is None:  # an update of local steps is not a gradient
-                self._energy = self._energy or squared_norms(worker)
+        if local is None and not self._energy:  # an update of local steps is not a gradient
+            self._energy = squared_norms(worker, context.site, groups.timeout_s)
         carried = None if seen is None else seen.carried
         expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
         last = context.terms.last_runs.load(groups.sites) if self._measured is None and self._begins else None
@@ -197,7 +197,7 @@ class JobActions:
     def opening(self) -> Plan | None:
         """Measures links before the first step: near ones if ranks reach each other, far ones if the script allows local steps.
         Returns the plan with which to begin, or None for the current one. The result is the same on all ranks."""
-        context, plan, reachable = self._context, self._context.plan, self._context.groups.members.reachable
+        context, plan, reachable = self._context, self._context.plan, self._reachable
         averages = context.terms.requested.exact is not False
         # A plan with a prediction is that of the last run.
         if context.passes or plan.step_s or not self._begins or (averages and not reachable):
@@ -229,6 +229,8 @@ class JobActions:
     def _collective_costs(self, rows: Sequence[RankMeasurement]) -> CollectiveCosts:
         """Measures collectives, unless links determine their time; collective."""
         groups = self._context.groups
+        if self._context.site.shards:
+            return calibration.FREE_INSIDE
         if groups.ranks_per_node == 1 and any(0.0 < row.up_bps < SLOW_BPS for row in rows):
             return CollectiveCosts()
         return calibration.measure_collectives(groups, GROUPS_SHARE * self._probe_s)
@@ -236,8 +238,13 @@ class JobActions:
     def _cluster(self, links: Sequence[Link], measured: Measurements) -> Cluster:
         context = self._context
         return cluster_of(links, measured.rows, measured.collectives, server_nodes_of(context),
-                          cuda=context.worker.device.type == "cuda", reachable=context.groups.members.reachable,
+                          cuda=context.worker.device.type == "cuda", reachable=self._reachable,
                           elsewhere_bps=self._elsewhere_bps, sites=context.groups.sites)
+
+    @property
+    def _reachable(self) -> bool:
+        """True: ranks of different nodes can exchange without servers, which the ranks of a sharded model never do."""
+        return self._context.groups.members.reachable and not self._context.site.shards
 
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
         """Measures only the links. `planned`: known rates, which set the initial TCP windows."""

@@ -39,7 +39,7 @@ def codecs(context: DistributedJob) -> list[str]:
 def limits_of(context: DistributedJob) -> PlanLimits:
     """Returns the limits that the script on rank 0 sets. A rank with other limits refuses the plan."""
     modes, terms = context.terms.allowed_modes(), context.terms
-    able = {"updates", "local", "round"} <= modes
+    able = not (context.norms_differ and context.matched) and {"updates", "local", "round"} <= modes
     takes_fragments = terms.requested.fragments is None
     policy = Policy(
         devices=("cpu",), optimizer=terms.optimizer, exact=not (able and terms.requested.exact is False),

@@ -52,20 +52,16 @@ def start_tuning(context: DistributedJob, config: Config) -> None:
 def _controller_of(context: DistributedJob, config: Config) -> TuningController | None:
     """Starts the controller of a job of several nodes whose plan commlayer chooses, or whose codecs a quality guard checks;
     returns None for other jobs."""
-    plans = (context.terms.auto and len(context.groups.sites) > 1 and bool(context.worker.plan.servers)
-             and not context.site.shards)
+    plans = context.terms.auto and len(context.groups.sites) > 1 and bool(context.worker.plan.servers)
     if HOME.is_capped and not plans:  # else the controller measures the link
         workers = len(context.groups.site)  # all of which probe at once
         HOME.follow(workers * own_uplink(context, OWN_PROBE_S) if HOME.needs_link else 0.0, workers)
-    if context.site.shards:
-        # The planner does not know sharded models, and no rank has whole gradients to compare.
-        if context.terms.auto or config.guard != "off":
-            context.say("the model is sharded, so the plan stays as it is, and the quality guard is off; for slow lines pass "
-                        "sync=LocalSteps(...)")
-        return None
     guard = guard_of(context, config)
     if not plans and guard is None:
         return None
+    if plans and context.norms_differ and context.matched and context.terms.requested.exact is False:
+        context.say("sites have unlike numbers of ranks and the averages of local steps are scaled to a norm, so every step is "
+                    "averaged; pass sync=LocalSteps(..., outer=OuterSGD()) for local steps")
     actions, reports = JobActions(context), Reports(context.rows.section("measured times"))
     if plans:
         reports.meter = actions.count_traffic()

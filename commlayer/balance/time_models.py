@@ -82,6 +82,7 @@ class Curves:
         table = np.array([row + [(math.inf, 0.0, 0.0)] * (longest - len(row)) for row in rows])
         self._starts, self._start_s, self._slope_s = np.moveaxis(table, -1, 0).copy()
         self._workers, self._caps = np.arange(len(rows)), np.array(caps)
+        self._full_s = self.batches_s(self._caps)
 
     def times_s(self, shares: np.ndarray) -> np.ndarray:
         """Returns the times of the workers' shares. A share above the cap is computed in micro-batches: as few as the cap
@@ -91,8 +92,8 @@ class Curves:
             return self.batches_s(shares)
         pieces = -(-shares // self._caps)
         small, larger = divmod(shares, pieces)
-        small_s, larger_s, full_s = self.batches_s(np.array([small, small + 1, self._caps]))
-        times_s: np.ndarray = np.maximum((pieces - larger) * small_s + larger * larger_s, shares // self._caps * full_s)
+        small_s, larger_s = self.batches_s(np.array([small, small + 1]))
+        times_s: np.ndarray = np.maximum((pieces - larger) * small_s + larger * larger_s, shares // self._caps * self._full_s)
         return times_s
 
     def batches_s(self, batches: np.ndarray) -> np.ndarray:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.attached import Run, Setting, coordinators, mlp, plan_of, play
+from support.attached import Run, Setting, coordinators, mlp, plan_of, play, sharded, whole
 from support.fidelity import measure
 from support.jobs import FakeJob
 from support.rank_pool import pool
@@ -21,7 +20,7 @@ from commlayer.autotune.quality import policy
 from commlayer.autotune.quality.policy import SETTLE
 from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel, LossPoint
-from commlayer.compressors import parse, wrap
+from commlayer.compressors import parse
 from commlayer.engine.guards import gradient_comparison
 from commlayer.engine.job import codec_floor
 from commlayer.engine.job.plan_checks import unsuited
@@ -42,7 +41,7 @@ def train(run: Run, *parts: tuple[str, int], rises_at: int = 0) -> dict[str, Any
     """
     policy.TIME_PART = 1e9  # type: ignore[attr-defined]
     logging.getLogger("commlayer").setLevel(logging.ERROR)
-    model = mlp()
+    model = mlp() if run.world == WORLD else sharded(mlp(), run.world)
     wrapped = run.wrap(model)
     session, step = run.sessions[0], 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -65,7 +64,7 @@ def train(run: Run, *parts: tuple[str, int], rises_at: int = 0) -> dict[str, Any
         decisions.append(len(session.inspect.decisions()))
     return {"levels": levels, "sent": [b - a for a, b in itertools.pairwise(sent)], "codecs": codecs,
             "decisions": session.inspect.decisions(), "decisions before": decisions, "guard_s": session.metrics()["guard_s"],
-            "weights": torch.cat([p.detach().view(-1) for p in model.parameters()]),
+            "weights": torch.cat([whole(p).view(-1) for p in model.parameters()]),
             "floor": session.inspect.context.terms.floor}
 
 
@@ -74,20 +73,20 @@ def rising(run: Run) -> dict[str, Any]:
 
 
 def ran(script: Any, codec: str, how: str = "module", parts: tuple[Any, ...] = (("", STEPS),), plan: str = "codec",
-        **fields: Any) -> list[dict[str, Any]]:
-    """The results of both ranks, which are equal but for times and bytes."""
-    with coordinators(1, WORLD, SERVERS) as servers:
+        world: int = WORLD, **fields: Any) -> list[dict[str, Any]]:
+    """The results of two ranks, which are equal but for times and bytes. A model of more ranks is sharded."""
+    with coordinators(1, world, SERVERS) as servers:
         setting = Setting(how, (servers[0].address,), codec, servers=SERVERS, plan=plan, fields=tuple(fields.items()))
-        results = list(pool(WORLD).call(play, WORLD, script, setting, *(parts if script is train else ())))
+        results = list(pool(world).call(play, world, script, setting, *(parts if script is train else ())))
     for name in ("levels", "codecs"):
         assert results[0][name] == results[1][name], "both ranks at the same step"
     assert torch.equal(results[0]["weights"], results[1]["weights"])
     return results
 
 
-@pytest.mark.parametrize("how", ["module", "ddp"])
-def test_codec_with_a_large_error_is_refined(how: str) -> None:
-    result, _ = ran(train, COARSE, how, (("", LATEST),), guard="act", max_loss=0.005)
+@pytest.mark.parametrize(("how", "world"), [("module", WORLD), ("ddp", WORLD), ("module", 2 * WORLD)])
+def test_codec_with_a_large_error_is_refined(how: str, world: int) -> None:
+    result, *_ = ran(train, COARSE, how, (("", LATEST),), world=world, guard="act", max_loss=0.005)
     levels, sent = result["levels"], result["sent"]
     changes = [step for step in range(1, LATEST) if levels[step] != levels[step - 1]]
     assert changes
@@ -143,16 +142,17 @@ def test_under_the_automatic_plan_the_guard_acts_until_the_script_requests_a_pla
 def compare(run: Run, codec: str) -> dict[str, Any]:
     """The comparisons of a few steps, and the expected ones, computed from the gradients themselves."""
     policy.TIME_PART = 1e9  # type: ignore[attr-defined]
-    model = mlp()
+    model = mlp() if run.world == WORLD else sharded(mlp(), run.world)
     wrapped = run.wrap(model)
-    run.sessions[0].weight(1.0 + run.rank)
+    weights = [1.0 + rank * WORLD // run.world for rank in range(run.world)]
+    run.sessions[0].weight(weights[run.rank])
     seen: list[dict[str, Any]] = []
     payloads: list[tuple[Any, Any]] = []
     everywhere, own_part = gradient_comparison.everywhere, gradient_comparison.here
 
     def watched_part(worker: Any, of: Any, mine: torch.Tensor, groups: Any, deadline_s: float) -> Any:
         result = own_part(worker, of, mine, groups, deadline_s)
-        if run.setting is not None and run.setting.ranks_per_node == 1:
+        if run.setting is not None and run.setting.ranks_per_node == 1 and of.bucket is not None:
             state = of.bucket.ledger.state
             payloads.append((result.fidelity(), measure(of.bucket.codec, mine, state["_sent"], state)))
         return result
@@ -160,8 +160,8 @@ def compare(run: Run, codec: str) -> dict[str, Any]:
     def watched(of: Any, mine: torch.Tensor, groups: Any, deadline_s: float) -> Any:
         own = mine.clone()
         result = everywhere(of, mine, groups, deadline_s)
-        seen.append({"slices": of.bucket.slices, "start": of.start, "stop": of.stop, "own": own, "exact": mine.clone(),
-                     "back": of.bucket.y[of.start : of.stop].clone(), "dots": result})
+        seen.append({"slices": of.planned.slices, "start": of.start, "stop": of.stop, "own": own, "exact": mine.clone(),
+                     "back": None if of.bucket is None else of.bucket.y[of.start : of.stop].clone(), "dots": result})
         return result
 
     grads = []
@@ -170,9 +170,9 @@ def compare(run: Run, codec: str) -> dict[str, Any]:
         patch.setattr(gradient_comparison, "here", watched_part)
         for step in range(3 * SETTLE):
             x = torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * step + run.rank))
-            share = (1.0 + run.rank) * WORLD / sum(1.0 + rank for rank in range(WORLD))
+            share = weights[run.rank] * run.world / sum(weights)
             alone = mlp()
-            alone.load_state_dict(model.state_dict())
+            alone.load_state_dict({name: whole(p) for name, p in model.state_dict().items()})
             nn.functional.mse_loss(alone(x), x[:, :3]).backward()
             grads.append([p.grad.detach().view(-1) * share for p in alone.parameters() if p.grad is not None])
             model.zero_grad()
@@ -180,27 +180,32 @@ def compare(run: Run, codec: str) -> dict[str, Any]:
     return {"seen": seen, "grads": [grads[s] for s in (SETTLE, 2 * SETTLE)], "payloads": payloads}
 
 
-@pytest.mark.parametrize(("codec", "ranks_per_node"), [("topk(ratio=0.1)", 1), ("int8(block=32)", 1), ("topk(ratio=0.1)", 2)])
-def test_all_ranks_compare_with_the_exact_mean(codec: str, ranks_per_node: int) -> None:
-    with coordinators(1, WORLD, 1) as servers:
+@pytest.mark.parametrize(("codec", "ranks_per_node", "world"), [
+    ("topk(ratio=0.1)", 1, WORLD), ("int8(block=32)", 1, WORLD), ("topk(ratio=0.1)", 2, WORLD),
+    ("topk(ratio=0.1)", 1, 2 * WORLD)])
+def test_all_ranks_compare_with_the_exact_mean(codec: str, ranks_per_node: int, world: int) -> None:
+    """The model is sharded over the ranks of each of two sites if there are four."""
+    with coordinators(1, world, 1) as servers:
         setting = Setting("module", (servers[0].address,), codec, ranks_per_node=ranks_per_node, fields=(("guard", "warn"),))
-        results = pool(WORLD).call(play, WORLD, compare, setting, codec)
+        results = pool(world).call(play, world, compare, setting, codec)
     assert len(results[0]["seen"]) == 2
     for number in range(2):
-        mine, theirs = (r["seen"][number] for r in results)
+        mine, theirs = (r["seen"][number] for r in results if r["seen"][number]["back"] is not None)
         expected = []
         for result in results:
             whole_bucket = torch.cat([result["grads"][number][s.tensor][s.start : s.stop] for s in mine["slices"]])
             expected.append(whole_bucket[mine["start"] : mine["stop"]])
-            assert torch.allclose(result["seen"][number]["own"], expected[-1], rtol=1e-5, atol=1e-7)
-        total = expected[0] + expected[1]
+            if world == WORLD:
+                assert torch.allclose(result["seen"][number]["own"], expected[-1], rtol=1e-5, atol=1e-7)
+        total = torch.stack(expected).sum(0)
         assert torch.allclose(mine["exact"], total, rtol=1e-5, atol=1e-7), "the mean, times the number of workers"
         cosine = float(nn.functional.cosine_similarity(total, mine["back"], 0))
         assert mine["dots"].fidelity().cosine == pytest.approx(cosine, rel=1e-4)
         assert mine["dots"] == pytest.approx(theirs["dots"], rel=1e-6), "the order of sums may differ"
-    for from_residuals, from_payload in results[0]["payloads"]:
+    payloads = [each for result in results for each in result["payloads"]]
+    for from_residuals, from_payload in payloads:
         assert from_residuals == pytest.approx(from_payload, rel=1e-4, abs=1e-4)
-    assert bool(results[0]["payloads"]) == (ranks_per_node == 1)
+    assert len(payloads) == (2 * WORLD if ranks_per_node == 1 else 0)
 
 
 @pytest.mark.parametrize(("codecs", "compared"), [
@@ -209,10 +214,7 @@ def test_all_ranks_compare_with_the_exact_mean(codec: str, ranks_per_node: int) 
 ])
 def test_ranks_compare_a_bucket_together_or_not_at_all(codecs: tuple[str, str], compared: bool) -> None:
     mixed = bucket(codecs[0], by_node=codecs)
-    for codec in codecs:
-        own = SimpleNamespace(planned=mixed, buffer=False, late=False, codec=wrap(parse(codec)))
-        worker: Any = SimpleNamespace(buckets=[own])
-        assert (gradient_comparison.watched(worker) == [own]) is compared
+    assert (gradient_comparison.watched(Plan("", (mixed,), 1), JOB) == [mixed]) is compared
 
 
 JOB = Job((TensorInfo("w", (300, 40)), TensorInfo("b", (40,))))

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support.attached import data, mlp, train_step, weights
+from support.attached import data, mlp, plan_of, train_step, weights
 from support.jobs import distributed_job
 from support.rank_pool import Servers, pool, quick
 from torch import nn
@@ -22,6 +22,7 @@ import commlayer
 from commlayer import records
 from commlayer.engine.model.model_tensors import job_of
 from commlayer.planner import default_plan, lower
+from commlayer.planner.shards import Shards
 from commlayer.records import Bucket, Job, Plan, Slice, Timing
 
 WORLD, PER_NODE, STEPS = 4, 2, 6
@@ -243,14 +244,14 @@ def test_unrunnable_plan_is_refused_by_every_rank_and_reported_by_lint(call: Cal
         assert (code, errors.count("\n")) == (2, 1), errors
 
 
-def test_lowered_plan_maps_each_bucket_to_its_origin() -> None:
+def test_running_plan_maps_each_bucket_to_its_origin() -> None:
     from commlayer.engine.observers.predicted_trace import origins
 
-    sizes = [info.numel for info in job_of(mlp()).tensors]
-    assert len(sizes) == 6
+    job = job_of(mlp())
     plan = edited(Plan("", (), ranks_per_node=PER_NODE))
-    low = lower(plan)
-    assert len(low.buckets) > len(plan.buckets)
-    for bucket, old in zip(low.buckets, origins(plan), strict=True):
-        slices = plan.buckets[old].slices[0]
-        assert all(s.tensor == slices.tensor and slices.start <= s.start < s.stop <= slices.stop for s in bucket.slices)
+    shards = Shards(PER_NODE, 0, frozenset(range(len(job.tensors))))
+    for source, running in ((plan, lower(plan)), (other := plan_of(mlp()), shards.cut(other, job))):
+        assert len(running.buckets) > len(source.buckets)
+        for bucket, old in zip(running.buckets, origins(source, running), strict=True):
+            whole = {of.tensor: of for of in source.buckets[old].slices}
+            assert all(whole[s.tensor].start <= s.start < s.stop <= whole[s.tensor].stop for s in bucket.slices)

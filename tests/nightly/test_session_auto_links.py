@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from msgspec import structs
-from support.attached import Run, Setting, data, mlp, play
+from support.attached import Run, Setting, data, mlp, play, sharded, whole
 from support.rank_pool import pool
 from support.slow_links import slow_link
 from torch import nn
@@ -48,7 +48,7 @@ def train(run: Run, slow: bool, sync: str | None, cache: str, share: float = 1.0
             stack.enter_context(slow_link(SLOW_BPS, SLOW_BPS, 0.005))
         if slow or share < 1:
             patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: CollectiveCosts(Line(1.0), Line(1.0)))
-        model = mlp(width=128)
+        model = mlp(width=128) if run.world == WORLD else sharded(mlp(width=128), run.world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         run.wrap(model, optimizer=optimizer, sync=sync)
         session, sent, plans = run.sessions[0], [0.0], []
@@ -72,7 +72,7 @@ def train(run: Run, slow: bool, sync: str | None, cache: str, share: float = 1.0
         # Where steps are slow enough the second is the last under the first plan.
         return {"plans": (plans[0], plans[-1]), "limited": limited, "first": max(steps[:8]), "last": sum(steps[-32:]) / 32,
                 "decisions": session.inspect.decisions(),
-                "weights": torch.cat([p.detach().view(-1) for p in model.parameters()])}
+                "weights": torch.cat([whole(p).view(-1) for p in model.parameters()])}
 
 
 @contextlib.contextmanager
@@ -106,9 +106,11 @@ def codecs(plan: Any) -> set[str]:
     return {str(parse_spec(codec).core) for b in plan.buckets for codec in (b.codec, b.down) if codec}
 
 
-def ran(slow: bool, sync: str | None, cache: str = "", share: float = 1.0) -> list[dict[str, Any]]:
+def ran(slow: bool, sync: str | None, cache: str = "", share: float = 1.0,
+        world: int = WORLD) -> list[dict[str, Any]]:
+    """The results of all ranks. A model of more than two ranks is sharded over those of each of two sites."""
     setting = Setting("module", servers=SERVERS, plan="auto", fields=(("cache", cache),))
-    return list(pool(WORLD).call(play, WORLD, train, setting, slow, sync, cache, share))
+    return list(pool(world).call(play, world, train, setting, slow, sync, cache, share))
 
 
 def test_a_plan_fits_the_share_of_an_uplink_that_one_home_allows() -> None:
@@ -142,6 +144,15 @@ def test_the_next_run_begins_with_the_plan_that_was_found(tmp_path: Path) -> Non
     first, again = (ran(True, "auto", str(tmp_path)) for _ in range(2))
     assert [r["plans"][0] for r in again] == [structs.replace(r["plans"][1], servers=SERVERS) for r in first]
     assert all(r["plans"][1].steps_locally for r in again), "measuring confirms it"
+
+
+def test_a_sharded_model_takes_local_steps_over_slow_links() -> None:
+    results = ran(True, "auto", world=2 * WORLD)
+    for r in results:
+        assert r["plans"][1].steps_locally, "\n".join(r["decisions"])
+        assert r["plans"][1].step_s, "a plan was found"
+        assert r["plans"] == results[0]["plans"]
+        assert torch.equal(r["weights"], results[0]["weights"])
 
 
 @pytest.mark.parametrize("sync", [None, "auto"])

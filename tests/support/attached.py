@@ -194,6 +194,23 @@ def mlp(seed: int = 0, width: int = 40) -> nn.Sequential:
     return nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
 
 
+def sharded(model: nn.Module, world: int, sites: int = 2) -> nn.Module:
+    """Shards the model over the ranks of each site, on CPUs."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (sites, world // sites), mesh_dim_names=("site", "shard"))["shard"]
+    for layer in model.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def whole(p: Any) -> torch.Tensor:
+    """Returns a parameter's elements, with those of other ranks of the site."""
+    return (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()

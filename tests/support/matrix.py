@@ -123,10 +123,12 @@ TABLES: dict[str, tuple[Row, ...]] = {
         Row("sparse embeddings", YES, "SGD, SparseAdam and micro-batches", attach("sparse_tables")),
         Row("FSDP2 inside of each home", LIMITS,
             "as one FSDP2 job of all ranks, bit for bit; homes may have unlike numbers of ranks, leave and join. Not with "
-            "sync=\"forward\", late averages, session.join() or float64; plans are not tuned",
+            "sync=\"forward\", late averages, session.join(), LoadBalancer or float64; the automatic plan of "
+            "homes of unlike sizes takes no local steps that are scaled to a norm",
             ("tests/multi/test_sharded_models.py::test_sites_train_as_one_fsdp_job",
              "tests/multi/test_sharded_models.py::test_residuals_survive_another_number_of_ranks",
              "tests/nightly/test_site_gpus.py::test_homes_of_other_sizes_join",
+             "tests/nightly/test_session_auto_links.py::test_a_sharded_model_takes_local_steps_over_slow_links",
              *recipes("test_accelerate_trains_a_sharded_model_as_torch_does"))),
         Row("FSDP2 by the settings of Accelerate, Trainer, Lightning", LIMITS,
             "two places of two ranks, on CPUs: equal to a script that shards itself, resumed bit for bit; other meshes: "

@@ -36,6 +36,7 @@ from commlayer.cluster.processes.channels import node_ranks
 from commlayer.codec_spec import parse_spec
 from commlayer.engine.job.plan_checks import unsuited
 from commlayer.engine.sync.sync_modes import LocalSteps, requested_modes, with_modes
+from commlayer.engine.worker.site import Site
 from commlayer.errors import InvalidInput, InvalidState
 from commlayer.planner import default_plan, simulate
 from commlayer.planner.convergence import LearningRow
@@ -43,6 +44,7 @@ from commlayer.planner.data.models import builtin, published_job
 from commlayer.planner.data.tables import node, profile_from_tables
 from commlayer.planner.inputs import cluster_from_line, cluster_of_homes
 from commlayer.planner.model import Cluster, Line, Link, Node, Policy, Profile, Question
+from commlayer.planner.shards import Shards
 from commlayer.planner.simulation import step_seconds
 from commlayer.records import Epoch, Plan, ServerInfo
 
@@ -170,6 +172,16 @@ def test_search_space_is_limited_to_what_the_script_allows() -> None:
     for passes, young in ((plan_limits.YOUNG - 1, True), (plan_limits.YOUNG, False)):
         connection.passes = passes
         assert plan_limits.limits_of(connection).young is young
+
+
+@pytest.mark.parametrize(("sites", "matched", "exact"), [
+    ([[0, 1], [2, 3]], True, False), ([[0, 1], [2]], False, False), ([[0, 1], [2]], True, True)])
+def test_sharded_sites_of_unlike_sizes_take_no_local_steps_scaled_to_a_norm(
+    sites: list[list[int]], matched: bool, exact: bool,
+) -> None:
+    connection = FakeJob(site=Site(Shards(2, 0, frozenset({0}))), groups=SimpleNamespace(sites=sites), matched=matched)
+    connection.terms.requested = requested_modes("auto")
+    assert plan_limits.limits_of(connection).policy.exact is exact
 
 
 def test_auto_chooses_fragments_unless_the_script_does() -> None:

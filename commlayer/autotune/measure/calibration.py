@@ -106,6 +106,10 @@ class CollectiveCosts(NamedTuple):
     across: Line = ZERO
 
 
+FREE_INSIDE = CollectiveCosts(Line(0.0, LEAST_BYTE_S))
+"""Costs of a sharded model, whose gradients FSDP sums inside of each site, as a part of the measured backward pass."""
+
+
 def measure_collectives(groups: Groups, budget_s: float) -> CollectiveCosts:
     """Measures, in about `budget_s`, a reduce inside all nodes at once, and an all-reduce over ranks that can reach each
     other."""

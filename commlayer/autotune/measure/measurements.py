@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from statistics import median, median_low
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from msgspec import structs
 from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.cluster.processes.channels import node_ranks
 from commlayer.engine.job.job import DistributedJob
+from commlayer.engine.worker.site import Site
 from commlayer.engine.worker.worker import Worker
 from commlayer.planner.model import Cluster, Link, Node
 from commlayer.records import Job
@@ -55,15 +57,18 @@ class RankMeasurement(NamedTuple):
     """1: caps held during the recorded steps; otherwise 0."""
 
 
-def squared_norms(worker: Worker) -> tuple[float, ...]:
-    """Returns the energy (squared norm) of each tensor's average gradient in the last step; empty if it was not finite. The
-    averages are in the buckets until the next step."""
+def squared_norms(worker: Worker, site: Site, deadline_s: float) -> tuple[float, ...]:
+    """Returns the energy (squared norm) of each tensor's average gradient in the last step, up to a common factor; empty if it
+    was not finite. The averages are in the buckets until the next step. The ranks of a sharded model's site call it together.
+    """
     energies = torch.zeros(len(worker.job.tensors), dtype=torch.float64)
     for bucket in worker.buckets:
         if not bucket.buffer:
             parts = bucket.y.split([s.numel for s in bucket.slices])
             energy = torch.stack([part.double().square().sum() for part in parts]).cpu() / float(bucket.exchange.scaled) ** 2
-            energies.index_add_(0, torch.tensor([s.tensor for s in bucket.slices]), energy)
+            # Each rank of the site adds tensors that are not sharded.
+            energies.index_add_(0, torch.tensor([s.tensor for s in bucket.slices]), energy * bucket.ranks)
+    site.add(energies, time.monotonic() + deadline_s, lambda: worker.error)
     total = float(energies.sum())
     return tuple(energies.tolist()) if 0.0 < total < math.inf else ()
 

@@ -117,7 +117,7 @@ class QualityGuard:
         begin_s, self._piece, worker = time.perf_counter(), None, self._context.worker
         self._exposed_s = worker.counters.exposed_s
         if self._compares and self._state.plan.compared:
-            self._piece = gradient_comparison.piece(self._watched, self._state.samples, self._state.elements)
+            self._piece = gradient_comparison.piece(worker, self._watched, self._state.samples, self._state.elements)
             self._prepared_s = time.perf_counter() - begin_s
             worker.counters.guard_s += self._prepared_s  # counters pass to the worker of the next plan
 
@@ -174,7 +174,7 @@ class QualityGuard:
         """Reads the compression levels of the active plan. `base`: the plan from which the guard made the active one finer."""
         plan, worker = self._context.plan, self._context.worker
         self._plan, self._base, self._sent, self._piece, self._compares = plan, base or plan, Dots(), None, False
-        self._watched = [] if plan.steps_locally else gradient_comparison.watched(worker)
-        bounds = (0.0, 0.0) if self._by_budget else least_usual([b.planned for b in self._watched])
+        self._watched = [] if plan.steps_locally else gradient_comparison.watched(plan, worker.job)
+        bounds = (0.0, 0.0) if self._by_budget else least_usual(self._watched)
         return PlanLevels(codec_floor.lowest(plan), codec_floor.lowest(self._base), bool(self._watched),
                           self._base.buckets != plan.buckets, *bounds, plan.overlap == "forward")

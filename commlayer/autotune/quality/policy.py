@@ -86,7 +86,8 @@ class GradientError(NamedTuple):
     sent: Dots = Dots()
     """Dot products of this rank's payloads with its gradients."""
     summed: Dots = Dots()
-    """Dot products of the averaged gradient with the exact one. Not finite if the step cannot be used."""
+    """Dot products of the averaged gradient with the exact one: equal on all ranks that have it, zeros on the others of a
+    sharded model. Not finite if the step cannot be used."""
     loss: LossRise = LossRise()
     cost_s: float = 0.0
     """Seconds that the comparison took."""
@@ -226,7 +227,7 @@ def decide(
     state = _scheduled(state, rows, max(step_s, 1e-6))
     if not is_usable(rows):
         return state, None, None
-    summed = state.summed.plus(rows[0].summed, state.fade)
+    summed = state.summed.plus(next((row.summed for row in rows if row.summed.xx), rows[0].summed), state.fade)
     state = structs.replace(state, summed=summed, compared=state.compared + 1)
     if state.plan.cosine and state.compared < FEWEST_SEEN:
         return state, None, None

@@ -173,6 +173,10 @@ class ChangingMembers(FixedMembers):
     def catching_up(self) -> bool:
         return any(m.rank in self.followers and m.rank not in self.admitted for m in self._newest.epoch.members)
 
+    @property
+    def joining_sizes(self) -> set[int]:
+        return {one.workers for one in self._joining}
+
     def new_plan(self) -> None:
         self._following, self._caught_up = [], frozenset()
         self._can_follow = can_follow(self._context.worker.buckets)

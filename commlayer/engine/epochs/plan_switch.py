@@ -77,7 +77,8 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
     old, groups = context.worker, context.groups
     offer = OfferedPlan(
         lambda: bytes_of(context.site.shards.cut(
-            with_modes(_checked(plan), context.terms.requested), old.job, {*map(len, groups.sites)})), context.rank)
+            with_modes(_checked(plan), context.terms.requested), old.job,
+            {*map(len, groups.sites), *context.members.joining_sizes})), context.rank)
     rows = _check_equal_rows(context, old, groups, len(offer.data))
     agreed = plan_in(offer.taken(groups.share_bytes(offer.data, MAX_PLAN_NBYTES, "a plan", rows[0].plan_nbytes)))
     note = ""
@@ -89,6 +90,10 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
     with all_or_none(groups, "switch()"):  # after it no message to a server is in flight
         if agreed.servers > servers:
             raise InvalidInput("E-PLAN-SWITCH", f"plan: it needs {agreed.servers} servers, but the job has {servers}")
+        if agreed.steps_locally and context.norms_differ and context.matched:
+            raise InvalidInput("E-SHARDED", "plan: it has local steps whose averages are scaled to a norm, which would differ "
+                                            "in the last bit between sites of unlike sizes: pass LocalSteps(..., "
+                                            "outer=OuterSGD()) to attach()")
         per_node = agreed.ranks_per_node if context.elastic else groups.ranks_per_node
         check_plan(agreed, old.job, len(groups.sites), per_node, old.device, context.terms.forbids,
                    reachable=groups.members.reachable)

@@ -18,6 +18,7 @@ from commlayer.engine.buckets.bucket import EncodedBucket, WorkerBucket
 from commlayer.engine.job.codec_floor import exchanges_gradients, lossy
 from commlayer.engine.worker.worker import Worker
 from commlayer.observe.fidelity import Dots
+from commlayer.records import Bucket, Job, Plan
 
 GOLDEN = 0.6180339887498949
 """The golden ratio. Its multiples modulo 1 are the positions of the sampled pieces, so the pieces cover a model evenly, however
@@ -26,9 +27,10 @@ many are sampled."""
 
 class SampledPiece(NamedTuple):
     """Elements `start` to `stop` of a bucket, and a copy of their residuals before the step. The copy is None if this rank
-    keeps no residuals of its own gradients."""
+    keeps no residuals of its own gradients. `bucket` is None if another rank of the site has the shards of the bucket."""
 
-    bucket: WorkerBucket
+    planned: Bucket
+    bucket: WorkerBucket | None
     start: int
     stop: int
     owing: torch.Tensor | None
@@ -38,32 +40,32 @@ NOTHING_SAID = Dots(*[math.nan] * 4)
 """Result for a step that cannot be compared, because it also sent residuals of an earlier plan."""
 
 
-def watched(worker: Worker) -> list[WorkerBucket]:
-    """Returns the lossily compressed buckets whose results belong to the same step as their gradients. The list is the same on
-    all ranks."""
-    return [b for b in worker.buckets
-            if lossy(b.planned) and not b.buffer and not b.late and exchanges_gradients(b.planned)]
+def watched(plan: Plan, job: Job) -> list[Bucket]:
+    """Returns the lossily compressed buckets whose results belong to the same step as their gradients."""
+    return [b for b in plan.buckets
+            if lossy(b) and not job.tensors[b.slices[0].tensor].buffer and not b.stale and exchanges_gradients(b)]
 
 
-def piece(buckets: list[WorkerBucket], number: int, most: int) -> SampledPiece:
+def piece(worker: Worker, buckets: list[Bucket], number: int, most: int) -> SampledPiece:
     """Returns the `number`th sampled piece, of at most `most` elements. Buckets are chosen in proportion to their sizes. The
     piece is the same on all ranks."""
-    at = int(number * GOLDEN % 1.0 * sum(f.numel for f in buckets))
-    for bucket in buckets:
-        if at < bucket.numel:
+    at = int(number * GOLDEN % 1.0 * sum(b.numel for b in buckets))
+    for planned in buckets:
+        if at < planned.numel:
             break
-        at -= bucket.numel
-    start = max(0, min(at, bucket.numel - most))
-    stop = min(bucket.numel, start + most)
+        at -= planned.numel
+    start = max(0, min(at, planned.numel - most))
+    stop = min(planned.numel, start + most)
+    bucket = next((b for b in worker.buckets if b.id == planned.id), None)
     residual = _kept(bucket)
-    return SampledPiece(bucket, start, stop, None if residual is None else residual[start:stop].clone())
+    return SampledPiece(planned, bucket, start, stop, None if residual is None else residual[start:stop].clone())
 
 
 def exact(worker: Worker, of: SampledPiece) -> torch.Tensor:
     """Returns this rank's gradients of the piece as they are added to the sum: weighted, and without loss scale."""
     bucket = of.bucket
-    gradients = torch.zeros(of.stop - of.start, device=bucket.x.device)
-    if worker.units.weight == 0.0:
+    gradients = torch.zeros(of.stop - of.start, device=worker.device)
+    if bucket is None or worker.units.weight == 0.0:
         return gradients
     at = 0
     for source, s in zip(bucket.sources, bucket.slices, strict=True):
@@ -81,11 +83,11 @@ def here(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, d
 
     The result is not finite if the step cannot be compared.
     """
-    if len(groups.site) > 1 and of.bucket.served:
+    if len(groups.site) > 1 and of.planned.served:
         mine = mine.clone()
-        groups.inside.out.reduce(mine, of.bucket.planned.owner_in(range(len(groups.site)))).wait(time.monotonic() + deadline_s)
+        groups.inside.out.reduce(mine, of.planned.owner_in(range(len(groups.site)))).wait(time.monotonic() + deadline_s)
     residual = _kept(of.bucket)
-    if of.owing is None or residual is None:
+    if of.bucket is None or of.owing is None or residual is None:
         return Dots()
     if of.bucket.ledger.sent is not None:
         return NOTHING_SAID
@@ -95,8 +97,10 @@ def here(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, d
 
 def everywhere(of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
     """Compares the received sum with the exact sum, which an all-reduce computes in place in `mine`. All ranks call it
-    together."""
+    together. The result is zero on ranks that do not have the bucket."""
     groups.allreduce(mine).wait(time.monotonic() + deadline_s)
+    if of.bucket is None:
+        return Dots()
     if of.bucket.ledger.sent is not None:
         return NOTHING_SAID
     return dots(mine, of.bucket.y[of.start : of.stop])
@@ -109,7 +113,7 @@ def dots(x: torch.Tensor, y: torch.Tensor, kept: torch.Tensor | None = None) -> 
     return Dots(*torch.stack([torch.dot(a, b) for a, b in pairs]).tolist())
 
 
-def _kept(bucket: WorkerBucket) -> torch.Tensor | None:
+def _kept(bucket: WorkerBucket | None) -> torch.Tensor | None:
     """Returns the bucket's residual, if it belongs to this rank's own gradients and not to partial sums or a node's sum; else
     None."""
     if not isinstance(bucket, EncodedBucket):

@@ -46,6 +46,11 @@ class FixedMembers(Component):
         return False
 
     @property
+    def joining_sizes(self) -> set[int]:
+        """Numbers of ranks of the sites that begin in one of the next steps."""
+        return set()
+
+    @property
     def entering(self) -> bool:
         """True: a worker takes part in the current step for the first time."""
         return False

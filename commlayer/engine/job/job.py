@@ -338,6 +338,11 @@ class DistributedJob(JobContext):
         return self.members.elastic
 
     @property
+    def norms_differ(self) -> bool:
+        """True: sites of unlike sizes add the parts of a sharded model's norm in unlike orders."""
+        return bool(self.site.shards) and len({*map(len, self.groups.sites)}) > 1
+
+    @property
     def generation(self) -> int:
         return self.uplink.epoch.generation
 

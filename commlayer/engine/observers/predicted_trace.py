@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from msgspec import structs
-
 from commlayer.observe.step_trace import EXCHANGE, NO_BUCKET, Event
 from commlayer.observe.trace_files import STEP
-from commlayer.planner import lower
 from commlayer.planner.model import Basis, Group, equal_node_groups
 from commlayer.planner.simulation import Span, Timeline, hosts_of, simulate
 from commlayer.records import Plan
@@ -41,9 +39,12 @@ def predict(basis: Basis) -> Prediction:
     return Prediction(timeline, by_node)
 
 
-def origins(plan: Plan) -> list[int]:
-    """Returns, for each bucket of the lowered plan, the id of the bucket from which lowering made it."""
-    return [old.id for old in plan.buckets for _ in lower(structs.replace(plan, buckets=(old,))).buckets]
+def origins(plan: Plan, running: Plan) -> list[int]:
+    """Returns, for each bucket of the running plan, the id of the bucket of `plan` from which lowering, or cutting where shards
+    end, made it."""
+    slices = sorted((s.tensor, s.start, bucket.id) for bucket in plan.buckets for s in bucket.slices)
+    firsts = [bucket.slices[0] for bucket in running.buckets]
+    return [slices[bisect(slices, (s.tensor, s.start, len(plan.buckets))) - 1][2] for s in firsts]
 
 
 def _compute(basis: Basis, group: Group, timeline: Timeline) -> Iterator[Event]:

@@ -187,7 +187,7 @@ def write(context: DistributedJob, path: Path, ranks: Sequence[Sequence[Recorded
     sites = context.groups.sites
     nodes = len(sites)
     prediction, note = _predicted(context, nodes)
-    origin = origins(context.terms.basis.plan) if prediction and context.terms.basis else [b.id for b in plan.buckets]
+    origin = origins(context.terms.basis.plan, plan) if prediction and context.terms.basis else [b.id for b in plan.buckets]
     seen = [Seen(node, [[*_events(step, origin)] for step in ranks[rank]]) for node, site in enumerate(sites) for rank in site]
     by_node = prediction.by_node if prediction else {}
     comparison = Comparison(_name(context, plan), first_step, len(ranks[0]), len(ranks), nodes, rows_of(seen, by_node), note)

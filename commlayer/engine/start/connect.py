@@ -87,7 +87,7 @@ def connect(
     terms = PlanTerms(requested, forbids, auto=plan == "auto" and not requested.updates, optimizer=memory.family,
                       max_loss=config.max_loss, loss=config.loss, learning=config.learning)
     if terms.auto:
-        terms.last_runs = _last_runs(job, config, terms, str(requested), device)
+        terms.last_runs = _last_runs(job, config, terms, str(requested), device, shards.ranks)
 
     if met.members is None:
         if config.join:
@@ -167,7 +167,7 @@ def _begin(
         def settle() -> Plan:
             first_plan = plan_choice.settle(plan, job, config, members.world, per_node, requested=terms.requested,
                                             optimizer=memory.family, elastic=elastic)
-            last = None if shards else terms.last_runs.load(sites)
+            last = terms.last_runs.load(sites)
             if last is not None and last.plan.servers == first_plan.servers:
                 with contextlib.suppress(ValueError):  # the job may have changed in what the file's name does not contain
                     return check(suited(last.plan))
@@ -220,7 +220,7 @@ def _enter(
     def check(plan: Plan, sites: Sequence[Sequence[int]]) -> None:
         check_plan(plan, job, len(sites), plan.ranks_per_node, device, terms.forbids, reachable=False)
         if shards.joining(plan, job, site_world):
-            _check_norms(sites, must_match, matched=terms.requested.updates and memory.matched)
+            _check_norms(sites, must_match, matched=(terms.requested.updates or plan.steps_locally) and memory.matched)
 
     return enter(terms, job, device, replica, memory, messages.worker_request(
         job.digest(), own, 0, node=own - launch.local_rank, outbound_only=True, elastic=True, site_world=site_world,
@@ -258,12 +258,12 @@ def _check_norms(sites: Sequence[Sequence[int]], must_match: Mapping[str, str], 
                                         f"in the last bit between them: use sites of equal size, or {remedy}")
 
 
-def _last_runs(job: Job, config: Config, terms: PlanTerms, sync: str, device: torch.device) -> LastRuns:
+def _last_runs(job: Job, config: Config, terms: PlanTerms, sync: str, device: torch.device, ranks: int) -> LastRuns:
     """Returns what this machine remembers of earlier runs of the job, on the same network and with the same server."""
     alike = ("max_loss", "loss", "learning", "servers", "guard", "fuse_nbytes", "cut_nbytes", "ratio_over", "warmup")
     return LastRuns(last_run.folder(config.cache), {
         "model": job.digest(), "server": config.join or master(), "network": own_address.gateway(), "sync": sync,
-        "optimizer": terms.optimizer, "device": device.type, "version": messages.version(),
+        "optimizer": terms.optimizer, "device": device.type, "version": messages.version(), "shards": str(ranks),
         **{name: str(getattr(config, name)) for name in alike}})
 
 

@@ -69,10 +69,11 @@ class Site:
     def sum(self, value: float, deadline: float, failed: Callable[[], BaseException | None]) -> float:
         """Returns the sum of the values of the site's ranks; all of them call it together."""
         number = torch.tensor([value], dtype=torch.float64)
-        self._add(number, deadline, failed)
+        self.add(number, deadline, failed)
         return float(number)
 
-    def _add(self, x: torch.Tensor, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
+    def add(self, x: torch.Tensor, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
+        """Adds the tensors of the site's ranks in place; all of them call it together."""
         if self._channel is not None:
             self._channel.allow(time_left_s(deadline))
             self._channel.allreduce(x).wait(deadline, failed)
@@ -88,7 +89,7 @@ class Site:
             info = job.tensors[tensor]
             residual = residual_on(parts, [Slice(tensor, 0, info.numel)])
             x = torch.zeros(info.numel) if residual is None else torch.from_numpy(residual)
-            self._add(x, time.monotonic() + deadline_s)
+            self.add(x, time.monotonic() + deadline_s)
             start, end = self.shards.elements(info.shape, self.shards.local)
             if bool(x[start:end].any()):
                 yield ResidualSlice(tensor, 0, x[start:end].numpy())

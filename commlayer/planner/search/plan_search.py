@@ -273,7 +273,7 @@ def _best_plan(choices: Sequence[tuple[Scenario, Choice]], best: PricedPlan | No
         (scenario, choice), *ranked = ranked
         best = scenario.place(choice)
     for scenario, choice in ranked:
-        if scenario.price(choice) * (1 - PLACED) < best.price * (1 - by):
+        if scenario.price(choice) * (1 - (0.0 if scenario.exact else PLACED)) < best.price * (1 - by):
             priced = scenario.place(choice)
             best = priced if priced.price < best.price * (1 - by) else best
     return best

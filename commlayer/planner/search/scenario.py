@@ -129,6 +129,11 @@ class Scenario:
         """Step time in seconds times the convergence factor, as the search estimates them for a choice."""
         return choice.price / self.recipe.every
 
+    @property
+    def exact(self) -> bool:
+        """True: the search's estimates are exact, because nothing is placed on servers and no nodes were made equal."""
+        return not self.catalog.prices.hosts and self.catalog.prices.cluster == self.question.cluster
+
     @cached_property
     def best(self) -> Choice:
         return search(self.space, self.uniform)
