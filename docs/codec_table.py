@@ -64,7 +64,7 @@ def bits_per_element(codec: Codec) -> float:
     out, room = (memoryview(bytearray(codec.bound(spec))) for _ in range(2))
     nbytes = total = codec.start(torch.randn(spec.numel, generator=torch.Generator().manual_seed(1)), state, out)
     for r in range(last):
-        acc = codec.zeros(spec, r)
+        acc = codec.new_accumulator(spec, r)
         codec.add(r, out[:nbytes], acc, first=True)
         nbytes = codec.next(r, bytes(room[: codec.emit(r, acc, server, room)]), state, out)
         total += nbytes

@@ -91,7 +91,7 @@ def test_feature_in_kind_of_job(feature: str, kind: str, sites: Sites, request: 
         assert all(row["used"] for row in reports), reports
         assert {row["step"] for row in reports} == {reports[0]["step"]}
         assert reports[0]["step"] >= STEPS * (1 + again)
-        if homes > 1:
+        if homes > 1 and (feature, kind) != ("auto", "servers"):  # on one machine it begins with all-reduce
             assert {row["servers"] > 0 for row in reports} == {kind != "collectives"}
         if kind in GPUS:
             assert {row["per_node"] for row in reports} == {2}
