@@ -92,6 +92,12 @@ class Caps(NamedTuple):
         left_s = max(LEAST_S, (next_month(now) - now).total_seconds())
         return max(LEAST_BPS, 8 * ((1 - RESERVE) * self.monthly_nbytes - used) / left_s)
 
+    def last_bps(self, used: float) -> float:
+        """Returns the highest rate of both directions together, in bit/s, at which a home can still leave before its cap.
+        Infinite without a monthly cap."""
+        left = (1 - RESERVE) * self.monthly_nbytes - used
+        return max(LEAST_BPS, 8 * left / LEAVE_S) if self.monthly_nbytes else math.inf
+
     def reason(self, used: float, nbytes_s: float, now: datetime.datetime) -> str:
         """Returns why the home pauses; "" if it trains. `nbytes_s`: the rate of both directions, which lasts until the home has
         left."""

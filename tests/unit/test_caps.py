@@ -23,7 +23,7 @@ from commlayer.cli.pauses import Pauses, unit_of
 from commlayer.cluster.calls import home_traffic
 from commlayer.cluster.calls.home_traffic import HomeTraffic
 from commlayer.errors import InvalidInput, code_of
-from commlayer.observe.caps import DOUBT_S, FILE_NBYTES, Caps, Month, caps_of, count_traffic, next_month
+from commlayer.observe.caps import DOUBT_S, FILE_NBYTES, LEAVE_S, Caps, Month, caps_of, count_traffic, next_month
 from commlayer.planner.model import Link
 from commlayer.transport.endpoint import StreamTransport
 from commlayer.transport.flow import traffic
@@ -75,6 +75,20 @@ def test_a_share_depends_on_the_hour(share: str, hour: int, wanted: float) -> No
 def test_a_home_pauses_before_its_cap(used: float, nbytes_s: float, wanted: str) -> None:
     assert caps_of("100GB").reason(used, nbytes_s, NOVEMBER.replace(day=20)) == wanted
     assert Caps().reason(used, nbytes_s, NOVEMBER) == ""
+
+
+@pytest.mark.parametrize("left", [1e4, 1e6, 5e6, 1e8, 9e8])
+@pytest.mark.parametrize("link_bps", [1e6, 1e8, 1e10])
+def test_a_home_on_a_fast_line_leaves_before_its_cap(left: float, link_bps: float) -> None:
+    """Its traffic is looked at once a second, from the first byte on, and goes on until it has left."""
+    caps = Caps(1e9)
+    used, nbytes_s, now = 1e9 - left, 0.0, datetime.datetime(2026, 11, 30)
+    while not caps.reason(used, nbytes_s, now):
+        nbytes_s = min(link_bps, caps.last_bps(used)) / 8
+        used += nbytes_s
+    for _ in range(int(LEAVE_S)):
+        used += min(link_bps, caps.last_bps(used)) / 8
+    assert used < 1e9
 
 
 def test_the_year_turns() -> None:

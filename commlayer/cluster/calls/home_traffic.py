@@ -12,7 +12,7 @@ import os
 import threading
 import time
 
-from commlayer.config import Config
+from commlayer.config import Config, read_launch
 from commlayer.observe.caps import Caps, Month, caps_of, count_traffic
 from commlayer.transport.flow.traffic import TRAFFIC
 
@@ -34,14 +34,14 @@ class HomeTraffic:
         self.exchange_nbytes, self.up_part = 0.0, 0.5
         """Bytes that this process sends in an exchange (0: unknown), and the fraction of both directions that is sent."""
         self._caps, self._month = Caps(), Month()
-        self._workers, self._deadline_s, self._beats_s = 0, math.inf, math.inf
+        self._workers, self._processes, self._deadline_s, self._beats_s = 0, 1, math.inf, math.inf
         self._counted, self._beaten, self._warned = 0, time.monotonic(), False
         self._lock = threading.Lock()
 
     def start(self, config: Config) -> None:
         """Begins to count in the file of the month. Raises InvalidInput for caps that are none."""
         self._caps = caps_of(config.monthly, config.upload_share)
-        self._deadline_s, self._beats_s = config.deadline_s, config.heartbeat_s
+        self._deadline_s, self._beats_s, self._processes = config.deadline_s, config.heartbeat_s, read_launch().local_world
         self.look()
         threading.Thread(target=self._loop, name="commlayer-traffic", daemon=True).start()
         owner = os.getpid()
@@ -103,12 +103,15 @@ class HomeTraffic:
         self._limit()
 
     def _limit(self) -> None:
+        last_bps = self.up_part * self._caps.last_bps(self._month.used)  # also while the link is unknown
         if not self.is_limited:
+            for flow in (TRAFFIC.gradients, TRAFFIC.states) if last_bps < math.inf else ():
+                flow.set(last_bps / self._processes)
             return
         share, link_bps = self._caps.share(self._month.here), self.link_bps or math.inf
         # Before the first exchange it is not known how long one would take.
         least_bps = self._workers * 8 * self.exchange_nbytes / (DEADLINE_SHARE * self._deadline_s) or math.inf
-        allowed_bps = self.allowed_bps(link_bps, least_bps)
+        allowed_bps = min(self.allowed_bps(link_bps, least_bps), last_bps)
         TRAFFIC.gradients.set(allowed_bps / self._workers if allowed_bps < link_bps else 0.0)
         TRAFFIC.states.set(share * self.link_bps / self._workers / 2 if share < 1 else 0.0)
 
