@@ -122,6 +122,8 @@ class TuningController(Component):
                     self._open(plan)
             except CommError as error:
                 self._context.drop_call(error, generation)
+            except ValueError as error:  # raised on all ranks
+                self._say(f"training begins with {summary_of(self._context.plan)}: {error}")
             self._record()
             if self.state.leads:
                 self._do.prepare_search()

@@ -57,7 +57,7 @@ def script(
     `leave`: the loop ends in mid-epoch and begins again. `slow_from`: the step from which rank 0 is as slow as rank 2.
     `memory`: ranks are profiled first; the samples that each holds, then and in training. `known`: their lines are known.
     `saves`: rank 0 alone reads the sampler's state in each step, which commits its step early. `skips`: rank 1 skips the
-    optimizer's step after every third batch, as a GradScaler does.
+    optimizer's step after the first batch and every third one from there, as a GradScaler does.
     """
     spacing.MOST_STEPS = 1  # a row after each step, whatever it costs
     rank, world = (0, 1) if run.alone else (run.rank, WORLD)
@@ -108,7 +108,7 @@ def script(
                 trained[epoch] += data[2].tolist() if sampler.samples else []
                 (loss_of(wrapped, data) * sampler.fraction).backward()
                 if sampler.last:
-                    if not (skips and rank == 1 and len(sizes) % 3 == 0):
+                    if not (skips and rank == 1 and len(sizes) % 3 == 1):
                         optimizer.step()
                     optimizer.zero_grad()
                     if saves and rank == 0:

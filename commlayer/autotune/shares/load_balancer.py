@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -78,11 +77,8 @@ class LoadBalancer:
         """Samples and compute seconds of each step since the last report."""
         self._step = -1
         """Number of the sampler's last step; -1 before the first."""
-        self._inbox: deque[tuple[list[WorkerTime], float, float]] = deque()
-        """Received reports: the times of all ranks, the longest step time of any rank, and the session's first step that no
-        rank has begun; -inf if all ranks received them in the same step."""
-        self._before = 0
-        """Number of the sampler's steps before the session's first one."""
+        self._inbox: deque[tuple[list[WorkerTime], float]] = deque()
+        """Received reports: the times of all ranks, with the longest step time of any rank."""
         self._ahead = 0
         """Number of batches that the loader draws in advance."""
         self.events: list[Event] = []
@@ -156,7 +152,8 @@ class LoadBalancer:
         return job
 
     def _step_over(self, step: int) -> None:
-        self._before = step + 1 - self._steps
+        # After a local step that this rank's scaler has skipped. So all ranks receive reports and members in the same step.
+        self.session.inspect.catch_up()
         self._follow_members(step)
         if self._state is None and step >= self._from_step:
             self._state = self._begin(step)
@@ -194,16 +191,13 @@ class LoadBalancer:
     def _receive(self, rows: list[WorkerTime], step_s: float) -> None:
         """Stores the times of all ranks, which are processed after the step. `step_s`: the longest step time of any rank."""
         if rows[0].step >= 0:  # reports from before the balancing have no times
-            # A rank whose scaler has skipped a local step receives them in its next step, perhaps two in the same one.
-            self._decide(0)
-            self._inbox.append((rows, step_s, -math.inf if self._job.local is None else self._steps + 1))
+            self._inbox.append((rows, step_s))
 
     def _decide(self, to_come: int) -> None:
-        """Decides on shares from the received times. `to_come`: number of the next step to train; 0: unknown."""
+        """Decides on shares from the received times. `to_come`: number of the next step to train."""
         while self._inbox and self._state is not None:
-            rows, step_s, first = self._inbox.popleft()
             with self._explained():
-                self._state, decision, events = policy.decide(self._state, rows, step_s, max(to_come, first + self._before))
+                self._state, decision, events = policy.decide(self._state, *self._inbox.popleft(), to_come)
             if decision is not None:
                 shares = {self._workers[rank]: share for rank, share in decision.by_worker.items()}
                 self.sampler.announce(decision.from_step, shares)

@@ -53,7 +53,7 @@ def begin(
 
 
 def decide(
-    state: SharesState, rows: Sequence[WorkerTime], step_s: float, now: float,
+    state: SharesState, rows: Sequence[WorkerTime], step_s: float, now: int,
 ) -> tuple[SharesState, Decision | None, list[Event]]:
     """Decides on new shares from the times of all ranks; also returns events for the user. Raises CommError if a rank's shares
     differ from rank 0's. `step_s`: the longest step time of any rank."""
@@ -64,7 +64,7 @@ def decide(
                         "their LoadBalancer, or in their machines' arithmetic", peer=f"worker {', '.join(mismatched)}",
                         code="E-RANKS-DIFFER")
     balancer = state.balancer.copy()
-    balancer.policy = structs.replace(state.policy, lead=int(now + max(row.lookahead for row in rows)) - step)
+    balancer.policy = structs.replace(state.policy, lead=now + int(max(row.lookahead for row in rows)) - step)
     if rows[0].comm_s:
         balancer.communication = Communication(rows[0].comm_s, rows[0].overlap)
     decision = balancer.decide(step, [

@@ -340,7 +340,7 @@ class DistributedJob(JobContext):
     @property
     def norms_differ(self) -> bool:
         """True: sites of unlike sizes add the parts of a sharded model's norm in unlike orders."""
-        return bool(self.site.shards) and len({*map(len, self.groups.sites)}) > 1
+        return bool(self.site.shards) and len({*map(len, self.groups.sites), *self.members.joining_sizes}) > 1
 
     @property
     def generation(self) -> int:

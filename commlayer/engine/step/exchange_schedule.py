@@ -72,6 +72,8 @@ class ExchangeSchedule(Component):
         if cleared:
             local.pending_residuals.remove_from_gradients()
         if not self._accumulates or (cleared and not self._guard.inside):
+            if cleared:  # the optimizer has skipped a step, so what was timed is more than one
+                self._worker.stopwatch.drop()
             self._count(local)
         self._add_residuals(local, scale)
         self._noted = self._versions()
