@@ -122,7 +122,7 @@ class TuningController(Component):
                     self._open(plan)
             except CommError as error:
                 self._context.drop_call(error, generation)
-            except ValueError as error:  # raised on all ranks
+            except ValueError as error:  # raised on all ranks, and nothing has changed
                 self._say(f"training begins with {summary_of(self._context.plan)}: {error}")
             self._record()
             if self.state.leads:
@@ -130,12 +130,10 @@ class TuningController(Component):
 
     def _open(self, plan: Plan) -> None:
         """Switches to the plan of the first steps; collective."""
-        try:
-            self._do.switch(plan, by_itself=True)
-        except ValueError as error:  # raised on all ranks, and nothing has changed
-            self._say(f"begins with the first plan: {error}")
-            return
+        self._do.switch(plan, by_itself=True)
         self.state = structs.replace(self.state, plan=self._context.plan)
+        if self.guard is not None:
+            self._attempt(self._guard_entered, self.guard, by_guard=False)
         self._context.note_plan("automatic")
         links = "slow" if plan.steps_locally else "fast"
         self._say(f"the links are {links}, so training begins with {summary_of(self._context.plan)}, until a plan is found")

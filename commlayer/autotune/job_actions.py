@@ -24,7 +24,7 @@ from commlayer.autotune.measure.measurements import (
     squared_norms,
     uncapped,
 )
-from commlayer.autotune.measure.probes import at_least, gathered, held_up, known, meter_of, probed, seen_by
+from commlayer.autotune.measure.probes import at_least, gathered, held_up, known_links, meter_of, probed, seen_by
 from commlayer.autotune.measure.step_times import timing_of
 from commlayer.autotune.opening import FAR_S, is_no_slower, opening_plan
 from commlayer.autotune.plan_limits import YOUNG, PlanLimits, bounded, codecs, limits_of
@@ -168,7 +168,7 @@ class JobActions:
         carried = None if seen is None else seen.carried
         expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
         last = context.terms.last_runs.load(groups.sites) if self._measured is None and self._begins else None
-        nodes = known(context, self._links_s, limited, (len(steps_s) + 1) * step_s,
+        nodes = known_links(context, self._links_s, limited, (len(steps_s) + 1) * step_s,
                       last=last.link if last and not self._link else self._link)
         link = at_least(probed(context, nodes, self._links_s, expected=expected), carried, self._fastest_down_bps())
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *link, context.terms.balanced,
@@ -182,8 +182,7 @@ class JobActions:
         return Measured(
             tuple(links_of(context, rows)), median(row.step_s for row in rows),
             () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows),
-            tuple(map(context.called, range(len(rows)))), not context.elastic,  # else a LoadBalancer is refused
-            self._uncapped(rows))
+            tuple(map(context.called, range(len(rows)))), not context.site.shards, self._uncapped(rows))
 
     @property
     def _links_s(self) -> float:
@@ -202,16 +201,16 @@ class JobActions:
         # A plan with a prediction is that of the last run.
         if context.passes or plan.step_s or not self._begins or (averages and not reachable):
             return None
-        nodes = known(context, self._links_s)
+        nodes = known_links(context, self._links_s)
         far = max(node.round_trip_s for node in nodes) >= FAR_S
-        if not any(node.asks for node in nodes) or (averages if far else not reachable):
+        if not any(node.can_probe for node in nodes) or (averages if far else not reachable):
             return None
         link = probed(context, nodes, self._links_s)
-        forbidden = float(averages or limits_of(context).policy.exact)
-        rows = self._planned(RankMeasurement(1.0, 0.0, *link, balanced=forbidden))
+        # How long a step computes is not known: every rank counts as equally fast.
+        rows = self._planned(RankMeasurement(1.0, 0.0, *link, averages=float(averages or limits_of(context).policy.exact)))
         self._link, links = Link(*link), links_of(context, rows)
         if far:
-            return None if any(row.balanced for row in rows) else opening_plan(self._job, plan, links)
+            return None if any(row.averages for row in rows) else opening_plan(self._job, plan, links)
         plain, measured = all_reduce_plan(self._job, plan), Measurements(self._job, rows, self._collective_costs(rows))
         self._collectives = measured.collectives
 
@@ -249,7 +248,7 @@ class JobActions:
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
         """Measures only the links. `planned`: known rates, which set the initial TCP windows."""
         context = self._context
-        link = probed(context, known(context, PROBE_AGAIN_S), PROBE_AGAIN_S, expected=planned[context.groups.node])
+        link = probed(context, known_links(context, PROBE_AGAIN_S), PROBE_AGAIN_S, expected=planned[context.groups.node])
         up_bps, down_bps, _ = at_least(link, None, self._fastest_down_bps())
         row = self._measurements.rows[context.rank]._replace(up_bps=up_bps, down_bps=down_bps)
         return tuple(links_of(context, self._capped(row, least_bps=HOME.link_bps)))  # a short probe shows no slower link

@@ -8,10 +8,10 @@ A codec is a small frozen value. For one step of one bucket a worker and a serve
     server:  acc = new_accumulator(spec, r); add(r, payload, acc) per member, in member order;
              emit(r, acc, state, out) -> nbytes
 
-A SUM round is linear in the payload, so an all-reduce could add its payloads. A GATHER round decompresses each payload into the
-accumulator that `zeros` created. The caller owns all memory: `out` has `bound(spec)` bytes and is allocated once. State is
-updated in place. The input `x` is float32, contiguous and one-dimensional; `spec.shape` is the shape of its tensor. Codecs do
-not modify `x`. The caller leaves `x` unchanged until the last `next`, so a codec of several rounds may keep a reference.
+A SUM round is linear in the payload, so an all-reduce could add its payloads. A GATHER round decompresses each payload into
+the accumulator. The caller owns all memory: `out` has `bound(spec)` bytes and is allocated once. State is updated in place.
+The input `x` is float32, contiguous and one-dimensional; `spec.shape` is the shape of its tensor. Codecs do not modify `x`. The
+caller leaves `x` unchanged until the last `next`, so a codec of several rounds may keep a reference.
 
 On the host, arrays are numpy arrays; `x` and the array to decode into may also be CPU tensors. On a CUDA device x, state (see
 `place`) and payloads are torch tensors in device memory. Payloads are uint8 tensors aligned as torch allocates them, and their

@@ -77,7 +77,7 @@ class Assembly:
         self._take, self._max_nbytes, self._kept, self._most = take, max_nbytes, kept, most
         self._stack: list[_Body] = []
         self._former = {**(former or {})}
-        self._held = sum(len(body.room) + OVERHEAD_NBYTES for body in self._former.values())
+        self._unfinished_nbytes = sum(len(body.room) + OVERHEAD_NBYTES for body in self._former.values())
 
     @property
     def between(self) -> bool:
@@ -92,7 +92,7 @@ class Assembly:
 
     def _forget(self, keys: Sequence[Key]) -> None:
         for k in keys:
-            self._held -= len(self._former.pop(k).room) + OVERHEAD_NBYTES
+            self._unfinished_nbytes -= len(self._former.pop(k).room) + OVERHEAD_NBYTES
 
     def place(self, header: Header, nbytes: int) -> memoryview:
         if self._former:
@@ -133,13 +133,14 @@ class Assembly:
         total, most = header.parts * nbytes, self._max_nbytes(header)
         if nbytes == 0 or total - nbytes >= most:
             raise _breach(header, f"of {nbytes} bytes starts a message that is empty or larger than {most} bytes")
-        if len(self._stack) + len(self._former) >= self._most() or self._held + total + OVERHEAD_NBYTES > self._kept():
+        most_nbytes = self._kept() - total - OVERHEAD_NBYTES
+        if len(self._stack) + len(self._former) >= self._most() or self._unfinished_nbytes > most_nbytes:
             self._forget([*self._former])  # the peer may no longer need them
         if len(self._stack) >= self._most():
             raise _breach(header, f"starts a message while {len(self._stack)} others are unfinished")
-        if self._held + total + OVERHEAD_NBYTES > self._kept():
+        if self._unfinished_nbytes > most_nbytes:
             raise _breach(header, f"starts a message that makes all unfinished messages together exceed {self._kept()} bytes")
-        self._held += total + OVERHEAD_NBYTES
+        self._unfinished_nbytes += total + OVERHEAD_NBYTES
         self._stack.append(_Body(header, self._take(total), nbytes))
 
     def whole(self, frame: Frame) -> Frame | None:
@@ -153,7 +154,7 @@ class Assembly:
         if body.next < body.header.parts:
             return None
         self._stack.pop()
-        self._held -= len(body.room) + OVERHEAD_NBYTES
+        self._unfinished_nbytes -= len(body.room) + OVERHEAD_NBYTES
         return self._as_given(Frame(body.header._replace(parts=1), body.room[: body.filled]))
 
     def _as_given(self, frame: Frame) -> Frame:

@@ -274,7 +274,7 @@ class Connection:
         self._limits = limits
         self._assembly = Assembly(reader.allocate, self._most_nbytes, lambda: box.max_kept_nbytes, lambda: limits().messages,
                                   former)
-        self.held: dict[Key, Held] = {one.key: one for one in held}
+        self.at_peer: dict[Key, Held] = {one.key: one for one in held}
         """What the peer has of messages that are not sent again yet."""
         reader.place = self._assembly.place
         self._lock = threading.RLock()
@@ -306,7 +306,7 @@ class Connection:
             error = self.error
             inline = error is None and not (self._busy or self._queue) and not last \
                 and content.nbytes <= self._control.inline_nbytes and not content.hold_s() \
-                and not (self.held and key(content.header) in self.held)
+                and not (self.at_peer and key(content.header) in self.at_peer)
             if error is None:
                 self._unsent_nbytes += content.held_nbytes
             if inline:
@@ -368,7 +368,7 @@ class Connection:
         while (item := self._next()) is not None:
             frame = item[-1]
             try:
-                frame.begin(self.held.pop(key(frame.header), None) if self.held else None)
+                frame.begin(self.at_peer.pop(key(frame.header), None) if self.at_peer else None)
                 self._control.begin(frame.nbytes, probe=frame.header.kind in _PROBES)
                 part_nbytes = min(self._control.part_nbytes or math.inf, TRAFFIC.gradients.part_nbytes)
                 if part_nbytes < math.inf:

@@ -171,9 +171,10 @@ class StreamTransport:
             except CommError as error:
                 raise error.located(peer=error.peer or peer_name(peer)) from None
             reader, former = self._reader(), self._unfinished(peer, b"")
+            hello = msgspec.structs.replace(self.hello, held=_greeting_of(former))
             certified, held = greeting.dial_handshake(
-                sock, reader, msgspec.structs.replace(self.hello, held=_held(former)), self._settings.secret, peer, deadline,
-                binding_of(sock), answer_by, self._signing_keys(sock))
+                sock, reader, hello, self._settings.secret, peer, deadline, binding_of(sock), answer_by,
+                self._signing_keys(sock))
             self._mailbox.admit(peer)
             self._connect(sock, peer, reader, b"", former, held, certified)
         except BaseException:
@@ -234,7 +235,7 @@ class StreamTransport:
             if not reason:
                 peer = hello.rank
             former = {} if reason else self._unfinished(hello.rank, hello.session)
-            greeting.send_welcome(sock, self.rank, reason, proof, where, deadline, _held(former))
+            greeting.send_welcome(sock, self.rank, reason, proof, where, deadline, _greeting_of(former))
             if peer is None:
                 self._settings.refused(where, reason)
                 close_channel(sock)
@@ -327,10 +328,10 @@ class StreamTransport:
             former = self._former.get(peer)
         return {} if former is None or former.session != session else former.unfinished(time.monotonic() + FORMER_END_S)
 
-    def held_nbytes(self, peer: int, header: Header) -> int:
+    def nbytes_at_peer(self, peer: int, header: Header) -> int:
         """Returns how much of a message that is to be sent again the peer has from its former connection."""
         connection = self._connections.get(peer)
-        held = None if connection is None else connection.held.get(key(header))
+        held = None if connection is None else connection.at_peer.get(key(header))
         return 0 if held is None else held.part * held.part_nbytes
 
     def _connect(self, sock: ByteChannel, peer: int, reader: Reader, session: bytes, former: Unfinished,
@@ -361,7 +362,7 @@ class StreamTransport:
             error = connection.error
             if connection.session and error is not None and not (connection.broken or self._closed.is_set()):
                 self._barred[connection.session] = coded(error.code, error.what)
-            if connection.broken:
+            if connection.broken and self._mailbox.failure(connection.peer) is None:
                 self._former[connection.peer] = connection
             if connection.broken and connection.by_peer:
                 self._missed.add(connection.peer)
@@ -454,7 +455,7 @@ class StreamTransport:
             connection.join(time.monotonic() + 1.0)
 
 
-def _held(former: Unfinished) -> tuple[Held, ...]:
+def _greeting_of(former: Unfinished) -> tuple[Held, ...]:
     return tuple(body.held() for body in former.values())
 
 

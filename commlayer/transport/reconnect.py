@@ -51,7 +51,7 @@ class Carrier(Transport, Protocol):
     arrived: Callable[[Message], None]
     """Called with each message that arrives, in place of `deliver`."""
 
-    def held_nbytes(self, peer: int, header: Header) -> int:
+    def nbytes_at_peer(self, peer: int, header: Header) -> int:
         """Returns how much the peer has of a request that a broken connection has interrupted."""
         ...
 
@@ -266,11 +266,11 @@ class ReconnectingTransport:
         with link.order:
             requests = link.inflight.pending()
             for request in requests:
-                h, body, held_nbytes = request.header, request.body, self._carrier.held_nbytes(peer, request.header)
-                if h.kind == Kind.PUSH and len(body) >= ASK_NBYTES and not held_nbytes and request.sending is not None:
+                h, body, at_peer_nbytes = request.header, request.body, self._carrier.nbytes_at_peer(peer, request.header)
+                if h.kind == Kind.PUSH and len(body) >= ASK_NBYTES and not at_peer_nbytes and request.sending is not None:
                     h, body = Header(Kind.AGAIN, h.generation, h.step, h.bucket, round=h.round, sender=h.sender), b""
                 request.sending = self._carrier.send(peer, h, body)
-                nbytes += max(0, len(body) - held_nbytes)
+                nbytes += max(0, len(body) - at_peer_nbytes)
             with link.state:
                 link.up = not link.broke_again
         with self._count:

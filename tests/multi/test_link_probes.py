@@ -21,7 +21,7 @@ from commlayer.autotune.measure.probes import (
     OPENING,
     SeenTraffic,
     held_up,
-    known,
+    known_links,
     probed,
     sustained,
     turns_of,
@@ -126,7 +126,7 @@ def probing(run: Run) -> list[dict[str, Any]]:
                 probe(server, up_nbytes, down_nbytes, done)
 
             patch.setattr(made.uplink, "probe", ask)
-            nodes = known(made, BUDGET_S, SeenTraffic(case[run.rank], 60.0), 60.0, last=last)
+            nodes = known_links(made, BUDGET_S, SeenTraffic(case[run.rank], 60.0), 60.0, last=last)
             up_bps, down_bps, alpha_s = probed(made, nodes, BUDGET_S)
             made.groups.barrier()
         results.append({"found": (up_bps, down_bps), "alpha_s": alpha_s, "asked": [way for way, _ in itertools.groupby(asked)]})

@@ -55,6 +55,8 @@ class RankMeasurement(NamedTuple):
     """The upload rate without the home's caps (cluster/calls/home_traffic.py)."""
     limited: float = 0.0
     """1: caps held during the recorded steps; otherwise 0."""
+    averages: float = 0.0
+    """1: the rank's script averages every step; 0: it allows local steps."""
 
 
 def squared_norms(worker: Worker, site: Site, deadline_s: float) -> tuple[float, ...]:

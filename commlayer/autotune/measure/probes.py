@@ -71,7 +71,7 @@ class KnownLink(NamedTuple):
     up_bps: int = 0
     down_bps: int = 0
     round_trip_ns: int = 0
-    asks: int = 0
+    can_probe: int = 0
     """1: the node can probe a server on another node; otherwise 0."""
 
     @property
@@ -94,7 +94,7 @@ def seen_by(meter: InterfaceCounters) -> SeenTraffic:
     return SeenTraffic(meter.look(), since_s)
 
 
-def known(
+def known_links(
     context: DistributedJob, budget_s: float, seen: SeenTraffic | None = None, steps_s: float = 0.0, *,
     last: Link | None = None,
 ) -> list[KnownLink]:
@@ -135,9 +135,9 @@ def probed(
     with all_or_none(groups, "probing links"):
         # If a node's download was not busy, a slow receiving node may have limited the uploads of others.
         farthest_s = max(node.round_trip_s for node in nodes)
-        if mine.asks and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
+        if mine.can_probe and any(node.can_probe and not (node.up_bps and node.down_bps) for node in nodes):
             longest_s = min(LONGEST_S, max(link_rates.LEAST_ROUND_TRIP_S, farthest_s))
-            asking = [number for number, node in enumerate(nodes) if node.asks]
+            asking = [number for number, node in enumerate(nodes) if node.can_probe]
             everywhere = len({server.node for server in context.uplink.epoch.servers}) >= len(asking)
             turns, turn_s = turns_of(len(asking), budget_s, longest_s, everywhere=everywhere)
             mine_at = asking.index(groups.node) % turns

@@ -34,14 +34,14 @@ class HomeTraffic:
         self.exchange_nbytes, self.up_part = 0.0, 0.5
         """Bytes that this process sends in an exchange (0: unknown), and the fraction of both directions that is sent."""
         self._caps, self._month = Caps(), Month()
-        self._workers, self._processes, self._deadline_s, self._beats_s = 0, 1, math.inf, math.inf
+        self._workers, self._follows, self._deadline_s, self._beats_s = 1, False, math.inf, math.inf
         self._counted, self._beaten, self._warned = 0, time.monotonic(), False
         self._lock = threading.Lock()
 
     def start(self, config: Config) -> None:
         """Begins to count in the file of the month. Raises InvalidInput for caps that are none."""
         self._caps = caps_of(config.monthly, config.upload_share)
-        self._deadline_s, self._beats_s, self._processes = config.deadline_s, config.heartbeat_s, read_launch().local_world
+        self._deadline_s, self._beats_s, self._workers = config.deadline_s, config.heartbeat_s, read_launch().local_world
         self.look()
         threading.Thread(target=self._loop, name="commlayer-traffic", daemon=True).start()
         owner = os.getpid()
@@ -60,7 +60,7 @@ class HomeTraffic:
     @property
     def is_limited(self) -> bool:
         """True: caps hold, because the link was measured or the plan is not automatic."""
-        return self.is_capped and self._workers > 0
+        return self.is_capped and self._follows
 
     @property
     def needs_link(self) -> bool:
@@ -70,7 +70,7 @@ class HomeTraffic:
     def follow(self, link_bps: float, workers: int) -> None:
         """Sets the measured upload rate of the home's link, 0 if unknown, and limits uploads from now on. `workers`: of this
         home, which share the rate."""
-        self.link_bps, self._workers = link_bps or self.link_bps, workers
+        self.link_bps, self._workers, self._follows = link_bps or self.link_bps, workers, True
         self._limit()
 
     def allowed_bps(self, link_bps: float, least_bps: float = 0.0) -> float:
@@ -103,17 +103,18 @@ class HomeTraffic:
         self._limit()
 
     def _limit(self) -> None:
-        last_bps = self.up_part * self._caps.last_bps(self._month.used)  # also while the link is unknown
-        if not self.is_limited:
-            for flow in (TRAFFIC.gradients, TRAFFIC.states) if last_bps < math.inf else ():
-                flow.set(last_bps / self._processes)
+        if not self.is_capped:
             return
-        share, link_bps = self._caps.share(self._month.here), self.link_bps or math.inf
-        # Before the first exchange it is not known how long one would take.
-        least_bps = self._workers * 8 * self.exchange_nbytes / (DEADLINE_SHARE * self._deadline_s) or math.inf
-        allowed_bps = min(self.allowed_bps(link_bps, least_bps), last_bps)
-        TRAFFIC.gradients.set(allowed_bps / self._workers if allowed_bps < link_bps else 0.0)
-        TRAFFIC.states.set(share * self.link_bps / self._workers / 2 if share < 1 else 0.0)
+        gradients_bps = states_bps = self.up_part * self._caps.last_bps(self._month.used)
+        if self.is_limited:
+            share, link_bps = self._caps.share(self._month.here), self.link_bps or math.inf
+            # Before the first exchange it is not known how long one would take.
+            least_bps = self._workers * 8 * self.exchange_nbytes / (DEADLINE_SHARE * self._deadline_s) or math.inf
+            allowed_bps = min(self.allowed_bps(link_bps, least_bps), gradients_bps)
+            gradients_bps = allowed_bps if allowed_bps < link_bps else math.inf
+            states_bps = min(states_bps, share * link_bps / 2 if share < 1 else math.inf)
+        for flow, bps in ((TRAFFIC.gradients, gradients_bps), (TRAFFIC.states, states_bps)):
+            flow.set(bps / self._workers if bps < math.inf else 0.0)
 
 
 HOME = HomeTraffic()

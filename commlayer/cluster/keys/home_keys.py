@@ -99,7 +99,8 @@ def _token(text: str) -> Token:
 
 
 def is_invitation(address: str) -> bool:
-    """Returns whether the address of `commlayer join` is a home's line. A plain HOST:PORT is not."""
+    """Returns whether the address of `commlayer join` is an invitation, NAME@HOST:PORT#TOKEN with or without its token. A
+    plain HOST:PORT is not."""
     return "@" in address or "#" in address
 
 
