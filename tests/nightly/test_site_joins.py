@@ -120,6 +120,7 @@ def test_sites_join_a_job_that_started_with_fewer(sites: Sites, script: Script) 
     late = [run(sites, script, script.workers + number) for number in range(script.joiners)]
     ends = all_ended([*first, *late])
     reports = sorted((end.rows[-1] for end in ends), key=lambda one: one["rank"])
+    assert not [line for one in reports for line in one["decisions"] if "[E-" in line], "automatic plans continue"
     world, counts = script.workers + script.joiners, reports[0]["counts"]
     assert [one["rank"] for one in reports] == list(range(world))
     assert (counts[0], counts[-1], counts) == (script.workers, world, sorted(counts))
