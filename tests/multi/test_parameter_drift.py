@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from msgspec import structs
 from support.attached import data, mlp, plan_of, plan_or_codec, train_step
 from support.rank_pool import Servers, pool, quick
@@ -123,6 +124,7 @@ def stepped(rank: int, how: str, drift: str, uneven: str) -> tuple[str, list[str
                 optimizer.zero_grad()
     except commlayer.CommError as error:
         lines = str(error)
+    dist.barrier()  # a rank that has left would be the error of one that has not compared
     decisions = session.inspect.decisions()
     session.close()
     return lines, decisions
