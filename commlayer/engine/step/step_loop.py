@@ -22,7 +22,7 @@ from torch import nn
 from commlayer.config import Config
 from commlayer.engine.components import Component, Order, Pending
 from commlayer.engine.guards.finite_steps import FiniteSteps
-from commlayer.engine.guards.parameter_drift import drift_of
+from commlayer.engine.guards.parameter_drift import ParameterDrift
 from commlayer.engine.guards.step_guard import StepGuard
 from commlayer.engine.guards.uneven_inputs import UnevenInputs
 from commlayer.engine.job.job import DistributedJob
@@ -54,8 +54,8 @@ class StepLoop(Component):
         context.on_close.append(self._use.detach)
         for component in (self, StalePlanWatch(context), finite):
             context.components.add(component)
-        if (drift := drift_of(context, compared, optimizer, config, finite.held)) is not None:
-            context.components.add(drift)
+        if config.drift_steps and (context.world > 1 or context.elastic):
+            context.components.add(ParameterDrift(context, compared, optimizer, config, finite.held))
 
     @property
     def worker(self) -> Worker:
