@@ -320,7 +320,7 @@ class Worker:
     def end(self, applied: Sequence[bool], *, computes: bool = True) -> None:
         """Ends the step after its averages are written. `applied`: one flag for each fragment; False if its averages are not
         finite, so that they are not applied. `computes`: True if the stopwatch starts to time the next step's computation."""
-        self.units.learn(next((w for b in self.buckets if not b.late and (w := b.summed_weight())), 0.0))
+        self.units.learn(next((w for b in self.buckets if not b.late and (w := b.exchange.weight)), 0.0))
         self.tentative = not all(applied)
         self._finalize(applied)
         # Recorded steps keep their memory: measurements read the last step's results.
