@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -14,12 +14,22 @@ from commlayer.errors import CorruptFrame
 from commlayer.gpu import launch
 from commlayer.records import Spec
 
-if TYPE_CHECKING:
-    from commlayer.engine.buckets.entries_sent import EntriesSent
-
 PAYLOAD_HEADER = 16
 """Number of bytes for the payload's header before the send buffer. The payload of an in-place codec consists of this header and
 the send buffer."""
+
+
+class EntryCounts(Protocol):
+    """Sets how many entries sparse codecs send; implemented in entries_sent.py."""
+
+    def begin(self, step: int) -> None:
+        """Sets how many entries each bucket's sparse codec sends in a step. Called before each encode of the step."""
+        ...
+
+    def forget(self) -> None:
+        """Makes the next call of `begin` set the numbers again, because codec states were replaced and the step might be
+        repeated."""
+        ...
 
 
 class Coder:
@@ -36,7 +46,7 @@ class Coder:
         numel = memory.x.numel()
         self.host, self.host_y = host[:numel], host_y[:numel]
         self.bound, self.on_device = codec.bound(spec), device is not None
-        self.entries: EntriesSent | None = None
+        self.entries: EntryCounts | None = None
         """Object that sets the number of sent entries before each encode; None if the codec's ratio does not change between
         steps."""
         if device is not None:

@@ -38,12 +38,9 @@ class EntriesSent:
                 self._alone.append(one)
 
     def forget(self) -> None:
-        """Makes the next call of `begin` set the numbers again, because codec states were replaced and the step might be
-        repeated."""
         self._step = -1
 
     def begin(self, step: int) -> None:
-        """Sets how many entries each bucket sends in a step. Called before each encode of the step."""
         if step == self._step:
             return
         self._step = step
