@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-def ignore(*_: object) -> None:
+def ignore(*_: object, **__: object) -> None:
     """Does nothing."""

@@ -32,7 +32,7 @@ from commlayer.engine.observers.trace import trace_once
 from commlayer.engine.start.connect import connect
 from commlayer.engine.start.plan_choice import requested_plan
 from commlayer.engine.start.rendezvous import Start, group_of
-from commlayer.engine.step.driver import Driver, SoloDriver
+from commlayer.engine.step.driver import SoloDriver
 from commlayer.engine.step.module_driver import ModuleDriver
 from commlayer.engine.step.quiet_ddp import QuietDDP, check_silenceable
 from commlayer.engine.sync.sync_modes import LocalSteps, check_forward, check_local, forbids_of, requested_modes
@@ -40,7 +40,6 @@ from commlayer.engine.worker.clipping import Clipping, checked, clipping
 from commlayer.errors import CommError, InvalidInput, cause_of
 from commlayer.observe.power import PowerMeter
 from commlayer.optim import family_of, usual
-from commlayer.planner.shards import Shards
 from commlayer.records import Plan
 
 log = logging.getLogger("commlayer")
@@ -49,7 +48,7 @@ log = logging.getLogger("commlayer")
 class Session:
     """One attached model, returned by `attach()`."""
 
-    def __init__(self, driver: Driver, replica: Replica, clips: Clipping | None = None) -> None:
+    def __init__(self, driver: SoloDriver | ModuleDriver, replica: Replica, clips: Clipping | None = None) -> None:
         self._driver, self._replica, self._clips = driver, replica, clips
         self._context = driver.context
         self._inspection = Inspection(self._context)
@@ -164,15 +163,13 @@ class Session:
             return True
         directory, context = Path(directory), self._context
         try:
-            if isinstance(context, DistributedJob):
-                context.complete()
+            context.complete()
             found = checkpoint.find(context.groups, context.rank, context.world, directory)
             if found is None:
                 if context.rank == 0:
                     log.warning("resume(): there is no checkpoint in %s yet: training starts from the beginning", directory)
                 return False
-            shards = context.site.shards if isinstance(context, DistributedJob) else Shards()
-            local = checkpoint.load_training(context.groups, context.rank, found, self._replica, extra, shards)
+            local = checkpoint.load_training(context.groups, context.rank, found, self._replica, extra, context.site.shards)
         except CommError as error:
             raise checkpoint.not_loaded(context, directory, error) from None
         self._resumed = found.mark.step
@@ -376,7 +373,7 @@ def attach_module(
             raise
     context.on_close.append(claim.release)
     context.stream.total_steps = steps or 0
-    driver: Driver
+    driver: SoloDriver | ModuleDriver
     if isinstance(context, DistributedJob):
         driver = ModuleDriver(model, context, optimizer=optimizer, scaler=grad_scaler, config=settings, outer=outer,
                               ddp=None if ddp is None else QuietDDP(ddp), clips=norm is not None)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -299,29 +300,12 @@ class CodecWrapper(Codec, frozen=True):
 
     inner: Codec
 
-    @property
-    def id(self) -> int:
-        return self.inner.id
-
-    @property
-    def rounds(self) -> tuple[Reduction, ...]:  # type: ignore[override]
-        return self.inner.rounds
-
-    @property
-    def biased(self) -> bool:  # type: ignore[override]
-        return self.inner.biased
-
-    @property
-    def keeps(self) -> bool:  # type: ignore[override]
-        return self.inner.keeps
-
-    @property
-    def has_residual(self) -> bool:  # type: ignore[override]
-        return self.inner.has_residual
-
-    @property
-    def has_server_residual(self) -> bool:  # type: ignore[override]
-        return self.inner.has_server_residual
+    id = property(attrgetter("inner.id"))
+    rounds = property(attrgetter("inner.rounds"))
+    biased = property(attrgetter("inner.biased"))
+    keeps = property(attrgetter("inner.keeps"))
+    has_residual = property(attrgetter("inner.has_residual"))
+    has_server_residual = property(attrgetter("inner.has_server_residual"))
 
     def bound(self, spec: Spec) -> int:
         return self.inner.bound(spec)

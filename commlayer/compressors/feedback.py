@@ -74,7 +74,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
     @property
     def has_server_residual(self) -> bool:  # type: ignore[override]
         """True if a server compresses its sum again, as for GATHER codecs. A server sends the sum of a SUM codec unchanged."""
-        return self.rounds == (Reduction.GATHER,)
+        return bool(self.rounds == (Reduction.GATHER,))
 
     def __str__(self) -> str:
         # Omitted if False, since older plans without this option must keep their spelling.

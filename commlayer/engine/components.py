@@ -11,16 +11,14 @@ remaining members.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import IntEnum
-from functools import partial
 from operator import attrgetter
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 from commlayer.errors import CommError
 
-T = TypeVar("T")
 C = TypeVar("C")
 
 
@@ -128,28 +126,37 @@ class Components:
         """`job`: decides about errors. None: there are no components, as for a worker without a session."""
         self._job = job
         self._all: list[Component] = []
+        self._methods: dict[str, list[tuple[Component, Callable[..., Any]]]] = {}
+        """For each name of a method: the components that have one which does something, and the method."""
         self._failed: set[Component] = set()
         """Components whose first error is reported already."""
 
     def add(self, component: Component) -> None:
-        self._all = sorted([*self._all, component], key=attrgetter("order"))
+        self._set(sorted([*self._all, component], key=attrgetter("order")))
 
     def remove(self, component: Component) -> None:
-        self._all = [each for each in self._all if each is not component]
+        self._set([each for each in self._all if each is not component])
         self._failed.discard(component)
 
     def clear(self) -> None:
-        self._all = []
+        self._set([])
+
+    def _set(self, components: list[Component]) -> None:
+        self._all, self._methods = components, {}
 
     def of(self, kind: type[C]) -> list[C]:
         return [each for each in self._all if isinstance(each, kind)]
 
-    def __iter__(self) -> Iterator[Component]:
-        """Iterates over a copy: components that are added or removed during an iteration change only the next one."""
-        return iter(tuple(self._all))
+    def _of_all(self, method: str) -> list[tuple[Component, Callable[..., Any]]]:
+        """Returns the components that have this method. Those that are added or removed meanwhile change the next list."""
+        if (found := self._methods.get(method)) is None:
+            pairs = [(each, getattr(each, method)) for each in self._all]
+            found = [pair for pair in pairs if getattr(pair[1], "__func__", None) is not getattr(Component, method)]
+            self._methods[method] = found
+        return found
 
     def reads_sums(self) -> bool:
-        return any(self._guarded(each, each.reads_sums, otherwise=False) for each in self)
+        return any(self._observe("reads_sums"))
 
     def sums_arrived(self) -> None:
         self._observe("sums_arrived")
@@ -164,67 +171,58 @@ class Components:
     def end_exchange(self, skip: Callable[[float], None], *, early: bool) -> None:
         self._observe("end_exchange", skip, early=early)
 
-    def _observe(self, method: str, skip: Callable[[float], None] | None = None, **arguments: Any) -> None:
-        """Calls a method of all components that have one, or until members leave: the others start again with the remaining
-        members, in the next step."""
+    def _observe(self, method: str, skip: Callable[[float], None] | None = None, **arguments: Any) -> list[Any]:
+        """Calls a method of all components that observe, or until members leave: the others start again with the remaining
+        members, in the next step. The first error of each is reported with its traceback; later ones are ignored. Returns the
+        results."""
         assert self._job is not None
-        for each in self:
-            call = getattr(each, method)
-            if getattr(call, "__func__", None) is getattr(Component, method):
-                continue  # does nothing
+        results = []
+        for each, call in self._of_all(method):
             begin, generation = perf_counter(), self._job.generation
             try:
-                self._guarded(each, partial(call, **arguments), otherwise=None)
+                results.append(call(**arguments))
             except CommError as error:
                 self._job.drop_call(error, generation)
-                return
+                break
+            except Exception as error:
+                if each.order is Order.JOB:
+                    raise
+                if each not in self._failed:
+                    self._failed.add(each)
+                    self._job.report_failure(type(each).__name__, error)
             if skip is not None:
                 skip(perf_counter() - begin)
-
-    def _guarded(self, component: Component, act: Callable[[], T], *, otherwise: T) -> T:
-        """Calls `act` of a component that observes. Its first error is reported with its traceback; later ones are ignored."""
-        try:
-            return act()
-        except Exception as error:
-            if isinstance(error, CommError) or component.order is Order.JOB:
-                raise
-            if component not in self._failed and self._job is not None:
-                self._failed.add(component)
-                self._job.report_failure(type(component).__name__, error)
-            return otherwise
+        return results
 
     def begin_exchange(self) -> None:
-        for each in self:
-            each.begin_exchange()
+        self._call("begin_exchange")
 
     def patience(self) -> float:
-        return sum(each.patience() for each in self)
+        return float(sum(call() for _, call in self._of_all("patience")))
 
     def explain(self, error: BaseException) -> BaseException:
-        for each in self:
-            error = each.explain(error)
+        for _, call in self._of_all("explain"):
+            error = call(error)
         return error
 
     def interrupted(self, cause: str) -> None:
-        for each in self:
-            each.interrupted(cause)
+        self._call("interrupted", cause)
 
     def complete(self, pending: Pending) -> None:
-        for each in self:
-            each.complete(pending)
+        self._call("complete", pending)
 
     def loaded(self) -> None:
-        for each in self:
-            each.loaded()
+        self._call("loaded")
 
     def new_plan(self) -> None:
-        for each in self:
-            each.new_plan()
+        self._call("new_plan")
 
     def new_members(self) -> None:
-        for each in self:
-            each.new_members()
+        self._call("new_members")
 
     def close(self) -> None:
-        for each in self:
-            each.close()
+        self._call("close")
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        for _, call in self._of_all(method):
+            call(*arguments)

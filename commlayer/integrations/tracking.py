@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from commlayer.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from commlayer.session import Session
 
 Scalars = dict[str, float]
 
 
-class MeasuredSession(Protocol):
-    """The session of commlayer.attach()."""
-
-    @property
-    def step(self) -> int: ...
-
-    def metrics(self) -> Mapping[str, float]: ...
-
-
-def scalars(session: MeasuredSession, prefix: str = "comm/") -> Scalars:
+def scalars(session: Session, prefix: str = "comm/") -> Scalars:
     """Returns the session's counters as a flat dict with names as trackers expect them, such as `comm/exposed_s` and
     `comm/sent_MB`."""
     flat = {}
@@ -29,7 +23,7 @@ def scalars(session: MeasuredSession, prefix: str = "comm/") -> Scalars:
     return flat
 
 
-def log_to(session: MeasuredSession, writer: Any, *, every: int = 10, prefix: str = "comm/") -> Callable[..., None]:
+def log_to(session: Session, writer: Any, *, every: int = 10, prefix: str = "comm/") -> Callable[..., None]:
     """Returns a function to call after each step, `log(loss=...)`. Every `every` steps it logs the session's counters, and the
     keyword arguments under their own names.
 

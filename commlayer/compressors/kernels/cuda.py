@@ -9,6 +9,8 @@ torch. Positions as blocks of 16 are encoded on the host.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -251,22 +253,14 @@ def queue_pack(out: torch.Tensor, idx: torch.Tensor, n: int, most: int, count: t
 
 
 def _encode(out: torch.Tensor, idx: torch.Tensor, n: int, kind: int) -> int:
+    """Encodes positions. `out` must have exactly the size of the encoded positions."""
     k = idx.numel()
     queue_pack(out, idx, n, k, torch.full((1,), k, dtype=torch.int64, device=idx.device), NO_VALUES, kind)
     return out.numel() if k or kind == BITMAP else 0
 
 
-def ef_encode(out: torch.Tensor, idx: torch.Tensor, n: int) -> int:
-    """Encodes positions as Elias-Fano. `out` must have exactly the size of the encoded positions."""
-    return _encode(out, idx, n, ELIAS_FANO)
-
-
-def bitmap_encode(out: torch.Tensor, idx: torch.Tensor, n: int) -> int:
-    """Encodes positions as a bitmap. `out` must have exactly the size of the encoded positions."""
-    return _encode(out, idx, n, BITMAP)
-
-
 def _decode(idx: torch.Tensor, n: int, src: torch.Tensor, kind: int) -> None:
+    """Decodes k >= 1 positions; `src` must be exactly the encoded bytes. Raises CorruptPayload otherwise."""
     k, valid = idx.numel(), true_flag(idx)
     grid = max(1, -(-src.numel() // UNPACK_TILE_NBYTES))
     state = torch.zeros(1 + grid, dtype=torch.int64, device=idx.device)
@@ -276,14 +270,8 @@ def _decode(idx: torch.Tensor, n: int, src: torch.Tensor, kind: int) -> None:
         raise CorruptPayload(f"sparse payload: its bytes do not encode {k} increasing positions below {n}")
 
 
-def ef_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:
-    """Decodes k >= 1 positions from Elias-Fano; `src` must be exactly the encoded bytes. Raises CorruptPayload otherwise."""
-    _decode(idx, n, src, ELIAS_FANO)
-
-
-def bitmap_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:
-    """Decodes k >= 1 positions from a bitmap; `src` must be exactly the encoded bytes. Raises CorruptPayload otherwise."""
-    _decode(idx, n, src, BITMAP)
+ef_encode, bitmap_encode = partial(_encode, kind=ELIAS_FANO), partial(_encode, kind=BITMAP)
+ef_decode, bitmap_decode = partial(_decode, kind=ELIAS_FANO), partial(_decode, kind=BITMAP)
 
 
 def nibbles_encode(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, rest: torch.Tensor | None, block: int) -> bool:

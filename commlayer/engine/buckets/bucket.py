@@ -18,7 +18,15 @@ from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.plan_codecs import reader_of
 from commlayer.compressors.randomk import RandomK
 from commlayer.compressors.topk import TopK
-from commlayer.engine.buckets.bucket_layout import BucketLayout, BucketMemory, aligned, all_finite, release, scale
+from commlayer.engine.buckets.bucket_layout import (
+    BucketLayout,
+    BucketMemory,
+    aligned,
+    all_finite,
+    buffer_on,
+    release,
+    scale,
+)
 from commlayer.engine.buckets.coder import PAYLOAD_HEADER, Coder
 from commlayer.engine.buckets.ledger import Ledger
 from commlayer.engine.buckets.results import EncodedResult, SparseResult, codec_of_results
@@ -47,14 +55,13 @@ class BucketExchange:
     """True: the result can be written into the gradients."""
     finite: bool = True
     weight: float = 0.0
+    """This worker's weight. After the result has arrived: the total weight of all workers."""
     used: int = 0
     """Bit mask of the slices for which this worker had a gradient. After the result has arrived: for which any worker had one.
     """
     total: float = 0.0
     """The assumed total weight of all workers, by which the gradients of this exchange were scaled. If the result has another
     total weight, the residual is corrected (`EncodedBucket.reweigh`)."""
-    received_weight: float | None = None
-    """The total weight of all workers, if the host received it separately from a sum that is on the device; else None."""
     scaled: float | torch.Tensor = 1.0
     """The factor by which the received sum has been multiplied in place since it arrived."""
     applied: int = 0
@@ -168,13 +175,8 @@ class WorkerBucket:
             tail.copy_(torch.tensor(facts, dtype=tail.dtype))
 
     def over_weight(self, scale: float, weight: float) -> float | torch.Tensor:
-        """Returns scale / `weight`. `weight`: the total weight of all workers. The result is a tensor if the host would have to
-        wait for the weight."""
+        """Returns scale / `weight`. `weight`: the total weight of all workers."""
         return scale / weight
-
-    def summed_weight(self) -> float:
-        """The total weight of all workers in the exchange of the last received sum; 0 if it is known only to the GPU."""
-        return self.exchange.weight
 
     def finalize(self, slices: int) -> None:
         """Ends the last exchange: the ledger records the slices in the bit mask `slices` as applied, and the other slices as
@@ -186,8 +188,7 @@ class WorkerBucket:
     def _share_of_inherited(self) -> float:
         """Returns the fraction of the inherited residual that reached the mean. It is not 1 if the total weight differs from
         the assumed one."""
-        weight = self.exchange.weight if self.served else float(self.memory.tail_y[-1])
-        return self.exchange.total / max(weight, TINY)
+        return self.exchange.total / max(self.exchange.weight, TINY)
 
     def learn(self, weight: float) -> None:
         """Records the total weight of a result, as the assumption for the next exchange."""
@@ -230,24 +231,16 @@ class WorkerBucket:
             torch.mul(view, factor, out=target.detach())
 
     def commit_finite(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> bool:
-        """Does as `commit`, and checks in the same pass whether the received sum is finite. Returns False at the first part
-        that is not; what the targets have there and later is then unchanged, and `commit` is to be called."""
-        views = self.memory.views_y
-        if len(views) > 1 and self.numel <= SMALL_NUMEL * len(views):
+        """Does as `commit`, and checks whether the received sum is finite, in the same pass if slices are large. Returns False
+        if it is not; what the targets have is then not the average, and `commit` is to be called."""
+        pairs = self.layout.pairs(targets, self.memory.views_y)
+        if len(pairs) < len(self.slices) or (len(pairs) > 1 and self.numel <= SMALL_NUMEL * len(pairs)):
             self.look()
             if self.exchange.finite:
                 self.commit(factor, targets)
-            return self.exchange.finite
-        for view, shape, target, s in zip(views, self.layout.shapes, targets, self.slices, strict=True):
-            if target is None:
-                finite = all_finite(view)
-            else:
-                to = target.detach() if target.shape == shape else target.detach().view(-1)[s.start : s.stop]
-                finite = scale(view, factor, to)
-            if not finite:
-                self.exchange.finite = False
-                return False
-        return True
+        else:
+            self.exchange.finite = all(scale(view, factor, to.detach()) for view, to in pairs)
+        return self.exchange.finite
 
     def slice_of_result(self, number: int) -> torch.Tensor:
         """Returns the received values of a slice; only the nonzero values if the result arrived as sparse entries."""
@@ -280,13 +273,14 @@ class CollectiveBucket(WorkerBucket):
         """True: one all-reduce sums the bucket, without compression."""
         doubles = self.buffer or any(job.tensors[s.tensor].dtype == "float64" for s in self.slices)
         dtype = torch.float64 if doubles and self.dense else torch.float32
-        floats = self.numel + len(self.slices) + 1
-        every = (aligned(0, floats * dtype.itemsize, pinned=False).view(dtype) if device.type == "cpu"
-                 else torch.empty(floats, dtype=dtype, device=device))
+        every = buffer_on(device, self.numel + len(self.slices) + 1, dtype)
         self.use(every, every)
 
-    def read_used(self) -> None:
-        """Reads from the summed flags which slices any rank used. Does nothing if this rank used every slice."""
+    def read_tail(self, weight: float | None = None) -> None:
+        """Reads the total weight from the received sum, and from the summed flags which slices any rank used, unless this rank
+        used every slice. `weight`: the total weight, if the host has received it separately from a sum that is on the GPU."""
+        facts = self.memory.facts_y
+        self.exchange.weight = float(facts[-1]) if facts is not None else weight or 0.0
         if self.exchange.used != self.ledger.all_slices:
             self.exchange.used = _mask(self.memory.tail_y[:-1])
 
@@ -295,17 +289,9 @@ class CollectiveBucket(WorkerBucket):
         """Returns True if the host can read a collective's summed weight without waiting for the GPU."""
         return self.memory.facts_y is not None
 
-    def over_weight(self, scale: float, _weight: float) -> float | torch.Tensor:
-        """Returns scale / (total weight of all workers). On a GPU the result is a tensor, so that the host does not wait."""
-        if self.exchange.received_weight == 0.0:
-            raise ZeroDivisionError
-        facts = self.memory.facts_y
-        return scale / (self.memory.tail_y[-1] if facts is None else float(facts[-1]))
-
-    def summed_weight(self) -> float:
-        """The total weight of all workers in the exchange of the last received sum; 0 if it is known only to the GPU."""
-        facts = self.memory.facts_y
-        return self.exchange.received_weight or 0.0 if facts is None else float(facts[-1])
+    def over_weight(self, scale: float, weight: float) -> float | torch.Tensor:
+        """Returns scale / `weight`. On a GPU the result is a tensor with the weight that belongs to the sum."""
+        return scale / (weight if self.read_here or not weight else self.memory.tail_y[-1])
 
 
 class ServedBucket(WorkerBucket):
@@ -324,9 +310,7 @@ class ServedBucket(WorkerBucket):
         self._allocate(job, device)
 
     def _allocate(self, job: Job, device: torch.device) -> None:
-        floats, dtype = self.numel + len(self.slices) + 1, torch.float64 if self.means else torch.float32
-        every = (aligned(0, 4 * floats, pinned=False).view(dtype) if device.type == "cpu" and not self.means
-                 else torch.empty(floats, dtype=dtype, device=device))
+        every = buffer_on(device, self.numel + len(self.slices) + 1, torch.float64 if self.means else torch.float32)
         self.use(every, every)
 
     def flags(self) -> torch.Tensor:
@@ -366,16 +350,16 @@ class EncodedBucket(ServedBucket):
     def _allocate(self, job: Job, device: torch.device) -> None:
         on_host, floats = device.type == "cpu", self.numel + len(self.slices) + 1
         on_device = self._on_device and not self.means
-        on_copy = not on_device  # the codec works on host memory
-        block = aligned(PAYLOAD_HEADER, 4 * floats if on_host or on_copy else 0, pinned=not on_host and on_copy)
+        host_nbytes = 4 * floats if on_host or not on_device else 0
+        block = aligned(PAYLOAD_HEADER, host_nbytes, pinned=not on_host)
         host = block[PAYLOAD_HEADER:].view(torch.float32)
         dtype = torch.float64 if self.means else torch.float32
-        every = host if on_host and not self.means else torch.empty(floats, dtype=dtype, device=device)
+        every = host if on_host and not self.means else buffer_on(device, floats, dtype)
         host_y, every_y = host, every
         if self.keeps:
-            host_y = aligned(0, 4 * floats, pinned=not on_host).view(torch.float32) if on_host or on_copy else torch.empty(0)
+            host_y = aligned(0, host_nbytes, pinned=not on_host).view(torch.float32)
             if on_host or on_device:
-                every_y = host_y if on_host else torch.empty(floats, device=device)
+                every_y = host_y if on_host else buffer_on(device, floats, dtype)
         self.use(every, every_y)
         state = self.codec.init(self.planned.spec)
         seed(state, job.digest(), self.id, self._rank)

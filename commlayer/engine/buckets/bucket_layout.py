@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -84,12 +84,19 @@ def aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
     return raw[skip : skip + lead + nbytes]
 
 
+def buffer_on(device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocates a buffer of a bucket."""
+    if device.type != "cpu":
+        return torch.empty(numel, dtype=dtype, device=device)
+    return aligned(0, numel * dtype.itemsize, pinned=False).view(dtype)
+
+
 @contextlib.contextmanager
-def contiguous(targets: Sequence[torch.Tensor | None], cut: Callable[[int], bool]) -> Iterator[list[torch.Tensor | None]]:
+def contiguous(targets: Sequence[torch.Tensor | None], split: Collection[int]) -> Iterator[list[torch.Tensor | None]]:
     """Yields the targets, but a contiguous tensor of zeros instead of each target that is split between buckets and not
-    contiguous. At the end these tensors are copied into their targets. `cut` returns True if a tensor is split."""
+    contiguous. At the end these tensors are copied into their targets. `split`: numbers of the split tensors."""
     copies = {t: (target, torch.zeros_like(target, memory_format=torch.contiguous_format))
-              for t, target in enumerate(targets) if target is not None and not target.is_contiguous() and cut(t)}
+              for t, target in enumerate(targets) if target is not None and t in split and not target.is_contiguous()}
     yield [copies[t][1] if t in copies else target for t, target in enumerate(targets)] if copies else [*targets]
     for target, copy in copies.values():
         target.detach().copy_(copy)

@@ -165,7 +165,5 @@ def aborted_by(buckets: Sequence[WorkerBucket], *, by_this_worker: bool) -> str:
     `by_this_worker`: True if this worker aborted it."""
     if reason := next((bucket.exchange.abandoned for bucket in buckets if bucket.exchange.abandoned), ""):
         return reason
-    # Collectives run in plan order, so the last weight covers the workers that finished the backward pass.
-    last = [bucket for bucket in buckets if not bucket.served][-1:]
-    weights = [bucket.exchange.weight for bucket in buckets if bucket.served] + [bucket.summed_weight() for bucket in last]
-    return f"a worker: {BROKEN}" if by_this_worker or any(map(math.isnan, weights)) else ""
+    broken = by_this_worker or any(math.isnan(bucket.exchange.weight) for bucket in buckets)
+    return f"a worker: {BROKEN}" if broken else ""

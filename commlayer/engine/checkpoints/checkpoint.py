@@ -63,7 +63,6 @@ from commlayer.engine.components import Pending
 from commlayer.engine.epochs.plan_switch import switch
 from commlayer.engine.epochs.replica import Replica
 from commlayer.engine.job.job import DistributedJob, JobContext
-from commlayer.engine.job.plan_agreement import check_plan
 from commlayer.engine.sync.local_steps import PENDING
 from commlayer.engine.worker.plan_handover import inherit_residuals
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost, short_line
@@ -135,21 +134,14 @@ def save(
     context: JobContext, replica: Replica, directory: Path, extra: Mapping[str, Any], *, model: bool,
 ) -> None:
     """Writes a checkpoint, as Session.checkpoint describes. All ranks call it between the same two steps."""
-    job = context if isinstance(context, DistributedJob) else None
-    if job is None:
-        _save(context, job, replica, directory, extra, model=model)
-    else:
-        job.retry_on_epoch_change(lambda: _save(context, job, replica, directory, extra, model=model))
+    context.retry_on_epoch_change(lambda: _save(context, replica, directory, extra, model=model))
     if context.rank == 0:
         context.stream.log.append(CheckpointEvent(action="saved", step=context.passes, directory=str(directory)))
 
 
-def _save(
-    context: JobContext, job: DistributedJob | None, replica: Replica, directory: Path, extra: Mapping[str, Any], *,
-    model: bool,
-) -> None:
-    if job is not None:
-        job.complete(Pending.ALL_STEPS)
+def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping[str, Any], *, model: bool) -> None:
+    job = context if isinstance(context, DistributedJob) else None
+    context.complete(Pending.ALL_STEPS)
     groups, plan = context.groups, context.plan  # these calls may have changed them
     undone: dict[int, int] = {}
     with all_or_none(groups, SAVING):
@@ -168,13 +160,13 @@ def _save(
     mark = Mark(save=f"{rows[0][1]:016x}", step=context.passes, round=0 if job is None else job.worker.step,
                 world=context.world, servers=0 if plan is None else plan.servers,
                 plan="" if plan is None else records.digest(plan), rate=1.0 if job is None else job.worker.units.rate,
-                members=1 if job is None else job.first_world, sites=_unlike(groups), training_id=context.training_id)
+                members=context.first_world, sites=_unlike(groups), training_id=context.training_id)
     folder = folder_of(directory, number)
 
     def training() -> Files:
         return {f"{TRAINING}{context.rank}": replica.state(context, plan, extra, model=model)}
 
-    shards = Shards() if job is None else job.site.shards
+    shards = context.site.shards
     own = first or (plan is not None and plan.steps_locally and not shards.local)
     whole: Files = {}
     if shards:
@@ -367,14 +359,12 @@ def load_codecs(
 def _fits(context: DistributedJob, plan: Plan) -> bool:
     """Returns whether this job can train with a checkpoint's plan: its ranks can be on other machines than those that saved.
     All ranks call it together, since one of them may refuse the plan."""
-    groups, worker = context.groups, context.worker
-    fits = plan.servers <= len(context.uplink.epoch.servers)
+    fits = True
     try:
-        check_plan(plan, worker.job, len(groups.sites), plan.ranks_per_node if context.elastic else groups.ranks_per_node,
-                   worker.device, context.terms.forbids, reachable=groups.members.reachable)
+        context.check_plan(plan)
     except InvalidInput:
         fits = False
-    return all(row[0] for row in gather(groups, [fits]))
+    return all(row[0] for row in gather(context.groups, [fits]))
 
 
 def _restore_unchanged(context: DistributedJob, found: FoundCheckpoint) -> None:
@@ -468,17 +458,16 @@ def residuals_in(tensors: Mapping[str, torch.Tensor], plan: Plan, mark: Mark, *,
 def not_loaded(context: JobContext, directory: Path, error: Exception) -> CommError:
     """Creates the error that ends the job on all ranks after a failed load."""
     cause = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
-    job = context if isinstance(context, DistributedJob) else None
-    if job is not None and (departed := job.members.departed(job.waits.verdict_s)):
+    if departed := context.members.departed(context.waits.verdict_s):
         peer = departed[0]
         at = named_at(str(cause), peer)
         cause = PeerLost(str(cause)[at:].partition(": ")[2] if at >= 0 else "is gone", peer=peer)
-    elif job is not None and isinstance(explained := job.explain(cause), CommError):
+    elif isinstance(explained := context.explain(cause), CommError):
         cause = explained
     final = cause.located(what=f"{cause.what}; {directory} was not loaded and is unchanged, and all ranks stop: start all "
                                "ranks again")
-    if job is not None:
-        job.worker.latch(final)
+    if isinstance(context, DistributedJob):
+        context.worker.latch(final)
     return final
 
 

@@ -35,11 +35,11 @@ def state_of(context: JobContext, replica: Replica) -> dict[str, Any]:
     """Returns the number of steps and, for each trained parameter, the sum of all ranks' and servers' residuals, divided among
     the ranks. All ranks call it together."""
     job = context if isinstance(context, DistributedJob) else None
-    if job is not None and job.local is not None:
+    if context.local is not None:
         raise InvalidInput("E-CHECKPOINT", "the session's state for torch.distributed.checkpoint does not include local steps: "
                                            "use session.checkpoint()")
     residuals = Residuals() if job is None else _residuals_of(job)
-    state: dict[str, Any] = {"step": context.passes, "members": 1 if job is None else job.first_world}
+    state: dict[str, Any] = {"step": context.passes, "members": context.first_world}
     mesh = None if job is None else DeviceMesh.from_group(job.groups.hosts.group, "cpu")
     for number, (name, numel) in enumerate(replica.trained.items()):
         found = residual_on(residuals.gradients, [Slice(number, 0, numel)])

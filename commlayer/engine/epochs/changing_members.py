@@ -21,11 +21,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import chain
-from typing import Protocol
 
-import torch
 from msgspec import structs
 
 from commlayer.cluster.calls.site_client import KvClient
@@ -37,13 +35,14 @@ from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine.buckets.bucket import WorkerBucket
 from commlayer.engine.components import Pending
 from commlayer.engine.epochs.plan_switch import Recut
+from commlayer.engine.epochs.replica import Replica
 from commlayer.engine.epochs.schedule import LEAD, MOST_AT_ONCE, Joining, Proposal, decide, propose
 from commlayer.engine.epochs.state_relay import BATCH_NBYTES, WINDOW, NewestEpoch, StateRelay
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
 from commlayer.engine.job.job import DistributedJob
 from commlayer.errors import CommError, InvalidInput, PeerLost
-from commlayer.records import Epoch, Member, Plan, plan_of, sites_of
+from commlayer.records import Epoch, Member, plan_of, sites_of
 from commlayer.transport.protocol import SERVER_BASE, Handle, peer_name
 
 PROPOSAL_NUMBERS = len(Proposal._fields)
@@ -56,27 +55,12 @@ REQUESTS_S = 5.0
 keep results only for a short time, so a later worker might have to join again."""
 
 
-class StateGiver(Protocol):
-    """Interface of the object that creates the state for joining ranks; `replica.py` implements it."""
-
-    @property
-    def most_nbytes(self) -> int: ...
-
-    def given(self, context: DistributedJob, plan: Plan, epoch: Epoch) -> dict[str, torch.Tensor]: ...
-
-    def invitation(self, context: DistributedJob, plan: Plan, step: int) -> bytes: ...
-
-    def rest(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]: ...
-
-    def encoded(self, state: Mapping[str, torch.Tensor], *, apart: bool) -> tuple[bytes, bytes]: ...
-
-
 class ChangingMembers(FixedMembers):
     """The members of a job that can change. The membership threads call `offer`; the training thread calls everything else."""
 
     elastic = True
 
-    def __init__(self, context: DistributedJob, config: Config, home: str, replica: StateGiver, joined: int = 0) -> None:
+    def __init__(self, context: DistributedJob, config: Config, home: str, replica: Replica, joined: int = 0) -> None:
         """`replica` creates the state which a joining rank receives from this rank. `joined`: number of workers that have
         joined the job so far."""
         super().__init__()

@@ -13,7 +13,7 @@ from commlayer.cluster.processes.collectives import Groups, all_or_none, gather
 from commlayer.engine.buckets.bucket_layout import trim
 from commlayer.engine.components import Component, Order, Pending
 from commlayer.engine.job.job import DistributedJob
-from commlayer.engine.job.plan_agreement import OfferedPlan, bytes_of, check_plan, plan_in
+from commlayer.engine.job.plan_agreement import OfferedPlan, bytes_of, plan_in
 from commlayer.engine.sync.sync_modes import with_modes
 from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, InvalidInput
@@ -84,19 +84,14 @@ def _prepare(context: DistributedJob, plan: Plan | None, *, by_itself: bool, aga
     note = ""
     if old.plan.steps_locally and not agreed.steps_locally and len({row.memory for row in rows}) > 1:
         agreed, note = _updates_still(agreed, by_itself=by_itself)
-    servers = len(context.uplink.epoch.servers)
     # Under another automatic plan of local steps, the steps so far belong to its first exchange.
     context.complete(Pending.RUNNING if by_itself and agreed.steps_locally else Pending.ALL_STEPS)
     with all_or_none(groups, "switch()"):  # after it no message to a server is in flight
-        if agreed.servers > servers:
-            raise InvalidInput("E-PLAN-SWITCH", f"plan: it needs {agreed.servers} servers, but the job has {servers}")
         if agreed.steps_locally and context.norms_differ and context.matched:
             raise InvalidInput("E-SHARDED", "plan: it has local steps whose averages are scaled to a norm, which would differ "
                                             "in the last bit between sites of unlike sizes: pass LocalSteps(..., "
                                             "outer=OuterSGD()) to attach()")
-        per_node = agreed.ranks_per_node if context.elastic else groups.ranks_per_node
-        check_plan(agreed, old.job, len(groups.sites), per_node, old.device, context.terms.forbids,
-                   reachable=groups.members.reachable)
+        context.check_plan(agreed)
     new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
     return _Prepared(new, context.all_undone(old.roll_back()), note)
 

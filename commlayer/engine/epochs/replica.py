@@ -24,7 +24,7 @@ from commlayer.cluster.processes.collectives import Groups
 from commlayer.compressors import shared_snapshot
 from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.buckets.shared_buffers import agree, agreed
-from commlayer.engine.job.job import DistributedJob, JobContext
+from commlayer.engine.job.job import DistributedJob, JobContext, JoinedState
 from commlayer.engine.model.model_tensors import buffers_of, parameters_of
 from commlayer.engine.model.shard_parameters import (
     engine_parameters,
@@ -46,7 +46,6 @@ TENSOR, TUPLE = "\0tensor", "\0tuple"
 """Keys that mark tensors and tuples, for which msgpack has no type, in the encoded optimizer state."""
 LOCAL, OWN, HEAD, CODEC, BUFFER, STATE = "local.", "own.", "head", "codec.", "buffer.", "state."
 START, VELOCITY, BEHIND = "local.start.", "local.velocity.", "local.behind"
-FORMER = "former."
 STATE_PER_ELEMENT, HEAD_NBYTES = 16, messages.MAX_PLAN_NBYTES
 """Largest size of a state, which limits what a rank receives: 16 values per element of the model (weights, moments, master
 weights, the state of local steps, and as much of a script's own objects), and as much as a plan for all else."""
@@ -116,14 +115,11 @@ class TakenState(NamedTuple):
 
     told: GivenState
     plan: Plan
-    local: dict[str, torch.Tensor]
-    """State of local steps, by tensor name. It is needed when local steps begin."""
+    joined: JoinedState
     late: dict[str, torch.Tensor]
     """Results that are applied one step late, by tensor name."""
     codecs: dict[str, torch.Tensor]
     """The part of codec states that is equal on all workers, by bucket and name."""
-    restore: Callable[[], None]
-    """Function that installs the received optimizer state once more, after the first step."""
     followed: int = 0
     """Number of exchanges that this rank has followed before it joins."""
 
@@ -189,14 +185,14 @@ class Replica:
         """
         tensors: dict[str, torch.Tensor] = {}
         job = context if isinstance(context, DistributedJob) else None
-        local = None if job is None else job.local
+        local = context.local
         optimizer, scaler = (self._optimizer, self._scaler) if model else (None, None)
         head = GivenState(
             plan=b"" if plan is None else records.encode(plan), step=0 if job is None else job.worker.step,
             counted=0 if job is None else job.exchanges, passes=context.passes, exchanged_steps=context.exchanged_steps,
             matched=job is not None and job.matched, automatic=context.terms.auto, optimizer=type(optimizer).__name__,
-            state=None if optimizer is None else _plain(optimizer.state_dict(), tensors),
-            scaler=_plain(scaler.state_dict(), tensors) if scaler is not None else {},
+            state=None if optimizer is None else _plain(optimizer.state_dict(), tensors, f"{STATE}optimizer"),
+            scaler=_plain(scaler.state_dict(), tensors, f"{STATE}scaler") if scaler is not None else {},
             followed={name: say() for name, say in context.followers.items()},
             extra=_states_of(extra, tensors), model=model)
         if job is not None and epoch is not None:
@@ -277,9 +273,9 @@ class Replica:
         if local:
             local |= {f"{START}{n}": start for n, start in enumerate(self.common(tensors)[0])}
             local = self._each(local, shard_of)
-        return TakenState(transfer, plan, local,
+        return TakenState(transfer, plan, JoinedState(local, restore, dict(transfer.followed), transfer.exchanged_steps),
                           {name: t for name, t in tensors.items() if name.startswith("late.")},
-                          {name.removeprefix(CODEC): t for name, t in tensors.items() if name.startswith(CODEC)}, restore)
+                          {name.removeprefix(CODEC): t for name, t in tensors.items() if name.startswith(CODEC)})
 
     def common(self, tensors: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Returns the common weights of local steps in a received state, and the outer optimizer's momentum."""
@@ -289,16 +285,15 @@ class Replica:
         return [tensors[f"parameter.{name}"] for name in names], [tensors.get(f"{VELOCITY}{n}") for n in range(len(names))]
 
     def completed(
-        self, transfer: GivenState, rest: Mapping[str, torch.Tensor], former: GivenState, tensors: Mapping[str, torch.Tensor],
-        starts: Sequence[torch.Tensor], velocity: Sequence[torch.Tensor | None],
-    ) -> tuple[GivenState, dict[str, torch.Tensor]]:
+        self, rest: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], starts: Sequence[torch.Tensor],
+        velocity: Sequence[torch.Tensor | None],
+    ) -> dict[str, torch.Tensor]:
         """Returns a complete state: `rest`, which was received last, and what it lacks from the snapshot received before
-        (`former` and `tensors`), with the weights and momentum that followed from it (`starts`, `velocity`)."""
-        kept = {name: t for name, t in tensors.items() if name.startswith("parameter.")}
+        (`tensors`), with the weights and momentum that followed from it (`starts`, `velocity`)."""
+        kept = {name: t for name, t in tensors.items() if name.startswith(("parameter.", STATE))}
         kept |= {f"parameter.{name}": start for name, start in zip(self._names_of_trained(), starts, strict=True)}
         kept |= {f"{VELOCITY}{n}": each for n, each in enumerate(velocity) if each is not None}
-        kept |= {f"{FORMER}{name}": t for name, t in tensors.items() if name.startswith(STATE)}
-        return msgspec.structs.replace(transfer, state=_filled(transfer.state, former.state, rest)), kept | dict(rest)
+        return kept | dict(rest)
 
     @property
     def trained(self) -> dict[str, int]:
@@ -377,31 +372,13 @@ def received(own: bytes, common: bytes) -> tuple[GivenState, dict[str, torch.Ten
     return transfer, tensors
 
 
-def _filled(value: Any, former: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Returns an optimizer's state in which tensors that are not in `tensors` are those of an earlier state."""
-    if isinstance(value, dict):
-        if TENSOR in value:
-            if value[TENSOR] in tensors:
-                return value
-            if not isinstance(former, dict) or TENSOR not in former:
-                raise InvalidInput("E-JOIN-STATE", "joining a running job: the optimizer of its workers has more state than "
-                                                   "when they gave it; join again")
-            return {TENSOR: f"{FORMER}{former[TENSOR]}"}
-        return {key: _filled(inner, former.get(key) if isinstance(former, dict) else None, tensors)
-                for key, inner in value.items()}
-    if isinstance(value, list):
-        known = former if isinstance(former, list) and len(former) == len(value) else [None] * len(value)
-        return [_filled(inner, other, tensors) for inner, other in zip(value, known, strict=True)]
-    return value
-
-
 def _states_of(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Returns the states of the script's own objects, with names instead of tensors. The tensors are added to `tensors`."""
     for name, value in extra.items():
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise InvalidInput("E-CHECKPOINT", f"checkpoint(): extra {name!r} is a {type(value).__name__}, but it must have "
                                                "state_dict() and load_state_dict()")
-    return {name: _plain(value.state_dict(), tensors) for name, value in extra.items()}
+    return {name: _plain(value.state_dict(), tensors, f"{STATE}extra.{name}") for name, value in extra.items()}
 
 
 def _shared_codec_states(context: DistributedJob) -> dict[str, torch.Tensor]:
@@ -445,7 +422,7 @@ def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: i
         tensors: dict[str, torch.Tensor] = {}
         error, state = "", None
         try:
-            state = _plain(optimizer.state_dict(), tensors)
+            state = _plain(optimizer.state_dict(), tensors, "state")
         except Exception as failed:  # the optimizer's code can raise any error, and the other ranks wait for a message
             error, tensors = f"rank {source}: {type(failed).__name__}: {failed}".partition("\n")[0], {}
         body = safetensors.torch.save({name: on_host(t) for name, t in tensors.items()})
@@ -484,21 +461,20 @@ def _whole_like(p: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     return whole_of(sharded_like(p, shard.to(p.device))) if is_sharded(p) else shard
 
 
-def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Returns the value with names instead of tensors. The tensors are added to `tensors`. Raises ValueError for a value that
-    is neither a tensor nor of a plain type."""
+def _plain(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
+    """Returns the value, which is at `path` in a state, with names instead of tensors. The tensors are added to `tensors`, each
+    under its own path. Raises ValueError for a value that is neither a tensor nor of a plain type."""
     if isinstance(value, torch.Tensor):
-        name = f"state.{len(tensors)}"
+        name = path if path not in tensors else f"{path}.{len(tensors)}"
         tensors[name] = whole_of(value)
         return {TENSOR: name}
     if isinstance(value, Mapping):
         # An optimizer's parameters have an order that can differ between ranks, but their tensors must have equal names.
         numbered = all(isinstance(key, int) for key in value)
-        return {key: _plain(value[key], tensors) for key in (sorted(value) if numbered else value)}
-    if isinstance(value, tuple):
-        return {TUPLE: [_plain(inner, tensors) for inner in value]}
-    if isinstance(value, list):
-        return [_plain(inner, tensors) for inner in value]
+        return {key: _plain(value[key], tensors, f"{path}.{key}") for key in (sorted(value) if numbered else value)}
+    if isinstance(value, tuple | list):
+        plain = [_plain(inner, tensors, f"{path}.{place}") for place, inner in enumerate(value)]
+        return {TUPLE: plain} if isinstance(value, tuple) else plain
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise InvalidInput("E-JOIN-STATE", f"the optimizer's state contains a value of type {type(value).__name__}, but only "

@@ -43,6 +43,9 @@ class NewestEpoch:
         unresponsive coordinator are repeated."""
         self.epoch, self._notice_s, self.away_s = epoch, notice_s, away_s
 
+    def offer(self, epoch: Epoch) -> None:
+        self.epoch = epoch
+
     def run(self, act: Callable[[Epoch], T]) -> T:
         """Runs `act` with the newest epoch; again, from its start, whenever a worker that takes part leaves meanwhile."""
         while True:

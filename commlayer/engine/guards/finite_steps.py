@@ -68,24 +68,21 @@ class FiniteSteps(Component):
         """Returns what all ranks have counted alike. Under local steps each rank drops its own steps."""
         return msgspec.json.encode((self._spoilt, {} if self._context.local else self._in_row)).decode()
 
-    def averaged(self, own: int, *, finite: bool) -> None:
+    def averaged(self, own: int, *, finite: bool, dropped: bool) -> None:
         """Records whether a step's averages are finite. All ranks call it with the same `finite`. `own`: number of the first
-        tensor whose gradient on this rank is not finite; -1 if there is none."""
+        tensor whose gradient on this rank is not finite; -1 if there is none. `dropped`: True if averages that were not finite
+        have not been applied."""
         if finite and self._found is None:
             self._in_row.pop(0, None)
         self._found, self._dropped = "" if finite else self._whose(own), False
+        if dropped and self._found:
+            self._count(0, f"gradients of {self._found}", "they are dropped on all ranks")
 
     def written(self) -> None:
         """Checks the averages that have just been written into `.grad`, for optimizers whose step is running because its
         closure ran the backward pass."""
         for optimizer in self.held.stepping():
             self._drop(self.held.by(optimizer))
-
-    def dropped(self, own: int, *, finite: bool) -> None:
-        """Does the same as `averaged`, for a step whose non-finite averages were not applied."""
-        self.averaged(own, finite=finite)
-        if self._found:
-            self._count(0, f"gradients of {self._found}", "they are dropped on all ranks")
 
     def reset(self) -> None:
         """Resets the check, because new averages for `.grad` are being exchanged."""

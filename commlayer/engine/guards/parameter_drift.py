@@ -20,8 +20,9 @@ import math
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -55,16 +56,6 @@ NAMED = 3
 """Largest number of tensors or settings that one log line or error names."""
 SHARDED = "consolidate_state_dict"
 """Name of a method of optimizers whose state is divided among the ranks; other optimizers do not have it."""
-
-
-def drift_of(
-    context: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
-    held: HeldParameters,
-) -> ParameterDrift | None:
-    """Creates the check for replica divergence; returns None if there can be no other ranks, or if drift_steps is 0."""
-    if not config.drift_steps or (context.world == 1 and not context.elastic):
-        return None
-    return ParameterDrift(context, named, optimizer, config, held)
 
 
 def spacing(cost_s: float, step_s: float) -> int:
@@ -306,7 +297,12 @@ class ParameterDrift(Component):
         self._compare_steps(rows)
         if self._context.local is None:  # under local steps, a skipped step can delay a schedule
             self._compare_settings(rows)
-        self._react(differing(self._digests_of_all(rows), self._parts), rows)
+        weights, before = differing(self._digests_of_all(rows), self._parts), self._reported
+        self._reported = [*weights]
+        if weights and (self._reaction != "warn" or self._reported != before):
+            self._react(f"the weights of {self._ranks(weights)} and {self._context.called(0)} differ in "
+                        f"{self._named_some(weights)}", [self._tensors[number] for number in weights],
+                        optimizer=all(row.has_state for row in rows), later=True)
 
     def _digests_of_all(self, rows: Sequence[DriftRow]) -> list[list[int]]:
         """Returns the digests of all ranks, if checksums differ; otherwise only those of this rank."""
@@ -362,14 +358,7 @@ class ParameterDrift(Component):
         parts += [f"weights of {self._named_some(weights)} differ on {self._ranks(weights)}"] if weights else []
         if states:
             parts.append(f"the optimizer's state of {self._named_some(states)} differs on {self._ranks(states)}")
-        self._react_with("; ".join(parts), [parameters[number] for number in weights], unlike, optimizer=bool(states or unlike))
-
-    def _copy_all(self, tensors: Iterable[torch.Tensor], *, optimizer: bool) -> None:
-        """Copies tensors, and the optimizer's state, from rank 0 to all ranks."""
-        for tensor in tensors:
-            self._copy(tensor, self._context.groups)
-        if optimizer:
-            share_optimizer(self._optimizer, self._context.groups, self._deadline_s)
+        self._react("; ".join(parts), [parameters[number] for number in weights], unlike, optimizer=bool(states or unlike))
 
     def _settings(self) -> dict[str, str]:
         return settings_of(self._optimizer, self._named)
@@ -383,7 +372,7 @@ class ParameterDrift(Component):
         if before:
             raise CommError(f"step {self._step}: {what}, again after it was copied from rank 0: set it "
                             'to the same value on all ranks, or use drift="warn"', code="E-REPLICAS")
-        self._react_with(what, [], unlike, optimizer=True)
+        self._react(what, [], unlike, optimizer=True)
 
     def _differing_settings(self, rows: Sequence[DriftRow]) -> dict[str, list[str]]:
         """Returns each setting of the optimizers that differs between ranks, with its value on each rank."""
@@ -399,24 +388,31 @@ class ParameterDrift(Component):
             f"{value} on {', '.join(called(at) for at, other in enumerate(row) if other == value)}"
             for value in dict.fromkeys(row)) for name, row in [*unlike.items()][:NAMED]]
 
-    def _react_with(self, what: str, tensors: Iterable[torch.Tensor], unlike: dict[str, list[str]], *, optimizer: bool
-                    ) -> None:
-        """Reacts to different settings, or to differences before the first optimizer step. `tensors`, `optimizer`: what to
-        copy."""
+    def _react(
+        self, what: str, tensors: Collection[torch.Tensor], unlike: Mapping[str, Sequence[str]] = MappingProxyType({}), *,
+        optimizer: bool, later: bool = False,
+    ) -> None:
+        """Reacts to differences as the setting drift says. `tensors`, `optimizer`: what to copy from rank 0. `later`: True for
+        weights of a later step, which are copied even if the optimizer's state cannot be."""
         if self._reaction == "warn":
             self._context.say(f'{what}. Training continues because drift="warn".')
             return
-        at = f"step {self._step}: "
+        at, copied = f"step {self._step}: ", "rank 0's state"
         if self._reaction == "end":
             raise CommError(f"{at}{what}{self._remedy}; drift=\"warn\" would continue", code="E-REPLICAS")
         if bad := [name for name in unlike if structural(name)]:
             raise CommError(f"{at}{what}; ranks that differ in {bad[0]} cannot use rank 0's state: start "
                             'all ranks with the same, or use drift="warn"', code="E-REPLICAS")
+        for tensor in tensors:
+            self._copy(tensor, self._context.groups)
         try:
-            self._copy_all(tensors, optimizer=optimizer)
+            if optimizer:
+                share_optimizer(self._optimizer, self._context.groups, self._deadline_s)
         except ValueError as error:
-            raise CommError(f"{at}{what}; rank 0's state cannot be copied: {error}", code="E-REPLICAS") from None
-        self._context.say(f"{what}: all ranks continue with rank 0's state")
+            if not later:
+                raise CommError(f"{at}{what}; rank 0's state cannot be copied: {error}", code="E-REPLICAS") from None
+            copied = f"rank 0's weights, but not with the optimizer's state: {error}"
+        self._context.say(f"{what}: all ranks continue with {copied}")
 
     @property
     def _step(self) -> int:
@@ -428,32 +424,6 @@ class ParameterDrift(Component):
     def _named_some(self, numbers: Iterable[int]) -> str:
         names = [self._names[number] for number in numbers]
         return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-
-    def _react(self, differing: dict[int, list[int]], rows: Sequence[DriftRow]) -> None:
-        """Reacts to different weights of later steps as the setting drift says. `differing` maps a tensor's number to the ranks
-        whose tensor differs from rank 0's; usually it is empty."""
-        context = self._context
-        if not differing:
-            self._reported = []
-            return
-        what = f"the weights of {self._ranks(differing)} and {context.called(0)} differ in {self._named_some(differing)}"
-        if self._reaction == "end":
-            raise CommError(f"step {self._step}: {what}{self._remedy}", code="E-REPLICAS")
-        if self._reaction == "resync":
-            what += ": all ranks continue with rank 0's weights, " + self._resync(differing, rows)
-        else:
-            what += f": training continues with different models{self._remedy}"
-        if [*differing] != self._reported or self._reaction == "resync":
-            self._context.say(what)
-        self._reported = [*differing]
-
-    def _resync(self, numbers: Iterable[int], rows: Sequence[DriftRow]) -> str:
-        has_state = all(row.has_state for row in rows)
-        try:
-            self._copy_all([self._tensors[number] for number in numbers], optimizer=has_state)
-        except ValueError as error:
-            return f"but not the optimizer's state: {error}"
-        return "with the optimizer's state" if has_state else "without any optimizer's state"
 
     def _copy(self, tensor: torch.Tensor, groups: Groups) -> None:
         received = tensor.detach().to(groups.device, copy=True, memory_format=torch.contiguous_format)

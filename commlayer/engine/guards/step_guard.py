@@ -40,7 +40,7 @@ class StepGuard:
         self._attached, self._latch = attached, latch
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._dtypes = [p.dtype for p in self._parameters]
-        self._held, self._local_parameters = HeldParameters(self._parameters), LocalParameters()
+        self.held, self._local_parameters = HeldParameters(self._parameters), LocalParameters()
         self._checked = False
         """True: `check` was called since the last optimizer step."""
         self._exchanges = 0
@@ -73,14 +73,14 @@ class StepGuard:
     @property
     def inside(self) -> bool:
         """True: an optimizer's step is running now, for example because its closure calls backward()."""
-        return bool(self._held.stepping())
+        return bool(self.held.stepping())
 
     def awaits_step(self, optimizer: Any) -> bool:
         """Returns True if this optimizer has not stepped since the last exchange."""
-        return any(self._stepped_at[number] < self._exchanges for number in self._held.by(optimizer))
+        return any(self._stepped_at[number] < self._exchanges for number in self.held.by(optimizer))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        mine = self._held.by(optimizer)
+        mine = self.held.by(optimizer)
         if mine and in_backward():
             raise InvalidState("E-STEP-IN-BACKWARD",
                                f"{type(optimizer).__name__} updates {self._names[mine[0]]} inside backward, with this "
@@ -101,7 +101,7 @@ class StepGuard:
                 self._judge(optimizer, mine, late)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not (mine := self._held.by(optimizer)):
+        if not (mine := self.held.by(optimizer)):
             return
         if not self.inside and closure_of(args, kwargs) is not None:
             # An exchange by the closure counts. A step that this one has called used the same gradients.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -68,46 +68,40 @@ class UnevenInputs:
     def enter(self) -> None:
         """Called when session.join() begins. Raises the same ValueError on all ranks if session.join() is not supported in this
         job."""
-        self._check()
+        if problem := next(self._problems(), ""):
+            raise InvalidInput("E-UNEVEN-INPUTS", problem)
         self.inside, self._sent, self._active, self._last, self._step = True, False, {}, {}, None
         _entered.append(self)
 
-    def _check(self) -> None:
-        context = self._context
+    def _problems(self) -> Iterator[str]:
+        """Yields the reasons why session.join() is not supported in this job."""
+        context, optimizer = self._context, self._optimizer
         terms, plan = context.terms, context.plan
         if self.inside:
-            raise InvalidInput("E-UNEVEN-INPUTS", TWICE)
+            yield TWICE
         if context.site.shards:
-            raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join() is not supported with a sharded model, because all ranks of a site make each "
-                               "pass together: give all ranks the same number of batches")
+            yield ("session.join() is not supported with a sharded model, because all ranks of a site make each pass together: "
+                   "give all ranks the same number of batches")
         if plan.steps_locally:
-            raise InvalidInput("E-UNEVEN-INPUTS",
-                               f"session.join() is not supported with a plan of local steps (every={plan.local_steps}), "
-                               "because all ranks must make equally many; use a plan that averages gradients in "
-                               "every step")
+            yield (f"session.join() is not supported with a plan of local steps (every={plan.local_steps}), because all ranks "
+                   "must make equally many; use a plan that averages gradients in every step")
         if terms.auto and terms.requested.exact is False:
-            raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join() is not supported with sync='auto', because all ranks must make equally many "
-                               "local steps, which the automatic plan might use; use sync='step'")
-        if self._optimizer is None:
-            raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join() copies the optimizer's state to ranks that run out of batches, but attach() "
-                               "got no optimizer; remedy: attach(model, optimizer)")
+            yield ("session.join() is not supported with sync='auto', because all ranks must make equally many local steps, "
+                   "which the automatic plan might use; use sync='step'")
+        if optimizer is None:
+            yield ("session.join() copies the optimizer's state to ranks that run out of batches, but attach() got no "
+                   "optimizer; remedy: attach(model, optimizer)")
         if self._scaler is None and _has_scaler():
-            raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join(): the script has a GradScaler that attach() did not get, and its scale would "
-                               "differ between ranks; remedy: attach(model, optimizer, grad_scaler=scaler)")
-        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+            yield ("session.join(): the script has a GradScaler that attach() did not get, and its scale would differ between "
+                   "ranks; remedy: attach(model, optimizer, grad_scaler=scaler)")
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if foreign := [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in held]:
-            raise InvalidInput("E-UNEVEN-INPUTS",
-                               f"session.join(): {len(foreign)} parameters do not belong to the optimizer that attach() "
-                               f"received, for example {foreign[0]}: the state of another optimizer is not copied; pass "
-                               "attach() an optimizer of all parameters, or freeze these")
-        if hasattr(self._optimizer, SHARDED):
-            raise InvalidInput("E-UNEVEN-INPUTS",
-                               f"session.join() is not supported with {type(self._optimizer).__name__}, which steps on all "
-                               "ranks together, including those without batches; use the optimizer that it shards")
+            yield (f"session.join(): {len(foreign)} parameters do not belong to the optimizer that attach() received, for "
+                   f"example {foreign[0]}: the state of another optimizer is not copied; pass attach() an optimizer of all "
+                   "parameters, or freeze these")
+        if hasattr(optimizer, SHARDED):
+            yield (f"session.join() is not supported with {type(optimizer).__name__}, which steps on all ranks together, "
+                   "including those without batches; use the optimizer that it shards")
 
     def send(self) -> None:
         """Sends to the other ranks, before a step's first gradient, that this rank has a batch."""

@@ -6,6 +6,7 @@ connect() creates this state, plan_switch.py switches it to another plan, and th
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import gc
 import logging
 import os
@@ -32,6 +33,7 @@ from commlayer.engine.buckets.units import Units
 from commlayer.engine.components import Components, Pending
 from commlayer.engine.hooks.callbacks import weakly
 from commlayer.engine.job.fixed_members import FixedMembers
+from commlayer.engine.job.plan_agreement import check_plan
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.job.row_sender import RowSender
 from commlayer.engine.job.run_events import NO_UNITS, RunEvents
@@ -58,29 +60,28 @@ FORKED = ("this process is a forked child of the one that called attach(), so it
           "that attached the model, or a copy.deepcopy() of the model here")
 
 
+@dataclasses.dataclass
 class JoinedState:
     """State that a joining rank has received, and its progress when it joined."""
 
-    def __init__(self, local: Mapping[str, torch.Tensor], restore: Callable[[], None], followed: dict[str, str],
-                 exchanged_steps: int) -> None:
-        self.local, self._restore = local, restore
-        """`local`: state of local steps, as returned by OuterSteps.snapshot. `_restore`: function that restores the optimizer's
-        state."""
-        self.followed = followed
-        """Results of the functions in JobContext.followers, by name, as computed by the rank that sent this state."""
-        self.exchanged_steps = exchanged_steps
-        """Value of DistributedJob.exchanged_steps, a number of training steps, when this rank joined."""
-        self.fresh = True
-        """True: this rank has not finished its first step."""
+    local: Mapping[str, torch.Tensor]
+    """State of local steps, as returned by OuterSteps.snapshot."""
+    restore: Callable[[], None]
+    """Restores the optimizer's state."""
+    followed: dict[str, str]
+    """Results of the functions in JobContext.followers, by name, as computed by the rank that sent this state."""
+    exchanged_steps: int
+    """Value of DistributedJob.exchanged_steps, a number of training steps, when this rank joined."""
+    fresh: bool = True
+    """True: this rank has not finished its first step."""
 
     def end_first_step(self) -> None:
         """Called after this rank's first step: the script can then make all calls that other ranks make. Restores the received
         optimizer state again, because before that step the script might have changed the optimizer, for example with schedulers
         that catch up. The received state already contains such changes."""
-        self._restore()
-        self.local, self._restore, self.fresh = {}, ignore, False  # frees memory as large as model and optimizer
+        self.restore()
+        self.local, self.restore, self.fresh = {}, ignore, False  # frees memory as large as model and optimizer
         site_process_group.release()
-
 
 
 _open: weakref.WeakSet[JobContext] = weakref.WeakSet()
@@ -121,6 +122,13 @@ class JobContext:
     id = 0
     """This rank's number in messages and at the coordinator: the rank that it had when it joined. It does not change when other
     members leave."""
+    first_world = 1
+    """Number of workers with which the job began. It is the unit of residuals; see Units."""
+    waits = WaitsFor()
+    site = Site()
+    """The ranks over which the model is sharded, if it is."""
+    local: OuterSteps | None = None
+    """Runs local steps and their exchanges; None unless the plan has local steps."""
 
     def __init__(self, terms: PlanTerms | None = None, *, logs: bool = True) -> None:
         """`terms`: constraints that the job's plans must respect. `logs`: whether this rank is the one that logs job-wide
@@ -142,7 +150,7 @@ class JobContext:
         self.events: list[StalePlan] = []
         """Decisions in `decisions` that also have a structured record."""
         self.on_close: list[Callable[[], None]] = []
-        self.components = Components(weakref.proxy(self))
+        self.components, self.members = Components(weakref.proxy(self)), FixedMembers()
         self.stream = RunEvents()
         """The event stream of this rank."""
         self._owner, self._closed = os.getpid(), False
@@ -186,7 +194,7 @@ class JobContext:
     @property
     def elastic(self) -> bool:
         """True: workers can leave while the others continue."""
-        return False
+        return self.members.elastic
 
     @property
     def generation(self) -> int:
@@ -202,7 +210,7 @@ class JobContext:
     def exchanged_steps(self) -> int:
         """Number of training steps (as `passes` counts) whose effect survives the death of any single rank: averaged steps, and
         local steps in complete exchanges. It is the same on all ranks after the same step."""
-        return self.passes
+        return self.passes - (0 if self.local is None else self.local.behind)
 
     def count_step(self) -> None:
         self.passes, self.passed_s = self.passes + 1, time.perf_counter()
@@ -224,6 +232,27 @@ class JobContext:
         the next step runs with the remaining ranks. Otherwise raises the error, with which this rank's part in the job ends.
         `generation`: epoch in which the call began; None: the current one."""
         raise error
+
+    def retry_on_epoch_change(self, act: Callable[[], T]) -> T:
+        """Runs `act`, a function that all ranks run together between two steps. If members leave, the remaining ranks run `act`
+        again from its start.
+
+        A collective without one of its ranks fails on all ranks, so all of them repeat it.
+        """
+        while True:
+            generation = self.generation
+            try:
+                return act()
+            except Exception as error:
+                comm_error = error if isinstance(error, CommError) else error.__cause__
+                if not self.elastic or not isinstance(comm_error, CommError):
+                    raise
+                self.drop_call(comm_error, generation)
+            self.members.between()
+
+    def complete(self, pending: Pending = Pending.RUNNING) -> None:
+        """Completes pending exchanges. All ranks call it after the same step."""
+        self.components.complete(pending)
 
     def say(self, what: str, level: int = logging.WARNING, *, own: bool = False, event_level: int | None = None) -> None:
         """Adds a text to `decisions`, with the number of training steps so far, and logs it. `own`: no other rank knows of the
@@ -296,9 +325,8 @@ class DistributedJob(JobContext):
         embedded: Sequence[EmbeddedServer] = (), matched: bool = False, joined: JoinedState | None = None, first_world: int = 0,
         site: Site | None = None,
     ) -> None:
-        """`own`: this rank's number in messages. `matched`: True if all ranks use norm-matched averaging. `first_world`: number
-        of workers with which the job began; 0: the present number. It is the unit of residuals; see Units. `site`: the ranks
-        over which the model is sharded; None: it is not sharded."""
+        """`own`: this rank's number in messages. `matched`: True if all ranks use norm-matched averaging. `first_world`: 0: the
+        present number of workers. `site`: the ranks over which the model is sharded; None: it is not sharded."""
         super().__init__(terms, logs=logs)
         self.id, self.groups, self.uplink, self.embedded, self.waits = own, groups, uplink, embedded, waits
         uplink.children = embedded
@@ -307,9 +335,6 @@ class DistributedJob(JobContext):
         rows.failed = weakly(self._row_failed)
         self.memory, self.matched, self.joined = memory, matched, joined
         self.first_world, self.site = first_world or groups.world, site or Site()
-        self.members = FixedMembers()
-        self.local: OuterSteps | None = None
-        """Runs local steps and their exchanges; None unless the plan has local steps."""
         self._root_cause = RootCause(uplink, waits)
         self.components.add(self._root_cause)
         self.components.add(RowSender(rows))
@@ -334,10 +359,6 @@ class DistributedJob(JobContext):
         return tuple(member.rank for member in self.uplink.epoch.members) if self.elastic else super().ranks
 
     @property
-    def elastic(self) -> bool:
-        return self.members.elastic
-
-    @property
     def norms_differ(self) -> bool:
         """True: sites of unlike sizes add the parts of a sharded model's norm in unlike orders."""
         return bool(self.site.shards) and len({*map(len, self.groups.sites), *self.members.joining_sizes}) > 1
@@ -351,10 +372,6 @@ class DistributedJob(JobContext):
         """Number of complete exchanges since the start. Between two steps it is the same on all ranks. `worker.step` is another
         number: it counts messages, continues after a restored checkpoint and also counts dropped exchanges."""
         return self.worker.counters.exchanges
-
-    @property
-    def exchanged_steps(self) -> int:
-        return self.passes - (0 if self.local is None else self.local.behind)
 
     @property
     def _counted(self) -> tuple[Counters, Units]:
@@ -382,6 +399,14 @@ class DistributedJob(JobContext):
             transport=self.uplink.transport, recycle=self.uplink.recycle, components=weakref.proxy(self.components),
             site=self.site,
         )
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raises ValueError if this job cannot run the plan."""
+        if plan.servers > (servers := len(self.uplink.epoch.servers)):
+            raise InvalidInput("E-PLAN-SWITCH", f"plan: it needs {plan.servers} servers, but the job has {servers}")
+        groups, worker = self.groups, self.worker
+        check_plan(plan, worker.job, len(groups.sites), plan.ranks_per_node if self.elastic else groups.ranks_per_node,
+                   worker.device, self.terms.forbids, reachable=groups.members.reachable)
 
     def follow(self, worker: Worker) -> None:
         """Makes a worker and its plan the current ones. This worker receives the coordinator's reports about other ranks; the
@@ -424,10 +449,6 @@ class DistributedJob(JobContext):
         """Returns the step, or the call between two steps, that might be waiting for other ranks now."""
         return self.worker if self.worker.waiting_since else self.groups
 
-    def complete(self, pending: Pending = Pending.RUNNING) -> None:
-        """Completes pending exchanges. All ranks call it after the same step."""
-        self.components.complete(pending)
-
     def drop_call(self, error: CommError, generation: int | None = None) -> None:
         worker, entered = self.worker, generation not in (None, self.generation)
         if worker.error is None and (entered or self.members.departed(self.waits.verdict_s)):
@@ -436,23 +457,6 @@ class DistributedJob(JobContext):
         worker.latch(error)
         worker.check()
         raise error
-
-    def retry_on_epoch_change(self, act: Callable[[], T]) -> T:
-        """Runs `act`, a function that all ranks run together between two steps. If members leave, the remaining ranks run `act`
-        again from its start.
-
-        A collective without one of its ranks fails on all ranks, so all of them repeat it.
-        """
-        while True:
-            generation = self.generation
-            try:
-                return act()
-            except Exception as error:
-                comm_error = error if isinstance(error, CommError) else error.__cause__
-                if not self.elastic or not isinstance(comm_error, CommError):
-                    raise
-                self.drop_call(comm_error, generation)
-            self.members.between()
 
     def called(self, place: int) -> str:
         """Returns the display name of a rank, given its index among the current members: "rank 2 (ben)", or "rank 2" if all

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 
 from commlayer.compressors import Codec, codec_of, parse, wrap
 from commlayer.compressors.plan_codecs import is_download_codec, is_separable, is_summable
-from commlayer.planner import tree as codec_fit
-from commlayer.planner import tree as grammar
-from commlayer.planner import tree as paths
+from commlayer.planner import tree
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import MAX_FRAME_NBYTES, Bucket, Plan
 
@@ -32,8 +30,8 @@ def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, reach
 
 
 def _crossings(bucket: Bucket, *, apart: bool) -> Iterator[str]:
-    if apart and not bucket.served and any(op.name not in paths.CODING and op.where != "node"
-                                           for op in paths.parse(bucket.path)):
+    if apart and not bucket.served and any(op.name not in tree.CODING and op.where != "node"
+                                           for op in tree.parse(bucket.path)):
         yield (f"path {bucket.path!r} has a collective between nodes that can reach only a server (commlayer join): use "
                "the path 'service'")
 
@@ -54,15 +52,15 @@ def _bucket(plan: Plan, bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]
         return
     if bucket.stale and bucket.path != "service":
         yield f"path {bucket.path!r} does not support results that are one step late: use the path 'service'"
-    path = paths.parse(bucket.path)
-    if grammar.uses_server(path) and bucket.path != "service":
+    path = tree.parse(bucket.path)
+    if tree.uses_server(path) and bucket.path != "service":
         yield f"path {bucket.path!r} must be written as 'service', because it uses a server (planner.lower converts it)"
         return
     up = [promise_of(wrap(parse(text))) for text in (bucket.codec, *bucket.by_node)]
     down = promise_of(wrap(parse(bucket.down))) if bucket.down else None
-    lines = codec_fit.misfits(path, up, down=down, by_node=bool(bucket.by_node), gpus=cuda)
+    lines = tree.misfits(path, up, down=down, by_node=bool(bucket.by_node), gpus=cuda)
     yield from (f"codec {bucket.codec}, path {bucket.path!r}: {line}" for line in lines)
 
 
-def promise_of(codec: Codec) -> codec_fit.Promise:
-    return codec_fit.Promise(is_summable(codec), is_separable(codec), is_download_codec(codec))
+def promise_of(codec: Codec) -> tree.Promise:
+    return tree.Promise(is_summable(codec), is_separable(codec), is_download_codec(codec))

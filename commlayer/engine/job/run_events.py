@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import os
 import sys
 import time
@@ -106,22 +107,21 @@ class RunEvents:
             self._emit(ended)
 
     def _emit(self, ended: float) -> None:
-        steps, before, counters, units = self._steps, self._totals, self._counters, self._units
+        steps, counters, units = self._steps, self._counters, self._units
         now = Totals(counters.exposed_s, counters.exchange_s, counters.sent_nbytes, counters.received_nbytes,
                      counters.exchanges, TRAFFIC.sent_nbytes, TRAFFIC.received_nbytes)
-        sent_nbytes = now.sent_nbytes - before.sent_nbytes
-        if now.exchanges > before.exchanges > 0 < sent_nbytes:
-            HOME.exchange_nbytes = sent_nbytes / (now.exchanges - before.exchanges)
+        new = Totals._make(map(operator.sub, now, self._totals))
+        if self._totals.exchanges and min(new.exchanges, new.sent_nbytes) > 0:
+            HOME.exchange_nbytes = new.sent_nbytes / new.exchanges
             HOME.up_part = max(LEAST_UP, now.sent_nbytes / (now.sent_nbytes + now.received_nbytes))
         # Nothing is known about the time before the first event, which reports that training has begun.
         step_s = (ended - self._since) / steps if self._since else 0.0
-        exposed_s = min(step_s, max(0.0, now.exposed_s - before.exposed_s) / steps)
-        hidden_s = max(0.0, (now.exchange_s - before.exchange_s) / steps - exposed_s) if self._since else 0.0
+        exposed_s = min(step_s, max(0.0, new.exposed_s) / steps)
+        hidden_s = max(0.0, new.exchange_s / steps - exposed_s) if self._since else 0.0
         self.log.append(StepEvent(
             step=self._last, total=self.total_steps, steps=steps, step_s=step_s, compute_s=step_s - exposed_s,
-            exposed_s=exposed_s, hidden_s=min(step_s, hidden_s), sent_bytes=sent_nbytes,
-            received_bytes=now.received_nbytes - before.received_nbytes,
-            up_bytes=now.up_nbytes - before.up_nbytes, down_bytes=now.down_nbytes - before.down_nbytes,
+            exposed_s=exposed_s, hidden_s=min(step_s, hidden_s), sent_bytes=new.sent_nbytes,
+            received_bytes=new.received_nbytes, up_bytes=new.up_nbytes, down_bytes=new.down_nbytes,
             dense_bytes=steps * self.dense_nbytes,
             loss=self._read_loss(), share=units.weight / units.total if units.total else 0.0, samples=self._samples))
         self._since, self._totals, self._steps, self._samples = ended, now, 0, 0.0

@@ -54,23 +54,20 @@ class Inspection:
     @property
     def confirmed(self) -> int:
         """Number of training steps in which the work of each worker counts, even if it leaves now."""
-        context = self.context
-        return context.members.confirmed if isinstance(context, DistributedJob) and self.may_leave else context.exchanged_steps
+        return self.context.members.confirmed if self.may_leave else self.context.exchanged_steps
 
     def steps_at_exit(self, member: int) -> int:
         """Returns `exchanged_steps` when a worker left: the worker contributes nothing to later steps. `member`: the
         worker's number in `members`."""
         context = self.context
         entered = 0 if context.joined is None else context.joined.exchanged_steps
-        return context.members.steps_at_exit.get(member, entered) if isinstance(context, DistributedJob) else entered
+        return context.members.steps_at_exit.get(member, entered)
 
     def catch_up(self, *, wholly: bool = False) -> None:
         """Runs an exchange that is due because this rank's optimizer step was skipped. All ranks call it between two steps.
         `wholly`: in jobs whose workers can leave, it also exchanges until all workers have the weight changes of all steps, and
         learns which of them have left."""
         context = self.context
-        if not isinstance(context, DistributedJob):
-            return
         if context.local is not None:
             context.complete(Pending.DUE)
             if wholly and self.may_leave:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from commlayer.errors import InvalidInput
-
 TIME_PART = 0.01
 """Largest fraction of a job's time for comparisons with exact gradients, and for exchanges of measurements between ranks."""
 MOST_STEPS = 64
@@ -19,10 +17,6 @@ def steps_until_paid(spent_s: float, cost_s: float, elapsed_s: float, step_s: fl
     >>> steps_until_paid(spent_s=0.05, cost_s=0.05, elapsed_s=1.0, step_s=0.2), steps_until_paid(0.0, 0.05, 10.0, 0.2)
     (45, 1)
     """
-    if min(spent_s, cost_s, elapsed_s) < 0 or step_s <= 0:
-        raise InvalidInput("E-ARGUMENT",
-                           f"spent_s={spent_s:g}, cost_s={cost_s:g}, elapsed_s={elapsed_s:g}, step_s={step_s:g}: must be 0 "
-                           "or more, and step_s above 0")
     return max(1, math.ceil(((spent_s + cost_s) / part - elapsed_s) / step_s - 1e-9))
 
 
@@ -33,9 +27,6 @@ def steps_between(cost_s: float, step_s: float, part: float = TIME_PART) -> int:
     >>> steps_between(0.05, 0.2)
     25
     """
-    if cost_s < 0 or step_s <= 0:
-        raise InvalidInput("E-ARGUMENT", f"cost_s={cost_s:g}, step_s={step_s:g}: cost_s must be 0 or more, and step_s above "
-                                         "0")
     return max(1, math.ceil(cost_s / (part * step_s) - 1e-9))
 
 

@@ -20,17 +20,16 @@ from commlayer.engine.paths.staging import Staging
 
 
 class AllReducePath(Path[CollectiveBucket]):
-    """Sums each bucket with one all-reduce over all workers. If `groups` is None, this worker is the only one, and its
-    gradients are the sum."""
+    """Sums each bucket with one all-reduce over all workers."""
 
     ordered = True
 
     def __init__(
-        self, buckets: Sequence[CollectiveBucket], step: Step, staging: Staging, groups: Groups | None,
+        self, buckets: Sequence[CollectiveBucket], step: Step, staging: Staging, groups: Groups,
     ) -> None:
         super().__init__(buckets, step, staging)
         self._groups = groups
-        self._hosts = groups.hosts if groups is not None and not all(bucket.read_here for bucket in buckets) else None
+        self._hosts = groups.hosts if not all(bucket.read_here for bucket in buckets) else None
         self._issued: dict[int, tuple[CollectiveBucket, PendingCollective, float]] = {}
         """Maps bucket id to each bucket whose all-reduce is running, the running collective and its start time."""
         self._weight: tuple[torch.Tensor, PendingCollective] | None = None
@@ -38,10 +37,9 @@ class AllReducePath(Path[CollectiveBucket]):
 
     def begin(self, bucket: CollectiveBucket) -> None:
         self._fill(bucket)
-        if self._groups is not None:
-            every = bucket.memory.all
-            self._step.counters.all_reduced(every.nbytes, self._groups.world)
-            self._issued[bucket.id] = bucket, self._groups.allreduce(every), time.perf_counter()
+        every = bucket.memory.all
+        self._step.counters.all_reduced(every.nbytes, self._groups.world)
+        self._issued[bucket.id] = bucket, self._groups.allreduce(every), time.perf_counter()
         self._left -= 1
         if self._hosts is not None and not self._left:  # the last bucket begins only after the backward pass
             weight = torch.tensor([bucket.exchange.weight], dtype=torch.float64)
@@ -57,14 +55,15 @@ class AllReducePath(Path[CollectiveBucket]):
         own, pending, begin = self._issued[bucket.id]
         if deadline is None and not (pending.is_over() and (self._weight is None or self._weight[1].is_over())):
             return False
+        weight = None
         if self._weight is not None:
             total, hosts = self._weight
             hosts.wait(deadline or 0.0, self._step.failed)
-            own.exchange.received_weight = float(total)
+            weight = float(total)
         pending.wait(deadline or 0.0, self._step.failed)
         self._arrivals.last_at = time.monotonic()  # torch does not report when it arrived
         self._step.recorder.add("all.allreduce", bucket.id, begin)
-        own.read_used()
+        own.read_tail(weight)
         del self._issued[bucket.id]
         return True
 

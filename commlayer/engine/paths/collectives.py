@@ -31,22 +31,18 @@ TINY = 1e-30
 
 
 class CollectivesPath(Path[CollectiveBucket]):
-    """Exchanges buckets by sequences of collectives. If `groups` is None, this worker is the only one, and its gradients are
-    the sum."""
+    """Exchanges buckets by sequences of collectives."""
 
     ordered = True
 
     def __init__(
         self, buckets: Sequence[CollectiveBucket], step: Step, staging: Staging, codecs: Mapping[int, Codec], plan: Plan,
-        groups: Groups | None,
+        groups: Groups,
     ) -> None:
         super().__init__(buckets, step, staging)
         self._groups = groups
-        self._programs: dict[int, BucketProgram] = {}
-        self._channels: Channels | None = None
-        if groups is not None:
-            self._channels, self._programs = _compiled(buckets, codecs, plan, groups)
-        longest = max((len(program.segments) for program in self._programs.values()), default=0)
+        self._channels, self._programs = _compiled(buckets, codecs, plan, groups)
+        longest = max(len(program.segments) for program in self._programs.values())
         self._lanes = [Lane(f"stage-{j}", step.latch) for j in range(longest)]
         self._begun = 0
         self._in_means = any(bucket.in_means for bucket in buckets)
@@ -59,9 +55,6 @@ class CollectivesPath(Path[CollectiveBucket]):
 
     def begin(self, bucket: CollectiveBucket) -> None:
         self._fill(bucket)
-        if self._groups is None:
-            self._arrived(bucket)
-            return
         if not self._begun and self._in_means:
             total = torch.tensor([self._step.units.weight], device=self._groups.device)
             self._weights = self._step.units.members, total, self._groups.allreduce(total)
@@ -109,13 +102,12 @@ class CollectivesPath(Path[CollectiveBucket]):
         (tails, pending), self._tails = self._tails, None
         pending.wait(deadline, self._step.failed)
         # All exchanges have ended, so this read does not wait, even on a GPU.
-        weight, at = None if self.buckets[-1].read_here else float(tails[-1]), 0
+        weight, at = float(tails[-1]), 0
         for bucket in self.buckets:
             tail = bucket.memory.tail
             tail.copy_(tails[at : at + tail.numel()])
             at += tail.numel()
-            bucket.exchange.received_weight = weight
-            bucket.read_used()
+            bucket.read_tail(weight)
 
     def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
         """Returns True if the result of `bucket` can be written. That is possible for all buckets together, when their weights
@@ -136,8 +128,7 @@ class CollectivesPath(Path[CollectiveBucket]):
     def close(self, timeout_s: float) -> None:
         for lane in self._lanes:
             lane.close(timeout_s)
-        if self._channels is not None:
-            self._channels.close()
+        self._channels.close()
 
 
 def _compiled(

@@ -30,10 +30,8 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=f"commlayer-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, job: Callable[[], None], urgency: Urgency = ()) -> None:
-        self._put(job, urgency)
-
-    def _put(self, job: Callable[[], None] | None, urgency: Urgency) -> None:
+    def put(self, job: Callable[[], None] | None, urgency: Urgency = ()) -> None:
+        """Queues a job. None ends the thread."""
         heapq.heappush(self._jobs, (urgency, next(self._numbers), job))  # atomic: it compares only integers
         self._queued.put(None)
 
@@ -55,5 +53,5 @@ class Lane:
         return passed.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        self._put(None, _LAST)
+        self.put(None, _LAST)
         self._thread.join(timeout_s)

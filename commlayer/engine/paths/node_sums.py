@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from commlayer.cluster.processes.bounded_calls import PendingCollective
@@ -13,49 +12,35 @@ from commlayer.planner.plan_rules import shard_groups
 Error = Callable[[], BaseException | None]
 
 
-class NodeSum(ABC):
-    """Sums some buckets inside a node and distributes their results, on one rank. Every step calls `reduce`, `reduced`,
-    `distribute`, in this order."""
+class NodeSum:
+    """Sums buckets inside a node and distributes their results, on one rank: in this class one bucket. Every step calls
+    `reduce`, `reduced`, `distribute`, in this order."""
 
-    def __init__(self, buckets: Sequence[ServedBucket]) -> None:
-        self.buckets = tuple(buckets)
+    def __init__(self, buckets: Sequence[ServedBucket], owner: int) -> None:
+        """`owner`: the node's rank that encodes the bucket."""
+        self.buckets, self._owner = tuple(buckets), owner
         self.mine = next((bucket for bucket in buckets if isinstance(bucket, EncodedBucket)), None)
         """The bucket that this rank encodes; None if this rank encodes none of the buckets."""
 
-    @abstractmethod
     def reduce(self, channel: Channel) -> None:
         """Starts to sum send buffers, flags and weights of all buckets over the node's ranks."""
+        self._pending = channel.reduce(self.buckets[0].memory.all, self._owner)
 
-    @abstractmethod
     def reduced(self, deadline: float, failed: Error) -> None:
         """Waits for the sums; each owner then has the sum of its bucket. After that, buffers of other owners' buckets can be
         overwritten."""
-
-    @abstractmethod
-    def distribute(self, channel: Channel) -> PendingCollective:
-        """Starts to distribute each owner's result, with flags and weight, to the receive buffers of all ranks of the node."""
-
-
-class OwnedSum(NodeSum):
-    def __init__(self, bucket: ServedBucket, owner: int) -> None:
-        super().__init__([bucket])
-        self._memory, self._owner = bucket.memory, owner
-
-    def reduce(self, channel: Channel) -> None:
-        self._pending = channel.reduce(self._memory.all, self._owner)
-
-    def reduced(self, deadline: float, failed: Error) -> None:
         self._pending.wait(deadline, failed)
 
     def distribute(self, channel: Channel) -> PendingCollective:
-        return channel.broadcast(self._memory.all_y, self._owner)
+        """Starts to distribute each owner's result, with flags and weight, to the receive buffers of all ranks of the node."""
+        return channel.broadcast(self.buckets[0].memory.all_y, self._owner)
 
 
 class ShardedSum(NodeSum):
     """Sums and distributes one bucket for each rank of a node (its shard), in the order of these ranks."""
 
     def __init__(self, buckets: Sequence[ServedBucket], local: int) -> None:
-        super().__init__(buckets)
+        super().__init__(buckets, local)
         self._own, self._local = buckets[local].memory, local
         self._sizes = [bucket.memory.all.numel() for bucket in buckets]
         most, own_size = max(self._sizes), self._sizes[local]
@@ -79,7 +64,7 @@ class ShardedSum(NodeSum):
         self._pending = channel.alltoall(self._received, self._parts, received, sent)
 
     def reduced(self, deadline: float, failed: Error) -> None:
-        self._pending.wait(deadline, failed)
+        super().reduced(deadline, failed)
         for row in self._received.view(len(self._sizes) - 1, -1):
             self._own.all += row
 
@@ -92,6 +77,6 @@ def node_sums(buckets: Sequence[ServedBucket], ranks: int, local: int) -> list[N
     """Returns the sums that these buckets of a plan need inside a node of `ranks` ranks, in order."""
     return [
         ShardedSum(buckets[run.start : run.stop], local) if len(run) > 1 else
-        OwnedSum(buckets[run.start], buckets[run.start].planned.owner_in(range(ranks)))
+        NodeSum(buckets[run.start : run.stop], buckets[run.start].planned.owner_in(range(ranks)))
         for run in shard_groups([bucket.planned for bucket in buckets], ranks)
     ]

@@ -91,8 +91,8 @@ def make_paths(
         pairs: list[tuple[AnyPath | None, Sequence[WorkerBucket]]] = [
             (over_server(sharded, shared=False), sharded),
             (over_server(served, shared=True), served),
-            (CollectivesPath(others, step, staging, codecs, plan, groups) if others else None, others),
-            (AllReducePath(dense, step, staging, groups) if dense else None, dense),
+            (CollectivesPath(others, step, staging, codecs, plan, groups) if groups and others else None, others),
+            (AllReducePath(dense, step, staging, groups) if groups and dense else None, dense),
         ]
         of.update((bucket.id, path) for path, its in pairs if path is not None for bucket in its)
         return tuple(path for path, _ in pairs if path is not None)

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -222,11 +223,15 @@ def _enter(
         if shards.joining(plan, job, site_world):
             _check_norms(sites, must_match, matched=(terms.requested.updates or plan.steps_locally) and memory.matched)
 
-    return enter(terms, job, device, replica, memory, messages.worker_request(
-        job.digest(), own, 0, node=own - launch.local_rank, outbound_only=True, elastic=True, site_world=site_world,
-        must_match=must_match,
-        gradients=sum(not tensor.buffer for tensor in job.tensors), tensors=len(job.tensors), elements=job.numel),
-        config, met.launch.home, waits, check, shards, logs=met.logs)
+    request = _request(job, own, 0, node=own - launch.local_rank, outbound_only=True, elastic=True, site_world=site_world,
+                       must_match=must_match)
+    return enter(terms, job, device, replica, memory, request, config, met.launch.home, waits, check, shards, logs=met.logs)
+
+
+def _request(job: Job, rank: int, world: int, **fields: Any) -> messages.Join:
+    """Returns the request by which this worker registers with the coordinator."""
+    return messages.worker_request(job.digest(), rank, world, gradients=sum(not tensor.buffer for tensor in job.tensors),
+                                   tensors=len(job.tensors), elements=job.numel, **fields)
 
 
 def _join(
@@ -239,13 +244,10 @@ def _join(
     if not address:
         address, token = _start_embedded(plan, groups, servers, config)
         config = msgspec.structs.replace(config, token=token)
-    return worker_client.connect(address, messages.worker_request(
-        job.digest(), groups.rank, groups.world, node=groups.node, site_world=len(groups.site),
+    return worker_client.connect(address, _request(
+        job, groups.rank, groups.world, node=groups.node, site_world=len(groups.site),
         plan=records.encode(plan) if groups.rank == 0 else b"", plan_digest=records.digest(plan),
-        outbound_only=outbound_only, elastic=elastic,
-        gradients=sum(not tensor.buffer for tensor in job.tensors), tensors=len(job.tensors), elements=job.numel,
-        must_match=must_match,
-    ), config)
+        outbound_only=outbound_only, elastic=elastic, must_match=must_match), config)
 
 
 def _check_norms(sites: Sequence[Sequence[int]], must_match: Mapping[str, str], *, matched: bool) -> None:

@@ -24,9 +24,9 @@ from commlayer.compressors import restore, snapshot
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.epochs.changing_members import ChangingMembers, new_world
-from commlayer.engine.epochs.replica import GivenState, Replica, TakenState, received
+from commlayer.engine.epochs.replica import Replica, TakenState, received
 from commlayer.engine.epochs.state_relay import NewestEpoch, StateRelay
-from commlayer.engine.job.job import DistributedJob, JoinedState
+from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.job.plan_terms import PlanTerms
 from commlayer.engine.model.optimizer_state import OptimizerMemory
 from commlayer.engine.start.result_follower import ResultFollower
@@ -75,8 +75,7 @@ def enter(
         terms.auto = given.automatic
         context = DistributedJob(
             terms, own, groups, rows, link, memory, taken.plan, job, generation=given.generation, logs=logs, waits=waits,
-            matched=given.matched, joined=JoinedState(taken.local, taken.restore, dict(given.followed), given.exchanged_steps),
-            first_world=given.first_world, site=site)
+            matched=given.matched, joined=taken.joined, first_world=given.first_world, site=site)
         context.worker.late.restore(taken.late)
         _restore_codecs(context.worker, taken.codecs)
         undo.pop_all()
@@ -112,10 +111,7 @@ class _Receiver:
         self._config, self._check, self._begin = config, check, begin
         self._follower: ResultFollower | None = None
         self._newest = NewestEpoch(link.epoch, waits.notice_s, reconnect_window_s(config))
-        link.subscribe_epochs(self._offer)
-
-    def _offer(self, epoch: Epoch) -> None:
-        self._newest.epoch = epoch
+        link.subscribe_epochs(self._newest.offer)
 
     def receive(self) -> TakenState:
         """Waits until the other members give the state of an exchange in which this rank can take part, and installs it.
@@ -144,17 +140,17 @@ class _Receiver:
                                             self._config.deadline_s)
         return self._follower
 
-    def _take_snapshot(self, follower: ResultFollower, own: bytes, common: bytes) -> tuple[GivenState, dict[str, torch.Tensor]]:
+    def _take_snapshot(self, follower: ResultFollower, own: bytes, common: bytes) -> tuple[int, dict[str, torch.Tensor]]:
         given, tensors = received(own, common)
         follower.begin(given.step, given.row, *self._replica.common(tensors))
-        return given, tensors
+        return given.counted, tensors
 
     def _take_rest(
-        self, follower: ResultFollower, former: GivenState, tensors: Mapping[str, torch.Tensor], own: bytes, common: bytes,
+        self, follower: ResultFollower, counted: int, tensors: Mapping[str, torch.Tensor], own: bytes, common: bytes,
     ) -> TakenState:
         given, rest = received(own, common)
-        complete = self._replica.completed(given, rest, former, tensors, *follower.advance(given.step))
-        return self._replica.install(*complete, self._fits)._replace(followed=given.counted - former.counted)
+        complete = self._replica.completed(rest, tensors, *follower.advance(given.step))
+        return self._replica.install(given, complete, self._fits)._replace(followed=given.counted - counted)
 
     def _take(self, name: str, enter: Callable[[bytes, bytes], T]) -> T:
         """Takes part in the transfer `name`; again, if it begins late."""

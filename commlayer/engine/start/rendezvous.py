@@ -142,15 +142,12 @@ class Start:
         problem = problem_of(rows, members.ranks, own_servers=not config.join)
         if not problem and any(row.model != mine.model for row in rows):
             problem = other_model(rows, members, job, config.join_deadline_s)
+        differs = differing(rows, members.ranks)
+        if not problem and differs and config.drift != "warn":
+            problem = f'{differs}; they must be the same on all ranks, or set drift="warn" to train with different ones'
         if problem:
             _hold_open(members)
             raise InvalidInput("E-RANKS-DIFFER", problem)
-        differs = differing(rows, members.ranks)
-        if differs and config.drift != "warn":
-            _hold_open(members)
-            raise InvalidInput("E-RANKS-DIFFER",
-                               f'{differs}; they must be the same on all ranks, or set drift="warn" to train with different '
-                               "ones")
         per_node, note = (config.ranks_per_node, "") if config.ranks_per_node else ranks_per_node(rows)
         sites = node_ranks(members.world, per_node) if config.ranks_per_node else _sites(rows)
         several = len({row.machine for row in rows}) > 1

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -46,36 +47,24 @@ class _Stream:
         """The first step whose result is needed."""
         self._header = Header(Kind.FOLLOW, given.generation, bucket=bucket, sender=link.transport.rank)
         self._arrived = threading.Condition()
-        self._results: dict[int, Message] = {}
-        self._lost: dict[int, CommError] = {}
-        self._error: CommError | None = None
+        self._answers: dict[int, Handle] = {}
+        """The server's answers that have arrived and were not taken, by step."""
         self._stopped = False
         for step in range(first, first + ahead):
             self._request(step)
 
     def _request(self, step: int) -> None:
         answer = self._link.transport.request(SERVER_BASE + self._server, self._header._replace(step=step))
-        answer.on_done(self._answered)
+        answer.on_done(partial(self._answered, step))
 
-    def _answered(self, handle: Handle) -> None:
-        error = handle.error()
+    def _answered(self, step: int, answer: Handle) -> None:
         with self._arrived:
             if self._stopped:
                 return
-            if error is None:
-                message = handle.message()
-                if message.header.flags & Flag.ABANDON:
-                    why = str(message.body, "utf-8", "replace")
-                    error = CommError(f"this home cannot follow the job's exchanges: {why}; join again",
-                                      peer=peer_name(message.peer), code="E-JOIN-MISSED")
-                    if message.header.flags & Flag.LOST:
-                        self._lost[message.header.step], error = error, None
-                else:
-                    self._results[message.header.step] = message
-            self._error = self._error or error
+            self._answers[step] = answer
             self._arrived.notify_all()
-        if error is None:
-            self._request(message.header.step + self._ahead)
+        if answer.error() is None and answer.message().header.flags & (Flag.ABANDON | Flag.LOST) != Flag.ABANDON:
+            self._request(step + self._ahead)
 
     def need(self, first: int) -> None:
         """Sets the first step whose result is needed: earlier ones may be lost."""
@@ -85,30 +74,35 @@ class _Stream:
     def stop(self) -> None:
         with self._arrived:
             self._stopped = True
-            self._results.clear()
+            self._answers.clear()
 
     def check(self) -> None:
         """Raises an error if a result will never arrive."""
         with self._arrived:
-            if (error := self._error or next((e for step, e in self._lost.items() if step >= self._needed), None)) is not None:
-                raise error
+            for step, answer in self._answers.items():
+                message = answer.message()
+                flags = message.header.flags
+                if flags & Flag.ABANDON and not (flags & Flag.LOST and step < self._needed):
+                    raise CommError("this home cannot follow the job's exchanges: "
+                                    f"{str(message.body, 'utf-8', 'replace')}; join again", peer=peer_name(message.peer),
+                                    code="E-JOIN-MISSED")
 
     def has(self, step: int) -> bool:
         with self._arrived:
-            return step in self._results
+            return step in self._answers
 
     def take(self, step: int, deadline: float) -> Message:
         """Waits for the result of a step, and returns it. Earlier ones are dropped."""
         with self._arrived:
-            while step not in self._results:
-                self.check()
+            self.check()
+            while step not in self._answers:
                 if (left_s := deadline - time.monotonic()) <= 0:
                     raise DeadlineExceeded("sent no result of the bucket before the deadline", peer=peer_name(
                         SERVER_BASE + self._server), step=step, bucket=self._header.bucket)
                 self._arrived.wait(min(left_s, CHECK_S))
-            for earlier in [each for each in self._results if each < step]:
-                del self._results[earlier]
-            return self._results.pop(step)
+                self.check()
+            self._answers = {number: answer for number, answer in self._answers.items() if number >= step}
+            return self._answers.pop(step).message()
 
 
 class ResultFollower:

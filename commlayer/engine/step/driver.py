@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -18,17 +16,13 @@ from commlayer.engine.model.model_tensors import parameters_of
 from commlayer.errors import InvalidInput, cause_of
 
 
-class Driver(Component, ABC):
-    """Base class of drivers; Session describes the methods."""
+class Driver(Component):
+    """Base class of drivers. Session describes their methods."""
 
     order = Order.DRIVER
 
     def __init__(self, context: JobContext) -> None:
         self.context, self._syncing = context, True
-
-    @property
-    @abstractmethod
-    def in_join(self) -> bool: ...
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -37,21 +31,6 @@ class Driver(Component, ABC):
             yield
         finally:
             self._syncing = before
-
-    @abstractmethod
-    def join(self) -> AbstractContextManager[None]: ...
-
-    @abstractmethod
-    def weight(self, n: float) -> None: ...
-
-    @abstractmethod
-    def synchronize(self) -> None: ...
-
-    @abstractmethod
-    def flush(self) -> bool: ...
-
-    @abstractmethod
-    def detach(self) -> None: ...
 
 
 class SoloDriver(Driver):

@@ -49,7 +49,6 @@ class ExchangeSchedule(Component):
         self._noted = 0, 0
         """Number of gradients after the last backward pass, and the sum of the versions of these tensors."""
         guard.local_step = self._local_step
-        self._norms = UpdateNorms(context, deadline_s)
         context.on_close.append(watch(before=self._before_step, after=self._after_step))
         context.components.add(self)
         self.new_plan()
@@ -195,7 +194,7 @@ class ExchangeSchedule(Component):
             if context.local is not None:
                 units.weight = context.local.weights.weight
                 context.local = None
-                self._norms.end_plan()
+                context.rows.allow(0.0)
                 self.detach()
             return
         before = 0 if context.local is None else context.local.every
@@ -208,7 +207,8 @@ class ExchangeSchedule(Component):
             parts = f" in {plan.fragments} fragments" if plan.fragments > 1 else ""
             steps = "every step" if plan.local_steps == 1 else f"every {plan.local_steps} steps"
             context.log(f"exchanging weight changes {steps}{parts}; outer optimizer: {self._outer}")
-        norms = self._norms if self._norms.begin_plan(plan.local_steps) else None
+        context.rows.allow(self._deadline_s * plan.local_steps)
+        norms = UpdateNorms(context) if context.matched else None
         context.local.set_schedule(plan.local_steps, fragments=plan.fragments, overlap=plan.overlap == "round", norms=norms)
         context.local.pending_residuals.inherit(context.worker.pending_residuals)
 

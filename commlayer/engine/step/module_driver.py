@@ -24,7 +24,6 @@ from commlayer.engine.hooks.aliases import shares_memory
 from commlayer.engine.hooks.forward_order import ForwardOrder
 from commlayer.engine.job.job import DistributedJob
 from commlayer.engine.model.model_tensors import buffers_of, parameters_of
-from commlayer.engine.model.optimizers import HeldParameters
 from commlayer.engine.model.shard_parameters import engine_parameters, original_of, reduction_of
 from commlayer.engine.step.driver import Driver
 from commlayer.engine.step.exchange_schedule import ExchangeSchedule
@@ -34,14 +33,7 @@ from commlayer.engine.step.step_loop import StepLoop
 from commlayer.engine.sync.sync_modes import useless_of
 from commlayer.engine.worker.averages import targets_of
 from commlayer.engine.worker.gradient_hooks import Hooks
-from commlayer.engine.worker.sparse_averages import (
-    SparseRows,
-    keep_entries,
-    make_dense,
-    make_sparse,
-    sparse_averages,
-    stepped_lazily,
-)
+from commlayer.engine.worker.sparse_averages import SparseGradients
 from commlayer.errors import InvalidState, cause_of
 from commlayer.optim import OuterSGD
 
@@ -66,9 +58,8 @@ class ModuleDriver(Driver):
         named = parameters_of(model)
         self._names, self._parameters = [name for name, _ in named], engine_parameters([p for _, p in named])
         self._buffers = [name for name, _ in buffers_of(model)]
-        self._lazy = stepped_lazily(optimizer, self._parameters)
-        self._rows = SparseRows(model, self._parameters, self._lazy)
-        self._sparse: dict[int, torch.Tensor] = {}
+        self._sparse = SparseGradients(model, self._parameters, optimizer)
+        self._entries: dict[int, torch.Tensor] = {}
         """Maps a parameter's number to its average in the current step, if this average arrived as sparse entries."""
         self._passed_on: list[tuple[int, torch.Tensor, int]] = []
         """Gradients that this backward pass has passed on to be averaged: number, tensor and version."""
@@ -79,7 +70,7 @@ class ModuleDriver(Driver):
         self._guard = StepGuard(AttachedModel(model, named, optimizer), [*zip(self._names, self._parameters, strict=True)],
                                 lambda error: context.worker.latch(error))
         context.on_close.append(self._guard.remove)
-        finite = FiniteSteps(context, self._parameters, HeldParameters(self._parameters))
+        finite = FiniteSteps(context, self._parameters, self._guard.held)
         schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, outer=outer, context=context,
                                     deadline_s=config.deadline_s, guard=self._guard, optimizer=optimizer,
                                     merged=finite.exchanged)
@@ -119,11 +110,11 @@ class ModuleDriver(Driver):
         elif not forward and self._overlap is not None:
             self._overlap.detach()
             self._overlap = None
-        keep_entries(worker, self._lazy)
+        self._sparse.follow(worker)
         self._reorder()
 
     def new_members(self) -> None:
-        keep_entries(self._loop.worker, self._lazy)
+        self._sparse.follow(self._loop.worker)
 
     def complete(self, pending: Pending) -> None:
         if self._overlap is not None and pending is Pending.DUE:
@@ -177,10 +168,9 @@ class ModuleDriver(Driver):
 
     def flush(self) -> bool:
         self._finish_overlap()
-        make_dense(self._lazy.values())
-        self._rows.make_dense()
+        self._sparse.make_dense()
         has_late = self._loop.flush(self._parameters)
-        self._rows.make_sparse()
+        self._sparse.make_sparse()
         return has_late
 
     def detach(self) -> None:
@@ -195,10 +185,12 @@ class ModuleDriver(Driver):
         if self._order is not None:
             self._places, self._order = self._order.take(), None
             self._reorder()
-        if not self._loop.local:
-            self._passed_on.append((number, gradient, gradient._version))
-            if gradient.layout is torch.sparse_coo:
-                gradient = self._rows.dense(number, gradient)
+        if (local := self.context.local) is not None:
+            local.recorder.tensor(number)
+            return
+        self._passed_on.append((number, gradient, gradient._version))
+        if gradient.layout is torch.sparse_coo:
+            gradient = self._sparse.dense(number, gradient)
         self._loop.ready(number, gradient)
 
     def _check_unchanged(self) -> None:
@@ -212,7 +204,7 @@ class ModuleDriver(Driver):
 
     def _aborted(self) -> None:
         self._passed_on.clear()
-        self._rows.forget()
+        self._sparse.forget()
         self._loop.abandon()
 
     def _end(self, *, adds: bool = True) -> None:
@@ -224,26 +216,24 @@ class ModuleDriver(Driver):
         self._check_unchanged()
         if self._overlap is not None:
             self._overlap.end_and_observe()  # ends the previous step, if no gradient hook has done so
-        make_dense(self._lazy.values())
-        self._rows.make_dense()
+        self._sparse.make_dense()
         buffers = self._buffers_now()
         if self._overlap is not None and not self._uneven.inside and self._overlap.can_overlap():
             self._overlap.launch(buffers)
             return
         averages = self._loop.average([*(p.grad for p in self._parameters), *buffers], lambda: [*self._targets(), *buffers])
         for number, (p, average) in enumerate(zip(self._parameters, averages, strict=False)):
-            p.grad = self._sparse.pop(number, average)
-        make_sparse(self._lazy.values())
-        self._rows.make_sparse()
+            p.grad = self._entries.pop(number, average)
+        self._sparse.make_sparse()
         self._note()
         self._loop.written()
         self._loop.observe()
 
     def _targets(self) -> list[torch.Tensor | None]:
         """Returns the tensors into which to write averages; None for parameters whose averages arrived as sparse entries."""
-        self._sparse = sparse_averages(self._loop.worker, self._lazy)
+        self._entries = self._sparse.arrived(self._loop.worker)
         targets = targets_of(self._loop.worker, self._parameters)
-        return [None if number in self._sparse else target for number, target in enumerate(targets)]
+        return [None if number in self._entries else target for number, target in enumerate(targets)]
 
     def _note(self) -> None:
         self._written = self._gradients()

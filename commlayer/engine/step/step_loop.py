@@ -22,7 +22,7 @@ from torch import nn
 from commlayer.config import Config
 from commlayer.engine.components import Component, Order, Pending
 from commlayer.engine.guards.finite_steps import FiniteSteps
-from commlayer.engine.guards.parameter_drift import drift_of
+from commlayer.engine.guards.parameter_drift import ParameterDrift
 from commlayer.engine.guards.step_guard import StepGuard
 from commlayer.engine.guards.uneven_inputs import UnevenInputs
 from commlayer.engine.job.job import DistributedJob
@@ -54,8 +54,8 @@ class StepLoop(Component):
         context.on_close.append(self._use.detach)
         for component in (self, StalePlanWatch(context), finite):
             context.components.add(component)
-        if (drift := drift_of(context, compared, optimizer, config, finite.held)) is not None:
-            context.components.add(drift)
+        if config.drift_steps and (context.world > 1 or context.elastic):
+            context.components.add(ParameterDrift(context, compared, optimizer, config, finite.held))
 
     @property
     def worker(self) -> Worker:
@@ -72,29 +72,24 @@ class StepLoop(Component):
 
     def begin(self) -> None:
         """Starts a step. Called before the step's first gradient; later calls in the same step do nothing."""
-        if not self.worker.begun:
-            self._open(self.worker)
-
-    def _open(self, worker: Worker) -> None:
-        self._units(worker)
-        self._uneven.check_entered()
-        worker.open()  # a worker that joins sends the following row, too
-        self._uneven.send()
+        worker = self.context.worker
+        if not worker.begun:
+            self._units(worker)
+            self._uneven.check_entered()
+            worker.open()  # a worker that joins sends the following row, too
+            self._uneven.send()
 
     def _units(self, worker: Worker) -> None:
         worker.units.scale = loss_scale(self._scaler)
         worker.units.rate = learning_rate(self._optimizer, worker.units.rate)
 
     def ready(self, number: int, gradient: torch.Tensor) -> None:
-        """Receives a parameter's gradient, which is final for this step. Called once per parameter and step, so it must be
-        fast."""
-        if self.context.local is None:
-            worker = self.context.worker
-            if not worker.begun:
-                self._open(worker)
-            worker.ready(number, gradient)
-        else:
-            self.context.local.recorder.tensor(number)
+        """Receives a parameter's gradient, which is final for this step. The plan has no local steps. Called once per parameter
+        and step, so it must be fast."""
+        worker = self.context.worker
+        if not worker.begun:
+            self.begin()
+        worker.ready(number, gradient)
 
     def count_local(self, *, adds: bool = True) -> bool:
         """Counts a local step if the plan has local steps; see ExchangeSchedule.count. Returns True if it was a local step."""
@@ -168,9 +163,8 @@ class StepLoop(Component):
             self.observe()
 
     def report_finite(self, worker: Worker, *, dropped: bool = False) -> None:
-        """Reports the end of a step to the check for finite values. `dropped`: True if averages that were not finite have not
-        been applied."""
-        (self._finite.dropped if dropped else self._finite.averaged)(worker.not_finite, finite=not worker.tentative)
+        """Reports the end of a step to the check for finite values; see FiniteSteps.averaged."""
+        self._finite.averaged(worker.not_finite, finite=not worker.tentative, dropped=dropped)
 
     def launch(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Ends a backward pass instead of `average`, if results are applied bucket by bucket after it (forward_overlap.py)."""

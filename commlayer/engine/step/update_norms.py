@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commlayer.engine.job.job import DistributedJob
-from commlayer.errors import CommError
 from commlayer.observe.noise_scale import Agreement
 
 LENGTHS = "lengths of changes"
@@ -15,33 +14,17 @@ LEAST_AGREEMENT = 0.25
 
 
 class UpdateNorms:
-    """Exchanges the norms of weight changes between the ranks of one attached model, under successive plans. All ranks begin
-    exchanges in the same order.
+    """Exchanges the norms of weight changes between the ranks of one attached model, under one plan. All ranks begin exchanges
+    in the same order.
 
     Under local steps, rows allow waits as long as an outer step, because ranks differ in speed. A row is read when all ranks
     have sent theirs, so a rank waits only for the transfer of a row.
     """
 
-    def __init__(self, context: DistributedJob, deadline_s: float) -> None:
-        self._context, self._deadline_s = context, deadline_s
-        self._rows = context.rows.section(LENGTHS, stays=True)
+    def __init__(self, context: DistributedJob) -> None:
+        self._context, self._rows = context, context.rows.section(LENGTHS, stays=True)
         self._agreement, self._logged = Agreement(), 0.0
-        """Of the changes under the current plan, and the last logged agreement."""
-
-    def begin_plan(self, every: int) -> bool:
-        """Prepares for a plan of `every` local steps per exchange. All ranks call it together. Returns True if norms are
-        exchanged."""
-        self._agreement = Agreement()
-        try:
-            self._context.rows.allow(self._deadline_s * every)
-            return self._context.matched
-        except CommError as error:
-            self._context.drop_call(error)
-            return False  # norms are not exchanged under this plan
-
-    def end_plan(self) -> None:
-        """Called for a plan that exchanges no norms: resets the time limit for receiving rows of numbers to its usual value."""
-        self._context.rows.allow(0.0)
+        """Of the changes under the plan, and the last logged agreement."""
 
     def start(self, weight: float, square: float) -> None:
         self._rows.start(weight, square)

@@ -21,7 +21,6 @@ order.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -29,6 +28,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from commlayer.callbacks import ignore
 from commlayer.compressors.residual_slices import ResidualSlice, residual_on
 from commlayer.engine.model.shard_parameters import original_of
 from commlayer.engine.sync.norm_matching import Norms, largest_of, scale_of, square_of
@@ -38,15 +38,8 @@ from commlayer.optim import OuterSGD
 from commlayer.planner.buckets import ranges_of
 from commlayer.records import Slice
 
-log = logging.getLogger("commlayer")
 PENDING = "local.residual."
 """Prefix of the names of pending residuals in a checkpoint; the tensor's number follows."""
-SPOILT = "the weights of some worker are not finite: all workers return to the weights of the last exchange"
-
-
-def _spoilt(_own: int, *, finite: bool) -> None:
-    if not finite:
-        log.warning("%s", SPOILT)
 
 
 class StepWeights:
@@ -206,7 +199,7 @@ class OuterSteps:
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], every: int, outer: OuterSGD, weights: StepWeights, *, fragments: int = 1,
-        overlap: bool = False, norms: Norms | None = None, merged: Callable[..., None] = _spoilt,
+        overlap: bool = False, norms: Norms | None = None, merged: Callable[..., None] = ignore,
     ) -> None:
         """`merged(own, finite=...)` is called after each exchange, on all ranks; `own` is the value of Worker.not_finite.
         `norms` exchanges norms; None: norms are not exchanged."""
@@ -309,9 +302,7 @@ class OuterSteps:
     def join(self, given: Mapping[str, torch.Tensor]) -> None:
         """Joins in an exchange that the other ranks have just begun, which ends this rank's first step. `given`: the
         `snapshot` of another rank."""
-        for number, start in enumerate(self.starts):
-            start.copy_(given[f"local.start.{number}"])
-            self._set_velocity(number, given.get(f"local.velocity.{number}"))
+        self._restore_starts(given)
         self.taken, self._joins = self.every // self._fragments - 1, True
         self._steps = int(given["local.behind"][0]), 0
 
@@ -386,10 +377,12 @@ class OuterSteps:
     def _tensors(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.detach() for tensor in (*self._parameters, *buffers)]
 
-    def _set_velocity(self, number: int, left: torch.Tensor | None) -> None:
-        """Sets the outer optimizer's momentum of a tensor to `left`, the momentum of another run; None: zeros."""
-        if (velocity := self._velocity[number]) is not None:
-            velocity.zero_() if left is None else velocity.copy_(left)
+    def _restore_starts(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Sets the starts and the outer optimizer's momentum to those of another run, which may have had no momentum."""
+        for number, (start, velocity) in enumerate(zip(self.starts, self._velocity, strict=True)):
+            start.copy_(tensors[f"local.start.{number}"])
+            if velocity is not None:
+                velocity.copy_(tensors.get(f"local.velocity.{number}", torch.zeros(())))
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Returns the state for a checkpoint. Call it while no exchange is running. The state includes the starts, because
@@ -409,9 +402,7 @@ class OuterSteps:
         self._steps = 0, self.taken
         self.weights.restore(tensors.get("local.weights"))
         self.pending_residuals.restore(tensors)
-        for number, start in enumerate(self.starts):
-            start.copy_(tensors[f"local.start.{number}"])
-            self._set_velocity(number, tensors.get(f"local.velocity.{number}"))
+        self._restore_starts(tensors)
 
 
 def _wide(p: nn.Parameter) -> torch.Tensor:

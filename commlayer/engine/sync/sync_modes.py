@@ -10,7 +10,7 @@ After the start only the plan defines when workers exchange. Modes that not ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -193,58 +193,55 @@ is slow."""
 
 def check_local(optimizer: Any) -> None:
     """Raises ValueError for an optimizer that cannot take local steps."""
+    if problem := next(_local_problems(optimizer), ""):
+        raise InvalidInput("E-SYNC-OPTIMIZER", problem)
+
+
+def _local_problems(optimizer: Any) -> Iterator[str]:
     name = type(optimizer).__name__
     if not hasattr(optimizer, "register_step_post_hook"):
-        raise InvalidInput("E-SYNC-OPTIMIZER",
-                           f"optimizer: got {name}, allowed with local steps: a torch.optim.Optimizer, because exchanges "
-                           "follow its steps; call attach(model, optimizer, sync=...)")
+        yield (f"optimizer: got {name}, allowed with local steps: a torch.optim.Optimizer, because exchanges follow its steps; "
+               "call attach(model, optimizer, sync=...)")
     if not hooked(optimizer):  # a wrapper that only looks like an Optimizer, such as Accelerate's
-        raise InvalidInput("E-SYNC-OPTIMIZER", f"local steps: optimizer {name} does not support step hooks: pass the optimizer "
-                                               "that it wraps")
+        yield f"local steps: optimizer {name} does not support step hooks: pass the optimizer that it wraps"
     if any(kind.__name__ == SHARDED for kind in type(optimizer).__mro__):
-        raise InvalidInput("E-SYNC-OPTIMIZER",
-                           f"local steps are not supported with {SHARDED}: it updates each parameter on one rank, which would "
-                           "learn only from its own batches; pass the optimizer that it shards, or use sync='step'")
+        yield (f"local steps are not supported with {SHARDED}: it updates each parameter on one rank, which would learn only "
+               "from its own batches; pass the optimizer that it shards, or use sync='step'")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise InvalidInput("E-SYNC-OPTIMIZER",
-                           "local steps are not supported with LBFGS: it makes a variable number of backward passes per step, "
-                           "which differs between ranks; use an optimizer with one backward pass per step, such as AdamW, or "
-                           "sync='step'")
+        yield ("local steps are not supported with LBFGS: it makes a variable number of backward passes per step, which "
+               "differs between ranks; use an optimizer with one backward pass per step, such as AdamW, or sync='step'")
 
 
 def check_forward(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> None:
     """Raises ValueError if the model, its wrapper or its optimizer does not support averages that arrive during the next
     forward pass."""
+    if problem := next(_forward_problems(model, named, optimizer), ""):
+        raise InvalidInput("E-SYNC-FORWARD", problem)
+
+
+def _forward_problems(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> Iterator[str]:
     if isinstance(model, DistributedDataParallel):
-        raise InvalidInput("E-SYNC-FORWARD",
-                           "sync='forward' is not supported with DistributedDataParallel, whose backward() ends only when "
-                           "gradients are final; attach the module inside it, without DistributedDataParallel")
+        yield ("sync='forward' is not supported with DistributedDataParallel, whose backward() ends only when gradients are "
+               "final; attach the module inside it, without DistributedDataParallel")
     if sharded := [name for name, p in named if is_sharded(p)]:
-        raise InvalidInput("E-SYNC-FORWARD",
-                           f"sync='forward' is not supported with sharded models such as that of {sharded[0]}, because "
-                           "FSDP gathers parameters before the forward pass; use sync='step'")
+        yield (f"sync='forward' is not supported with sharded models such as that of {sharded[0]}, because FSDP gathers "
+               "parameters before the forward pass; use sync='step'")
     if optimizer is None:
-        raise InvalidInput("E-SYNC-FORWARD",
-                           "sync='forward' needs the optimizer, because it applies updates when results arrive: call "
-                           "attach(model, optimizer, ...)")
+        yield ("sync='forward' needs the optimizer, because it applies updates when results arrive: call attach(model, "
+               "optimizer, ...)")
     if why := indivisible(optimizer):
-        raise InvalidInput("E-SYNC-FORWARD",
-                           f"sync='forward' applies a step in pieces, but {why}; use another optimizer, or sync='step'")
+        yield f"sync='forward' applies a step in pieces, but {why}; use another optimizer, or sync='step'"
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if missing := [name for name, p in named if id(p) not in stepped]:
-        raise InvalidInput("E-SYNC-FORWARD",
-                           f"sync='forward': {len(missing)} parameters do not belong to the optimizer, for example "
-                           f"{missing[0]}: one optimizer must step all parameters; add them, or exclude them with "
-                           "requires_grad=False")
+        yield (f"sync='forward': {len(missing)} parameters do not belong to the optimizer, for example {missing[0]}: one "
+               "optimizer must step all parameters; add them, or exclude them with requires_grad=False")
     weights = sparse_weights(model)
     if sparse := [name for name, p in named if id(p) in weights]:
-        raise InvalidInput("E-SYNC-FORWARD",
-                           f"sync='forward' is not supported with the sparse gradient of {sparse[0]}, because sparse averages "
-                           "cannot be applied in pieces; pass sparse=False to its nn.Embedding, or use sync='step'")
+        yield (f"sync='forward' is not supported with the sparse gradient of {sparse[0]}, because sparse averages cannot be "
+               "applied in pieces; pass sparse=False to its nn.Embedding, or use sync='step'")
     if stepped_lazily(optimizer, [p for _, p in named]):
-        raise InvalidInput("E-SYNC-FORWARD",
-                           f"sync='forward' is not supported with {type(optimizer).__name__}, whose sparse averages cannot be "
-                           "applied in pieces; use the dense optimizer, or sync='step'")
+        yield (f"sync='forward' is not supported with {type(optimizer).__name__}, whose sparse averages cannot be applied in "
+               "pieces; use the dense optimizer, or sync='step'")
 
 
 def _whole(number: Any) -> bool:

@@ -39,6 +39,8 @@ class BucketAssembler:
         self.last = last
         """The last bucket, which is not sent before backward has ended. Its sum proves that all workers reached the end of
         their backward pass."""
+        self.split = {tensor for tensor, places in enumerate(self.by_tensor) if len(places) > 1}
+        """Numbers of the tensors that are split over several buckets."""
         self.reset()
 
     def reset(self) -> None:
@@ -46,13 +48,8 @@ class BucketAssembler:
             bucket.reset()
         self._order.reset()
         self._seen = [False] * len(self._job.tensors)
-        self._opened = self._ending = False
-        self.begun = False
-        """True: the current step has received a gradient or a weight change."""
-
-    def cut(self, tensor: int) -> bool:
-        """Returns True if a tensor is split over several buckets."""
-        return len(self.by_tensor[tensor]) > 1
+        self._ending = self.begun = False
+        """`begun`: the current step has begun; see `open`."""
 
     def ready(self, tensor: int, gradient: torch.Tensor) -> None:
         if self._seen[tensor]:
@@ -61,7 +58,7 @@ class BucketAssembler:
                 "parameter is used both inside and outside a reentrant checkpoint; pass use_reentrant=False to "
                 "torch.utils.checkpoint.checkpoint"
             )
-        self._seen[tensor] = self.begun = True
+        self._seen[tensor] = True
         if self._step.recorder.on:
             self._step.recorder.tensor(tensor)
         self._feed(tensor, gradient)
@@ -69,8 +66,8 @@ class BucketAssembler:
     def send(self, buckets: Sequence[WorkerBucket], changes: Mapping[int, torch.Tensor]) -> None:
         """Puts weight changes into the given buckets and starts the exchange of these buckets. `changes` maps tensor number to
         weight change."""
-        self.begun = True
-        mark = self._mark()
+        self.open()
+        mark = self._staging.mark()
         for bucket in buckets:
             for i, s in enumerate(bucket.slices):
                 if not self._seen[s.tensor] and self._step.recorder.on:
@@ -96,9 +93,11 @@ class BucketAssembler:
         if gradient is not None:
             if gradient.layout is not torch.strided:
                 check_dense(self._job.tensors[tensor].name, gradient)
-            if self.cut(tensor) and not gradient.is_contiguous():
+            if tensor in self.split and not gradient.is_contiguous():
                 gradient = gradient.contiguous()
-        mark = self._mark()
+        if not self.begun:
+            self.open()
+        mark = self._staging.mark()  # after it the gradient is final
         for bucket, i in self.by_tensor[tensor]:
             bucket.sources[i] = gradient
             bucket.marks.append(mark)
@@ -108,16 +107,9 @@ class BucketAssembler:
 
     def open(self) -> None:
         """Starts the step, unless it has started."""
-        if not self._opened:
-            self._opened = True
+        if not self.begun:
+            self.begun = True
             self._opens()
-
-    def _mark(self) -> object:
-        """Starts the step if this is its first gradient. Returns a CUDA event after which the gradients are final; None on CPU.
-        """
-        if not self._opened:
-            self.open()
-        return self._staging.mark()
 
     def _complete(self, bucket: WorkerBucket) -> None:
         if bucket.late:

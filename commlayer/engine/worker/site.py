@@ -20,11 +20,6 @@ MARGIN_S = 5.0
 """Seconds after the deadline of an exchange in which a rank that has missed it reports that to its site."""
 
 
-def time_left_s(deadline: float) -> float:
-    """Returns the timeout of a collective that is waited for until `deadline`: a group with a pending one does not close."""
-    return max(0.0, deadline - time.monotonic()) + MARGIN_S
-
-
 class Outcome(NamedTuple):
     """What became of an exchange, on one rank or in its site. A site has the largest value of its ranks."""
 
@@ -61,8 +56,7 @@ class Site:
         if self._channel is None:
             return [*values]
         numbers = torch.tensor([*map(float, values)], dtype=torch.float64)
-        self._channel.allow(time_left_s(deadline))
-        self._channel.allreduce(numbers, largest=True).wait(deadline, failed)
+        self.add(numbers, deadline, failed, largest=True)
         shared: list[float] = numbers.tolist()
         return shared
 
@@ -72,11 +66,15 @@ class Site:
         self.add(number, deadline, failed)
         return float(number)
 
-    def add(self, x: torch.Tensor, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
-        """Adds the tensors of the site's ranks in place; all of them call it together."""
+    def add(
+        self, x: torch.Tensor, deadline: float, failed: Callable[[], BaseException | None] = lambda: None, *,
+        largest: bool = False,
+    ) -> None:
+        """Adds the tensors of the site's ranks in place, or computes the `largest` elements; all of them call it together. The
+        timeout is later than `deadline`, because a group with a pending collective does not close."""
         if self._channel is not None:
-            self._channel.allow(time_left_s(deadline))
-            self._channel.allreduce(x).wait(deadline, failed)
+            self._channel.allow(max(0.0, deadline - time.monotonic()) + MARGIN_S)
+            self._channel.allreduce(x, largest=largest).wait(deadline, failed)
 
     def own_part(self, residuals: Residuals, job: Job, deadline_s: float) -> Residuals:
         """Returns this rank's part of the residuals of the whole site, in elements of its shards. Residuals of whole tensors

@@ -7,7 +7,7 @@ choice, as replicas of a lazy optimizer must.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,35 +38,6 @@ def stepped_lazily(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[i
             if id(p) in held and p.numel() >= LEAST and p.device.type == "cpu" and p.is_contiguous()}
 
 
-def keep_entries(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> None:
-    """Makes buckets of a new plan keep their results as sparse entries, if all large tensors in them are in `lazily`."""
-    plan, tensors = worker.plan, worker.job.tensors
-    if not lazily or plan.steps_locally or not worker.alone:
-        return
-    for bucket in worker.buckets:
-        if not isinstance(bucket, EncodedBucket):
-            continue
-        if getattr(reader_of(bucket.codec), "ratio", 0.0) > 1 / MOST:
-            continue  # results would be made dense anyway, at a higher cost than decoding
-        numbers = {s.tensor for s in bucket.slices}
-        if numbers & lazily.keys() and all(n in lazily or tensors[n].numel < LEAST for n in numbers):
-            bucket.keep_entries()
-
-
-def sparse_averages(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> dict[int, torch.Tensor]:
-    """Returns the averages that arrived as few sparse entries, as sparse gradients by parameter number. Call it after
-    Worker.finish."""
-    gradients = {}
-    used = worker.used() if lazily else []
-    for number, p in lazily.items():
-        parts = worker.entries(number) if used[number] else None
-        if parts is None:
-            continue
-        if (gradient := joined(parts, p.shape)) is not None:
-            gradients[number] = gradient
-    return gradients
-
-
 def joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size) -> torch.Tensor | None:
     """Returns one gradient that joins the sparse entries of a tensor's parts, in order; None if there are too many entries, or
     if some are not finite."""
@@ -80,21 +51,42 @@ def joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size
     return sparse_gradient(idx, values, shape) if bool(values.isfinite().all()) else None
 
 
-class SparseRows:
-    """Handles parameters with sparse COO gradients, as nn.Embedding(sparse=True) creates them.
+class SparseGradients:
+    """Handles parameters whose `.grad` is sparse COO: those with sparse gradients, as nn.Embedding(sparse=True) creates them,
+    and those of a lazy optimizer.
 
-    These gradients are averaged as dense tensors. Afterwards `.grad` is sparse again, with the rows in which the average is not
-    zero: the same rows on every rank. A rank without a gradient recognizes such a parameter by its module.
+    Their gradients are averaged as dense tensors. Afterwards `.grad` is sparse again: with the rows in which the average is not
+    zero, the same rows on every rank; for a lazy optimizer with the elements that are not zero, if they are few. A rank without
+    a gradient recognizes such a parameter by its module.
     """
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], lazily: Mapping[int, nn.Parameter]) -> None:
-        """`lazily`: parameters of a lazy optimizer, by number; `make_sparse` in this module handles them, by elements instead
-        of rows."""
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], optimizer: Any) -> None:
         weights = sparse_weights(model)
-        self._parameters, self._lazily = parameters, lazily
-        self._numbers = {number for number, p in enumerate(parameters) if id(p) in weights}
+        self._parameters, self._lazily = parameters, stepped_lazily(optimizer, parameters)
+        self._numbers = {number for number, p in enumerate(parameters) if id(p) in weights or number in self._lazily}
         self._dense: dict[int, torch.Tensor] = {}
         """Maps a parameter's number to the dense gradient that was sent in this step."""
+
+    def follow(self, worker: Worker) -> None:
+        """Makes buckets of a new plan keep their results as sparse entries, if a lazy optimizer steps all large tensors in
+        them."""
+        plan, tensors = worker.plan, worker.job.tensors
+        if not self._lazily or plan.steps_locally or not worker.alone:
+            return
+        for bucket in worker.buckets:
+            # Of a higher ratio, results would be made dense anyway, at a higher cost than decoding.
+            if isinstance(bucket, EncodedBucket) and getattr(reader_of(bucket.codec), "ratio", 0.0) <= 1 / MOST:
+                numbers = {s.tensor for s in bucket.slices}
+                if numbers & self._lazily.keys() and all(n in self._lazily or tensors[n].numel < LEAST for n in numbers):
+                    bucket.keep_entries()
+
+    def arrived(self, worker: Worker) -> dict[int, torch.Tensor]:
+        """Returns the averages that arrived as few sparse entries, as sparse gradients by parameter number. Call it after
+        Worker.finish."""
+        used = worker.used() if self._lazily else []
+        entries = {number: parts for number in self._lazily if used[number] and (parts := worker.entries(number)) is not None}
+        gradients = {number: joined(parts, self._parameters[number].shape) for number, parts in entries.items()}
+        return {number: gradient for number, gradient in gradients.items() if gradient is not None}
 
     def dense(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
         self._numbers.add(number)
@@ -109,38 +101,36 @@ class SparseRows:
         """Makes `.grad` of these parameters dense before an exchange ends, because averages are written into `.grad`."""
         for number in self._numbers:
             p = self._parameters[number]
-            if p.grad is not None and p.grad.layout is torch.sparse_coo:
+            if p.grad is not None and p.grad.is_sparse:
                 p.grad = self._dense.get(number, p.grad).to_dense()
         self._dense.clear()
 
     def make_sparse(self) -> None:
-        for number in self._numbers - self._lazily.keys():
+        for number in self._numbers:
             p = self._parameters[number]
-            if p.grad is not None and p.grad.layout is torch.strided and p.dim():
-                rows = (p.grad != 0).flatten(1).any(1) if p.dim() > 1 else p.grad != 0
-                at = rows.nonzero().t()
-                p.grad = torch.sparse_coo_tensor(at, p.grad[at[0]], p.shape, is_coalesced=True, check_invariants=False)
+            if p.grad is not None and not p.grad.is_sparse:
+                p.grad = with_few_elements(p.grad) if number in self._lazily else with_rows(p.grad)
+
+
+def with_rows(grad: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient as sparse COO, with the rows that are not zero."""
+    if not grad.dim():
+        return grad
+    rows = (grad != 0).flatten(1).any(1) if grad.dim() > 1 else grad != 0
+    at = rows.nonzero().t()
+    return torch.sparse_coo_tensor(at, grad[at[0]], grad.shape, is_coalesced=True, check_invariants=False)
+
+
+def with_few_elements(grad: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient as sparse COO if it is finite and has few nonzero elements; otherwise unchanged."""
+    if not grad.is_contiguous():
+        return grad
+    room = grad.numel() // MOST
+    idx, values = torch.empty(room, dtype=torch.int32), torch.empty(room)
+    count, beyond, finite = kernels.host().select(grad.view(-1), None, SMALLEST, 0, idx, values)
+    return sparse_gradient(idx[:count], values[:count], grad.shape) if finite and not beyond else grad
 
 
 def sparse_weights(model: nn.Module) -> set[int]:
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     return {id(table.weight) for table in tables if table.sparse}
-
-
-def make_sparse(parameters: Iterable[nn.Parameter]) -> None:
-    """Converts `.grad` to sparse COO for each parameter whose gradient is finite and has few nonzero elements."""
-    for p in parameters:
-        if p.grad is None or p.grad.is_sparse or not p.grad.is_contiguous():
-            continue
-        room = p.numel() // MOST
-        idx, values = torch.empty(room, dtype=torch.int32), torch.empty(room)
-        count, beyond, finite = kernels.host().select(p.grad.view(-1), None, SMALLEST, 0, idx, values)
-        if finite and not beyond:
-            p.grad = sparse_gradient(idx[:count], values[:count], p.shape)
-
-
-def make_dense(parameters: Iterable[nn.Parameter]) -> None:
-    """Makes `.grad` dense before an exchange, if the last exchange left it sparse and this backward pass did not change it."""
-    for p in parameters:
-        if p.grad is not None and p.grad.is_sparse:
-            p.grad = p.grad.to_dense()

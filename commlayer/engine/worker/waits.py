@@ -55,24 +55,22 @@ class WaitNotices:
         while not self._closing.wait(LOOK_S):
             if (waiting := self._waiting()) is None:
                 return
-            now = time.monotonic()
-            begun = waiting.waiting_since
-            if shown is not None and begun != since:
-                self._events.append(structs.replace(shown, waited_s=now - since, over=True))
-                shown = None
-            elif begun and begun == since and now - since >= EVENT_S:
-                names = waiting.missing()
-                if shown is None or shown.names != names or now - since - shown.waited_s >= EVENT_S:
-                    shown = WaitEvent(what=waiting.wait_kind, names=names, waited_s=now - since, limit_s=waiting.waits_s)
-                    self._events.append(shown)
-            if begun != since:
+            begun, waited_s = waiting.waiting_since, time.monotonic() - since
+            if begun != since:  # the wait is over
+                if shown is not None:
+                    self._events.append(structs.replace(shown, waited_s=waited_s, over=True))
                 if peers:
-                    self._log(f"continues after {now - since:.0f} s of waiting for {peers}", logging.WARNING)
-                since, peers, next_s = begun, "", FIRST_S
-            elif since and now - since >= next_s:
-                peers, next_s = ", ".join(map(self._called, waiting.missing())) or "other ranks", GROWTH * next_s
-                self._log(f"waiting for {peers}: {now - since:.0f} s, up to {waiting.waits_s:.0f} s "
-                          f"({self._silent_s:.0f} s without a sign of life)", logging.WARNING)
+                    self._log(f"continues after {waited_s:.0f} s of waiting for {peers}", logging.WARNING)
+                since, peers, next_s, shown = begun, "", FIRST_S, None
+            elif since and waited_s >= EVENT_S:
+                names = waiting.missing()
+                if shown is None or shown.names != names or waited_s - shown.waited_s >= EVENT_S:
+                    shown = WaitEvent(what=waiting.wait_kind, names=names, waited_s=waited_s, limit_s=waiting.waits_s)
+                    self._events.append(shown)
+                if waited_s >= next_s:
+                    peers, next_s = ", ".join(map(self._called, names)) or "other ranks", GROWTH * next_s
+                    self._log(f"waiting for {peers}: {waited_s:.0f} s, up to {waiting.waits_s:.0f} s "
+                              f"({self._silent_s:.0f} s without a sign of life)", logging.WARNING)
 
     def close(self) -> None:
         self._closing.set()

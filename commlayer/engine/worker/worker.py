@@ -281,7 +281,7 @@ class Worker:
     def write(self, targets: Sequence[torch.Tensor | None], fragment: int = 0) -> bool:
         """Writes the averages of one fragment's buckets into `targets`. Returns True if all averages are finite."""
         finite = True
-        with contiguous(targets, self._assembler.cut) as into:
+        with contiguous(targets, self._assembler.split) as into:
             for bucket in self.fragments[fragment]:
                 finite = self.write_bucket(bucket, [into[s.tensor] for s in bucket.slices]) and finite
                 bucket.sources = [None] * len(bucket.slices)  # frees the changes of a fragment before the outer step ends
@@ -320,7 +320,7 @@ class Worker:
     def end(self, applied: Sequence[bool], *, computes: bool = True) -> None:
         """Ends the step after its averages are written. `applied`: one flag for each fragment; False if its averages are not
         finite, so that they are not applied. `computes`: True if the stopwatch starts to time the next step's computation."""
-        self.units.learn(next((w for b in self.buckets if not b.late and (w := b.summed_weight())), 0.0))
+        self.units.learn(next((w for b in self.buckets if not b.late and (w := b.exchange.weight)), 0.0))
         self.tentative = not all(applied)
         self._finalize(applied)
         # Recorded steps keep their memory: measurements read the last step's results.
@@ -463,10 +463,14 @@ class Worker:
 
     def used(self) -> list[bool]:
         """Returns one flag for each tensor: True if any worker had a gradient. Call it after `finish`."""
-        used = {bucket.id: bucket.exchange.used for bucket in self.buckets}
-        used |= self.late.used
-        return [any(used[bucket.id] >> i & 1 for bucket, i in places) or tensor in self._used_in_site
-                for tensor, places in enumerate(self._assembler.by_tensor)]
+        late = self.late.used
+        flags = [tensor in self._used_in_site for tensor in range(len(self.job.tensors))]
+        for bucket in self.buckets:
+            used = late.get(bucket.id, bucket.exchange.used)
+            for i, s in enumerate(bucket.slices):
+                if used >> i & 1:
+                    flags[s.tensor] = True
+        return flags
 
     def entries(self, tensor: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Returns a tensor's average as sparse entries: pairs of positions and values, in order. None if a bucket of the tensor
@@ -499,7 +503,7 @@ class Worker:
 
     def hand_out(self, targets: Sequence[torch.Tensor | None]) -> None:
         """Writes the late results that `drain` has kept into `targets`, which must be zeros."""
-        with contiguous(targets, self._assembler.cut) as into:
+        with contiguous(targets, self._assembler.split) as into:
             self.late.settle(applied=self.late.write(self._factor, into))
 
     @property
