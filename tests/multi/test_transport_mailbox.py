@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attached import assert_refused, outcome
+from support.mailbox import KEPT_OVERHEAD_NBYTES, Mailbox
 from support.meshes import PATIENCE_S, data, soon
 
 from commlayer.errors import CommError, CorruptFrame, PeerLost
 from commlayer.transport.buffer_pool import MIN_NBYTES, BufferPool, size_class
-from commlayer.transport.mailbox import KEPT_OVERHEAD_NBYTES, Mailbox
 from commlayer.transport.protocol import Handle, Key, Message, key
 
 PEERS, KEYS = (0, 1, 2), tuple(key(data(0, bucket=b)) for b in range(3))

@@ -192,7 +192,7 @@ class DataServer:
             if former is not None and self.journal is not None:
                 self._recall(core, self.journal)
             self._write_down(core, former.plan if former else plan, server)
-            self._set_limits(decoded, server)
+            self.transport.limits = self._limits(decoded, server)
         except ValueError as error:
             self._refusal = str(error)
             self._ready.set()
@@ -203,7 +203,6 @@ class DataServer:
         self._server = SumServer(core, self.transport, present, stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self.transport.pool.give, replan=self._switch_plan, pace=self.transport.pace,
                                  admit=self._admit_worker if await_epoch is not None else None)
-        self._server.listen(self._present - {*self._all_members})
         self._ready.set()
 
     def _former(self, epoch: Epoch, server: int) -> ServerIdentity | None:
@@ -273,12 +272,7 @@ class DataServer:
         rows: dict[int, BucketOps] = {ROW_BUCKET: GatherOps(len(self._all_members))} if server == 0 else {}
         return rows | ops_of(plan, server, before, gradients=self._epoch.gradients)
 
-    def _set_limits(self, plan: Plan, server: int) -> None:
-        """Sets the limits on what workers send, by the plan."""
-        self.transport.limit_kept(expected_nbytes(plan, server))
-        self.transport.limits = self._limits()
-
-    def _limits(self) -> Limits:
+    def _limits(self, plan: Plan, server: int) -> Limits:
         """Returns what one worker may cause at this server, by the job's plan. Results are sent from the server's own memory,
         so only their number is limited."""
         former, ops = self.transport.limits.body_nbytes or {}, self._ops.values()
@@ -287,7 +281,7 @@ class DataServer:
         state = max([former.get(Kind.STATE, 0), *(one.max_state_nbytes for one in ops)])
         body_nbytes: dict[int, int] = {
             Kind.PUSH: payload, Kind.STATE: state, Kind.PROBE: MAX_PROBE_NBYTES, Kind.PLAN: messages.MAX_PLAN_NBYTES}
-        return Limits(body_nbytes, KEPT_STEPS * sum(one.rounds for one in ops) + MESSAGES_SLACK)
+        return Limits(body_nbytes, expected_nbytes(plan, server), KEPT_STEPS * sum(one.rounds for one in ops) + MESSAGES_SLACK)
 
     def report(self) -> dict[str, Any]:
         """Returns the fields of a heartbeat that a summation server fills in."""
@@ -322,8 +316,6 @@ class DataServer:
                 self._newest = epoch
                 self._seen |= self._present
                 self._note_sites(epoch)
-        if self._server is not None:
-            self._server.listen(self._present - {*self._all_members})
 
     def _admit_worker(self, joins: Joins, sender: int) -> None:
         """Adds a worker to the members and to the journal. Waits for the coordinator's word that it is one."""
@@ -356,7 +348,7 @@ class DataServer:
             self._server.core.add(joins.number, joins.member, self._buckets_from(self._plan, joins.member))
             if self.journal is not None and not self.journal.write_joined(self._joined, sizes):
                 self._write_down(self._server.core, records.encode(self._plan), self._hello.rank - SERVER_BASE)
-            self._set_limits(self._plan, self._hello.rank - SERVER_BASE)
+            self.transport.limits = self._limits(self._plan, self._hello.rank - SERVER_BASE)
         if gone := self._gone:
             self._server.remove(gone)  # `change` may not have been called with this epoch yet
 
@@ -370,7 +362,7 @@ class DataServer:
             try:
                 core = self._core(decoded, server, generation)
                 self._write_down(core, plan, server)
-                self._set_limits(decoded, server)
+                self.transport.limits = self._limits(decoded, server)
             except Exception:
                 self._ops = before
                 raise

@@ -31,16 +31,14 @@ from commlayer.errors import (
     short_line,
 )
 from commlayer.records import Record
+from commlayer.transport.endpoint import StreamTransport
 from commlayer.transport.protocol import (
     NUMBERED,
     Flag,
     Handle,
     Header,
-    Key,
     Kind,
     Message,
-    Transport,
-    key,
     peer_name,
 )
 
@@ -71,25 +69,6 @@ class Stalled(Record, frozen=True):
     """Why the server itself has failed and will send no sums; "" if it has not failed."""
 
 
-def stalled_key(generation: int) -> Key:
-    """Returns the key that all STALLED frames have, so one posted receive matches each of them. The bucket and step are in the
-    body."""
-    return key(Header(Kind.STALLED, generation))
-
-
-def follow_stalls(transport: Transport, server: int, generation: int, notify: Callable[[Stalled], None]) -> None:
-    """Called on a member: calls notify() with each stall report of that server, in the transport's thread."""
-
-    def arrived(handle: Handle) -> None:
-        if handle.error() is None:
-            try:
-                notify(read_stalled(handle.message()))
-            finally:  # also after a malformed report; after notify(), so that reports stay in order
-                follow_stalls(transport, server, generation, notify)
-
-    transport.recv(server, stalled_key(generation)).on_done(arrived)
-
-
 def read_stalled(message: Message) -> Stalled:
     return messages.unpack(message.body, Stalled, peer_name(message.peer), "a STALLED frame")
 
@@ -108,13 +87,14 @@ class SumServer:
     """Serves one Summation's members over a transport, from construction until close()."""
 
     def __init__(
-        self, core: Summation, transport: Transport, members: Iterable[int], *, stall_s: float,
+        self, core: Summation, transport: StreamTransport, members: Iterable[int], *, stall_s: float,
         recycle: Callable[[memoryview], None] = lambda _: None, replan: Callable[[bytes, int], Summation] | None = None,
         pace: Callable[[float], None] = lambda _: None, admit: Callable[[Joins, int], None] | None = None,
     ) -> None:
-        """Starts to listen to the members. `recycle` receives the bodies of messages that have been added, for reuse. `replan`
-        creates the Summation of a new plan. `pace` is called with this machine's measured upload rate in bit/s. `admit` is
-        called with each worker that joins, and the member that reports it; None if members never change."""
+        """Handles the transport's messages from now on. Workers that are no members yet may request results. `recycle`
+        receives the bodies of messages that have been added, for reuse. `replan` creates the Summation of a new plan. `pace` is
+        called with this machine's measured upload rate in bit/s. `admit` is called with each worker that joins, and the member
+        that reports it; None if members never change."""
         self.core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
         self._members = tuple(members)
         self._dropped: dict[int, str] = {}
@@ -133,23 +113,14 @@ class SumServer:
         self._failed: CommError | None = None
         self._failed_s = 0.0
         self._closing = threading.Event()
-        self._listened: set[int] = set()
-        self.listen(self._members)
+        transport.arrived, transport.ended = self._take, self._note_end
         self._thread = threading.Thread(target=self._watch, name="commlayer-stalls", daemon=True)
         self._thread.start()
 
-    def listen(self, workers: Iterable[int]) -> None:
-        """Handles messages of these workers from now on. Those that are no members yet may request results."""
-        with self.switching:
-            new = {*workers} - self._listened
-            self._listened |= new
-        for worker in new:
-            self._transport.subscribe(worker, self._take, self._note_end)
-
-    def _note_end(self, error: CommError) -> None:
+    def _note_end(self, worker: int, error: CommError) -> None:
         """Records the end of a connection; the heartbeats show whether the member is dead."""
         if isinstance(error, PeerEnded):
-            self._ended.add(error.peer)
+            self._ended.add(peer_name(worker))
         elif isinstance(error, CorruptFrame) and not isinstance(error, Damaged):
             self._drop(error)  # the member broke the frame format, so its connection has ended already
 
@@ -288,15 +259,13 @@ class SumServer:
         with self.switching:
             new = {joins.member} - self.core.gone
             self._members = (*self._members, *(new - {*self._members}))
-        self.listen(new)
         return self._switched(message, "")
 
     def remove(self, gone: Collection[int]) -> None:
         """Ends all waits for workers that have left the job, their requests, and their connections. Sends the results of sums
         that are complete without them."""
         with self.switching:
-            core, lost = self.core, self._listened & {*gone}
-            self._listened -= lost
+            core = self.core
             self._members = tuple(member for member in self._members if member not in gone)
         self._reported.clear()
         try:
@@ -307,7 +276,7 @@ class SumServer:
                     self._send([found])
         except Exception as error:
             self._fail(Header(Kind.PUSH), error)
-        for member in lost:
+        for member in gone:
             self._transport.abort(PeerLost("is no longer a member of the job", peer=peer_name(member), code="E-EPOCH-ENDED"),
                                   member)
 

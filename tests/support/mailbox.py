@@ -1,38 +1,19 @@
-"""Matching of received messages with posted receives."""
+"""Receives that wait for a message with a key: for tests in which both ends of a connection send what they like."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import Any
 
 from commlayer.errors import CommError, CorruptFrame
-from commlayer.transport.protocol import KIND_NAMES, Handle, Header, Key, Message, key, peer_name
-
-log = logging.getLogger("commlayer")
+from commlayer.transport.endpoint import StreamTransport
+from commlayer.transport.protocol import KIND_NAMES, Handle, Header, Key, Message, answer_key, clear_traceback, key, peer_name
 
 DEFAULT_MAX_KEPT_NBYTES = 4 << 30
 KEPT_OVERHEAD_NBYTES = 512
 """Bytes that each stored message counts in addition to its body, so a flood of empty messages also reaches the limit."""
-
-_NO_BODY = memoryview(b"")
-_SENDS = {kind: f"send of {name}" for kind, name in KIND_NAMES.items()}
-
-
-def sending(peer: int, header: Header) -> Handle:
-    return Handle(_SENDS[header.kind], peer, header.step, header.bucket)
-
-
-def sent(operation: Handle, header: Header) -> None:
-    operation.complete(Message(operation.peer, header, _NO_BODY))
-
-
-def clear_traceback(error: CommError) -> CommError:
-    """Clears the traceback and context of an error that is stored for later. Their frames would keep message bodies and
-    connections in memory."""
-    error.__traceback__ = error.__context__ = None
-    return error
 
 
 class Mailbox:
@@ -45,7 +26,6 @@ class Mailbox:
         self._lock = threading.Lock()
         self._seq = 0
         self._posted: dict[tuple[int, Key | None], deque[tuple[int, Handle]]] = {}
-        self._subscribers: dict[int, tuple[Callable[[Message], None], Callable[[CommError], None]]] = {}
         self._kept: OrderedDict[int, Message] = OrderedDict()  # in order of arrival
         self._index: dict[tuple[int, Key], deque[int]] = {}  # the same messages, by peer and key
         self._kept_nbytes: dict[int, int] = {}
@@ -79,28 +59,10 @@ class Mailbox:
             if self._failed and self.failure(peer) is not None:
                 return
             operation = self._posted_for(peer, key(message.header)) if self._posted else None
-            subscriber = self._subscribers.get(peer)
-            if operation is None and subscriber is None:
+            if operation is None:
                 self._keep(message, key(message.header))
                 return
-        if operation is not None:
-            operation.complete(message)
-        elif subscriber is not None:
-            subscriber[0](message)
-
-    def subscribe(self, peer: int, arrived: Callable[[Message], None], ended: Callable[[CommError], None]) -> None:
-        """See Transport.subscribe."""
-        while True:
-            with self._lock:
-                message, error = self._take(peer, None), self.failure(peer)
-                if message is None and error is None:
-                    self._subscribers[peer] = arrived, ended
-                    return
-            if message is not None:
-                arrived(message)
-            elif error is not None:
-                ended(error)
-                return
+        operation.complete(message)
 
     def end(self, reason: CommError, peer: int) -> None:
         """Ends a peer: receives fail with `reason`, but messages that have already arrived can still be received. If the peer
@@ -167,13 +129,57 @@ class Mailbox:
         return message
 
     def _unpost(self, peer: int | None) -> list[Callable[[CommError], None]]:
-        """Removes the receives and the subscriber of a peer, or of all. Returns the functions that end them."""
+        """Removes the receives of a peer, or of all. Returns the functions that end them."""
         places = [place for place in self._posted if peer is None or place[0] == peer]
-        subscribed = [other for other in self._subscribers if peer is None or other == peer]
-        return [*(operation.fail for place in places for _, operation in self._posted.pop(place)),
-                *(self._subscribers.pop(other)[1] for other in subscribed)]
+        return [operation.fail for place in places for _, operation in self._posted.pop(place)]
 
 
 def _fail(pending: list[Callable[[CommError], None]], reason: CommError) -> None:
     for fail in pending:
         fail(reason)
+
+
+class Receives:
+    """Methods of a transport that has a mailbox."""
+
+    mailbox: Mailbox
+
+    def recv(self, peer: int, match: Key | None = None) -> Handle:
+        """The next message from that peer with that key; None: with any key. Messages that have arrived before are kept."""
+        return self.mailbox.recv(peer, match)
+
+    def request(self: Any, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
+        """Sends a request. The handle of its answer also fails if the request cannot be sent."""
+        answer: Handle = self.recv(peer, answer_key(header))
+
+        def sent(sending: Handle) -> None:
+            if (error := sending.error()) is not None:
+                answer.fail(error)
+
+        self.send(peer, header, body).on_done(sent)
+        return answer
+
+    def wait(self, handle: Handle, deadline: float) -> Message:
+        return handle.wait(deadline)
+
+
+class InboxTransport(Receives, StreamTransport):
+    """A StreamTransport whose messages are received from a mailbox, unless its owner takes them."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.mailbox = Mailbox()
+        self.arrived = self.mailbox.deliver
+        self.ended = lambda peer, error: self.mailbox.end(error, peer)
+
+    def _connect(self, sock: Any, peer: int, *arguments: Any) -> None:
+        self.mailbox.admit(peer)
+        super()._connect(sock, peer, *arguments)
+
+    def abort(self, reason: CommError, peer: int | None = None) -> None:
+        self.mailbox.abort(reason, peer)
+        super().abort(reason, peer)
+
+    def close(self, flush_s: float | None = None) -> None:
+        self.mailbox.abort(CommError("this end of the transport was closed", code="E-SESSION-CLOSED"))
+        super().close(flush_s)
