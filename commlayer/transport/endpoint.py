@@ -135,7 +135,6 @@ class StreamTransport:
         self._listeners: list[socket.socket] = []
         self._handshakes = PendingHandshakes()
         self._closed = threading.Event()
-        self._missed: set[int] = set()  # peers whose machine closed the connection, and that have not reconnected
         self._barred: dict[bytes, str] = {}  # sessions that this end has aborted, with the reason
         self.broken: Broken = ignore
         """Function that is called with the peer and the error when a connection breaks that may be re-established. Runs in the
@@ -268,27 +267,27 @@ class StreamTransport:
             self._handshakes.remove(sock)
 
     def _refusal(self, hello: Hello, name: str) -> str:
-        reason = (self._admit or same_job(self.hello))(hello)
-        if not reason and name != (its := self.named(hello.rank) or name):
-            reason = coded("E-RANK", f"uses the certificate of {name}, but {peer_name(hello.rank)} joined the job with the "
-                                     f"certificate of {its}")
+        """Returns why the dialer is refused; "" if it is admitted."""
+        who = peer_name(hello.rank)
+        if reason := (self._admit or same_job(self.hello))(hello):
+            return reason
+        if name != (its := self.named(hello.rank) or name):
+            return coded("E-RANK", f"uses the certificate of {name}, but {who} joined the job with the certificate of {its}")
+        if hello.rank == self.rank:
+            return coded("E-RANK", f"{who} is this process itself: give each process its own rank")
         with self._lock:
-            if not reason and hello.session in self._barred:
-                reason = f"was dropped: {self._barred[hello.session]}"
-            former = None if reason else self._connections.get(hello.rank)
+            if hello.session in self._barred:
+                return f"was dropped: {self._barred[hello.session]}"
+            former = self._connections.get(hello.rank)
         if former is not None and self._settings.resume and hello.session and former.session == hello.session:
-            former.end(PeerLost("replaced by a newer connection of the same process", peer=peer_name(hello.rank)), broken=True)
+            former.end(PeerLost("replaced by a newer connection of the same process", peer=who), broken=True)
         with self._lock:
-            if not reason and not self._lock.wait_for(lambda: hello.rank not in self._taken, FORMER_END_S):
-                reason = RetryLater(coded("E-RANK",
-                                          f"{peer_name(hello.rank)} is already connected: give each process its own rank, or "
-                                          "end the old process"))
-            if not reason and hello.rank == self.rank:
-                reason = coded("E-RANK", f"{peer_name(self.rank)} is this process itself: give each process its own rank")
-            if not reason:
-                self._taken.add(hello.rank)
-                self._failed.pop(hello.rank, None)  # before the welcome: after it the dialer counts as connected
-        return reason
+            if not self._lock.wait_for(lambda: hello.rank not in self._taken, FORMER_END_S):
+                return RetryLater(coded("E-RANK", f"{who} is already connected: give each process its own rank, or end the old "
+                                                  "process"))
+            self._taken.add(hello.rank)
+            self._failed.pop(hello.rank, None)  # before the welcome: after it the dialer counts as connected
+        return ""
 
     def _wrap_tls(self, sock: socket.socket, deadline: float, who: str) -> socket.socket:
         """Wraps the dialer's socket in TLS if keys are set; otherwise returns the socket itself."""
@@ -362,7 +361,6 @@ class StreamTransport:
                 raise PeerLost("this end of the transport was closed", peer=peer_name(peer), code="E-SESSION-CLOSED")
             self._connections[peer] = connection
             self._former.pop(peer, None)
-            self._missed.discard(peer)
             connection.start()  # under the lock: close() must find only started threads to join
         if (aborted := self._failure(peer)) is not None:  # aborted after the handshake had admitted the peer
             connection.end(aborted)
@@ -381,15 +379,13 @@ class StreamTransport:
                 self._barred[connection.session] = coded(reason.code, reason.what)
             if connection.broken and self._failure(connection.peer) is None:
                 self._former[connection.peer] = connection
-            if connection.broken and connection.by_peer:
-                self._missed.add(connection.peer)
         if connection.broken and reason is not None and not self._closed.is_set():
             self.broken(connection.peer, reason)
 
     def missed(self) -> tuple[str, ...]:
         """Returns the names of peers whose machine closed their connection without a BYE, and that have not reconnected."""
         with self._lock:
-            return tuple(peer_name(peer) for peer in sorted(self._missed))
+            return tuple(peer_name(peer) for peer, former in sorted(self._former.items()) if former.by_peer)
 
     def heard(self, since_s: float) -> tuple[str, ...]:
         """Returns the names of connected peers from which bytes have arrived since that time.monotonic()."""

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import pytest
 
-from commlayer.cluster.calls.coordinator_channel import fingerprint, tls_credentials
+from commlayer.cluster.calls.coordinator_channel import fingerprint
 from commlayer.cluster.calls.grpc_port import GrpcPort, open_stream_port
 from commlayer.cluster.servers import dialing
 from commlayer.transport import framing, handshake
@@ -106,8 +106,7 @@ class Wire(NamedTuple):
         mine = keys() if self.secured else None
         if self.kind is GrpcEnd:
             where = f"{address[0]}:{address[1]}"
-            opened = functools.partial(stream_ends.open_channel, where, stream_ends.OPTIONS, tls_credentials(mine),
-                                       on_loop=True)
+            opened = functools.partial(stream_ends.open_channel, where, stream_ends.OPTIONS, mine, on_loop=True)
             return stream_ends.dial(opened, *address, soon(), fingerprint(mine))
         sock = socket.create_connection(address, PATIENCE_S)
         if mine is None:

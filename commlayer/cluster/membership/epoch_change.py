@@ -72,7 +72,7 @@ def _without_broken_sites(state: State) -> State:
     for lost in [p for p in _workers(state).values() if p.dead or p.left not in ("", FINISHED)]:
         if mates := [p.join.token for p in site_of(state, lost) if p.present]:
             why = without_code(lost.dead or f"left the job: {lost.left}")
-            state = evict(state, mates, f"its home ({lost.join.certificate or lost.join.name}) has lost {lost.peer}: {why}",
+            state = evict(state, mates, f"its home ({lost.join.owner}) has lost {lost.peer}: {why}",
                           silent=lost.silent)
     return state
 
@@ -176,7 +176,7 @@ def _wait(state: State, seated: Sequence[Registration], silent: Sequence[Registr
     if lost is not None and not (goes_on and len(present) >= state.min_workers):
         return f"the job is ending ({lost.peer}: {without_code(lost.dead or lost.left)}); the server will start another one"
     if silent and (len(silent) == len(present) or not goes_on or len(present) >= state.limit):
-        names = ", ".join(f"{p.peer} on {p.join.certificate or p.join.name}" for p in silent)
+        names = ", ".join(f"{p.peer} on {p.join.owner}" for p in silent)
         return f"the job is running, but {names} does not respond; a worker is dropped after {patience_s:g} s of silence"
     return ""
 
@@ -229,7 +229,7 @@ def admit(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
     if not problem and differs:
         problem = coded("E-RANKS-DIFFER", differs[0])
     if problem:
-        return state, JoinReply(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}")
+        return state, JoinReply(error=f"worker on {request.who}: {problem}")
     place = Registration(msgspec.structs.replace(request, plan=b""), request.rank, now)
     state = msgspec.structs.replace(state, registrations={**state.registrations, request.token: place})
     site = [p for p in site_of(state, place) if p.present]
