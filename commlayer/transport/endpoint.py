@@ -144,9 +144,10 @@ class StreamTransport:
         raise CorruptFrame. Set before the first connection."""
         self.ended: Broken = ignore
         """Function that is called with the peer and the reason when a connection ends that is not re-established."""
-        self._checks_revocations = False
         self.named: Callable[[int], str] = lambda _: ""
         """Function that returns the name of the certificate that a dialer with this rank must use; "": any certificate."""
+        if settings.keys is not None:
+            threading.Thread(target=self._drop_revoked, args=(settings.keys,), name="revocations", daemon=True).start()
 
     @property
     def rank(self) -> int:
@@ -303,14 +304,8 @@ class StreamTransport:
             raise error.located(peer=who) from None
         return secured
 
-    def _start_revocation_check(self) -> None:
-        """Starts the thread that checks for revoked certificates, once."""
-        with self._lock:
-            running, self._checks_revocations = self._checks_revocations, True
-        if not running and self._settings.keys is not None:
-            threading.Thread(target=self._drop_revoked, args=(self._settings.keys,), name="revocations", daemon=True).start()
-
     def _drop_revoked(self, keys: Keys) -> None:
+        """Closes the connections of certificates that are revoked, until close()."""
         while not self._closed.wait(REVOCATION_CHECK_S):
             revoked = keys.revoked()
             with self._lock:
@@ -349,7 +344,6 @@ class StreamTransport:
 
     def _connect(self, sock: ByteChannel, peer: int, reader: Reader, session: bytes, former: Unfinished,
                  held: tuple[Held, ...], certified: PeerCertificate | None = None) -> None:
-        self._start_revocation_check()
         sock.settimeout(None)
         reader.max_nbytes = self._settings.max_nbytes
         connection = Connection(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from commlayer.callbacks import ignore
 from commlayer.errors import CommError, Damaged, NotYet, PeerLost, Refused, without_code
@@ -30,14 +29,6 @@ DIAL_LIMIT_S = 10.0
 
 Dial = Callable[[float], None]
 """Function that connects to one peer before the given deadline, or raises CommError."""
-
-
-class ReconnectPolicy(NamedTuple):
-    """Seconds for which to try to reconnect. `refused_is_over`: True: a refused port means that the peer's process has
-    ended."""
-
-    window_s: float
-    refused_is_over: bool = False
 
 
 def is_refused(error: BaseException | None) -> bool:
@@ -70,8 +61,10 @@ class _Link:
 class ReconnectingTransport:
     """Sends requests over a StreamTransport, and reconnects to the peers that were connected with `connect`."""
 
-    def __init__(self, carrier: StreamTransport, waits: ReconnectPolicy) -> None:
-        self._carrier, self._waits = carrier, waits
+    def __init__(self, carrier: StreamTransport, window_s: float, *, refused_is_over: bool = False) -> None:
+        """`window_s`: seconds for which to try to reconnect. `refused_is_over`: True: a refused port means that the peer's
+        process has ended."""
+        self._carrier, self._window_s, self._refused_is_over = carrier, window_s, refused_is_over
         self._links: dict[int, _Link] = {}
         self._closing = threading.Event()
         self._count = threading.Lock()
@@ -177,15 +170,15 @@ class ReconnectingTransport:
         with link.state:
             if link.broken_since_s is None or begin - link.restored_s > STABLE_S:
                 link.broken_since_s, link.backoff = begin, None
-            until = link.broken_since_s + self._waits.window_s
-        self._warn("%s: reconnecting for up to %.0f s; training then continues", without_code(error), self._waits.window_s)
+            until = link.broken_since_s + self._window_s
+        self._warn("%s: reconnecting for up to %.0f s; training then continues", without_code(error), self._window_s)
         while self._is_wanted(link):
             backoff = link.backoff
             if backoff is None:
                 link.backoff = Backoff(until, self._closing)
             elif not backoff.wait():
                 self._give_up(peer, PeerLost(f"{error.what}, and reconnecting failed for "
-                                             f"{self._waits.window_s:g} s (reconnect_s): {last.what}", peer=peer_name(peer)))
+                                             f"{self._window_s:g} s (reconnect_s): {last.what}", peer=peer_name(peer)))
                 return
             try:
                 link.dial(min(until, time.monotonic() + DIAL_LIMIT_S))
@@ -208,7 +201,7 @@ class ReconnectingTransport:
         """Returns whether the error shows that a further attempt cannot succeed."""
         if isinstance(error, Refused):
             return not isinstance(error, NotYet)
-        return self._waits.refused_is_over and is_refused(error)
+        return self._refused_is_over and is_refused(error)
 
     def _replay(self, peer: int, link: _Link) -> tuple[int, int]:
         nbytes = 0

@@ -42,7 +42,7 @@ from commlayer.transport.flow import credit
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
-from commlayer.transport.reconnect import ASK_NBYTES, ReconnectingTransport, ReconnectPolicy
+from commlayer.transport.reconnect import ASK_NBYTES, ReconnectingTransport
 from tests.chaos import proxy
 
 UP, DOWN = 0, 1
@@ -157,7 +157,7 @@ class Breakable:
             self._targets[rank] = stream_transport.listen()
             return stream_transport
         carrier = InboxTransport(Hello("job", rank, session=bytes([rank]) * 16), settings=settings)
-        resumed = self.workers[rank] = ReconnectingTransport(carrier, ReconnectPolicy(self._window_s))
+        resumed = self.workers[rank] = ReconnectingTransport(carrier, self._window_s)
         for server, target in self._targets.items():
             cutter = self.cutters[rank, server] = Cutter(
                 target, self._cuts.get(rank, []) if server == SERVER_BASE else [], self._host)
@@ -315,7 +315,7 @@ def pair(window_s: float, keys: tuple[Keys | None, Keys | None] = (None, None), 
     begun(server)
     cutter = Cutter(server.listen(host), [], host)
     carrier = kind(Hello("job", 0, session=b"s" * 16), settings=Settings(resume=True, keys=keys[1]))
-    worker = ReconnectingTransport(carrier, ReconnectPolicy(window_s, **waits))
+    worker = ReconnectingTransport(carrier, window_s, **waits)
     worker.connect(SERVER_BASE, lambda deadline: carrier.dial(SERVER_BASE, cutter.address, deadline), soon())
     return server, worker, cutter
 

@@ -50,7 +50,6 @@ from commlayer.observe.event_log import EventLog
 from commlayer.records import Epoch, Record, ServerInfo
 from commlayer.transport import framing
 from commlayer.transport.grpc.event_loop import event_loop
-from commlayer.transport.grpc.stream import GrpcStream
 from commlayer.transport.grpc.stream_ends import AcceptStream
 from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.keys.key_folder import Keys
@@ -126,7 +125,7 @@ class Coordinator:
         after PROVE_S seconds, or when a call proves the secret."""
         self._port = GrpcPort(self._keys, config.bind, config.port, self._refusals.refused)
         if streams:
-            self._port.accept = _too_early
+            self._port.accept = lambda *_: False  # refuses streams for now
         if ca and self._keys is not None:
             # Imported late: it loads cryptography's certificate requests, which few coordinators need.
             from commlayer.cluster.keys.enrolment import EnrolmentServer
@@ -147,7 +146,7 @@ class Coordinator:
             "Leave": self._method("Leave", messages.Leave, self._leave),
             "Status": self._method("Status", messages.StatusRequest, self._about),
             "Events": self._method("Events", messages.EventsRequest, self._events),
-        }, [self._port.streams(self._port.accept_stream)], self._broke))
+        }, [self._port.streams()], self._broke))
         self._ticker = threading.Thread(target=self._tick, name="commlayer-membership", daemon=True)
         self._ticker.start()
 
@@ -489,11 +488,6 @@ class Coordinator:
         self._refusals.refused(where, error.what)
         self._port.distrust(peer)
         return coded(error.code, f"{where}: {error.what}")
-
-
-def _too_early(stream: GrpcStream, address: str, source: str) -> bool:
-    """Refuses a data stream for now."""
-    return False
 
 
 def _revoked(request: messages.Join, serials: frozenset[int]) -> bool:

@@ -25,7 +25,7 @@ from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.keys.secret import new_nonce
 from commlayer.transport.protocol import KIND_NAMES, SERVER_BASE, Flag, Handle, Header, Kind, Message, peer_name
-from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
+from commlayer.transport.reconnect import ReconnectingTransport
 
 log = logging.getLogger("commlayer")
 Fail = Callable[[CommError], None]
@@ -61,8 +61,6 @@ class WorkerClient:
         self.children: Sequence[EmbeddedServer] = ()
         """Servers that this process started. The heartbeat thread keeps them alive, so that they do not end with the session's
         other objects when no one refers to these any more."""
-        self.remaining: tuple[str, ...] = ()
-        """Names of workers that were still in the job at close(); empty before."""
         hello = Hello(request.job, request.rank, self.epoch.plan, messages.version(), session=new_nonce())
         window_s = reconnect_window_s(config)
         self._carrier = StreamTransport(hello, settings=Settings(
@@ -71,7 +69,7 @@ class WorkerClient:
         self.recycle = self._carrier.pool.give
         self.pace = self._carrier.pace
         """Sets this machine's measured upload rate in bit/s; 0: unknown."""
-        self.transport = ReconnectingTransport(self._carrier, ReconnectPolicy(window_s, refused_is_over=self.embedded))
+        self.transport = ReconnectingTransport(self._carrier, window_s, refused_is_over=self.embedded)
         self.transport.arrived = self._on_message
         self.membership.report.fields = lambda: {"missed": self._carrier.missed()}
 
@@ -111,11 +109,6 @@ class WorkerClient:
         kind, _, number = peer.partition(" ")
         name = self.name_of(int(number)) if kind == "worker" and number.isdecimal() else ""
         return f"{peer} ({name})" if name else peer
-
-    @property
-    def plan(self) -> bytes:
-        """Canonical bytes of the plan with which the job began."""
-        return self.membership.plan
 
     def check(self) -> None:
         """Raises the failure that the coordinator has reported, if there was one."""
@@ -279,7 +272,6 @@ class WorkerClient:
                 self._fail = self.transport.abort  # a server that dies from now on must not be waited for
             self.transport.close(flush_s)  # before leaving: servers do not wait for a worker that has left
             delivered = self.membership.leave(exchanges=exchanges)
-        self.remaining = self.membership.remaining
         return delivered
 
 
@@ -311,9 +303,9 @@ def leave_job(
         until = time.monotonic() + notice_s  # others might still need its servers
     try:
         if children and delivered and not reason and not children[0].over(min(NOTE_AFTER_S, stay_s)):
-            names = ", ".join(link.remaining) if link is not None and link.remaining else "others"
+            names = ", ".join(link.membership.remaining) if link is not None else ""
             log.warning("this process is done, but its server may still be needed by %s: waiting until they "
-                        "have ended, at most %.0f s (deadline_s)", names, stay_s)
+                        "have ended, at most %.0f s (deadline_s)", names or "others", stay_s)
         for child in children:
             child.over(until - time.monotonic())
     finally:
