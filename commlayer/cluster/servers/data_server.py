@@ -96,10 +96,9 @@ class DataServer:
         self._await_epoch: AwaitEpoch | None = None
         self._joined: list[int] = []
         """Workers that have joined since, in the order in which all members count them."""
-        self._seen: set[int] = set()
-        """Members of all epochs that this server has received, and workers that have joined."""
         self._sites: dict[int, tuple[int, ...]] = {}
-        """Maps these members to the ranks of their sites."""
+        """Maps the members of all epochs that this server has received, and workers that have joined, to the ranks of their
+        sites. The site of a worker that was in no such epoch is unknown: that worker has left again."""
         self._changing = threading.Lock()
         self._plan: Plan | None = None
         streams_port = port and port + (config.carrier != "grpc")
@@ -162,12 +161,12 @@ class DataServer:
         assert self._newest is not None
         first, newest = self._epoch, self._newest
         admitted = (newest.generation - first.generation + len(newest.members) - len(first.members)) // 2
-        return admitted - len(self._seen) + len(first.members)
+        return admitted - len(self._sites) + len(first.members)
 
     @property
     def _gone(self) -> set[int]:
         """Workers that have left the job, those that only followed it included."""
-        return self._seen - self._present
+        return self._sites.keys() - self._present
 
     def start(
         self, epoch: Epoch, plan: bytes, server: int, token: str = "", await_epoch: AwaitEpoch | None = None,
@@ -181,9 +180,9 @@ class DataServer:
         former = self._former(epoch, server)
         self._newest, self._epoch, self._await_epoch = epoch, former.epoch if former else epoch, await_epoch
         self._joined = [*former.joined] if former else []
-        self._seen = {*self._all_members, *self._present}
         self._note_sites(self._epoch)
         self._note_sites(epoch)
+        self._sites = {member: (member,) for member in self._joined} | self._sites
         self._token = token
         try:
             self._plan = decoded = self._checked(former.plan if former else plan, "")
@@ -256,8 +255,8 @@ class DataServer:
         return core
 
     def _buckets_from(self, plan: Plan, member: int) -> set[int]:
-        """Returns the buckets to which a worker contributes. A worker that this server has never seen has left again."""
-        site = self._sites.get(member, (member,))
+        """Returns the buckets to which a worker contributes."""
+        site = self._sites[member]
         return {ROW_BUCKET, *(b.id for b in plan.buckets if b.owner_in(site) == member)}
 
     def _note_sites(self, epoch: Epoch) -> None:
@@ -314,7 +313,6 @@ class DataServer:
         with self._changing:
             if self._newest is None or epoch.generation > self._newest.generation:
                 self._newest = epoch
-                self._seen |= self._present
                 self._note_sites(epoch)
 
     def _admit_worker(self, joins: Joins, sender: int) -> None:
@@ -333,13 +331,13 @@ class DataServer:
                 problem = f"{len(self._joined)} workers have joined"
             elif known.generation < joins.generation:
                 problem = f"the coordinator's newest epoch is {known.generation}, not {joins.generation}"
-            elif joins.member not in self._seen and not self._unseen:
+            elif joins.member not in self._sites and not self._unseen:
                 problem = "the coordinator has not admitted it"
             if problem:
                 raise CorruptFrame(f"reports that {peer_name(joins.member)} joins as number {joins.number}, but {problem}",
                                    peer=peer_name(sender))
             self._joined.append(joins.member)
-            self._seen.add(joins.member)
+            self._sites.setdefault(joins.member, (joins.member,))
             sizes = {}
             for bucket, ops in self._ops.items():
                 if isinstance(ops, GatherOps):
