@@ -3,49 +3,37 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable
 from typing import Any
 
-from commlayer.errors import CommError, CorruptFrame
-from commlayer.transport.endpoint import StreamTransport
-from commlayer.transport.protocol import KIND_NAMES, Handle, Header, Key, Message, answer_key, clear_traceback, key, peer_name
-
-DEFAULT_MAX_KEPT_NBYTES = 4 << 30
-KEPT_OVERHEAD_NBYTES = 512
-"""Bytes that each stored message counts in addition to its body, so a flood of empty messages also reaches the limit."""
+from commlayer.errors import CommError
+from commlayer.transport.endpoint import StreamTransport, closed
+from commlayer.transport.protocol import KIND_NAMES, Handle, Header, Key, Message, answer_key, key
 
 
 class Mailbox:
-    """Matches received messages with receives. Thread-safe.
+    """Matches received messages with receives. First in, first out: a message completes the oldest matching receive, and a
+    receive returns the oldest matching message."""
 
-    First in, first out: a message completes the oldest matching receive, and a receive returns the oldest matching message.
-    """
-
-    def __init__(self, max_kept_nbytes: int = DEFAULT_MAX_KEPT_NBYTES) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seq = 0
-        self._posted: dict[tuple[int, Key | None], deque[tuple[int, Handle]]] = {}
-        self._kept: OrderedDict[int, Message] = OrderedDict()  # in order of arrival
-        self._index: dict[tuple[int, Key], deque[int]] = {}  # the same messages, by peer and key
-        self._kept_nbytes: dict[int, int] = {}
-        self.max_kept_nbytes = max_kept_nbytes
+        self._posted: list[tuple[int, Key | None, Handle]] = []
+        self._kept: list[Message] = []
         self._failed: dict[int | None, CommError] = {}
 
     def failure(self, peer: int | None) -> CommError | None:
-        """Returns the error that ended this peer (None: all peers); None if no error has."""
+        """The error that ended this peer (None: all peers)."""
         return self._failed.get(None) or self._failed.get(peer)
 
     def recv(self, peer: int, match: Key | None) -> Handle:
         step, bucket = (None, None) if match is None else match[2:4]
-        what = "receive" if match is None else f"receive of {KIND_NAMES[match[0]]}"
-        operation = Handle(what, peer, step, bucket)
+        operation = Handle("receive" if match is None else f"receive of {KIND_NAMES[match[0]]}", peer, step, bucket)
         with self._lock:
-            message = self._take(peer, match)
+            message = next((m for m in self._kept if m.peer == peer and match in (None, key(m.header))), None)
             error = self.failure(peer)
-            if message is None and error is None:
-                self._seq += 1
-                self._posted.setdefault((peer, match), deque()).append((self._seq, operation))
+            if message is not None:
+                self._kept = [m for m in self._kept if m is not message]
+            elif error is None:
+                self._posted.append((peer, match, operation))
         if message is not None:
             operation.complete(message)
         elif error is not None:
@@ -53,90 +41,37 @@ class Mailbox:
         return operation
 
     def deliver(self, message: Message) -> None:
-        """Delivers a checked message. Raises CorruptFrame if its sender exceeds the limit of bytes without a posted receive."""
-        peer = message.peer
+        matches = (message.peer, None), (message.peer, key(message.header))
         with self._lock:
-            if self._failed and self.failure(peer) is not None:
+            if self.failure(message.peer) is not None:
                 return
-            operation = self._posted_for(peer, key(message.header)) if self._posted else None
-            if operation is None:
-                self._keep(message, key(message.header))
+            place = next((number for number, (*one, _) in enumerate(self._posted) if tuple(one) in matches), None)
+            if place is None:
+                self._kept.append(message)
                 return
+            operation = self._posted.pop(place)[-1]
         operation.complete(message)
 
-    def end(self, reason: CommError, peer: int) -> None:
-        """Ends a peer: receives fail with `reason`, but messages that have already arrived can still be received. If the peer
-        has ended before, its first reason is kept."""
+    def end(self, reason: CommError, peer: int | None) -> None:
+        """Ends one peer, or all: receives fail, but messages that have arrived can still be received. The first reason is
+        kept."""
         with self._lock:
-            reason = self._failed.setdefault(peer, clear_traceback(reason))
-            pending = self._unpost(peer)
-        _fail(pending, reason)
+            reason = self._failed.setdefault(peer, reason)
+            ended = [operation for other, _, operation in self._posted if peer in (None, other)]
+            self._posted = [entry for entry in self._posted if peer not in (None, entry[0])]
+        for operation in ended:
+            operation.fail(reason)
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
-        """Ends one peer, or all, like `end`, and drops the messages that have arrived."""
+        """Ends one peer, or all, and drops the messages that have arrived."""
         with self._lock:
-            reason = self._failed.setdefault(peer, clear_traceback(reason))
-            for seq in [s for s, m in self._kept.items() if peer is None or m.peer == peer]:
-                self._forget(seq)
-            pending = self._unpost(peer)
-        _fail(pending, reason)
+            self._kept = [m for m in self._kept if peer not in (None, m.peer)]
+        self.end(reason, peer)
 
     def admit(self, peer: int) -> None:
         """Clears the error of a peer that has connected again."""
         with self._lock:
             self._failed.pop(peer, None)
-
-    def _posted_for(self, peer: int, k: Key) -> Handle | None:
-        queue, other = self._posted.get((peer, k)), self._posted.get((peer, None))
-        place: tuple[int, Key | None] = (peer, k)
-        if queue is None or (other is not None and other[0][0] < queue[0][0]):
-            queue, place = other, (peer, None)
-        if queue is None:
-            return None
-        _, operation = queue.popleft()
-        if not queue:
-            del self._posted[place]
-        return operation
-
-    def _keep(self, message: Message, k: Key) -> None:
-        peer, charge = message.peer, len(message.body) + KEPT_OVERHEAD_NBYTES
-        total = self._kept_nbytes.get(peer, 0) + charge
-        if total > self.max_kept_nbytes:
-            raise CorruptFrame(f"sent more than {self.max_kept_nbytes} bytes for which no receive is "
-                               "posted", peer=peer_name(peer))
-        self._kept_nbytes[peer] = total
-        self._seq += 1
-        self._kept[self._seq] = message
-        self._index.setdefault((peer, k), deque()).append(self._seq)
-
-    def _take(self, peer: int, match: Key | None) -> Message | None:
-        if match is not None:
-            queue = self._index.get((peer, match))
-            return self._forget(queue[0]) if queue else None
-        seq = next((seq for seq, message in self._kept.items() if message.peer == peer), None)
-        return None if seq is None else self._forget(seq)
-
-    def _forget(self, seq: int) -> Message:
-        """Removes and returns a stored message. The message must be the oldest of its peer and key, unless the caller removes
-        all such messages."""
-        message = self._kept.pop(seq)
-        place = (message.peer, key(message.header))
-        queue = self._index[place]
-        queue.popleft()
-        if not queue:
-            del self._index[place]
-        self._kept_nbytes[message.peer] -= len(message.body) + KEPT_OVERHEAD_NBYTES
-        return message
-
-    def _unpost(self, peer: int | None) -> list[Callable[[CommError], None]]:
-        """Removes the receives of a peer, or of all. Returns the functions that end them."""
-        places = [place for place in self._posted if peer is None or place[0] == peer]
-        return [operation.fail for place in places for _, operation in self._posted.pop(place)]
-
-
-def _fail(pending: list[Callable[[CommError], None]], reason: CommError) -> None:
-    for fail in pending:
-        fail(reason)
 
 
 class Receives:
@@ -181,5 +116,5 @@ class InboxTransport(Receives, StreamTransport):
         super().abort(reason, peer)
 
     def close(self, flush_s: float | None = None) -> None:
-        self.mailbox.abort(CommError("this end of the transport was closed", code="E-SESSION-CLOSED"))
+        self.mailbox.abort(closed())
         super().close(flush_s)
