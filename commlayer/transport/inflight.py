@@ -9,7 +9,7 @@ from __future__ import annotations
 from commlayer.transport.protocol import ANSWERED_BY, KIND_NAMES, NUMBERED, Handle, Header, Key, Kind, answer_key, key
 
 _NUMBERED_ANSWERS = frozenset(ANSWERED_BY[kind] for kind in NUMBERED if kind in ANSWERED_BY)
-_ANSWERS = frozenset(ANSWERED_BY.values())
+ANSWERS = frozenset(ANSWERED_BY.values())
 
 
 class Request(Handle):
@@ -23,10 +23,6 @@ class Request(Handle):
         super().__init__(f"{what} {KIND_NAMES[header.kind]}", peer, header.step, header.bucket)
         self.header, self.body = header, body
         self.sending: Handle | None = None
-
-
-def is_answer(header: Header) -> bool:
-    return header.kind in _ANSWERS
 
 
 class InFlightRequests:

@@ -15,7 +15,7 @@ from commlayer.callbacks import ignore
 from commlayer.errors import CommError, Damaged, NotYet, PeerLost, Refused, without_code
 from commlayer.transport.backoff import Backoff
 from commlayer.transport.endpoint import StreamTransport, closed
-from commlayer.transport.inflight import InFlightRequests, is_answer
+from commlayer.transport.inflight import ANSWERS, InFlightRequests
 from commlayer.transport.protocol import Handle, Header, Kind, Message, log, peer_name
 
 STABLE_S = 10.0
@@ -125,7 +125,7 @@ class ReconnectingTransport:
         if message.header.kind == Kind.AGAIN:
             self._send_again(link, message)
             return
-        if not is_answer(message.header):
+        if message.header.kind not in ANSWERS:
             self.arrived(message)
             return
         with link.order:

@@ -240,14 +240,8 @@ class Coordinator:
 
     def _evict_departed(self) -> None:
         """Evicts the workers of sites that have left."""
-        left = self._rendezvous.left
         with self._lock:
-            state = self._state
-            for token, place in state.registrations.items():
-                if place.present and place.join.kind == "worker" and place.rank in left:
-                    state = membership.evict(state, [token], left[place.rank])
-            if state is not self._state:
-                self._set(state)
+            self._set(membership.evict_workers(self._state, self._rendezvous.left))
 
     def _challenge(self, nonce: bytes, peer: str) -> Encode:
         caller = self._port.caller(peer).certificate  # raises if TLS is required
@@ -378,10 +372,7 @@ class Coordinator:
         if not state.min_workers:
             return state
         late = self._hangs.find(state, self._rendezvous.pending_waits(), time.monotonic(), self._config, self._patience_s)
-        for token, place in state.registrations.items():
-            if place.join.kind == "worker" and place.rank in late:
-                state = membership.evict(state, [token], late[place.rank])
-        return state
+        return membership.evict_workers(state, late)
 
     def _drop_revoked(self) -> None:
         revoked = self._keys.revoked() if self._keys else self._revoked

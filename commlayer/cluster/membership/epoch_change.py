@@ -28,6 +28,7 @@ from commlayer.cluster.membership.membership import (
     State,
     conflict,
     evict,
+    evict_workers,
     failure,
     over,
     site_missing,
@@ -112,7 +113,7 @@ def record_overdue(state: State, token: str, report: Overdue | None) -> State:
     for server, overdue in reports:
         why = (f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited in step {step} (reported by "
                f"{server.peer}): it hangs, or its machine is too slow for deadline_s")
-        state = evict(state, [p.join.token for rank, p in _workers(state).items() if rank in late and rank in server.hung], why)
+        state = evict_workers(state, dict.fromkeys(late & {*server.hung}, why))
     return state
 
 

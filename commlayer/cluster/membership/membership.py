@@ -306,6 +306,14 @@ def evict(state: State, tokens: Iterable[str], why: str, *, silent: bool = False
         state, lambda p: p.join.token in chosen, dead=why, silent=silent)
 
 
+def evict_workers(state: State, why: Mapping[int, str]) -> State:
+    """Evicts workers. `why`: the reasons by rank."""
+    for token, place in state.registrations.items():
+        if place.present and place.join.kind == "worker" and place.rank in why:
+            state = evict(state, [token], why[place.rank])
+    return state
+
+
 def over(state: State) -> bool:
     """Returns whether the job has begun and all its workers have left or died."""
     return state.epoch is not None and not any(p.present for p in state.registrations.values() if p.join.kind == "worker")

@@ -98,16 +98,15 @@ class SumServer:
         self.core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
         self._members = tuple(members)
         self._dropped: dict[int, str] = {}
-        self._dropping = threading.Lock()
+        self._lock = threading.Lock()
         self._ended: set[str] = set()
         self._reported: dict[int, tuple[Stall, float]] = {}
         self._stalls: list[Stall] = []
         """Sums that waited for contributions at the last check."""
         self._last_numbers: dict[int, int] = {}
         """Maps a member to the sequence number of its last completed request. Requests arrive in order, some of them twice."""
-        self._probes, self._probing = Counter[int](), threading.Lock()
+        self._probes = Counter[int]()
         """Maps a member to the bytes of its pending probes."""
-        self._failing = threading.Lock()
         self._replan, self._admit, self.switching = replan, admit, threading.Lock()
         self._pace = pace
         self._failed: CommError | None = None
@@ -127,7 +126,7 @@ class SumServer:
     def dropped(self) -> dict[int, str]:
         """Maps each member that was disconnected because it broke the protocol to the reason. Members that have left the job
         are not included."""
-        with self._dropping:
+        with self._lock:
             return {m: why for m, why in self._dropped.items() if m in self._members}
 
     def overdue(self, limit_s: float) -> tuple[int, tuple[int, ...]] | None:
@@ -221,7 +220,7 @@ class SumServer:
         """Answers a probe."""
         h, peer = message.header, message.peer
         nbytes = max(h.used, LEAST_PROBE_NBYTES)
-        with self._probing:
+        with self._lock:
             pending = self._probes[peer] + nbytes
             if pending > MAX_PROBE_NBYTES:
                 raise CorruptFrame(f"requests probe replies of {pending} bytes at once, allowed {MAX_PROBE_NBYTES}",
@@ -229,7 +228,7 @@ class SumServer:
             self._probes[peer] = pending
 
         def sent(_: Handle) -> None:
-            with self._probing:
+            with self._lock:
                 self._probes[peer] -= nbytes
 
         answer = h._replace(kind=Kind.PROBE_OK, sender=self.core.peer, used=0)
@@ -288,7 +287,7 @@ class SumServer:
         """Drops a member that broke the protocol. The coordinator is informed by the next heartbeat. The other members are
         informed by the stall report of the sum that waits for the dropped member."""
         member, why = int(error.peer.removeprefix("worker ")), short_line(coded(error.code, error.what), MAX_PEER_TEXT_CHARS)
-        with self._dropping:
+        with self._lock:
             if member in self._dropped:
                 return
             self._dropped[member] = why
@@ -298,7 +297,7 @@ class SumServer:
     def _fail(self, h: Header, error: Exception) -> None:
         """Handles a failure of this server: no sum can be trusted, so all members are sent the reason and disconnected."""
         what = short_line(f"failed: {type(error).__name__}: {error}", MAX_PEER_TEXT_CHARS)
-        with self._failing:
+        with self._lock:
             if self._failed is not None or self._closing.is_set():
                 return
             self._failed_s = time.monotonic()
@@ -331,7 +330,7 @@ class SumServer:
         if last == stall and now - sent_s < REPEAT_S:
             return
         self._reported[stall.bucket] = (stall, now)
-        with self._dropping:
+        with self._lock:
             dropped = {m: self._dropped[m] for m in stall.missing if m in self._dropped}
         for member in stall.waiting:
             self._send_stalled(member, Stalled(stall.bucket, stall.step, stall.missing, dropped))
