@@ -410,7 +410,7 @@ def test_wait_notice_contains_the_exchanges_of_a_member_that_left(
     monkeypatch.setattr("commlayer.cluster.servers.summation_server.REPEAT_S", 0.05)
     job = Pair(opened)
     payload = Header(Kind.PUSH, 1, 0, 0, codec=1, sender=1, weight=1.0, used=1)
-    job.ups[1].transport.send(SERVER_BASE, payload, b"looked at after worker 0's")
+    job.ups[1].transport.request(SERVER_BASE, payload, b"looked at after worker 0's")
     assert job.stalled.wait(WAIT_S), "the server has named the missing worker once"
     job.ups[0].close(exchanges=exchanges)
     assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges)

@@ -9,14 +9,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support.mailbox import Receives
-from support.meshes import MESHES, PATIENCE_S, Mesh, data, exchange_pair, in_threads, soon
+from support.meshes import MESHES, PATIENCE_S, End, Mesh, data, exchange_pair, in_threads, soon
 
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.transport.protocol import Message, key
 
 
-def exchange(transport: Receives, nbytes: int, step: int) -> int:
+def exchange(transport: End, nbytes: int, step: int) -> int:
     """Sends rank + 1 in every byte to all others; the sum of what comes, checked to be the same in every byte."""
     body = bytes([transport.rank + 1]) * nbytes
     for peer in transport.peers:
@@ -44,7 +43,7 @@ def large(mesh: Mesh) -> None:
     block = os.urandom((1 << 20) + 1)
     bodies = [block * 40, block[:77777], block * 24, b""]  # 64 MiB and a little
 
-    def swap(transport: Receives) -> bool:
+    def swap(transport: End) -> bool:
         peer = 1 - transport.rank
         for body in bodies:
             transport.send(peer, data(transport.rank), body)
@@ -218,7 +217,7 @@ def storm(mesh: Mesh) -> None:
     """Many small frames from several threads of each of three ranks in all directions: none lost, duplicated or changed."""
     threads, count = 3, 60
 
-    def work(transport: Receives) -> int:
+    def work(transport: End) -> int:
         def pour(lane: int) -> None:
             for i in range(count):
                 body = bytes([transport.rank, lane]) + i.to_bytes(2, "little")

@@ -27,14 +27,15 @@ from commlayer.transport.handshake import Admit, Hello
 from commlayer.transport.keys import tls
 from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import ByteChannel, Header, Kind, binding_of, key
-from support.loopback import Hub
-from support.mailbox import InboxTransport, Receives
+from support.loopback import Hub, Loopback
+from support.mailbox import InboxTransport
 
 PATIENCE_S = 30.0
 """Longer than anything takes that works: only failures wait for it."""
 SMALL_BUFFERS = Settings(buffer_nbytes=64 << 10)
 T = TypeVar("T")
-Mesh = Callable[[int], contextlib.AbstractContextManager[list[Receives]]]
+End = InboxTransport | Loopback
+Mesh = Callable[[int], contextlib.AbstractContextManager[list[End]]]
 
 
 def soon() -> float:
@@ -46,14 +47,14 @@ def data(sender: int, bucket: int = 0, step: int = 0, order: int = 0) -> Header:
 
 
 @contextlib.contextmanager
-def closing(transports: list[Receives]) -> Iterator[list[Receives]]:
+def closing(transports: list[End]) -> Iterator[list[End]]:
     try:
         yield transports
     finally:
         in_threads(transports, lambda t: t.close())
 
 
-def loopback_mesh(n: int) -> contextlib.AbstractContextManager[list[Receives]]:
+def loopback_mesh(n: int) -> contextlib.AbstractContextManager[list[End]]:
     return closing(list(Hub().mesh(range(n))))
 
 
@@ -117,7 +118,7 @@ class Wire(NamedTuple):
         return secured
 
     @contextlib.contextmanager
-    def mesh(self, n: int) -> Iterator[list[Receives]]:
+    def mesh(self, n: int) -> Iterator[list[End]]:
         transports = [self.end(Hello("test", rank), settings=SMALL_BUFFERS) for rank in range(n)]
         with closing(list(transports)) as mesh:
             connect_all(transports, self.host)
@@ -149,7 +150,7 @@ MESHES: dict[str, Mesh] = {
 }
 
 
-def in_threads(transports: list[Receives], work: Callable[[Receives], T]) -> list[T]:
+def in_threads(transports: list[End], work: Callable[[End], T]) -> list[T]:
     """One thread per rank, as if each were a process. Raises the first error."""
     results: dict[int, T] = {}
     errors: list[BaseException] = []
@@ -194,6 +195,6 @@ def frame(header: Header, body: bytes = b"") -> bytes:
     return framing.encode(header, len(body), crc32c(body)) + body
 
 
-def exchange_pair(x: Receives, y: Receives) -> bool:
+def exchange_pair(x: End, y: End) -> bool:
     x.send(y.rank, data(x.rank, bucket=77), b"ping")
     return bytes(y.wait(y.recv(x.rank, key(data(x.rank, bucket=77))), soon()).body) == b"ping"
