@@ -307,7 +307,10 @@ class Turned:
     """One end."""
 
     def __init__(self, hub: TurnedHub, end: Any) -> None:
-        self._hub, self._end = hub, end
+        self.__dict__.update(_hub=hub, _end=end)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._end, name, value)
 
     def send(self, peer: int, header: Header, body: Any = b"") -> Any:
         if header.kind in (Kind.PUSH, Kind.RESULT):
