@@ -33,6 +33,7 @@ import msgspec
 from bench import Unmeasurable
 from bench.report import ROOT, Result
 from commlayer import records
+from commlayer.callbacks import ignore
 from commlayer.cluster.calls import messages, site_client
 from commlayer.cluster.calls.coordinator_channel import CoordinatorChannel
 from commlayer.cluster.membership import client
@@ -143,8 +144,7 @@ class LightMember:
         link, ended = CoordinatorChannel(orders["control"], self.config.token, self.keys, own=True), threading.Event()
         short = msgspec.structs.replace(request, plan=b"")
         joined = link.register(lambda _: short, WAIT_S, WAIT_S, plan=plan, ended=ended)
-        events = client.MembershipEvents(lambda _: None, lambda _: None, lambda _: None)
-        self.membership = client.Membership(link, request, joined, self.config, events, ended, keep=False)
+        self.membership = client.Membership(link, request, joined, self.config, ignore, ended)
         self.connections: list[LightConnection] = []
 
     def dial(self) -> None:

@@ -8,9 +8,10 @@ prints the rates.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import json
 import os
+import queue
 import select
 import socket
 import struct
@@ -37,13 +38,12 @@ from commlayer.cluster.servers.summation import Summation
 from commlayer.compressors import codec_of
 from commlayer.engine.buckets.bucket import EncodedBucket
 from commlayer.engine.model.model_tensors import job_of
-from commlayer.errors import CommError
 from commlayer.planner import default_plan
 from commlayer.records import Plan
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello, RefusalLog
 from commlayer.transport.keys.key_folder import Keys
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, key
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
 
 SIZES = {"4 MiB": 4 << 20, "64 KiB": 64 << 10}
 BODY = "4 MiB"
@@ -239,22 +239,19 @@ def receive(args: argparse.Namespace) -> None:
     transports = transports_of(SERVER_BASE, args.keys)
     plain = socket.create_server((args.address, 0))
     threading.Thread(target=receive_plain, args=(plain,), daemon=True).start()
+    for transport in transports.values():
+        transport.arrived = functools.partial(acknowledge, transport)
     ports = {kind: listen(kind, transport, args.address) for kind, transport in transports.items()}
     print(json.dumps({"socket": plain.getsockname()[1], **ports}), flush=True)
-    for transport in transports.values():
-        threading.Thread(target=acknowledge, args=(transport,), daemon=True).start()
     sys.stdin.read()
 
 
-def acknowledge(transport: StreamTransport) -> None:
+def acknowledge(transport: StreamTransport, message: Message) -> None:
     """Acknowledges the last body of each burst, with the CPU time of this process so far."""
-    with contextlib.suppress(CommError):  # the sender disconnected
-        while True:
-            message = transport.wait(transport.recv(0), time.monotonic() + WAIT_S)
-            if message.header.bucket == 0:
-                spent = int(1e6 * time.process_time())
-                transport.send(0, Header(Kind.DATA, step=message.header.step, sender=SERVER_BASE, used=spent))
-            transport.pool.give(message.body)
+    if message.header.bucket == 0:
+        spent = int(1e6 * time.process_time())
+        transport.send(0, Header(Kind.DATA, step=message.header.step, sender=SERVER_BASE, used=spent))
+    transport.pool.give(message.body)
 
 
 def receive_plain(plain: socket.socket) -> None:
@@ -272,20 +269,22 @@ def receive_plain(plain: socket.socket) -> None:
 
 def send(args: argparse.Namespace) -> None:
     transports, ports, kinds = transports_of(0, args.keys), json.loads(args.ports), args.kinds.split(",")
+    replies = queue.SimpleQueue[Message]()
     for kind, transport in transports.items():
+        transport.arrived = replies.put
         dial(kind, transport, (args.address, ports[kind]))
     plain = socket.create_connection((args.address, ports["socket"]))
     body, count = bytes(args.body), args.burst // args.body
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     spent: dict[str, float] = dict.fromkeys(kinds, 0.0)
-    peer_cpu_s = send_burst(transports["plain"], body, 1, 0)[1]
+    peer_cpu_s = send_burst(transports["plain"], replies, body, 1, 0)[1]
     for number in range(1, 2 + args.times):
         for kind in kinds if number % 2 else reversed(kinds):
             own_cpu_s = time.process_time()
             if kind == "socket":
                 elapsed_s, after = send_plain_burst(plain, body, count)
             else:
-                elapsed_s, after = send_burst(transports[kind], body, count, number)
+                elapsed_s, after = send_burst(transports[kind], replies, body, count, number)
             if number > 1:  # the first burst of each warms up the buffers
                 seconds[kind].append(count * len(body) / elapsed_s / 1e9)
                 spent[kind] += time.process_time() - own_cpu_s + after - peer_cpu_s
@@ -295,13 +294,13 @@ def send(args: argparse.Namespace) -> None:
     print(json.dumps(figures), flush=True)
 
 
-def send_burst(transport: StreamTransport, body: bytes, count: int, number: int) -> tuple[float, float]:
+def send_burst(transport: StreamTransport, replies: queue.SimpleQueue[Message], body: bytes, count: int, number: int
+               ) -> tuple[float, float]:
     """Seconds until the peer acknowledges the burst, and the peer's CPU seconds so far."""
-    handle = transport.recv(SERVER_BASE, key(Header(Kind.DATA, step=number, sender=SERVER_BASE)))
     begin = time.monotonic()
     for bucket in reversed(range(count)):
         transport.send(SERVER_BASE, Header(Kind.DATA, step=number, bucket=bucket, order=count - bucket), body)
-    reply = transport.wait(handle, begin + WAIT_S)
+    reply = replies.get(timeout=WAIT_S)
     return time.monotonic() - begin, reply.header.used / 1e6
 
 

@@ -147,7 +147,7 @@ class Assembly:
         """Adds a frame whose checksum was verified. If the frame completes a message, returns the message as its sender passed
         it to send(); otherwise None."""
         if frame.header.parts == 1:
-            return self._as_given(frame) if frame.header.flags & Flag.WITHOUT_ZEROS else frame
+            return self._as_given(frame)
         body = self._stack[-1]
         body.next += 1
         body.filled += len(frame.body)

@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from commlayer.errors import CommError, CorruptFrame, Damaged, PeerEnded, PeerLost
-from commlayer.transport import framing, mailbox
+from commlayer.transport import framing
 from commlayer.transport.chunking import Assembly, Held, Unfinished, prefix_crc, split_parts
 from commlayer.transport.crc import crc32c
 from commlayer.transport.flow.pacing import Pacer
 from commlayer.transport.flow.send_control import SendControl
 from commlayer.transport.flow.traffic import TRAFFIC
 from commlayer.transport.framing import Frame, Reader
-from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import (
     MAY_LACK_ZEROS,
     NO_SIGNAL,
@@ -30,11 +29,13 @@ from commlayer.transport.protocol import (
     Key,
     Kind,
     Message,
+    clear_traceback,
     closed_by_peer,
     key,
     peer_certificate,
     peer_name,
     reports_peer_close,
+    sent,
 )
 from commlayer.transport.zero_chunks import drop_zeros
 
@@ -230,12 +231,11 @@ class Limits(NamedTuple):
 
     body_nbytes: Mapping[int, int] | None = None
     """Maps a kind of message to the size of its largest body; other kinds have no body. None: only the transport's limit."""
+    unfinished_nbytes: int = 4 << 30
+    """Largest size of all partly received bodies together."""
     messages: float = math.inf
     """Number of messages from the peer that may be partly received. Also the number of messages without a body that may wait to
     be sent to the peer: while these use more memory, nothing is taken from the peer."""
-
-
-UNLIMITED = Limits()
 
 
 _Item = tuple[int, int, int, _Outgoing]
@@ -251,12 +251,12 @@ class Connection:
     ended."""
 
     def __init__(
-        self, sock: ByteChannel, peer: int, box: Mailbox, arrived: Callable[[Message], None], reader: Reader,
-        ended: Callable[[Connection], None], pacer: Pacer, session: bytes = b"", *, resumes: bool = False,
-        limits: Callable[[], Limits] = lambda: UNLIMITED, former: Unfinished | None = None, held: tuple[Held, ...] = (),
+        self, sock: ByteChannel, peer: int, arrived: Callable[[Message], None], reader: Reader,
+        ended: Callable[[Connection], None], pacer: Pacer, session: bytes, *, resumes: bool,
+        limits: Callable[[], Limits], former: Unfinished, held: tuple[Held, ...],
     ) -> None:
         """`arrived`: takes each message; may raise CorruptFrame. `session`: random bytes from the dialer's hello that identify
-        its process; b"" at the dialer's end. `resumes`: True: the peer may reconnect, so pending receives survive a lost
+        its process; b"" at the dialer's end. `resumes`: True: the peer may reconnect after a lost
         connection. `limits`: returns what the peer may cause. `former`: what the peer's former connection left unfinished;
         `held`: what the peer has of messages that this end did not send completely."""
         self.peer, self.session = peer, session
@@ -270,10 +270,10 @@ class Connection:
         self._resumes = resumes
         self.certified = peer_certificate(sock)
         self._control = SendControl(sock, None if _on_one_machine(sock) else pacer)
-        self._sock, self._mailbox, self._arrived, self._reader, self._ended = sock, box, arrived, reader, ended
+        self._sock, self._arrived, self._reader, self._ended = sock, arrived, reader, ended
         self._limits = limits
-        self._assembly = Assembly(reader.allocate, self._most_nbytes, lambda: box.max_kept_nbytes, lambda: limits().messages,
-                                  former)
+        self._assembly = Assembly(reader.allocate, self._most_nbytes, lambda: limits().unfinished_nbytes,
+                                  lambda: limits().messages, former)
         self.at_peer: dict[Key, Held] = {one.key: one for one in held}
         """What the peer has of messages that are not sent again yet."""
         reader.place = self._assembly.place
@@ -350,7 +350,7 @@ class Connection:
         if error is not None:
             self._break(error)
         if done:
-            mailbox.sent(operation, content.header)
+            sent(operation, content.header)
         elif self.error is not None:
             operation.fail(self.error)
         if error is not None:
@@ -389,7 +389,7 @@ class Connection:
                 elif ended is None:
                     heapq.heappush(self._queue, item)
             if frame.out:
-                mailbox.sent(frame.operation, frame.header)
+                sent(frame.operation, frame.header)
             elif ended is not None:
                 frame.operation.fail(ended)
         self._leave()
@@ -446,7 +446,7 @@ class Connection:
         except CommError as error:
             named = error.located(what=error.what + self._name, peer=peer_name(self.peer))
             self.end(named, broken=isinstance(error, Damaged))
-            mailbox.clear_traceback(error)  # `error` may be the reason that is kept after this thread ends
+            clear_traceback(error)  # `error` may be the reason that is kept after this thread ends
         except OSError as error:
             self._break(error)
         except Exception as error:
@@ -500,8 +500,8 @@ class Connection:
         return f" ({self.certified.name})" if self.certified else ""
 
     def end(self, reason: CommError, *, broken: bool = False, by_peer: bool = False) -> None:
-        """Ends the connection. All operations in progress with this peer fail with `reason`. `broken`: True: the connection may
-        be re-established, so receives stay posted if `resumes`. Only the first call has an effect."""
+        """Ends the connection. All sends in progress fail with `reason`. `broken`: True: the connection may be re-established
+        if `resumes`. Only the first call has an effect."""
         with self._work:
             if self.error is not None:
                 return
@@ -510,9 +510,7 @@ class Connection:
             self._queue, self._rest = [], None
             self._work.notify_all()
             self._room.notify_all()
-        if not self.broken:
-            self._mailbox.end(reason, self.peer)
-        self._ended(self)  # called after the mailbox has ended the peer, so the peer may reconnect
+        self._ended(self)
         shut_down(self._sock)
         for frame in frames:
             frame.operation.fail(reason)

@@ -17,7 +17,7 @@ import msgspec
 from commlayer.callbacks import ignore
 from commlayer.config import join_host
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused, coded
-from commlayer.transport import framing, mailbox
+from commlayer.transport import framing
 from commlayer.transport import handshake as greeting
 from commlayer.transport.buffer_pool import BufferPool
 from commlayer.transport.chunking import Held, Unfinished
@@ -37,19 +37,18 @@ from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import TOO_MANY, Admit, Hello, PendingHandshakes, RefusalLog, RetryLater, same_job
 from commlayer.transport.keys import tls
 from commlayer.transport.keys.key_folder import Keys, PeerCertificate
-from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import (
     ByteChannel,
     Handle,
     Header,
-    Key,
     Kind,
     Message,
     binding_of,
+    clear_traceback,
     key,
     peer_certificate,
     peer_name,
-    send_request,
+    sending,
 )
 
 Address = tuple[str, int]
@@ -77,8 +76,6 @@ error."""
 class Settings(NamedTuple):
     max_nbytes: int = framing.DEFAULT_MAX_NBYTES
     """Largest body accepted from a peer, in bytes."""
-    max_kept_nbytes: int = mailbox.DEFAULT_MAX_KEPT_NBYTES
-    """Maximum bytes that one peer may send before a receive for them is posted."""
     buffer_nbytes: int = 0
     """Size of each socket's send and receive buffers. 0: the kernel tunes the size to the link."""
     user_timeout_s: float = 0.0
@@ -96,14 +93,28 @@ class Settings(NamedTuple):
     flush_s: float = 3.0
     """Seconds that close() may take to send queued frames."""
     resume: bool = False
-    """True: a broken connection may be re-established: see Transport."""
+    """True: a broken connection may be re-established: see StreamTransport."""
 
 
 class StreamTransport:
-    """A Transport over byte streams. `hello` identifies this end. `hello` may be replaced, for example when a plan arrives,
-    but its rank stays. `admit` checks each dialer's hello; by default the job, protocol and plan must equal those of `hello`.
+    """Moves messages between peers over byte streams. Every error names its peer. `hello` identifies this end. `hello` may be
+    replaced, for example when a plan arrives, but its rank stays. `admit` checks each dialer's hello; by default the job,
+    protocol and plan must equal those of `hello`.
 
-    The bodies of received messages are in buffers of `pool`. Receivers that return the buffers avoid page faults.
+    The body of a send must stay unchanged until the send's handle is done. Frames to one peer are sent in order of (step,
+    order), then in order of the calls. An urgent bucket thus overtakes waiting buckets, and between machines also the rest of
+    the bucket that is being sent. The bodies of received messages are in buffers of `pool`. Receivers that return the buffers
+    avoid page faults.
+
+    The end that dialed may re-establish a broken connection (reconnect.py). A transport with Settings.resume:
+    - ends a connection that is lost without BYE, fails its sends with PeerLost, then calls `broken(peer, error)` once;
+    - delivers no later messages of that connection;
+    - lets the peer be dialed again, with a new handshake. When a hello of the same `session` arrives, the acceptor ends a
+      previous connection whose end it has not detected. It refuses a session that it has aborted;
+    - ends the peer permanently only by `abort(reason, peer)`, by BYE, or when a frame violates the format.
+
+    Messages in transit are lost in both directions. The requester sends its requests again; the answering end drops requests
+    that it has already handled.
     """
 
     def __init__(
@@ -115,7 +126,7 @@ class StreamTransport:
         self.limits = Limits()
         """What each peer may cause at this end. The owner replaces them once they are known."""
         self._pacer = Pacer()
-        self._mailbox = Mailbox(settings.max_kept_nbytes)
+        self._failed: dict[int | None, CommError] = {}  # why a peer has ended; None: all peers
         self._lock = threading.Condition()  # notified when a rank is free again
         self._connections: dict[int, Connection] = {}
         self._taken: set[int] = set()  # ranks that are connected or in their handshake
@@ -124,18 +135,19 @@ class StreamTransport:
         self._listeners: list[socket.socket] = []
         self._handshakes = PendingHandshakes()
         self._closed = threading.Event()
-        self._missed: set[int] = set()  # peers whose machine closed the connection, and that have not reconnected
         self._barred: dict[bytes, str] = {}  # sessions that this end has aborted, with the reason
         self.broken: Broken = ignore
         """Function that is called with the peer and the error when a connection breaks that may be re-established. Runs in the
         thread that detected the break."""
-        self.deliver = self._mailbox.deliver
-        self.arrived: Callable[[Message], None] = self.deliver
-        """Function that each connection's receive thread calls with a message that has arrived. Set before the first
-        connection."""
-        self._checks_revocations = False
+        self.arrived: Callable[[Message], None] = ignore
+        """Function that each connection's receive thread calls with a message that has arrived. It must not block, and may
+        raise CorruptFrame. Set before the first connection."""
+        self.ended: Broken = ignore
+        """Function that is called with the peer and the reason when a connection ends that is not re-established."""
         self.named: Callable[[int], str] = lambda _: ""
         """Function that returns the name of the certificate that a dialer with this rank must use; "": any certificate."""
+        if settings.keys is not None:
+            threading.Thread(target=self._drop_revoked, args=(settings.keys,), name="revocations", daemon=True).start()
 
     @property
     def rank(self) -> int:
@@ -144,7 +156,11 @@ class StreamTransport:
     @property
     def peers(self) -> tuple[int, ...]:
         with self._lock:
-            return tuple(sorted(peer for peer in self._connections if self._mailbox.failure(peer) is None))
+            return tuple(sorted(peer for peer in self._connections if self._failure(peer) is None))
+
+    def _failure(self, peer: int) -> CommError | None:
+        """Returns the error that ended this peer; None if no error has."""
+        return self._failed.get(None) or self._failed.get(peer)
 
     def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
         """Starts to accept connections. Returns the bound address; with port 0 the system chooses the port."""
@@ -175,7 +191,7 @@ class StreamTransport:
             certified, held = greeting.dial_handshake(
                 sock, reader, hello, self._settings.secret, peer, deadline, binding_of(sock), answer_by,
                 self._signing_keys(sock))
-            self._mailbox.admit(peer)
+            self._failed.pop(peer, None)
             self._connect(sock, peer, reader, b"", former, held, certified)
         except BaseException:
             if sock is not None:
@@ -245,8 +261,6 @@ class StreamTransport:
             self._settings.refused(where, self._handshakes.drop_reason(sock, error))
             close_channel(sock)
             if peer is not None:
-                if not self._settings.resume:
-                    self._mailbox.end(PeerLost("connection lost in the handshake", peer=peer_name(peer)), peer)
                 with self._lock:
                     self._taken.discard(peer)
                     self._lock.notify_all()
@@ -254,27 +268,27 @@ class StreamTransport:
             self._handshakes.remove(sock)
 
     def _refusal(self, hello: Hello, name: str) -> str:
-        reason = (self._admit or same_job(self.hello))(hello)
-        if not reason and name != (its := self.named(hello.rank) or name):
-            reason = coded("E-RANK", f"uses the certificate of {name}, but {peer_name(hello.rank)} joined the job with the "
-                                     f"certificate of {its}")
+        """Returns why the dialer is refused; "" if it is admitted."""
+        who = peer_name(hello.rank)
+        if reason := (self._admit or same_job(self.hello))(hello):
+            return reason
+        if name != (its := self.named(hello.rank) or name):
+            return coded("E-RANK", f"uses the certificate of {name}, but {who} joined the job with the certificate of {its}")
+        if hello.rank == self.rank:
+            return coded("E-RANK", f"{who} is this process itself: give each process its own rank")
         with self._lock:
-            if not reason and hello.session in self._barred:
-                reason = f"was dropped: {self._barred[hello.session]}"
-            former = None if reason else self._connections.get(hello.rank)
+            if hello.session in self._barred:
+                return f"was dropped: {self._barred[hello.session]}"
+            former = self._connections.get(hello.rank)
         if former is not None and self._settings.resume and hello.session and former.session == hello.session:
-            former.end(PeerLost("replaced by a newer connection of the same process", peer=peer_name(hello.rank)), broken=True)
+            former.end(PeerLost("replaced by a newer connection of the same process", peer=who), broken=True)
         with self._lock:
-            if not reason and not self._lock.wait_for(lambda: hello.rank not in self._taken, FORMER_END_S):
-                reason = RetryLater(coded("E-RANK",
-                                          f"{peer_name(hello.rank)} is already connected: give each process its own rank, or "
-                                          "end the old process"))
-            if not reason and hello.rank == self.rank:
-                reason = coded("E-RANK", f"{peer_name(self.rank)} is this process itself: give each process its own rank")
-            if not reason:
-                self._taken.add(hello.rank)
-                self._mailbox.admit(hello.rank)  # before the welcome: after it the dialer counts as connected
-        return reason
+            if not self._lock.wait_for(lambda: hello.rank not in self._taken, FORMER_END_S):
+                return RetryLater(coded("E-RANK", f"{who} is already connected: give each process its own rank, or end the old "
+                                                  "process"))
+            self._taken.add(hello.rank)
+            self._failed.pop(hello.rank, None)  # before the welcome: after it the dialer counts as connected
+        return ""
 
     def _wrap_tls(self, sock: socket.socket, deadline: float, who: str) -> socket.socket:
         """Wraps the dialer's socket in TLS if keys are set; otherwise returns the socket itself."""
@@ -290,14 +304,8 @@ class StreamTransport:
             raise error.located(peer=who) from None
         return secured
 
-    def _start_revocation_check(self) -> None:
-        """Starts the thread that checks for revoked certificates, once."""
-        with self._lock:
-            running, self._checks_revocations = self._checks_revocations, True
-        if not running and self._settings.keys is not None:
-            threading.Thread(target=self._drop_revoked, args=(self._settings.keys,), name="revocations", daemon=True).start()
-
     def _drop_revoked(self, keys: Keys) -> None:
+        """Closes the connections of certificates that are revoked, until close()."""
         while not self._closed.wait(REVOCATION_CHECK_S):
             revoked = keys.revoked()
             with self._lock:
@@ -336,11 +344,10 @@ class StreamTransport:
 
     def _connect(self, sock: ByteChannel, peer: int, reader: Reader, session: bytes, former: Unfinished,
                  held: tuple[Held, ...], certified: PeerCertificate | None = None) -> None:
-        self._start_revocation_check()
         sock.settimeout(None)
         reader.max_nbytes = self._settings.max_nbytes
         connection = Connection(
-            sock, peer, self._mailbox, self.arrived, reader, self._ended, self._pacer, session, resumes=self._settings.resume,
+            sock, peer, self.arrived, reader, self._ended, self._pacer, session, resumes=self._settings.resume,
             limits=lambda: self.limits, former=former, held=held)
         connection.certified = connection.certified or certified
         with self._lock:
@@ -348,40 +355,36 @@ class StreamTransport:
                 raise PeerLost("this end of the transport was closed", peer=peer_name(peer), code="E-SESSION-CLOSED")
             self._connections[peer] = connection
             self._former.pop(peer, None)
-            self._missed.discard(peer)
             connection.start()  # under the lock: close() must find only started threads to join
-        if (aborted := self._mailbox.failure(peer)) is not None:  # aborted after the handshake had admitted the peer
+        if (aborted := self._failure(peer)) is not None:  # aborted after the handshake had admitted the peer
             connection.end(aborted)
 
     def _ended(self, connection: Connection) -> None:
+        reason = connection.error
+        if reason is not None and not connection.broken:
+            reason = self._failed.setdefault(connection.peer, clear_traceback(reason))
+            self.ended(connection.peer, reason)  # before the peer may reconnect
         with self._lock:
             self._connections.pop(connection.peer, None)
             self._taken.discard(connection.peer)
             self._lock.notify_all()
             self._ending = {c for c in self._ending if c.alive()} | {connection}
-            error = connection.error
-            if connection.session and error is not None and not (connection.broken or self._closed.is_set()):
-                self._barred[connection.session] = coded(error.code, error.what)
-            if connection.broken and self._mailbox.failure(connection.peer) is None:
+            if connection.session and reason is not None and not (connection.broken or self._closed.is_set()):
+                self._barred[connection.session] = coded(reason.code, reason.what)
+            if connection.broken and self._failure(connection.peer) is None:
                 self._former[connection.peer] = connection
-            if connection.broken and connection.by_peer:
-                self._missed.add(connection.peer)
-        if connection.broken and error is not None and not self._closed.is_set():
-            self.broken(connection.peer, error)
+        if connection.broken and reason is not None and not self._closed.is_set():
+            self.broken(connection.peer, reason)
 
     def missed(self) -> tuple[str, ...]:
         """Returns the names of peers whose machine closed their connection without a BYE, and that have not reconnected."""
         with self._lock:
-            return tuple(peer_name(peer) for peer in sorted(self._missed))
+            return tuple(peer_name(peer) for peer, former in sorted(self._former.items()) if former.by_peer)
 
     def heard(self, since_s: float) -> tuple[str, ...]:
         """Returns the names of connected peers from which bytes have arrived since that time.monotonic()."""
         with self._lock:
             return tuple(peer_name(peer) for peer, one in sorted(self._connections.items()) if one.heard_s >= since_s)
-
-    def limit_kept(self, nbytes: int) -> None:
-        """Sets Settings.max_kept_nbytes, after the largest legitimate amount is known."""
-        self._mailbox.max_kept_nbytes = nbytes
 
     def pace(self, bps: float) -> None:
         """Sets the measured upload rate of this machine's link in bit/s; 0: unknown. The connections that send large bodies are
@@ -389,12 +392,13 @@ class StreamTransport:
         self._pacer.follow(bps)
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
-        operation = mailbox.sending(peer, header)
+        operation = sending(peer, header)
         self._send(operation, (peer,), header, body)
         return operation
 
     def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> None:
-        self._send(mailbox.sending(peers[0], header), peers, header, body)
+        """Sends one message to several peers, of which some may have ended. Its frame is made once."""
+        self._send(sending(peers[0], header), peers, header, body)
 
     def _send(self, operation: Handle, peers: Sequence[int], header: Header, body: memoryview | bytes) -> None:
         """`operation` ends when the first peer has been sent the message."""
@@ -407,22 +411,12 @@ class StreamTransport:
             if (connection := self._connections.get(peer)) is not None:
                 connection.send(operation, content)
             else:
-                operation.fail(self._mailbox.failure(peer) or PeerLost("not connected", peer=peer_name(peer)))
-
-    request = send_request
-
-    def recv(self, peer: int, match: Key | None = None) -> Handle:
-        return self._mailbox.recv(peer, match)
-
-    def subscribe(self, peer: int, arrived: Callable[[Message], None], ended: Callable[[CommError], None]) -> None:
-        self._mailbox.subscribe(peer, arrived, ended)
-
-    def wait(self, handle: Handle, deadline: float) -> Message:
-        return handle.wait(deadline)
+                operation.fail(self._failure(peer) or PeerLost("not connected", peer=peer_name(peer)))
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
-        """Fails the operations of one peer, or of all, and closes their connections. The peers see a lost connection."""
-        self._mailbox.abort(reason, peer)
+        """Fails the present and later sends to one peer, or to all, with `reason`, and closes their connections. The peers see
+        a lost connection."""
+        self._failed.setdefault(peer, clear_traceback(reason))
         with self._lock:
             dropped = [c for c in self._connections.values() if peer in (None, c.peer)]
             self._former = {other: former for other, former in self._former.items() if peer not in (None, other)}
@@ -430,6 +424,7 @@ class StreamTransport:
             connection.end(reason)
 
     def close(self, flush_s: float | None = None) -> None:
+        """Sends queued frames (within `flush_s`, by default a few seconds), sends BYE, releases all resources. Idempotent."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -440,12 +435,11 @@ class StreamTransport:
         for listener in listeners:
             shut_down(listener)
             close_channel(listener)
-        reason = CommError("this end of the transport was closed", code="E-SESSION-CLOSED")
-        self._mailbox.abort(reason)
+        reason = self._failed.setdefault(None, closed())
         deadline = time.monotonic() + (self._settings.flush_s if flush_s is None else flush_s)
         bye = Header(Kind.BYE, sender=self.rank)
         for connection in connections:
-            connection.send(mailbox.sending(connection.peer, bye), Content(bye, b""), last=True)
+            connection.send(sending(connection.peer, bye), Content(bye, b""), last=True)
         for connection in connections:
             if not connection.join(deadline):
                 connection.end(reason)
@@ -453,6 +447,11 @@ class StreamTransport:
             rest = list(self._ending)
         for connection in rest:
             connection.join(time.monotonic() + 1.0)
+
+
+def closed() -> CommError:
+    """Returns the error of operations that are in progress when their end of the transport is closed."""
+    return CommError("this end of the transport was closed", code="E-SESSION-CLOSED")
 
 
 def _greeting_of(former: Unfinished) -> tuple[Held, ...]:

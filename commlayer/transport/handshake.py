@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -96,13 +96,6 @@ class RetryLater(str):
     """A temporary reason for a refusal, returned by a function of type Admit."""
 
 
-class AuthenticatedDialer(NamedTuple):
-    """A dialer that has proved that it knows the secret, with the proof to send back to that dialer."""
-
-    hello: Hello
-    proof: bytes
-
-
 Admit = Callable[[Hello], str]
 T = TypeVar("T", bound=Record)
 
@@ -164,9 +157,9 @@ def dial_handshake(
 def accept_handshake(
     sock: ByteChannel, reader: Reader, rank: int, secret: str, who: str, deadline: float, channel: bytes = b"",
     keys: Keys | None = None,
-) -> AuthenticatedDialer:
-    """Runs the acceptor's side of the handshake; the caller then calls `send_welcome`. If the dialer does not know the secret,
-    sends a refusal and raises Refused. `keys`: see dial_handshake."""
+) -> tuple[Hello, bytes]:
+    """Runs the acceptor's side of the handshake. Returns the dialer's hello, and the proof for `send_welcome`. If the dialer
+    does not know the secret, sends a refusal and raises Refused. `keys`: see dial_handshake."""
     frame = _read(sock, reader, Kind.HELLO, who, deadline)
     hello_bytes, hello = bytes(frame.body), _decode(frame, Hello, who)
     if not 0 <= hello.rank <= 0xFFFF:
@@ -179,7 +172,7 @@ def accept_handshake(
     if not verify(answer, secret, b"dial", *transcript):
         send_welcome(sock, rank, NOT_AUTHENTICATED, b"", who, deadline)
         raise Refused(NOT_AUTHENTICATED, peer=who, code="E-SECRET")
-    return AuthenticatedDialer(hello, make_proof(secret, b"accept", *transcript))
+    return hello, make_proof(secret, b"accept", *transcript)
 
 
 def send_welcome(sock: ByteChannel, rank: int, error: str, proof: bytes, who: str, deadline: float,

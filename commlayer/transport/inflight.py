@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from commlayer.transport.protocol import ANSWERED_BY, KIND_NAMES, NUMBERED, Handle, Header, Key, Kind, answer_key, key
 
-REPLAYED = frozenset((Kind.UNDO, Kind.PACE))
-"""Kinds of messages without an answer that are sent again after a reconnect, as requests are."""
 _NUMBERED_ANSWERS = frozenset(ANSWERED_BY[kind] for kind in NUMBERED if kind in ANSWERED_BY)
-_ANSWERS = frozenset(ANSWERED_BY.values())
+ANSWERS = frozenset(ANSWERED_BY.values())
 
 
 class Request(Handle):
@@ -27,17 +25,12 @@ class Request(Handle):
         self.sending: Handle | None = None
 
 
-def is_answer(header: Header) -> bool:
-    return header.kind in _ANSWERS
-
-
 class InFlightRequests:
     """The in-flight requests of one end to one peer. For each key, at most one of them expects an answer."""
 
     def __init__(self, peer: int) -> None:
         self._peer = peer
         self._kept: dict[Key | int, Request] = {}  # in the order of sending
-        self._last_answers: dict[tuple[int, ...], tuple[int, int]] = {}  # last generation and step, by _slot()
         self._number = 0
 
     @property
@@ -78,15 +71,9 @@ class InFlightRequests:
         if header.kind in _NUMBERED_ANSWERS and header.used != request.header.used:
             return None
         del self._kept[slot]
-        self._last_answers[_slot(header)] = header.generation, header.step
         if header.kind in _NUMBERED_ANSWERS:
             self._ack_undos(header.used)
         return request
-
-    def seen(self, header: Header) -> bool:
-        """Returns whether the header repeats an answer that has arrived before. False: no request of this end has that
-        answer."""
-        return key(header) in self._kept or (header.generation, header.step) <= self._last_answers.get(_slot(header), (-1, 0))
 
     def _ack_undos(self, number: int) -> None:
         """Drops UNDO requests with lower numbers. Requests arrive in the order of their numbers, so the peer has received
@@ -104,7 +91,3 @@ class InFlightRequests:
         kept = self.pending()
         self._kept.clear()
         return kept
-
-
-def _slot(header: Header) -> tuple[int, ...]:
-    return header.kind, header.bucket, header.part, header.round

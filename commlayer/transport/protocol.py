@@ -1,4 +1,4 @@
-"""The Transport interface, message kinds and the frame header."""
+"""Message kinds, the frame header, and handles of messages in progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput
@@ -66,6 +66,7 @@ class Flag:
 
 
 KIND_NAMES = {int(kind): kind.name for kind in Kind}
+_SENDS = {kind: f"send of {name}" for kind, name in KIND_NAMES.items()}
 ANSWERED_BY: dict[int, Kind] = {
     Kind.PUSH: Kind.RESULT, Kind.STATE_GET: Kind.STATE, Kind.STATE: Kind.STATE_OK, Kind.PROBE: Kind.PROBE_OK,
     Kind.PLAN: Kind.PLAN_OK, Kind.FOLLOW: Kind.FOLLOWED,
@@ -129,9 +130,12 @@ class Message(NamedTuple):
     body: memoryview
 
 
+_NO_BODY = memoryview(b"")
+
+
 class Handle:
-    """A send or receive in progress. The operation ends once, by complete() or fail(); later calls have no effect. Callbacks
-    run in the thread that completes it, and must not block."""
+    """A send, or a request that waits for its answer. The operation ends once, by complete() or fail(); later calls have no
+    effect. Callbacks run in the thread that completes it, and must not block."""
 
     __slots__ = ("_callbacks", "_error", "_event", "_lock", "_message", "_what", "bucket", "peer", "step")
 
@@ -200,78 +204,21 @@ def _call(callback: Callable[[Handle], None], handle: Handle) -> None:
                       "the connection to %s continues", peer_name(handle.peer))
 
 
-class Transport(Protocol):
-    """Moves messages between peers. Every wait has a deadline; every error names its peer.
-
-    The body of a send must stay unchanged until the send's handle is done. Frames to one peer are sent in order of (step,
-    order), then in order of the calls. An urgent bucket thus overtakes waiting buckets, and between machines also the rest of
-    the bucket that is being sent.
-
-    The end that dialed may re-establish a broken connection (reconnect.py), over any underlying transport. An underlying
-    transport with `resume` set:
-    - ends a connection that is lost without BYE, fails its sends with PeerLost, then calls `broken(peer, error)` once;
-    - leaves receives of that peer posted, keeps the messages that had arrived, and delivers no later ones of that connection;
-    - lets the peer be dialed again, with a new handshake. When a hello of the same `session` arrives, the acceptor ends a
-      previous connection whose end it has not detected. It refuses a session that it has aborted;
-    - ends the peer permanently only by `abort(reason, peer)`, by BYE, or when a frame violates the format.
-
-    Messages in transit are lost in both directions. The requester sends its requests again; the answering end drops requests
-    that it has already handled.
-    """
-
-    @property
-    def rank(self) -> int:
-        """This process's own peer number."""
-        ...
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """Numbers of the connected peers."""
-        ...
-
-    def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle: ...
-
-    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> None:
-        """Sends one message to several peers, of which some may have ended. Its frame is made once."""
-        ...
-
-    def request(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
-        """Sends a request. Returns the handle of its answer, which also fails if the request cannot be sent."""
-        ...
-
-    def recv(self, peer: int, match: Key | None = None) -> Handle:
-        """Receives the next message from that peer with that key; None: with any key. Messages that arrived before the call are
-        kept."""
-        ...
-
-    def subscribe(self, peer: int, arrived: Callable[[Message], None], ended: Callable[[CommError], None]) -> None:
-        """Calls `arrived` with every message from that peer for which no receive is posted, first with those that are kept, and
-        `ended` once, when the peer ends. Both run in the thread that receives, and must neither block nor raise."""
-        ...
-
-    def wait(self, handle: Handle, deadline: float) -> Message:
-        """Waits until `deadline` (time.monotonic()), then raises DeadlineExceeded, which names the peer."""
-        ...
-
-    def abort(self, reason: CommError, peer: int | None = None) -> None:
-        """Fails all present and later operations of one peer (None: of all peers) with `reason`."""
-        ...
-
-    def close(self, flush_s: float | None = None) -> None:
-        """Sends queued frames (within `flush_s`, by default a few seconds), sends BYE, releases all resources. Idempotent."""
-        ...
+def sending(peer: int, header: Header) -> Handle:
+    """Creates the handle of a send."""
+    return Handle(_SENDS[header.kind], peer, header.step, header.bucket)
 
 
-def send_request(transport: Transport, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
-    """Implements `Transport.request` with `send` and `recv`."""
-    answer = transport.recv(peer, answer_key(header))
+def sent(operation: Handle, header: Header) -> None:
+    """Completes the handle of a send."""
+    operation.complete(Message(operation.peer, header, _NO_BODY))
 
-    def sent(sending: Handle) -> None:
-        if (error := sending.error()) is not None:
-            answer.fail(error)
 
-    transport.send(peer, header, body).on_done(sent)
-    return answer
+def clear_traceback(error: CommError) -> CommError:
+    """Clears the traceback and context of an error that is stored for later. Their frames would keep message bodies and
+    connections in memory."""
+    error.__traceback__ = error.__context__ = None
+    return error
 
 
 class ByteChannel(Protocol):

@@ -2,38 +2,26 @@
 
 Used by the end that dials. Callers see no error when a connection breaks. Within `window_s` the peer is dialed again, with
 backoff, and unanswered requests are replayed with the same bytes. Duplicate answers are dropped. The peer's operations fail
-only after that window, or if the peer refuses. See Transport for what the underlying transport must do.
+only after that window, or if the peer refuses.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
 
 from commlayer.callbacks import ignore
 from commlayer.errors import CommError, Damaged, NotYet, PeerLost, Refused, without_code
-from commlayer.transport import mailbox
 from commlayer.transport.backoff import Backoff
-from commlayer.transport.inflight import REPLAYED, InFlightRequests, Request, is_answer
-from commlayer.transport.protocol import (
-    Handle,
-    Header,
-    Key,
-    Kind,
-    Message,
-    Transport,
-    key,
-    peer_name,
-)
+from commlayer.transport.endpoint import StreamTransport, closed
+from commlayer.transport.inflight import ANSWERS, InFlightRequests
+from commlayer.transport.protocol import Handle, Header, Kind, Message, log, peer_name
 
 STABLE_S = 10.0
 """Seconds after which a connection counts as stable, even if no message has arrived on it."""
 CONNECT_TRIES = 8
 """Number of attempts for the first connection, whose handshake may break as well."""
-NO_MESSAGE = key(Header(Kind.BYE, generation=1 << 32))
-"""A key that no message has."""
 ASK_NBYTES = 4 << 10
 """From this size on a contribution is sent again only after the server has asked for it."""
 DIAL_LIMIT_S = 10.0
@@ -41,31 +29,6 @@ DIAL_LIMIT_S = 10.0
 
 Dial = Callable[[float], None]
 """Function that connects to one peer before the given deadline, or raises CommError."""
-
-
-class Carrier(Transport, Protocol):
-    """The underlying transport, whose mailbox also serves the callers of ReconnectingTransport."""
-
-    broken: Callable[[int, CommError], None]
-    """Called with the peer when a connection breaks that may be re-established."""
-    arrived: Callable[[Message], None]
-    """Called with each message that arrives, in place of `deliver`."""
-
-    def nbytes_at_peer(self, peer: int, header: Header) -> int:
-        """Returns how much the peer has of a request that a broken connection has interrupted."""
-        ...
-
-    def deliver(self, message: Message) -> None:
-        """Completes the receive that waits for the message, or keeps the message."""
-        ...
-
-
-class ReconnectPolicy(NamedTuple):
-    """Seconds for which to try to reconnect. `refused_is_over`: True: a refused port means that the peer's process has
-    ended."""
-
-    window_s: float
-    refused_is_over: bool = False
 
 
 def is_refused(error: BaseException | None) -> bool:
@@ -96,28 +59,24 @@ class _Link:
 
 
 class ReconnectingTransport:
-    """A Transport that reconnects to the peers that were connected with `connect`. Messages that expect no answer are passed on
-    unchanged."""
+    """Sends requests over a StreamTransport, and reconnects to the peers that were connected with `connect`."""
 
-    def __init__(self, carrier: Carrier, waits: ReconnectPolicy,
-                 recycle: Callable[[memoryview], None] = ignore) -> None:
-        """`recycle` is called with the bodies of dropped messages."""
-        self._carrier = carrier
-        self._waits, self._recycle = waits, recycle
+    def __init__(self, carrier: StreamTransport, window_s: float, *, refused_is_over: bool = False) -> None:
+        """`window_s`: seconds for which to try to reconnect. `refused_is_over`: True: a refused port means that the peer's
+        process has ended."""
+        self._carrier, self._window_s, self._refused_is_over = carrier, window_s, refused_is_over
         self._links: dict[int, _Link] = {}
         self._closing = threading.Event()
         self._count = threading.Lock()
         self.breaks = self.resent_nbytes = self.repeats = 0
-        """Counters: connections re-established, bytes sent again, and duplicate answers dropped."""
-        carrier.broken, carrier.arrived = self._broken, self._on_message
+        """Counters: connections re-established, bytes sent again, and dropped answers that no request waits for."""
+        self.arrived: Callable[[Message], None] = ignore
+        """Function that the receive threads call with messages that are no answers. Set before `connect`."""
+        carrier.broken, carrier.arrived, carrier.ended = self._broken, self._on_message, self._fail_peer
 
     @property
     def rank(self) -> int:
         return self._carrier.rank
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        return self._carrier.peers
 
     @property
     def kept_nbytes(self) -> int:
@@ -135,26 +94,14 @@ class ReconnectingTransport:
             except (PeerLost, Damaged, NotYet) as error:
                 if not attempts_left or is_refused(error) or not backoff.wait():
                     raise
-        # No message has this key, so the receive fails when the peer ends.
-        self._carrier.recv(peer, NO_MESSAGE).on_done(self._fail_peer)
 
-    def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
-        link = self._links.get(peer)
-        if link is None or header.kind not in REPLAYED:
-            return self._carrier.send(peer, header, body)
-        request = self._send(link, peer, header, body)
-        mailbox.sent(request, request.header)
-        return request
-
-    def send_all(self, peers: Sequence[int], header: Header, body: memoryview | bytes = b"") -> None:
-        for peer in peers:
-            self.send(peer, header, body)
+    def send(self, peer: int, header: Header) -> None:
+        """Sends a message of a kind without answer. It is sent again after a reconnect, as requests are."""
+        self.request(peer, header)
 
     def request(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
-        link = self._links.get(peer)
-        return self._carrier.request(peer, header, body) if link is None else self._send(link, peer, header, body)
-
-    def _send(self, link: _Link, peer: int, header: Header, body: memoryview | bytes) -> Request:
+        """Sends a request. Returns the handle of its answer, which also fails if the peer ends."""
+        link = self._links[peer]
         with link.order:
             request = link.inflight.add(header, body)
             try:
@@ -171,26 +118,22 @@ class ReconnectingTransport:
 
     def _on_message(self, message: Message) -> None:
         """Handles a message that has arrived. Runs on the connection's receive thread."""
-        link = self._links.get(message.peer)
-        if link is not None and link.broken_since_s is not None:
+        link = self._links[message.peer]
+        if link.broken_since_s is not None:
             with link.state:
                 link.broken_since_s = link.backoff = None
-        if link is not None and message.header.kind == Kind.AGAIN:
+        if message.header.kind == Kind.AGAIN:
             self._send_again(link, message)
             return
-        if link is None or not is_answer(message.header):
-            self._carrier.deliver(message)
+        if message.header.kind not in ANSWERS:
+            self.arrived(message)
             return
         with link.order:
             request = link.inflight.answer(message.header)
-            duplicate = request is None and link.inflight.seen(message.header)
-        if duplicate:
+        if request is None:  # the answer has arrived before
             with self._count:
                 self.repeats += 1
-            self._recycle(message.body)
-            return
-        if request is None:
-            self._carrier.deliver(message)  # it counts against the limit on unrequested messages
+            self._carrier.pool.give(message.body)
             return
         if (sending := request.sending) is not None and not sending.done():
             # The caller may write to the body after the answer, but the replayed send still reads it.
@@ -198,20 +141,19 @@ class ReconnectingTransport:
         else:
             request.complete(message)
 
-    def _fail_peer(self, ended: Handle) -> None:
-        """Fails all requests of a peer that will not return. `ended`: the receive for NO_MESSAGE, which has failed."""
-        link, error = self._links[ended.peer], ended.error()
-        assert error is not None
+    def _fail_peer(self, peer: int, error: CommError) -> None:
+        """Fails all requests of a peer that will not return."""
+        link = self._links[peer]
         with link.order:
-            link.error = error
+            error = link.error = link.error or error
             requests = link.inflight.clear()
         for request in requests:
             request.fail(error)
 
     def _broken(self, peer: int, error: CommError) -> None:
-        link = self._links.get(peer)
-        if link is None or self._closing.is_set():
+        if self._closing.is_set():
             return
+        link = self._links[peer]
         with link.state:
             link.up = False
             if link.reconnecting:
@@ -228,15 +170,15 @@ class ReconnectingTransport:
         with link.state:
             if link.broken_since_s is None or begin - link.restored_s > STABLE_S:
                 link.broken_since_s, link.backoff = begin, None
-            until = link.broken_since_s + self._waits.window_s
-        self._warn("%s: reconnecting for up to %.0f s; training then continues", without_code(error), self._waits.window_s)
+            until = link.broken_since_s + self._window_s
+        self._warn("%s: reconnecting for up to %.0f s; training then continues", without_code(error), self._window_s)
         while self._is_wanted(link):
             backoff = link.backoff
             if backoff is None:
                 link.backoff = Backoff(until, self._closing)
             elif not backoff.wait():
                 self._give_up(peer, PeerLost(f"{error.what}, and reconnecting failed for "
-                                             f"{self._waits.window_s:g} s (reconnect_s): {last.what}", peer=peer_name(peer)))
+                                             f"{self._window_s:g} s (reconnect_s): {last.what}", peer=peer_name(peer)))
                 return
             try:
                 link.dial(min(until, time.monotonic() + DIAL_LIMIT_S))
@@ -259,7 +201,7 @@ class ReconnectingTransport:
         """Returns whether the error shows that a further attempt cannot succeed."""
         if isinstance(error, Refused):
             return not isinstance(error, NotYet)
-        return self._waits.refused_is_over and is_refused(error)
+        return self._refused_is_over and is_refused(error)
 
     def _replay(self, peer: int, link: _Link) -> tuple[int, int]:
         nbytes = 0
@@ -298,28 +240,27 @@ class ReconnectingTransport:
 
     def _give_up(self, peer: int, error: CommError) -> None:
         if self._is_wanted(self._links[peer]):
-            self._carrier.abort(error, peer)
+            self.abort(error, peer)
 
     def _warn(self, line: str, *values: object) -> None:
         if not self._closing.is_set():
-            mailbox.log.warning(line, *values)
-
-    def recv(self, peer: int, match: Key | None = None) -> Handle:
-        return self._carrier.recv(peer, match)
-
-    def subscribe(self, peer: int, arrived: Callable[[Message], None], ended: Callable[[CommError], None]) -> None:
-        self._carrier.subscribe(peer, arrived, ended)
-
-    def wait(self, handle: Handle, deadline: float) -> Message:
-        return handle.wait(deadline)
+            log.warning(line, *values)
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
+        """Fails all present and later requests to one peer (None: to all peers) with `reason`."""
+        self._fail(reason, peer)
         self._carrier.abort(reason, peer)
+
+    def _fail(self, reason: CommError, peer: int | None = None) -> None:
+        for other in [*self._links] if peer is None else [peer]:
+            self._fail_peer(other, reason)
 
     def stop_reconnecting(self) -> None:
         """Restores no connection that ends from now on."""
         self._closing.set()
 
     def close(self, flush_s: float | None = None) -> None:
+        """Sends what is queued, within `flush_s`, and closes the connections. Idempotent."""
         self.stop_reconnecting()
+        self._fail(closed())
         self._carrier.close(flush_s)

@@ -156,7 +156,7 @@ async def hang(address: str, keys: Keys | None, channels: int, calls: int, timeo
     tasks = []
     for _ in range(channels):
         options = [*coordinator_channel.channel_options(address), ("grpc.use_local_subchannel_pool", 1)]
-        opened.append(stream_ends.open_channel(address, options, coordinator_channel.tls_credentials(keys), on_loop=True))
+        opened.append(stream_ends.open_channel(address, options, keys, on_loop=True))
         tasks += [asyncio.ensure_future(one(opened[-1])) for _ in range(calls)]
     await asyncio.sleep(FLOOD_S)
     for task in tasks:

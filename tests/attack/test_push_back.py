@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from support.mailbox import InboxTransport
 from support.meshes import data, frame, raw_peer, soon
 
 from commlayer.errors import DeadlineExceeded
 from commlayer.transport.connection import Limits
-from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.endpoint import Settings
 from commlayer.transport.handshake import Hello
 
 MESSAGES = 20
@@ -22,8 +23,8 @@ PEER = 5
 
 
 @pytest.fixture
-def server() -> Iterator[StreamTransport]:
-    end = StreamTransport(Hello("test", 0x8000), settings=Settings(buffer_nbytes=1 << 16))
+def server() -> Iterator[InboxTransport]:
+    end = InboxTransport(Hello("test", 0x8000), settings=Settings(buffer_nbytes=1 << 16))
     end.limits = Limits(messages=MESSAGES)
     yield end
     end.close(0.1)
@@ -36,7 +37,7 @@ def server() -> Iterator[StreamTransport]:
     (bytes(10), MESSAGES // 2, True),
 ], ids=["results of the job", "more results", "replies of their own", "small replies"])
 def test_peer_that_does_not_read_is_read_only_as_far_as_the_job_needs(
-    server: StreamTransport, body: bytes | memoryview, count: int, taken: bool,
+    server: InboxTransport, body: bytes | memoryview, count: int, taken: bool,
 ) -> None:
     peer = raw_peer(server.listen(), PEER)
     peer.sendall(frame(data(PEER)))

@@ -16,6 +16,7 @@ from support.internals import judge_of
 from support.keys import (
     Folders,
 )
+from support.mailbox import InboxTransport
 from support.meshes import GrpcEnd, exchange_pair, soon
 
 from commlayer.cluster.calls import coordinator_channel, messages
@@ -23,7 +24,7 @@ from commlayer.cluster.keys import authority
 from commlayer.cluster.membership.coordinator import Coordinator
 from commlayer.cluster.servers import dialing
 from commlayer.errors import CommError
-from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.endpoint import Settings
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
@@ -48,7 +49,7 @@ def calls(keys: Keys) -> Iterator[Reach]:
 
 
 @contextlib.contextmanager
-def data(keys: Keys, kind: type[StreamTransport] = StreamTransport) -> Iterator[Reach]:
+def data(keys: Keys, kind: type[InboxTransport] = InboxTransport) -> Iterator[Reach]:
     with contextlib.closing(kind(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=keys))) as server:
         address = server.listen()
 
@@ -94,8 +95,8 @@ def test_server_certificate_without_its_key_is_refused(
     assert caught.value.code == "E-CERTIFICATE-KEY"
 
 
-@pytest.mark.parametrize("kind", [StreamTransport, GrpcEnd])
-def test_members_leave_a_server_that_is_revoked_later(kind: type[StreamTransport], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [InboxTransport, GrpcEnd])
+def test_members_leave_a_server_that_is_revoked_later(kind: type[InboxTransport], tmp_path: Path) -> None:
     authority.init(tmp_path / "job")
     gone, mine = (Keys(authority.add(tmp_path / "job", name)) for name in ("server-1", "gpu-1"))
     server = kind(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=gone))

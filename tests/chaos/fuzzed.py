@@ -23,6 +23,7 @@ from typing import Any
 
 import grpc
 import torch
+from support.mailbox import InboxTransport
 
 from bench import Unmeasurable
 from bench.report import Result
@@ -32,7 +33,7 @@ from commlayer.compressors import codec_of, seed
 from commlayer.config import host_port
 from commlayer.errors import CommError
 from commlayer.transport import handshake
-from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.endpoint import Settings
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.secret import new_nonce
@@ -227,7 +228,7 @@ class _Honest:
     def __init__(self, address: str, stack: ExitStack) -> None:
         self._ends, self._step = [], 0
         for rank in range(HONEST):
-            end = StreamTransport(Hello("job", rank, session=new_nonce()), settings=Settings(secret=SECRET))
+            end = InboxTransport(Hello("job", rank, session=new_nonce()), settings=Settings(secret=SECRET))
             stack.callback(end.close)
             end.dial(SERVER_BASE, host_port(address), time.monotonic() + PATIENCE_S)
             self._ends.append(end)

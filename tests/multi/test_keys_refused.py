@@ -25,6 +25,7 @@ from support.keys import (
     Folders,
     RawKeys,
 )
+from support.mailbox import InboxTransport
 from support.meshes import GrpcEnd, exchange_pair, soon
 
 from commlayer.cluster.calls import diagnosis, messages
@@ -34,11 +35,11 @@ from commlayer.cluster.calls.grpc_port import GrpcPort
 from commlayer.cluster.keys import authority
 from commlayer.cluster.membership import client, membership
 from commlayer.cluster.membership.coordinator import Coordinator
-from commlayer.cluster.membership.coordinator_journal import NAME, CoordinatorJournal, journaled_part
+from commlayer.cluster.membership.coordinator_journal import NAME, CoordinatorJournal
 from commlayer.errors import CommError, Damaged, DeadlineExceeded, PeerLost, Refused
 from commlayer.transport import handshake
 from commlayer.transport.connection import shut_down
-from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.endpoint import Settings
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys import tls
@@ -75,7 +76,7 @@ def end(request: pytest.FixtureRequest, folders: Folders) -> Iterator[End]:
         yield End((host, int(port)), tls.CONTROL, joined)
         coordinator.close()
     else:
-        kind = StreamTransport if request.param == "data" else GrpcEnd
+        kind = InboxTransport if request.param == "data" else GrpcEnd
         server = kind(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
         address = server.listen()
 
@@ -87,7 +88,7 @@ def end(request: pytest.FixtureRequest, folders: Folders) -> Iterator[End]:
             finally:
                 worker.close()
 
-        yield End(address, tls.DATA if kind is StreamTransport else tls.CONTROL, dialled)
+        yield End(address, tls.DATA if kind is InboxTransport else tls.CONTROL, dialled)
         server.close()
 
 
@@ -171,8 +172,8 @@ def test_refused_peers_receive_the_reason(end: End, kind: str, code: str, folder
 
 
 def test_client_key_cannot_serve(folders: Folders) -> None:
-    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.dials)))
-    worker = StreamTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(folders.worker)))
+    server = InboxTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.dials)))
+    worker = InboxTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(folders.worker)))
     assert_refused(outcome(lambda: worker.dial(SERVER_BASE, server.listen(), soon())), "E-CERTIFICATE-USE")
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.dials)), workers=1)
     with pytest.raises(Refused, match="E-CERTIFICATE-USE"):
@@ -188,8 +189,8 @@ def test_client_key_cannot_serve(folders: Folders) -> None:
 ])
 def test_keys_on_one_end_only(local: str, present: str, line: str, folders: Folders) -> None:
     mine, theirs = (str(getattr(folders, name)) if name else "" for name in (local, present))
-    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(theirs) if theirs else None))
-    worker = StreamTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(mine) if mine else None))
+    server = InboxTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(theirs) if theirs else None))
+    worker = InboxTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(mine) if mine else None))
     with pytest.raises(CommError, match=line):
         worker.dial(SERVER_BASE, server.listen(), soon())
     coordinator = Coordinator(quick(token=SECRET, keys=theirs), workers=1)
@@ -233,7 +234,7 @@ def greeted(where: tuple[str, int], keys: Keys, channel: bytes | None = None) ->
 
 
 def test_handshake_cannot_be_replayed_on_another_connection(folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
-    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
+    server = InboxTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(folders.server)))
     address = server.listen()
     first = greeted(address, Keys(folders.worker))
     first.close()
@@ -304,8 +305,8 @@ def test_revoked_node_is_disconnected(folders: Folders, tmp_path: Path) -> None:
 
     authority.init(tmp_path / "job")
     local, gone = (authority.add(tmp_path / "job", name) for name in ("server-1", "gpu-9"))
-    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(local)))
-    worker = StreamTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(gone)))
+    server = InboxTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(local)))
+    worker = InboxTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(gone)))
     worker.dial(SERVER_BASE, server.listen(), soon())
     assert exchange_pair(worker, server)
     coordinator = Coordinator(quick(token=SECRET, keys=str(local)), workers=2)
@@ -355,13 +356,13 @@ def joined(address: str, folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["cut off", "of another job", "empty"])
 def test_invalid_revocation_list_excludes_no_member(ca: Path, kind: str, folders: Folders) -> None:
     place = ca / "server-1"
-    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(place)))
+    server = InboxTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(place)))
     address = server.listen()
     coordinator = Coordinator(quick(token=SECRET, keys=str(place)), workers=1)
     good = (place / "crl.pem").read_bytes()
     bad = {"cut off": good[:-100], "of another job": (folders.foreign / "crl.pem").read_bytes(), "empty": b""}[kind]
     (place / "crl.pem").write_bytes(bad)
-    worker = StreamTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(ca / "gpu-1")))
+    worker = InboxTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(ca / "gpu-1")))
     worker.dial(SERVER_BASE, address, soon())
     assert exchange_pair(worker, server)
     joined(coordinator.address, ca / "gpu-1")
@@ -648,4 +649,4 @@ def test_registration_has_the_latest_certificate_of_its_process() -> None:
     first = membership.join(membership.State(1, 0), one, 0.0)[0]
     then = membership.join(first, msgspec.structs.replace(one, certificate="gpu-1", serial="b"), 1.0)[0]
     assert then.registrations[one.token].join.serial == "b"
-    assert journaled_part(then) != journaled_part(first), "and the journal is written"
+    assert membership.has_news(first, then), "and the journal is written"

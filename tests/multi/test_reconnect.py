@@ -23,6 +23,7 @@ from support.jobs import distributed_job
 from support.keys import (
     Folders,
 )
+from support.mailbox import InboxTransport
 from support.meshes import FAR, GrpcEnd, soon
 from support.rank_pool import Servers, pool
 from support.workers import Rig, job, on_ranks, step
@@ -36,12 +37,12 @@ from commlayer.engine.epochs.plan_switch import switch
 from commlayer.errors import CorruptFrame, PeerLost, Refused
 from commlayer.planner import default_plan
 from commlayer.transport import handshake
-from commlayer.transport.endpoint import Address, Settings, StreamTransport
+from commlayer.transport.endpoint import Address, Settings
 from commlayer.transport.flow import credit
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.key_folder import Keys
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, key
-from commlayer.transport.reconnect import ASK_NBYTES, ReconnectingTransport, ReconnectPolicy
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
+from commlayer.transport.reconnect import ASK_NBYTES, ReconnectingTransport
 from tests.chaos import proxy
 
 UP, DOWN = 0, 1
@@ -146,18 +147,17 @@ class Breakable:
         self._cuts, self._host, self._window_s, self._keys = cuts or {}, host, window_s, keys or {}
         self._targets: dict[int, Address] = {}
         self.cutters: dict[tuple[int, int], Cutter] = {}
-        self.servers: dict[int, StreamTransport] = {}
+        self.servers: dict[int, InboxTransport] = {}
         self.workers: dict[int, ReconnectingTransport] = {}
 
     def transport(self, rank: int) -> Any:
         settings = Settings(resume=True, keys=self._keys.get(rank), refused=lambda *_: None)
         if rank >= SERVER_BASE:
-            stream_transport = self.servers[rank] = StreamTransport(Hello("job", rank), settings=settings)
+            stream_transport = self.servers[rank] = InboxTransport(Hello("job", rank), settings=settings)
             self._targets[rank] = stream_transport.listen()
             return stream_transport
-        carrier = StreamTransport(Hello("job", rank, session=bytes([rank]) * 16), settings=settings)
-        resumed = self.workers[rank] = ReconnectingTransport(carrier, ReconnectPolicy(self._window_s),
-                                                             carrier.pool.give)
+        carrier = InboxTransport(Hello("job", rank, session=bytes([rank]) * 16), settings=settings)
+        resumed = self.workers[rank] = ReconnectingTransport(carrier, self._window_s)
         for server, target in self._targets.items():
             cutter = self.cutters[rank, server] = Cutter(
                 target, self._cuts.get(rank, []) if server == SERVER_BASE else [], self._host)
@@ -299,15 +299,15 @@ def test_cut_inside_a_handshake_is_recovered(folders: Folders, way: int, how: st
         answer = worker.request(SERVER_BASE, PUSH._replace(step=number), b"payload")
         assert server.wait(server.recv(0), soon()).header.step == number
         server.send(0, PUSH._replace(kind=Kind.RESULT, step=number), b"sum")
-        assert bytes(worker.wait(answer, soon()).body) == b"sum"
+        assert bytes(answer.wait(soon()).body) == b"sum"
     assert cutter.shots >= len(ends) - 2
     for end in (worker, server, cutter):
         end.close()
 
 
-def pair(window_s: float, keys: tuple[Keys | None, Keys | None] = (None, None), begun: Callable[[StreamTransport], object] = id,
-         kind: type[StreamTransport] = StreamTransport, host: str = "127.0.0.1",
-         **waits: Any) -> tuple[StreamTransport, ReconnectingTransport, Cutter]:
+def pair(window_s: float, keys: tuple[Keys | None, Keys | None] = (None, None), begun: Callable[[InboxTransport], object] = id,
+         kind: type[InboxTransport] = InboxTransport, host: str = "127.0.0.1",
+         **waits: Any) -> tuple[InboxTransport, ReconnectingTransport, Cutter]:
     """A server's carrier, and a worker's transport that reaches it through a cutter. `keys`: of both."""
     # A length that a flipped bit has made too large is waited for.
     server = kind(Hello("job", SERVER_BASE), settings=Settings(
@@ -315,7 +315,7 @@ def pair(window_s: float, keys: tuple[Keys | None, Keys | None] = (None, None), 
     begun(server)
     cutter = Cutter(server.listen(host), [], host)
     carrier = kind(Hello("job", 0, session=b"s" * 16), settings=Settings(resume=True, keys=keys[1]))
-    worker = ReconnectingTransport(carrier, ReconnectPolicy(window_s, **waits))
+    worker = ReconnectingTransport(carrier, window_s, **waits)
     worker.connect(SERVER_BASE, lambda deadline: carrier.dial(SERVER_BASE, cutter.address, deadline), soon())
     return server, worker, cutter
 
@@ -335,7 +335,7 @@ def test_server_that_stays_away_is_named(window_s: float, refused: bool, words: 
     # The second once the first has failed: before, the kernel may take it as if nothing were.
     for handle in (lambda: waiting, lambda: worker.request(SERVER_BASE, PUSH._replace(bucket=8), b"")):
         with pytest.raises(PeerLost, match=f"server 0: .*{words}.*E-PEER-LOST"):
-            worker.wait(handle(), soon())
+            handle().wait(soon())
     worker.close()
     server.close()
 
@@ -344,7 +344,7 @@ def test_evicted_peer_receives_the_reason_and_does_not_reconnect(caplog: pytest.
     server, worker, cutter = pair(30.0)
     waiting = worker.request(SERVER_BASE, PUSH, b"payload")
     server.abort(CorruptFrame("codec 9 with weight nan", peer="worker 0"), 0)
-    assert_refused(outcome(lambda: worker.wait(waiting, soon())), "E-FRAME", "server 0: ", "codec 9 ")
+    assert_refused(outcome(lambda: waiting.wait(soon())), "E-FRAME", "server 0: ", "codec 9 ")
     worker.close()
     server.close()
     cutter.close()
@@ -353,7 +353,7 @@ def test_evicted_peer_receives_the_reason_and_does_not_reconnect(caplog: pytest.
 def test_peer_evicted_between_welcome_and_connection_stays_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client counts as connected from the welcome on, so it can be evicted before its connection exists."""
     welcome = handshake.send_welcome
-    ends: list[StreamTransport] = []
+    ends: list[InboxTransport] = []
 
     def then_drop(*args: Any) -> None:
         welcome(*args)
@@ -361,9 +361,9 @@ def test_peer_evicted_between_welcome_and_connection_stays_evicted(monkeypatch: 
 
     monkeypatch.setattr(handshake, "send_welcome", then_drop)
     server, worker, cutter = pair(30.0, begun=ends.append)
-    waiting = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
+    waiting = worker.request(SERVER_BASE, PUSH, b"payload")
     with pytest.raises(Refused) as caught:
-        worker.wait(waiting, soon())
+        waiting.wait(soon())
     assert (caught.value.peer, "E-FRAME" in str(caught.value)) == ("server 0", True)
     for end in (worker, server, cutter):
         end.close()
@@ -377,11 +377,23 @@ def test_half_open_connection_is_replaced_by_the_new_one() -> None:
     cutter.break_near()
     assert bytes(server.wait(server.recv(0), soon()).body) == b"payload", "sent again on a new connection"
     server.send(0, PUSH._replace(kind=Kind.RESULT), b"sum")
-    assert bytes(worker.wait(handle, soon()).body) == b"sum"
+    assert bytes(handle.wait(soon()).body) == b"sum"
     assert (worker.breaks, worker.resent_nbytes, worker.kept_nbytes) == (1, len(b"payload"), 0)
     worker.close()
     server.close()
     cutter.close()
+
+
+def test_answers_that_no_request_waits_for_are_dropped() -> None:
+    server, worker, cutter = pair(30.0)
+    handle = worker.request(SERVER_BASE, PUSH, b"payload")
+    server.wait(server.recv(0), soon())
+    for number in (PUSH.step - 1, PUSH.step + 1, PUSH.step):
+        server.send(0, PUSH._replace(kind=Kind.RESULT, step=number), b"sum")
+    assert handle.wait(soon()).header.step == PUSH.step
+    until(lambda: worker.repeats == 2, "both other answers have been dropped")
+    for end in (worker, server, cutter):
+        end.close()
 
 
 LARGE, CUTS, PART_NBYTES = random.Random(1).randbytes(8 << 20), 3, 64 << 10
@@ -390,22 +402,24 @@ UNREAD_NBYTES = 2 << 20
 
 
 @pytest.mark.skipif(not credit.SUPPORTED, reason="bodies are cut on Linux only")
-@pytest.mark.parametrize("kind", [StreamTransport, GrpcEnd], ids=["tcp", "grpc"])
+@pytest.mark.parametrize("kind", [InboxTransport, GrpcEnd], ids=["tcp", "grpc"])
 @pytest.mark.parametrize("way", [UP, DOWN], ids=["up", "down"])
-def test_large_body_continues_where_it_was_cut(kind: type[StreamTransport], way: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_body_continues_where_it_was_cut(kind: type[InboxTransport], way: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sent again is what was on its way, in three cuts of one body; it would be twice the body otherwise."""
     monkeypatch.setattr(credit, "MAX_PART_NBYTES", PART_NBYTES)
-    server, worker, cutter = pair(30.0, kind=kind, host=FAR)
-    for number in range(1, CUTS + 1):
-        cutter.cut_next(Cut(way, number * len(LARGE) // (CUTS + 1), "close"))
     pushes: list[Message] = []
 
-    def arrived(message: Message) -> None:
-        pushes.append(message)
-        server.send(0, PUSH._replace(kind=Kind.RESULT, weight=2.0), LARGE if way == DOWN else b"sum")
+    def take_pushes(server: InboxTransport) -> None:
+        def arrived(message: Message) -> None:
+            pushes.append(message)
+            server.send(0, PUSH._replace(kind=Kind.RESULT, weight=2.0), LARGE if way == DOWN else b"sum")
 
-    server.subscribe(0, arrived, lambda _: None)
-    result = worker.wait(worker.request(SERVER_BASE, PUSH, LARGE if way == UP else b"payload"), soon())
+        server.arrived = arrived
+
+    server, worker, cutter = pair(30.0, kind=kind, host=FAR, begun=take_pushes)
+    for number in range(1, CUTS + 1):
+        cutter.cut_next(Cut(way, number * len(LARGE) // (CUTS + 1), "close"))
+    result = worker.request(SERVER_BASE, PUSH, LARGE if way == UP else b"payload").wait(soon())
     assert (bytes(pushes[0].body), bytes(result.body)) == ((LARGE, b"sum") if way == UP else (b"payload", LARGE))
     assert cutter.shots == worker.breaks == CUTS
     assert cutter.passed[way] - len(LARGE) < CUTS * UNREAD_NBYTES
@@ -426,7 +440,7 @@ def test_contribution_that_has_arrived_is_sent_again_only_if_the_server_asks() -
         server.send(0, asked.header._replace(sender=SERVER_BASE, bucket=bucket))
     assert bytes(server.wait(server.recv(0), soon()).body) == b"x" * ASK_NBYTES
     server.send(0, PUSH._replace(kind=Kind.RESULT), b"sum")
-    assert bytes(worker.wait(handle, soon()).body) == b"sum"
+    assert bytes(handle.wait(soon()).body) == b"sum"
     assert worker.resent_nbytes == ASK_NBYTES
     for end in (worker, server, cutter):
         end.close()
@@ -438,7 +452,7 @@ def test_unfinished_body_is_for_the_same_process_only() -> None:
     worker.stop_reconnecting()
     worker.request(SERVER_BASE, PUSH, LARGE)
     until(lambda: bool(broken_peers(server)), "the server knows that the line is cut")
-    other = StreamTransport(Hello("job", 0, session=b"o" * 16), settings=Settings(resume=True))
+    other = InboxTransport(Hello("job", 0, session=b"o" * 16), settings=Settings(resume=True))
     other.dial(SERVER_BASE, cutter.address, soon())
     before = cutter.passed[UP]
     other.send(SERVER_BASE, PUSH, LARGE)
@@ -472,8 +486,8 @@ def test_connections_without_progress_are_given_up() -> None:
 
     breaks = threading.Thread(target=always, daemon=True)
     breaks.start()
-    handle = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
-    assert_refused(outcome(lambda: worker.wait(handle, soon())), "E-PEER-LOST", "PeerLost: ", "server 0: ", "1 s (reconnect_s)")
+    handle = worker.request(SERVER_BASE, PUSH, b"payload")
+    assert_refused(outcome(lambda: handle.wait(soon())), "E-PEER-LOST", "PeerLost: ", "server 0: ", "1 s (reconnect_s)")
     ended.set()
     breaks.join()
     for end in (worker, server, cutter):
@@ -482,7 +496,7 @@ def test_connections_without_progress_are_given_up() -> None:
 
 def test_second_process_of_a_rank_is_refused_while_the_first_is_connected() -> None:
     server, worker, cutter = pair(30.0)
-    other = StreamTransport(Hello("job", 0, session=b"o" * 16), settings=Settings(resume=True))
+    other = InboxTransport(Hello("job", 0, session=b"o" * 16), settings=Settings(resume=True))
     assert_refused(outcome(lambda: other.dial(SERVER_BASE, cutter.address, soon())), "E-RANK", "server 0: worker 0 ")
     for end in (other, worker, server, cutter):
         end.close()

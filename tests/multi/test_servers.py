@@ -33,6 +33,7 @@ from support.coordinators import (
     quick,
     until,
 )
+from support.mailbox import InboxTransport
 from support.meshes import FAR, soon
 from support.serving import JOB, PLAN, Pair, changed, epoch_of, plan_of
 from support.workers import Rig, job, on_ranks, step
@@ -56,9 +57,8 @@ from commlayer.engine.worker.worker import Worker
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost, RecordError, Refused
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Epoch, Job, Member, Plan, ServerInfo, Slice, TensorInfo
-from commlayer.transport.endpoint import StreamTransport
 from commlayer.transport.handshake import Hello
-from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key, send_request
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
 
 DATA = records.encode(PLAN)
 
@@ -84,13 +84,13 @@ class Serving:
                                               members=tuple(everyone[rank] for rank in members))
         return self.newest
 
-    def end(self, rank: int) -> StreamTransport:
-        end = StreamTransport(Hello(JOB.digest(), rank, messages.digest_of(DATA)))
+    def end(self, rank: int) -> InboxTransport:
+        end = InboxTransport(Hello(JOB.digest(), rank, messages.digest_of(DATA)))
         self._opened.append(end)
         end.dial(SERVER_BASE, host_port(self.serving.address), soon())
         return end
 
-    def report(self, end: StreamTransport, number: int, member: int, generation: int) -> None:
+    def report(self, end: InboxTransport, number: int, member: int, generation: int) -> None:
         """Reports that a worker joins, and waits for the answer."""
         header = Header(Kind.PLAN, 1, number, sender=end.rank, flags=Flag.ABANDON)
         answer = end.recv(SERVER_BASE, key(header._replace(kind=Kind.PLAN_OK)))
@@ -115,7 +115,7 @@ def contribution(rank: int, step: int = 0, joined: int = 0) -> tuple[Header, mem
     return Header(Kind.PUSH, 1, step, codec=codec.id, sender=rank, weight=1.0, used=1, joined=joined), out[:nbytes]
 
 
-def contribute(end: StreamTransport, step: int = 0, joined: int = 0) -> Any:
+def contribute(end: InboxTransport, step: int = 0, joined: int = 0) -> Any:
     """Sends a contribution; a receive for the result."""
     header, body = contribution(end.rank, step, joined)
     result = end.recv(SERVER_BASE, key(header._replace(kind=Kind.RESULT)))
@@ -205,7 +205,7 @@ def test_requests_of_a_worker_that_follows_end_with_it(opened: Opened) -> None:
         job.serving.change(job.epoch(0, 1, 2, rank))
         end = job.end(rank)
         request = Header(Kind.FOLLOW, 1, 0, sender=rank)
-        answer = send_request(end, SERVER_BASE, request)
+        answer = end.request(SERVER_BASE, request)
         until(lambda: job.core.cells[0].followers, "the request has arrived")
         job.serving.change(job.epoch(0, 1, 2))
         assert job.core.cells[0].followers == {}
@@ -340,9 +340,8 @@ def test_embedded_server_loads_no_torch_for_any_codec(backend: str) -> None:
         out = memoryview(bytearray(codec.bound(buckets[0].spec)))
         nbytes = codec.start(ones, codec.init(buckets[0].spec), out)
         header = Header(Kind.PUSH, 1, step=0, bucket=0, codec=codec.id, sender=0, weight=1.0, total=1.0)
-        link.transport.send(SERVER_BASE, header, out[:nbytes])
-        handle = link.transport.recv(SERVER_BASE, key(header._replace(kind=Kind.RESULT)))
-        assert link.transport.wait(handle, time.monotonic() + WAIT_S).body == out[:nbytes]
+        handle = link.transport.request(SERVER_BASE, header, out[:nbytes])
+        assert handle.wait(time.monotonic() + WAIT_S).body == out[:nbytes]
         assert not loaded(child.pid, "libtorch_cpu")
 
 
@@ -367,7 +366,7 @@ def test_unsupported_plan_is_one_line_for_the_server_and_its_workers(plan: bytes
     assert caught.value.what.startswith(line)
     assert caught.value.code == code
     assert "\n" not in str(caught.value)
-    opened.append(StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(plan))))
+    opened.append(InboxTransport(Hello(JOB.digest(), 0, messages.digest_of(plan))))
     with pytest.raises(Refused) as refused:
         opened[-1].dial(SERVER_BASE, host_port(serving.address), time.monotonic() + WAIT_S)
     assert str(refused.value) == f"server 0: {caught.value}"
@@ -379,24 +378,13 @@ def test_only_members_of_the_epoch_are_admitted(opened: Opened) -> None:
     plan = records.encode(PLAN)
     serving.start(epoch_of(plan, serving), plan, 0)
     for rank in (0, 2, SERVER_BASE + 1):
-        opened.append(StreamTransport(Hello(JOB.digest(), rank, messages.digest_of(plan))))
+        opened.append(InboxTransport(Hello(JOB.digest(), rank, messages.digest_of(plan))))
         where, deadline = host_port(serving.address), time.monotonic() + WAIT_S
         if rank == 0:
             opened[-1].dial(SERVER_BASE, where, deadline)
         else:
             line = outcome(lambda where=where, deadline=deadline: opened[-1].dial(SERVER_BASE, where, deadline))
             assert_refused(line, "E-RANK", "server 0: ", "2 workers")
-
-
-def test_credit_limits_what_a_peer_sends_ahead(opened: Opened) -> None:
-    local, present = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", 1))
-    opened.extend((local, present))
-    local.limit_kept(1500)
-    present.dial(0, local.listen(), time.monotonic() + WAIT_S)
-    for number in range(2):
-        present.send(0, Header(Kind.DATA, step=number, sender=1), bytes(900))
-    line = outcome(lambda: present.wait(present.recv(0), time.monotonic() + WAIT_S))
-    assert_refused(line, "E-PEER-LOST", "PeerLost: ", "worker 0: connection")
 
 
 @pytest.mark.parametrize(("address", "code"), [("10.1.2.3:7000", "E-PLAIN-TEXT"), ("nowhere", "E-ADDRESS")])
@@ -422,7 +410,7 @@ def test_wait_notice_contains_the_exchanges_of_a_member_that_left(
     monkeypatch.setattr("commlayer.cluster.servers.summation_server.REPEAT_S", 0.05)
     job = Pair(opened)
     payload = Header(Kind.PUSH, 1, 0, 0, codec=1, sender=1, weight=1.0, used=1)
-    job.ups[1].transport.send(SERVER_BASE, payload, b"looked at after worker 0's")
+    job.ups[1].transport.request(SERVER_BASE, payload, b"looked at after worker 0's")
     assert job.stalled.wait(WAIT_S), "the server has named the missing worker once"
     job.ups[0].close(exchanges=exchanges)
     assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from support.attached import assert_refused, outcome
 from support.coordinators import until
 from support.internals import connections_of, socket_of
+from support.mailbox import InboxTransport
 from support.meshes import FAR, PATIENCE_S, data, far_pair, frame, raw_peer, soon
 from support.workers import Rig, job, on_ranks, step
 
@@ -33,7 +34,7 @@ from commlayer.transport.chunking import (
     split_parts,
 )
 from commlayer.transport.connection import Content, _Outgoing
-from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.endpoint import Settings
 from commlayer.transport.flow import credit
 from commlayer.transport.framing import HEADER_NBYTES, Frame, Reader, allocate_bytes
 from commlayer.transport.handshake import Hello
@@ -230,13 +231,13 @@ def test_sender_continues_only_the_same_body(change: dict[str, int], first: int)
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
+def pair() -> Iterator[tuple[InboxTransport, InboxTransport]]:
     with far_pair() as ends:
         yield ends
 
 
 @contextlib.contextmanager
-def not_reading(a: StreamTransport, b: StreamTransport) -> Iterator[None]:
+def not_reading(a: InboxTransport, b: InboxTransport) -> Iterator[None]:
     """What a sends stays on the wire: the thread with which b reads is held at the first of it."""
     gate, entered = threading.Event(), threading.Event()
 
@@ -254,7 +255,7 @@ def not_reading(a: StreamTransport, b: StreamTransport) -> Iterator[None]:
 
 
 @parted
-def test_urgent_body_overtakes_the_one_in_transmission(pair: tuple[StreamTransport, StreamTransport]) -> None:
+def test_urgent_body_overtakes_the_one_in_transmission(pair: tuple[InboxTransport, InboxTransport]) -> None:
     a, b = pair
     bulk, urgent = bytes(range(256)) * (1 << 16), b"now" * 100_000
     with not_reading(a, b):
@@ -271,7 +272,7 @@ def test_urgent_body_overtakes_the_one_in_transmission(pair: tuple[StreamTranspo
 
 
 @parted
-def test_connection_loss_fails_bodies_between_chunks(pair: tuple[StreamTransport, StreamTransport]) -> None:
+def test_connection_loss_fails_bodies_between_chunks(pair: tuple[InboxTransport, InboxTransport]) -> None:
     a, b = pair
     with not_reading(a, b):
         sent = [a.send(1, data(0, bucket=bucket, order=9 - bucket), bytes(16 << 20)) for bucket in (1, 2, 3)]
@@ -283,7 +284,7 @@ def test_connection_loss_fails_bodies_between_chunks(pair: tuple[StreamTransport
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_incomplete_body_is_not_delivered(broken: bool) -> None:
-    end = StreamTransport(Hello("test", 0x8000), settings=Settings(max_nbytes=1 << 20))
+    end = InboxTransport(Hello("test", 0x8000), settings=Settings(max_nbytes=1 << 20))
     try:
         sock = raw_peer(end.listen(), 5)
         waiting = end.recv(5)
@@ -433,7 +434,7 @@ def mostly_zero(nbytes: int, every: int = 4) -> bytes:
 
 
 @pytest.mark.parametrize("nbytes", [5000, 20_000_003])
-def test_receiver_gets_the_original_bytes_without_the_flag(pair: tuple[StreamTransport, StreamTransport], nbytes: int) -> None:
+def test_receiver_gets_the_original_bytes_without_the_flag(pair: tuple[InboxTransport, InboxTransport], nbytes: int) -> None:
     body = mostly_zero(nbytes)
     for a, b in (pair, pair[::-1]):
         for kind in (Kind.PUSH, Kind.RESULT):
@@ -449,7 +450,7 @@ def test_receiver_gets_the_original_bytes_without_the_flag(pair: tuple[StreamTra
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.RESULT, Kind.DATA, Kind.STATE, Kind.PROBE])
 def test_only_payloads_are_shortened_on_the_socket(kind: Kind) -> None:
     body = mostly_zero(20_000_000)
-    end = StreamTransport(Hello("test", SERVER_BASE))
+    end = InboxTransport(Hello("test", SERVER_BASE))
     try:
         sock = raw_peer(end.listen(FAR), 5)
         sock.sendall(frame(Header(Kind.DATA, 1)))
@@ -483,10 +484,10 @@ class Sockets:
     """What Rig needs of a Hub, over TCP: servers listen, and workers dial them all."""
 
     def __init__(self) -> None:
-        self._servers: list[StreamTransport] = []
+        self._servers: list[InboxTransport] = []
 
-    def transport(self, peer: int) -> StreamTransport:
-        transport = StreamTransport(Hello("test", peer))
+    def transport(self, peer: int) -> InboxTransport:
+        transport = InboxTransport(Hello("test", peer))
         if peer >= SERVER_BASE:
             self._servers.append(transport)
         else:

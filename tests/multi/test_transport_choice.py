@@ -18,6 +18,7 @@ import pytest
 from support.attached import assert_refused, outcome
 from support.coordinators import WAIT_S, Failures, quick, until
 from support.internals import connections_of, socket_of
+from support.mailbox import InboxTransport
 from support.meshes import WIRES, exchange_pair, keys, soon
 
 from commlayer import records
@@ -30,7 +31,7 @@ from commlayer.config import host_port
 from commlayer.errors import PeerLost, Refused
 from commlayer.planner import default_plan
 from commlayer.records import Job, ServerInfo, TensorInfo
-from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.endpoint import Settings
 from commlayer.transport.grpc import stream
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE
@@ -203,7 +204,7 @@ def test_both_carriers_blocked_reports_both_reasons(opened: contextlib.ExitStack
 def test_coordinator_without_a_server_accepts_no_streams(opened: contextlib.ExitStack) -> None:
     coordinator = Coordinator(quick(), workers=1)
     opened.callback(coordinator.close)
-    worker = StreamTransport(Hello("job", 0))
+    worker = InboxTransport(Hello("job", 0))
     opened.callback(worker.close)
     line = outcome(lambda: dialing.dial_grpc(worker, SERVER_BASE, host_port(coordinator.address), None, soon()))
     assert_refused(line, "E-ADDRESS", "server 0: ", "accepts no gRPC ")
@@ -221,7 +222,7 @@ def test_stream_that_comes_before_its_server_is_ready_is_dialed_again(opened: co
         return refuse(*stream)
 
     coordinator.serve_streams(refused)
-    worker, server = (StreamTransport(Hello("job", rank)) for rank in (0, SERVER_BASE))
+    worker, server = (InboxTransport(Hello("job", rank)) for rank in (0, SERVER_BASE))
     opened.callback(worker.close)
     opened.callback(server.close)
     with ThreadPoolExecutor(1) as pool:
@@ -235,9 +236,9 @@ def test_stream_that_comes_before_its_server_is_ready_is_dialed_again(opened: co
 def test_refusal_is_not_retried_over_another_carrier(opened: contextlib.ExitStack) -> None:
     """A server's refusal is valid for every carrier."""
     seen: list[str] = []
-    end = StreamTransport(Hello("job", SERVER_BASE), admit=lambda hello: seen.append(hello.job) or "not today")
+    end = InboxTransport(Hello("job", SERVER_BASE), admit=lambda hello: seen.append(hello.job) or "not today")
     opened.callback(end.close)
-    worker = StreamTransport(Hello("job", 0))
+    worker = InboxTransport(Hello("job", 0))
     opened.callback(worker.close)
     host, port = end.listen()
     present = ServerInfo(0, f"{host}:{port}", streams=closed_port())
@@ -251,9 +252,9 @@ def test_worker_waits_for_a_server_without_a_plan(opened: contextlib.ExitStack, 
     monkeypatch.setattr(dialing, "TCP_S", 0.2)
     late = threading.Event()
     threading.Timer(0.5, late.set).start()
-    end = StreamTransport(Hello("job", SERVER_BASE), admit=lambda _: "" if late.wait(WAIT_S) else "no plan")
+    end = InboxTransport(Hello("job", SERVER_BASE), admit=lambda _: "" if late.wait(WAIT_S) else "no plan")
     opened.callback(end.close)
-    worker = StreamTransport(Hello("job", 0))
+    worker = InboxTransport(Hello("job", 0))
     opened.callback(worker.close)
     host, port = end.listen()
     dial = dialing.make_dial(worker, ServerInfo(0, f"{host}:{port}", streams=closed_port()), "", quick(), None)

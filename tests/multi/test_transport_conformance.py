@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support.meshes import MESHES, PATIENCE_S, Mesh, data, exchange_pair, in_threads, soon
+from support.meshes import MESHES, PATIENCE_S, End, Mesh, data, exchange_pair, in_threads, soon
 
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
-from commlayer.transport.protocol import Message, Transport, key
+from commlayer.transport.protocol import Message, key
 
 
-def exchange(transport: Transport, nbytes: int, step: int) -> int:
+def exchange(transport: End, nbytes: int, step: int) -> int:
     """Sends rank + 1 in every byte to all others; the sum of what comes, checked to be the same in every byte."""
     body = bytes([transport.rank + 1]) * nbytes
     for peer in transport.peers:
@@ -43,7 +43,7 @@ def large(mesh: Mesh) -> None:
     block = os.urandom((1 << 20) + 1)
     bodies = [block * 40, block[:77777], block * 24, b""]  # 64 MiB and a little
 
-    def swap(transport: Transport) -> bool:
+    def swap(transport: End) -> bool:
         peer = 1 - transport.rank
         for body in bodies:
             transport.send(peer, data(transport.rank), body)
@@ -65,32 +65,6 @@ def any_key(mesh: Mesh) -> None:
         assert [(m.peer, m.header.bucket) for m in got] == [(1, 9), (2, 9)]
         message = first.wait(first.recv(2), soon())
         assert (message.peer, message.header.bucket, bytes(message.body)) == (2, 5, b"\2")
-
-
-def subscription(mesh: Mesh) -> None:
-    """A subscriber gets, in order, what arrived before and later, except for what a receive waits for, and the end."""
-    with mesh(2) as (a, b):
-        for bucket in range(3):
-            b.send(0, data(1, bucket), b"early")
-        a.wait(a.recv(1, key(data(1, 2))), soon())
-        arrived, ended, over = list[int](), list[CommError](), threading.Event()
-
-        def end(error: CommError) -> None:
-            ended.append(error)
-            over.set()
-
-        a.subscribe(1, lambda message: arrived.append(message.header.bucket), end)
-        assert arrived == [0, 1]
-        last = a.recv(1, key(data(1, 9)))
-        for bucket in (3, 4, 9):
-            b.send(0, data(1, bucket))
-        a.wait(last, soon())
-        reason = PeerLost("heartbeats stopped", peer="worker 1")
-        a.abort(reason, 1)
-        assert over.wait(PATIENCE_S)
-        assert (arrived, ended) == ([0, 1, 3, 4], [reason])
-        a.subscribe(1, lambda _: None, end)
-        assert ended == [reason] * 2
 
 
 def early_arrivals(mesh: Mesh) -> None:
@@ -243,7 +217,7 @@ def storm(mesh: Mesh) -> None:
     """Many small frames from several threads of each of three ranks in all directions: none lost, duplicated or changed."""
     threads, count = 3, 60
 
-    def work(transport: Transport) -> int:
+    def work(transport: End) -> int:
         def pour(lane: int) -> None:
             for i in range(count):
                 body = bytes([transport.rank, lane]) + i.to_bytes(2, "little")
@@ -268,7 +242,7 @@ def storm(mesh: Mesh) -> None:
 
 CASES: dict[str, Callable[[Mesh], None]] = {
     case.__name__: case
-    for case in (any_key, subscription, early_arrivals, priority, deadline, abort_one, abort_all, orderly_end, callbacks,
+    for case in (any_key, early_arrivals, priority, deadline, abort_one, abort_all, orderly_end, callbacks,
                  our_bugs, storm)
 }
 

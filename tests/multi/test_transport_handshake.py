@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import pytest
 from support.attached import assert_refused, outcome
 from support.internals import connections_of, open_sockets, socket_of
+from support.mailbox import InboxTransport
 from support.meshes import PATIENCE_S, WIRES, Wire, connect_all, data, exchange_pair, frame, raw_peer, soon
 
 from commlayer.errors import CommError, CorruptFrame, PeerLost, Refused
 from commlayer.transport import endpoint
-from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.endpoint import Settings
 from commlayer.transport.framing import HEADER_NBYTES, VERSION
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
@@ -28,13 +29,13 @@ def wire(request: pytest.FixtureRequest) -> Wire:
 
 
 @pytest.fixture
-def server(wire: Wire) -> Iterator[StreamTransport]:
+def server(wire: Wire) -> Iterator[InboxTransport]:
     end = wire.end(Hello("test", SERVER_BASE, plan="p1", version="0.1.0"), settings=Settings(max_nbytes=1 << 20))
     yield end
     end.close()
 
 
-def dialler(wire: Wire, hello: Hello, end: StreamTransport, peer: int | None = None) -> None:
+def dialler(wire: Wire, hello: Hello, end: InboxTransport, peer: int | None = None) -> None:
     transport = wire.end(hello)
     try:
         transport.dial(end.rank if peer is None else peer, end.listen(), soon())
@@ -50,7 +51,7 @@ def dialler(wire: Wire, hello: Hello, end: StreamTransport, peer: int | None = N
     (Hello("test", 1), r"server 0: worker 1 .*E-RANK\]"),
 ])
 def test_refusal_reaches_the_client_in_one_line(
-    wire: Wire, server: StreamTransport, hello: Hello, reason: str, monkeypatch: pytest.MonkeyPatch,
+    wire: Wire, server: InboxTransport, hello: Hello, reason: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(endpoint, "FORMER_END_S", 0.05)
     first = wire.end(Hello("test", 1))
@@ -62,7 +63,7 @@ def test_refusal_reaches_the_client_in_one_line(
     first.close()
 
 
-def test_plan_on_one_side_only_is_no_refusal(wire: Wire, server: StreamTransport) -> None:
+def test_plan_on_one_side_only_is_no_refusal(wire: Wire, server: InboxTransport) -> None:
     transport = wire.end(Hello("test", 3))
     transport.dial(server.rank, server.listen(), soon())
     assert exchange_pair(transport, server)
@@ -75,12 +76,12 @@ def test_admission_can_be_customized(wire: Wire) -> None:
     end.close()
 
 
-def test_wrong_server_at_the_address_is_named(wire: Wire, server: StreamTransport) -> None:
+def test_wrong_server_at_the_address_is_named(wire: Wire, server: InboxTransport) -> None:
     line = outcome(lambda: dialler(wire, Hello("test", 0), server, peer=SERVER_BASE + 1))
     assert_refused(line, "E-ADDRESS", "server 1: server 0 ")
 
 
-def test_client_may_reconnect_after_either_side_closed(wire: Wire, server: StreamTransport) -> None:
+def test_client_may_reconnect_after_either_side_closed(wire: Wire, server: InboxTransport) -> None:
     worker, address = wire.end(Hello("test", 2)), server.listen()
     gone = [server.recv(2, (Kind.BYE, 0, 0, 0, 0, 0))]
     worker.dial(SERVER_BASE, address, soon())
@@ -111,7 +112,7 @@ BAD_BODY[-1] ^= 1
     (b"", PeerLost, r"connection closed( \(.*\))? \[E-PEER-LOST"),
 ], ids=["zeros", "noise", "oversized", "body", "hello", "cut body", "cut header", "closed"])
 def test_peer_that_violates_the_format_is_evicted_and_others_continue(
-    wire: Wire, server: StreamTransport, bytes_: bytes, error: type[CommError], message: str,
+    wire: Wire, server: InboxTransport, bytes_: bytes, error: type[CommError], message: str,
 ) -> None:
     address = server.listen()
     good = wire.end(Hello("test", 1))
@@ -144,7 +145,7 @@ def test_peer_that_violates_the_format_is_evicted_and_others_continue(
     frame(Header(Kind.HELLO), bytes(5000)),
     frame(Header(Kind.HELLO), Hello("test", 0).job.encode()),
 ], ids=["http", "data first", "empty map", "unknown field", "no text", "huge", "no msgpack"])
-def test_client_without_a_greeting_is_dropped_and_takes_no_rank(wire: Wire, server: StreamTransport, greeting: bytes) -> None:
+def test_client_without_a_greeting_is_dropped_and_takes_no_rank(wire: Wire, server: InboxTransport, greeting: bytes) -> None:
     address = server.listen()
     with contextlib.closing(wire.raw(address)) as channel:
         channel.sendall(greeting)
@@ -154,7 +155,7 @@ def test_client_without_a_greeting_is_dropped_and_takes_no_rank(wire: Wire, serv
     dialler(wire, Hello("test", 0), server)
 
 
-def test_close_without_goodbye_is_a_failure(wire: Wire, server: StreamTransport) -> None:
+def test_close_without_goodbye_is_a_failure(wire: Wire, server: InboxTransport) -> None:
     """Data sent before it count."""
     with contextlib.closing(raw_peer(server.listen(), 7, wire=wire)) as channel:
         channel.sendall(frame(data(7), b"the last word"))
@@ -164,7 +165,7 @@ def test_close_without_goodbye_is_a_failure(wire: Wire, server: StreamTransport)
         assert bytes(server.wait(server.recv(7), soon()).body) == b"the last word"
 
 
-def test_stalled_reader_blocks_the_writer(wire: Wire, server: StreamTransport) -> None:
+def test_stalled_reader_blocks_the_writer(wire: Wire, server: InboxTransport) -> None:
     """No carrier queues without a bound; a wait names the peer."""
     with contextlib.closing(raw_peer(server.listen(), 7, wire=wire)) as channel:
         channel.sendall(frame(data(7)))
@@ -180,22 +181,22 @@ def test_stalled_reader_blocks_the_writer(wire: Wire, server: StreamTransport) -
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
-    ends = StreamTransport(Hello("test", 0)), StreamTransport(Hello("test", 1))
+def pair() -> Iterator[tuple[InboxTransport, InboxTransport]]:
+    ends = InboxTransport(Hello("test", 0)), InboxTransport(Hello("test", 1))
     connect_all(list(ends))
     yield ends
     for end in ends:
         end.close()
 
 
-def test_port_in_use(pair: tuple[StreamTransport, StreamTransport]) -> None:
+def test_port_in_use(pair: tuple[InboxTransport, InboxTransport]) -> None:
     host, port = pair[0].listen()
-    line = outcome(lambda: StreamTransport(Hello("test", 0)).listen(host, port))
+    line = outcome(lambda: InboxTransport(Hello("test", 0)).listen(host, port))
     assert_refused(line, "E-ADDRESS", f"{host}:{port} ", "in use")
 
 
 def test_address_of_another_machine_is_refused() -> None:
-    line = outcome(lambda: StreamTransport(Hello("test", 0)).listen("192.0.2.1", 0))
+    line = outcome(lambda: InboxTransport(Hello("test", 0)).listen("192.0.2.1", 0))
     assert_refused(line, "E-ADDRESS", "192.0.2.1:0: ", "machine")
 
 
@@ -203,13 +204,13 @@ def test_closed_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         address = sock.getsockname()
     with pytest.raises(PeerLost, match=rf"server 0: .*127\.0\.0\.1:{address[1]}\b.*refused.*E-PEER-LOST"):
-        StreamTransport(Hello("test", 0)).dial(SERVER_BASE, address, soon())
+        InboxTransport(Hello("test", 0)).dial(SERVER_BASE, address, soon())
 
 
 def test_listener_that_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         begin = time.monotonic()
-        line = outcome(lambda: StreamTransport(Hello("test", 0)).dial(SERVER_BASE, sock.getsockname(), begin + 0.2))
+        line = outcome(lambda: InboxTransport(Hello("test", 0)).dial(SERVER_BASE, sock.getsockname(), begin + 0.2))
         assert_refused(line, "E-DEADLINE", "DeadlineExceeded: ", "server 0: ", "CHALLENGE")
         assert time.monotonic() - begin >= 0.2
 
@@ -224,11 +225,11 @@ def test_web_server_at_the_address() -> None:
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         with pytest.raises(CommError, match="server 0: .*(HTTP server.*E-ADDRESS|E-PEER-LOST)"):
-            StreamTransport(Hello("test", 0)).dial(SERVER_BASE, sock.getsockname(), soon())
+            InboxTransport(Hello("test", 0)).dial(SERVER_BASE, sock.getsockname(), soon())
         thread.join(PATIENCE_S)
 
 
-def test_forked_child_keeps_no_connection_open(pair: tuple[StreamTransport, StreamTransport]) -> None:
+def test_forked_child_keeps_no_connection_open(pair: tuple[InboxTransport, InboxTransport]) -> None:
     """The child lives on; the connection must end with the parent's end of it."""
     a, b = pair
     assert open_sockets()
@@ -250,7 +251,7 @@ def test_forked_child_keeps_no_connection_open(pair: tuple[StreamTransport, Stre
 
 
 def test_stalled_peer_delays_close_by_at_most_the_flush_time() -> None:
-    end = StreamTransport(Hello("test", SERVER_BASE), settings=Settings(flush_s=0.2, buffer_nbytes=64 << 10))
+    end = InboxTransport(Hello("test", SERVER_BASE), settings=Settings(flush_s=0.2, buffer_nbytes=64 << 10))
     with contextlib.closing(raw_peer(end.listen(), 7)) as sock:
         sock.sendall(frame(data(7)))
         end.wait(end.recv(7), soon())
@@ -264,7 +265,7 @@ def test_stalled_peer_delays_close_by_at_most_the_flush_time() -> None:
 
 def test_no_thread_and_no_socket_outlives_close() -> None:
     before, held = set(threading.enumerate()), open_sockets()
-    ends = [StreamTransport(Hello("test", rank)) for rank in range(3)]
+    ends = [InboxTransport(Hello("test", rank)) for rank in range(3)]
     connect_all(ends)
     for end in ends:
         end.close()
@@ -276,7 +277,7 @@ def test_no_thread_and_no_socket_outlives_close() -> None:
 
 def test_kernel_limits_the_time_of_unacknowledged_data() -> None:
     """Otherwise the kernel would retry a path that drops all data for a quarter of an hour."""
-    ends = [StreamTransport(Hello("test", rank), settings=Settings(user_timeout_s=7.5)) for rank in range(2)]
+    ends = [InboxTransport(Hello("test", rank), settings=Settings(user_timeout_s=7.5)) for rank in range(2)]
     connect_all(ends)
     results = [one for end in ends for one in connections_of(end).values()]
     assert [socket_of(one).getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for one in results] == [7500, 7500]

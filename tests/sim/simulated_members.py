@@ -177,7 +177,7 @@ class Members:
         ranks = [] if epoch is None or epoch == before.epoch else [m.rank for m in epoch.members]
         if epoch is not None and (again := [rank for rank in ranks if f"worker {rank}" in self._dead]):
             self._wrong(f"epoch {epoch.generation} has worker {again[0]}, which somebody was told is dead")
-        if epoch is None or coordinator_journal.journaled_part(before) == coordinator_journal.journaled_part(self.state):
+        if epoch is None or not membership.has_news(before, self.state):
             return
         dice = self.chance.random() if self.now < CALM_S else 1.0
         if dice >= 0.02:

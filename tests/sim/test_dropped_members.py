@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from support.coordinators import WAIT_S, Failures, Opened, all_opened, quick  # noqa: F401  (a fixture)
 from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
+from support.mailbox import InboxTransport
 from support.membership import beat, elastic, members, running, server, ticked, worker
 from support.meshes import soon
 from support.serving import JOB, PLAN, Pair, epoch_of
@@ -25,7 +26,7 @@ from commlayer.cluster.servers.summation_server import Joins, Stalled
 from commlayer.config import host_port
 from commlayer.errors import PeerLost, Refused
 from commlayer.records import Member
-from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.endpoint import Settings
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
@@ -72,20 +73,20 @@ class Served:
         self.newest = msgspec.structs.replace(self.epoch, generation=3, members=(first, last, Member(3, 3, "host")))
         self.serving.start(self.epoch, DATA, 0, await_epoch=lambda *_: self.newest)
 
-    def end(self, rank: int) -> StreamTransport:
-        end = StreamTransport(Hello(JOB.digest(), rank, messages.digest_of(DATA)))
+    def end(self, rank: int) -> InboxTransport:
+        end = InboxTransport(Hello(JOB.digest(), rank, messages.digest_of(DATA)))
         self._things.append(end)
         end.dial(SERVER_BASE, host_port(self.serving.address), soon())
         return end
 
-    def report(self, end: StreamTransport, joins: Joins) -> str:
+    def report(self, end: InboxTransport, joins: Joins) -> str:
         """Reports a joining worker, and returns the server's answer."""
         header = Header(Kind.PLAN, 1, step=joins.number, flags=Flag.ABANDON, sender=end.rank)
         answer = end.recv(SERVER_BASE, key(header._replace(kind=Kind.PLAN_OK)))
         end.send(SERVER_BASE, header, msgspec.msgpack.encode(joins))
         return bytes(end.wait(answer, soon()).body).decode()
 
-    def ended(self, end: StreamTransport) -> PeerLost:
+    def ended(self, end: InboxTransport) -> PeerLost:
         with pytest.raises(PeerLost) as error:
             end.wait(end.recv(SERVER_BASE), soon())
         return error.value
@@ -188,7 +189,7 @@ def test_data_connection_under_the_rank_of_another_node_is_refused(
     mine = msgspec.structs.replace(mine, certificate=names[0])
     epoch = msgspec.structs.replace(epoch_of(DATA, serving), members=(mine, *rest))
     serving.start(epoch, DATA, 0)
-    other, own = (StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(DATA)), settings=Settings(
+    other, own = (InboxTransport(Hello(JOB.digest(), 0, messages.digest_of(DATA)), settings=Settings(
         secret="of-this-job", keys=Keys(str(f)))) for f in (folders.second, folders.worker))
     opened.extend((other, own))
     with pytest.raises(Refused, match=rf"{names[1]}\b.*worker 0 .*{names[0]}\b.*E-RANK\]"):

@@ -84,7 +84,7 @@ def boundless(state: State, *now: float, **more: int) -> AdmissionState:
     (epoch_change, "record_overdue", hasty, "has not hung, and is dead"),
     (membership, "heartbeat", mute, "has not heard of epoch"),
     (membership, "heartbeat", deaf, "and is dead"),
-    (coordinator_journal, "journaled_part", lambda _: (), "does not know"),
+    (membership, "has_news", lambda *_: False, "does not know"),
     (membership, "over", lambda _: False, "has not heard that the job is over"),
 ])
 def test_simulation_detects_each_mutation(where: Any, name: str, wrong: Callable[..., Any], line: str,

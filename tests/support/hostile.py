@@ -41,7 +41,7 @@ from commlayer.records import Plan, Record
 from commlayer.transport import framing, handshake
 from commlayer.transport.connection import close_channel
 from commlayer.transport.crc import crc32c
-from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.endpoint import Settings
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.keys.secret import bound, make_proof, new_nonce
@@ -50,6 +50,7 @@ from commlayer.transport.protocol import SERVER_BASE, Header, Kind, binding_of, 
 from support import ROOT
 from support.coordinators import WAIT_S, Failures, quick
 from support.internals import asker_of
+from support.mailbox import InboxTransport
 from support.serving import PLAN
 from support.strangers import Stranger
 
@@ -213,7 +214,7 @@ class HonestMember(Member):
         self._over = threading.Event()
         self._caller: threading.Thread | None = None
         hello = Hello(self.plan.job, self.rank, self.membership.epoch.plan, messages.version(), session=new_nonce())
-        self.transport = StreamTransport(hello, settings=Settings(secret=self.config.token, keys=self.keys))
+        self.transport = InboxTransport(hello, settings=Settings(secret=self.config.token, keys=self.keys))
         self.transport.dial(SERVER_BASE, host_port(self.victim.data_address), time.monotonic() + WAIT_S)
         self.steps = 0
 

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerEnded, PeerLost
-from commlayer.transport import framing, mailbox
-from commlayer.transport.mailbox import Mailbox
-from commlayer.transport.protocol import Handle, Header, Key, Message, peer_name, send_request
+from commlayer.transport import framing
+from commlayer.transport.protocol import Handle, Header, Message, peer_name, sending, sent
+from support.mailbox import Mailbox, Receives
 
 _LAST = 1 << 32
 """Sorts after every step, so that the end of a wire is delivered last."""
@@ -18,7 +18,7 @@ _LAST = 1 << 32
 class _Wire:
     """One direction between two peers. A thread that finds it idle delivers until the queue is empty; others only enqueue."""
 
-    def __init__(self, source: int, target: Mailbox) -> None:
+    def __init__(self, source: int, target: Loopback) -> None:
         self._source, self._target = source, target
         self._lock = threading.Lock()
         self._queue: list[tuple[int, int, int, Handle | None, Header, memoryview]] = []
@@ -40,10 +40,11 @@ class _Wire:
                 self._target.end(PeerEnded("closed its end", peer=peer_name(self._source)), self._source)
                 continue
             try:
-                self._target.deliver(Message(self._source, header, body))
+                if self._target.mailbox.failure(self._source) is None:
+                    self._target.arrived(Message(self._source, header, body))
             except CorruptFrame as error:
                 self._target.end(error, self._source)
-            mailbox.sent(operation, header)
+            sent(operation, header)
 
     def _next(self) -> tuple[int, int, int, Handle | None, Header, memoryview] | None:
         with self._lock:
@@ -79,12 +80,14 @@ class Hub:
             self._ends.pop(rank, None)
 
 
-class Loopback:
-    """A Transport; created by a Hub."""
+class Loopback(Receives):
+    """Created by a Hub."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub, self._rank = hub, rank
         self.mailbox = Mailbox()
+        self.arrived: Callable[[Message], None] = self.mailbox.deliver
+        self.ended: Callable[[int, CommError], None] = lambda *_: None
         self._lock = threading.Lock()
         self._wires: dict[int, _Wire] = {}
         self._others: dict[int, Loopback] = {}
@@ -100,7 +103,7 @@ class Loopback:
 
     def connect(self, other: Loopback) -> None:
         with self._lock:
-            self._wires[other.rank] = _Wire(self._rank, other.mailbox)
+            self._wires[other.rank] = _Wire(self._rank, other)
             self._others[other.rank] = other
         self.mailbox.admit(other.rank)
 
@@ -110,7 +113,7 @@ class Loopback:
             raise InvalidInput("E-TRANSPORT-USE",
                                f"message to {peer_name(peer)}: its body has {len(data)} bytes, allowed {self._hub.max_nbytes}")
         framing.pack(header, len(data))  # raises the errors that a socket transport raises
-        operation = mailbox.sending(peer, header)
+        operation = sending(peer, header)
         with self._lock:
             wire = self._wires.get(peer)
         error = self.mailbox.failure(peer)
@@ -126,23 +129,18 @@ class Loopback:
         for peer in peers:
             self.send(peer, header, body)
 
-    request = send_request
-
-    def recv(self, peer: int, match: Key | None = None) -> Handle:
-        return self.mailbox.recv(peer, match)
-
-    def subscribe(self, peer: int, arrived: Callable[[Message], None], ended: Callable[[CommError], None]) -> None:
-        self.mailbox.subscribe(peer, arrived, ended)
-
-    def wait(self, handle: Handle, deadline: float) -> Message:
-        return handle.wait(deadline)
+    def end(self, reason: CommError, peer: int) -> None:
+        if self.mailbox.failure(peer) is None:
+            self.mailbox.end(reason, peer)
+            self.ended(peer, reason)
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
         with self._lock:
             peers = [other for rank, other in self._others.items() if peer in (None, rank)]
         self.mailbox.abort(reason, peer)
         for other in peers:
-            other.mailbox.end(PeerLost("connection closed", peer=peer_name(self._rank)), self._rank)
+            self.ended(other.rank, reason)
+            other.end(PeerLost("connection closed", peer=peer_name(self._rank)), self._rank)
 
     def close(self, flush_s: float | None = None) -> None:
         self._hub.leave(self._rank)

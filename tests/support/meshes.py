@@ -16,24 +16,26 @@ from typing import NamedTuple, TypeVar
 
 import pytest
 
-from commlayer.cluster.calls.coordinator_channel import fingerprint, tls_credentials
+from commlayer.cluster.calls.coordinator_channel import fingerprint
 from commlayer.cluster.calls.grpc_port import GrpcPort, open_stream_port
 from commlayer.cluster.servers import dialing
 from commlayer.transport import framing, handshake
 from commlayer.transport.crc import crc32c
-from commlayer.transport.endpoint import Address, Settings, StreamTransport
+from commlayer.transport.endpoint import Address, Settings
 from commlayer.transport.grpc import stream_ends
 from commlayer.transport.handshake import Admit, Hello
 from commlayer.transport.keys import tls
 from commlayer.transport.keys.key_folder import Keys
-from commlayer.transport.protocol import ByteChannel, Header, Kind, Transport, binding_of, key
-from support.loopback import Hub
+from commlayer.transport.protocol import ByteChannel, Header, Kind, binding_of, key
+from support.loopback import Hub, Loopback
+from support.mailbox import InboxTransport
 
 PATIENCE_S = 30.0
 """Longer than anything takes that works: only failures wait for it."""
 SMALL_BUFFERS = Settings(buffer_nbytes=64 << 10)
 T = TypeVar("T")
-Mesh = Callable[[int], contextlib.AbstractContextManager[list[Transport]]]
+End = InboxTransport | Loopback
+Mesh = Callable[[int], contextlib.AbstractContextManager[list[End]]]
 
 
 def soon() -> float:
@@ -45,14 +47,14 @@ def data(sender: int, bucket: int = 0, step: int = 0, order: int = 0) -> Header:
 
 
 @contextlib.contextmanager
-def closing(transports: list[Transport]) -> Iterator[list[Transport]]:
+def closing(transports: list[End]) -> Iterator[list[End]]:
     try:
         yield transports
     finally:
         in_threads(transports, lambda t: t.close())
 
 
-def loopback_mesh(n: int) -> contextlib.AbstractContextManager[list[Transport]]:
+def loopback_mesh(n: int) -> contextlib.AbstractContextManager[list[End]]:
     return closing(list(Hub().mesh(range(n))))
 
 
@@ -60,7 +62,7 @@ FAR = "127.0.0.2"
 """Both ends of a connection consider the other one remote."""
 
 
-def connect_all(transports: list[StreamTransport], host: str = "127.0.0.1") -> None:
+def connect_all(transports: list[InboxTransport], host: str = "127.0.0.1") -> None:
     """Every pair, the lower rank dialling; both ends are ready when it returns."""
     ready = Header(Kind.DATA, bucket=2**32 - 1)
     for i, dialler in enumerate(transports):
@@ -70,7 +72,7 @@ def connect_all(transports: list[StreamTransport], host: str = "127.0.0.1") -> N
             acceptor.wait(acceptor.recv(dialler.rank, key(ready)), soon())
 
 
-class GrpcEnd(StreamTransport):
+class GrpcEnd(InboxTransport):
     """Listens and dials by gRPC streams, as `commlayer serve` and its workers do with carrier="grpc"."""
 
     def __init__(self, hello: Hello, admit: Admit | None = None, settings: Settings = Settings()) -> None:
@@ -93,11 +95,11 @@ class GrpcEnd(StreamTransport):
 class Wire(NamedTuple):
     """A carrier between processes."""
 
-    kind: type[StreamTransport] = StreamTransport
+    kind: type[InboxTransport] = InboxTransport
     secured: bool = False
     host: str = "127.0.0.1"
 
-    def end(self, hello: Hello, admit: Admit | None = None, settings: Settings = Settings()) -> StreamTransport:
+    def end(self, hello: Hello, admit: Admit | None = None, settings: Settings = Settings()) -> InboxTransport:
         return self.kind(hello, admit, settings._replace(keys=keys()) if self.secured else settings)
 
     def raw(self, address: Address) -> ByteChannel:
@@ -105,8 +107,7 @@ class Wire(NamedTuple):
         mine = keys() if self.secured else None
         if self.kind is GrpcEnd:
             where = f"{address[0]}:{address[1]}"
-            opened = functools.partial(stream_ends.open_channel, where, stream_ends.OPTIONS, tls_credentials(mine),
-                                       on_loop=True)
+            opened = functools.partial(stream_ends.open_channel, where, stream_ends.OPTIONS, mine, on_loop=True)
             return stream_ends.dial(opened, *address, soon(), fingerprint(mine))
         sock = socket.create_connection(address, PATIENCE_S)
         if mine is None:
@@ -117,7 +118,7 @@ class Wire(NamedTuple):
         return secured
 
     @contextlib.contextmanager
-    def mesh(self, n: int) -> Iterator[list[Transport]]:
+    def mesh(self, n: int) -> Iterator[list[End]]:
         transports = [self.end(Hello("test", rank), settings=SMALL_BUFFERS) for rank in range(n)]
         with closing(list(transports)) as mesh:
             connect_all(transports, self.host)
@@ -149,7 +150,7 @@ MESHES: dict[str, Mesh] = {
 }
 
 
-def in_threads(transports: list[Transport], work: Callable[[Transport], T]) -> list[T]:
+def in_threads(transports: list[End], work: Callable[[End], T]) -> list[T]:
     """One thread per rank, as if each were a process. Raises the first error."""
     results: dict[int, T] = {}
     errors: list[BaseException] = []
@@ -181,9 +182,9 @@ def raw_peer(address: Address, rank: int, job: str = "test", *, wire: Wire = WIR
 
 
 @contextlib.contextmanager
-def far_pair() -> Iterator[tuple[StreamTransport, StreamTransport]]:
+def far_pair() -> Iterator[tuple[InboxTransport, InboxTransport]]:
     """Two ends that consider each other remote, so that bodies are chunked."""
-    ends = StreamTransport(Hello("test", 0), settings=SMALL_BUFFERS), StreamTransport(Hello("test", 1), settings=SMALL_BUFFERS)
+    ends = InboxTransport(Hello("test", 0), settings=SMALL_BUFFERS), InboxTransport(Hello("test", 1), settings=SMALL_BUFFERS)
     connect_all(list(ends), FAR)
     yield ends
     for end in ends:
@@ -194,6 +195,6 @@ def frame(header: Header, body: bytes = b"") -> bytes:
     return framing.encode(header, len(body), crc32c(body)) + body
 
 
-def exchange_pair(x: Transport, y: Transport) -> bool:
+def exchange_pair(x: End, y: End) -> bool:
     x.send(y.rank, data(x.rank, bucket=77), b"ping")
     return bytes(y.wait(y.recv(x.rank, key(data(x.rank, bucket=77))), soon()).body) == b"ping"

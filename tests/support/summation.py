@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from commlayer.cluster.servers.summation import Summation
-from commlayer.cluster.servers.summation_server import Stalled, SumServer, stalled_key
+from commlayer.cluster.servers.summation_server import Stalled, SumServer
 from commlayer.errors import CorruptFrame
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, Message, key
 from support.loopback import Hub, Loopback
 
 
@@ -110,5 +110,5 @@ def served(hub: tuple[Hub, list[Any]], ops: Doubles, stall_s: float = 60.0, memb
 
 
 def next_stalled(transport: Loopback) -> Stalled:
-    handle = transport.recv(SERVER_BASE, stalled_key(1))
+    handle = transport.recv(SERVER_BASE, key(Header(Kind.STALLED, 1)))
     return msgspec.msgpack.decode(transport.wait(handle, time.monotonic() + 30.0).body, type=Stalled)

@@ -7,19 +7,21 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from commlayer.cluster.processes.channels import node_ranks
 from commlayer.cluster.servers.server_codecs import ops_of, senders_of
 from commlayer.cluster.servers.summation import Summation
-from commlayer.cluster.servers.summation_server import SumServer, follow_stalls
+from commlayer.cluster.servers.summation_server import Stalled, SumServer
 from commlayer.compressors import codec_of
 from commlayer.engine.components import Components
 from commlayer.engine.worker.worker import Worker
 from commlayer.observe.noise_scale import Agreement
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan, TensorInfo
-from commlayer.transport.protocol import SERVER_BASE
+from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Kind, Message, key
+from commlayer.transport.reconnect import ReconnectingTransport
 from support.loopback import Hub
 
 SHAPES = [(64, 33), (64,), (5, 3, 3, 3), (1,), (0,), (4000,), (7,)]
@@ -61,7 +63,7 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
         worker = Worker(self.job, self.plan, codecs, torch.device("cpu"), rank=rank, members=self.world,
                         transport=transport, components=self.components[-1])
         for s in range(self.plan.servers):
-            follow_stalls(transport, SERVER_BASE + s, 1, lambda text: worker.stalled(text.bucket, text.step, text.missing))
+            follow_stalls(transport, SERVER_BASE + s, worker)
         return worker
 
     def close(self) -> None:
@@ -74,6 +76,24 @@ class Rig(contextlib.AbstractContextManager["Rig"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def follow_stalls(transport: Any, server: int, worker: Worker) -> None:
+    """Passes the server's stall reports to the worker."""
+
+    def arrived(message: Message) -> None:
+        report = msgspec.msgpack.decode(message.body, type=Stalled)
+        worker.stalled(report.bucket, report.step, report.missing)
+
+    def received(handle: Handle) -> None:
+        if handle.error() is None:
+            arrived(handle.message())
+            follow_stalls(transport, server, worker)
+
+    if isinstance(transport, ReconnectingTransport):
+        transport.arrived = arrived
+    else:
+        transport.recv(server, key(Header(Kind.STALLED, 1))).on_done(received)
 
 
 def on_ranks(world: int, body: Callable[[int], Any], timeout_s: float = 60.0) -> list[Any]:

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from msgspec import structs
 from support.autotuning import LINKS, Rank0, candidate, plan_of, texts
+from support.mailbox import InboxTransport
 
 from commlayer.autotune import plan_policy
 from commlayer.autotune.measure.measurements import uncapped
@@ -25,7 +26,6 @@ from commlayer.cluster.calls.home_traffic import HomeTraffic
 from commlayer.errors import InvalidInput, code_of
 from commlayer.observe.caps import DOUBT_S, FILE_NBYTES, LEAVE_S, Caps, Month, caps_of, count_traffic, next_month
 from commlayer.planner.model import Link
-from commlayer.transport.endpoint import StreamTransport
 from commlayer.transport.flow import traffic
 from commlayer.transport.flow.traffic import Limit, Traffic
 from commlayer.transport.handshake import Hello
@@ -328,7 +328,7 @@ def test_a_cap_that_changes_is_planned_again(planned: list[float], now: list[flo
 
 @pytest.mark.parametrize("probe", [False, True])
 def test_connections_keep_the_limit_and_count_their_bytes(probe: bool) -> None:
-    ours, theirs = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", SERVER_BASE))
+    ours, theirs = InboxTransport(Hello("job", 0)), InboxTransport(Hello("job", SERVER_BASE))
     kind, nbytes = (Kind.PROBE if probe else Kind.DATA), 400_000
     deadline, before = time.monotonic() + 30.0, traffic.TRAFFIC.sent_nbytes
     try:

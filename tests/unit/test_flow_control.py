@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 from support.internals import connections_of, socket_of
+from support.mailbox import InboxTransport
 
 from commlayer.engine.start.rendezvous import RankRow, _own_address
 from commlayer.transport import own_address
-from commlayer.transport.endpoint import StreamTransport
 from commlayer.transport.flow import credit as flow_credit
 from commlayer.transport.flow import pacing, send_control
 from commlayer.transport.flow.credit import MIN_PART_NBYTES, SETTLE_READINGS, WINDOWS, Credit, LinkSample
@@ -299,7 +299,7 @@ def test_closed_connection_takes_no_share(pairs: list[tuple[socket.socket, socke
 
 @pytest.mark.parametrize(("host", "away"), [("127.0.0.2", True), ("127.0.0.1", False)])
 def test_large_remote_frames_are_paced_and_probes_are_not(host: str, away: bool) -> None:
-    ours, theirs = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", SERVER_BASE))
+    ours, theirs = InboxTransport(Hello("job", 0)), InboxTransport(Hello("job", SERVER_BASE))
     try:
         deadline = time.monotonic() + 20.0
         ours.dial(SERVER_BASE, theirs.listen(host), deadline)

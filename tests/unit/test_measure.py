@@ -30,8 +30,8 @@ from commlayer.cluster.servers.summation import Summation
 from commlayer.cluster.servers.summation_server import SumServer
 from commlayer.errors import DeadlineExceeded
 from commlayer.observe.step_trace import RecordedStep
-from commlayer.transport import mailbox
-from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Kind, key
+from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Kind, key, sending
+from commlayer.transport.protocol import sent as completed
 
 
 def step(shift: float) -> RecordedStep:
@@ -154,9 +154,9 @@ def test_pending_probes_of_a_member_are_limited(sizes: list[int], sent: bool, dr
 
     def send(peer: int, header: Header, body: memoryview) -> Handle:
         assert (peer, header.kind, len(body)) == (0, Kind.PROBE_OK, sizes[len(answers)])
-        answers.append(mailbox.sending(peer, header))
+        answers.append(sending(peer, header))
         if sent:
-            mailbox.sent(answers[-1], header)
+            completed(answers[-1], header)
         return answers[-1]
 
     with pytest.MonkeyPatch.context() as patch:

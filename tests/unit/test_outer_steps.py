@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.loopback import Hub
+from support.mailbox import Receives
 from support.workers import Rig, SharedRows, on_ranks
 from torch import nn
 
@@ -23,8 +24,7 @@ from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import Job, TensorInfo
-from commlayer.transport import mailbox
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, send_request
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind, sending
 
 SHAPES, EVERY, STEPS = [(30, 20), (500,), (40, 10), (700,)], 4, 13
 INF, NAN = math.inf, math.nan
@@ -285,7 +285,7 @@ class TurnedHub(Hub):
         return Turned(self, super().transport(rank))
 
     def queue(self, end: Any, peer: int, header: Header, body: bytes) -> Any:
-        operation = mailbox.sending(peer, header)
+        operation = sending(peer, header)
         line = (end.rank, peer if end.rank >= SERVER_BASE else -1)  # of a worker one, of a server one to each worker
         self._seq += 1
         item = (header.step, header.order, self._seq, operation, end, peer, header, body)
@@ -307,7 +307,10 @@ class Turned:
     """One end."""
 
     def __init__(self, hub: TurnedHub, end: Any) -> None:
-        self._hub, self._end = hub, end
+        self.__dict__.update(_hub=hub, _end=end)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._end, name, value)
 
     def send(self, peer: int, header: Header, body: Any = b"") -> Any:
         if header.kind in (Kind.PUSH, Kind.RESULT):
@@ -318,7 +321,7 @@ class Turned:
         for peer in peers:
             self.send(peer, header, body)
 
-    request = send_request
+    request = Receives.request
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._end, name)

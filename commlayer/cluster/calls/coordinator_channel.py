@@ -30,8 +30,7 @@ from commlayer.records import Record
 from commlayer.transport.backoff import Backoff
 from commlayer.transport.flow.traffic import TRAFFIC
 from commlayer.transport.grpc.library import grpc
-from commlayer.transport.grpc.stream_ends import TlsCredentials, open_channel
-from commlayer.transport.keys.key_folder import SERVICE as NAMED
+from commlayer.transport.grpc.stream_ends import open_channel
 from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.keys.secret import wrong_secret
 
@@ -71,10 +70,6 @@ def channel_options(address: str) -> list[tuple[str, Any]]:
     return [*arguments, *([("grpc.enable_http_proxy", 0)] if settings.is_loopback(host_port(address)[0]) else [])]
 
 
-def tls_credentials(keys: Keys | None) -> TlsCredentials | None:
-    return None if keys is None else TlsCredentials(keys.ca.decode(), keys.certificate.decode(), keys.key.decode(), NAMED)
-
-
 def fingerprint(keys: Keys | None) -> bytes:
     """Returns the fingerprint of this node's certificate; b"" without keys. Every proof that this node knows the job's secret
     covers the fingerprint."""
@@ -89,7 +84,7 @@ class CoordinatorChannel:
         self.address, self.secret, self.keys = address, secret, keys
         self.peer = f"coordinator {address}"
         apart = [("grpc.use_local_subchannel_pool", 1)] if own else []
-        self._channel = open_channel(address, channel_options(address) + apart, tls_credentials(keys))
+        self._channel = open_channel(address, channel_options(address) + apart, keys)
         self._asker = CallAuthenticator(secret, self._send, _unproved, keys)
         self._closed, self._connected = threading.Event(), False
         if keys is not None:

@@ -30,7 +30,6 @@ from commlayer.transport.flow.fair_share import ConnectionTable, FairShare, sour
 from commlayer.transport.grpc import stream_ends
 from commlayer.transport.grpc.event_loop import event_loop
 from commlayer.transport.grpc.library import grpc
-from commlayer.transport.grpc.stream import GrpcStream
 from commlayer.transport.grpc.stream_ends import AcceptStream, Caller
 from commlayer.transport.handshake import OverLimit, PendingHandshakes
 from commlayer.transport.keys.key_folder import Keys, PeerCertificate
@@ -82,8 +81,8 @@ class GrpcPort:
     def __init__(self, keys: Keys | None, bind: str, port: int, refused: Callable[[str, str], None]) -> None:
         self._keys, self._bind, self.number, self._refused = keys, bind, port, refused
         self._server: RpcServer | None = None
-        self.accept: AcceptStream | None = None
-        """Function that accepts data streams that arrive at this port; None if no summation server uses this port."""
+        self.accept: AcceptStream = _no_server
+        """Function that accepts data streams that arrive at this port."""
         self.enrolment: Enrolment | None = None
         """Serves homes that fetch their first certificate at this port; None if this process has no CA."""
         self._lock = threading.Lock()
@@ -144,14 +143,9 @@ class GrpcPort:
         known = self._connection(peer)
         return Caller(known.address, known.certified.name, known.certified)
 
-    def streams(self, take: AcceptStream) -> Any:
-        """Returns the gRPC handler of data streams on this port. It passes each new stream to `take`."""
-        return stream_ends.handler(take, self.identify)
-
-    def accept_stream(self, stream: GrpcStream, where: str, source: str) -> bool:
-        if self.accept is None:
-            raise LookupError("no summation server uses this port")
-        return self.accept(stream, where, source)
+    def streams(self) -> Any:
+        """Returns the gRPC handler of data streams on this port."""
+        return stream_ends.handler(lambda *stream: self.accept(*stream), self.identify)
 
     def where(self, peer: str) -> str:
         """Returns the certificate name and address of a connection, for errors and logs."""
@@ -262,5 +256,10 @@ def open_stream_port(keys: Keys | None, bind: str, port: int, take: AcceptStream
                      refused: Callable[[str, str], None]) -> GrpcPort:
     """Opens a port for data streams only. Raises InvalidInput if the port cannot be opened."""
     stream_port = GrpcPort(keys, bind, port, refused)
-    stream_port.start(RpcServer({}, [stream_port.streams(take)]))
+    stream_port.accept = take
+    stream_port.start(RpcServer({}, [stream_port.streams()]))
     return stream_port
+
+
+def _no_server(*_: object) -> bool:
+    raise LookupError("no summation server uses this port")

@@ -113,6 +113,16 @@ class Join(Record, frozen=True):
     waited_s: float = 0.0
     """For a site: seconds since it first requested ranks."""
 
+    @property
+    def owner(self) -> str:
+        """The name in the caller's certificate, or without TLS its machine's name."""
+        return self.certificate or self.name
+
+    @property
+    def who(self) -> str:
+        """The process, for errors and logs."""
+        return f"{self.owner} (pid {self.pid})"
+
 
 class JoinReply(Record, frozen=True):
     """Reply to Join. It contains an error; or which processes are missing; or, once all have joined, the rank and the epoch

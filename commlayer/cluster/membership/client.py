@@ -10,10 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
+from commlayer.callbacks import ignore
 from commlayer.cluster.calls import messages
 from commlayer.cluster.calls.coordinator_channel import CALL_S, MIN_BEAT_S, CoordinatorChannel
 from commlayer.cluster.calls.messages import (
@@ -46,15 +47,6 @@ answer."""
 OnLeft = Callable[[PeerExit], None]
 OnEpoch = Callable[[Epoch], None]
 """Function that is called with a newer epoch when the coordinator reports one. Only the members of that epoch continue."""
-
-
-class MembershipEvents(NamedTuple):
-    """Functions that the membership threads (heartbeats, Watch calls) call, one at a time. `failure` is called at most once,
-    with the first peer failure that the coordinator reports."""
-
-    failure: Callable[[CommError], None]
-    silence: OnSilence
-    left: OnLeft
 
 
 class HeartbeatReport:
@@ -106,7 +98,10 @@ class Membership:
     """
 
     def __init__(self, link: CoordinatorChannel, request: Join, reply: JoinReply, config: Config,
-                 events: MembershipEvents, ended: threading.Event, *, keep: bool) -> None:
+                 on_failure: Callable[[CommError], None], ended: threading.Event, *, on_silence: OnSilence = ignore,
+                 on_left: OnLeft = ignore, keep: bool = False) -> None:
+        """The membership threads (heartbeats, Watch calls) call the functions, one at a time. They call `on_failure` at most
+        once, with the first peer failure that the coordinator reports."""
         assert reply.epoch is not None
         self.epoch: Epoch = reply.epoch
         """The epoch that this process has switched to."""
@@ -114,7 +109,7 @@ class Membership:
         """See Heartbeat. A worker that joins a running job takes part after its first `switch`."""
         self.newest: Epoch = reply.epoch
         """The newest epoch that the coordinator has sent; this process may not have switched to it yet."""
-        self.on_epoch: OnEpoch = lambda _: None
+        self.on_epoch: OnEpoch = ignore
         self._epoch_arrived = threading.Condition()
         self._answered = 0
         """Number of answered heartbeats."""
@@ -129,7 +124,8 @@ class Membership:
         """True: the job ended before all of its last workers had finished."""
         self.remaining: tuple[str, ...] = ()
         """Names of workers that were still in the job when this process left."""
-        self._channel, self._token, self._config, self._events = link, request.token, config, events
+        self._channel, self._token, self._config = link, request.token, config
+        self._on_failure, self._on_silence, self._on_left = on_failure, on_silence, on_left
         self.reachable = True
         """Whether the coordinator answered the last heartbeat."""
         self.report = HeartbeatReport()
@@ -208,7 +204,7 @@ class Membership:
                     # silence.
                     silent_s += min(time.monotonic() - mark, timeout_s + self._config.heartbeat_s)
                     if silent_s >= self._config.dead_after_s and not self._closing.is_set():
-                        self._events.silence(silent_s)
+                        self._on_silence(silent_s)
                 else:
                     if pulse.unknown_token and known:
                         log.warning("coordinator %s was restarted and has lost this job; training continues without failure "
@@ -254,7 +250,7 @@ class Membership:
                 self._epoch_arrived.notify_all()
             self.on_epoch(pulse.epoch)
         for departure in new:
-            self._events.left(departure)
+            self._on_left(departure)
         if pulse.job_done:
             self.failed = pulse.job_failed
             self.over.set()
@@ -268,7 +264,7 @@ class Membership:
             failures.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}", peer=self._channel.peer, code=code))
         if failures and not self._failed and not self._closing.is_set():
             self._failed = True
-            self._events.failure(root_cause(failures))
+            self._on_failure(root_cause(failures))
 
     def await_epoch(self, generation: int, timeout_s: float) -> Epoch:
         """Waits until the coordinator has sent an epoch with at least this generation, at most `timeout_s`. Returns the newest
@@ -309,8 +305,8 @@ def root_cause(lost: Sequence[CommError]) -> CommError:
 
 
 def join(address: str, request: Join, config: Config, on_failure: Callable[[CommError], None], *,
-         deadline_s: float | None = None, ended: threading.Event | None = None, on_silence: OnSilence = lambda _: None,
-         on_left: OnLeft = lambda *_: None, keep: bool = False) -> Membership:
+         deadline_s: float | None = None, ended: threading.Event | None = None, on_silence: OnSilence = ignore,
+         on_left: OnLeft = ignore, keep: bool = False) -> Membership:
     """Registers this process and waits until all processes have joined: see CoordinatorChannel.register and Membership.
 
     `deadline_s` (default: config.join_deadline_s) limits the wait for the other processes. The wait for the coordinator's
@@ -327,7 +323,7 @@ def join(address: str, request: Join, config: Config, on_failure: Callable[[Comm
             link.leave(request.token, "stopped waiting for the others")
         link.close()
         raise
-    return Membership(link, request, reply, config, MembershipEvents(on_failure, on_silence, on_left), ended, keep=keep)
+    return Membership(link, request, reply, config, on_failure, ended, on_silence=on_silence, on_left=on_left, keep=keep)
 
 
 def sidecar_main() -> None:

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,7 +38,6 @@ from commlayer.cluster.membership import epoch_change, membership
 from commlayer.cluster.membership.coordinator_journal import (
     CoordinatorJournal,
     CoordinatorRecord,
-    journaled_part,
     resumed_state,
 )
 from commlayer.cluster.membership.job_events import JobEvents, log_of_job, waits_of
@@ -51,7 +50,6 @@ from commlayer.observe.event_log import EventLog
 from commlayer.records import Epoch, Record, ServerInfo
 from commlayer.transport import framing
 from commlayer.transport.grpc.event_loop import event_loop
-from commlayer.transport.grpc.stream import GrpcStream
 from commlayer.transport.grpc.stream_ends import AcceptStream
 from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.keys.key_folder import Keys
@@ -76,7 +74,7 @@ class Coordinator:
     """
 
     def __init__(self, config: Config, *, workers: int = 0, servers: int = 0,
-                 ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
+                 ended: threading.Event | None = None,
                  journal: CoordinatorJournal | None = None, embedded: bool = False, events: EventLog | None = None,
                  ca: str = "", invited: Sequence[str] = (), streams: bool = False) -> None:
         """Starts to listen, and starts a thread that detects failures.
@@ -103,14 +101,14 @@ class Coordinator:
         self._journal, self._embedded = journal, embedded
         self.events = JobEvents(events or log_of_job())
         if journal is not None and journal.recovered is not None:
-            self._state = resumed_state(journal.recovered, clock())
+            self._state = resumed_state(journal.recovered, time.monotonic())
             log.warning("journal: resumed a running job of %d workers; to start another job, remove %s",
                         len(self._state.epoch.members) if self._state.epoch else self._state.workers, config.journal)
         else:
             self._state = membership.State(0 if least else workers, servers, min_workers=least,
                                            max_workers=workers if least else 0)
         self._lock = threading.Lock()
-        self._clock, self._config, self._hangs = clock, config, StoreHangs()
+        self._config, self._hangs = config, StoreHangs()
         self._silent_s = settings.notice_s(config)
         """Seconds without a heartbeat after which a process counts as silent. A coordinator whose parent has ended runs for
         this long, so it can report the parent's death."""
@@ -127,7 +125,7 @@ class Coordinator:
         after PROVE_S seconds, or when a call proves the secret."""
         self._port = GrpcPort(self._keys, config.bind, config.port, self._refusals.refused)
         if streams:
-            self._port.accept = _too_early
+            self._port.accept = lambda *_: False  # refuses streams for now
         if ca and self._keys is not None:
             # Imported late: it loads cryptography's certificate requests, which few coordinators need.
             from commlayer.cluster.keys.enrolment import EnrolmentServer
@@ -148,7 +146,7 @@ class Coordinator:
             "Leave": self._method("Leave", messages.Leave, self._leave),
             "Status": self._method("Status", messages.StatusRequest, self._about),
             "Events": self._method("Events", messages.EventsRequest, self._events),
-        }, [self._port.streams(self._port.accept_stream)], self._broke))
+        }, [self._port.streams()], self._broke))
         self._ticker = threading.Thread(target=self._tick, name="commlayer-membership", daemon=True)
         self._ticker.start()
 
@@ -225,31 +223,29 @@ class Coordinator:
 
     def _admission(self) -> AdmissionState:
         with self._lock:
-            return epoch_change.admission(self._state, self._clock(), self._silent_s,
+            return epoch_change.admission(self._state, time.monotonic(), self._silent_s,
                                           max(self._patience_s, self._config.dead_after_s))
 
     def _register_site(self, request: messages.Join) -> messages.JoinReply:
         """Registers a site, or removes it. Workers of a site that has left are evicted, and those of its previous process if it
         was restarted. If the site has finished, its workers have, too: they may have left while no coordinator was running."""
-        if self._rendezvous.is_present(request.token):
-            ranks = self._rendezvous.ranks_of(request.token) if request.leave else frozenset[int]()
-            reply = self._rendezvous.register(request)
-            self._remove(ranks, self._rendezvous.departure(request.token), finished=request.leave == messages.FINISHED)
-            return reply
         with self._lock:
             seen_s = {p.rank: p.seen_s for p in self._state.registrations.values() if p.join.kind == "worker" and p.present}
-            still_s = membership.own_pause_s(self._state, self._clock())
-        self._remove(*self._rendezvous.supersede(request, seen_s, still_s))
-        return self._rendezvous.register(request)
+            still_s = membership.own_pause_s(self._state, time.monotonic())
+        self._rendezvous.supersede(request, seen_s, still_s)
+        self._end_departed()  # before the site registers, which counts the workers that are left
+        reply = self._rendezvous.register(request)
+        self._end_departed(finished=request.leave == messages.FINISHED)
+        return reply
 
-    def _remove(self, ranks: Collection[int], why: str, *, finished: bool = False) -> None:
+    def _end_departed(self, *, finished: bool = False) -> None:
+        """Evicts the workers of sites that have left. `finished`: True: they have finished."""
         with self._lock:
-            state = self._state
-            for token, place in state.registrations.items():
-                if place.join.kind == "worker" and place.rank in ranks:
-                    state = (membership.leave(state, token, messages.FINISHED) if finished
-                             else membership.evict(state, [token], why))
-            self._set(state)
+            state, why = self._state, self._rendezvous.left
+            for token, place in state.registrations.items() if finished else ():
+                if place.join.kind == "worker" and place.rank in why:
+                    state = membership.leave(state, token, messages.FINISHED)
+            self._set(membership.evict_workers(state, why))
 
     def _challenge(self, nonce: bytes, peer: str) -> Encode:
         caller = self._port.caller(peer).certificate  # raises if TLS is required
@@ -277,7 +273,7 @@ class Coordinator:
                 return messages.JoinReply(missing=(f"the previous job has ended ({without_code(why)}); the coordinator is "
                                                    "starting the next one"))
             late = self._state.epoch is not None and not is_registered and request.kind == "worker"
-            state, reply = (epoch_change.admit if late else membership.join)(self._state, request, self._clock())
+            state, reply = (epoch_change.admit if late else membership.join)(self._state, request, time.monotonic())
             self._set(state)
         if reply.error:
             self._refusals.denied(reply.error)
@@ -285,7 +281,7 @@ class Coordinator:
 
     def _heartbeat(self, request: messages.Heartbeat) -> Record:
         with self._lock:
-            now = self._clock()
+            now = time.monotonic()
             state, _ = membership.heartbeat(self._state, request.token, now, request)
             self._set(epoch_change.record_overdue(state, request.token, request.overdue))
             self.events.received(request, self._state, now)
@@ -344,15 +340,15 @@ class Coordinator:
         return messages.EventsReply(log.id, batch.cursor, batch.lines, time.time())
 
     def _tick(self) -> None:
-        begin = self._clock()
+        begin = time.monotonic()
         while not self._closing.wait(TICK_S):
             with self._lock:
                 ended_ranks = {p.rank for p in self._state.registrations.values() if p.join.kind == "worker" and not p.present}
-                still_s = membership.own_pause_s(self._state, self._clock())
+                still_s = membership.own_pause_s(self._state, time.monotonic())
             self._rendezvous.tick(ended_ranks, still_s)
             with self._lock:
                 before = self._state
-                state = membership.tick(before, self._clock(), self._config.dead_after_s, self._patience_s, self._silent_s)
+                state = membership.tick(before, time.monotonic(), self._config.dead_after_s, self._patience_s, self._silent_s)
                 for token, place in state.registrations.items():
                     if place.left and not before.registrations[token].left:
                         log.warning("%s: ended while no coordinator was running, according to its servers", place.peer)
@@ -369,7 +365,7 @@ class Coordinator:
     def _note_waits(self, begin: float) -> None:
         """Adds events about what the job waits for. `begin`: when this coordinator began to wait for processes."""
         with self._lock:
-            state, now = self._state, self._clock()
+            state, now = self._state, time.monotonic()
         pending, dead_after_s = self._rendezvous.pending_waits(), self._config.dead_after_s
         self.events.waits(waits_of(state, pending, now, begin, self._silent_s, dead_after_s, self._patience_s), now)
         if state.epoch is None:
@@ -379,11 +375,8 @@ class Coordinator:
         """Evicts workers for which other workers have waited too long in the key-value store."""
         if not state.min_workers:
             return state
-        late = self._hangs.find(state, self._rendezvous.pending_waits(), self._clock(), self._config, self._patience_s)
-        for token, place in state.registrations.items():
-            if place.join.kind == "worker" and place.rank in late:
-                state = membership.evict(state, [token], late[place.rank])
-        return state
+        late = self._hangs.find(state, self._rendezvous.pending_waits(), time.monotonic(), self._config, self._patience_s)
+        return membership.evict_workers(state, late)
 
     def _drop_revoked(self) -> None:
         revoked = self._keys.revoked() if self._keys else self._revoked
@@ -416,7 +409,7 @@ class Coordinator:
         self._state, epoch, former = state, state.epoch, before.epoch
         if epoch is not None and former is None:
             self._rendezvous.begin()  # first, since a journal with registrations must also have the sites' values
-        if epoch is not None and journaled_part(before) != journaled_part(state):
+        if epoch is not None:
             if self._journal is not None:
                 self._journal.write(CoordinatorRecord(self.near, self._journal.token, state))
             self._revision += 1
@@ -490,11 +483,6 @@ class Coordinator:
         self._refusals.refused(where, error.what)
         self._port.distrust(peer)
         return coded(error.code, f"{where}: {error.what}")
-
-
-def _too_early(stream: GrpcStream, address: str, source: str) -> bool:
-    """Refuses a data stream for now."""
-    return False
 
 
 def _revoked(request: messages.Join, serials: frozenset[int]) -> bool:

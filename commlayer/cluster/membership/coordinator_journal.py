@@ -185,10 +185,3 @@ def resumed_state(kept: CoordinatorRecord, now: float) -> State:
     present: dict[str, Registration] = {
         token: msgspec.structs.replace(one, seen_s=now) for token, one in kept.state.registrations.items()}
     return msgspec.structs.replace(kept.state, registrations=present, ticked_s=now)
-
-
-def journaled_part(state: State) -> tuple[object, ...]:
-    """Returns the part of the state whose changes must be written to the journal. They are also the news in replies to
-    heartbeats."""
-    return state.epoch, tuple((token, p.dead, p.left, p.blamed_peer, p.join.serial)
-                              for token, p in state.registrations.items())

@@ -28,6 +28,7 @@ from commlayer.cluster.membership.membership import (
     State,
     conflict,
     evict,
+    evict_workers,
     failure,
     over,
     site_missing,
@@ -72,7 +73,7 @@ def _without_broken_sites(state: State) -> State:
     for lost in [p for p in _workers(state).values() if p.dead or p.left not in ("", FINISHED)]:
         if mates := [p.join.token for p in site_of(state, lost) if p.present]:
             why = without_code(lost.dead or f"left the job: {lost.left}")
-            state = evict(state, mates, f"its home ({lost.join.certificate or lost.join.name}) has lost {lost.peer}: {why}",
+            state = evict(state, mates, f"its home ({lost.join.owner}) has lost {lost.peer}: {why}",
                           silent=lost.silent)
     return state
 
@@ -112,7 +113,7 @@ def record_overdue(state: State, token: str, report: Overdue | None) -> State:
     for server, overdue in reports:
         why = (f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited in step {step} (reported by "
                f"{server.peer}): it hangs, or its machine is too slow for deadline_s")
-        state = evict(state, [p.join.token for rank, p in _workers(state).items() if rank in late and rank in server.hung], why)
+        state = evict_workers(state, dict.fromkeys(late & {*server.hung}, why))
     return state
 
 
@@ -176,7 +177,7 @@ def _wait(state: State, seated: Sequence[Registration], silent: Sequence[Registr
     if lost is not None and not (goes_on and len(present) >= state.min_workers):
         return f"the job is ending ({lost.peer}: {without_code(lost.dead or lost.left)}); the server will start another one"
     if silent and (len(silent) == len(present) or not goes_on or len(present) >= state.limit):
-        names = ", ".join(f"{p.peer} on {p.join.certificate or p.join.name}" for p in silent)
+        names = ", ".join(f"{p.peer} on {p.join.owner}" for p in silent)
         return f"the job is running, but {names} does not respond; a worker is dropped after {patience_s:g} s of silence"
     return ""
 
@@ -229,7 +230,7 @@ def admit(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
     if not problem and differs:
         problem = coded("E-RANKS-DIFFER", differs[0])
     if problem:
-        return state, JoinReply(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}")
+        return state, JoinReply(error=f"worker on {request.who}: {problem}")
     place = Registration(msgspec.structs.replace(request, plan=b""), request.rank, now)
     state = msgspec.structs.replace(state, registrations={**state.registrations, request.token: place})
     site = [p for p in site_of(state, place) if p.present]

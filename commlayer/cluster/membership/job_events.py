@@ -113,12 +113,8 @@ def _checked(line: bytes, place: Registration, epoch: Epoch | None) -> AnyEvent 
         case JobEvent():
             if epoch is None:
                 return None
-            return structs.replace(event, run=epoch.run, world=len(epoch.members), host=name_of(place))
+            return structs.replace(event, run=epoch.run, world=len(epoch.members), host=place.join.owner)
     return event
-
-
-def name_of(place: Registration) -> str:
-    return place.join.certificate or place.join.name
 
 
 def changes(before: State, after: State) -> Iterator[Event]:
@@ -141,7 +137,7 @@ def changes(before: State, after: State) -> Iterator[Event]:
 
 def _member(place: Registration, state: MemberState) -> MemberEvent:
     reason = place.dead or (place.left if place.left != FINISHED else "")
-    return MemberEvent(member=place.peer, name=name_of(place), state=state, reason=reason)
+    return MemberEvent(member=place.peer, name=place.join.owner, state=state, reason=reason)
 
 
 def waits_of(state: State, pending: Sequence[PendingWait], now: float, since: float, noticed_s: float, dead_after_s: float,

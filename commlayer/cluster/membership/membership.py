@@ -130,7 +130,7 @@ def join(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
     problem = _problem(state, request)
     if problem:
         peer = request.kind if request.rank == ANY else f"{request.kind} {request.rank}"
-        line = f"{peer} on {_who(request)}: {problem}"
+        line = f"{peer} on {request.who}: {problem}"
         entries = tuple(entry for entry in state.refusals if entry[0] != peer)[-7:]
         return msgspec.structs.replace(state, refusals=(*entries, (peer, without_code(problem)))), JoinReply(error=line)
     if request.rank in (0, ANY) and request.plan_digest and not request.plan:
@@ -190,7 +190,8 @@ _news = attrgetter("dead", "left", "blamed_peer", "join.serial")
 
 
 def has_news(before: State, after: State) -> bool:
-    """Returns whether members or the epoch have changed. If not, only times and reports of processes have."""
+    """Returns whether members or the epoch have changed. If not, only times and reports of processes have. The journal and
+    replies to heartbeats contain these changes."""
     known, places = before.registrations, after.registrations
     return before.epoch is not after.epoch or known.keys() != places.keys() or any(
         place is not known[token] and _news(place) != _news(known[token]) for token, place in places.items())
@@ -294,7 +295,7 @@ def mark_exited(state: State, name: str, pid: int) -> State:
     """Records that a process on machine `name` has exited without leaving the job. Its registrations are dead at once."""
     mine = [p for p in state.registrations.values() if p.present and (p.join.name, p.join.pid) == (name, pid)]
     return state if state.epoch is None or not mine else evict(
-        state, [p.join.token for p in mine], f"its process {_who(mine[0].join)} exited without leaving the job")
+        state, [p.join.token for p in mine], f"its process {mine[0].join.who} exited without leaving the job")
 
 
 def evict(state: State, tokens: Iterable[str], why: str, *, silent: bool = False) -> State:
@@ -303,6 +304,14 @@ def evict(state: State, tokens: Iterable[str], why: str, *, silent: bool = False
     chosen = {token for token in tokens if token in state.registrations and state.registrations[token].present}
     return _without(state, chosen) if state.epoch is None else _update(
         state, lambda p: p.join.token in chosen, dead=why, silent=silent)
+
+
+def evict_workers(state: State, why: Mapping[int, str]) -> State:
+    """Evicts workers. `why`: the reasons by rank."""
+    for token, place in state.registrations.items():
+        if place.present and place.join.kind == "worker" and place.rank in why:
+            state = evict(state, [token], why[place.rank])
+    return state
 
 
 def over(state: State) -> bool:
@@ -389,15 +398,15 @@ def conflict(request: Join, place: Registration) -> str:
     the other process's digests."""
     other = place.join
     if place.rank == request.rank:
-        return coded("E-RANK", f"rank {request.rank} is taken by {_who(other)}: give each {request.kind} a rank of its own")
+        return coded("E-RANK", f"rank {request.rank} is taken by {other.who}: give each {request.kind} a rank of its own")
     if (other.job, other.gradients, other.tensors, other.elements) != \
             (request.job, request.gradients, request.tensors, request.elements):
         counts = "" if request.gradients == other.gradients else \
             f" ({request.gradients} trained tensors here, {other.gradients} there)"
-        return coded("E-RANKS-DIFFER", f"trains a different model than {place.peer} on {_who(other)}{counts}: names, shapes "
+        return coded("E-RANKS-DIFFER", f"trains a different model than {place.peer} on {other.who}{counts}: names, shapes "
                                        "and order of the parameters must be equal")
     if request.plan_digest and other.plan_digest and request.plan_digest != other.plan_digest:
-        return coded("E-RANKS-DIFFER", f"has a different plan than {place.peer} on {_who(other)}: give all workers the same "
+        return coded("E-RANKS-DIFFER", f"has a different plan than {place.peer} on {other.who}: give all workers the same "
                                        "plan")
     return ""
 
@@ -478,11 +487,7 @@ def _without(state: State, tokens: Iterable[str]) -> State:
     return msgspec.structs.replace(state, registrations=places, workers=state.workers if left or not state.max_workers else 0)
 
 
-def _who(request: Join) -> str:
-    return f"{request.certificate or request.name} (pid {request.pid})"
-
-
 def _where(state: State, place: Registration) -> str:
-    """Returns the same text as `_who`, plus a server's node, since several processes may have the name of its machine."""
+    """Returns the same text as Join.who, plus a server's node, since several processes may have the name of its machine."""
     servers = () if state.epoch is None or place.join.kind != "server" else state.epoch.servers
-    return next((f"{_who(place.join)} on node {s.node}" for s in servers if s.id == place.rank), _who(place.join))
+    return next((f"{place.join.who} on node {s.node}" for s in servers if s.id == place.rank), place.join.who)

@@ -76,31 +76,22 @@ class RendezvousService:
             self._state = sites.reset_silence(journal.sites, clock())
             self._store = KvStore(_workers(self._state), journal.rows.items())
 
-    def supersede(self, request: Join, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
-        """If `request` comes from a restarted site, removes the site's previous registration. Returns the ranks that this
-        frees, and the reason. `still_s`: how long this process was stopped until now, so it could not receive heartbeats."""
+    @property
+    def left(self) -> Mapping[int, str]:
+        """Why sites have left the running job, by the ranks of their workers."""
+        return self._state.left
+
+    def supersede(self, request: Join, seen_s: Mapping[int, float], still_s: float = 0.0) -> None:
+        """If `request` comes from a restarted site, removes the site's previous registration. `seen_s`: maps a rank to the time
+        of its last heartbeat. `still_s`: how long this process was stopped until now, so it could not receive heartbeats."""
         with self._lock:
             before, now = self._state, self._clock() - still_s
-            token = sites.predecessor(before, request, now, self._silent_s if before.begun else self._gone_s, seen_s)
-            if not token:
-                return frozenset(), ""
-            why = f"was started again (pid {request.pid})"
-            self._set(sites.remove(before, token, why))
-        site = before.present[token]
-        return frozenset(site.ranks), f"its home {site.who} {why}"
-
-    def is_present(self, token: str) -> bool:
-        """Returns whether the site is registered, so that its next call only repeats its registration."""
-        return token in self._state.present
-
-    def ranks_of(self, token: str) -> frozenset[int]:
-        """Returns the ranks of a site in the running job; none before it has begun."""
-        with self._lock:
-            site = self._state.present.get(token)
-            return frozenset(site.ranks) if site is not None and self._state.begun else frozenset()
+            if token := sites.predecessor(before, request, now, self._silent_s if before.begun else self._gone_s, seen_s):
+                self._set(sites.remove(before, token, f"was started again (pid {request.pid})"))
 
     def register(self, request: Join) -> JoinReply:
-        admission = AdmissionState() if self.is_present(request.token) else self._admission()
+        """Registers a site, refuses it, or removes it."""
+        admission = AdmissionState() if request.token in self._state.present else self._admission()
         with self._lock:
             before = self._state
             state, reply = sites.register(before, request, self._clock(), admission, 2 * self._silent_s)
@@ -170,12 +161,12 @@ class RendezvousService:
                 why = f"it belongs to worker {rank}"
             elif rank == ANY and owner not in ("", request.home):
                 other = state.present.get(owner)
-                why = f"home {other.who if other else '(which has left)'} wrote it first"
+                why = f"home {other.request.who if other else '(which has left)'} wrote it first"
             else:
                 continue
             what = "add to" if adds else "change"
-            problem = coded("E-OWNER", f"home {site.who} may not {what} {short_line(name, 80)!r} at the coordinator: {why}; "
-                                       "use another key for each writer")
+            problem = coded("E-OWNER", f"home {site.request.who} may not {what} {short_line(name, 80)!r} at the coordinator: "
+                                       f"{why}; use another key for each writer")
             self._refusals.denied(problem)
             return problem
         return ""
@@ -226,7 +217,7 @@ class RendezvousService:
         """Returns the names of the registered sites by token, until the job begins."""
         with self._lock:
             sites = {} if self._state.begun else self._state.present
-            return {token: site.request.certificate or site.request.name for token, site in sites.items()}
+            return {token: site.request.owner for token, site in sites.items()}
 
     def closed_reason(self) -> str:
         """Returns why the running job admits no site; "" if it does."""
@@ -273,11 +264,11 @@ class RendezvousService:
             if token not in before.present:
                 news = f"joins {sites.workers_text(site.world - site.request.world)}" if site.world else \
                     sites.missing(state) or f"all {state.workers} workers have joined"
-                log.info("%s registered: %s", site.who, news)
+                log.info("%s registered: %s", site.request.who, news)
         if before.workers < state.workers < state.max_workers:
             log.info("starting with %s; homes can join until there are %d", sites.workers_text(state.workers),
                      state.max_workers)
-        reasons = [state.former.get(token, f"{site.who} has left") for token, site in before.present.items()
+        reasons = [state.former.get(token, f"{site.request.who} has left") for token, site in before.present.items()
                    if token not in state.present]
         for why in dict.fromkeys(reasons):
             log.log(logging.INFO if state.begun else logging.WARNING, "%s",

@@ -40,10 +40,6 @@ class Site(Record, frozen=True):
     """For a site that joined a running job: number of workers of the job then, including the site's own. Otherwise 0."""
 
     @property
-    def who(self) -> str:
-        return f"{self.request.certificate or self.request.name} (pid {self.request.pid})"
-
-    @property
     def ranks(self) -> range:
         """Ranks of the site's workers; empty until they are assigned."""
         return range(0) if self.first == ANY else range(self.first, self.first + self.request.world)
@@ -120,10 +116,10 @@ def register(state: Sites, request: Join, now: float, admission: AdmissionState 
             admission.retry_reason or (admission.closed_reason and admission.all_present and request.waited_s < grace_s)):
         return state, JoinReply(missing=admission.retry_reason or admission.closed_reason)
     elif state.begun and request.waited_s < grace_s and (namesakes := _namesakes(state, request)):
-        return state, JoinReply(missing=f"the job is running with {state.present[namesakes[0]].who}, which may be this home's "
-                                        "previous process")
+        return state, JoinReply(missing=f"the job is running with {state.present[namesakes[0]].request.who}, which may be this "
+                                        "home's previous process")
     elif problem := _problem(state, request, admission):
-        return state, JoinReply(error=f"home {request.certificate or request.name} (pid {request.pid}): {problem}")
+        return state, JoinReply(error=f"home {request.who}: {problem}")
     elif state.ranks_assigned and not state.begun:
         return state, JoinReply(missing=f"{workers_text(state.workers)} {'is' if state.workers == 1 else 'are'} starting; this "
                                         "home joins the running job")
@@ -158,13 +154,13 @@ def remove(state: Sites, site: str, why: str) -> Sites:
         return state
     one, remaining = state.present[site], {token: h for token, h in state.present.items() if token != site}
     if state.begun:
-        reason = f"its home {one.who} {why}"
+        reason = f"its home {one.request.who} {why}"
         return msgspec.structs.replace(state, present=remaining, left={**state.left, **dict.fromkeys(one.ranks, reason)},
                                        former=_kept({**state.former, site: reason}))
     if not state.ranks_assigned:
         return msgspec.structs.replace(state, present=remaining)
     remedy = "the others join again by themselves" if state.min_workers else "start all homes again"
-    reason = coded("E-RENDEZVOUS-ENDED", f"home {one.who} {why}; {remedy}")
+    reason = coded("E-RENDEZVOUS-ENDED", f"home {one.request.who} {why}; {remedy}")
     former = {**state.former, **dict.fromkeys(state.present, reason)}
     return msgspec.structs.replace(state, present={}, workers=0, former=_kept(former))
 
@@ -216,7 +212,7 @@ def missing(state: Sites) -> str:
         return ""
     here = count(state)
     requests = [site.request for site in state.present.values()]
-    names = [r.certificate or r.name for r in requests]
+    names = [r.owner for r in requests]
     shown = ", ".join(name + (f" with {r.world}" if r.world > 1 else "") for name, r in zip(names, requests, strict=True))
     if state.min_workers:
         text = f"{here} of at least {workers_text(state.min_workers)} {'is' if here == 1 else 'are'} here ({shown or 'none'})"
@@ -245,7 +241,7 @@ def _problem(state: Sites, request: Join, admission: AdmissionState) -> str:
         return _late(state, request, admission)
     free_seats = state.max_workers - count(state)
     if not 1 <= request.world <= free_seats:
-        names = ", ".join(h.who for h in state.present.values())
+        names = ", ".join(h.request.who for h in state.present.values())
         return coded("E-WORKERS",
                      f"has {request.world} workers, but only {free_seats} of the job's {state.max_workers} are missing "
                      f"(present: {names or 'none'}): start the coordinator with a larger --workers, or this home with fewer")
@@ -254,8 +250,8 @@ def _problem(state: Sites, request: Join, admission: AdmissionState) -> str:
     other = next((h for h in state.present.values() if request.rank not in (ANY,) and h.request.rank == request.rank), None)
     if other is None:
         return ""
-    return coded("E-RANK", f"requests --node-rank {request.rank}, which {other.who} already has: use a different --node-rank "
-                           "for each home")
+    return coded("E-RANK", f"requests --node-rank {request.rank}, which {other.request.who} already has: use a different "
+                           "--node-rank for each home")
 
 
 def _late(state: Sites, request: Join, admission: AdmissionState) -> str:

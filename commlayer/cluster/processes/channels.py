@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -51,7 +50,7 @@ class Channel:
 
     def allow(self, timeout_s: float) -> None:
         """Sets the timeout of collectives that begin from now on."""
-        site_process_group.set_timeout(self.group, datetime.timedelta(seconds=timeout_s))
+        site_process_group.set_timeout(self.group, timeout_s)
 
     def close(self) -> None:
         """Ends the process group. Its connections close with its last reference. A peer with a pending collective would

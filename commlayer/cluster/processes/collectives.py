@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from commlayer.cluster.processes.bounded_calls import PendingCollective, torch_errors
 from commlayer.cluster.processes.channels import Channel, node_ranks
-from commlayer.cluster.processes.process_groups import Members, destroy, rows_of_all
+from commlayer.cluster.processes.process_groups import Members, rows_of_all
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, check_nbytes, short_line
 from commlayer.observe.events import WaitKind
 from commlayer.records import MALFORMED, complete
@@ -68,7 +68,7 @@ class Groups:
         self.local = self.site.index(self.rank)
         self.waiting_since = 0.0
         """When the pending call that waits for other ranks began, by time.monotonic(); 0 if no call waits."""
-        self._all = self.members.group(timeout_s=timeout_s)
+        self._all = Channel(self.members.group(timeout_s=timeout_s), "over all ranks")
         self._inside: NodeGroups | None = self._nodes() if former is None else former._inside
         self._hosts: Channel | None = None
         self._of_site: Channel | None = None if former is None else former._of_site
@@ -123,15 +123,11 @@ class Groups:
 
     def allreduce(self, x: torch.Tensor) -> PendingCollective:
         """Starts a sum of `x` over all ranks, in place."""
-        return self._start("all-reduce", dist.all_reduce, x, group=self._all)
+        return self._all.allreduce(x)
 
     def broadcast_all(self, x: torch.Tensor, source: int = 0) -> PendingCollective:
         """Starts a broadcast of `x` from rank `source` to all ranks, in place."""
-        return self._start("broadcast", dist.broadcast, x, self.members.ranks[source], group=self._all)
-
-    def _start(self, what: str, call: Callable[..., Any], x: torch.Tensor, *args: Any, group: Any) -> PendingCollective:
-        with torch_errors(what):
-            return PendingCollective(call(x, *args, group=group, async_op=True), what, on_device=x.is_cuda)
+        return self._all.broadcast(x, source)
 
     @property
     def waits_s(self) -> float:
@@ -157,7 +153,7 @@ class Groups:
         """Gathers a small tensor of every rank. Returns one tensor with a row per rank, in rank order. Blocks until all ranks
         have sent their tensors."""
         with self.waits("all-gather"):
-            work, rows = rows_of_all(x, self.world, self._all)
+            work, rows = rows_of_all(x, self.world, self._all.group)
             work.wait()
         return rows
 
@@ -171,7 +167,7 @@ class Groups:
         with self.waits(f"broadcast from rank {source}"):
             if nbytes is None:
                 size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-                dist.broadcast(size, self.members.ranks[source], group=self._all)
+                self.broadcast_all(size, source).wait(time.monotonic() + self.waits_s)
                 nbytes = int(size.item())
             self.check_nbytes(nbytes, most_nbytes, what, source)
             body = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -192,10 +188,8 @@ class Groups:
             return [data]
         size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
         sizes: list[int] = self._gather_inside(size, failed).tolist()
-        mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device=self.device)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-        rows = self._gather_inside(mine, failed).view(len(sizes), -1).cpu()
-        return [row[:nbytes].numpy().tobytes() for row, nbytes in zip(rows, sizes, strict=True)]
+        rows = self._gather_inside(_padded(data, sizes).to(self.device), failed).view(len(sizes), -1)
+        return _without_padding(rows, sizes)
 
     def _gather_inside(self, x: torch.Tensor, failed: Failed) -> torch.Tensor:
         rows = x.new_empty(len(self.site) * x.numel())
@@ -207,11 +201,10 @@ class Groups:
 
     def close(self, *, nodes: bool = True) -> None:
         """`nodes`: False: the groups within this node stay, for the Groups of other members."""
-        for channel in (self._hosts, *((*(self._inside or ()), self._of_site) if nodes else ())):
+        for channel in (self._hosts, *((*(self._inside or ()), self._of_site) if nodes else ()), self._all):
             if channel is not None:
                 channel.close()
-        destroy(self._all)
-        self._inside, self._hosts, self._all = None if nodes else self._inside, None, None
+        self._inside, self._hosts = None if nodes else self._inside, None
 
 
 class RankNumbers:
@@ -272,10 +265,17 @@ def gather_bytes(groups: Groups | None, data: bytes, most_nbytes: int, what: str
     if groups is None:
         return [data]
     sizes = [groups.check_nbytes(row[0], most_nbytes, what, rank) for rank, row in enumerate(gather(groups, [len(data)]))]
+    return _without_padding(groups.gather_all(_padded(data, sizes).to(groups.device)), sizes)
+
+
+def _padded(data: bytes, sizes: Sequence[int]) -> torch.Tensor:
     padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-    rows = groups.gather_all(padded.to(groups.device)).cpu()
-    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+    return padded
+
+
+def _without_padding(rows: torch.Tensor, sizes: Sequence[int]) -> list[bytes]:
+    return [row[:nbytes].numpy().tobytes() for row, nbytes in zip(rows.cpu(), sizes, strict=True)]
 
 
 def gather_values(groups: Groups | None, value: V, kind: type[V], most_nbytes: int, what: str) -> list[V]:

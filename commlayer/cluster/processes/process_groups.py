@@ -149,10 +149,6 @@ class Members:
                 self.tell(b"", deadline_s, error.what)
             raise
 
-    def allow(self, group: Any, timeout_s: float) -> None:
-        """Sets the timeout of collectives in that group that begin from now on. Only for groups on CPUs."""
-        site_process_group.set_timeout(group, datetime.timedelta(seconds=timeout_s))
-
     @contextlib.contextmanager
     def _numbered(self, timeout_s: float, what: str) -> Iterator[None]:
         """Context manager around the creation of a group that has only some ranks of the world. torch names such a group by its

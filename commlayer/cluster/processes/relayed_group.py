@@ -86,7 +86,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         """`kv`: client of the coordinator's store. `name`: key prefix, equal on all members. `ranks`: world ranks of the
         members. `rank`: this process's index among them. `timeout_s`: timeout of collectives."""
         super().__init__(rank, len(ranks))
-        self._kv, self._place, self._ranks, self._mine, self._timeout_s = kv, name, list(ranks), rank, timeout_s
+        self._kv, self._place, self._ranks, self._mine, self.timeout_s = kv, name, list(ranks), rank, timeout_s
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -108,10 +108,6 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
     def place(self) -> str:
         """Key prefix of the group's values, unique to the group and equal on all its members."""
         return self._place
-
-    def set_timeout(self, timeout_s: float) -> None:
-        """Sets the timeout of collectives that begin from now on."""
-        self._timeout_s = timeout_s
 
     # torch calls the following methods by these names.
 
@@ -189,7 +185,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> RelayWork:
         """A barrier on hold is passed: the others have passed theirs long ago."""
         if self.paused_reason:
-            (work := RelayWork("barrier", self._timeout_s)).end()
+            (work := RelayWork("barrier", self.timeout_s)).end()
             return work
         return self._start_collective("barrier", [], _nothing, torch.zeros(1, dtype=torch.uint8))
 
@@ -221,7 +217,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         contributes; None: all do. `successor_sends`: if that member is gone, the first remaining one contributes instead.
         `every`: fails on all remaining ranks if a member's bytes are missing. `most_nbytes`: size of the largest contribution;
         None: all have the size of `x`."""
-        work, nbytes = RelayWork(f"{what} between homes", self._timeout_s + self.patience_s), most_nbytes or x.nbytes
+        work, nbytes = RelayWork(f"{what} between homes", self.timeout_s + self.patience_s), most_nbytes or x.nbytes
         if self.paused_reason and self.local_only:
             for output, value in zip(outputs, compute([_bytes(x)] * self.size()), strict=True):
                 output.detach().copy_(value.view(output.shape))
@@ -295,7 +291,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         """Exchanges one chunk with all members. `first`: number of the collective's first chunk; `number`: index of this chunk
         in it."""
         piece = data[number * PART_NBYTES : (number + 1) * PART_NBYTES]
-        limit_s = self._timeout_s
+        limit_s = self.timeout_s
         at, until = first + number, time.monotonic() + limit_s + self.patience_s
         others = [member for member in range(len(self._ranks)) if member != self._mine]
         drop = [self._key(at - 2 * PARTS_IN_FLIGHT, self._mine)] if at >= 2 * PARTS_IN_FLIGHT else []

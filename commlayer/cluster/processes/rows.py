@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from commlayer.cluster.processes.bounded_calls import PendingCollective, torch_errors
 from commlayer.cluster.processes.process_groups import Members, rows_of_all
+from commlayer.cluster.processes.site_process_group import set_timeout
 from commlayer.errors import CommError, CorruptFrame
 
 CLOSE_S = 2.0
@@ -289,7 +290,7 @@ class GatheredRows(RowTransport):
     def allow(self, late_s: float) -> None:
         late_s = max(late_s, self.timeout_s)
         if late_s != self._late_s:
-            self._members.allow(self._group, late_s)
+            set_timeout(self._group, late_s)
         self._late_s = late_s
 
     def close(self) -> None:

@@ -177,12 +177,12 @@ def run_locally() -> Iterator[None]:
             group.local_only = False
 
 
-def set_timeout(group: Any, timeout: datetime.timedelta) -> None:
-    """Sets the timeout of collectives that begin in the group from now on."""
+def set_timeout(group: Any, timeout_s: float) -> None:
+    """Sets the timeout of collectives that begin in the group from now on. Only for groups on CPUs."""
     if isinstance(group, RelayedGroup):
-        group.set_timeout(timeout.total_seconds())
+        group.timeout_s = timeout_s
     else:
-        distributed_c10d._set_pg_timeout(timeout, group)
+        distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
 
 def kv_client() -> KvClient:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import distributed_c10d
 
-from commlayer.cluster.calls.messages import ANY, MAX_KEYS, StoreKey
+from commlayer.cluster.calls.messages import ANY, MAX_KEYS
 from commlayer.errors import CommError, InvalidState
 
 if TYPE_CHECKING:
@@ -77,11 +76,8 @@ class WorldStore(_Store):  # type: ignore[misc]
         values: tuple[bytes | None, ...] = ()
         for at in range(0, len(keys), MAX_KEYS):
             want = [(key, self._owner) for key in keys[at : at + MAX_KEYS]]
-            values += self._call(functools.partial(self._read_some, want, until, how)).values
+            values += self._call(lambda _, want=want: self.kv.request(until, want=want, **how)).values  # type: ignore[misc]
         return values
-
-    def _read_some(self, want: list[StoreKey], until: float, how: dict[str, Any], _: float) -> Any:
-        return self.kv.request(until, want=want, **how)
 
     def _call(self, call: Callable[[float], Any]) -> Any:
         """Makes a call and converts its errors to RuntimeErrors, the only errors that torch handles."""

@@ -96,10 +96,9 @@ class DataServer:
         self._await_epoch: AwaitEpoch | None = None
         self._joined: list[int] = []
         """Workers that have joined since, in the order in which all members count them."""
-        self._seen: set[int] = set()
-        """Members of all epochs that this server has received, and workers that have joined."""
         self._sites: dict[int, tuple[int, ...]] = {}
-        """Maps these members to the ranks of their sites."""
+        """Maps the members of all epochs that this server has received, and workers that have joined, to the ranks of their
+        sites. The site of a worker that was in no such epoch is unknown: that worker has left again."""
         self._changing = threading.Lock()
         self._plan: Plan | None = None
         streams_port = port and port + (config.carrier != "grpc")
@@ -162,12 +161,12 @@ class DataServer:
         assert self._newest is not None
         first, newest = self._epoch, self._newest
         admitted = (newest.generation - first.generation + len(newest.members) - len(first.members)) // 2
-        return admitted - len(self._seen) + len(first.members)
+        return admitted - len(self._sites) + len(first.members)
 
     @property
     def _gone(self) -> set[int]:
         """Workers that have left the job, those that only followed it included."""
-        return self._seen - self._present
+        return self._sites.keys() - self._present
 
     def start(
         self, epoch: Epoch, plan: bytes, server: int, token: str = "", await_epoch: AwaitEpoch | None = None,
@@ -181,9 +180,9 @@ class DataServer:
         former = self._former(epoch, server)
         self._newest, self._epoch, self._await_epoch = epoch, former.epoch if former else epoch, await_epoch
         self._joined = [*former.joined] if former else []
-        self._seen = {*self._all_members, *self._present}
         self._note_sites(self._epoch)
         self._note_sites(epoch)
+        self._sites = {member: (member,) for member in self._joined} | self._sites
         self._token = token
         try:
             self._plan = decoded = self._checked(former.plan if former else plan, "")
@@ -192,7 +191,7 @@ class DataServer:
             if former is not None and self.journal is not None:
                 self._recall(core, self.journal)
             self._write_down(core, former.plan if former else plan, server)
-            self._set_limits(decoded, server)
+            self.transport.limits = self._limits(decoded, server)
         except ValueError as error:
             self._refusal = str(error)
             self._ready.set()
@@ -203,7 +202,6 @@ class DataServer:
         self._server = SumServer(core, self.transport, present, stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self.transport.pool.give, replan=self._switch_plan, pace=self.transport.pace,
                                  admit=self._admit_worker if await_epoch is not None else None)
-        self._server.listen(self._present - {*self._all_members})
         self._ready.set()
 
     def _former(self, epoch: Epoch, server: int) -> ServerIdentity | None:
@@ -257,8 +255,8 @@ class DataServer:
         return core
 
     def _buckets_from(self, plan: Plan, member: int) -> set[int]:
-        """Returns the buckets to which a worker contributes. A worker that this server has never seen has left again."""
-        site = self._sites.get(member, (member,))
+        """Returns the buckets to which a worker contributes."""
+        site = self._sites[member]
         return {ROW_BUCKET, *(b.id for b in plan.buckets if b.owner_in(site) == member)}
 
     def _note_sites(self, epoch: Epoch) -> None:
@@ -273,12 +271,7 @@ class DataServer:
         rows: dict[int, BucketOps] = {ROW_BUCKET: GatherOps(len(self._all_members))} if server == 0 else {}
         return rows | ops_of(plan, server, before, gradients=self._epoch.gradients)
 
-    def _set_limits(self, plan: Plan, server: int) -> None:
-        """Sets the limits on what workers send, by the plan."""
-        self.transport.limit_kept(expected_nbytes(plan, server))
-        self.transport.limits = self._limits()
-
-    def _limits(self) -> Limits:
+    def _limits(self, plan: Plan, server: int) -> Limits:
         """Returns what one worker may cause at this server, by the job's plan. Results are sent from the server's own memory,
         so only their number is limited."""
         former, ops = self.transport.limits.body_nbytes or {}, self._ops.values()
@@ -287,7 +280,7 @@ class DataServer:
         state = max([former.get(Kind.STATE, 0), *(one.max_state_nbytes for one in ops)])
         body_nbytes: dict[int, int] = {
             Kind.PUSH: payload, Kind.STATE: state, Kind.PROBE: MAX_PROBE_NBYTES, Kind.PLAN: messages.MAX_PLAN_NBYTES}
-        return Limits(body_nbytes, KEPT_STEPS * sum(one.rounds for one in ops) + MESSAGES_SLACK)
+        return Limits(body_nbytes, expected_nbytes(plan, server), KEPT_STEPS * sum(one.rounds for one in ops) + MESSAGES_SLACK)
 
     def report(self) -> dict[str, Any]:
         """Returns the fields of a heartbeat that a summation server fills in."""
@@ -320,10 +313,7 @@ class DataServer:
         with self._changing:
             if self._newest is None or epoch.generation > self._newest.generation:
                 self._newest = epoch
-                self._seen |= self._present
                 self._note_sites(epoch)
-        if self._server is not None:
-            self._server.listen(self._present - {*self._all_members})
 
     def _admit_worker(self, joins: Joins, sender: int) -> None:
         """Adds a worker to the members and to the journal. Waits for the coordinator's word that it is one."""
@@ -341,13 +331,13 @@ class DataServer:
                 problem = f"{len(self._joined)} workers have joined"
             elif known.generation < joins.generation:
                 problem = f"the coordinator's newest epoch is {known.generation}, not {joins.generation}"
-            elif joins.member not in self._seen and not self._unseen:
+            elif joins.member not in self._sites and not self._unseen:
                 problem = "the coordinator has not admitted it"
             if problem:
                 raise CorruptFrame(f"reports that {peer_name(joins.member)} joins as number {joins.number}, but {problem}",
                                    peer=peer_name(sender))
             self._joined.append(joins.member)
-            self._seen.add(joins.member)
+            self._sites.setdefault(joins.member, (joins.member,))
             sizes = {}
             for bucket, ops in self._ops.items():
                 if isinstance(ops, GatherOps):
@@ -356,7 +346,7 @@ class DataServer:
             self._server.core.add(joins.number, joins.member, self._buckets_from(self._plan, joins.member))
             if self.journal is not None and not self.journal.write_joined(self._joined, sizes):
                 self._write_down(self._server.core, records.encode(self._plan), self._hello.rank - SERVER_BASE)
-            self._set_limits(self._plan, self._hello.rank - SERVER_BASE)
+            self.transport.limits = self._limits(self._plan, self._hello.rank - SERVER_BASE)
         if gone := self._gone:
             self._server.remove(gone)  # `change` may not have been called with this epoch yet
 
@@ -370,7 +360,7 @@ class DataServer:
             try:
                 core = self._core(decoded, server, generation)
                 self._write_down(core, plan, server)
-                self._set_limits(decoded, server)
+                self.transport.limits = self._limits(decoded, server)
             except Exception:
                 self._ops = before
                 raise

@@ -7,7 +7,7 @@ import logging
 import time
 
 from commlayer import config as settings
-from commlayer.cluster.calls.coordinator_channel import fingerprint, tls_credentials
+from commlayer.cluster.calls.coordinator_channel import fingerprint
 from commlayer.cluster.calls.diagnosis import diagnose
 from commlayer.config import Config, check_plain_text, host_port
 from commlayer.errors import CommError, RecordError, Refused
@@ -92,8 +92,7 @@ def dial_grpc(transport: StreamTransport, peer: int, address: Address, keys: Key
 def open_stream(address: Address, keys: Keys | None, deadline: float) -> GrpcStream:
     """Opens a gRPC stream to a server, before the handshake. Raises CommError with the address if that fails."""
     options = [*stream_ends.OPTIONS, *([("grpc.enable_http_proxy", 0)] if settings.is_loopback(address[0]) else [])]
-    opened = functools.partial(stream_ends.open_channel, settings.join_host(*address), options, tls_credentials(keys),
-                               on_loop=True)
+    opened = functools.partial(stream_ends.open_channel, settings.join_host(*address), options, keys, on_loop=True)
     return stream_ends.dial(opened, *address, deadline, fingerprint(keys))
 
 

@@ -17,14 +17,15 @@ from commlayer.cluster.processes.bounded_calls import CHECK_S
 from commlayer.cluster.processes.rows import Failed, PendingRows, RowTransport
 from commlayer.cluster.servers.gather import GATHER, ROW_BUCKET
 from commlayer.errors import CorruptFrame, DeadlineExceeded
-from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Kind, Message, Transport, peer_name
+from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Kind, Message, peer_name
+from commlayer.transport.reconnect import ReconnectingTransport
 
 
 class ServedRows(RowTransport):
     """Exchanges rows over server 0. A server accepts only the next row of a bucket, so each row is sent when the result of the
     previous one has arrived."""
 
-    def __init__(self, transport: Transport, member: int, timeout_s: float) -> None:
+    def __init__(self, transport: ReconnectingTransport, member: int, timeout_s: float) -> None:
         """`member`: this rank's number in messages."""
         super().__init__(timeout_s)
         self._transport, self._member = transport, member

@@ -207,8 +207,8 @@ def ops_of(
 
 
 def expected_nbytes(plan: Plan, server: int) -> int:
-    """Returns the maximum number of bytes that a worker and server `server` may send each other before the receiver requests
-    them. This covers payloads of two steps for each bucket, since either end may be a step ahead, and one saved state."""
+    """Returns the maximum size of the bodies that a worker and server `server` may send each other at once. This covers
+    payloads of two steps for each bucket, since either end may be a step ahead, and one saved state."""
     mine = [b for b in plan.buckets if b.served and b.server == server]
     payloads = sum(codec_of(b, plan=plan).bound(b.spec) for b in mine)
     states = (parse_spec(text).max_state_nbytes(b.numel) for b in mine for text in (b.codec, b.down, *b.by_node) if text)

@@ -31,16 +31,14 @@ from commlayer.errors import (
     short_line,
 )
 from commlayer.records import Record
+from commlayer.transport.endpoint import StreamTransport
 from commlayer.transport.protocol import (
     NUMBERED,
     Flag,
     Handle,
     Header,
-    Key,
     Kind,
     Message,
-    Transport,
-    key,
     peer_name,
 )
 
@@ -71,25 +69,6 @@ class Stalled(Record, frozen=True):
     """Why the server itself has failed and will send no sums; "" if it has not failed."""
 
 
-def stalled_key(generation: int) -> Key:
-    """Returns the key that all STALLED frames have, so one posted receive matches each of them. The bucket and step are in the
-    body."""
-    return key(Header(Kind.STALLED, generation))
-
-
-def follow_stalls(transport: Transport, server: int, generation: int, notify: Callable[[Stalled], None]) -> None:
-    """Called on a member: calls notify() with each stall report of that server, in the transport's thread."""
-
-    def arrived(handle: Handle) -> None:
-        if handle.error() is None:
-            try:
-                notify(read_stalled(handle.message()))
-            finally:  # also after a malformed report; after notify(), so that reports stay in order
-                follow_stalls(transport, server, generation, notify)
-
-    transport.recv(server, stalled_key(generation)).on_done(arrived)
-
-
 def read_stalled(message: Message) -> Stalled:
     return messages.unpack(message.body, Stalled, peer_name(message.peer), "a STALLED frame")
 
@@ -108,55 +87,46 @@ class SumServer:
     """Serves one Summation's members over a transport, from construction until close()."""
 
     def __init__(
-        self, core: Summation, transport: Transport, members: Iterable[int], *, stall_s: float,
+        self, core: Summation, transport: StreamTransport, members: Iterable[int], *, stall_s: float,
         recycle: Callable[[memoryview], None] = lambda _: None, replan: Callable[[bytes, int], Summation] | None = None,
         pace: Callable[[float], None] = lambda _: None, admit: Callable[[Joins, int], None] | None = None,
     ) -> None:
-        """Starts to listen to the members. `recycle` receives the bodies of messages that have been added, for reuse. `replan`
-        creates the Summation of a new plan. `pace` is called with this machine's measured upload rate in bit/s. `admit` is
-        called with each worker that joins, and the member that reports it; None if members never change."""
+        """Handles the transport's messages from now on. Workers that are no members yet may request results. `recycle`
+        receives the bodies of messages that have been added, for reuse. `replan` creates the Summation of a new plan. `pace` is
+        called with this machine's measured upload rate in bit/s. `admit` is called with each worker that joins, and the member
+        that reports it; None if members never change."""
         self.core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
         self._members = tuple(members)
         self._dropped: dict[int, str] = {}
-        self._dropping = threading.Lock()
+        self._lock = threading.Lock()
         self._ended: set[str] = set()
         self._reported: dict[int, tuple[Stall, float]] = {}
         self._stalls: list[Stall] = []
         """Sums that waited for contributions at the last check."""
         self._last_numbers: dict[int, int] = {}
         """Maps a member to the sequence number of its last completed request. Requests arrive in order, some of them twice."""
-        self._probes, self._probing = Counter[int](), threading.Lock()
+        self._probes = Counter[int]()
         """Maps a member to the bytes of its pending probes."""
-        self._failing = threading.Lock()
         self._replan, self._admit, self.switching = replan, admit, threading.Lock()
         self._pace = pace
         self._failed: CommError | None = None
         self._failed_s = 0.0
         self._closing = threading.Event()
-        self._listened: set[int] = set()
-        self.listen(self._members)
+        transport.arrived, transport.ended = self._take, self._note_end
         self._thread = threading.Thread(target=self._watch, name="commlayer-stalls", daemon=True)
         self._thread.start()
 
-    def listen(self, workers: Iterable[int]) -> None:
-        """Handles messages of these workers from now on. Those that are no members yet may request results."""
-        with self.switching:
-            new = {*workers} - self._listened
-            self._listened |= new
-        for worker in new:
-            self._transport.subscribe(worker, self._take, self._note_end)
-
-    def _note_end(self, error: CommError) -> None:
+    def _note_end(self, worker: int, error: CommError) -> None:
         """Records the end of a connection; the heartbeats show whether the member is dead."""
         if isinstance(error, PeerEnded):
-            self._ended.add(error.peer)
+            self._ended.add(peer_name(worker))
         elif isinstance(error, CorruptFrame) and not isinstance(error, Damaged):
             self._drop(error)  # the member broke the frame format, so its connection has ended already
 
     def dropped(self) -> dict[int, str]:
         """Maps each member that was disconnected because it broke the protocol to the reason. Members that have left the job
         are not included."""
-        with self._dropping:
+        with self._lock:
             return {m: why for m, why in self._dropped.items() if m in self._members}
 
     def overdue(self, limit_s: float) -> tuple[int, tuple[int, ...]] | None:
@@ -250,7 +220,7 @@ class SumServer:
         """Answers a probe."""
         h, peer = message.header, message.peer
         nbytes = max(h.used, LEAST_PROBE_NBYTES)
-        with self._probing:
+        with self._lock:
             pending = self._probes[peer] + nbytes
             if pending > MAX_PROBE_NBYTES:
                 raise CorruptFrame(f"requests probe replies of {pending} bytes at once, allowed {MAX_PROBE_NBYTES}",
@@ -258,7 +228,7 @@ class SumServer:
             self._probes[peer] = pending
 
         def sent(_: Handle) -> None:
-            with self._probing:
+            with self._lock:
                 self._probes[peer] -= nbytes
 
         answer = h._replace(kind=Kind.PROBE_OK, sender=self.core.peer, used=0)
@@ -288,15 +258,13 @@ class SumServer:
         with self.switching:
             new = {joins.member} - self.core.gone
             self._members = (*self._members, *(new - {*self._members}))
-        self.listen(new)
         return self._switched(message, "")
 
     def remove(self, gone: Collection[int]) -> None:
         """Ends all waits for workers that have left the job, their requests, and their connections. Sends the results of sums
         that are complete without them."""
         with self.switching:
-            core, lost = self.core, self._listened & {*gone}
-            self._listened -= lost
+            core = self.core
             self._members = tuple(member for member in self._members if member not in gone)
         self._reported.clear()
         try:
@@ -307,7 +275,7 @@ class SumServer:
                     self._send([found])
         except Exception as error:
             self._fail(Header(Kind.PUSH), error)
-        for member in lost:
+        for member in gone:
             self._transport.abort(PeerLost("is no longer a member of the job", peer=peer_name(member), code="E-EPOCH-ENDED"),
                                   member)
 
@@ -319,7 +287,7 @@ class SumServer:
         """Drops a member that broke the protocol. The coordinator is informed by the next heartbeat. The other members are
         informed by the stall report of the sum that waits for the dropped member."""
         member, why = int(error.peer.removeprefix("worker ")), short_line(coded(error.code, error.what), MAX_PEER_TEXT_CHARS)
-        with self._dropping:
+        with self._lock:
             if member in self._dropped:
                 return
             self._dropped[member] = why
@@ -329,7 +297,7 @@ class SumServer:
     def _fail(self, h: Header, error: Exception) -> None:
         """Handles a failure of this server: no sum can be trusted, so all members are sent the reason and disconnected."""
         what = short_line(f"failed: {type(error).__name__}: {error}", MAX_PEER_TEXT_CHARS)
-        with self._failing:
+        with self._lock:
             if self._failed is not None or self._closing.is_set():
                 return
             self._failed_s = time.monotonic()
@@ -362,7 +330,7 @@ class SumServer:
         if last == stall and now - sent_s < REPEAT_S:
             return
         self._reported[stall.bucket] = (stall, now)
-        with self._dropping:
+        with self._lock:
             dropped = {m: self._dropped[m] for m in stall.missing if m in self._dropped}
         for member in stall.waiting:
             self._send_stalled(member, Stalled(stall.bucket, stall.step, stall.missing, dropped))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -16,16 +15,17 @@ from commlayer.cluster.membership import client
 from commlayer.cluster.membership.client import Membership, OnEpoch
 from commlayer.cluster.processes.child_processes import EmbeddedServer
 from commlayer.cluster.servers.dialing import NOTE_AFTER_S, make_dial
-from commlayer.cluster.servers.summation_server import Joins, Stalled, follow_stalls
+from commlayer.cluster.servers.summation_server import Joins, Stalled
 from commlayer.config import Config, reconnect_window_s, unheard_s
-from commlayer.errors import CommError, InvalidInput, PeerLost
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerLost
 from commlayer.records import Epoch, ServerInfo, sites_of
+from commlayer.transport.connection import Limits
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.keys.key_folder import Keys
 from commlayer.transport.keys.secret import new_nonce
-from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, peer_name
-from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
+from commlayer.transport.protocol import KIND_NAMES, SERVER_BASE, Flag, Handle, Header, Kind, Message, peer_name
+from commlayer.transport.reconnect import ReconnectingTransport
 
 log = logging.getLogger("commlayer")
 Fail = Callable[[CommError], None]
@@ -61,8 +61,6 @@ class WorkerClient:
         self.children: Sequence[EmbeddedServer] = ()
         """Servers that this process started. The heartbeat thread keeps them alive, so that they do not end with the session's
         other objects when no one refers to these any more."""
-        self.remaining: tuple[str, ...] = ()
-        """Names of workers that were still in the job at close(); empty before."""
         hello = Hello(request.job, request.rank, self.epoch.plan, messages.version(), session=new_nonce())
         window_s = reconnect_window_s(config)
         self._carrier = StreamTransport(hello, settings=Settings(
@@ -71,13 +69,13 @@ class WorkerClient:
         self.recycle = self._carrier.pool.give
         self.pace = self._carrier.pace
         """Sets this machine's measured upload rate in bit/s; 0: unknown."""
-        self.transport = ReconnectingTransport(
-            self._carrier, ReconnectPolicy(window_s, refused_is_over=self.embedded), self.recycle)
+        self.transport = ReconnectingTransport(self._carrier, window_s, refused_is_over=self.embedded)
+        self.transport.arrived = self._on_message
         self.membership.report.fields = lambda: {"missed": self._carrier.missed()}
 
     def limit_kept(self, nbytes: int) -> None:
-        """Sets the maximum bytes, per server, that are in flight or stored by this process without a posted receive."""
-        self._carrier.limit_kept(nbytes)
+        """Sets the largest size of all partly received bodies of a server together."""
+        self._carrier.limits = Limits(unfinished_nbytes=nbytes)
 
     def dial(self, deadline: float) -> None:
         """Connects to every server of the epoch. Leaves the job if that fails."""
@@ -112,11 +110,6 @@ class WorkerClient:
         name = self.name_of(int(number)) if kind == "worker" and number.isdecimal() else ""
         return f"{peer} ({name})" if name else peer
 
-    @property
-    def plan(self) -> bytes:
-        """Canonical bytes of the plan with which the job began."""
-        return self.membership.plan
-
     def check(self) -> None:
         """Raises the failure that the coordinator has reported, if there was one."""
         if self._failure is not None:
@@ -146,20 +139,25 @@ class WorkerClient:
             self._on_exit(departure)
         if self._failure is not None:
             fail(self._failure)
-        for s in self.epoch.servers:
-            # Receives of earlier generations stay posted forever. They must not refer to objects of a worker that was replaced.
-            follow_stalls(self.transport, SERVER_BASE + s.id, generation, functools.partial(self._on_stalled, s.id))
 
-    def _on_stalled(self, server: int, report: Stalled) -> None:
+    def _on_message(self, message: Message) -> None:
+        """Handles a message that is no answer: a server's stall report. Those of an earlier generation are about other buckets.
+        Servers repeat them."""
+        server = peer_name(message.peer)
+        if message.header.kind != Kind.STALLED:
+            raise CorruptFrame(f"sent a {KIND_NAMES[message.header.kind]} message, which a worker does not accept", peer=server)
+        if message.header.generation != self._generation:
+            return
+        report = messages.unpack(message.body, Stalled, server, "a STALLED frame")
         if report.failed:
-            self._fail(CommError(report.failed, peer=peer_name(SERVER_BASE + server), step=report.step, bucket=report.bucket))
+            self._fail(CommError(report.failed, peer=server, step=report.step, bucket=report.bucket))
             return
         for member, why in report.dropped.items():
             # If the job can continue without the member, the coordinator, to which the server reports the drop, informs this
             # worker.
             if not (self._elastic and self.membership.reachable):
-                self._fail(PeerLost(messages.dropped_by(peer_name(SERVER_BASE + server), why), peer=peer_name(member),
-                                      step=report.step, bucket=report.bucket))
+                self._fail(PeerLost(messages.dropped_by(server, why), peer=peer_name(member), step=report.step,
+                                    bucket=report.bucket))
         self._stalled(report.bucket, report.step, report.missing)
 
     def _on_exit(self, gone: messages.PeerExit) -> None:
@@ -248,7 +246,7 @@ class WorkerClient:
 
     def await_report(self, answer: Handle) -> None:
         """Waits for a server's answer to `report_joining`. Raises CommError if the server refuses."""
-        message = self.transport.wait(answer, time.monotonic() + self._config.deadline_s)
+        message = answer.wait(time.monotonic() + self._config.deadline_s)
         if problem := bytes(message.body).decode(errors="replace"):
             raise CommError(f"cannot continue with other members: {problem}", peer=peer_name(message.peer))
 
@@ -257,7 +255,7 @@ class WorkerClient:
 
     def _ask(self, server: int, header: Header, body: bytes) -> bytes:
         answer = self.transport.request(SERVER_BASE + server, header, body)
-        return bytes(self.transport.wait(answer, time.monotonic() + self._config.deadline_s).body)
+        return bytes(answer.wait(time.monotonic() + self._config.deadline_s).body)
 
     def close(self, reason: str = "", flush_s: float | None = None, exchanges: int = -1) -> bool:
         """Leaves the job: without a `reason` in order, after queued data was sent within `flush_s`. Returns whether the
@@ -274,7 +272,6 @@ class WorkerClient:
                 self._fail = self.transport.abort  # a server that dies from now on must not be waited for
             self.transport.close(flush_s)  # before leaving: servers do not wait for a worker that has left
             delivered = self.membership.leave(exchanges=exchanges)
-        self.remaining = self.membership.remaining
         return delivered
 
 
@@ -306,9 +303,9 @@ def leave_job(
         until = time.monotonic() + notice_s  # others might still need its servers
     try:
         if children and delivered and not reason and not children[0].over(min(NOTE_AFTER_S, stay_s)):
-            names = ", ".join(link.remaining) if link is not None and link.remaining else "others"
+            names = ", ".join(link.membership.remaining) if link is not None else ""
             log.warning("this process is done, but its server may still be needed by %s: waiting until they "
-                        "have ended, at most %.0f s (deadline_s)", names, stay_s)
+                        "have ended, at most %.0f s (deadline_s)", names or "others", stay_s)
         for child in children:
             child.over(until - time.monotonic())
     finally:

@@ -23,9 +23,9 @@ from commlayer.transport.protocol import (
     Header,
     Kind,
     Message,
-    Transport,
     peer_name,
 )
+from commlayer.transport.reconnect import ReconnectingTransport
 
 Fill = Callable[[EncodedBucket], float]
 """Function that fills a bucket's send buffer on the encode lane, and sets weight and used slices. It returns the
@@ -47,7 +47,7 @@ class ServerExchange:
     """
 
     def __init__(
-        self, step: Step, transport: Transport, recycle: Callable[[memoryview], None], staging: Staging
+        self, step: Step, transport: ReconnectingTransport, recycle: Callable[[memoryview], None], staging: Staging
     ) -> None:
         """`recycle` receives the buffers of decoded results for reuse."""
         self._step, self._transport, self._recycle, self._staging = step, transport, recycle, staging

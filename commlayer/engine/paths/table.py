@@ -18,7 +18,7 @@ from commlayer.engine.paths.server import ServerPath
 from commlayer.engine.paths.server_exchange import ServerExchange
 from commlayer.engine.paths.staging import Staging
 from commlayer.records import Plan
-from commlayer.transport.protocol import Transport
+from commlayer.transport.reconnect import ReconnectingTransport
 
 AnyPath = Path[Any]
 
@@ -61,7 +61,7 @@ class PathTable(NamedTuple):
 
 def make_paths(
     bucket_groups: Sequence[Sequence[WorkerBucket]], plan: Plan, codecs: Mapping[int, Codec], step: Step, staging: Staging,
-    transport: Transport | None, groups: Groups | None, recycle: Callable[[memoryview], None],
+    transport: ReconnectingTransport | None, groups: Groups | None, recycle: Callable[[memoryview], None],
 ) -> PathTable:
     """Creates the paths. `bucket_groups`: lists of buckets that are exchanged together and have the same delay."""
     of: dict[int, AnyPath] = {}

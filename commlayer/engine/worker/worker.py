@@ -43,7 +43,7 @@ from commlayer.observe.events import WaitKind
 from commlayer.observe.step_trace import Recorder
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import Job, Plan
-from commlayer.transport.protocol import Transport
+from commlayer.transport.reconnect import ReconnectingTransport
 
 log = logging.getLogger("commlayer")
 DRAIN_S = 5.0
@@ -60,7 +60,7 @@ class Worker:
 
     def __init__(
         self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
-        *, rank: int = 0, members: int = 0, generation: int = 1, transport: Transport | None = None,
+        *, rank: int = 0, members: int = 0, generation: int = 1, transport: ReconnectingTransport | None = None,
         groups: Groups | None = None, recycle: Callable[[memoryview], None] = ignore,
         components: Components | None = None, site: Site | None = None,
     ) -> None:

@@ -15,30 +15,18 @@ from commlayer.transport.backoff import Backoff
 from commlayer.transport.grpc.event_loop import run_on_loop
 from commlayer.transport.grpc.library import grpc
 from commlayer.transport.grpc.stream import FRAME_OPTION, MESSAGE_NBYTES, GrpcStream, StreamCall
-from commlayer.transport.keys.key_folder import PeerCertificate
+from commlayer.transport.keys.key_folder import SERVICE as NAMED
+from commlayer.transport.keys.key_folder import Keys, PeerCertificate
 
 
-class TlsCredentials(NamedTuple):
-    """TLS credentials of a gRPC client, in PEM: CA, this node's certificate and its key. `name`: a name that every
-    coordinator's certificate contains."""
-
-    ca: str
-    certificate: str
-    key: str
-    name: str
-
-
-def open_channel(
-    address: str, options: list[tuple[str, Any]], credentials: TlsCredentials | None, *, on_loop: bool = False,
-) -> Any:
-    """Opens a gRPC channel, with TLS if there are credentials. `on_loop`: a grpc.aio channel on the running event loop."""
+def open_channel(address: str, options: list[tuple[str, Any]], keys: Keys | None, *, on_loop: bool = False) -> Any:
+    """Opens a gRPC channel, with TLS if there are keys. `on_loop`: a grpc.aio channel on the running event loop."""
     kind: Any = grpc.aio if on_loop else grpc
-    if credentials is None:
+    if keys is None:
         return kind.insecure_channel(address, options=options)
-    ca, certificate, key = (part.encode() for part in credentials[:3])
     # Certificates name nodes instead of addresses, so the address is not compared with the certificate.
-    options = [*options, ("grpc.ssl_target_name_override", credentials.name)]
-    return kind.secure_channel(address, grpc.ssl_channel_credentials(ca, key, certificate), options=options)
+    options = [*options, ("grpc.ssl_target_name_override", NAMED)]
+    return kind.secure_channel(address, grpc.ssl_channel_credentials(keys.ca, keys.key, keys.certificate), options=options)
 
 
 SERVICE, METHOD = "commlayer.Data", "Frames"
