@@ -551,6 +551,16 @@ def test_workers_of_a_departed_site_leave_with_it(opened: Opened) -> None:
     assert [m.rank for m in members[0].newest.members] == [0, 1]
 
 
+def test_sites_that_finish_end_the_job_in_order(opened: Opened) -> None:
+    """Although none of their workers could report its end, as while a coordinator starts again."""
+    coordinator, desks = met(opened, 3, min_workers=2, dead_after_s=WAIT_S)
+    joined(opened, coordinator, 3)
+    for desk in desks:
+        leave(opened, desk, messages.FINISHED)
+    assert coordinator.over.wait(WAIT_S)
+    assert coordinator.failure == ""
+
+
 @pytest.mark.parametrize("is_complete", [False, True])
 def test_all_or_none_pass_a_barrier_that_a_lost_member_has_called(opened: Opened, *, is_complete: bool) -> None:
     coordinator, desks = met(opened, 3, min_workers=2)

@@ -73,8 +73,9 @@ def test_dead_worker_takes_its_home_along(sites: Sites, attach: dict[str, Any], 
     assert any(re.search("worker 2.*, worker 3.* left, .*; continuing with 2 workers", line)
                for line in reports[0]["decisions"]), reports[0]["decisions"]
     if not attach:
+        # Each bucket's sum closes by itself, so the home's last step may be in some of them.
         runs = [expected([homes((2, 2))] * steps + [[(0, 1)]] * (STEPS - steps))[0] for steps in (ODD, ODD + 1)]
-        assert reports[0]["weights"] in runs
+        assert all(weight in either for weight, *either in zip(reports[0]["weights"], *runs, strict=True))
 
 
 @pytest.mark.parametrize(("event", "why"), [

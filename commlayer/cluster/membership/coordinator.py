@@ -230,23 +230,26 @@ class Coordinator:
 
     def _register_site(self, request: messages.Join) -> messages.JoinReply:
         """Registers a site, or removes it. Workers of a site that has left are evicted, and those of its previous process if it
-        was restarted."""
+        was restarted. If the site has finished, its workers have, too: they may have left while no coordinator was running."""
         if self._rendezvous.is_present(request.token):
             ranks = self._rendezvous.ranks_of(request.token) if request.leave else frozenset[int]()
             reply = self._rendezvous.register(request)
-            self._evict(ranks, self._rendezvous.departure(request.token))
+            self._remove(ranks, self._rendezvous.departure(request.token), finished=request.leave == messages.FINISHED)
             return reply
         with self._lock:
             seen_s = {p.rank: p.seen_s for p in self._state.registrations.values() if p.join.kind == "worker" and p.present}
             still_s = membership.own_pause_s(self._state, self._clock())
-        self._evict(*self._rendezvous.supersede(request, seen_s, still_s))
+        self._remove(*self._rendezvous.supersede(request, seen_s, still_s))
         return self._rendezvous.register(request)
 
-    def _evict(self, ranks: Collection[int], why: str) -> None:
-        if ranks:
-            with self._lock:
-                tokens = [t for t, p in self._state.registrations.items() if p.join.kind == "worker" and p.rank in ranks]
-                self._set(membership.evict(self._state, tokens, why))
+    def _remove(self, ranks: Collection[int], why: str, *, finished: bool = False) -> None:
+        with self._lock:
+            state = self._state
+            for token, place in state.registrations.items():
+                if place.join.kind == "worker" and place.rank in ranks:
+                    state = (membership.leave(state, token, messages.FINISHED) if finished
+                             else membership.evict(state, [token], why))
+            self._set(state)
 
     def _challenge(self, nonce: bytes, peer: str) -> Encode:
         caller = self._port.caller(peer).certificate  # raises if TLS is required

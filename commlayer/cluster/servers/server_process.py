@@ -324,15 +324,15 @@ def _launch_command(config: Config, control: str) -> str:
 
 def _on_silence(serving: DataServer, config: Config, control: str, end: threading.Event, stopped: threading.Event,
             silent_s: float) -> None:
-    """Called while the coordinator does not answer, so no message can end the job. Ends the server if all workers have ended in
-    order, or if no worker has been connected for the complete reconnect window."""
-    if end.is_set():
+    """Called while the coordinator does not answer, so no message can end the job. After the reconnect window, in which a
+    restarted coordinator could ask how the job has ended, ends the server if no worker is left."""
+    if end.is_set() or silent_s < reconnect_window_s(config):
         return
     if serving.finished:
         log.warning("coordinator %s has not answered for %.1f s and all workers have ended: this server "
                     "ends too", control, silent_s)
         end.set()
-    elif serving.alone and silent_s >= reconnect_window_s(config):
+    elif serving.alone:
         log.warning("coordinator %s has not answered for %.1f s and no worker is connected: this server "
                     "ends", control, silent_s)
         _stop(end, stopped)
