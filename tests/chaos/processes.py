@@ -14,6 +14,7 @@ import os
 import resource
 import runpy
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -112,9 +113,10 @@ def _begin(target: Callable[..., None], pipe: Any, args: tuple[Any, ...], enviro
 
 
 def train(pipe: Any, task: Task) -> None:
-    """A worker."""
+    """A worker. It leaves at SIGINT also if its campaign runs in the background of a shell, which ignores the signal."""
     from tests.chaos import training
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     training.train(pipe, task)
 
 

@@ -20,7 +20,7 @@ from tests.chaos import processes
 from tests.chaos.cluster import HERE, Cluster
 from tests.chaos.dealing import undisturbed
 from tests.chaos.reports import Ended, Stepped
-from tests.chaos.sizes import MOST_GROWTH_PCT, Sizes, growth
+from tests.chaos.sizes import MOST_GROWTH_PCT, Sizes, files_flat, growth
 from tests.chaos.trials import Setting
 
 SETTING = Setting("topk(ratio=0.1)", apart=True)
@@ -99,9 +99,11 @@ class _Soak:
             "contributions": seen.contributions, "wrong_on_the_wire": len(seen.faults), "payloads_sent_again": seen.repeats,
             "applied_off_put_in": off, "accounts_balance": off <= ROUNDING, "growth_pct": grown_pct,
             "restarts_growth_pct": across_pct, "memory_flat": max(grown_pct, across_pct) <= MOST_GROWTH_PCT,
+            "files_flat": files_flat(rows),
             "steps_per_s": max(self._at) / seconds, "seconds": seconds}
         if not complete:
             rows += [{"process": f"worker {rank}", "ended": str(end)} for rank, end in enumerate(self._ended)]
-        grown = grown_pct > MOST_GROWTH_PCT or across_pct > MOST_GROWTH_PCT  # unknown after a short run
+        # Growth is unknown after a short run.
+        grown = grown_pct > MOST_GROWTH_PCT or across_pct > MOST_GROWTH_PCT or not summary["files_flat"]
         right = complete and not grown and not summary["other_digests"] and not seen.faults and summary["accounts_balance"]
         return {"rows": rows, "summary": summary, "code": int(not right)}

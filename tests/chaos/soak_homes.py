@@ -16,7 +16,7 @@ from typing import Any
 from bench.report import Result
 from tests.chaos.cluster import Cluster
 from tests.chaos.reports import Ended, Stepped
-from tests.chaos.sizes import MOST_GROWTH_PCT, UNKNOWN, Sizes, growth
+from tests.chaos.sizes import MOST_GROWTH_PCT, UNKNOWN, Sizes, files_flat, growth
 from tests.chaos.soak import LIMIT_S, soaked
 from tests.chaos.trials import Setting
 
@@ -129,10 +129,12 @@ class _Soak:
             "homes_joined": len(numbers) - SETTING.workers, "idle_homes": sum(n not in self._trained for n in numbers),
             "stuck_homes": self._stuck, "other_digests": sum(len(digests) > 1 for digests in self._digests.values()),
             "growth_pct": grown_pct, "memory_flat": grown_pct <= MOST_GROWTH_PCT,
+            "files_flat": files_flat(rows),
             "control_bytes_s_early": early, "control_bytes_s_late": late, "control_growth_pct": told_pct,
             "steps_per_s": last / seconds, "seconds": seconds}
         if not complete:
             rows += [{"process": f"worker {number}", "ended": str(end)} for number, end in ends.items()]
-        grown = grown_pct > MOST_GROWTH_PCT or told_pct > MOST_TOLD_PCT  # unknown after a short run
+        # Growth is unknown after a short run.
+        grown = grown_pct > MOST_GROWTH_PCT or told_pct > MOST_TOLD_PCT or not summary["files_flat"]
         wrong = not complete or grown or summary["other_digests"] or summary["idle_homes"] or self._stuck
         return {"rows": rows, "summary": summary, "code": int(bool(wrong))}
