@@ -175,7 +175,8 @@ def entered(state: TuningState, plan: Plan, *, own: bool = False) -> TuningState
     proposed the plan (see `switched`). False: the script or the quality guard has set it."""
     state = structs.replace(state, plan=plan, agreed=None)
     if state.links is not None:
-        state = structs.replace(state, links=structs.replace(state.links, watch=LinkWatch(rates_of(state.links.links))))
+        watch = LinkWatch(rates_of(state.links.links), plan.step_s or state.links.watch.usual_s)
+        state = structs.replace(state, links=structs.replace(state.links, watch=watch))
     if state.phase is not Phase.WATCHING:  # the recorded steps ran under another plan
         state = structs.replace(state, phase=Phase.WARMING, until=state.step + WARM_STEPS)
     if own:
