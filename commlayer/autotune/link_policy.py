@@ -31,7 +31,7 @@ def links_hold(step_s: float, waited_s: float) -> bool:
 
 def measured(state: TuningState, measured: Measured, now: float, names: Sequence[str]) -> Decided:
     """Records a measurement. `names`: display name of each node."""
-    links = (LinkState.of(measured.links, now, tuple(names)) if state.links is None
+    links = (LinkState.of(measured.links, measured.step_s, now, tuple(names)) if state.links is None
              else state.links.measured(measured.links, now))
     lines: list[Reason] = [LogLine(f"links carry {links.spelled()}")]
     if line := _uneven(measured):

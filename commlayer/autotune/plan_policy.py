@@ -39,6 +39,8 @@ TRIED = 5
 SLOWER = 0.02
 """All ranks roll back if the time to a loss is longer than under the previous plan by more than this fraction. Medians of so
 few steps differ by as much under one plan, and servers drop their residuals at a roll-back."""
+CLEARLY = 0.25
+"""A trial ends after its first two steps if both lengthen the time to a loss by more than this fraction."""
 PLAIN = 0.18
 """The plan without compression is tried if its predicted time to a loss is longer by at most this fraction. In trials it took
 up to 16 % less than predicted. Predictions are least accurate for paths (server, all-reduce) unlike the measured one. Local
@@ -173,7 +175,8 @@ def entered(state: TuningState, plan: Plan, *, own: bool = False) -> TuningState
     proposed the plan (see `switched`). False: the script or the quality guard has set it."""
     state = structs.replace(state, plan=plan, agreed=None)
     if state.links is not None:
-        state = structs.replace(state, links=structs.replace(state.links, watch=LinkWatch(rates_of(state.links.links))))
+        watch = LinkWatch(rates_of(state.links.links), plan.step_s or state.links.watch.usual_s)
+        state = structs.replace(state, links=structs.replace(state.links, watch=watch))
     if state.phase is not Phase.WATCHING:  # the recorded steps ran under another plan
         state = structs.replace(state, phase=Phase.WARMING, until=state.step + WARM_STEPS)
     if own:
@@ -183,12 +186,12 @@ def entered(state: TuningState, plan: Plan, *, own: bool = False) -> TuningState
 
 
 def step_over(state: TuningState, step_s: float, step: int) -> Decided:
-    """Records the time of a step under the active plan. Decides on a trial after TRIED steps, and compares the time with the
-    prediction."""
+    """Records the time of a step under the active plan. Decides on a trial after TRIED steps, or after two that are clearly
+    slower, and compares the time with the prediction."""
     lines: list[Reason] = []
     state = structs.replace(state, recent=(*state.recent[1 - TRIED :], step_s), count=state.count + 1)
-    if state.count == TRIED + 1 and state.order is None and state.proposal is None:
-        state, lines = _judged(state, median(state.recent))
+    if (state.count == TRIED + 1 or _clearly_slower(state)) and state.order is None and state.proposal is None:
+        state, lines = _judged(state, median(state.recent[1 - state.count :]))
     if state.check is not None:
         check, stale = state.check.observe(median(state.recent[-3:]), step)
         if stale is not None and not stale.slower:  # a plan that is faster than predicted needs no new search
@@ -197,6 +200,12 @@ def step_over(state: TuningState, step_s: float, step: int) -> Decided:
             state, lines = structs.replace(state, stale=True), [*lines, stale]
         state = structs.replace(state, check=check)
     return state, lines
+
+
+def _clearly_slower(state: TuningState) -> bool:
+    trial = state.trial
+    return (trial is not None and state.count == 3 and
+            min(state.recent[-2:]) * state.steps > (1 + CLEARLY) * trial.before_s * trial.candidate.steps)
 
 
 def _judged(state: TuningState, step_s: float) -> Decided:

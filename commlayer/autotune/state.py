@@ -83,9 +83,10 @@ class LinkState(Record, frozen=True):
     """Display name of each node; "" for all if they have the same name."""
 
     @classmethod
-    def of(cls, links: tuple[Link, ...], now: float, names: tuple[str, ...] = ()) -> LinkState:
+    def of(cls, links: tuple[Link, ...], step_s: float, now: float, names: tuple[str, ...] = ()) -> LinkState:
+        """Returns the state after the first measurement of the links, in which steps took `step_s`."""
         rates = rates_of(links)
-        return cls(links, LinkWatch(rates), rates, ReprobeSchedule().changed(now), names)
+        return cls(links, LinkWatch(rates, step_s), rates, ReprobeSchedule().changed(now), names)
 
     def measured(self, links: tuple[Link, ...], now: float) -> LinkState:
         """Returns the state after a measurement or probe of the links. The usual step time under the active plan is kept."""

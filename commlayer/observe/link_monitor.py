@@ -6,6 +6,7 @@ itself. A slow machine leaves its link idle. A link may carry little because the
 
 Several steps define what is usual. A link counts as slower after several slow steps in a row that have cost as much time as a
 plan change does. Before that, waiting would be cheaper. A single step is evidence only if it is many times as long as usual.
+In the first steps under a plan, the predicted step time counts as usual, and the difference must be larger.
 
 A faster link is visible in received bytes, since nodes may send faster than planned. If too little is received, it is visible
 only in steps with shorter waits.
@@ -29,6 +30,8 @@ FACTOR = 1.5
 LONGER = 1.25
 """Factor by which a step must be longer than usual to count as slow. It is smaller than FACTOR, since the computing part of a
 step does not become longer."""
+UNUSUAL = 4.0
+"""Factor in place of FACTOR and LONGER before usual values are known. Predictions are within it of what steps take."""
 EXPLAINED = 0.5
 """Fraction of a step's delay that slower links must explain. This much of the delay must be waiting on all ranks, and the link
 must have been busy this much longer: a shortage of CPU time slows transfers, too."""
@@ -79,6 +82,8 @@ class LinkWatch(Record, frozen=True):
 
     planned: tuple[Rates, ...]
     """Planned rates of each node. New rates may be set without a new plan; usual values are then kept."""
+    expected_s: float = 0.0
+    """Predicted step time in seconds; 0 if it is unknown."""
     seen: tuple[SeenStep, ...] = ()
     """The latest steps that were not slow."""
     slow: tuple[SeenStep, ...] = ()
@@ -98,24 +103,24 @@ class LinkWatch(Record, frozen=True):
 
     @property
     def usual_s(self) -> float:
-        """Usual step time in seconds; 0 before the first step."""
-        return _median(row.step_s for row in self.seen)
+        """Usual step time in seconds, or the predicted one before that is known; 0 if neither is."""
+        return _median(row.step_s for row in self.seen) if self.settled or not self.expected_s else self.expected_s
 
     @property
     def waited_s(self) -> float:
-        """Usual time in seconds for which all ranks wait for communication in a step."""
-        return _median(row.waited_s for row in self.seen)
+        """Usual time in seconds for which all ranks wait for communication in a step; 0 before it is known."""
+        return _median(row.waited_s for row in self.seen) if self.settled else 0.0
 
     @property
     def slow_s(self) -> float:
-        """Step time in seconds above which a step is slow; infinite before usual values are known."""
-        return LONGER * self.usual_s if self.settled else math.inf
+        """Step time in seconds above which a step is slow; infinite if no usual value is known."""
+        return LONGER * self.usual_s if self.settled else UNUSUAL * self.expected_s or math.inf
 
     @property
     def decisive_s(self) -> float:
-        """Step time in seconds above which the next step may show that links have changed; infinite before usual values are
+        """Step time in seconds above which the next step may show that links have changed; infinite if no usual value is
         known."""
-        if not self.settled or len(self.slow) >= IN_A_ROW - 1:
+        if len(self.slow) >= IN_A_ROW - 1:
             return self.slow_s
         return max(self.slow_s, self.usual_s + self._plenty_s - self.slow_cost_s)
 
@@ -126,7 +131,7 @@ class LinkWatch(Record, frozen=True):
     @property
     def faster(self) -> bool:
         """True: links may have become faster, because the latest steps are shorter and all ranks wait less."""
-        was, now = LinkWatch(self.planned, self.seen[:-SETTLED]), LinkWatch(self.planned, self.seen[-SETTLED:])
+        was, now = (structs.replace(self, expected_s=0.0, seen=seen) for seen in (self.seen[:-SETTLED], self.seen[-SETTLED:]))
         shorter_s = was.usual_s - now.usual_s
         return was.settled and LONGER * now.usual_s < was.usual_s and was.waited_s - now.waited_s >= EXPLAINED * shorter_s
 
@@ -142,7 +147,7 @@ class LinkWatch(Record, frozen=True):
     def observe(self, row: SeenStep) -> tuple[LinkWatch, tuple[Rates, ...] | None]:
         """Adds a step's reports. Returns the next value, and the new rates if links have changed, otherwise None."""
         if row.step_s <= self.slow_s:
-            after = LinkWatch(self.planned, (*self.seen, row)[-(USUAL + SETTLED):])
+            after = LinkWatch(self.planned, self.expected_s, (*self.seen, row)[-(USUAL + SETTLED):])
             raised = after._more()
             return after, None if raised == self.planned else raised
         if self.long_rows >= USUAL and self.long_cost_s >= COST_S:  # the longer steps are now usual, whatever the cause
@@ -177,12 +182,13 @@ class LinkWatch(Record, frozen=True):
 
     def _lower(self, rows: Sequence[SeenStep], node: int, direction: int) -> float:
         planned_bps = self.planned[node][direction]
-        bps, usual_bps = _carried(rows, node, direction), _carried(self.seen, node, direction)
+        bps, factor = _carried(rows, node, direction), FACTOR if self.settled else UNUSUAL
+        usual_bps = _carried(self.seen, node, direction) if self.settled else planned_bps
         # Results arrive no faster than the slowest node sends, and busy machines send slowly. A download that is not clearly
         # slower than that shows nothing about its link.
-        if direction == DOWN and FACTOR * bps >= min(_carried(rows, each, UP) for each in range(len(self.planned))):
+        if direction == DOWN and factor * bps >= min(_carried(rows, each, UP) for each in range(len(self.planned))):
             return planned_bps
-        if not (0 < FACTOR * PAYLOAD * bps < planned_bps and FACTOR * bps < usual_bps):
+        if not (0 < factor * PAYLOAD * bps < planned_bps and factor * bps < usual_bps):
             return planned_bps
         busy_s = _median(row.nodes[node][direction].share * row.step_s for row in rows)
         longer_s = _median(row.step_s for row in rows) - self.usual_s

@@ -79,7 +79,7 @@ class Rank0:
     """Rank 0's state after the first measurement of links, the inputs from the controller, and the decisions."""
 
     def __init__(self) -> None:
-        self.state = TuningState(START, leads=True, phase=Phase.WATCHING, links=LinkState.of(LINKS, 0.0))
+        self.state = TuningState(START, leads=True, phase=Phase.WATCHING, links=LinkState.of(LINKS, 0.0, 0.0))
         self.step_number, self.now = 0, 0.0
         self.lines: list[Reason] = []
 

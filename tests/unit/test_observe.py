@@ -29,6 +29,7 @@ from commlayer.observe.link_monitor import (
     PAYLOAD,
     PLENTY,
     SETTLED,
+    UNUSUAL,
     USUAL,
     LinkWatch,
     Rates,
@@ -323,6 +324,22 @@ def reported(links: LinkWatch, step: SeenStep, most: int = 50) -> tuple[int, tup
 ])
 def test_all_links_become_slower(step_s: float, steps: int) -> None:
     assert reported(settled(), seen(step_s, [FULL] * 3)) == (steps, (NARROW,) * 3)
+
+
+@pytest.mark.parametrize(("step_s", "waited_s", "part", "steps"), [
+    (0.4 + PLENTY * COST_S, 5.0, 0.2, 1), (0.41 * UNUSUAL, 1.0, 0.2, IN_A_ROW),
+    (0.4 + PLENTY * COST_S, 5.0, 0.3, None),  # predictions are no more accurate than that
+    (0.4 + PLENTY * COST_S, 2.0, 0.2, None),  # a rank evaluates
+    (0.39 * UNUSUAL, 1.0, 0.2, IN_A_ROW + 1),  # after one more step usual values are known
+])
+def test_links_that_collapse_in_the_first_steps_under_a_plan(
+    step_s: float, waited_s: float, part: float, steps: int | None,
+) -> None:
+    """`part`: of the planned rates that links carry."""
+    full = Throughput(*(Direction(part * rate / PAYLOAD, 0.9) for rate in PLANNED[0]))
+    links = after(LinkWatch(PLANNED, 0.4), seen(0.4, [QUICK] * 3), SETTLED - 1)
+    count, result = reported(links, seen(step_s, [full] * 3, waited_s), most=USUAL)
+    assert (None if result is None else count) == steps
 
 
 def test_ranks_wait_for_reports_only_in_steps_that_can_reveal_slower_links() -> None:

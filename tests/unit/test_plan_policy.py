@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from support.autotuning import (
 )
 
 from commlayer.autotune import plan_policy
-from commlayer.autotune.plan_policy import PLAIN, SLOWER, STALE, TO_WIN, TRIED, WORTH, to_win
+from commlayer.autotune.plan_policy import CLEARLY, PLAIN, SLOWER, STALE, TO_WIN, TRIED, WORTH, to_win
 from commlayer.autotune.planning.candidate import LEAVES, MOST_STEPS
 from commlayer.autotune.reprobe import COST_MOST, EXPECTED_TRIPS, FIRST_S
 from commlayer.autotune.state import TuningRequest
@@ -92,7 +93,7 @@ def test_failed_or_outdated_search_has_no_effect() -> None:
 
 
 @pytest.mark.parametrize(("takes_s", "steps", "before_steps", "back"), [
-    (0.8, 1.0, 1.0, False), (1.0, 1.0, 1.0, False), (1.001 + SLOWER, 1.0, 1.0, True), (3.0, 1.0, 1.0, True),
+    (0.8, 1.0, 1.0, False), (1.0, 1.0, 1.0, False), (1.001 + SLOWER, 1.0, 1.0, True), (1 + CLEARLY, 1.0, 1.0, True),
     # Faster steps that do not make up for a higher convergence factor; slower ones with a lower factor.
     (0.8, 1.25, 1.0, False), (0.8, 1.28, 1.0, True), (1.2, 1.0, 1.2, False), (1.2, 1.0, 1.17, True),
 ])
@@ -108,6 +109,17 @@ def test_plan_that_reaches_the_loss_later_is_rolled_back(
     if back:
         assert rank.switch().runnable == START
         assert rank.state.idle, "the plan before is not on trial"
+
+
+@pytest.mark.parametrize(("takes_s", "back"), [((1.3, 1.3), True), ((1.3, 1.2), False), ((1.2, 9.0), False)])
+def test_trial_of_a_clearly_slower_plan_ends_after_two_steps(takes_s: Sequence[float], back: bool) -> None:
+    rank = trying(candidate(plan_of(0.2)))
+    rank.step(30.0)  # warms up
+    for step_s in takes_s:
+        rank.step(step_s)
+    assert rank.request() == (TuningRequest.SWITCH if back else TuningRequest.NOTHING)
+    if back:
+        assert rank.switch().runnable == START
 
 
 def test_search_receives_the_active_plan_in_planner_form() -> None:
