@@ -74,11 +74,16 @@ class JobFeed:
                 if (event := decode(line)) is not None:
                     self._record.apply(event)
 
+    @property
+    def _now(self) -> float:
+        """The time in the clock of the events."""
+        return max(time.time() + self.ahead_s, self._record.view.time)
+
     def _message(self, notable: int, point: int, *, whole: bool) -> bytes:
         """An update as a server-sent event, with the notable events and the points from these numbers on."""
         record = self._record
         latest = list(islice(reversed(record.events), record.notable - notable))[::-1]
-        state = state_of(record.view, max(time.time() + self.ahead_s, record.view.time))
+        state = state_of(record.view, self._now)
         state["waits"] = [*([self.note] if self.note else []), *state["waits"]]
         state["paused"] = self._paused() if self._paused else None
         update = msgspec.json.encode(Update([state], record.curves.points[point:], latest, whole))
@@ -87,7 +92,7 @@ class JobFeed:
     def _metrics(self) -> Page:
         with self._changed:
             self._follow()
-            return Page(CONTENT_TYPE, exposition(self._record.view, time.time()).encode())
+            return Page(CONTENT_TYPE, exposition(self._record.view, self._now).encode())
 
     def _stream(self) -> Page:
         with self._changed:
