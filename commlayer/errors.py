@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
-_CODE = re.compile(r" ?\[(E-[A-Z][A-Z-]{1,38})\]")
+_CODE = re.compile(r"(?:^| )\[(E-[A-Z][A-Z-]{1,38})\]")
 """A code at the end of a message. docs/reference_pages/error_codes.toml lists all codes."""
 GENERIC = ("", "E-RECORD")
 """Unspecific codes. If a text quotes an error with one of these codes, the new error keeps its own code."""
@@ -150,7 +150,7 @@ def cause_of(error: BaseException) -> str:
     r"""The reason that is sent to other ranks when an exception ends a script: the exception's class and the first line of its
     text. A pause ends it with KeyboardInterrupt, whose text is the reason.
 
-    >>> cause_of(KeyboardInterrupt()), cause_of(ValueError("no room\\nfor it")), cause_of(KeyboardInterrupt("pauses"))
+    >>> cause_of(KeyboardInterrupt()), cause_of(ValueError("no room\nfor it")), cause_of(KeyboardInterrupt("pauses"))
     ('KeyboardInterrupt', 'ValueError: no room', 'pauses')
     """
     message = str(error).strip().partition("\n")[0]
