@@ -216,7 +216,7 @@ class SdxlAdapters(Record, frozen=True, tag_field="family", tag="sdxl"):
                     yield layer_of(f"{name}.{attention}.{part}", SDXL_MACS / len(blocks) / 8, **adapter)
 
 
-class Row(Record, frozen=True):
+class LayerRow(Record, frozen=True):
     """A row of data/layers.toml, which says what the fields mean."""
 
     name: str
@@ -225,8 +225,8 @@ class Row(Record, frozen=True):
     more_macs: int = 0
 
 
-class Group(Record, frozen=True):
-    layers: tuple[Row, ...]
+class LayerGroup(Record, frozen=True):
+    layers: tuple[LayerRow, ...]
     blocks: int = 1
 
 
@@ -236,7 +236,7 @@ class Listed(Record, frozen=True, tag_field="family", tag="listed"):
     name: str
 
     def layers(self, seen: int) -> Layers:
-        for group in load("layers", dict[str, tuple[Group, ...]])[self.name]:
+        for group in load("layers", dict[str, tuple[LayerGroup, ...]])[self.name]:
             for block in range(group.blocks):
                 for row in group.layers:
                     layer = layer_of(row.name.format(block), 0.0, **row.shapes)
